@@ -1,4 +1,4 @@
-"""Arguments such as key=value arguments: dotted keys, hints, and limits on what users write."""
+"""key=value arguments: dotted keys, suggestions for typos, and limits on user input."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from difflib import SequenceMatcher
 from typing import Any
 
 MAX_FILE_BYTES = 4 * 2**20
-"""Largest config file; configs that people write have a few kilobytes."""
+"""Maximum size of a config file; configs written by people have a few kilobytes."""
 MAX_DEPTH = 64
-"""Deepest nesting of tables and arrays."""
+"""Maximum nesting depth of tables and arrays."""
 MAX_INTEGER = 2**63 - 1
-"""Largest TOML integer, and largest that a tensor holds."""
+"""Largest integer in TOML and in a tensor."""
 _DOTTED = re.compile(r"""[\w"'-]++(?:\s*+\.\s*+[\w"'-]++)*+""")
 
 
 def parsed_toml(text: str) -> dict[str, Any]:
-    """Return a TOML text as a dict. Raises TOMLDecodeError, and ValueError beyond the limits."""
-    # tomllib keeps every prefix of a dotted key: gigabytes for a text of a megabyte.
+    """Return TOML text as a dict. Raises TOMLDecodeError, and ValueError beyond the limits."""
+    # tomllib stores every prefix of a dotted key: gigabytes for a megabyte of text.
     if any(match[0].count(".") > MAX_DEPTH for match in _DOTTED.finditer(text)):
         raise ValueError(f"a key in it has more than {MAX_DEPTH} parts: it is too deep")
     try:
@@ -31,9 +31,9 @@ def parsed_toml(text: str) -> dict[str, Any]:
 
 
 def beyond_bounds(tree: Any) -> str | None:
-    """Return why a parsed config is too deep, too large or not valid text; None if it is fine.
+    """Return why a parsed config is too deep, too large or invalid text; None if it is fine.
 
-    The value itself is not shown: it may be a million characters long.
+    The message does not quote the value, which may be a million characters long.
     """
     level, depth = [("", tree)], 0
     while level:
@@ -72,13 +72,13 @@ IMPLIED = "default beside model.init_from"
 COUNTED = "follows from the data"
 KEPT = "as the run began"
 NOT_ASKED = (IMPLIED, COUNTED, KEPT)
-"""Origins of values that no user set."""
+"""Origins of values that the user did not set."""
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
     """Return key and value, split at the first "=".
 
-    Raises ValueError if one of the two is missing, and for a value beyond the bounds of a config.
+    Raises ValueError if either is missing or the value exceeds the limits of a config.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -97,9 +97,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Return a TOML value; a bare word or a TOML date stays a string.
+    """Return the text as a TOML value; a bare word or a TOML date stays a string.
 
-    Raises ValueError for an integer of thousands of digits, and for thousands of brackets.
+    Raises ValueError for an integer with thousands of digits, and for thousands of brackets.
     """
     try:
         table = parsed_toml(f"value = {text}")
@@ -112,7 +112,7 @@ def parse_value(text: str) -> Any:
 
 
 def value_as_text(value: Any) -> str:
-    """Return a value as `parse_value` reads it: JSON, which is TOML but for tables."""
+    """Return a value in the form that `parse_value` reads: JSON, except for tables."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_as_text, value))}]"
     if isinstance(value, Mapping):
@@ -122,9 +122,9 @@ def value_as_text(value: Any) -> str:
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in a nested dict, creating the dicts on the way.
+    """Set a dotted key in a nested dict, creating intermediate dicts.
 
-    Raises ValueError if a key on the way holds something other than a dict.
+    Raises ValueError if an intermediate key holds something other than a dict.
     """
     *path, last = key.split(".")
     for depth, name in enumerate(path, 1):
@@ -136,7 +136,7 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def assign_all(tree: dict[str, Any], texts: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Put every `key=value` into a nested dict; return the keys set and the problems."""
+    """Set every `key=value` in a nested dict; return the keys that were set and the problems."""
     keys, problems = [], []
     for text in texts:
         try:
@@ -149,7 +149,7 @@ def assign_all(tree: dict[str, Any], texts: Iterable[str]) -> tuple[list[str], l
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every dotted key of a nested dict with its value; an empty dict counts as a value."""
+    """Yield each dotted key of a nested dict with its value; an empty dict counts as a value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -158,28 +158,28 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 NAMED_AT_ONCE = 3
-"""Largest number of unknown keys that get a sentence each; more share one."""
+"""Up to this many unknown keys get one sentence each; more share one."""
 _LISTED = 8
 
 
 def listed(keys: Iterable[str]) -> str:
-    """Return the first few keys and the number of the others, as text."""
+    """Return the first few keys as text, with the number of the others."""
     keys = list(keys)
     shown = ", ".join(keys[:_LISTED])
     return shown if len(keys) <= _LISTED else f"{shown} and {len(keys) - _LISTED} more"
 
 
-# Likeness of a probable misspelling: train.stpes has 0.8, lora and lr 0.67.
+# Minimum similarity of a probable typo: train.stpes has 0.8, lora and lr 0.67.
 _NEAR = 0.8
-_LONGEST = 100  # characters: no key has that many
+_LONGEST = 100  # characters; no key is longer
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the end of an error sentence, or "" if no name is similar.
+    """Return "; did you mean X?" to end an error sentence, or "" if no name is similar.
 
-    The last part of a dotted name counts most: a long common section would make all keys of it
-    look alike. If no name is similar, up to three that contain all its words (except "size") are
-    suggested: batch_size may mean global_batch or micro_batch.
+    The last part of a dotted name counts most; otherwise a long section name would make all its
+    keys look similar. If no name is similar, up to three names that contain all its words (except
+    "size") are suggested: batch_size may mean global_batch or micro_batch.
     """
     names = list(names) if len(word) <= _LONGEST else []
 

@@ -1,8 +1,8 @@
-"""The global batch: divided over data ranks, and rising over a run.
+"""The global batch: its division over data ranks, and its growth over a run.
 
-A run that resumes in any layout, or continues past discarded samples, therefore reads the same
-samples. A sample is always data.seq_len tokens: while sequences are still shorter, it is read as
-several of them, and no token is lost.
+Both depend only on the samples consumed, so a run that resumes in any layout, or continues past
+discarded samples, reads the same samples. A sample always has data.seq_len tokens; while sequences
+are shorter, it is read as several sequences and no token is lost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MAX_DEFAULT_MICRO_BATCH = 8
 
 
 def _divisors(number: int) -> list[int]:
-    """Return every divisor in ascending order."""
+    """Return all divisors in ascending order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return small + [number // size for size in reversed(small) if size * size != number]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """global_batch = micro_batch x grad_accum x data ranks; the first two in windows."""
+    """global_batch = micro_batch x grad_accum x data ranks; batch sizes in windows."""
 
     global_batch: int
     micro_batch: int
@@ -37,10 +37,11 @@ class Batch:
         grad_accum: int | None,
         quantum: int | None = None,
     ) -> Batch:
-        """Split a global batch; a size that is None is chosen, micro-batches of at most 8 windows.
+        """Split a global batch. A size that is None is chosen, with micro-batches of at most 8
+        windows.
 
-        `quantum`: every batch of a ramp is a multiple of this many windows and is split alike.
-        Raises ValueError, with the nearest legal values, if the numbers do not multiply.
+        `quantum`: every batch of a ramp is a multiple of this many windows and is split in the same
+        way. Raises ValueError, with the nearest valid values, if the sizes do not multiply.
         """
         if global_batch % data_ranks:
             below = global_batch // data_ranks * data_ranks
@@ -92,13 +93,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Slice:
-    """The samples that one optimizer step reads, over all ranks."""
+    """The samples that one optimizer step reads, across all ranks."""
 
     first_sample: int
     global_batch: int
-    """Samples."""
+    """Number of samples."""
     pieces: int = 1
-    """Sequences that each sample is split into."""
+    """Number of sequences that each sample is split into."""
 
     @property
     def samples(self) -> list[int]:
@@ -108,27 +109,27 @@ class Slice:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Batch size and sequence length, each rising in equal parts of a number of samples."""
+    """Batch size and sequence length, each rising in equal parts over a number of samples."""
 
     global_batch: int
-    """Samples per step at the end of the rise."""
+    """Samples per step after the ramp."""
     batch_from: int | None = None
-    """Samples of the first step; None: global_batch from the start."""
+    """Samples in the first step; None: global_batch from the start."""
     batch_step: int | None = None
-    """Samples that each rise adds; None: batch_from."""
+    """Samples added by each increase; None: batch_from."""
     batch_samples: int = 0
-    """Samples over which the batch rises."""
+    """Number of samples over which the batch grows."""
     most_pieces: int = 1
-    """Sequences that the first samples are split into, a power of two, later halved down to 1."""
+    """Sequences that the first samples are split into: a power of two, later halved down to 1."""
     length_samples: int = 0
-    """Samples over which sequences grow."""
+    """Number of samples over which sequences grow."""
 
     def at(self, samples: int) -> Slice:
-        """Return the slice of the step that begins after `samples` consumed."""
+        """Return the slice of the step that starts after `samples` consumed samples."""
         return Slice(samples, self._batch(samples), self._pieces(samples))
 
     def walk(self, samples: int) -> Iterator[Slice]:
-        """Yield that slice and all after it, without end."""
+        """Yield the slice of that step and of all later ones, without end."""
         while True:
             step = self.at(samples)
             yield step
@@ -140,7 +141,7 @@ class Curriculum:
         return self.batch_from is not None or self.most_pieces > 1
 
     def samples_after(self, steps: int, samples: int = 0) -> int:
-        """Return the samples consumed after `steps` more optimizer steps from `samples` on."""
+        """Return the samples consumed after `steps` more optimizer steps, starting at `samples`."""
         while steps > 0:
             taken = int(min(steps, self._steps_at_this_batch(samples)))
             samples, steps = samples + taken * self._batch(samples), steps - taken
@@ -158,14 +159,14 @@ class Curriculum:
 
     @property
     def quantum(self) -> int:
-        """Common divisor, in samples, of the batches of all steps."""
+        """Greatest common divisor of the batches of all steps, in samples."""
         if self.batch_from is None:
             return self.global_batch
         return math.gcd(self.global_batch, self.batch_from, self.batch_step or self.batch_from)
 
     @property
     def _levels(self) -> int:
-        """Number of times that the batch rises."""
+        """Number of times the batch grows."""
         assert self.batch_from is not None
         return (self.global_batch - self.batch_from) // (self.batch_step or self.batch_from)
 
@@ -176,7 +177,7 @@ class Curriculum:
         return self.batch_from + level * (self.batch_step or self.batch_from)
 
     def _steps_at_this_batch(self, samples: int) -> int | float:
-        """Return the steps until the batch next rises; infinity if it no longer does."""
+        """Return the steps until the batch next grows; infinity if it does not."""
         if self.batch_from is None or samples >= self.batch_samples:
             return math.inf
         level = samples * self._levels // self.batch_samples

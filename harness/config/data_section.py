@@ -1,4 +1,4 @@
-"""The run config's section of the data, with its mixture: keys, types, defaults, meanings."""
+"""The run config's data section and its sources: keys, types, defaults, meanings."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from harness.files.splits import OF_A_SOURCE, TO_EVALUATE
 
 DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE = 8192, 300
 NEW, REHEARSED = "new", "rehearsed"
-"""Names of the sources of a run that rehearses old data."""
+"""Names of the two sources in a run that rehearses old data."""
 _ANY_LENGTH: dict[str, Any] = {"min_tokens": None, "max_tokens": None}
 
 
 def _named(value: object) -> object:
-    """Return a single path as a table with an empty name, and each path as a table."""
+    """Return paths as tables by name; a single path gets an empty name."""
     named = {"": value} if isinstance(value, str) else value
     if not isinstance(named, dict):
         return named
@@ -47,7 +47,7 @@ def _named(value: object) -> object:
 
 
 def _day(value: object) -> object:
-    """Return a date, perhaps with a time, as text. Raises ValueError for text that is none."""
+    """Return a date, with or without time, as text. Raises ValueError for other text."""
     if isinstance(value, str):
         try:
             datetime.fromisoformat(value)
@@ -59,25 +59,25 @@ def _day(value: object) -> object:
 
 
 class ReadAs(Section):
-    """Data of its own, and how it is read."""
+    """Data with its own path and reading settings."""
 
     path: PathText
-    """Data as in data.path."""
+    """Data, as in data.path."""
     split: Text | None = None
-    """Split of its folder, as in data.split; None: data.split; of a held-out set validation, else
-    test."""
+    """Split of its folder, as in data.split; None: data.split, or for a held-out set validation,
+    else test."""
     format: Literal[tuple(FORMATS)] | None = None  # type: ignore[valid-type]
     """Format of its files; None: data.format."""
     columns: dict[str, Text] | None = None
-    """Names of its columns; None: data.columns."""
+    """Column names; None: data.columns."""
     where: dict[str, str] | None = None
-    """Values that its records have in some columns; None: data.where."""
+    """Values that records must have in some columns; None: data.where."""
     learn: Literal["assistant", "last", "all"] | None = None
-    """Turns of its conversations to learn; None: data.learn."""
+    """Turns of conversations to train on; None: data.learn."""
     min_tokens: Samples | None = None
-    """Fewest tokens of a document that is read; None: data.min_tokens for a source of data.mix."""
+    """Minimum tokens of a document; None: data.min_tokens, for a source of data.mix."""
     max_tokens: Samples | None = None
-    """Most tokens of a document that is read; None: data.max_tokens for a source of data.mix."""
+    """Maximum tokens of a document; None: data.max_tokens, for a source of data.mix."""
 
     @field_validator("columns")
     @classmethod
@@ -92,7 +92,7 @@ class EvalSet(ReadAs):
 
     @model_serializer(mode="wrap")
     def _as_written(self, whole: SerializerFunctionWrapHandler) -> Any:
-        """Return the path where there is nothing else, as earlier versions wrote it."""
+        """Return just the path if nothing else is set, as earlier versions wrote it."""
         values = {key: value for key, value in whole(self).items() if value is not None}
         return self.path if [*values] == ["path"] else values
 
@@ -101,13 +101,13 @@ class MixSource(ReadAs):
     """A source of data.mix."""
 
     name: Text | None = None
-    """Name in metrics and in the plan; None: the file's or folder's."""
+    """Name in metrics and in the plan; None: that of the file or folder."""
     share: PositiveOrZero | None = None
-    """Share of the mixture, relative to the other sources' (data.mix_by)."""
+    """Share of the mixture, relative to the other sources' shares (data.mix_by)."""
     then: PositiveOrZero | None = None
-    """Share from data.mix_until on."""
+    """Share after data.mix_until."""
     epochs: Annotated[float, Field(gt=0, le=MAX_SAMPLES)] | None = None
-    """Most passes over the source; its share then goes to the other sources."""
+    """Maximum passes over the source; its share then goes to the other sources."""
 
     @property
     def label(self) -> str:
@@ -123,105 +123,106 @@ class DataConfig(Section):
     """Training data."""
 
     path: PathText | None = None
-    """Text, JSON, CSV, Parquet, a folder of them or of datasets' save_to_disk, or a .bin/.idx pair;
-    None: Python's own standard library."""
+    """Text, JSON, CSV or Parquet, a folder of them or of datasets' save_to_disk, or a .bin/.idx
+    pair; None: Python's standard library."""
     split: Text | None = None
-    """Split of a folder to read: one of its data card or of its file names, SUBSET/SPLIT where a
-    card has subsets, or all for the whole folder; None: train, and the others evaluate."""
+    """Split of a folder to read, from its data card or file names (SUBSET/SPLIT if the card has
+    subsets), or all for the whole folder; None: train, with the others for evaluation."""
     mix: list[MixSource] = Field(default_factory=list)
-    """Several sources instead of data.path, each with path, and share, then, epochs, name, format,
-    columns, where, learn, min_tokens, max_tokens as needed: data.mix=[{path="a", share=0.7},
+    """Several sources instead of data.path. Each has path and, as needed, share, then, epochs,
+    name, format, columns, where, learn, min_tokens, max_tokens: data.mix=[{path="a", share=0.7},
     {path="b", share=0.3, epochs=2}]."""
     mix_by: Literal["samples", "tokens"] = "samples"
-    """Unit of the shares; tokens: padding does not count."""
+    """Unit of the shares; tokens exclude padding."""
     mix_temperature: Annotated[float, Field(ge=1)] | None = None
-    """Shares are the sources' sizes to the power of 1 / this, where none has a share; None: 1."""
+    """If no source has a share: shares are the sources' sizes to the power of 1 / this; None: 1."""
     mix_until: Annotated[float, Field(gt=0, le=MAX_SAMPLES)] | None = None
-    """Optimizer steps, or below 1 the fraction of the run, after which the shares `then` hold."""
+    """Optimizer steps, or below 1 the fraction of the run, after which the `then` shares apply."""
     eval_path: Annotated[dict[str, EvalSet], BeforeValidator(_named)] = Field(default_factory=dict)
-    """Held-out set, which replaces the split by data.held_out; or several by name, {chat="a.jsonl",
+    """Held-out set, instead of the data.held_out fraction; or several by name, {chat="a.jsonl",
     code="b.jsonl"}: eval_loss/NAME is the loss of each, eval_loss that of the first. A table has
-    path, and split, format, columns, where, learn, min_tokens, max_tokens as needed."""
+    path and, as needed, split, format, columns, where, learn, min_tokens, max_tokens."""
     format: Literal[tuple(FORMATS)] | None = None  # type: ignore[valid-type]
-    """Format of the files, whatever their names; None: by file name."""
+    """Format of all files; None: by file name."""
     columns: dict[str, Text] = Field(default_factory=dict)
-    """Names of the columns to read, e.g. {text="content"} or {question="q", answer="a"}; empty: by
-    their usual names. prompt and completion are joined as they are, questions become chats."""
+    """Columns to read, e.g. {text="content"} or {question="q", answer="a"}; empty: their usual
+    names. prompt and completion are concatenated unchanged; questions and answers become chats."""
     where: dict[str, str] = Field(default_factory=dict)
-    """Values that a record must have in some columns to be read, as in {language="de"}."""
+    """Values that a record must have in some columns to be read, e.g. {language="de"}."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """Records that cannot be read: the run is refused with all of them; or they are left out, and
-    counted by kind with the first of each."""
+    """Unreadable records: refuse stops and lists them all; skip leaves them out and reports their
+    number by kind, with the first of each."""
     bad_rows_limit: Annotated[float, Field(gt=0)] = 0.1
-    """Most records that bad_rows=skip leaves out of a source: a share below 1, else a number."""
+    """Maximum records that bad_rows=skip leaves out per source; below 1, their share."""
     min_tokens: Samples | None = None
-    """Fewest tokens of a document that is trained on, with the one that ends it; None: any."""
+    """Minimum tokens of a document to train on, including the separator; None: any."""
     max_tokens: Samples | None = None
-    """Most tokens of a document that is trained on, with the one that ends it; None: any."""
+    """Maximum tokens of a document to train on, including the separator; None: any."""
     balance: Text | None = None
-    """Column of the records whose values become sources of equal share, as those of data.mix; each
-    has its own loss/VALUE."""
+    """Column whose values become sources with equal shares, as in data.mix; each has a
+    loss/VALUE."""
     learn: Literal["assistant", "last", "all"] = "assistant"
-    """Turns of a conversation to learn: the assistant's, its last one, or all tokens."""
+    """Turns of a conversation to train on: the assistant's, the last of them, or all tokens."""
     template: PathText | None = None
-    """Chat template in place of the tokenizer's: a .jinja file, or a name as chatml; None: the
-    tokenizer's own."""
+    """Chat template to use instead of the tokenizer's: a .jinja file or a built-in name such as
+    chatml; None: the tokenizer's."""
     date: Annotated[str, BeforeValidator(_day)] | None = None
-    """Date that a chat template writes which asks for it, as 2026-01-31 or 2026-01-31T09:30; None:
-    that of the day (UTC) on which the run is first started, which it keeps. Its time is 00:00."""
+    """Date for chat templates that write one, e.g. 2026-01-31 or 2026-01-31T09:30; None: the UTC
+    date on which the run first starts, at 00:00, kept when it resumes."""
     bos: Literal["auto", "off"] = "auto"
-    """auto: if the tokenizer prepends a BOS token, every text document starts with it, once; off:
-    none is added. A conversation begins as its template writes it."""
+    """auto: if the tokenizer prepends a BOS token, every text document starts with one; off: none
+    is added. Conversations start as their template writes them."""
     tokenizer: PathText | None = None
-    """Folder or hub id of a Hugging Face tokenizer; None: the corpus's own, or train one."""
+    """Hugging Face tokenizer, a folder or hub id; None: that of the initial weights, or without
+    them one trained on the corpus."""
     vocab_size: Annotated[int, Field(ge=MIN_VOCAB_SIZE, le=1_000_000)] = DEFAULT_VOCAB_SIZE
-    """Most pieces of a tokenizer that is trained on the corpus (data.tokenizer=None)."""
+    """Maximum vocabulary of a tokenizer trained on the corpus (data.tokenizer=None)."""
     seq_len: Annotated[int, Field(ge=2, le=MAX_SAMPLES)] = 128
-    """Length of a window, tokens: the row that a step reads several of (train.global_batch), into
-    which examples, the rows of your data, are packed."""
+    """Tokens per window. Examples (rows of your data) are packed into windows; a step reads several
+    windows (train.global_batch)."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Fraction of the documents kept for evaluation."""
+    """Fraction of the documents held out for evaluation."""
     packing: Literal["whole", "stream"] | None = None
-    """whole: a window holds whole documents, best-fit packed, and padding; stream: documents follow
-    each other, cut at the end of every window; None: whole if prompts are masked, else stream."""
+    """whole: best-fit packing of whole documents, with padding; stream: concatenated documents, cut
+    at the end of each window; None: whole if prompts are masked, otherwise stream."""
     too_long: Literal["cut", "drop", "refuse"] = "cut"
-    """Where windows hold whole documents (data.packing, data.batching), what happens to those
-    longer than seq_len: cut at their end, left out, or the run is refused."""
+    """Handling of documents longer than seq_len if windows hold whole documents (data.packing,
+    data.batching): cut them at the end, drop them, or refuse to run."""
     batching: Literal["packed", "padded", "length_grouped", "token_budget"] = "packed"
-    """packed: windows of seq_len tokens, by data.packing. Otherwise a window is one document,
-    padded to the longest of its micro-batch; padded: in random order; length_grouped: with others
-    of similar length; token_budget: with as many as data.tokens_per_batch holds."""
+    """packed: windows of seq_len tokens, see data.packing. With the others a window is one
+    document, padded to the longest in its micro-batch; padded: in random order; length_grouped:
+    with others of similar length; token_budget: with as many as fit in data.tokens_per_batch."""
     tokens_per_batch: Samples | None = None
-    """Under batching=token_budget, most positions of a micro-batch, padding included: a multiple of
-    seq_len, which sets train.micro_batch; None: micro_batch * seq_len."""
+    """For batching=token_budget: maximum positions per micro-batch, including padding; a multiple
+    of seq_len that sets train.micro_batch; None: micro_batch * seq_len."""
     pool_samples: Samples = 1024
-    """Windows that batching sorts by length together; more leave less padding."""
+    """Windows to sort by length together; more give less padding."""
     group_samples: Samples = 8
-    """Windows of similar length that follow each other in a sorted pool: micro_batch, or that times
-    the data ranks, so that all of them compute equally long."""
+    """Windows of similar length to keep together in a sorted pool: micro_batch, or micro_batch
+    times the number of data ranks to give all ranks equal work."""
     rehearse: PathText | None = None
-    """Old data to mix in against forgetting: a run folder, of which the sample that it kept is
-    read, or a path as in data.path; the loss of its held-out part is old_eval_loss."""
+    """Old data to mix in against forgetting: a run folder, whose kept sample is read, or a path as
+    in data.path. The loss on its held-out part is old_eval_loss."""
     rehearse_share: Probability = 0.1
-    """Share of the windows that come from data.rehearse; 0 only measures old_eval_loss."""
+    """Share of windows from data.rehearse; 0 only measures old_eval_loss."""
     reservoir: Annotated[int, Field(ge=0, le=1 << 16)] = 1024
-    """Windows to keep in the run folder of all that the run reads, at most 8 million tokens of
-    them, for data.rehearse of later runs; 0 keeps none."""
+    """Windows of training data, at most 8 million tokens, to keep in the run folder for
+    data.rehearse in later runs; 0 keeps none."""
     document_mask: bool | None = None
-    """Tokens attend only within their document; None: only for prompt/completion data."""
+    """Confine attention to documents; None: only if prompts are masked."""
     cache_dir: PathText | None = None
-    """Folder of the cache of tokenised corpora; None: the user's cache folder."""
+    """Cache folder for tokenised corpora; None: the user's cache folder."""
     prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
-    """Batches prepared ahead of the step that needs them."""
+    """Number of batches to prepare ahead."""
 
     @property
     def most_bad_rows(self) -> float | None:
-        """Most bad records that are left out, as in bad_rows_limit; None: none is."""
+        """Maximum number or share of bad records to skip; None: none may be skipped."""
         return self.bad_rows_limit if self.bad_rows == "skip" else None
 
     def sources(self) -> dict[str, DataConfig]:
-        """Return the data section of each source of `mix` by name; without, this one by "". That
-        of old data is last. Raises ConfigError if data.rehearse is a run without a sample.
+        """Return the data section of each source of `mix` by name; without `mix`, this one as "".
+        The old data is last. Raises ConfigError if data.rehearse is a run that kept no sample.
         """
         source = self if self.split else self.model_copy(update={"split": OF_A_SOURCE})
         own = {of.label: source._only(of.path, of) for of in self.mix}
@@ -231,8 +232,8 @@ class DataConfig(Section):
         return {**(own or {NEW: self.model_copy(update={"rehearse": None})}), REHEARSED: old}
 
     def rehearsed(self, side: str = TRAIN) -> DataConfig | None:
-        """Return the data section of data.rehearse, of a run's sample that of one side; None
-        without. Raises ConfigError if it is a run without a sample.
+        """Return the data section of data.rehearse (of one side, for a run's sample), or None.
+        Raises ConfigError if it is a run that kept no sample.
         """
         if self.rehearse is None:
             return None
@@ -243,13 +244,13 @@ class DataConfig(Section):
         return self._only(str(kept / side)).model_copy(update=as_kept | _ANY_LENGTH)
 
     def eval_sets(self) -> dict[str, DataConfig]:
-        """Return the data section of each held-out set of `eval_path` by name."""
+        """Return the data section of each held-out set in `eval_path` by name."""
         as_set = _ANY_LENGTH | {"split": TO_EVALUATE}
         sets = {name: self.model_copy(update=as_set) for name in self.eval_path}
         return {name: sets[name]._only(of.path, of) for name, of in self.eval_path.items()}
 
     def _only(self, path: str, source: ReadAs | None = None) -> DataConfig:
-        """Return the section of one path; a source may say how it is read."""
+        """Return the section for a single path; `source` may override how it is read."""
         own = {key: getattr(source, key, None) for key in ReadAs.model_fields if key != "path"}
         changes: dict[str, Any] = {"path": path, "mix": [], "eval_path": {}, "rehearse": None}
         changes |= {key: value for key, value in own.items() if value is not None}
@@ -343,7 +344,7 @@ def _rehearsal_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _mix_problems(data: DataConfig) -> Iterator[str]:
-    """Yield the problems of data.mix and of the keys that belong to it."""
+    """Yield the problems of data.mix and of the keys related to it."""
     if data.balance is not None and data.mix:
         yield "data.balance and data.mix exclude each other: use where for each source of data.mix"
     elif data.balance is not None and data.path is None:

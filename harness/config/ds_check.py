@@ -1,8 +1,8 @@
 """Checks of a DeepSpeed JSON: the keys that DeepSpeed knows, and the rules of ds_refused.toml.
 
 DeepSpeed itself ignores unknown keys at most levels; here they are errors. Aliases of a key are
-accepted. Comments, removed sections that are switched off, and keys that never did anything are
-left out with a note.
+accepted. Comments, removed sections that are off, and keys that never had an effect are left out
+with a note.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Rule = Mapping[str, Any]
 
 @functools.cache
 def rules() -> list[Rule]:
-    """Return the rules; the file documents their keys."""
+    """Return the rules; the file documents their fields."""
     table: list[Rule] = tomllib.loads(_REFUSED_FILE.read_text(encoding="utf-8"))["rule"]
     return table
 
 
 def apply_changes(ds: DsJson, accelerator: str = "cuda") -> None:
-    """Apply every rule that changes a key's value, or leaves keys out."""
+    """Apply every rule that changes a value or leaves keys out."""
     for rule in rules():
         if "left_out" in rule and _applies(rule, ds, accelerator):
             for key in rule["left_out"]:
@@ -43,14 +43,14 @@ def apply_changes(ds: DsJson, accelerator: str = "cuda") -> None:
 
 
 def refusals(ds: DsJson, accelerator: str = "cuda") -> Iterator[Rule]:
-    """Yield the rules that refuse a JSON whose keys are known and whose precision is decided."""
+    """Yield the rules that reject a JSON whose keys are known and whose precision is decided."""
     for rule in rules():
         if not rule.keys() & {"instead", "left_out"} and _applies(rule, ds, accelerator):
             yield rule
 
 
 def _applies(rule: Rule, ds: DsJson, accelerator: str) -> bool:
-    """Return True if a rule's conditions hold, none of them about a key that was rejected."""
+    """Return True if a rule's conditions hold and none concerns a rejected key."""
     required, unless = rule.get("when", {}), rule.get("unless", {})
     return (
         rule.get("on", accelerator) == accelerator
@@ -67,7 +67,7 @@ def _is_among(ds: DsJson, key: str, values: list[Any]) -> bool:
 
 _LEFTOVERS_FILE = Path(__file__).with_name("ds_leftovers.toml")
 _COMMENTS = ("_", "//", "#")
-"""Prefixes of keys that are comments: JSON has no other place for them."""
+"""Prefixes of keys that serve as comments, for which JSON has no syntax."""
 
 _PYTHON_TYPES: dict[str, Any] = {
     "array": list,
@@ -86,9 +86,8 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def check_keys(ds: DsJson, problems: Problems) -> None:
-    """Remove every unknown or ill-typed key at any level and replace deprecated keys, in place.
-
-    The rest of the JSON can then be checked.
+    """Remove every unknown or ill-typed key at any level and replace deprecated keys, in place, so
+    that the rest can be checked.
     """
     problems.say(*ds.problems)
     unlike_any: list[str] = []
@@ -109,7 +108,7 @@ def _check_section(
     problems: Problems,
     unlike_any: list[str],
 ) -> None:
-    """Check one section; `unlike_any` receives unknown keys without a similar known key."""
+    """Check one section; `unlike_any` receives unknown keys that resemble no known key."""
     for name, value in list(values.items()):
         key, node = prefix + name, section["keys"].get(name)
         if name.startswith(_COMMENTS):
@@ -164,7 +163,7 @@ def _drop_removed(ds: DsJson, key: str, value: Any, message: str, problems: Prob
 
 
 def _is_off(value: Any) -> bool:
-    """Return True if a section that DeepSpeed has removed asked for nothing."""
+    """Return True if a section that DeepSpeed has removed had no effect."""
     if not isinstance(value, Mapping) or not value:
         return value in (None, False, AUTO, {})
     switches = [inner for key, inner in flat(value) if key.rpartition(".")[2] == "enabled"]
@@ -172,7 +171,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _replace(ds: DsJson, key: str, value: Any, node: Mapping[str, Any], problems: Problems) -> None:
-    """Replace a deprecated key by the key that DeepSpeed turns it into."""
+    """Replace a deprecated key by its successor in DeepSpeed."""
     new = key.removesuffix(key.rpartition(".")[2]) + node["replaced_by"]
     if must_be := _must_be(value, node):
         problems.say(worded(key, value, ds.origin(key), f"it must be {must_be}"))
@@ -193,7 +192,7 @@ def _replace(ds: DsJson, key: str, value: Any, node: Mapping[str, Any], problems
 
 
 def _must_be(value: Any, node: Mapping[str, Any]) -> str | None:
-    """Return the requirement that a known key's value fails, None if it is fine."""
+    """Return the requirement that a known key's value violates; None if it is fine."""
     if "keys" in node:
         return None if value is None and node.get("nullable") else "an object {...}"
     if value == AUTO:
@@ -222,19 +221,19 @@ def _leftovers() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def _ignored() -> dict[str, str]:
-    """Return the reason for leaving a key out, by key."""
+    """Return, by key, the reason for leaving it out."""
     return {key: why for why, keys in _leftovers()["ignored"].items() for key in keys}
 
 
 def _advice(key: str) -> str:
-    """Return the replacement for a key, as the end of a sentence."""
+    """Return the replacement for a key, to end a sentence."""
     advice = _leftovers()["advice"].get(key)
     return f": {advice}" if advice else ""
 
 
 @functools.cache
 def _all_keys() -> tuple[str, ...]:
-    """Return every dotted key that DeepSpeed knows, sections too."""
+    """Return every dotted key that DeepSpeed knows, including sections."""
 
     def keys(section: Mapping[str, Any], prefix: str) -> list[str]:
         dotted = []

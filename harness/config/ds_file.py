@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed JSON from its file and the command line, or says whose file it is."""
+"""Reads a DeepSpeed JSON from file and command line; recognises configs of other programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.files.regular_file import read_regular
 
 _FILE = Path(__file__).with_name("foreign.toml")
 _ENOUGH = 3
-"""Keys of one kind that identify a file of it: one or two may be a coincidence."""
+"""Number of a program's keys that identify its config; one or two may be a coincidence."""
 
 
 @functools.cache
@@ -27,8 +27,8 @@ def _kinds() -> dict[str, dict[str, Any]]:
 
 
 def foreign_config(path: object, keys: Iterable[str], wanted: str) -> str | None:
-    """Return the problem of a config whose top-level `keys` are those of another kind than `wanted`
-    (a table of foreign.toml); None if they are not.
+    """Return a problem if the top-level `keys` of a config are those of another kind than `wanted`
+    (a table in foreign.toml); None otherwise.
     """
     plain = {key.replace("-", "_") for key in keys}
     kinds = _kinds()
@@ -49,7 +49,7 @@ def foreign_config(path: object, keys: Iterable[str], wanted: str) -> str | None
 
 
 def top_level_keys(text: str) -> list[str]:
-    """Return the keys, and TOML tables, at the line starts of a text that could not be parsed."""
+    """Return the keys and TOML tables at line starts of a text that could not be parsed."""
     matches = re.findall(
         r"""^[ \t]{0,4}(?:\[([\w-]+)\]|["']?([A-Za-z_][\w-]*)["']?[ \t]*[:=])""", text, re.MULTILINE
     )
@@ -61,7 +61,7 @@ PREFIX = "ds."
 
 
 def load_ds_json(path: Path, assignments: Iterable[str] = ()) -> tuple[DsJson, list[str]]:
-    """Return the file's JSON with `key=value` set over it, and every problem with both."""
+    """Return the file's JSON with `key=value` applied, and all problems of both."""
     problems: list[str] = []
     tree: dict[str, Any] = {}
     try:
@@ -75,14 +75,14 @@ def load_ds_json(path: Path, assignments: Iterable[str] = ()) -> tuple[DsJson, l
 
 
 def _with_first_name(assignment: str) -> str:
-    """Return `key=value` under the key's first name, so that it overrides the file's."""
+    """Return `key=value` under the key's canonical name, so that it overrides the file's."""
     key, equals, value = assignment.partition("=")
     return first_name(key.strip()) + equals + value
 
 
 def read_ds_json(path: str | Path) -> dict[str, Any]:
-    """Return the file as a dict. Raises ConfigError: missing, not JSON, not an object, duplicate
-    keys, beyond the bounds of a config, another program's config.
+    """Return the file as a dict. Raises ConfigError if it is missing, not JSON, not an object, has
+    duplicate keys, exceeds the limits of a config, or is another program's config.
     """
     problems: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON in the making: the keys that DeepSpeed knows, values, origins and changes."""
+"""The DeepSpeed JSON being resolved: known keys, values, their origins, and changes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _KEYS_FILE = Path(__file__).with_name("ds_keys.json")
 
 @functools.cache
 def ds_keys() -> dict[str, Any]:
-    """Return the table of tools/proofs/generate_ds_keys.py: {"keys": ...} of sections and keys."""
+    """Return the table of known keys, {"keys": ...}, from tools/proofs/generate_ds_keys.py."""
     table: dict[str, Any] = json.loads(_KEYS_FILE.read_text(encoding="utf-8"))
     return table
 
 
 def literal(ds: Mapping[str, Any], key: str) -> Any:
-    """Return the JSON's own value of a dotted key, None if it is absent, null or "auto"."""
+    """Return the JSON's own value of a dotted key; None if it is absent, null or "auto"."""
     value: Any = ds
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -31,9 +31,9 @@ def literal(ds: Mapping[str, Any], key: str) -> Any:
 
 
 def value_of(ds: Mapping[str, Any], key: str) -> Any:
-    """Return the value that DeepSpeed will see: the JSON's literal, or its own default.
+    """Return the value that DeepSpeed will use: the JSON's literal, or DeepSpeed's default.
 
-    A section that is absent counts as one with all defaults. Raises KeyError for an unknown key.
+    An absent section counts as one with all defaults. Raises KeyError for an unknown key.
     """
     node = ds_keys()
     for name in key.split("."):
@@ -43,7 +43,7 @@ def value_of(ds: Mapping[str, Any], key: str) -> Any:
 
 
 def default_of(key: str) -> Any:
-    """Return DeepSpeed's default of a dotted key; None of a section, or one that it has not."""
+    """Return DeepSpeed's default of a dotted key; None for a section or an unknown key."""
     node: Mapping[str, Any] = ds_keys()
     for name in key.split("."):
         node = node.get("keys", {}).get(name, {})
@@ -51,17 +51,17 @@ def default_of(key: str) -> Any:
 
 
 def offloaded_to(ds: Mapping[str, Any], part: Literal["optimizer", "param"]) -> str:
-    """Return the device of the optimizer's states or of the weights; "none" for ZeRO's own."""
+    """Return the device that optimizer states or weights are offloaded to, or "none"."""
     return str(value_of(ds, f"zero_optimization.offload_{part}.device"))
 
 
 def use_first_names(ds: dict[str, Any], name: str) -> list[str]:
-    """Rename every key to its first name, in place; return the problems of a JSON called `name`."""
+    """Rename every key to its canonical name, in place. Return the problems of the JSON `name`."""
     return list(_use_first_names(ds, ds_keys(), "", name))
 
 
 def first_name(key: str) -> str:
-    """Return a dotted key under its first name."""
+    """Return a dotted key under its canonical name."""
     node, names = ds_keys(), []
     for name in key.split("."):
         first = node.get("keys", {}).get(name, {}).get("same_as", name)
@@ -90,10 +90,10 @@ _ABSENT = object()
 
 
 class DsJson:
-    """A DeepSpeed JSON that knows the origin of its values.
+    """A DeepSpeed JSON that tracks the origin of its values.
 
-    It changes only through its methods, so that every changed value and every key left out is an
-    event.
+    It changes only through its methods, so that every changed value and every key left out becomes
+    an event.
     """
 
     def __init__(
@@ -102,75 +102,75 @@ class DsJson:
         name: str = "DeepSpeed JSON",
         assigned: Collection[str] = (),
     ) -> None:
-        """`name`: the file; `assigned`: dotted keys that `ds.key=value` set over it."""
+        """`name`: the file; `assigned`: dotted keys that `ds.key=value` has set."""
         self.given: dict[str, Any] = copy.deepcopy(dict(tree))
         self.name = name
         self.rejected: set[str] = set()
-        """Keys removed because they are invalid: nobody chose the defaults in their place."""
+        """Keys removed because they are invalid, whose defaults nobody chose."""
         self._tree: dict[str, Any] = normalized(tree)
         self.problems = use_first_names(self._tree, name)
-        """Keys that the JSON has under both of their names."""
+        """Keys that the JSON has under two names."""
         self._assigned = frozenset(assigned)
         self._changes: list[Event] = []
         self._left_out: dict[str, list[str]] = {}
 
     @property
     def tree(self) -> Mapping[str, Any]:
-        """The JSON as it is now, to read."""
+        """The current JSON, read-only."""
         return self._tree
 
     def literal(self, key: str) -> Any:
-        """Return the value of a dotted key, None if it is absent, null or "auto"."""
+        """Return the value of a dotted key; None if it is absent, null or "auto"."""
         return literal(self._tree, key)
 
     def value(self, key: str) -> Any:
-        """Return the literal, or DeepSpeed's default."""
+        """Return the literal, or else DeepSpeed's default."""
         return value_of(self._tree, key)
 
     def is_auto(self, key: str) -> bool:
-        """Return True if the JSON says "auto" for the key."""
+        """Return True if the key is "auto" in the JSON."""
         section, name = self._section_of(key)
         return section.get(name) == AUTO
 
     def look_up(self, key: str) -> tuple[object, str]:
-        """Return the value of any key, as messages show it, and its origin."""
+        """Return the value of a key, as messages show it, and its origin."""
         section, name = self._section_of(key)
         if name in section and section[name] != AUTO:
             return section[name], self.origin(key)
         return self.value(key), self.origin(key)
 
     def origin(self, key: str) -> str:
-        """Return the file, or "command line" if the key or a section around it was set there."""
+        """Return the file, or "command line" if the key or an enclosing section was set there."""
         is_assigned = any(f"{key}.".startswith(f"{other}.") for other in self._assigned)
         return COMMAND_LINE if is_assigned else self.name
 
     def fill(self, key: str, value: Any, because: str = "") -> None:
-        """Set a dotted key that the run config or the plan owns; each literal that this changes is
-        an event, "auto" and absent keys are not.
+        """Set a dotted key that the run config or the plan determines. Each literal that this
+        changes is an event; "auto" and absent keys are not.
         """
         self._put(key, value, because, dict(_literals(self._tree, key)))
 
     def set(self, key: str, value: Any, because: str) -> None:
-        """Override the value that DeepSpeed would see for a dotted key, which is an event."""
+        """Override the value that DeepSpeed would use for a dotted key, and record an event."""
         self._put(key, value, because, {key: self.value(key)})
 
     def remove(self, key: str, because: str) -> None:
-        """Leave a key or section out; keys with the same reason share one note."""
+        """Leave out a key or section, with a note; keys with the same reason share one."""
         if self._delete(key):
             self._left_out.setdefault(because, []).append(key)
 
     def reject(self, key: str) -> None:
-        """Remove an invalid key, so that the rest can still be checked."""
+        """Remove an invalid key so that the rest can still be checked."""
         self._delete(key)
         self.rejected.add(key)
 
     def drop(self, key: str) -> None:
-        """Remove a key without an event: "auto", off, or adopted by the run config."""
+        """Remove a key without an event: it is "auto", off, or taken over by the run config."""
         self._delete(key)
 
     @property
     def events(self) -> list[Event]:
-        """Events of keys left out, then of values changed."""
+        """Events for keys left out, then for changed values."""
         remarks = [
             {"kind": "left_out", "message": f"{listed(keys)} ({self.name}): {because}"}
             for because, keys in self._left_out.items()
@@ -178,7 +178,7 @@ class DsJson:
         return [*remarks, *self._changes]
 
     def resolved(self) -> dict[str, Any]:
-        """Return a copy of the JSON as it is now."""
+        """Return a copy of the current JSON."""
         return copy.deepcopy(self._tree)
 
     def _put(self, key: str, value: Any, because: str, before: Mapping[str, Any]) -> None:
@@ -196,9 +196,9 @@ class DsJson:
         return section.pop(name, _ABSENT) is not _ABSENT
 
     def _section_of(self, key: str) -> tuple[dict[str, Any], str]:
-        """Return the section that holds a dotted key, and its name there; an empty one if none."""
+        """Return the section with a dotted key, and its name there; an empty section if none."""
         section, name = self._tree, key
-        while name not in section and "." in name:  # a name may itself have a dot in it
+        while name not in section and "." in name:  # a name may itself contain a dot
             first, _, name = name.partition(".")
             inner = section.get(first)
             section = inner if isinstance(inner, dict) else {}
@@ -206,7 +206,7 @@ class DsJson:
 
 
 def normalized(value: Any) -> Any:
-    """Return a deep copy with whole numbers as integers: JSON files write bucket sizes as 5e8."""
+    """Return a deep copy with whole floats as integers: JSON files write bucket sizes as 5e8."""
     if isinstance(value, Mapping):
         return {key: normalized(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -215,7 +215,7 @@ def normalized(value: Any) -> Any:
 
 
 def _literals(tree: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
-    """Return every literal under a dotted key, with its own dotted key."""
+    """Return every literal under a dotted key, with its full dotted key."""
     value = literal(tree, key)
     pairs = flat(value, f"{key}.") if isinstance(value, Mapping) else [(key, value)]
     return [(name, item) for name, item in pairs if item not in (AUTO, None, {})]

@@ -1,6 +1,6 @@
-"""The optimizer's section of the run config, and the learning rate that it describes.
+"""The run config's optimizer section, and the learning rate schedule that it describes.
 
-A schedule is one entry of DECAYS, and a field of OptimConfig for each setting of its own.
+A schedule is one entry in DECAYS, plus a field of OptimConfig for each setting of its own.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _cosine(progress: float) -> float:
 
 
 def _restarts(progress: float, optim: OptimConfig) -> float:
-    """Cosine, again and again (arXiv 1608.03983); a cycle is `cycle_growth` times the last."""
-    last = optim.cycles - 1  # lengths are in units of the last cycle, so that no power overflows
+    """Cosine with restarts (arXiv 1608.03983); each cycle is `cycle_growth` times the last one."""
+    last = optim.cycles - 1  # relative to the last cycle, so that no power overflows
     lengths = [optim.cycle_growth ** (cycle - last) for cycle in range(optim.cycles)]
     begin, shares = 0.0, [length / sum(lengths) for length in lengths]
     for share in shares[:-1]:
-        if progress < begin + share - 1e-12:  # at its very end the next cycle begins
+        if progress < begin + share - 1e-12:  # the end of a cycle starts the next
             break
         begin += share
     else:
@@ -45,12 +45,12 @@ def _restarts(progress: float, optim: OptimConfig) -> float:
 
 
 class Decay(NamedTuple):
-    """The fall of the learning rate after warm-up."""
+    """The decay of the learning rate after warm-up."""
 
     share: Callable[[float, OptimConfig], float]
-    """Progress in [0, 1] -> share of the way from the lowest rate (0) to the highest (1)."""
+    """Maps progress in [0, 1] to the position between the lowest rate (0) and the highest (1)."""
     settings: tuple[str, ...] = ()
-    """Fields of OptimConfig that no other schedule takes."""
+    """Fields of OptimConfig that only this schedule uses."""
 
 
 DECAYS: dict[str, Decay] = {
@@ -61,22 +61,22 @@ DECAYS: dict[str, Decay] = {
     "wsd": Decay(lambda progress, _: 1.0 - progress, ("decay_fraction",)),
     "polynomial": Decay(lambda progress, optim: (1.0 - progress) ** optim.power, ("power",)),
     "cosine_restarts": Decay(_restarts, ("cycles", "cycle_growth")),
-    # As in arXiv 1706.03762, section 5.3: depends on the step alone, see Schedule.lr.
+    # As in arXiv 1706.03762, section 5.3: depends only on the step, see Schedule.lr.
     "inverse_sqrt": Decay(lambda _progress, _: 1.0),
 }
 
 
 class GroupConfig(Section):
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameters with a separate learning rate or weight decay."""
 
     pattern: Text
-    """Regular expression, searched in parameter names."""
+    """Regular expression to search for in parameter names."""
     lr_multiplier: PositiveOrZero = 1.0
     """Factor on the learning rate of these parameters."""
     weight_decay: PositiveOrZero | None = None
-    """Weight decay of these parameters; None: the same as without the rule."""
+    """Weight decay of these parameters; None: as without the rule."""
     frozen: bool = False
-    """True: they keep their initial values, and have no gradients and no optimizer states."""
+    """True: keep the initial values, without gradients and optimizer states."""
 
     @model_validator(mode="after")
     def _is_stepped_or_frozen(self) -> GroupConfig:
@@ -99,44 +99,44 @@ class OptimConfig(Section):
 
     name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
     """adamw, lion, muon, adam8bit and adafactor decouple weight decay; the others add it to the
-    gradient (L2). muon updates the matrices of decoder layers, with adamw for the rest."""
+    gradient (L2). muon updates the matrices of decoder layers, and adamw the rest."""
     lr: Positive = 3e-3
-    """Maximum learning rate. For lion use a third to a tenth of adamw's; muon's updates are scaled
-    to adamw's size."""
+    """Peak learning rate. For lion use a third to a tenth of adamw's; muon's updates are scaled to
+    the size of adamw's."""
     betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of Adam's first and second moment; lion's two."""
+    """Decay rates of Adam's first and second moments, or lion's two rates."""
     eps: Positive = 1e-8
-    """Denominator floor of Adam and Adagrad."""
+    """Term added to the denominator of Adam and Adagrad."""
     momentum: Probability = 0.0
     """Momentum of sgd, momentum (default 0.9) and muon (default 0.95)."""
     groups: list[GroupConfig] = Field(default_factory=list)
-    """Rules for parameters by name; the first that matches applies:
-    optim.groups='[{pattern="embed", lr_multiplier=0.5, weight_decay=0.0}]', or frozen=true."""
+    """Rules for parameters by name; the first match applies: optim.groups='[{pattern="embed",
+    lr_multiplier=0.5, weight_decay=0.0}]', or frozen=true."""
     weight_decay: PositiveOrZero = 0.1
-    """Decay per unit of learning rate; never on biases, norms and embeddings."""
+    """Weight decay, times the learning rate; not applied to biases, norms and embeddings."""
     clip_norm: PositiveOrZero = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
+    """Maximum global gradient norm; 0 disables clipping."""
     clip_value: Positive | None = None
-    """Largest absolute value of a gradient element; excludes clip_norm."""
+    """Maximum absolute value of a gradient element; excludes clip_norm."""
     schedule: Literal[tuple(DECAYS)] = "cosine"  # type: ignore[valid-type]
-    """Shape of the learning rate after warm-up; wsd stays constant and decays at the end;
-    inverse_sqrt falls as 1 / sqrt(step), whatever the length of the run."""
+    """Learning rate after warm-up. wsd stays constant and decays at the end; inverse_sqrt falls as
+    1 / sqrt(step), regardless of the length of the run."""
     warmup_steps: CountOrZero = 20
-    """Steps over which the learning rate rises to lr."""
+    """Steps over which the learning rate rises to optim.lr."""
     warmup_ratio: Fraction | None = None
-    """The same as a share of all steps, in place of warmup_steps: 0.03 of 100 steps are 3."""
+    """Warm-up as a fraction of all steps, instead of warmup_steps: 0.03 of 100 steps is 3."""
     warmup_type: Literal["linear", "log"] = "linear"
-    """Curve of the warm-up; "log" is steepest first, as in DeepSpeed's own schedulers."""
+    """Shape of the warm-up; log is steepest first, as in DeepSpeed's schedulers."""
     min_lr_ratio: Fraction = 0.1
-    """Learning rate at the end, as a fraction of lr."""
+    """Final learning rate, as a fraction of optim.lr."""
     decay_fraction: Fraction = 0.2
-    """Fraction of all steps in which wsd decays."""
+    """Fraction of all steps over which wsd decays."""
     power: Positive = 2.0
-    """Exponent of polynomial: 1 is linear, larger values fall faster at first."""
+    """Exponent of polynomial decay: 1 is linear, larger values fall faster at first."""
     cycles: Annotated[int, Field(gt=0, le=10_000)] = 4
-    """Number of cycles of cosine_restarts; each starts at the maximum."""
+    """Number of cycles of cosine_restarts; each starts at the peak."""
     cycle_growth: Annotated[float, Field(ge=1)] = 1.0
-    """Length of each cycle of cosine_restarts relative to the one before."""
+    """Length of each cosine_restarts cycle relative to the previous one."""
 
     @property
     def momentum_used(self) -> float:
@@ -145,14 +145,14 @@ class OptimConfig(Section):
         return self.momentum if is_set else OPTIMIZERS[self.name].momentum
 
     def warmup(self, total_steps: int) -> int:
-        """Return the steps of warm-up in a run of `total_steps`."""
+        """Return the number of warm-up steps in a run of `total_steps`."""
         if self.warmup_ratio is None:
             return self.warmup_steps
-        return math.ceil(self.warmup_ratio * total_steps - 1e-9)  # 0.07 * 100 is a little above 7
+        return math.ceil(self.warmup_ratio * total_steps - 1e-9)  # 0.07 * 100 is slightly above 7
 
     @property
     def warmup_key(self) -> str:
-        """The key that says how long the warm-up is."""
+        """The key that determines the length of the warm-up."""
         return "optim.warmup_steps" if self.warmup_ratio is None else "optim.warmup_ratio"
 
     @model_validator(mode="after")
@@ -170,10 +170,10 @@ class OptimConfig(Section):
 class Schedule:
     """The learning rate over a run: a pure function of the step.
 
-    Steps count from 1: `lr(1)` is used by the first optimizer step, `lr(warmup)` is the maximum and
+    Steps count from 1: `lr(1)` is used by the first optimizer step, `lr(warmup)` is the peak, and
     `lr(total_steps)` is `optim.lr * min_lr_ratio`, where it stays ("inverse_sqrt" never falls below
-    that, and need not get there). No step is wasted at a learning rate of zero, as
-    DeepSpeed's own schedulers do with their first two.
+    that value and may not reach it). No step runs at a learning rate of zero, unlike the first two
+    steps of DeepSpeed's own schedulers.
     """
 
     optim: OptimConfig
@@ -181,7 +181,7 @@ class Schedule:
 
     @cached_property
     def warmup(self) -> int:
-        """Steps over which the rate rises."""
+        """Number of warm-up steps."""
         return self.optim.warmup(self.total_steps)
 
     def lr(self, step: int) -> float:
@@ -200,7 +200,7 @@ class Schedule:
         return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
     def _ramp(self, step: int) -> float:
-        """Return the share of the maximum that a step of the warm-up has reached."""
+        """Return the fraction of the peak at a warm-up step."""
         if self.optim.warmup_type == "log":
             return math.log(step + 1) / math.log(self.warmup + 1)
         return step / self.warmup
@@ -209,5 +209,5 @@ class Schedule:
         first, total = self.warmup, self.total_steps
         if self.optim.schedule == "wsd":
             first = max(first, total - round(self.optim.decay_fraction * total))
-        # A run shorter than its warm-up has no steps to decay in; past its end it is at the floor.
+        # A run shorter than its warm-up has no decay; past its end the rate stays at the minimum.
         return min(1.0, max(0, step - first) / max(1, total - first))

@@ -1,7 +1,7 @@
-"""RunConfig: what is learned. The DeepSpeed JSON says how training is distributed.
+"""RunConfig: what is trained and how. The DeepSpeed JSON says how training is distributed.
 
 Precedence: default < TOML file < `key=value` on the command line. Values of `key=value` are parsed
-as TOML; a bare word that is not TOML is a string. A length given on the command line also replaces
+as TOML; a bare word that is not TOML is a string. A run length on the command line also replaces
 the file's (`train.steps=10` beats `tokens = ...`).
 """
 
@@ -56,7 +56,7 @@ class RunConfig(Section):
 
     @property
     def curriculum(self) -> Curriculum:
-        """Batch size and sequence length over the run, for a valid ramp.*."""
+        """Batch size and sequence length over the run, for valid ramp.* keys."""
         ramp, seq_len = self.ramp, self.data.seq_len
         return Curriculum(
             global_batch=self.train.global_batch,
@@ -92,7 +92,7 @@ class RunConfig(Section):
         return dict(self._origins)
 
     def with_origins(self, origins: Mapping[str, str]) -> RunConfig:
-        """Return a copy with these origins of its values."""
+        """Return a copy with these origins."""
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy
@@ -110,11 +110,11 @@ FIRST_KEYS = (
     "save.every",
     "run.dir",
 )
-"""Keys that a first run sets."""
+"""Keys that a first run typically sets."""
 
 
 def run_and_step(text: str) -> tuple[Path, int | None]:
-    """Return the run folder, and the step or None for the newest, of RUN or RUN@STEP."""
+    """Return the run folder and the step in RUN or RUN@STEP; None means the newest step."""
     run, at, step = text.rpartition("@")
     if at and run and re.fullmatch(r"[0-9]{1,8}", step):
         return Path(run).expanduser(), int(step)
@@ -122,7 +122,7 @@ def run_and_step(text: str) -> tuple[Path, int | None]:
 
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str:
-    """Return the origins of a key, of the keys in it and of the table around it, as text."""
+    """Return the origins of a key, of the keys inside it and of the table around it, as text."""
     places = (
         origin
         for other, origin in origins.items()
@@ -137,7 +137,7 @@ def known_keys() -> list[str]:
 
 
 def keys_as_text() -> str:
-    """Return all keys, a line each with its default and meaning: those that a first run sets, then
+    """Return one line per key with its default and meaning: first the keys of a first run, then
     section by section.
     """
     lines = {key: _described(key, owner, name) for key, owner, name in _fields(RunConfig)}
@@ -155,12 +155,12 @@ def _described(key: str, section: type[Section], name: str) -> str:
 
 
 def _purpose(section: type[Section]) -> str:
-    """Return the first sentence of a section's docstring."""
+    """Return the first paragraph of a section's docstring."""
     return " ".join((section.__doc__ or "").split("\n\n")[0].split())
 
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], str]]:
-    """Yield every dotted key in a section, with the section and the name of its field."""
+    """Yield each dotted key in a section, with the (sub)section and the name of its field."""
     for name, field in section.model_fields.items():
         key, kind = f"{prefix}{key_of(name)}", field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):

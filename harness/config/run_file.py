@@ -1,4 +1,4 @@
-"""Reads a RunConfig from a TOML file and the command line, reporting every mistake at once."""
+"""Reads a RunConfig from a TOML file and the command line, reporting all mistakes at once."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from harness.files.regular_file import read_regular
 
 
 def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) -> RunConfig:
-    """Return the RunConfig of defaults, then the TOML file (if any), then `key=value`.
+    """Return the RunConfig: defaults, then the TOML file (if any), then `key=value`.
 
-    Raises ConfigError with every problem of the file and of the command line.
+    Raises ConfigError with all problems of the file and the command line.
     """
     problems: list[str] = []
     tree: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
 
 
 def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
-    """Return the RunConfig of a nested dict; `origins` holds the origin of each dotted key.
+    """Return the RunConfig for a nested dict; `origins` holds the origin of each dotted key.
 
     Raises ConfigError.
     """
@@ -106,7 +106,7 @@ _FORMS = {
     "int_from_float": ", as in 1_000_000",
     "string_type": ", in quotes",
 }
-"""Spelling of the values that pydantic expects, by error type."""
+"""How to spell the values that pydantic expects, by error type."""
 _KINDS = {
     "list_type": "it must be a list",
     "tuple_type": "it must be a list",
@@ -114,9 +114,9 @@ _KINDS = {
     "model_type": "it must be a table",
     "too_long": "it has too many values",
 }
-"""What pydantic expects, in TOML's words, by error type."""
+"""What pydantic expects, in TOML terms, by error type."""
 _STRUCTURE = (*_KINDS, "missing", "extra_forbidden", "string_type")
-"""Errors of the form of a value."""
+"""Errors about the structure of a value."""
 EXAMPLES = {
     "model.lora.targets": '["q_proj", "v_proj"]',
     "model.lora.modules_to_save": '["embed_tokens", "lm_head"]',
@@ -130,11 +130,11 @@ EXAMPLES = {
     "eval.needle_lengths": "[512, 1024]",
     "resume.allow": '["optim.lr", "data.path"]',
 }
-"""A value of every key that is a list or a table."""
+"""An example value for every key that is a list or a table."""
 
 
 def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each error; many unknown keys of one origin share a sentence."""
+    """Return one sentence per error; many unknown keys from the same origin share a sentence."""
     sentences, unknown = [], dict[str, dict[str, str]]()
     for item in items:
         sentence, key = _sentence(item, origins), ".".join(map(str, item["loc"]))
@@ -153,7 +153,7 @@ def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[st
 
 
 def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
-    """Return a pydantic error as a sentence: the key, its value, its origin, the problem."""
+    """Return a pydantic error as a sentence: key, value, origin and problem."""
     key, kind = ".".join(map(str, item["loc"])), item["type"]
     origin = origin_of(key, origins)
     whole = next((name for name in EXAMPLES if f"{key}.".startswith(f"{name}.")), "")
@@ -161,7 +161,7 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
     if kind == "extra_forbidden":
         hint = _MOVED.get(key) or did_you_mean(key, [*RunConfig.model_fields, *known_keys()])
         return f"{key} ({origin}) is not a key of {whole or 'the run config'}{form or hint}"
-    if kind == "value_error":  # raised by a validator of ours, over a whole section
+    if kind == "value_error":  # raised by a validator of a whole section
         return f"{item['ctx']['error']} ({origin})"
     if kind == "missing":
         return f"{key} ({origin}) is missing{form}"
@@ -170,8 +170,6 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
 
 
 def _form(whole: str, origin: str) -> str:
-    """Return the right form of a list or a table, in the quotes without which a shell takes its own
-    away.
-    """
+    """Return an example of a list or table, quoted so that a shell keeps its own quotes."""
     form = f"{whole}={EXAMPLES[whole]}"
     return f", as in {shlex.quote(form) if COMMAND_LINE in origin else form}"

@@ -1,4 +1,4 @@
-"""Types that all sections of the run config share; those of batch and length."""
+"""Types shared by all sections of the run config, and the sections on batch and length."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 NAME_PATTERN = r"[\w.-]{1,64}"
-"""Names in the keys of metrics."""
+"""Pattern of names that appear in metric keys."""
 
 
 def _path(value: str) -> str:
@@ -50,17 +50,17 @@ def _path(value: str) -> str:
 
 
 PathText = Annotated[Text, AfterValidator(_path)]
-"""A path with its `~` expanded, which shells do not do after a "="; a hub id or preset name is
+"""A path with `~` expanded, which shells do not do after "="; hub ids and preset names stay
 unchanged."""
 
 
 def key_of(field: str) -> str:
-    """Return the key of a field: save.async is Python's `async_`."""
+    """Return the key of a field: save.async is `async_` in Python."""
     return field.removesuffix("_")
 
 
 class Section(BaseModel):
-    """Strict and frozen section of the run config; its fields' docstrings are their help texts."""
+    """Strict, frozen section of the run config; its fields' docstrings are their help texts."""
 
     model_config = ConfigDict(
         strict=True,
@@ -93,29 +93,29 @@ class TrainConfig(Section):
 
     steps: CountOrZero | None = None
     """Optimizer steps; 0 only evaluates and exports. Set at most one of steps, tokens and epochs;
-    without any of them a run has 100 steps, and beside model.init_from about 3 epochs."""
+    with none of them a run has 100 steps, or about 3 epochs with model.init_from."""
     tokens: Count | None = None
     """Tokens to train on, rounded up to whole steps."""
     epochs: Positive | None = None
-    """Passes over the training split, rounded up to whole steps."""
+    """Passes over the train split, rounded up to whole steps."""
     global_batch: Samples = 48
-    """Windows per optimizer step over all ranks: rows of data.seq_len tokens, into which examples
-    are packed, or single examples (data.batching). Beside model.init_from the default is lower
-    where the data would make fewer than 100 steps."""
+    """Windows per optimizer step, over all ranks: packed windows of data.seq_len tokens, or single
+    examples (data.batching). With model.init_from the default is lower if the data would give fewer
+    than 100 steps."""
     micro_batch: Samples | None = None
     """Windows per rank and pass; None: the largest divisor <= 8 of global_batch / data ranks."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """Random seed of the initial weights, the data order and dropout."""
+    """Random seed of initial weights, data order and dropout."""
     label_smoothing: Probability = 0.0
-    """Share of a target's probability that is distributed over the vocabulary (arXiv 1512.00567);
-    not used in the held-out loss."""
+    """Share of a target's probability that is spread over the vocabulary (arXiv 1512.00567); not
+    applied to the held-out loss."""
     carry_state: bool = False
-    """Recurrent models and Mamba-2: the state goes on from window to window of data.seq_len tokens,
-    and gradients do not (truncated back-propagation through time). The rows of a batch, and those
-    of an evaluation, are then contiguous streams of text, in the order of the data."""
+    """For recurrent models and Mamba-2: carry the state, but no gradients, from one window of
+    data.seq_len tokens to the next (truncated back-propagation through time). The rows of batches
+    and evaluations are then contiguous streams of text, in data order."""
 
     def num_steps(self, curriculum: Curriculum, seq_len: int) -> int | None:
-        """Return the optimizer steps of the run; None under epochs, until the data is counted."""
+        """Return the number of optimizer steps; None with epochs, until the data is counted."""
         if self.epochs is not None:
             return None
         if self.tokens is not None:
@@ -134,13 +134,13 @@ class RampConfig(Section):
     """Smaller batches and shorter sequences at the start; every window is still read once."""
 
     batch_from: Samples | None = None
-    """Windows of the first step; the batch rises to train.global_batch over ramp.batch_tokens."""
+    """Windows in the first step; the batch grows to train.global_batch over ramp.batch_tokens."""
     batch_step: Samples | None = None
-    """Windows that each rise adds; None: batch_from."""
+    """Windows added by each increase; None: batch_from."""
     batch_tokens: Count | None = None
-    """Tokens over which the batch rises, in equal parts."""
+    """Tokens over which the batch grows, in equal parts."""
     length_from: Annotated[int, Field(ge=2)] | None = None
-    """Length of the first sequences, tokens; it doubles to data.seq_len over ramp.length_tokens. A
-    window is split into several sequences, and a step keeps its number of tokens."""
+    """Tokens per sequence at first; the length doubles up to data.seq_len over ramp.length_tokens.
+    Each window is split into several sequences, so the tokens per step stay the same."""
     length_tokens: Count | None = None
-    """Tokens over which the length rises, in equal parts."""
+    """Tokens over which sequences grow, in equal parts."""

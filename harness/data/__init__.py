@@ -1,1 +1,1 @@
-"""Text to batches: corpus, tokenizer, packing, order."""
+"""From text to batches: corpus, tokenizer, packing, sample order."""

@@ -1,4 +1,4 @@
-"""Samples in training order, as tensors; prepared ahead by a thread."""
+"""Samples in training order, as tensors, prefetched by a thread."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class Sample:
     window: int
     spans: list[Span]
     batch: Batch
-    """A batch of this one sample."""
+    """A batch of this sample alone."""
     source: int = 0
-    """Number of its source in a mixture."""
+    """Index of its source in a mixture."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """A rank's micro-batches of a step, and sizes of the whole step."""
+    """One rank's micro-batches of a step, and totals of the whole step."""
 
     batches: list[Batch]
     tokens: int
-    """Tokens of all ranks, as a run counts them."""
+    """Tokens of all ranks, as the run counts them."""
     positions: int
-    """Positions that all ranks compute."""
+    """Positions that all ranks compute, with padding."""
 
 
 def share_of_rank(
@@ -54,7 +54,7 @@ def share_of_rank(
     """Return the (accumulation, micro_batch) global sample indices of one rank in one step.
 
     Row j starts at first_sample + (j * data_ranks + data_rank) * micro_batch. Over all ranks and
-    rows these are exactly [first_sample, first_sample + global_batch), whatever the split.
+    rows the indices are exactly [first_sample, first_sample + global_batch), for every split.
     """
     per_round = data_ranks * micro_batch
     assert global_batch % per_round == 0, (
@@ -65,9 +65,9 @@ def share_of_rank(
 
 
 class Stream:
-    """One split's samples without end: epoch after epoch, each in its own order.
+    """An endless stream of one split's samples; each epoch has its own order.
 
-    The global sample index alone determines the window of a sample (order.window_of).
+    A sample's window depends only on its global index (order.window_of).
     """
 
     def __init__(self, packed: Packed, seed: int, fingerprint: str, *, document_mask: bool) -> None:
@@ -75,43 +75,43 @@ class Stream:
         self.packed = packed
         self._seed, self._fingerprint = seed, fingerprint
         self.document_mask = document_mask
-        """True if batches carry position_ids, so that tokens attend within their document."""
+        """True if batches carry position_ids, which confine attention to documents."""
 
     @property
     def holds_whole_documents(self) -> bool:
-        """True if a sample holds whole documents and padding."""
+        """True if each sample holds whole documents and padding."""
         return isinstance(self.packed, WholeWindows)
 
     @property
     def samples(self) -> int:
-        """Number of samples in an epoch."""
+        """Number of samples per epoch."""
         return self.packed.num_windows
 
     @property
     def at_once(self) -> int:
-        """Number of samples that do not follow each other: all, but for contiguous text."""
+        """Number of samples of which none continues another; all, except in contiguous text."""
         return self.samples
 
     @property
     def seq_len(self) -> int:
-        """Length of a sample, with its padding."""
+        """Length of a sample in tokens, with padding."""
         return self.packed.seq_len
 
     def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each of the (n,) samples, without padding."""
+        """Return the length of each of the (n,) samples in tokens, without padding."""
         if isinstance(self.packed, WholeWindows):
             return self.packed.lengths(self._windows(samples))
         return np.full(len(samples), self.seq_len)
 
     @property
     def tokens_per_sample(self) -> Fraction:
-        """Mean number of tokens in a sample, without padding."""
+        """Mean tokens per sample, without padding."""
         padding = self.packed.facts.padding if isinstance(self.packed, WholeWindows) else 0
         return self.packed.seq_len - Fraction(padding, self.samples)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the split, with separators and the dropped incomplete window."""
+        """Number of tokens in the split, with separators and the dropped last window."""
         return self.packed.split.num_tokens
 
     @property
@@ -121,28 +121,28 @@ class Stream:
 
     @property
     def is_masked(self) -> bool:
-        """True if some tokens are read but not trained on: prompts, the user's turns of a chat."""
+        """True if the loss mask excludes some tokens, such as prompts or user turns."""
         return self.packed.split.is_masked
 
     @property
     def length(self) -> int | None:
-        """Samples until the stream ends; None: without end."""
+        """Samples until the stream ends; None if it is endless."""
         return None
 
     def targets_in(self, first_sample: int, count: int) -> int:
-        """Return the target tokens of samples [first_sample, first_sample + count), all ranks."""
+        """Return the target tokens, over all ranks, of `count` samples from `first_sample` on."""
         return self.targets_of(first_sample + np.arange(count))
 
     def tokens_in(self, first_sample: int, count: int) -> int:
-        """Return the tokens that a run counts of `count` samples from `first_sample` on."""
+        """Return the tokens that a run counts for `count` samples from `first_sample` on."""
         return count * self.seq_len
 
     def targets_by_source(self, samples: NDArray[np.int64]) -> list[int]:
-        """Return the target tokens of each source of a mixture in some samples; else none."""
+        """Return the target tokens per source of some samples; empty without a mixture."""
         return []
 
     def targets_of(self, samples: NDArray[np.int64]) -> int:
-        """Return the target tokens of some samples."""
+        """Return the number of target tokens in some samples."""
         return self.packed.targets(self._windows(samples))
 
     def batch(self, first_sample: int, count: int) -> Batch:
@@ -153,7 +153,7 @@ class Stream:
         return self._read(first_sample + np.arange(count))
 
     def first(self, count: int) -> Batch:
-        """Return the first samples, `count` or all that there are."""
+        """Return the first `count` samples, or all if the epoch has fewer."""
         return self.batch(0, min(count, self.samples))
 
     def steps(
@@ -167,8 +167,9 @@ class Stream:
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> Generator[StepData]:
-        """Yield one rank's part of every step from samples_consumed on, without end; close() the
-        generator."""
+        """Yield one rank's data for every step from `samples_consumed` on, without end. The caller
+        closes the generator.
+        """
 
         ahead = curriculum.walk(samples_consumed)
 
@@ -187,7 +188,7 @@ class Stream:
         return self.step_data(step, micro_batch, data_rank, data_ranks).batches
 
     def step_data(self, step: Slice, micro_batch: int, data_rank: int, data_ranks: int) -> StepData:
-        """Return one rank's part of a step."""
+        """Return one rank's data of a step."""
         share = share_of_rank(
             step.first_sample, step.global_batch, micro_batch, data_rank, data_ranks
         )
@@ -196,16 +197,16 @@ class Stream:
         return StepData(batches, tokens=positions, positions=positions)
 
     def of_length(self, seq_len: int) -> Stream:
-        """Return the split in samples of another length. Raises ConfigError if it has none."""
+        """Return the split in another sequence length. Raises ConfigError if it has no window."""
         packed = self.packed.of_length(seq_len)
         return Stream(packed, self._seed, self._fingerprint, document_mask=self.document_mask)
 
     def documents_of(self, index: int) -> list[Document]:
-        """Return the tokens of the sample at one global index, by document."""
+        """Return the documents of the sample at a global index, as tokens."""
         return self.packed.documents(int(self._windows(np.array([index]))[0]))
 
     def sample(self, index: int) -> Sample:
-        """Return the sample at one global index, with its parts of documents."""
+        """Return the sample at a global index, with the document spans it holds."""
         window = int(self._windows(np.array([index]))[0])
         spans = self.packed.spans(window)
         return Sample(index // self.samples, window, spans, self.batch(index, 1))
@@ -221,9 +222,9 @@ class Stream:
 
 
 def load_ahead(load: Callable[[int], Item], depth: int) -> Generator[Item]:
-    """Yield load(0), load(1), ... from a thread that stays at most `depth` ahead, until closed.
+    """Yield load(0), load(1), ... from a thread that runs at most `depth` ahead, until closed.
 
-    An exception of `load` is raised here, at its place in the order.
+    An exception in `load` is raised here in place of its item.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="load_ahead")
     try:

@@ -1,4 +1,4 @@
-"""Builds streams of samples from data.path or data.mix, through a cache."""
+"""Builds sample streams from data.path or data.mix, using the cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from harness.errors import ConfigError
 
 
 def build_data(spec: DataSpec, report: Report | None = None) -> Data:
-    """Find or build tokenizer, tokens and split in the cache, and open them.
+    """Build the tokenizer, tokens and splits, or find them in the cache, and open them.
 
-    All ranks may call it at once: one builds, the others wait. `report` receives progress lines.
-    Raises ConfigError for problems of the input.
+    All ranks may call it concurrently: one builds, the others wait. `report` receives progress
+    lines. Raises ConfigError for invalid input.
     """
     report = report or (lambda line: None)
     parts, cache = spec.sources(), cache_of(spec)
@@ -38,11 +38,11 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     if problems := [problem for of in every for problem in of.problems(spec)]:
         raise ConfigError(problems)
     mask = spec.config.document_mask
-    if mask is None:  # a document alone in its sample needs none
+    if mask is None:  # a document alone in its sample needs no mask
         is_masked = any(of.is_masked for of in (*sources, *sets))
         mask = is_masked and spec.config.batching == "packed"
     train = [of.stream("train", spec.seed, document_mask=mask) for of in sources]
-    # The held-out order is the same for every seed, so that runs are compared on the same samples.
+    # The held-out order ignores the seed, so that all runs are compared on the same samples.
     eval_sets = {of.name: of.stream("train", 0, document_mask=mask) for of in sets}
     held_out = [*eval_sets.values()][:1] or [
         of.stream("held_out", 0, document_mask=mask)
@@ -75,7 +75,7 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
 def _old_source(
     spec: DataSpec, tokenizer: PreTrainedTokenizerBase, report: Report
 ) -> Source | None:
-    """Return the data of data.rehearse whose last side is held out; None without."""
+    """Return the data of data.rehearse, whose last split is held out; None without it."""
     old = spec.old_set()
     if old is None:
         return None
@@ -84,7 +84,7 @@ def _old_source(
 
 
 def _batched(spec: DataSpec, stream: Stream, fingerprint: str) -> Stream:
-    """Return the train split in the order and the batches of data.batching."""
+    """Return the train split in the sample order and batches that data.batching asks for."""
     config, pools = spec.config, None
     if spec.rows is not None:
         return _contiguous(stream, spec.rows)
@@ -98,7 +98,7 @@ def _batched(spec: DataSpec, stream: Stream, fingerprint: str) -> Stream:
 
 
 def _contiguous(stream: Stream, rows: int) -> Stream:
-    """Return the train split as streams of text. Raises ConfigError if it has not as many."""
+    """Return the train split as contiguous streams. Raises ConfigError if it has too few."""
     if stream.holds_whole_documents:
         raise ConfigError(
             "train.carry_state is true, but windows hold whole documents (data.packing, the "
@@ -113,7 +113,7 @@ def _contiguous(stream: Stream, rows: int) -> Stream:
 
 
 def _evaluated(spec: DataSpec, stream: Stream) -> Stream:
-    """Return held-out samples in the order and the batches of an evaluation."""
+    """Return held-out samples in the order and batches of an evaluation."""
     if spec.rows is None or stream.holds_whole_documents:
         return _padded(spec, stream)
     samples = stream.samples
@@ -123,7 +123,7 @@ def _evaluated(spec: DataSpec, stream: Stream) -> Stream:
 
 
 def _padded(spec: DataSpec, stream: Stream, pools: Pools | None = None) -> Stream:
-    """Return a stream whose samples are padded to their longest, if data.batching says so."""
+    """Return a stream that pads each batch to its longest sample, if data.batching asks for it."""
     if spec.config.batching == "packed":
         return stream
     by_tokens = spec.config.batching == "token_budget"
@@ -131,9 +131,9 @@ def _padded(spec: DataSpec, stream: Stream, pools: Pools | None = None) -> Strea
 
 
 def cached_fingerprint(spec: DataSpec) -> str | None:
-    """Return the fingerprint of build_data's result if it is in the cache, otherwise None.
+    """Return the fingerprint of build_data's result if it is cached, otherwise None.
 
-    Builds nothing. Raises ConfigError for input that build_data would refuse at once.
+    Builds nothing. Raises ConfigError for input that build_data would reject at once.
     """
     tokenizer = cached_tokenizer(spec)
     if tokenizer is None:

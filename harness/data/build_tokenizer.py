@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the one that it names, or one trained on its corpora, in the cache."""
+"""The tokenizer of a run: the one it names, or one trained on its corpora and cached."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from harness.files.paths import user_path
 
 
 def build_tokenizer(spec: DataSpec, report: Report) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of build_data, after one process has trained it if need be.
+    """Return the tokenizer for build_data; one process trains it if needed.
 
-    Raises ConfigError for problems of the tokenizer and of any source.
+    Raises ConfigError for problems with the tokenizer or any source.
     """
     source: str | Path | None = spec.config.tokenizer
     corpora = _corpora(spec)
@@ -41,7 +41,7 @@ def build_tokenizer(spec: DataSpec, report: Report) -> PreTrainedTokenizerBase:
 def cached_tokenizer(spec: DataSpec) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of build_tokenizer if it need not be trained, otherwise None.
 
-    Raises ConfigError as that does.
+    Raises ConfigError as build_tokenizer does.
     """
     corpora = _corpora(spec)
     source = spec.config.tokenizer or _tokenizer_folder(corpora, spec)
@@ -51,7 +51,7 @@ def cached_tokenizer(spec: DataSpec) -> PreTrainedTokenizerBase | None:
 
 
 def _corpora(spec: DataSpec) -> list[Corpus]:
-    """Return the corpora of the sources. Raises ConfigError with the problems of all, and of the
+    """Return the corpora of the sources. Raises ConfigError with the problems of all sources and
     held-out sets.
     """
     parts, corpora, problems = spec.sources(), [], []
@@ -66,15 +66,15 @@ def _corpora(spec: DataSpec) -> list[Corpus]:
 
 
 def cache_of(spec: DataSpec) -> Path:
-    """Return the cache folder."""
+    """Return the cache folder of a run."""
     if spec.config.cache_dir:
         return user_path("data.cache_dir", spec.config.cache_dir)
     return default_cache()
 
 
 def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
-    """Return the tokenizer. Raises ConfigError if it has more ids than the model, and rows may
-    not be added.
+    """Load the tokenizer. Raises ConfigError if it has more ids than the model and rows may not be
+    added.
     """
     tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
     if spec.config.template is not None:
@@ -90,8 +90,8 @@ def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBa
 
 
 def _or_fewer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the other remedy for a tokenizer that is trained on the corpus, whose characters and
-    bytes need as many pieces.
+    """Return the alternative fix for a tokenizer trained on the corpus: a smaller vocabulary.
+    Returns "" if its characters and byte tokens alone would not fit.
     """
     rows = spec.model_vocab_size or 0
     least = sum(len(piece) == 1 or piece.startswith("<") for piece in tokenizer.get_vocab())
@@ -100,7 +100,7 @@ def _or_fewer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenizer_folder(corpora: Sequence[Corpus], spec: DataSpec) -> Path:
-    """Return the cache folder of the tokenizer trained on the text of all sources."""
+    """Return the cache folder of a tokenizer trained on the text of all sources."""
     for corpus in corpora:
         if corpus.kind == "indexed":
             raise ConfigError(
@@ -109,7 +109,7 @@ def _tokenizer_folder(corpora: Sequence[Corpus], spec: DataSpec) -> Path:
             )
     identities = [corpus.identity() for corpus in corpora]
     identity = identities[0] if len(corpora) == 1 else identities
-    # The default was the only size once: what was trained then is found.
+    # The default size was once the only one; its cache key stays as it was.
     pieces = spec.config.vocab_size
     size = {} if pieces == DEFAULT_VOCAB_SIZE else {"vocab_size": pieces}
     key = cache_key(format=FORMAT, trained=TRAINED_FORMAT, corpus=identity, **size)

@@ -1,8 +1,8 @@
-"""A cache of folders, each built once by one of many processes, that several nodes may share.
+"""A cache of folders that processes on several nodes share; each folder is built once.
 
-The atomic rename of a finished folder makes it correct; the lock only saves work. Without locks in
-the file system a folder may be built twice. A killed builder blocks nobody: the kernel drops its
-lock, and the next builder on its machine removes its unfinished folder.
+Renaming a finished folder is atomic, which alone makes the cache correct; the lock only saves work.
+Without locks in the file system a folder may be built twice. A killed builder blocks nobody: the
+kernel drops its lock, and the next builder on its machine removes the unfinished folder.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def default_cache() -> Path:
 
 
 def cache_key(**parts: Any) -> str:
-    """Return 16 hex digits that identify the input of a folder."""
+    """Return 16 hex digits that identify a folder's input."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> Path:
     """Return `folder` after one process has filled it with `build(path)`.
 
-    `build` writes into a private folder, which is renamed when it returns; if it raises, nothing is
+    `build` writes to a private folder, which is renamed when it returns. If it raises, nothing is
     left and the next waiting process tries again. Raises ConfigError if the cache cannot be
     written: NoRoom if its disk is full or read-only.
     """
@@ -70,20 +70,20 @@ def fill_once(folder: Path, build: Callable[[Path], None], report: Report) -> No
 
 @contextlib.contextmanager
 def locked(path: Path, report: Report) -> Iterator[bool]:
-    """Hold a lock, after waiting for it; False where the file system has none. Raises OSError."""
+    """Wait for a lock and hold it; yield False if the file system has none. Raises OSError."""
     with _opened(path) as lock:
         yield _acquire(lock, report)
 
 
 def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> NDArray[Any]:
-    """Return an array of a finished folder, as a memory map of one dimension, or of `rows` rows.
+    """Return a memory-mapped array from a finished folder: one-dimensional, or with `rows` rows.
 
     Raises ConfigError if the file is damaged.
     """
     try:
         open_regular(path, links=True).close()  # numpy would block on a pipe
         mapped = np.load(path, mmap_mode="r")
-        mapped.base.madvise(mmap.MADV_RANDOM)  # a search needs few pages, not megabytes each
+        mapped.base.madvise(mmap.MADV_RANDOM)  # a search reads few pages: no read-ahead
         array = np.asarray(mapped)
     except Exception as error:  # numpy raises many classes for damaged files
         raise damaged(path, error) from error
@@ -93,14 +93,14 @@ def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> N
 
 
 def release(array: NDArray[Any]) -> None:
-    """Take the pages of a cached_array out of this process; the page cache may keep them."""
+    """Unmap the pages of a cached_array from this process; the page cache may keep them."""
     if (mapped := _map_of(array)) is not None:
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def fetch(array: NDArray[Any], places: NDArray[np.int64]) -> None:
-    """Have the pages of places in a cached_array of one dimension read from the disk together: page
-    faults wait for one after the other.
+    """Prefetch the pages of some indices of a one-dimensional cached_array together. Page faults
+    would read them one by one.
     """
     if (mapped := _map_of(array)) is None:
         return
@@ -111,7 +111,7 @@ def fetch(array: NDArray[Any], places: NDArray[np.int64]) -> None:
 
 
 def _map_of(array: NDArray[Any]) -> mmap.mmap | None:
-    """Return the memory map that an array lies in; None for one in memory."""
+    """Return the memory map behind an array, or None for an array in memory."""
     base: Any = array
     while base is not None and not isinstance(base, mmap.mmap):
         base = base.base
@@ -119,7 +119,7 @@ def _map_of(array: NDArray[Any]) -> mmap.mmap | None:
 
 
 def damaged(path: Path, problem: object) -> ConfigError:
-    """Return the error for an unreadable file of a finished folder."""
+    """Return the error for an unreadable file in a finished folder."""
     return ConfigError(
         f"data.cache_dir: {path} cannot be read ({problem}): remove {path.parent}, which is then "
         "built again"
@@ -127,7 +127,7 @@ def damaged(path: Path, problem: object) -> ConfigError:
 
 
 def _opened(path: Path) -> TextIO:
-    """Open a lock file, creating it if needed; raises OSError instead of blocking on a pipe."""
+    """Open a lock file, creating it if needed. Raises OSError instead of blocking on a pipe."""
 
     def at_once(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK, 0o666)
@@ -136,7 +136,7 @@ def _opened(path: Path) -> TextIO:
 
 
 def _acquire(lock: TextIO, report: Report) -> bool:
-    """Wait for the lock, released by closing the file; return False if locks are unsupported."""
+    """Wait for the lock, which closing the file releases. Return False if locks are unsupported."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -158,12 +158,10 @@ def _build(folder: Path, build: Callable[[Path], None], is_alone: bool) -> None:
         build(partial)
         for file in partial.iterdir():
             with file.open("rb") as written:
-                os.fsync(
-                    written.fileno()
-                )  # a finished folder holds whole files, even after a crash
+                os.fsync(written.fileno())  # a finished folder is intact even after a crash
         partial.rename(folder)
     except OSError:
-        # Without locks another process may have finished first: its folder is equal to ours.
+        # Without locks another process may have finished first, with the same result.
         if not folder.is_dir():
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Conversations as token ids, with the runs of tokens that are learned."""
+"""Conversations as token ids, with the spans of tokens that are trained on."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from harness.files.pieces import Spans
 from harness.files.turns import THOUGHT
 
 _CONTROL = re.compile(r"<\|[\w ]+\|>|<(?:start|end)_of_\w+>")
-# Keys of a turn that every template has read, or of which only some have a use.
+# Keys that every template reads, or that only some templates use.
 _COMMON_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "id", THOUGHT})
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The ids of a document or of a piece of one, and which of them are learned."""
+    """The token ids of a document or piece, and the loss mask over them."""
 
     ids: list[int]
     learned: Spans
-    """Runs of learned tokens, in order."""
+    """Spans of tokens that are trained on, in order."""
     notes: Sequence[Note] = ()
-    """What the row says and is not learned."""
+    """Content of the row that is not trained on."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation's text."""
+    """The rendered text of a conversation."""
 
     text: str
     learned: Spans
-    """Runs of learned characters, in order."""
+    """Spans of characters that are trained on, in order."""
     notes: Sequence[Note] = ()
 
 
 def divided_control_tokens(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> dict[str, int]:
-    """Return the control tokens that the template writes in a conversation and that are no token of
-    the tokenizer, each with the number of pieces that stand for it. Raises ValueError.
+    """Return the control tokens that the template writes in a conversation but the tokenizer does
+    not know, each with the number of tokens it is split into. Raises ValueError.
     """
     text = ChatEncoder(tokenizer, "all").render(chat).text
     names = dict.fromkeys(_CONTROL.findall(text))
@@ -60,12 +60,12 @@ def divided_control_tokens(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> di
 
 
 class ChatEncoder:
-    """A tokenizer with its chat template."""
+    """Encodes conversations with a tokenizer and its chat template."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, learn: str, day: str | None = None
     ) -> None:
-        """`day`: the date that the template writes; None: today's."""
+        """`day` is the date that the template writes; None: today."""
         self._tokenizer, self._learn = tokenizer, learn
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -84,9 +84,9 @@ class ChatEncoder:
         self._special = frozenset(added)
 
     def render(self, chat: Chat) -> Rendered:
-        """Return a conversation's text and the runs of it that are learned.
+        """Return a conversation's text and the spans of it that are trained on.
 
-        Raises ValueError with the problem: the template refuses it, or cannot be masked exactly.
+        Raises ValueError if the template rejects the conversation or exact masking is impossible.
         """
         form, text = self._text(chat)
         notes: list[Note] = [("keys", key) for key in self._unread_keys(chat, text, form)]
@@ -96,7 +96,7 @@ class ChatEncoder:
         notes += [("turns", note) for note in turns.unwritten()]
         needed = {*self._needed(chat)}
         for number in chat.turns():
-            if number not in needed:  # finding a place takes two renderings
+            if number not in needed:  # locating a turn takes two renderings
                 notes += [("turns", note) for note in turns.lacks(number)]
                 continue
             try:
@@ -107,20 +107,20 @@ class ChatEncoder:
         return Rendered(text, self._learned(chat, text, form, places), notes)
 
     def _needed(self, chat: Chat) -> Iterable[int]:
-        """Return the numbers of the turns whose places say what is learned."""
+        """Return the numbers of the turns that must be located to know what is trained on."""
         if self._learn == "all":
             return chat.unlearned
         return chat.turns() if self._template.marks_turns(chat.tools) else self._chosen(chat)
 
     def _chosen(self, chat: Chat) -> list[int]:
-        """Return the numbers of the turns that are learned, unless all is."""
+        """Return the numbers of the turns that are trained on, unless data.learn is "all"."""
         turns = chat.turns()
         candidates = turns[-1:] if self._learn == "last" else turns
         return [number for number in candidates if number in {*chat.learned()}]
 
     def _text(self, chat: Chat) -> tuple[Arguments, str]:
-        """Return a conversation's text, and the form in which the template takes arguments: as an
-        object, or as JSON text if it refuses objects or writes them as Python would.
+        """Return a conversation's text and the form in which the template takes call arguments: as
+        an object, or as JSON text if it rejects objects or writes them as Python would.
         """
         try:
             text = self._template.text(chat.messages, chat.tools)
@@ -139,7 +139,7 @@ class ChatEncoder:
         return "object", text
 
     def _learned(self, chat: Chat, text: str, form: Arguments, places: Places) -> Spans:
-        """Return the runs that are learned. Raises ValueError."""
+        """Return the spans that are trained on. Raises ValueError."""
         if self._learn == "all":
             return _without([(0, len(text))], places.found(chat.unlearned, ""))
         turns, chosen = chat.turns(), self._chosen(chat)
@@ -155,7 +155,7 @@ class ChatEncoder:
         return self._marked_in(marked, chosen, places)
 
     def _marked_in(self, marked: Spans, chosen: Sequence[int], places: Places) -> Spans:
-        """Return what {% generation %} marks of turns: role markers within it are not learned."""
+        """Return what {% generation %} marks of the chosen turns, without their role markers."""
         learned: Spans = []
         for number, place in places.items():
             cut = [(max(start, place.start), min(stop, place.stop)) for start, stop in marked]
@@ -168,7 +168,7 @@ class ChatEncoder:
     def _marked_alone(
         self, turns: list[int], marked: Spans, chosen: list[int], places: Places
     ) -> Spans:
-        """Return the marked parts of turns that are not found otherwise, one for each."""
+        """Return the marked parts of turns that could not be located otherwise, one per turn."""
         if len(marked) < len(turns):
             raise ValueError(self._unmarked)
         if len(marked) == len(turns):
@@ -182,7 +182,7 @@ class ChatEncoder:
         return f"has assistant turns outside {_BLOCK} of the {self._template.name}"
 
     def _unread_keys(self, chat: Chat, text: str, form: Arguments) -> list[str]:
-        """Return the keys of turns that hold something and change nothing of the text."""
+        """Return the keys of turns that have a value but do not change the text."""
         keys = [
             key
             for message in chat.messages
@@ -193,21 +193,21 @@ class ChatEncoder:
         return [key for key in keys if key in unread]
 
     def _is_read(self, key: str, chat: Chat, text: str, form: Arguments) -> bool:
-        """Return True if the template reads a key of turns: it may name that of something else."""
+        """Return True if the text changes without a key that the template's source mentions."""
         if not self._template.names(key, chat.tools):
             return False
         messages = [{k: of for k, of in message.items() if k != key} for message in chat.messages]
         try:
             return text != self._template.text(with_arguments(messages, form), chat.tools)
-        except ValueError:  # it cannot do without
+        except ValueError:  # the template requires the key
             return True
 
     def encode(self, chats: Sequence[Rendered]) -> Iterator[Encoded]:
-        """Yield the ids of rendered texts, as apply_chat_template gives them.
+        """Yield the ids of rendered texts, as apply_chat_template returns them.
 
-        Where a text does not end with a special token, the separator follows. It is learned where
-        it closes what is learned, with the white space before it: a model that does not learn to
-        write that never comes to the separator.
+        The separator is appended to a text that does not end with a special token. If the text ends
+        with trained tokens, the separator and the white space before it are trained on too: a model
+        that has not learned to write that white space never reaches the separator.
         """
         if not chats:
             return
@@ -229,8 +229,8 @@ class ChatEncoder:
             yield Encoded(ids, learned, chat.notes)
 
     def _is_closed(self, ids: list[int], offsets: list[tuple[int, int]], text: str) -> bool:
-        """Return True if nothing but white space follows the last special token, which ends turns
-        in this template.
+        """Return True if only white space follows the last special token and the template ends
+        turns with one.
         """
         if not self._finder.closes_turns:
             return bool(ids) and ids[-1] == self._tokenizer.eos_token_id
@@ -243,15 +243,15 @@ _WITHOUT_TOOLS = "lists of tools that the template leaves out"
 
 
 class Places(dict[int, Place]):
-    """The places of a conversation's turns by their numbers, in order."""
+    """Spans of a conversation's turns, by turn number, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.missing: dict[int, NotFound] = {}
-        """Why there is none of others."""
+        """Turns that could not be located, with the reason."""
 
     def found(self, numbers: Iterable[int], advice: str) -> list[Place]:
-        """Return the places of some turns. Raises ValueError if one has none."""
+        """Return the spans of some turns. Raises ValueError if one could not be located."""
         numbers = [*numbers]
         if problems := [self.missing[number] for number in numbers if number in self.missing]:
             raise ValueError(f"cannot be masked exactly: {problems[0]}{advice}")
@@ -259,7 +259,7 @@ class Places(dict[int, Place]):
 
 
 def _without(spans: Spans, places: Sequence[Place]) -> Spans:
-    """Return runs without some places."""
+    """Return `spans` minus `places`."""
     for place in places:
         spans = [
             (start, stop)
@@ -271,7 +271,7 @@ def _without(spans: Spans, places: Sequence[Place]) -> Spans:
 
 
 def tokens_of(offsets: NDArray[np.int64], spans: Spans) -> Spans:
-    """Return the runs of tokens that hold spans of characters; offsets (tokens, 2) ascend."""
+    """Return the token spans that cover character spans; `offsets` (tokens, 2) ascend."""
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
     firsts = np.searchsorted(offsets[:, 1], places[:, 0], side="right")
     lasts = np.searchsorted(offsets[:, 0], places[:, 1], side="left")

@@ -1,4 +1,4 @@
-"""Samples as contiguous streams of text: the order in which a carried state reads them."""
+"""Contiguous streams of text: the sample order for training with carried state."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from harness.data.batches import Stream
 from harness.data.packing import IGNORED, Packed
 
 EVALUATED_ROWS, LEAST_LENGTH = 64, 16
-"""Most streams of an evaluation, and the fewest windows of each where there are several."""
+"""Maximum streams in an evaluation, and minimum windows per stream if there are several."""
 
 
 class Contiguous(Stream):
-    """One split cut into `rows` streams of equally many windows; each step reads one of each.
+    """One split divided into `rows` streams of equal length; each step reads one window of each.
 
-    Row r of step k reads window r * length + k, where length = windows // rows: the text that
-    follows its last one. Windows beyond rows * length are left out, every epoch has this order.
+    Row r of step k reads window r * length + k, with length = windows // rows, which continues the
+    row's previous window. Windows beyond rows * length are dropped. Every epoch has this order.
     """
 
     def __init__(self, packed: Packed, rows: int, most: int | None = None) -> None:
-        """`most`: windows that are read of each stream, from its first on; None: all."""
+        """`most`: number of windows to read from the start of each stream; None: all."""
         assert 0 < rows <= packed.num_windows, "a stream needs at least one window"
         super().__init__(packed, 0, "", document_mask=False)
         self._rows, self._stride = rows, packed.num_windows // rows
@@ -32,7 +32,7 @@ class Contiguous(Stream):
 
     @property
     def samples(self) -> int:
-        """Number of samples in an epoch."""
+        """Number of samples per epoch."""
         return self._rows * self._length
 
     def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -48,11 +48,11 @@ class Contiguous(Stream):
 
 
 class HeldOutText(Contiguous):
-    """The samples of an evaluation, as contiguous streams from all over the held-out text.
+    """The samples of an evaluation, as contiguous streams taken from across the held-out text.
 
-    Their number follows from the samples alone, so that the held-out loss is the same in every
-    layout, and comparable between runs. A stream that begins within a document reads its first
-    window for the state behind it: none of its targets count.
+    The number of streams depends only on the number of samples, so the held-out loss is the same in
+    every layout and comparable between runs. A stream that starts inside a document reads its first
+    window only to build up the state; none of its targets count.
     """
 
     def __init__(self, packed: Packed, samples: int) -> None:
@@ -62,7 +62,7 @@ class HeldOutText(Contiguous):
 
     @property
     def at_once(self) -> int:
-        """Number of samples that do not follow each other: one of each stream."""
+        """Number of samples that can be evaluated together: one per stream."""
         return self._rows
 
     def first(self, count: int) -> Batch:
@@ -70,7 +70,7 @@ class HeldOutText(Contiguous):
         return self._read(np.arange(min(count, self._length)) * self._rows)
 
     def targets_of(self, samples: NDArray[np.int64]) -> int:
-        """Return the target tokens of some samples."""
+        """Return the number of target tokens in some samples."""
         counted = ~self._only_read(samples)
         return super().targets_of(samples[counted]) if counted.any() else 0
 
@@ -81,11 +81,11 @@ class HeldOutText(Contiguous):
         return replace(batch, goes_on=batch.goes_on & ~torch.from_numpy(self._is_first(samples)))
 
     def _only_read(self, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return True for each sample that lacks the state before it."""
+        """Return True for each sample whose preceding state is missing."""
         within: NDArray[np.bool_] = ~self.packed.begin_documents(self._windows(samples))
         return self._is_first(samples) & within
 
     def _is_first(self, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return True for each sample that is its stream's first."""
+        """Return True for each sample that is the first of its stream."""
         first: NDArray[np.bool_] = samples // self._rows % self._length == 0
         return first

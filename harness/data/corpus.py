@@ -21,24 +21,24 @@ from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, pieces_of, unless_blank
 
 CHATS, TOKEN_IDS, TEXT = "a conversation", "token ids", "other text"
-"""Kinds of documents, in the words of messages."""
+"""Kinds of documents, as messages name them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A conversation, token ids, or a piece of another document, and where it stands."""
+    """A conversation, a list of token ids, or a piece of a text, and its location."""
 
     document: Chat | Ids | Piece
     file: Path
     line: int
     record: object = None
-    """The record that holds it; None for a document that is a file."""
+    """The record that contains it; None if the document is a whole file."""
     notes: tuple[Note, ...] = ()
-    """What the record says and is not read; of the first piece of a document."""
+    """Content of the record that is not used; attached to the first piece of a document."""
 
     @property
     def num_characters(self) -> int:
-        """Length of the text, or number of the token ids."""
+        """Length of the text, or the number of token ids."""
         document = self.document
         if isinstance(document, Ids):
             return len(document.ids)
@@ -46,35 +46,35 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """The kind of the document, which is that of all of a corpus."""
+        """Kind of the document. All documents of a corpus have the same kind."""
         if isinstance(self.document, Chat):
             return CHATS
         return TOKEN_IDS if isinstance(self.document, Ids) else TEXT
 
     @property
     def is_last(self) -> bool:
-        """True if a document ends here."""
+        """True if the document ends with this part."""
         return not isinstance(self.document, Piece) or self.document.is_last
 
 
 @dataclass(frozen=True)
 class Corpus(CorpusFiles):
-    """Corpus files, with their documents."""
+    """Corpus files and their documents."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Names of the columns of a document in the records (data.columns)."""
+    """Column names of a document's fields in the records (data.columns)."""
     where: Mapping[str, str] = field(default_factory=dict)
-    """Values that the records have in some columns (data.where)."""
+    """Values that records must have in some columns (data.where)."""
     bad_rows_limit: float | None = None
-    """Most bad records that are left out (BadLines.limit); None: none is."""
+    """Maximum number of bad records to skip (BadLines.limit); None: skip none."""
     between: tuple[int, int] | None = None
-    """The range of bytes of its only file whose lines are read; None: files are read whole."""
+    """Byte range of its only file from which lines are read; None: whole files."""
     leading: tuple[str, str] | None = None
-    """Of a part of a corpus: the kind of the first document of the whole, and its place; None: the
-    first document of these files says it."""
+    """For a part of a corpus: kind and location of the whole corpus's first document. None: these
+    files contain the first document."""
 
     def identity(self) -> list[object]:
-        """Return names, sizes and modification times: they change if the documents may have."""
+        """Return names, sizes and modification times, which change whenever documents do."""
         stats = [(str(file), file.stat()) for file in self.files]
         return [
             self._kind(),
@@ -83,21 +83,21 @@ class Corpus(CorpusFiles):
         ]
 
     def _kind(self) -> str:
-        """Return the part of the identity that says how the files are read."""
+        """Return the part of the identity that describes how the files are read."""
         kind = self.kind if self.format is None else f"{self.kind} as {self.format}"
         kind = f"{kind} with {sorted(self.columns.items())}" if self.columns else kind
         kind = f"{kind} where {sorted(self.where.items())}" if self.where else kind
         return kind if self.bad_rows_limit is None else f"{kind} without bad rows"
 
     def bad_lines(self) -> BadLines:
-        """Return an empty list of bad lines, with the limit of this corpus."""
+        """Return an empty list of bad lines with this corpus's limit."""
         return BadLines(limit=self.bad_rows_limit)
 
     def parts(self, bad_lines: BadLines) -> Iterator[Part]:
-        """Yield every document in order, as pieces or as a conversation; collect bad lines.
+        """Yield every document in order, as pieces or as a conversation, and collect bad lines.
 
-        Kinds are not mixed: a folder's README would be learned beside conversations, and token ids
-        get no bos token.
+        Kinds are not mixed: a README in the folder would be trained on beside conversations, and
+        token ids get no bos token.
         """
         first = self.leading
         for file in self.files:
@@ -169,32 +169,32 @@ class Corpus(CorpusFiles):
 
     @cached_property
     def first_document(self) -> tuple[str, str] | None:
-        """The kind of the first document, and its place; None without a document."""
+        """Kind and location of the first document; None if there is no document."""
         if self.leading is not None or self._first_part is None:
             return self.leading
         return self._first_part.kind, f"{self._first_part.file}:{self._first_part.line}"
 
     @property
     def note(self) -> str:
-        """How its files are read where their names do not say it; "" if they do."""
+        """How the files are read if their names do not tell; otherwise ""."""
         files = self.files if self.kind == "text" else ()
         return next((format_of(file, self.format).note(file) for file in files), "")
 
     @property
     def first_chat(self) -> Chat | None:
-        """The first document if it is a conversation."""
+        """The first document if it is a conversation, otherwise None."""
         document = self._first_part.document if self._first_part else None
         return document if isinstance(document, Chat) else None
 
     @cached_property
     def _first_part(self) -> Part | None:
-        """The begin of the first document, without its record; None of other data than files."""
+        """First part of the first document, without its record; None unless files are text."""
         part = next(self.parts(self.bad_lines()), None) if self.kind == "text" else None
         return part and replace(part, record=None)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield every document in order, as pieces; a conversation without its template, a prompt
-        apart from its completion.
+        """Yield every document in order, as pieces. Conversations come without a template; a prompt
+        comes apart from its completion.
 
         Raises ConfigError with up to MAX_PROBLEMS problems, each with its first file and line.
         """
@@ -212,7 +212,7 @@ class Corpus(CorpusFiles):
         bad_lines.require_none()
 
     def name_of(self, document: int) -> str:
-        """Return the file of a document; "" if finding it would take reading all files."""
+        """Return the file of a document, or "" if finding it would mean reading all files."""
         if self.kind == "indexed" or any(format_of(f, self.format).count for f in self.files):
             return ""
         return str(self.files[min(document, len(self.files) - 1)])
@@ -220,21 +220,21 @@ class Corpus(CorpusFiles):
 
 @dataclass(frozen=True)
 class Corpora:
-    """The documents of several corpora, one after the other."""
+    """The documents of several corpora, one corpus after the other."""
 
     corpora: Sequence[Corpus]
 
     @property
     def path(self) -> str:
-        """The paths of all, for messages."""
+        """All paths, for messages."""
         return ", ".join(str(corpus.path) for corpus in self.corpora)
 
     def num_bytes(self) -> int:
-        """Return the size of all files together."""
+        """Return the total size of all files in bytes."""
         return sum(corpus.num_bytes() for corpus in self.corpora)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the documents of all, as pieces. Raises ConfigError."""
+        """Yield the documents of all corpora, as pieces. Raises ConfigError."""
         for corpus in self.corpora:
             yield from corpus.pieces()
 
@@ -247,7 +247,7 @@ def find_corpus(
     split: str | None = None,
     bad_rows_limit: float | None = None,
 ) -> Corpus:
-    """Return the corpus that `data.path` names; raises ConfigError as find_files does."""
+    """Return the corpus that data.path names. Raises ConfigError as find_files does."""
     files = find_files(path, format, split=split)
     if where and files.kind != "text":
         raise ConfigError(f"data.where is {dict(where)}, but {files.path} has no columns")

@@ -1,4 +1,4 @@
-"""Data: tokens ready to train on, and what users are shown of them."""
+"""Tokens ready to train on, and their summary for users."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from harness.data.padded import Padded
 from harness.data.source import Source
 from harness.data.tokenizer import vocab_size
 
-# Enough for two decimals; a larger corpus is sampled in training order.
+# Enough for two decimals; larger corpora are sampled in training order.
 MAX_SAMPLES = 1 << 16
 _SAMPLES_AT_ONCE = 256
-# Weight of the unigram estimate in the bigram's, in counts (Dirichlet prior).
+# Weight of the unigram estimate in the bigram estimate, in counts (Dirichlet prior).
 _PRIOR_COUNTS = 5.0
 
 
 def unigram_and_bigram_nats(
     train: Stream, held_out: Stream, vocab_size: int
 ) -> tuple[float, float]:
-    """Return the held-out cross-entropy, nats per target token, of smoothed unigram and bigram
-    models of the train split.
+    """Return the held-out cross-entropy of smoothed unigram and bigram models of the train split,
+    in nats per target token.
     """
     before, target = _pairs(train)
     held_before, held_target = _pairs(held_out)
@@ -49,7 +49,7 @@ def unigram_and_bigram_nats(
 
 
 def _pairs(stream: Stream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (previous tokens, targets) of the first epoch, or of its first MAX_SAMPLES."""
+    """Return (previous tokens, targets) of the first epoch, at most MAX_SAMPLES samples of it."""
     samples = min(stream.samples, MAX_SAMPLES)
     pairs = []
     for first in range(0, samples, _SAMPLES_AT_ONCE):
@@ -68,48 +68,48 @@ class Data:
     held_out: Stream
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
-    """Hash of the token ids, of their division into documents, and of the tokenizer."""
+    """Hash of the token ids, the document boundaries and the tokenizer."""
     sources: tuple[Source, ...]
     eval_sets: Mapping[str, Stream] = field(default_factory=dict)
-    """The named sets of data.eval_path, of which `held_out` is the first."""
+    """Named sets of data.eval_path; `held_out` is the first of them."""
     set_sources: tuple[Source, ...] = ()
-    """What they are made of."""
+    """Sources of the held-out sets."""
     long_held_out: Stream | None = None
-    """The text of `held_out` in samples of eval.seq_len."""
+    """The text of `held_out` as samples of eval.seq_len tokens."""
     old: Stream | None = None
-    """Held-out samples of the data of data.rehearse."""
+    """Held-out samples of the data.rehearse corpus."""
 
     @property
     def documents(self) -> int:
-        """Documents of all sources."""
+        """Number of documents in all sources."""
         return sum(source.facts.documents for source in self.sources)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sources, with separators."""
+        """Number of tokens in all sources, with separators."""
         return sum(source.tokens for source in self.sources)
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources of a mixture; none without."""
+        """Names of a mixture's sources; empty without a mixture."""
         return [source.name for source in self.sources if source.name]
 
     def summary(self) -> list[str]:
-        """Return a line about each source and held-out set, from which users see that it is the
-        right data.
+        """Return one line per source and held-out set, so that users can check that it is the right
+        data.
         """
         sets = [f"held-out set {source.summary()}" for source in self.set_sources]
         warnings = [self._divided] if self._divided else []
         return [*(source.summary() for source in self.sources), *sets, *warnings]
 
     def mixture(self) -> list[Any] | None:
-        """Return [first sample, samples of each source in a period] of each part of a mixture."""
+        """Return [first sample, samples per source in a period] of each part; None unmixed."""
         if not isinstance(self._ordered, Mixture):
             return None
         return [[part.first, list(part.weights)] for part in self._ordered.order.parts]
 
     def shares(self, samples: int) -> list[str]:
-        """Return share and epochs of each source of a mixture in a run of some samples."""
+        """Return each source's share and epochs in a run of `samples` samples, one per line."""
         mixed = self._ordered
         if not isinstance(mixed, Mixture) or not samples:
             return []
@@ -125,7 +125,7 @@ class Data:
         return self.train.base if isinstance(self.train, Padded) else self.train
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events about the data for the record of a run."""
+        """Return the events about the data, for events.jsonl."""
         events = [event for of in (*self.sources, *self.set_sources) for event in of.events()]
         if self._divided:
             events.append({"kind": "divided_control_tokens", "message": self._divided})
@@ -133,7 +133,7 @@ class Data:
 
     @cached_property
     def _divided(self) -> str:
-        """A warning of control tokens that the first conversation holds as text; "" without."""
+        """Warning about control tokens that the first conversation has as plain text, or ""."""
         chat = next(
             filter(None, (of.corpus.first_chat for of in (*self.sources, *self.set_sources))), None
         )
@@ -148,12 +148,12 @@ class Data:
 
     @property
     def begin(self) -> list[int]:
-        """Ids with which a document of text begins; [] if it begins with its own."""
+        """Ids that are prepended to each text document; [] if none are."""
         return next(([*source.begin] for source in self.sources if source.begin), [])
 
     @property
     def vocab_size(self) -> int:
-        """One more than the tokenizer's largest id."""
+        """The tokenizer's largest id plus one."""
         return vocab_size(self.tokenizer)
 
     @property
@@ -167,10 +167,10 @@ class Data:
 
     @property
     def unigram_nats(self) -> float:
-        """Held-out cross-entropy of a unigram model of the train split, nats per token."""
+        """Held-out cross-entropy of a unigram model of the train split, in nats per token."""
         return self._baselines[0]
 
     @property
     def bigram_nats(self) -> float:
-        """The same of a bigram model, interpolated with the unigram model."""
+        """The same for a bigram model interpolated with the unigram model."""
         return self._baselines[1]

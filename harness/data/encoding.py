@@ -1,4 +1,4 @@
-"""Parts of documents as token ids, a group at a time."""
+"""Encodes parts of documents as token ids, in groups."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from harness.files.data_format import BadLines
 from harness.files.pieces import Ids, Piece
 
 Places = NDArray[np.int64]
-"""(tokens, 2): start and stop in the text of what each token stands for."""
+"""(tokens, 2): start and stop of each token in the text."""
 _NO_PLACES: Places = np.zeros((0, 2), dtype=np.int64)
 
-# Most characters tokenised at once: a tokenizer takes a hundred bytes per character.
+# Characters tokenised at once, at most: a tokenizer takes a hundred bytes per character.
 _CHARS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class HowEncoded:
-    """What of the run config decides, beside the tokenizer, which ids documents get."""
+    """Run config values that, besides the tokenizer, determine the ids of documents."""
 
     learn: str = "assistant"
     """data.learn."""
     begin: Sequence[int] = ()
-    """Ids with which every document of text begins, as a served request does; not learned."""
+    """Ids prepended to every text document, as when serving; not trained on."""
     day: str | None = None
-    """Date that a chat template writes; None: today's."""
+    """Date that a chat template writes; None: today."""
 
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, learn: str, bos: str, day: str | None
     ) -> HowEncoded:
-        """Return it for the values of data.learn, data.bos and data.date."""
+        """Return the settings for the given values of data.learn, data.bos and data.date."""
         return cls(learn, added_at_begin(tokenizer) if bos == "auto" else (), day)
 
 
 class Encoder:
-    """A tokenizer that adds the separator to documents and knows what of them is learned."""
+    """A tokenizer that appends the separator to documents and computes the loss mask."""
 
     def __init__(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, how: HowEncoded) -> None:
         """Raises ConfigError if a corpus of conversations has no chat template."""
@@ -64,9 +64,9 @@ class Encoder:
         self._joins_pieces = not tokenizer.is_fast or joins_pieces(tokenizer)
 
     def encoded(self, bad_lines: BadLines) -> Iterator[list[tuple[Part, Encoded]]]:
-        """Yield groups of parts with their ids, without those that are added to `bad_lines`; the
-        next group is encoded in the background. Raises ConfigError for a tokenizer that cannot tell
-        what is learned.
+        """Yield groups of parts with their ids, leaving out those that it adds to `bad_lines`. The
+        next group is encoded in the background. Raises ConfigError if the tokenizer cannot tell
+        which tokens to train on.
         """
         parts = self._corpus.parts(bad_lines)
         with ThreadPoolExecutor(max_workers=1) as pool:
@@ -109,7 +109,7 @@ class Encoder:
                 rendered.append(self._chats.render(chat))
             except ValueError as error:
                 rendered.append(str(error))
-            except RecursionError:  # arguments of a call
+            except RecursionError:  # from a call's arguments
                 rendered.append("is nested too deeply")
         if self._chats is None:
             return []
@@ -127,8 +127,8 @@ class Encoder:
         return Encoded(document.ids, [(0, len(document.ids))] if is_all else document.learned)
 
     def _of_pieces(self, pieces: list[Piece]) -> list[Encoded]:
-        """Return the ids of pieces. Places of tokens, which take a third longer, are asked for
-        where a part is learned, and where a piece behind another has other ids than alone.
+        """Return the ids of pieces. Character offsets, which take a third longer, are computed only
+        where part of a piece is trained on or a piece's ids depend on the text before it.
         """
         places = [self._needs_places(piece) for piece in pieces]
         both = [*zip(pieces, places, strict=True)]
@@ -148,8 +148,8 @@ class Encoder:
         return bool(runs) and runs != ((0, len(piece.text)),)
 
     def _with_places(self, pieces: list[Piece]) -> list[tuple[list[int], Places]]:
-        """Return the ids of pieces behind the ones before them, and the places in the piece that
-        each token stands for.
+        """Return the ids of each piece as encoded after its preceding text, and each token's span
+        within the piece.
         """
         if not self._tokenizer.is_fast:
             return [self._by_prefix(piece) for piece in pieces]
@@ -160,7 +160,7 @@ class Encoder:
         for before, piece, (ids, places) in zip(befores, pieces, encoded, strict=True):
             kept = int(np.searchsorted(places[:, 1], len(before), side="right"))
             if kept < len(ids) and places[kept, 0] < len(before):
-                # A token reaches over the cut: it is cut, too, as behind the end of a line.
+                # A token spans the cut: split it, as a line end before the piece would.
                 before = "\n"
                 ((ids, places),) = encode_with_offsets(self._tokenizer, [before + piece.text])
                 kept = int(np.searchsorted(places[:, 1], len(before), side="right"))
@@ -168,9 +168,9 @@ class Encoder:
         return results
 
     def _by_prefix(self, piece: Piece) -> tuple[list[int], Places]:
-        """Return ids and places from a tokenizer that does not say them: a token stands for the
-        end of what is not learned if that alone begins with it. Raises ConfigError unless all
-        behind that is learned.
+        """Return ids and spans from a tokenizer without offsets. Tokens shared with the encoding of
+        the untrained prefix alone belong to that prefix. Raises ConfigError unless everything after
+        the prefix is trained on.
         """
         assert piece.learned, "asked for parts alone"
         if not _is_end(piece.learned, len(piece.text)):
@@ -198,14 +198,14 @@ class Encoder:
         begin = [*self._how.begin]
         if not begin or piece.before:
             return Encoded(ids, learned)
-        if ids[: len(begin)] != begin:  # else the text has them
+        if ids[: len(begin)] != begin:  # otherwise the text already has them
             ids = begin + ids
             learned = [(start + len(begin), stop + len(begin)) for start, stop in learned]
         cut = [(max(start, len(begin)), stop) for start, stop in learned]
         return Encoded(ids, [(start, stop) for start, stop in cut if start < stop])
 
     def _is_closed(self, text: str, ids: list[int]) -> bool:
-        """Return True if nothing but white space follows an end-of-text token, which some write."""
+        """Return True if the text has an end-of-text token and only white space after it."""
         eos = self._tokenizer.eos_token_id
         if not text.rstrip().endswith(str(self._tokenizer.eos_token)) or eos not in ids:
             return False
@@ -214,12 +214,12 @@ class Encoder:
 
 
 def _is_end(runs: Sequence[tuple[int, int]], length: int) -> bool:
-    """Return True if runs follow each other up to the end of a text."""
+    """Return True if the runs are adjacent and reach the end of the text."""
     return [stop for _, stop in runs] == [*(start for start, _ in runs[1:]), length]
 
 
 def _next_group(parts: Iterator[Part]) -> list[Part]:
-    """Return the next parts to encode together; none at the end."""
+    """Return the next parts to encode together; empty at the end."""
     group, characters = [], 0
     for part in islice(parts, PIECES_AT_ONCE):
         group.append(part)

@@ -1,4 +1,4 @@
-"""The fingerprint of a corpus: a hash of its token ids and of their division into documents."""
+"""The fingerprint of a corpus: a hash of its token ids and document boundaries."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from harness.data.token_files import TokenFile
 
-# Files up to this size are hashed whole, about as fast as they are read; of larger files the size,
-# the modification time and SAMPLED_BLOCKS blocks are hashed.
+# Files up to this size are hashed whole, about as fast as they are read. For larger files the hash
+# covers the size, the modification time and SAMPLED_BLOCKS blocks.
 WHOLE_BYTES = 32 << 30
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 20
 _REPORT_EVERY_BYTES = 4 << 30
@@ -22,7 +22,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ids:
-    """Hash and range of the ids of a file."""
+    """Hash and range of a file's token ids."""
 
     digest: str
     lowest: int
@@ -30,9 +30,9 @@ class Ids:
 
 
 def survey(file: TokenFile, modified_ns: str | None, report: Report) -> Ids:
-    """Return hash and range of all ids, or of a sample if the file is large.
+    """Return the hash and range of all ids, or of a sample if the file is large.
 
-    `modified_ns` enters the hash of a sample; None for a file of ours, which is read whole.
+    `modified_ns` enters the hash of a sample; None for this library's files, always read whole.
     """
     digest, lowest, highest, done, reported = hashlib.sha256(), 0, 0, 0, 0
     whole = modified_ns is None or file.num_bytes <= WHOLE_BYTES
@@ -49,7 +49,7 @@ def survey(file: TokenFile, modified_ns: str | None, report: Report) -> Ids:
 
 
 def _sample(file: TokenFile) -> Iterator[NDArray[np.integer]]:
-    """Yield the first block, the last, and one at a fixed place in each even part between them."""
+    """Yield the first and last block, and one at a fixed place in each equal range between them."""
     count = SAMPLED_BYTES // file.dtype.itemsize
     last = len(file) - count
     for number in range(SAMPLED_BLOCKS):
@@ -60,7 +60,7 @@ def _sample(file: TokenFile) -> Iterator[NDArray[np.integer]]:
 
 
 def first_outside(file: TokenFile, vocab_size: int) -> tuple[int, int] | None:
-    """Return place and value of the first id outside the vocabulary; None if there is none."""
+    """Return index and value of the first id outside the vocabulary, or None if all are inside."""
     first = 0
     for ids in file.blocks():
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -71,21 +71,21 @@ def first_outside(file: TokenFile, vocab_size: int) -> tuple[int, int] | None:
 
 
 def combined(ids: Ids, layout: str) -> str:
-    """Return the fingerprint: the hash of everything, then that of the document layout alone.
+    """Return the fingerprint: a hash of ids and document layout, then a hash of the layout alone.
 
-    The order of samples depends on the layout alone (order_key), so that a run that resumes with
-    corrected ids keeps its order. Earlier versions wrote the layout alone.
+    Sample order depends on the layout alone (order_key), so a run that resumes with corrected ids
+    keeps its order. Earlier versions wrote only the layout.
     """
     return f"{hashlib.sha256(f'{layout}:{ids.digest}'.encode()).hexdigest()}-{layout}"
 
 
 def order_key(fingerprint: str) -> str:
-    """Return the part of a fingerprint that the order of samples depends on."""
+    """Return the part of a fingerprint that determines the sample order."""
     return fingerprint.rpartition("-")[2]
 
 
 def joined(fingerprints: Sequence[str]) -> str:
-    """Return the fingerprint of several sources; that of the only one is its own."""
+    """Return the fingerprint of several sources; a single source keeps its own."""
     if len(fingerprints) == 1:
         return fingerprints[0]
     layout = hashlib.sha256(" ".join(map(order_key, fingerprints)).encode()).hexdigest()

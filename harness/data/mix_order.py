@@ -1,10 +1,10 @@
-"""The source of each sample of a mixture, and its place there: computed point by point.
+"""The source of each sample of a mixture and its index in that source, by direct computation.
 
-Shares become whole numbers: how many of `period` samples come from each source. Within a period a
-source's next sample is due when its share of the samples so far has reached it, and the most urgent
-one is taken (earliest deadline first). So after any number of samples each source has had its share
-within one sample: these are the periodic tasks of Baruah et al., "Proportionate progress"
-(Algorithmica 15, 1996), on one processor. Periods repeat, so no sample before need be looked at.
+Shares become whole numbers: how many samples of each `period` come from each source. Within a
+period a source's next sample is due when its share of the samples so far reaches it, and the most
+urgent sample is taken first (earliest deadline first). So at any time each source is within one
+sample of its share: these are the periodic tasks of Baruah et al., "Proportionate progress"
+(Algorithmica 15, 1996), on one processor. Periods repeat, so no earlier sample is looked at.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from harness.data.batches import Stream
 from harness.data.spec import DataSpec
 
 MOST_PERIOD = 1 << 16
-"""Longest period, in samples; shares that need a longer one are rounded."""
+"""Longest period in samples; shares that need a longer one are rounded."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Shares of all sources from a sample on; they need not add up to 1."""
+    """Shares of all sources from sample `first` on; they need not add up to 1."""
 
     first: int
     shares: tuple[Fraction, ...]
 
 
 class MixOrder:
-    """Sources of samples in fixed shares, which change at a few samples."""
+    """Assigns samples to sources in fixed shares that change at a few samples."""
 
     def __init__(self, phases: Sequence[Phase], limits: Sequence[int | None]) -> None:
-        """`limits`: the most samples of each source, which its share then goes without."""
+        """`limits`: maximum samples per source; its share then goes to the others."""
         self.parts: list[_Part] = []
         """Runs of samples with constant shares."""
         self.length: int | None = None
-        """Samples until every source with a share has reached its limit; None: without end."""
+        """Samples until every source with a share has reached its limit; None: endless."""
         drawn, first = [0] * len(limits), 0
         ends = [phase.first for phase in phases[1:]]
         for phase, end in zip(phases, [*ends, None], strict=True):
@@ -68,7 +68,7 @@ class MixOrder:
                 drawn = part.drawn_before(first)
 
     def places(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (source, sample of the source) of each global sample."""
+        """Return (source, index in the source) of each global sample."""
         part_of = np.searchsorted([part.first for part in self.parts], samples, side="right") - 1
         sources, within = np.empty_like(samples), np.empty_like(samples)
         for number in set(part_of.tolist()):
@@ -77,7 +77,7 @@ class MixOrder:
         return sources, within
 
     def drawn_before(self, sample: int) -> list[int]:
-        """Return the samples of each source among those before a global sample."""
+        """Return the number of samples per source before a global sample."""
         part = [part for part in self.parts if part.first <= sample][-1]
         return part.drawn_before(sample)
 
@@ -90,7 +90,7 @@ class _Part:
         self._sources = one_period(weights)
         by_source = np.argsort(self._sources, kind="stable")
         starts = np.cumsum(weights) - weights
-        self._of_source = np.split(by_source, starts[1:])  # places in the period
+        self._of_source = np.split(by_source, starts[1:])  # indices in the period
         self._ranks = np.empty_like(by_source)
         self._ranks[by_source] = np.arange(len(by_source)) - np.repeat(starts, weights)
 
@@ -107,7 +107,7 @@ class _Part:
         return drawn
 
     def end_of(self, source: int, limit: int) -> int:
-        """Return the global sample after the one with which a source reaches its limit."""
+        """Return the global sample index just after the one at which a source reaches its limit."""
         left = limit - int(self._before[source])
         periods, rest = divmod(left - 1, self.weights[source])
         place = int(self._of_source[source][rest])
@@ -115,9 +115,9 @@ class _Part:
 
 
 def weights_of(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return whole numbers in the proportion of shares, which add up to MOST_PERIOD at most.
+    """Return integers in proportion to `shares`, adding up to at most MOST_PERIOD.
 
-    Shares that need a longer period are rounded to parts of MOST_PERIOD, none of them to 0.
+    Shares that need a longer period are rounded to multiples of 1/MOST_PERIOD, none of them to 0.
     """
     total = sum(shares)
     parts = [share / total for share in shares]
@@ -132,10 +132,10 @@ def weights_of(shares: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def one_period(weights: Sequence[int]) -> NDArray[np.int64]:
-    """Return the source of each sample of a period, `weights` of them from each.
+    """Return the source of each sample of a period, which holds `weights[i]` samples of source i.
 
-    The j-th sample of a source (from 0) with weight w of a period P is due from floor(j * P / w) to
-    ceil((j + 1) * P / w).
+    Of P samples in a period, the j-th sample (from 0) of a source with weight w is due between
+    floor(j * P / w) and ceil((j + 1) * P / w).
     """
     period = sum(weights)
     waiting = [(0, source, 0) for source, weight in enumerate(weights) if weight]  # due from
@@ -156,7 +156,7 @@ def one_period(weights: Sequence[int]) -> NDArray[np.int64]:
 
 
 def epoch_with_old(spec: DataSpec, streams: Sequence[Stream]) -> int | None:
-    """Return the samples of an epoch of the new data, with those rehearsed in it; None without."""
+    """Return the samples per epoch of the new data, with rehearsed ones; None if there are none."""
     if not spec.rehearses:
         return None
     new = sum(stream.samples for stream in _new(spec, streams))
@@ -164,8 +164,8 @@ def epoch_with_old(spec: DataSpec, streams: Sequence[Stream]) -> int | None:
 
 
 def mix_order(spec: DataSpec, streams: Sequence[Stream]) -> MixOrder | None:
-    """Return the order of a mixture's samples, from shares or from the streams' sizes; None
-    without one.
+    """Return the sample order of a mixture, from its shares or the streams' sizes; None without a
+    mixture.
     """
     config = spec.config
     if not config.mix and not spec.rehearses:
@@ -184,8 +184,8 @@ def _limit(source: MixSource, stream: Stream) -> int | None:
 
 
 def first_shares(order: MixOrder | None, sources: int) -> MixOrder:
-    """Return the order of the held-out samples of a mixture's first sources: by its first shares,
-    without a limit.
+    """Return the order of a mixture's held-out samples, for its first `sources` sources: their
+    first shares, without limits.
     """
     assert order is not None, "several splits are those of a mixture"
     weights = order.parts[0].weights[:sources]
@@ -193,7 +193,7 @@ def first_shares(order: MixOrder | None, sources: int) -> MixOrder:
 
 
 def _shares(spec: DataSpec, key: str, streams: Sequence[Stream]) -> tuple[Fraction, ...]:
-    """Return the shares of the samples under a key of data.mix."""
+    """Return the shares in samples, from a key of data.mix."""
     config = spec.config
     by_tokens = config.mix_by == "tokens"
     per_sample = [stream.tokens_per_sample if by_tokens else Fraction(1) for stream in streams]
@@ -211,5 +211,5 @@ def _shares(spec: DataSpec, key: str, streams: Sequence[Stream]) -> tuple[Fracti
 
 
 def _new(spec: DataSpec, streams: Sequence[Stream]) -> Sequence[Stream]:
-    """Return the streams without the one that is rehearsed, which is the last."""
+    """Return the streams without the rehearsed one, which is the last."""
     return streams[:-1] if spec.rehearses else streams

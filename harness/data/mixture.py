@@ -17,90 +17,90 @@ from harness.errors import ConfigError
 
 
 class Mixture(Stream):
-    """The samples of several streams, each read in its own order, without end or up to a limit.
+    """The samples of several streams, each in its own order, endless or up to a limit.
 
-    The global sample index alone determines source and window of a sample.
+    A sample's source and window depend only on its global index.
     """
 
     def __init__(
         self, streams: Sequence[Stream], order: MixOrder, samples: int | None = None
     ) -> None:
-        """`samples`: of an epoch; None: as many as all streams together have."""
+        """`samples`: samples per epoch; None: as many as all streams together have."""
         self.streams, self.order = streams, order
         self._samples = sum(of.samples for of in streams) if samples is None else samples
         self.document_mask = any(stream.document_mask for stream in streams)
 
     @property
     def holds_whole_documents(self) -> bool:
-        """True if samples of some source hold whole documents and padding."""
+        """True if the samples of some source hold whole documents and padding."""
         return any(stream.holds_whole_documents for stream in self.streams)
 
     @property
     def samples(self) -> int:
-        """Number of samples of all sources in an epoch of each, or of the mixture if it is less."""
+        """Number of samples in an epoch of every source, or in the mixture if fewer."""
         length = self.order.length
         return self._samples if length is None else min(self._samples, length)
 
     @property
     def length(self) -> int | None:
-        """Samples until all sources have reached their limits; None: without end."""
+        """Samples until all sources have reached their limits; None if the mixture is endless."""
         return self.order.length
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all sources."""
+        """Number of tokens in all sources."""
         return sum(stream.tokens for stream in self.streams)
 
     @property
     def documents(self) -> int:
-        """Number of documents of all sources."""
+        """Number of documents in all sources."""
         return sum(stream.documents for stream in self.streams)
 
     @property
     def is_masked(self) -> bool:
-        """True if some tokens of some source are read but not trained on."""
+        """True if the loss mask excludes some tokens of some source."""
         return any(stream.is_masked for stream in self.streams)
 
     @property
     def seq_len(self) -> int:
-        """Length of a sample, with its padding."""
+        """Length of a sample in tokens, with padding."""
         return self.streams[0].seq_len
 
     def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each of the (n,) samples, without padding."""
+        """Return the length of each of the (n,) samples in tokens, without padding."""
         lengths = np.empty_like(samples)
         for stream, (rows, within) in zip(self.streams, self._by_source(samples), strict=True):
             lengths[rows] = stream.lengths(within)
         return lengths
 
     def targets_by_source(self, samples: NDArray[np.int64]) -> list[int]:
-        """Return the target tokens of each source in some samples."""
+        """Return the number of target tokens per source in some samples."""
         return [
             stream.targets_of(within)
             for stream, (_, within) in zip(self.streams, self._by_source(samples), strict=True)
         ]
 
     def targets_of(self, samples: NDArray[np.int64]) -> int:
-        """Return the target tokens of some samples."""
+        """Return the number of target tokens in some samples."""
         return sum(
             stream.targets_of(within)
             for stream, (_, within) in zip(self.streams, self._by_source(samples), strict=True)
         )
 
     def documents_of(self, index: int) -> list[Document]:
-        """Return the tokens of the sample at one global index, by document."""
+        """Return the documents of the sample at a global index, as tokens."""
         source, within = (place.item() for place in self.order.places(np.array([index])))
         return self.streams[source].documents_of(within)
 
     def sample(self, index: int) -> Sample:
-        """Return the sample at one global index, with its source and its parts of documents."""
+        """Return the sample at a global index, with its source and the document spans it holds."""
         source, within = (place.item() for place in self.order.places(np.array([index])))
         return replace(self.streams[source].sample(within), source=source)
 
     def _by_source(
         self, samples: NDArray[np.int64]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return for each source (rows among `samples`, samples of the source)."""
+        """Return, per source, (rows among `samples`, sample indices in the source)."""
         if self.length is not None and samples.size and samples.max() >= self.length:
             raise ConfigError(f"data.mix: its sources end after {self.length:,} samples")
         sources, within = self.order.places(samples)

@@ -1,5 +1,5 @@
-"""A needle in a haystack: a sentence with a key and its number, hidden in held-out text, and the
-question for the number at the end (arXiv 2307.03172).
+"""Needle in a haystack: a key and its number hidden in held-out text, with a question for the
+number at the end (arXiv 2307.03172).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from harness.data.batches import Stream
 from harness.data.packing import IGNORED
 
 DEPTHS = (0, 25, 50, 75, 100)
-"""Per cent of the text that comes before the needle."""
+"""Percentage of the text that precedes the needle."""
 SAMPLES = 4 * len(DEPTHS)
-"""Texts of one length, of which the first has the first depth, the second the next."""
+"""Number of texts per length; consecutive texts cycle through DEPTHS."""
 
 
 @dataclass(frozen=True)
 class Needles(Batch):
-    """Texts of one length, whose only targets are the tokens of the numbers asked for."""
+    """Texts of one length whose only targets are the tokens of the numbers asked for."""
 
     depths: torch.Tensor = None  # type: ignore[assignment]
-    """(micro_batch,) int64: place of each text's depth in DEPTHS."""
+    """(micro_batch,) int64: index into DEPTHS of each text."""
 
     def buckets(self, buckets: int, length: int) -> torch.Tensor:
-        """Return (micro_batch, seq_len) int64: the depth of each token's text."""
+        """Return (micro_batch, seq_len) int64: for each token, the depth index of its text."""
         return self.depths[:, None].expand_as(self.labels)
 
 
 def needles(
     stream: Stream, tokenizer: PreTrainedTokenizerBase, length: int, first: int, count: int
 ) -> Needles:
-    """Return texts [first, first + count) of a length. Those from SAMPLES on have no target.
+    """Return texts [first, first + count) of one length. Texts from SAMPLES on have no target.
 
-    A function of the stream, the tokenizer, and the length and number of each text.
+    The result depends only on the stream, the tokenizer, the length and the index of each text.
     """
     texts = [_text(stream, tokenizer, length, number) for number in range(first, first + count)]
     ids = torch.tensor([ids for ids, _ in texts])  # (count, length + 1)
@@ -54,7 +54,7 @@ def needles(
 def _text(
     stream: Stream, tokenizer: PreTrainedTokenizerBase, length: int, number: int
 ) -> tuple[list[int], int]:
-    """Return the ids of a text, and how many at its end are the answer."""
+    """Return the token ids of a text and the number of tokens at its end that are the answer."""
 
     def ids_of(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -72,7 +72,7 @@ def _text(
 
 
 def _haystack(stream: Stream, tokens: int, first: int) -> list[int]:
-    """Return so many tokens of a stream's samples, from one on."""
+    """Return the first `tokens` tokens of a stream's samples, starting at sample `first`."""
     ids = list[int]()
     while len(ids) < tokens:
         parts = [ids for ids, _ in stream.documents_of(first)]

@@ -1,8 +1,8 @@
-"""The order of samples: a permutation per epoch, computed point by point.
+"""The sample order: one permutation per epoch, computed point by point.
 
 It is a pure function of (seed, data fingerprint, epoch, global sample index). Nothing is stored, so
-a corpus of 10**12 tokens needs no index array, and no library's generator is involved, so a newer
-numpy cannot reorder a run that is being resumed.
+a corpus of 10**12 tokens needs no index array. It uses no library's random generator, so a newer
+numpy cannot reorder a resumed run.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return splitmix64's finaliser, a random-looking bijection of 64-bit numbers; any shape."""
+    """Return splitmix64's finaliser, a bijection of 64-bit numbers that looks random; any shape."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     return values ^ (values >> np.uint64(31))
 
 
 def round_keys(*parts: object) -> NDArray[np.uint64]:
-    """Return the (ROUNDS,) keys of one permutation, from parts whose `str` identifies it."""
+    """Return the (ROUNDS,) keys of one permutation, which the `str` of all parts identifies."""
     text = ":".join(str(part) for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def permute(indices: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the images of `indices` under a permutation of range(size), which holds them.
+    """Return the images of `indices` under a permutation of range(size).
 
-    A Feistel network permutes the smallest even number of bits that holds `size`; an image outside
-    range(size) is sent through again until it falls inside ("cycle walking", Black and Rogaway,
+    A Feistel network permutes the smallest even number of bits that can hold `size`. An image
+    outside range(size) is permuted again until it falls inside ("cycle walking", Black and Rogaway,
     CT-RSA 2002), which takes fewer than four passes on average.
     """
     half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
@@ -59,10 +59,10 @@ def permute(indices: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> 
 def window_of(
     samples: NDArray[np.int64], windows: int, seed: int, fingerprint: str
 ) -> NDArray[np.int64]:
-    """Return the window of each global sample index; epoch = index // windows."""
+    """Return the window of each global sample index. The epoch is index // windows."""
     epochs, within = np.divmod(samples, windows)
     chosen = np.empty_like(within)
-    for epoch in set(epochs.tolist()):  # np.unique loads numpy.ma before its first answer
+    for epoch in set(epochs.tolist()):  # np.unique would import numpy.ma
         here = epochs == epoch
         keys = round_keys("order", seed, fingerprint, epoch)
         chosen[here] = permute(within[here], windows, keys)

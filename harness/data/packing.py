@@ -1,9 +1,9 @@
-"""Documents concatenated with separators, and cut into windows.
+"""Documents concatenated with separators and cut into windows.
 
-Window w holds the stream's tokens [w * seq_len, w * seq_len + seq_len + 1): its first seq_len are
-inputs, its last seq_len are their targets, so every token but the stream's first is a target once.
-Tokens after the last complete window are dropped. Windows that a run has kept of its data follow
-each other without sharing a token: then `stride`, from window to window, is seq_len + 1.
+Window w holds the stream's tokens [w * seq_len, w * seq_len + seq_len + 1): the first seq_len are
+inputs, the last seq_len are their targets. So every token except the stream's first is a target
+once. Tokens after the last complete window are dropped. Windows that a run has kept of its data do
+not share a token; their `stride`, from window to window, is seq_len + 1.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from harness.errors import ConfigError
 
 IGNORED = -100  # the label that torch's cross entropy skips
 Document = tuple[NDArray[np.int64], NDArray[np.bool_]]
-"""Token ids, and which of them are learned."""
+"""Token ids, and a mask that is True for the tokens that are trained on."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a document in a window: its tokens [first, last), starting at a column."""
+    """Part of a document in a window: its tokens [first, last), which start at a column."""
 
     document: int
     first: int
@@ -40,13 +40,13 @@ class Windows:
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
-    """Already shifted: labels[:, i] is the target of position i, or IGNORED."""
+    """Already shifted: labels[:, i] is the target at position i, or IGNORED."""
     positions: NDArray[np.int64]
-    """Positions, from 0 in each document."""
+    """Positions counted from 0 within each document."""
 
 
 class Packed:
-    """One split's stream of tokens as windows of seq_len + 1."""
+    """One split's token stream as windows of seq_len + 1 tokens."""
 
     def __init__(
         self,
@@ -92,38 +92,38 @@ class Packed:
             sources = self.split.offsets[rows] + places - starts
             labels = np.where(self._masks.at(sources[:, 1:]), IGNORED, labels)
         positions = places - np.maximum(starts, begin)
-        # Always copies: inputs and labels of a single window would otherwise be views of one array.
+        # Always copies: inputs and labels of one window would otherwise share memory.
         return Windows(
             *(np.array(array, order="C") for array in (ids[:, :-1], labels, positions[:, :-1]))
         )
 
     def learned_in(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the targets in the first `lengths` tokens of documents: the first is never one."""
+        """Return the targets in the first `lengths` tokens of documents; the first is never one."""
         firsts = self.split.offsets[rows]
         masked = self._masks.before(firsts + lengths) - self._masks.before(firsts + 1)
         learned: NDArray[np.int64] = lengths - 1 - masked
         return learned
 
     def targets(self, windows: NDArray[np.int64]) -> int:
-        """Return the target tokens of the (n,) windows, counted without reading tokens."""
+        """Return the number of target tokens in the (n,) windows, without reading tokens."""
         begin = windows * self._stride + 1
         masked = self._masked_before(begin + self.seq_len) - self._masked_before(begin)
         return len(windows) * self.seq_len - int(masked.sum())
 
     def begin_documents(self, windows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return True for each of the (n,) windows that begins with the first token of one."""
+        """Return True for each of the (n,) windows that starts with a document's first token."""
         begin = windows * self._stride
         begins: NDArray[np.bool_] = self.split.starts[self._rows_at(begin)] == begin
         return begins
 
     def spans(self, window: int) -> list[Span]:
-        """Return the parts of documents in a window, seq_len + 1 tokens in all."""
+        """Return the document spans in a window, seq_len + 1 tokens in total."""
         rows, firsts, lasts, columns = self._parts(window)
         parts = np.stack([self.split.numbers[rows], firsts, lasts, columns], axis=1)
         return [Span(*part) for part in parts.tolist()]
 
     def documents(self, window: int) -> list[Document]:
-        """Return those parts as tokens."""
+        """Return the document spans in a window, as tokens."""
         parts = zip(*(part.tolist() for part in self._parts(window)[:3]), strict=True)
         documents = []
         for row, first, last in parts:
@@ -133,14 +133,14 @@ class Packed:
         return documents
 
     def _parts(self, window: int) -> tuple[NDArray[np.int64], ...]:
-        """Return split row, first and last token and column of each part of a document."""
+        """Return split row, first token, last token and column of a window's document spans."""
         shown = self._rows_of(np.array([window]))[0]
         rows, columns, lengths = np.unique(shown, return_index=True, return_counts=True)
         firsts = window * self._stride + columns - self.split.starts[rows]
         return rows, firsts, firsts + lengths, columns
 
     def _rows_of(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the (n, seq_len + 1) split rows of the tokens of (n,) windows.
+        """Return the (n, seq_len + 1) split rows of the tokens in (n,) windows.
 
         One search per window, not per token: most tokens follow another of the same document.
         """
@@ -155,23 +155,23 @@ class Packed:
         return np.repeat(rows, stops - starts).reshape(len(windows), -1)
 
     def _is_masked(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return True for each token at an offset in a document that is read, but not learned."""
+        """Return True for each token, at an offset in a document, that is not trained on."""
         return self._masks.at(self.split.offsets[rows] + offsets)
 
     def _masked_before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the masked tokens in the stream before each of the (n,) places."""
+        """Return the number of masked tokens in the stream before each of the (n,) places."""
         rows = self._rows_at(places)
         offsets = self.split.offsets[rows]
         inside = self._masks.before(offsets + places - self.split.starts[rows])
         return self.split.masked[rows] + inside - self._masks.before(offsets)
 
     def _rows_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the split's row of each place of the stream; the last row at its very end."""
+        """Return the split row at each place in the stream; the last row at the very end."""
         rows: NDArray[np.int64] = np.searchsorted(self.split.starts, places, side="right") - 1
         return np.minimum(rows, self.split.num_documents - 1)
 
     def _ids(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ids at offsets in documents, adding separators that the file lacks."""
+        """Return the ids at offsets in documents, adding separators missing from the file."""
         sources = self.split.offsets[rows] + offsets
         if self._add_separator:
             is_separator = offsets == self.split.starts[rows + 1] - self.split.starts[rows] - 1

@@ -1,9 +1,9 @@
-"""Samples of one document each, padded to the longest of their micro-batch.
+"""Samples of one document each, padded to the longest in their micro-batch.
 
-Their order is a pure function of the samples' own order and of their lengths: neither the ranks nor
-the size of a step enter. Groups of one pool follow each other in steps of the golden ratio around
-it (a Kronecker sequence): any few groups in a row are spread evenly over its lengths. So every step
-has short and long documents, in shares as even as its few groups allow.
+Their order is a pure function of the samples' own order and lengths; it depends neither on the
+ranks nor on the size of a step. The groups of a pool are visited in steps of the golden ratio
+around it (a Kronecker sequence), so any few consecutive groups spread evenly over its lengths. So
+every step mixes short and long documents as evenly as its few groups allow.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from harness.data.packing import Document
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _KEPT_POOLS = 8
-"""Pools of which a step may need several."""
+"""Number of pools to cache; a step may need several."""
 
 
 class Pools:
-    """Sorted pools of the samples of a stream, computed where they are read.
+    """Length-sorted pools of a stream's samples, computed on demand.
 
-    No pool crosses the end of an epoch, so that an epoch has every sample once, nor a sample from
-    which on a mixture has other shares.
+    No pool crosses the end of an epoch, so that an epoch has every sample once, or a sample at
+    which a mixture changes its shares.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Pools:
         key: str,
         changes: Sequence[int] = (),
     ) -> None:
-        """`lengths`: tokens of some samples; `epoch`: samples of one; `end`: of the stream, None
-        without end; `changes`: samples at which a pool begins, rising.
+        """`lengths` returns lengths in tokens; `epoch`: samples per epoch; `end`: samples in the
+        stream, None if endless; `changes`: samples at which a new pool must start, ascending.
         """
         assert pool % group == 0, "a pool has whole groups"
         self._lengths, self._pool, self._group = lengths, pool, group
@@ -54,7 +54,7 @@ class Pools:
         self._sorted = lru_cache(_KEPT_POOLS)(self._sort)
 
     def places(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sample of the stream that is read at each place of this order."""
+        """Return the stream's sample at each index of this order."""
         change = self._changes[np.searchsorted(self._changes, samples, side="right") - 1]
         within = np.minimum(samples % self._epoch % self._pool, samples - change)
         firsts = samples - within
@@ -65,8 +65,8 @@ class Pools:
         return chosen
 
     def _sort(self, first: int) -> NDArray[np.int64]:
-        """Return the samples of the pool that begins with `first` in their order; those beyond
-        whole groups come last.
+        """Return the samples of the pool that starts at `first`, in their order. Samples that do
+        not fill a group come last.
         """
         of_epoch = first % self._epoch
         change = int(self._changes[np.searchsorted(self._changes, first, side="right")])
@@ -84,27 +84,27 @@ class Pools:
 
 
 def _near(number: int) -> list[int]:
-    """Return the numbers from 1 on, nearest first."""
+    """Return the integers from 1 on, nearest to `number` first."""
     return sorted(range(1, 2 * number + 3), key=lambda other: abs(other - number))
 
 
 _REPORTED_STEPS = 64
 _Rounds = list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]]
-"""(samples of the base, their lengths) of each micro-batch: of each round one for each rank."""
+"""(samples of the base stream, lengths) per micro-batch: rounds of one for each rank."""
 
 
 @dataclass(frozen=True)
 class PaddingShares:
-    """Shares of the positions of a run's first steps that hold no token."""
+    """Shares of padding among the positions of a run's first steps."""
 
     padding_share: float
     plain_padding_share: float
-    """If micro-batches were in random order, padded to their longest document."""
+    """The share if micro-batches were in random order, padded to their longest document."""
     full_padding_share: float
-    """If every document were padded to data.seq_len."""
+    """The share if every document were padded to data.seq_len."""
 
     def text(self) -> str:
-        """Return them as text."""
+        """Return the shares as text."""
         return (
             f"{self.padding_share:.1%} padding (micro-batches in random order have "
             f"{self.plain_padding_share:.1%}, padded to data.seq_len {self.full_padding_share:.1%})"
@@ -112,17 +112,17 @@ class PaddingShares:
 
 
 class Padded(Stream):
-    """The samples of a stream of single documents, in the order of sorted pools if there are any.
+    """A stream of single-document samples, in the order of `pools` if there are any.
 
-    A step's samples are sorted by length before they are divided, so that micro-batches hold
-    similar ones: the step itself is the same in any layout.
+    A step's samples are sorted by length before they are divided, so that each micro-batch holds
+    samples of similar length. The step as a whole is the same in every layout.
     """
 
     def __init__(
         self, base: Stream, pools: Pools | None, *, pad_to: int, by_tokens: bool = False
     ) -> None:
-        """`pad_to`: micro-batches have multiples of this length; `by_tokens`: they hold as many
-        samples as their positions allow.
+        """`pad_to`: lengths of micro-batches are multiples of this; `by_tokens`: the number of
+        positions, not of samples, limits a micro-batch.
         """
         self.base, self.pools = base, pools
         self.document_mask = base.document_mask
@@ -135,17 +135,17 @@ class Padded(Stream):
 
     @property
     def samples(self) -> int:
-        """Number of samples in an epoch."""
+        """Number of samples per epoch."""
         return self.base.samples
 
     @property
     def seq_len(self) -> int:
-        """Most positions of a sample."""
+        """Maximum length of a sample, with padding."""
         return self.base.seq_len
 
     @property
     def length(self) -> int | None:
-        """Samples until the stream ends; None: without end."""
+        """Samples until the stream ends; None if it is endless."""
         return self.base.length
 
     @property
@@ -160,11 +160,11 @@ class Padded(Stream):
 
     @property
     def is_masked(self) -> bool:
-        """True if some tokens are read but not trained on."""
+        """True if the loss mask excludes some tokens."""
         return self.base.is_masked
 
     def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each of the (n,) samples."""
+        """Return the length of each of the (n,) samples in tokens."""
         return self.base.lengths(self._places(samples))
 
     def tokens_in(self, first_sample: int, count: int) -> int:
@@ -172,36 +172,36 @@ class Padded(Stream):
         return int(self.lengths(first_sample + np.arange(count)).sum())
 
     def targets_by_source(self, samples: NDArray[np.int64]) -> list[int]:
-        """Return the target tokens of each source of a mixture in some samples; else none."""
+        """Return the target tokens per source of some samples; empty without a mixture."""
         return self.base.targets_by_source(self._places(samples))
 
     def targets_of(self, samples: NDArray[np.int64]) -> int:
-        """Return the target tokens of some samples."""
+        """Return the number of target tokens in some samples."""
         return self.base.targets_of(self._places(samples))
 
     def step_data(self, step: Slice, micro_batch: int, data_rank: int, data_ranks: int) -> StepData:
-        """Return one rank's part of a step, the longest documents first; tokens without padding."""
+        """Return one rank's data of a step, longest documents first; `tokens` excludes padding."""
         rounds = self._divided(step, micro_batch, data_ranks)
         batches = [self._trimmed(*of_ranks[data_rank]) for of_ranks in rounds]
         return StepData(batches, *self._sizes(rounds))
 
     def documents_of(self, index: int) -> list[Document]:
-        """Return the tokens of the sample at one global index, by document."""
+        """Return the documents of the sample at a global index, as tokens."""
         return self.base.documents_of(int(self._places(np.array([index]))[0]))
 
     def sample(self, index: int) -> Sample:
-        """Return the sample at one global index, with its document."""
+        """Return the sample at a global index, with its document."""
         sample = self.base.sample(int(self._places(np.array([index]))[0]))
         return replace(sample, batch=self.batch(index, 1))
 
     def padding_shares(
         self, curriculum: Curriculum, micro_batch: int, data_ranks: int, steps: int
     ) -> PaddingShares:
-        """Return the padding of the first steps of a run, beside that of other batches."""
+        """Return the padding of a run's first steps, compared with other ways to batch."""
         plain = Padded(self.base, None, pad_to=self._pad_to)
         counts, samples = np.zeros(4, dtype=np.int64), 0
         for step, _ in zip(curriculum.walk(0), range(min(steps, _REPORTED_STEPS)), strict=False):
-            # Pools may hold other documents than the steps in random order.
+            # Pools may hold other documents than the same steps in random order.
             counts += [
                 *self._sizes(self._divided(step, micro_batch, data_ranks)),
                 *plain._sizes(plain._divided(step, micro_batch, data_ranks)),
@@ -218,7 +218,7 @@ class Padded(Stream):
         return samples if self.pools is None else self.pools.places(samples)
 
     def _divided(self, step: Slice, micro_batch: int, data_ranks: int) -> _Rounds:
-        """Return the micro-batches of a step: of each round those of all ranks."""
+        """Return the micro-batches of a step, by round and rank."""
         samples = self._places(step.first_sample + np.arange(step.global_batch))
         lengths = self.base.lengths(samples)
         if self.pools is not None:
@@ -236,17 +236,17 @@ class Padded(Stream):
         return [[(samples[at], lengths[at]) for at in row] for row in zip(*shares, strict=True)]
 
     def _sizes(self, rounds: _Rounds) -> tuple[int, int]:
-        """Return the tokens and the positions of micro-batches."""
+        """Return the total tokens and positions of micro-batches."""
         each = [lengths for of_ranks in rounds for _, lengths in of_ranks]
         tokens = sum(int(lengths.sum()) for lengths in each)
         return tokens, sum(len(lengths) * self._padded(lengths) for lengths in each)
 
     def _padded(self, lengths: NDArray[np.int64]) -> int:
-        """Return the positions of a row beside others of these lengths."""
+        """Return the padded length of a micro-batch whose rows have these lengths."""
         return int(self._positions(lengths.max(keepdims=True))[0])
 
     def _positions(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of rows without others."""
+        """Return each length rounded up to a multiple of pad_to, at most seq_len."""
         return np.minimum(-(-lengths // self._pad_to) * self._pad_to, self.seq_len)
 
     def _read(self, samples: NDArray[np.int64]) -> Batch:
@@ -258,10 +258,10 @@ class Padded(Stream):
 
 
 def by_tokens(lengths: Sequence[int], most: int, ranks: int) -> list[tuple[int, int]]:
-    """Return the bounds of micro-batches of at most `most` positions each, a multiple of `ranks`.
+    """Return the bounds of micro-batches of at most `most` positions each.
 
-    `lengths`: of rows, the longest first. All ranks need equally many micro-batches: the largest
-    are halved until there are.
+    `lengths`: row lengths, longest first. Every rank needs the same number of micro-batches, so the
+    largest ones are halved until their number is a multiple of `ranks`.
     """
     bounds, first = [], 0
     while first < len(lengths):

@@ -1,6 +1,6 @@
 """Tokens on disk: Megatron's PREFIX.bin (ids) and PREFIX.idx (documents), and masks.
 
-No memory map: what building an index reads of 10 million documents would stay in a rank's memory.
+The index is not memory-mapped: pages read for 10 million documents would stay in a rank's memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from harness.errors import ConfigError
 from harness.files.token_index import HEADER, MAGIC, TYPES, read_header
 
 BLOCK = 1 << 18
-"""Sequences or documents at a time."""
+"""Sequences or documents to process at a time."""
 
 
 class Pair:
-    """PREFIX.bin and PREFIX.idx, whose sizes fit each other. Raises ConfigError, and OSError."""
+    """PREFIX.bin and PREFIX.idx, checked for matching sizes. Raises ConfigError and OSError."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
@@ -51,19 +51,19 @@ class Pair:
         self.tokens = self.bin_bytes // self.dtype.itemsize
 
     def ids(self) -> TokenFile:
-        """Open the .bin."""
+        """Open the .bin file."""
         return TokenFile(self.bin_path, self.dtype, self.bin_bytes)
 
     def column(
         self, name: Literal["sizes", "offsets", "bounds"], first: int = 0
     ) -> Iterator[NDArray[Any]]:
-        """Yield a column of the index from an entry on, BLOCK entries at a time."""
+        """Yield a column of the index, starting at entry `first`, BLOCK entries at a time."""
         for at in range(first, self._columns[name][2], BLOCK):
             yield self._read(name, at, BLOCK)
 
     def starts(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the bounds of the documents in the .bin, in ids, a block at a time: (n + 1,) of n
-        documents, of which the first is the last of the block before.
+        """Yield the document bounds in the .bin, in ids, one block at a time. A block of n
+        documents is (n + 1,); its first bound is the last one of the block before.
         """
         last = 0
         for starts in self._bounds_in_ids():
@@ -72,8 +72,8 @@ class Pair:
                 last = int(starts[-1])
 
     def _bounds_in_ids(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the end of each document, in ids, a block at a time."""
-        bounds, before = self._checked_bounds(), 0  # before: sequences in the blocks before
+        """Yield the end of each document, in ids, one block at a time."""
+        bounds, before = self._checked_bounds(), 0  # before: sequences in earlier blocks
         left = next(bounds)
         for starts in self._checked_starts():
             stop = before + len(starts) - 1
@@ -90,7 +90,7 @@ class Pair:
             before = stop
 
     def _checked_starts(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the (n + 1,) places of the n sequences of a block, and the end."""
+        """Yield the (n + 1,) bounds, in ids, of the n sequences of each block."""
         total, before = 0, 0
         for sizes, offsets in zip(self.column("sizes"), self.column("offsets"), strict=True):
             starts: NDArray[np.int64] = np.cumsum(np.append(np.int64(total), sizes))
@@ -105,7 +105,7 @@ class Pair:
             total, before = int(starts[-1]), before + len(sizes)
 
     def _checked_bounds(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the end of each document in sequences."""
+        """Yield the end of each document, in sequences."""
         sequences, bounds = self.header.sequences, self.header.bounds
         ends = int(self._read("bounds", 0)[0]), int(self._read("bounds", bounds - 1)[0])
         last, is_ordered = 0, ends == (0, sequences)
@@ -134,7 +134,7 @@ class Pair:
         return values
 
     def _require_width(self) -> None:
-        """Raise ConfigError if the .bin has a value per token, but of another width."""
+        """Raise ConfigError if the .bin has one value per token but of a different width."""
         code, dtype = self.header.code, self.dtype
         tokens = sum(int(np.sum(block, dtype=np.int64)) for block in self.column("sizes"))
         for width in (1, 2, 4, 8):
@@ -156,31 +156,31 @@ class Pair:
 
 @dataclass(frozen=True)
 class Masks:
-    """The masked runs of a .bin in ascending order; (runs + 1,) each, memory maps.
+    """The masked runs of a .bin in ascending order, as memory maps of (runs + 1,).
 
-    The first run is empty, at place 0, so that every place has a run at or before it. Without a
-    masked token it is the only one.
+    The first run is empty and at place 0, so that every place has a run at or before it. If no
+    token is masked, it is the only run.
     """
 
     starts: NDArray[np.int64]
-    """Place of each run's first token in the .bin."""
+    """Index in the .bin of each run's first token."""
     stops: NDArray[np.int64]
-    """Place behind each run's last token."""
+    """Index in the .bin just after each run's last token."""
     totals: NDArray[np.int64]
-    """Masked tokens in this run and all before."""
+    """Number of masked tokens in this run and all earlier runs."""
 
     def at(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return True for each masked place in the .bin, of any shape; fast if the rows ascend."""
+        """Return True for each masked place in the .bin; any shape, fast if the rows ascend."""
         return places < self.stops[self._run_of(places)]
 
     def before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of masked tokens before each place in the .bin, of any shape."""
+        """Return the number of masked tokens before each place in the .bin; any shape."""
         runs = self._run_of(places)
         left: NDArray[np.int64] = np.maximum(self.stops[runs] - places, 0)
         return self.totals[runs] - left
 
     def _run_of(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last run that begins at or before each place."""
+        """Return the last run that starts at or before each place."""
         runs: NDArray[np.int64] = np.searchsorted(self.starts, places, side="right") - 1
         return runs
 
@@ -189,7 +189,7 @@ NO_MASKS = Masks(*np.zeros((3, 1), dtype=np.int64))
 
 
 class MaskWriter:
-    """Collects the masked runs of documents, which are added in order; 16 bytes per run."""
+    """Collects the masked runs of documents, added in order; 16 bytes per run."""
 
     def __init__(self) -> None:
         self._starts, self._stops = array("q", [0]), array("q", [0])
@@ -207,11 +207,11 @@ class MaskWriter:
         self._tokens += count
 
     def add_learned(self, count: int, learned: list[tuple[int, int]]) -> None:
-        """Add the next tokens of the .bin, all masked but for ascending runs (start, stop)."""
+        """Add the next tokens of the .bin, all masked except ascending runs (start, stop)."""
         at = 0
         for start, stop in learned:
             self.add(start - at, masked=True)
-            at = max(start, at)  # a token may stand for the end of a run and the start of another
+            at = max(start, at)  # one token may span the end of a run and the start of the next
             self.add(stop - at, masked=False)
             at = max(stop, at)
         self.add(count - at, masked=True)
@@ -223,15 +223,15 @@ class MaskWriter:
 
 
 def join_masks(parts: Iterable[tuple[Masks, int]], path: Path) -> None:
-    """Write the runs of consecutive parts of a .bin, each with its number of tokens, as one file:
-    that of a single MaskWriter.
+    """Write the masked runs of consecutive parts of a .bin, each with its token count, as one file,
+    identical to that of a single MaskWriter.
     """
     columns, before = [np.zeros((2, 0), dtype=np.int64)], 0
     for masks, tokens in parts:
         columns.append(np.stack([masks.starts[1:], masks.stops[1:]]) + before)
         before += tokens
     starts, stops = np.concatenate(columns, axis=1)
-    is_apart = stops[:-1] != starts[1:]  # a run may go on in the next part
+    is_apart = stops[:-1] != starts[1:]  # a run may continue in the next part
     if starts.size:
         starts, stops = starts[np.r_[True, is_apart]], stops[np.r_[is_apart, True]]
     starts, stops = np.r_[0, starts], np.r_[0, stops]
@@ -239,7 +239,7 @@ def join_masks(parts: Iterable[tuple[Masks, int]], path: Path) -> None:
 
 
 def load_masks(path: Path) -> Masks:
-    """Open the file of a MaskWriter in a finished folder. Raises ConfigError if it is damaged."""
+    """Open a MaskWriter's file in a finished folder. Raises ConfigError if it is damaged."""
     columns = cached_array(path, np.dtype("i8"), rows=3)
     if not columns.size:
         raise damaged(path, f"it holds {columns.shape} {columns.dtype}")
@@ -251,10 +251,9 @@ _COPIED_BYTES = 1 << 24
 
 
 class IndexedTokens:
-    """One or more .bin/.idx pairs, of which the documents follow each other.
+    """One or more .bin/.idx pairs whose documents follow one another.
 
-    Opening checks the headers and the sizes of all files, and raises ConfigError with the sizes in
-    bytes.
+    Opening checks the headers and sizes of all files. Raises ConfigError, with the sizes in bytes.
     """
 
     def __init__(self, *prefixes: str | Path) -> None:
@@ -277,21 +276,21 @@ class IndexedTokens:
         self.documents = sum(pair.header.bounds - 1 for pair in self._pairs)
         more = f" and {len(files) - 1:,} more" if files[1:] else ""
         self.name = f"{first.bin_path}{more}"
-        """The .bin, for messages."""
+        """Name of the .bin, for messages."""
 
     def sizes(self) -> list[tuple[Path, int, int]]:
-        """Return the .bin of each pair, its documents and its tokens."""
+        """Return .bin, number of documents and number of tokens of each pair."""
         return [(pair.bin_path, pair.header.bounds - 1, pair.tokens) for pair in self._pairs]
 
     def modified_ns(self) -> str:
-        """Return the times of modification of all .bin. Raises OSError."""
+        """Return the modification times of all .bin files, in nanoseconds. Raises OSError."""
         return "-".join(str(pair.bin_path.stat().st_mtime_ns) for pair in self._pairs)
 
     def starts(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the bounds of the documents in the .bin, in ids, a block at a time: (n + 1,) of n
-        documents, of which the first is the last of the block before.
+        """Yield the document bounds in the .bin, in ids, one block at a time. A block of n
+        documents is (n + 1,); its first bound is the last one of the block before.
 
-        Raises ConfigError unless an index describes consecutive documents without gaps.
+        Raises ConfigError unless the index describes consecutive documents without gaps.
         """
         base = 0
         for pair in self._pairs:
@@ -300,11 +299,11 @@ class IndexedTokens:
             base += pair.tokens
 
     def document_starts(self) -> NDArray[np.int64]:
-        """Return the (documents + 1,) bounds of all of starts()."""
+        """Return all bounds of starts() as one (documents + 1,) array."""
         return np.concatenate([np.zeros(1, np.int64), *(block[1:] for block in self.starts())])
 
     def index_blocks(self) -> Iterator[bytes]:
-        """Yield the .idx that a single pair with all documents would have."""
+        """Yield the bytes of the .idx that a single pair with all documents would have."""
         headers = [pair.header for pair in self._pairs]
         sequences = sum(header.sequences for header in headers)
         yield HEADER.pack(MAGIC, 1, headers[0].code, sequences, self.documents + 1)
@@ -319,7 +318,7 @@ class IndexedTokens:
             base += pair.header.sequences
 
     def place_of(self, place: int) -> tuple[Path, int, int]:
-        """Return the .bin of an id, and the document there and its offset in that."""
+        """Return the .bin that holds an id, its document there, and its offset in that."""
         pair = self._pairs[0]
         if isinstance(self.ids, TokenFiles):
             number = self.ids.file_of(place)
@@ -336,10 +335,10 @@ class IndexedTokens:
 def write_indexed(
     prefix: Path, vocab_size: int, sequences: Iterable[tuple[Sequence[int], bool]]
 ) -> None:
-    """Write (ids, True at the end of a document) as a .bin/.idx pair, as a stream.
+    """Stream (ids, True at the end of a document) into a .bin/.idx pair.
 
-    The ids are uint16 below 65,500 of them, as in Megatron-LM, otherwise int32. Only 12 bytes per
-    sequence are held in memory.
+    Ids are uint16 if the vocabulary has fewer than 65,500 of them, as in Megatron-LM, otherwise
+    int32. Only 12 bytes per sequence are held in memory.
     """
     code = _UINT16 if vocab_size < 65500 else _INT32
     dtype = np.dtype(TYPES[code])
@@ -365,7 +364,7 @@ def _write_index(
 
 
 def join_indexed(parts: Sequence[Path], prefix: Path) -> None:
-    """Write the pairs of consecutive parts of a corpus as one: that of a single write_indexed.
+    """Join the pairs of consecutive parts of a corpus into one, as a single write_indexed.
 
     A part may be empty. Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""A corpus in the cache: its tokens, and the split of its documents."""
+"""A corpus in the cache: its tokens and the split of its documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from harness.files.data_format import SKIP, BadLines
 from harness.files.notes import Notes
 from harness.files.regular_file import read_json
 
-# Increase this if the same text would give other tokens, ...
+# Increase this if the same text would give different tokens, ...
 FORMAT = 5
 # ... and this one if the files of the split change.
 SPLIT_FORMAT = 3
@@ -40,36 +40,36 @@ _FACT_TYPES: dict[str, type] = {
     "add_separator": bool,
     **dict.fromkeys(("documents", "lowest_id", "highest_id", *_OF_BOUNDS), int),
 }
-_NO_TOKEN_ID = 1 << 24  # no vocabulary is as large
+_NO_TOKEN_ID = 1 << 24  # no vocabulary is this large
 
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Facts of a split, stored so that its tokens need not be read."""
+    """Facts about a split, stored so that its tokens need not be read again."""
 
     fingerprint: str
     add_separator: bool
     documents: int
     lowest_id: int
-    """Lowest of all ids, or of the sampled ids of a large file (fingerprint.survey)."""
+    """Lowest of all ids, or of the sampled ids in a large file (fingerprint.survey)."""
     highest_id: int
     shorter: int = 0
-    """Documents that are not read: they have fewer tokens than data.min_tokens."""
+    """Documents that are skipped because they have fewer tokens than data.min_tokens."""
     longer: int = 0
-    """And more than data.max_tokens."""
+    """Documents that are skipped because they have more tokens than data.max_tokens."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The size of a corpus, or of a part of it."""
+    """The size of a corpus or of a part of it."""
 
     documents: int
     characters: int
     tokens: int
     learned: int
-    """Tokens that are learned."""
+    """Tokens that are trained on."""
     notes: Notes = field(default_factory=Notes)
-    """What its rows say and is not read or not learned."""
+    """Content of its rows that is not read or not trained on."""
 
 
 def write_tokens(
@@ -79,7 +79,7 @@ def write_tokens(
     folder: Path,
     report: Report,
 ) -> None:
-    """Write the tokens, and which of them are masked. Raises ConfigError with all bad lines."""
+    """Write the tokens and their masks. Raises ConfigError with all bad lines."""
     bad_lines, reported = corpus.bad_lines(), 0
 
     def progress(characters: int) -> None:
@@ -144,7 +144,7 @@ def read_notes(folder: Path) -> Notes:
 
 
 def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
-    """Raise ConfigError with all bad lines, or if there is no text, or none to learn."""
+    """Raise ConfigError with all bad lines, or if there is no text, or nothing to train on."""
     try:
         bad_lines.require_none()
     except ConfigError as error:
@@ -160,14 +160,14 @@ def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
 
 
 def keep_skipped(corpus: Corpus, bad_lines: BadLines, folder: Path) -> None:
-    """Write the bad lines that a corpus's tokens are without beside them."""
+    """Write the bad lines that were skipped to a file beside the corpus's tokens."""
     if corpus.bad_rows_limit is not None:
         (folder / SKIPPED).write_text(json.dumps(bad_lines.as_json()))
 
 
 def read_skipped(corpus: Corpus, folder: Path) -> BadLines:
-    """Return the bad lines that tokens are without. Raises ConfigError if there are more than the
-    limit of the corpus, which may be another than when they were written.
+    """Return the bad lines that were skipped. Raises ConfigError if they exceed the corpus's limit,
+    which may have changed since they were written.
     """
     if corpus.bad_rows_limit is None:
         return BadLines()
@@ -192,7 +192,8 @@ def write_split(
 ) -> None:
     """Write both sides of the split and its facts; `masks` is None for the user's .bin/.idx."""
     modified = tokens.modified_ns() if masks is None else None
-    # Documents of ours end with all that they need; the last turn of a chat may be no separator.
+    # Documents that this library wrote are complete. A chat may end with a token other than the
+    # separator.
     add_separator = masks is None and not stores_separator(tokens, tokenizer.eos_token_id)
     masks = masks or NO_MASKS
     left_out = write_splits(
@@ -207,13 +208,13 @@ def write_split(
         **asdict(left_out),
     )  # fmt: skip
     written = asdict(facts)
-    if bounds == ANY_LENGTH:  # as earlier versions wrote and read it
+    if bounds == ANY_LENGTH:  # the format that earlier versions write and read
         written = {key: value for key, value in written.items() if key not in _OF_BOUNDS}
     (folder / SPLIT_FACTS).write_text(json.dumps(written))
 
 
 def _layout(tokens: IndexedTokens, masks: Masks, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the hash of where the documents lie, and of what of them is masked."""
+    """Return a hash of the document boundaries and the masks."""
     layout = hashlib.sha256(f"{tokens.bin_bytes}:{tokenizer_hash(tokenizer)}:".encode())
     for block in tokens.index_blocks():
         layout.update(block)
@@ -224,8 +225,8 @@ def _layout(tokens: IndexedTokens, masks: Masks, tokenizer: PreTrainedTokenizerB
         runs = masks.starts[first:last]
         whole_runs = whole_runs and bool((starts[np.searchsorted(starts, runs)] == runs).all())
     if not whole_runs:
-        # Of prompts at the start of documents the counts say everything: the fingerprint of
-        # earlier versions, whose runs resume.
+        # Counts fully describe prompts at the start of documents. Leaving out their runs keeps the
+        # fingerprint of earlier versions, so their runs can resume.
         for column in (masks.starts, masks.stops):
             for at in range(0, len(column), BLOCK):
                 layout.update(column[at : at + BLOCK].tobytes())
@@ -246,7 +247,7 @@ def read_facts(folder: Path) -> SplitFacts:
 
 
 def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) -> None:
-    """Raise ConfigError with the first id outside the model's vocabulary, if there is one."""
+    """Raise ConfigError with the first id outside the model's vocabulary, if any."""
     if facts.lowest_id >= 0 and facts.highest_id < vocab_size:
         return
     outside = first_outside(tokens.ids, vocab_size)

@@ -1,7 +1,8 @@
-"""Conversations as text, by a tokenizer's chat template.
+"""Conversations as text, rendered by a tokenizer's chat template.
 
-A template copies a mark with the text around it. It stands behind the last letter of a text, or the
-first, and outside of tags: templates which trim a text, or look for a tag, make the same of it.
+A template copies marks with the text around them, which shows where each text ends up. A mark
+follows the last or first letter of a text, outside tags, so templates that trim a text or look for
+a tag in it treat it as before.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from harness.files.pieces import Spans
 from harness.files.turns import ASSISTANT, THOUGHT, Message
 
 SAID, THOUGHT_OF, NAME, ARGUMENT = "c", "t", "f", "a"
-"""Kinds of texts: what is said, what was thought, and of each call its name and an argument."""
+"""Kinds of texts: what is said, what was thought, and the name and an argument of each call."""
 Mark = tuple[str, int]
-"""A kind, and the number of the call."""
+"""A kind, and the number of the call it belongs to."""
 _THOUGHT_ENDS = re.compile(r"</think(?:ing)?>|</thought>|</reasoning>|\[/THINK\]")
 _TAGS = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Z_]+\]")
 _LETTER, _SIGN = re.compile(r"\w"), re.compile(r"\S")
@@ -37,18 +38,18 @@ _LAST_LETTER, _LAST_SIGN = re.compile(r".*\w", re.DOTALL), re.compile(r".*\S", r
 
 @dataclass(frozen=True)
 class Placed:
-    """A text, and the places in it of each message's marks."""
+    """A text, and the positions of each message's marks in it."""
 
     text: str
     places: Mapping[int, Mapping[Mark, int]]
 
     def of(self, message: int) -> Mapping[Mark, int]:
-        """Return the places of a message's marks."""
+        """Return the positions of a message's marks."""
         return self.places.get(message, {})
 
 
 def last_common(one: Placed, other: Placed, message: int) -> tuple[int, int] | None:
-    """Return the places in two texts of a message's last mark that both have; None without."""
+    """Return the positions in two texts of a message's last mark that both contain, or None."""
     places = one.of(message)
     for mark in sorted(places, key=lambda mark: places[mark], reverse=True):
         if (place := other.of(message).get(mark)) is not None:
@@ -57,7 +58,7 @@ def last_common(one: Placed, other: Placed, message: int) -> tuple[int, int] | N
 
 
 class Marks:
-    """The marks of one conversation, each a word that its text does not hold."""
+    """The marks of one conversation; each is a word that its text does not contain."""
 
     def __init__(self, text: str) -> None:
         stem = next(stem for n in count() if (stem := f"Qz{n}Kx") not in text)
@@ -66,14 +67,14 @@ class Marks:
     def put(
         self, messages: Sequence[Message], kinds: str, *, at_begin: bool = False
     ) -> list[Message]:
-        """Return messages with a mark in each of their texts of some kinds; `at_begin`: behind the
-        first letter.
+        """Return messages with a mark in each text of the given kinds; `at_begin`: after the first
+        letter instead of the last.
         """
         numbers: dict[tuple[str, str], int] = {}
         marked = []
         for place, message in enumerate(messages):
             is_own = message["role"] == ASSISTANT
-            # Templates compare messages: those that were equal stay equal.
+            # Templates compare messages, so equal messages must stay equal.
             key = (message["role"], str(place) if is_own else message["content"])
             number = numbers.setdefault(key, place)
             put = _in_assistants if is_own else _in_others
@@ -82,9 +83,9 @@ class Marks:
         return marked
 
     def take(self, written: str, messages: Sequence[Message]) -> Placed:
-        """Return what a template wrote of marked messages without the marks, with their places.
+        """Return a template's output for marked messages without the marks, with their positions.
 
-        Raises ValueError if equal messages are not written as often as they are said.
+        Raises ValueError if equal messages do not appear as often as they were given.
         """
         places: dict[int, list[tuple[Mark, int]]] = {}
         removed, parts, at = 0, [], 0
@@ -104,7 +105,7 @@ class Marks:
     def _by_message(
         self, messages: Sequence[Message], places: dict[int, list[tuple[Mark, int]]]
     ) -> dict[int, dict[Mark, int]]:
-        """Return the first place of each mark by message."""
+        """Return the first position of each mark, by message."""
         sharing: dict[int, list[int]] = {}
         for place, message in enumerate(messages):
             if found := self._mark.search(" ".join(_texts_of(message))):
@@ -125,7 +126,7 @@ class Marks:
 
 
 Put = Callable[..., str]
-"""Return a text with a mark of a kind, for which `call` is a number."""
+"""Returns a text with a mark of a kind; `call` is the number of the call."""
 
 
 def _in_others(message: Message, kinds: str, put: Put) -> Message:
@@ -160,8 +161,8 @@ def _in_call(call: Message, kinds: str, put: Put, number: int) -> Message:
 
 
 def _with_mark(stem: str, at_begin: bool, text: str, kind: str, call: int = 0) -> str:
-    """Return a text with a mark behind its last letter outside of tags, or its last sign; one that
-    is nothing but tags has the mark outside of them.
+    """Return a text with a mark after its last letter outside tags, or else after its last visible
+    character. A text that consists only of tags gets the mark outside them.
     """
     ends = [0, *(end for tag in _TAGS.finditer(text) for end in tag.span()), len(text)]
     outside = [*zip(ends[::2], ends[1::2], strict=True)]
@@ -187,16 +188,16 @@ def _texts_of(message: Message) -> list[str]:
 
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = "strftime_now"
-"""The function of templates that writes the date."""
+"""The template function that writes the date."""
 
 _SOURCE = "chat_template_source"
-"""Attribute of a tokenizer: what set_template was given."""
+"""Tokenizer attribute that records the template name given to set_template."""
 Tools = list[dict[str, Any]] | None
 Arguments = Literal["object", "text"]
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Give a tokenizer, and so the run's copy and the export, a template by name or .jinja file.
+    """Set a tokenizer's chat template by name or .jinja file, also for the run and its export.
 
     Raises ConfigError.
     """
@@ -205,16 +206,16 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the tokenizer's chat template asks for the date."""
+    """Return True if the tokenizer's chat template writes the date."""
     template: Any = tokenizer.chat_template
     return _CLOCK in (json.dumps(template) if template else "")
 
 
 class ChatTemplate:
-    """A chat template, rendered on one day."""
+    """A chat template, rendered as of one day."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, day: str | None = None) -> None:
-        """`day`: the date that it writes, as in data.date; None: today's."""
+        """`day`: the date that the template writes (data.date); None: today."""
         self._tokenizer = tokenizer
         today = datetime.combine(date.today(), time())
         self._now = datetime.fromisoformat(day) if day else today
@@ -223,21 +224,21 @@ class ChatTemplate:
         self.name = f"chat template of {getattr(tokenizer, _SOURCE, tokenizer.name_or_path)}"
 
     def source(self, tools: Tools) -> str:
-        """Return the template's text: tools may have one of their own."""
+        """Return the template's source; conversations with tools may have a separate one."""
         return str(self._tokenizer.get_chat_template(tools=tools))
 
     def marks_turns(self, tools: Tools) -> bool:
-        """Return True if it says which part is the assistant's, by {% generation %}."""
+        """Return True if the template marks the assistant's part with {% generation %}."""
         return _MARKS_TURNS.search(self.source(tools)) is not None
 
     def names(self, key: str, tools: Tools) -> bool:
-        """Return True if the template's text has a name in it."""
+        """Return True if the template's source mentions a key."""
         return re.search(rf"\b{re.escape(key)}\b", self.source(tools)) is not None
 
     def text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
-        """Return the text of messages; `prompt`: and what the assistant's next turn begins with.
+        """Return the text of messages; `prompt`: with the start of the assistant's next turn.
 
-        Raises ValueError if the template refuses them.
+        Raises ValueError if the template rejects them.
         """
         return self._render(messages, tools, prompt=prompt)[0]
 
@@ -267,14 +268,14 @@ class ChatTemplate:
                 text, spans = _render_with_assistant_indices(compiled_template=compiled, **values)
             else:
                 text = compiled.render(**values)
-            text.encode()  # a lone surrogate in a call of a tool is valid JSON and no text
+            text.encode()  # a lone surrogate in a tool call is valid JSON but not valid text
         except Exception as error:  # a template may raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(f"is refused by the {self.name}: {problem[:300]}") from error
         return text, spans
 
     def _compile(self, source: str) -> Any:
-        """Return a template of our own, whose clock stands still."""
+        """Return a private compiled template whose clock is fixed."""
         if source not in self._compiled:
             compiled = _compile_jinja_template.__wrapped__(source)
             compiled.globals[_CLOCK] = self._now.strftime
@@ -283,7 +284,7 @@ class ChatTemplate:
 
 
 def with_arguments(messages: Sequence[Message], form: Arguments) -> list[Message]:
-    """Return messages whose calls have their arguments as an object or as JSON text."""
+    """Return messages whose calls carry their arguments as an object or as JSON text."""
     if form == "object":
         return [*messages]
     made = []
@@ -297,7 +298,7 @@ def with_arguments(messages: Sequence[Message], form: Arguments) -> list[Message
 
 
 def is_written_as_python(text: str, messages: Sequence[Message]) -> bool:
-    """Return True if a template wrote the arguments of a call as Python would, not as JSON."""
+    """Return True if a template wrote the arguments of a call as Python, not as JSON."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]
     return any(of and str(of) in text and _as_json_of(of) not in text for of in arguments)
@@ -312,8 +313,8 @@ def _as_json_of(arguments: object) -> str:
 
 
 def _as_template_reads(message: Message) -> Message:
-    """Return a message as apply_chat_template hands it to a template: without null, and with what
-    was thought under both of its names.
+    """Return a message as apply_chat_template passes it to a template: without nulls, and with the
+    reasoning under both of its keys.
     """
     message = {key: value for key, value in message.items() if value is not None}
     if THOUGHT in message:

@@ -1,9 +1,9 @@
 """A uniform sample of what a run has read so far, and its documents on disk.
 
 Algorithm L (Li, "Reservoir-sampling algorithms of time complexity O(n(1 + log(N/n)))", ACM TOMS 20,
-1994) jumps from replacement to replacement. Its random numbers are a function of the seed and of
-their place, so the sample after any number of samples is computed from that number alone: a run
-that resumes, in any layout, keeps the sample of a run that was never interrupted.
+1994) jumps from one replacement to the next. Its random numbers depend only on the seed and their
+index, so the sample after n samples is a function of n alone: a resumed run, in any layout, keeps
+the same sample as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from harness.data.packing import Document
 from harness.data.pair import MaskWriter, write_indexed
 from harness.files.kept_sample import masks_of
 
-_BLOCK = 1024  # numbers drawn at once
+_BLOCK = 1024  # random numbers drawn at once
 
 
 def reservoir(size: int, seen: int, key: str) -> NDArray[np.int64]:
-    """Return the `size` samples that are kept of the first `seen`, ascending; all of fewer."""
+    """Return the `size` samples kept from the first `seen`, or all if fewer; ascending."""
     if seen <= size:
         return np.arange(seen)
     kept, draws = list(range(size)), _uniform(key)
     weight, at = next(draws) ** (1 / size), size - 1
     while True:
-        below_one = min(weight, 1 - 2**-53)  # a power of nearly 1 is rounded to it
+        below_one = min(weight, 1 - 2**-53)  # a power close to 1 rounds to 1
         at += math.floor(math.log(next(draws)) / math.log1p(-below_one)) + 1
         if at >= seen:
             return np.sort(np.array(kept))
@@ -40,7 +40,7 @@ def reservoir(size: int, seen: int, key: str) -> NDArray[np.int64]:
 
 
 def _uniform(key: str) -> Iterator[float]:
-    """Yield random numbers from 0 to 1, neither of them included."""
+    """Yield random numbers strictly between 0 and 1."""
     first = round_keys("reservoir", key)[:1]
     for block in itertools.count():
         places = np.arange(block * _BLOCK, (block + 1) * _BLOCK).astype(np.uint64)
@@ -49,7 +49,7 @@ def _uniform(key: str) -> Iterator[float]:
 
 
 def write_documents(prefix: Path, vocab_size: int, documents: Iterable[Document]) -> int:
-    """Write documents as a .bin/.idx pair with the masks beside it; return their number."""
+    """Write documents as a .bin/.idx pair with a mask file beside it; return their number."""
     masks, count = MaskWriter(), 0
 
     def sequences() -> Iterable[tuple[list[int], bool]]:

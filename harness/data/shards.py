@@ -1,7 +1,7 @@
 """A corpus in shards, tokenised by many processes on any machines and joined into the same bytes.
 
-Where a shard begins depends on the corpus alone. A finished shard is a folder that was renamed
-whole, so that work that was killed goes on with the shards that are missing.
+Shard boundaries depend on the corpus alone. A finished shard is a folder that was renamed as a
+whole, so interrupted work continues with the missing shards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FACTS = "shard.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive files of a corpus, or a range of bytes of one of them."""
+    """Consecutive files of a corpus, or a byte range of one of them."""
 
     files: tuple[Path, ...]
     num_bytes: int
@@ -50,8 +50,8 @@ class Shard:
 
 
 def shards_of(corpus: Corpus, least_bytes: int = _LEAST_BYTES) -> list[Shard]:
-    """Return the shards of a corpus: large files are divided where they can be, smaller files are
-    put together. Raises OSError.
+    """Return the shards of a corpus. Large files are divided if their format allows it; smaller
+    files are grouped. Raises OSError.
     """
     target = max(least_bytes, corpus.num_bytes() // _MOST_SHARDS)
     shards: list[Shard] = []
@@ -82,12 +82,12 @@ def _bounds(corpus: Corpus, file: Path, least_bytes: int) -> list[int]:
 
 
 def corpus_of_shard(corpus: Corpus, shard: Shard) -> Corpus:
-    """Return a corpus of the documents of a shard."""
+    """Return a corpus of one shard's documents."""
     return replace(corpus, files=shard.files, between=shard.between, leading=corpus.first_document)
 
 
 def settle_lines(corpus: Corpus, bad_lines: BadLines) -> None:
-    """Number the lines of problems in a range of a file from the file's first line."""
+    """Renumber the lines of problems in a byte range to count from the start of the file."""
     if corpus.between is None or not bad_lines.by_problem:
         return
     lines_before = format_of(corpus.files[0], corpus.format).lines_before
@@ -96,7 +96,7 @@ def settle_lines(corpus: Corpus, bad_lines: BadLines) -> None:
 
 
 class ShardedTokens:
-    """The shards of a corpus in a folder of finished ones, which goes once they are joined."""
+    """The shards of a corpus, in a work folder that is removed after they are joined."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ShardedTokens:
         folder: Path,
         least_bytes: int = _LEAST_BYTES,
     ) -> None:
-        """`folder`: that of the joined tokens."""
+        """`folder`: the folder of the joined tokens."""
         self.corpus, self.folder = corpus, folder
         self._tokenizer, self._how = tokenizer, how
         self.shards = shards_of(corpus, least_bytes)
@@ -114,23 +114,23 @@ class ShardedTokens:
 
     @property
     def is_joined(self) -> bool:
-        """True if the tokens of the whole corpus are there."""
+        """True if the tokens of the whole corpus exist."""
         return self.folder.is_dir()
 
     def missing(self) -> list[int]:
-        """Return the numbers of the shards that are not finished."""
+        """Return the numbers of the unfinished shards."""
         finished = {path.name for path in self._work.glob("[0-9]*[0-9]")}
-        if self.is_joined:  # asked last: shards go once another task has joined them
+        if self.is_joined:  # checked last: another task removes the shards after joining them
             return []
         return [number for number in range(len(self.shards)) if _name(number) not in finished]
 
     def write(self, number: int, progress: Callable[[int], None]) -> None:
-        """Tokenise a shard. Bad lines are kept in it, too, for `join` to report. Raises OSError."""
+        """Tokenise a shard. It stores its bad lines too, for `join` to report. Raises OSError."""
         try:
             build = partial(self._write, number, progress)
             fill_once(self._work / _name(number), build, lambda line: None)
         except OSError:
-            if number in self.missing():  # not removed by another task, which has joined them all
+            if number in self.missing():  # otherwise another task joined and removed them
                 raise
 
     def _write(self, number: int, progress: Callable[[int], None], folder: Path) -> None:
@@ -146,10 +146,10 @@ class ShardedTokens:
         (folder / _FACTS).write_text(json.dumps(facts))
 
     def join(self, report: Report) -> None:
-        """Join the finished shards into the folder of the tokens, with the bytes of write_tokens.
+        """Join the finished shards into the token folder, with the same bytes as write_tokens.
 
-        Of tasks that end together one joins, and the others wait. Raises OSError, and ConfigError
-        with the bad lines of all shards, which are then removed, and done again next time.
+        If several tasks finish together, one joins and the others wait. Raises OSError, and
+        ConfigError with the bad lines of all shards, which are then removed and redone next time.
         """
         fill_once(self.folder, self._join, report)
         self._remove_shards()
@@ -179,9 +179,9 @@ class ShardedTokens:
 
     def _remove_shards(self) -> None:
         unwanted = self._work.with_name(f"{self._work.name}.removed")
-        shutil.rmtree(unwanted, ignore_errors=True)  # what a kill left of it
+        shutil.rmtree(unwanted, ignore_errors=True)  # left over from a killed process
         with contextlib.suppress(OSError):
-            self._work.rename(unwanted)  # no shard is ever seen half removed
+            self._work.rename(unwanted)  # no other process sees a half-removed shard
         shutil.rmtree(unwanted, ignore_errors=True)
 
     def _facts(self, folders: Sequence[Path]) -> tuple[Counts, BadLines]:

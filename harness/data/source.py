@@ -1,4 +1,4 @@
-"""One corpus as streams of samples, through the cache."""
+"""One corpus as sample streams, using the cache."""
 
 from __future__ import annotations
 
@@ -51,50 +51,50 @@ class Source:
     """One corpus, packed into windows."""
 
     name: str
-    """Its name in data.mix or data.eval_path; "" for the only one."""
+    """Its name in data.mix or data.eval_path; "" if it is the only one."""
     corpus: Corpus
     facts: SplitFacts
     begins: str
-    """The first line of the first document, as decoded by the tokenizer."""
+    """First line of the first document, as decoded by the tokenizer."""
     sides: Mapping[str, Packed]
-    """Windows of the documents to train on and of those held out, if any."""
+    """Windows of the train split and, if any documents are held out, of the held-out split."""
     pairs: tuple[tuple[str, int, int], ...] = ()
-    """Name, documents and tokens of each .bin/.idx pair of a folder of them."""
+    """Name, documents and tokens of each .bin/.idx pair, if the corpus is a folder of pairs."""
     bounds: TokenBounds = ANY_LENGTH
-    """Lengths of the documents that are read."""
+    """Length limits of the documents that are read."""
     skipped: BadLines = field(default_factory=BadLines)
-    """Records that are left out (data.bad_rows)."""
+    """Records that are skipped (data.bad_rows)."""
     notes: Notes = field(default_factory=Notes)
-    """What its rows say and is not read or not learned."""
+    """Content of its rows that is not read or not trained on."""
     begin: tuple[int, ...] = ()
-    """Ids that the tokenizer adds before every document."""
+    """Ids that the tokenizer prepends to every document."""
     added: str = ""
-    """They as text."""
+    """The prepended ids as text."""
     day: str | None = None
-    """The date that the chat template writes; None if it writes none."""
+    """The date that the chat template writes; None if it writes no date."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of all documents, with separators."""
+        """Number of tokens in all documents, with separators."""
         return sum(packed.split.num_tokens for packed in self.sides.values())
 
     @property
     def is_masked(self) -> bool:
-        """True if some tokens are read, but not trained on."""
+        """True if the loss mask excludes some tokens."""
         return any(packed.split.is_masked for packed in self.sides.values())
 
     def stream(self, side: str, seed: int, *, document_mask: bool) -> Stream:
-        """Return the samples of a side in the order of a seed."""
+        """Return the samples of one side of the split, in the order of a seed."""
         order = order_key(self.facts.fingerprint)
         return Stream(self.sides[side], seed, order, document_mask=document_mask)
 
     @property
     def _of_other_length(self) -> str:
-        """Counts of documents that are too short or too long to be read; "" without any."""
+        """Counts of documents that are too short or too long, as text; "" if there are none."""
         return LeftOut(self.facts.shorter, self.facts.longer).text(self.bounds)
 
     def summary(self) -> str:
-        """Return a line about the source, from which users see that it is the right data."""
+        """Return one line about the source, so that users can check that it is the right data."""
         name, held_out, left_out, packing = f"{self.name}: " if self.name else "", "", "", ""
         if self._of_other_length:
             left_out = f"; not read: {self._of_other_length}"
@@ -124,7 +124,7 @@ class Source:
         )
 
     def _of_rows(self) -> dict[str, str]:
-        """Return what is said about rows and templates, by the kind of its event."""
+        """Return the remarks about rows and templates, by kind of event."""
         said = {}
         if self.notes:
             said["left_out_of_rows"] = f"left out of the rows: {self.notes.text()}"
@@ -138,7 +138,7 @@ class Source:
         return said
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events about the source for the record of a run."""
+        """Yield the events about the source, for events.jsonl."""
         of = {"source": self.name} if self.name else {}
         if self.corpus.left_out:
             message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
@@ -162,7 +162,7 @@ class Source:
                 yield {"kind": "packed_whole", **of, "side": side, **counts}
 
     def problems(self, spec: DataSpec) -> Iterator[str]:
-        """Yield a problem for each side without a sample."""
+        """Yield a problem for each side of the split without a sample."""
         of = f"{self.corpus.path}: " if self.name else ""
         share = ""
         if "held_out" in self.sides:
@@ -192,7 +192,7 @@ class Source:
 def open_source(
     name: str, spec: DataSpec, tokenizer: PreTrainedTokenizerBase, cache: Path, report: Report
 ) -> Source:
-    """Return a source, after one process has put into the cache what is not there yet."""
+    """Return a source after one process has added any missing parts to the cache."""
     corpus = corpus_of(spec)
     key = tokens_key(corpus, tokenizer, spec)
     num_ids = max(spec.model_vocab_size or 0, vocab_size(tokenizer))
@@ -224,7 +224,7 @@ def open_source(
     begin = how.begin if corpus.holds_text else ()
     begin_tokens = len(begin)
     if corpus.kind == "indexed" and masks is not None and _masks_alone(how.begin, tokens, masks):
-        begin_tokens = len(tokens.ids)  # a sample that a run kept has several in one document
+        begin_tokens = len(tokens.ids)  # a sample that a run kept has several documents in one
     documents = {
         side: {
             "tokens": tokens.ids,
@@ -262,12 +262,12 @@ def _kept_masks(path: Path) -> Masks:
     """Return the masks beside a pair that a run kept. Raises ConfigError if they are damaged."""
     try:
         return load_masks(path)
-    except ConfigError as error:  # which says to remove what is built again, as this is not
+    except ConfigError as error:  # it advises removal, but nothing rebuilds this file
         raise ConfigError(f"data.path: {path} is damaged: bring back what the run kept") from error
 
 
 def _masks_alone(begin: Sequence[int], tokens: IndexedTokens, masks: Masks) -> bool:
-    """Return True if nothing is masked but what the tokenizer adds to the begin of documents."""
+    """Return True if the only masked tokens are those that the tokenizer prepends to documents."""
     starts, stops = masks.starts[1:], masks.stops[1:]
     if not begin or not len(starts) or int((stops - starts).max()) > len(begin):
         return False
@@ -275,7 +275,7 @@ def _masks_alone(begin: Sequence[int], tokens: IndexedTokens, masks: Masks) -> b
 
 
 def how_encoded(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> HowEncoded:
-    """Return how the documents of a source get their ids."""
+    """Return the settings that determine the ids of a source's documents."""
     config = spec.config
     return HowEncoded.of(tokenizer, config.learn, config.bos, config.date)
 
@@ -287,7 +287,7 @@ def _writes_date(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> bool:
 def cached_fingerprint_of(
     spec: DataSpec, tokenizer: PreTrainedTokenizerBase, cache: Path
 ) -> str | None:
-    """Return the fingerprint of a source if it is in the cache, otherwise None."""
+    """Return the fingerprint of a source if it is cached, otherwise None."""
     folder = _split_folder(cache, tokens_key(corpus_of(spec), tokenizer, spec), spec)
     return read_facts(folder).fingerprint if (folder / SPLIT_FACTS).is_file() else None
 
@@ -315,10 +315,10 @@ def _held_out(spec: DataSpec) -> float | None:
 
 
 def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpec) -> str:
-    """Return the key of a corpus's tokens in the cache."""
+    """Return the cache key of a corpus's tokens."""
     masks = masks_of(corpus.path)
     beside: dict[str, Any] = {"masks": masks.stat().st_mtime_ns} if masks.is_file() else {}
-    if corpus.holds_chats:  # learned up to the separator
+    if corpus.holds_chats:  # trained on up to and including the separator
         beside["ends"] = 2
     return cache_key(
         **beside,
@@ -327,15 +327,15 @@ def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
         tokenizer=tokenizer_hash(tokenizer),
         learn=spec.config.learn,
         template=tokenizer.chat_template if corpus.holds_chats else None,
-        # The ids: data.bos says nothing where no tokenizer adds any, and two of the same vocabulary
-        # may add different ones.
+        # The ids themselves: data.bos has no effect if the tokenizer adds none, and tokenizers with
+        # the same vocabulary may add different ones.
         bos=[*how_encoded(spec, tokenizer).begin] if corpus.holds_text else [],
         date=spec.config.date if _writes_date(corpus, tokenizer) else None,
     )
 
 
 def tokens_folder(cache: Path, key: str) -> Path:
-    """Return the folder of the tokens of a key."""
+    """Return the cache folder of the tokens with a key."""
     return cache / f"tokens-{key}"
 
 
@@ -348,7 +348,7 @@ def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
 def _packed(
     documents: Mapping[str, Mapping[str, Any]], split: Path, spec: DataSpec, report: Report
 ) -> dict[str, Packed]:
-    """Return the windows of each side; `documents` are the arguments of Packed."""
+    """Return the windows of each side of the split; `documents` holds the arguments of Packed."""
     config = spec.config
     sides = {side: Packed(**arguments, stride=spec.stride) for side, arguments in documents.items()}
     is_masked = any(side.split.is_masked for side in sides.values())

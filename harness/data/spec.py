@@ -1,4 +1,4 @@
-"""DataSpec: what build_data is asked for."""
+"""DataSpec: the input of build_data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.files.kept_sample import HELD_OUT, TRAIN, kept_facts, kept_sample
 from harness.runfolder import RunFolder
 
 PAD_TO = 8
-"""Lengths of padded micro-batches are multiples of this, which tensor cores ask for."""
+"""Padded micro-batches have lengths that are multiples of this, for the sake of tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -24,33 +24,33 @@ class DataSpec:
 
     config: DataConfig = field(default_factory=DataConfig)
     seed: int = 0
-    """Seed of the order in which the train split is read."""
+    """Seed of the sample order of the train split."""
     model_vocab_size: int | None = None
-    """None: the tokenizer's vocabulary size."""
+    """Rows of the model's embedding; None: the tokenizer's vocabulary size."""
     trust_remote_code: bool = False
     until_sample: int | None = None
-    """Sample from which the shares `then` of data.mix hold."""
+    """Sample from which the `then` shares of data.mix apply."""
     splits: bool = True
     """False: no document is held out."""
     stride: int | None = None
-    """Tokens from window to window where samples of a run are read as it read them; None:
+    """Tokens from one window to the next if a run's kept samples are read as it read them; None:
     data.seq_len."""
     pad_to: int = PAD_TO
-    """Lengths of padded micro-batches are multiples of this."""
+    """Padded micro-batches have lengths that are multiples of this."""
     rows: int | None = None
-    """Contiguous streams that the train split is read as; None: samples in random order."""
+    """Number of contiguous streams to read the train split as; None: samples in random order."""
     eval_seq_len: int | None = None
-    """Length of the samples of Data.long_held_out; None: there are none."""
+    """Sample length of Data.long_held_out; None: no such samples."""
     eval_samples: int | None = None
-    """Held-out samples of an evaluation, which contiguous streams are cut for; None: all."""
+    """Held-out samples per evaluation, for which contiguous streams are cut; None: all."""
     adds_rows: bool = False
-    """True: the model gets rows for the ids that the tokenizer has beyond its own."""
+    """True if the model gets extra rows for tokenizer ids beyond its vocabulary."""
 
     @classmethod
     def of_run(
         cls, run: RunConfig, model_config: Mapping[str, Any], *, trust_remote_code: bool = False
     ) -> DataSpec:
-        """Return the spec of a run; initial weights bring their tokenizer."""
+        """Return the spec of a run. Initial weights bring their tokenizer."""
         tokenizer = run.data.tokenizer or tokenizer_of(run.model.init_from)
         if tokenizer is None and run.data.rehearse and kept_sample(run.data.rehearse):
             tokenizer = tokenizer_of(run.data.rehearse)
@@ -70,8 +70,8 @@ class DataSpec:
         )
 
     def sources(self) -> dict[str, DataSpec]:
-        """Return the spec of each source of data.mix by name; without, this one by the name "".
-        That of data.rehearse is last. Raises ConfigError if it is a run without a sample.
+        """Return the spec of each source of data.mix by name; without data.mix, this spec as "".
+        The data.rehearse source is last. Raises ConfigError if it is a run that kept no sample.
         """
         splits, sources = not self.config.eval_path, self.config.sources()
         specs = {name: replace(self, config=of, splits=splits) for name, of in sources.items()}
@@ -81,7 +81,7 @@ class DataSpec:
 
     @property
     def bounds(self) -> TokenBounds:
-        """Lengths of the documents that are read."""
+        """Length limits of the documents that are read."""
         return TokenBounds(self.config.min_tokens, self.config.max_tokens)
 
     @property
@@ -90,7 +90,7 @@ class DataSpec:
         return self.config.rehearse is not None and self.config.rehearse_share > 0
 
     def old_set(self) -> DataSpec | None:
-        """Return the spec of the held-out part of data.rehearse; None without."""
+        """Return the spec of the held-out part of data.rehearse; None without one."""
         config = self.config.rehearsed(HELD_OUT)
         if config is None:
             return None
@@ -98,7 +98,7 @@ class DataSpec:
 
     def _old(self, config: DataConfig, side: str) -> DataSpec:
         """Return the spec of old data. Samples that a run kept are read as they were if they have
-        the same length, else as whole documents, so that none runs on into another.
+        the same length; otherwise as whole documents, so that none continues into another.
         """
         if self._kept is None:
             return replace(self, config=config, splits=True)
@@ -114,7 +114,7 @@ class DataSpec:
         return None if self.config.rehearse is None else kept_sample(self.config.rehearse)
 
     def require_tokenizer(self, tokenizer: str) -> None:
-        """Raise ConfigError if the run of data.rehearse read with another tokenizer than that of
+        """Raise ConfigError if the data.rehearse run used a different tokenizer from the one with
         this hash.
         """
         if self._kept is None or kept_facts(self._kept).get("tokenizer") == tokenizer:
@@ -132,7 +132,7 @@ class DataSpec:
 
 
 def tokenizer_of(init_from: str | None) -> str | None:
-    """Return the tokenizer of initial weights; a run of ours has a folder of its own for it."""
+    """Return the tokenizer of initial weights, which a run folder keeps in a separate folder."""
     if init_from is None:
         return None
     folder = RunFolder(run_and_step(init_from)[0]).tokenizer_dir

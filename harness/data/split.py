@@ -1,4 +1,4 @@
-"""The train and held-out documents, and their places in each side's stream of tokens."""
+"""The train and held-out documents, and their positions in each side's token stream."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ _SAMPLED_DOCUMENTS = 10_000
 
 @dataclass(frozen=True)
 class Split:
-    """One side's n documents, concatenated into a stream; (n + 1,) memory maps.
+    """The n documents of one side, concatenated into a stream; memory maps of (n + 1,).
 
-    If the file stores no separators, a document has one token more in the stream than in the file.
+    If the file stores no separators, a document has one more token in the stream than in the file.
     """
 
     starts: NDArray[np.int64]
-    """Start of each document in the stream; the last is the stream's length."""
+    """Start of each document in the stream, then the stream's length."""
     offsets: NDArray[np.int64]
     """Start of each document in the .bin."""
     numbers: NDArray[np.int64]
-    """Number of each document in the corpus."""
+    """Index of each document in the corpus."""
     masked: NDArray[np.int64]
-    """Masked tokens in all documents before."""
+    """Number of masked tokens in all earlier documents."""
     begin_tokens: int = 0
-    """Most masked tokens with which a document begins because the tokenizer adds them."""
+    """Maximum number of masked tokens at the start of a document that the tokenizer prepended."""
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, empty ones included."""
+        """Number of documents, including empty ones."""
         return len(self.starts) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Length of the stream."""
+        """Length of the stream in tokens."""
         return int(self.starts[-1])
 
     @property
     def has_masks(self) -> bool:
-        """True if some tokens are masked: read, but not trained on."""
+        """True if some tokens are masked, that is, read but not trained on."""
         return bool(self.masked[-1] > 0)
 
     @property
     def is_masked(self) -> bool:
-        """True if more is masked than what the tokenizer adds: prompts, turns of users."""
+        """True if more is masked than what the tokenizer adds, such as prompts or user turns."""
         return bool(self.masked[-1] > self.begin_tokens * self.num_documents)
 
 
 def load_split(folder: Path, side: str, begin_tokens: int = 0) -> Split:
-    """Open one side of write_splits: "train" or "held_out"."""
+    """Open one side that write_splits wrote: "train" or "held_out"."""
     rows = cached_array(folder / f"{side}.npy", np.dtype("i8"), rows=4)
     starts, offsets, numbers, masked = rows
     return Split(starts, offsets, numbers, masked, begin_tokens)
 
 
 def stores_separator(tokens: IndexedTokens, eos_id: int) -> bool:
-    """Return True if the file's documents end with the separator. Raises ConfigError if some do."""
+    """Return True if documents end with the separator. Raises ConfigError if only some do."""
     filled = sum(int(np.count_nonzero(np.diff(block))) for block in tokens.starts())
     step, skipped, lasts = 1 + filled // _SAMPLED_DOCUMENTS, 0, [np.empty(0, np.int64)]
     for block in tokens.starts():
@@ -93,12 +93,13 @@ def write_splits(
     add_separator: bool,
     bounds: TokenBounds = ANY_LENGTH,
 ) -> LeftOut:
-    """Write both sides, a block of documents at a time; return how many documents are on neither.
+    """Write both sides, one block of documents at a time; return the counts of documents on
+    neither.
 
-    A document is held out by a hash of its number alone, so neither the seed nor the tokenizer
-    changes the choice, nor `bounds`: what one source trains on, no other holds out. Each side gets
-    at least one. The only document of a corpus is cut: its last part is held out. None holds out
-    nothing.
+    A hash of its number alone decides whether a document is held out, independent of seed,
+    tokenizer and `bounds`: no source trains on a document that another holds out. Each side gets at
+    least one; the only document of a corpus is cut and its end held out. With `held_out` None
+    nothing is held out.
     """
     blocks = _Blocks(tokens, held_out, add_separator, bounds)
     sizes, left_out = np.zeros(2, dtype=np.int64), LeftOut()
@@ -117,19 +118,19 @@ def write_splits(
 
 @dataclass(frozen=True)
 class _Block:
-    """Consecutive documents, and which of them are on each side."""
+    """Consecutive documents and the side that each is on."""
 
     starts: NDArray[np.int64]
-    """(n + 1,) in the .bin."""
+    """(n + 1,) document bounds in the .bin."""
     lengths: NDArray[np.int64]
-    """With separators."""
+    """Lengths in tokens, with separators."""
     numbers: NDArray[np.int64]
     sides: tuple[NDArray[np.bool_], NDArray[np.bool_]]
     left_out: LeftOut
 
 
 class _Blocks:
-    """The documents of a corpus, with their sides, a block at a time, as often as is needed."""
+    """The documents of a corpus with their sides, in blocks; can be iterated repeatedly."""
 
     def __init__(
         self, tokens: IndexedTokens, held_out: float | None, separator: bool, bounds: TokenBounds
@@ -137,7 +138,7 @@ class _Blocks:
         self._tokens, self._share, self._separator = tokens, held_out, separator
         self._bounds = bounds
         self._moved: dict[int, bool] = {}
-        """Numbers of documents that are held out, or are not, whatever their hash is."""
+        """Side of the documents whose hash is overridden: True if held out, by number."""
         if held_out is not None:
             self._moved = _moved(tokens.documents, held_out)
 
@@ -169,7 +170,7 @@ class _Blocks:
 
 
 def _moved(documents: int, share: float) -> dict[int, bool]:
-    """Return the document that is held out, or is not, so that neither side is empty."""
+    """Return the document to move to the other side so that neither side is empty, if any."""
     limit, lowest, highest = int(share * 2**64), (1 << 64, 0), (-1, 0)
     for first in range(0, documents, BLOCK):
         hashes = _hashes(np.arange(first, min(first + BLOCK, documents)))
@@ -185,16 +186,16 @@ def _hashes(numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 class _SideFile(ArrayFile):
-    """The rows of a Split, written a block of documents at a time."""
+    """The rows of a Split, written one block of documents at a time."""
 
     def __init__(self, path: Path, documents: int) -> None:
         super().__init__(path, "i8", 4, documents + 1)
         self._sums = {0: 0, 3: 0}
-        for row in self._sums:  # what is before the first document
+        for row in self._sums:  # the sums before the first document
             self.append(np.zeros(1), row)
 
     def add(self, *columns: NDArray[np.int64]) -> None:
-        """Write lengths, offsets, numbers and masked tokens of the next documents."""
+        """Write lengths, offsets, numbers and masked-token counts of the next documents."""
         for row, column in enumerate(columns):
             if row in self._sums:
                 column = self._sums[row] + np.cumsum(column)

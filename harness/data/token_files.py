@@ -1,7 +1,7 @@
-"""Token ids in files: written a block at a time, and read as if they were one.
+"""Token ids in files: written in blocks, and read as if they were one file.
 
-Nothing is mapped: a mapped file that is truncated or cannot be read while a run trains on it kills
-the process (SIGBUS) without a message; a short read is an error that names file and sizes.
+Nothing is memory-mapped. If a mapped file were truncated or became unreadable during training, the
+process would die without a message (SIGBUS); a short read raises an error with file and sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.errors import ConfigError
 
 
 class ArrayFile:
-    """A .npy of (n,) or (rows, n); of each row the next values are appended. Zeros at first."""
+    """A .npy of shape (n,) or (rows, n), initially zero, to which values are appended per row."""
 
     def __init__(self, path: Path, dtype: str, *shape: int) -> None:
         self._dtype = np.dtype(dtype)
@@ -46,13 +46,13 @@ class ArrayFile:
         self._file.close()
 
 
-# Largest gap between two places, in ids, that one system call reads across.
+# Largest gap between two places, in ids, that a single system call reads across.
 _GAP = 4096
 BLOCK_BYTES = 1 << 23
 
 
 class TokenFile:
-    """A .bin of `num_bytes` bytes of one integer type, open for reading."""
+    """A .bin file of `num_bytes` bytes and one integer type, open for reading."""
 
     def __init__(self, path: Path, dtype: np.dtype[np.integer], num_bytes: int) -> None:
         self.path, self.dtype, self.num_bytes = path, dtype, num_bytes
@@ -63,13 +63,13 @@ class TokenFile:
         return self.num_bytes // self.dtype.itemsize
 
     def read(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ids at places in the file, of any shape; fast if the rows ascend.
+        """Return the ids at `places` in the file; any shape, fast if the rows ascend.
 
         Raises ConfigError if the file's size has changed since it was opened.
         """
         self._require_size()
         rows = places.reshape(-1, places.shape[-1])
-        if (rows[:, 1:] - rows[:, :-1] == 1).all():  # as most windows are
+        if (rows[:, 1:] - rows[:, :-1] == 1).all():  # true of most windows
             ids = np.empty(rows.shape, self.dtype)
             for row, first in zip(ids, rows[:, 0].tolist(), strict=True):
                 self._fill(row, first)
@@ -78,7 +78,7 @@ class TokenFile:
         return ids.astype(np.int64).reshape(places.shape)
 
     def _scattered(self, places: NDArray[np.int64]) -> NDArray[np.integer]:
-        """Return the ids at (n,) places, with one read per ascending run without large gaps."""
+        """Return the ids at (n,) places; reads once per ascending run without large gaps."""
         steps = np.diff(places)
         firsts = np.r_[0, np.flatnonzero((steps < 0) | (steps > _GAP)) + 1]
         counts = np.diff(firsts, append=len(places))
@@ -100,7 +100,7 @@ class TokenFile:
             yield self.block(first, min(at_once, len(self) - first))
 
     def block(self, first: int, count: int) -> NDArray[np.integer]:
-        """Return `count` ids from `first` on, in the file's type."""
+        """Return `count` ids from index `first` on, in the file's dtype."""
         ids = np.empty(count, self.dtype)
         self._fill(ids, first)
         return ids
@@ -120,7 +120,7 @@ class TokenFile:
             left, offset = left[count:], offset + count
 
     def _require_size(self) -> None:
-        """Raise ConfigError if the size changed; every read checks, so all ranks end together."""
+        """Raise ConfigError if the size changed; every read checks, so all ranks stop together."""
         num_bytes = os.fstat(self._file.fileno()).st_size
         if num_bytes != self.num_bytes:
             raise ConfigError(
@@ -131,13 +131,13 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class TokenBounds:
-    """Tokens of the documents that are read, with the separator that ends each."""
+    """Minimum and maximum length of the documents that are read, in tokens with the separator."""
 
     least: int | None = None
     most: int | None = None
 
     def outside(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which documents are shorter, and which are longer."""
+        """Return two masks: documents that are too short, and documents that are too long."""
         none = np.zeros(len(lengths), dtype=bool)
         return (
             none if self.least is None else lengths < self.least,
@@ -145,7 +145,7 @@ class TokenBounds:
         )
 
     def text(self) -> str:
-        """Return the bounds as text; "" without any."""
+        """Return the bounds as text; "" if there are none."""
         parts = [
             f"data.{key}={value}"
             for key, value in (("min_tokens", self.least), ("max_tokens", self.most))
@@ -168,7 +168,7 @@ class LeftOut:
         return LeftOut(self.shorter + other.shorter, self.longer + other.longer)
 
     def text(self, bounds: TokenBounds) -> str:
-        """Return the counts as text; "" where all documents are read."""
+        """Return the counts as text; "" if all documents are read."""
         parts = [
             f"{count:,} {what} than {bound:,} tokens"
             for count, what, bound in (
@@ -179,13 +179,13 @@ class LeftOut:
         return " and ".join(parts)
 
 
-_MOST_OPEN = 128  # shells let a process open 1024 files
+_MOST_OPEN = 128  # shells usually allow 1024 open files per process
 
 
 class TokenFiles(TokenFile):
-    """Files of one integer type, as (path, size in bytes); those read last are open.
+    """Files of one integer type, as (path, size in bytes); the most recently read are open.
 
-    A file that changes is an error on the rank that reads it, and ends the others through it.
+    If a file changes, the rank that reads it raises an error, which stops the others.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], dtype: np.dtype[np.integer]) -> None:
@@ -193,7 +193,7 @@ class TokenFiles(TokenFile):
         sizes = [size for _, size in files]
         self.num_bytes = sum(sizes)
         self.firsts = [0, *accumulate(size // dtype.itemsize for size in sizes)]
-        """(files + 1,) place of each file's first id."""
+        """(files + 1,) index of each file's first id."""
 
         def opened(number: int) -> TokenFile:
             path, num_bytes = files[number]
@@ -202,7 +202,7 @@ class TokenFiles(TokenFile):
         self._opened = lru_cache(_MOST_OPEN)(opened)
 
     def file_of(self, place: int) -> int:
-        """Return the number of the file with an id."""
+        """Return the number of the file that holds the id at `place`."""
         return min(bisect_right(self.firsts, place), len(self.firsts) - 1) - 1
 
     def _fill(self, ids: NDArray[np.integer], first: int) -> None:
@@ -215,4 +215,4 @@ class TokenFiles(TokenFile):
             ids, first = ids[count:], first + count
 
     def _require_size(self) -> None:
-        """Nothing: each file's size is checked where it is read."""
+        """Do nothing: each file's size is checked when it is read."""

@@ -1,4 +1,4 @@
-"""Tokenizers: one trained on the corpus, or any that Hugging Face's AutoTokenizer opens."""
+"""Tokenizers: trained on the corpus, or opened by Hugging Face's AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from harness.errors import ConfigError
 from harness.files.hub import hub_answers
 from harness.files.paths import user_path
 
-# Increase this if the same corpus would give other files.
+# Increase this if the same corpus would give different files.
 TRAINED_FORMAT = 2
-SENTENCEPIECE = "tokenizer.model"  # the file name that all readers expect
-# Most pieces that are tokenised at once.
+SENTENCEPIECE = "tokenizer.model"  # the file name that readers expect
+# Pieces tokenised at once, at most.
 PIECES_AT_ONCE = 256
-# A larger corpus is sampled down to about this much text: pieces converge with much less.
+# A larger corpus is sampled down to about this much text: the vocabulary converges with much less.
 TRAINING_CHARS = 48_000_000
 # Long enough that runs of line breaks become pieces, short enough for SentencePiece's buffers.
 _SENTENCE_CHARS = 2000
@@ -39,12 +39,12 @@ UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
 def train_tokenizer(corpus: Corpus | Corpora, folder: Path, vocab_size: int) -> None:
-    """Train byte-pair pieces, at most `vocab_size`, on the corpus and write them as a Hugging Face
-    tokenizer folder.
+    """Train a byte-pair vocabulary of at most `vocab_size` pieces on the corpus and write it as a
+    Hugging Face tokenizer folder.
 
-    Any text survives encoding and decoding: identity normalisation, bytes for characters without
-    a piece, every space kept, no prefix. The same text gives the same files. SentencePiece's own
-    model is one of them: converters take the pieces' scores from it.
+    Encoding is lossless: identity normalisation, byte fallback, every space kept, no prefix. The
+    same text gives the same files. They include SentencePiece's own model, from which converters to
+    other formats take the pieces' scores.
     """
     model = train_model(corpus, vocab_size)
     write_tokenizer(wrap(to_backend(model)), folder)
@@ -67,9 +67,9 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def train_model(
     corpus: Corpus | Corpora, vocab_size: int, kind: str = "bpe", byte_fallback: bool = True
 ) -> bytes:
-    """Return the SentencePiece model of train_tokenizer, or another `kind` ("unigram").
+    """Return the SentencePiece model of train_tokenizer, or of another `kind` ("unigram").
 
-    Raises ConfigError without any text, and for a vocabulary that the characters alone exceed.
+    Raises ConfigError if there is no text, or if the characters alone exceed the vocabulary size.
     """
     sentences = [sentence for sentence in training_sentences(corpus) if sentence]
     if not sentences:
@@ -109,10 +109,10 @@ def spm_model(
 
 
 def training_sentences(corpus: Corpus | Corpora) -> Iterator[str]:
-    """Yield the corpus, or an even share of it, in runs of whole lines."""
+    """Yield the corpus, or an even sample of it, in runs of whole lines."""
     keep_one_in = max(1, round(corpus.num_bytes() / TRAINING_CHARS))
     runs = (run for piece in corpus.pieces() for run in _runs_of_lines(piece.text))
-    # SentencePiece refuses NUL; byte fallback encodes it.
+    # SentencePiece rejects NUL; byte fallback encodes it.
     return (run.replace("\0", "") for run in islice(runs, keep_one_in - 1, None, keep_one_in))
 
 
@@ -127,13 +127,13 @@ def _runs_of_lines(text: str) -> Iterator[str]:
 
 
 def to_backend(model: bytes) -> Tokenizer:
-    """Return a SentencePiece BPE model as a tokenizers pipeline that gives the same ids.
+    r"""Return a SentencePiece BPE model as a tokenizers pipeline that produces the same ids.
 
-    SentencePiece merges whichever adjacent pair makes the piece of the highest score, so a pair
-    for every way to split each piece goes into the merges, in the order of the scores. Spaces are
-    spaces here, unlike in SentencePiece, so that a literal "\u2581" in the text is told from one.
+    SentencePiece merges the adjacent pair that forms the piece with the highest score. So the
+    merges contain every way to split each piece in two, in order of score. Spaces stay spaces here,
+    unlike in SentencePiece, to keep them distinct from a literal "\u2581" in the text.
     """
-    proto: Any = sentencepiece_model  # its classes are made at run time
+    proto: Any = sentencepiece_model  # its classes are created at run time
     pieces = proto.ModelProto.FromString(model).pieces
     normal = proto.ModelProto.SentencePiece.NORMAL
     vocab = {
@@ -154,7 +154,7 @@ def to_backend(model: bytes) -> Tokenizer:
 
 
 def wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """Return the Hugging Face tokenizer; "</s>" in a text is text, never the end of a document."""
+    """Return the Hugging Face tokenizer. A "</s>" in a text is text, not an end of document."""
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token=UNK,
@@ -168,7 +168,7 @@ def wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
 def load_tokenizer(
     source: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub id. Raises ConfigError without it, or its eos."""
+    """Load a tokenizer from a folder or hub id. Raises ConfigError if it or its eos is missing."""
     if str(source).startswith("~"):  # anything else may be a hub id
         source = user_path("data.tokenizer", str(source))
     is_folder = Path(source).is_dir()
@@ -197,12 +197,12 @@ def load_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each text, without special tokens, as users of the export will get them."""
+    """Return the ids of each text without special tokens, as users of the export will get them."""
     if getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
         backend = tokenizer.backend_tokenizer
-        backend.no_truncation()  # as its own call does
+        backend.no_truncation()  # as the tokenizer's own call does
         backend.no_padding()
-        # The fast variant leaves out each token's place in the text, which takes a third longer.
+        # The fast variant skips character offsets, which take a third longer.
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
@@ -212,8 +212,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 def encode_with_offsets(
     tokenizer: PreTrainedTokenizerBase, texts: list[str]
 ) -> list[tuple[list[int], NDArray[np.int64]]]:
-    """Return the ids of each text, without special tokens, and (tokens, 2) the places in the text
-    that each token stands for.
+    """Return, for each text, its ids without special tokens and each token's (tokens, 2) span in
+    the text.
     """
     if not texts:
         return []
@@ -230,7 +230,7 @@ def encode_with_offsets(
 
 
 def added_at_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids that the tokenizer writes before every text, such as a bos token."""
+    """Return the ids that the tokenizer prepends to every text, such as a bos token."""
     plain, whole = (
         tokenizer("a", add_special_tokens=is_added, verbose=False).input_ids
         for is_added in (False, True)
@@ -240,8 +240,8 @@ def added_at_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def joins_pieces(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if a text has the ids of its pieces; False for tokenizers that begin every text
-    with a space mark.
+    """Return True if the ids of a text are the concatenated ids of its pieces; False for tokenizers
+    that start every text with a space mark.
     """
     cuts = (("a", " word"), ("a\n", "b"))
     ids = encode(tokenizer, [text for first, last in cuts for text in (first, last, first + last)])
@@ -249,7 +249,7 @@ def joins_pieces(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return one more than the largest id; `len(tokenizer)` is less if the ids have gaps."""
+    """Return the largest id plus one. `len(tokenizer)` is smaller if the ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 

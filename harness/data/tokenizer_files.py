@@ -1,4 +1,4 @@
-"""A tokenizer's files, as a run keeps them, and its special ids."""
+"""A tokenizer's files as a run keeps them, and its special ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.files.regular_file import open_regular
 
 GENERATION = "generation_config.json"
 
-# Files that transformers' tokenizers write and read, without code.
+# Files that transformers' tokenizers read and write, except code.
 _NAMES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("*.model", "*.spm", "*.tiktoken", "vocab.*", "vocab-*.json", "merges.txt", "bpe.codes"),
@@ -27,13 +27,13 @@ _TEMPLATES = "additional_chat_templates"  # a folder of *.jinja
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if a folder holds files of a tokenizer."""
+    """Return True if a folder holds tokenizer files."""
     return any(any(folder.glob(name)) for name in _NAMES if name != GENERATION)
 
 
 def copy_tokenizer(source: Path, folder: Path, with_code: bool = False) -> list[str]:
-    """Copy a tokenizer's files; return the names left out: links and other irregular files, names
-    that no tokenizer has and, without `with_code`, code.
+    """Copy a tokenizer's files. Return the names left out: links and other irregular files, unknown
+    names and, unless `with_code`, code.
 
     A run from somebody else may hold anything, and the copy is shared.
     """
@@ -48,7 +48,7 @@ def copy_tokenizer(source: Path, folder: Path, with_code: bool = False) -> list[
 
 
 def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Copy the regular files that match; return the names of all others."""
+    """Copy the regular files that match a pattern; return the names of all others."""
     left = []
     for path in sorted(source.iterdir()):
         try:
@@ -64,9 +64,9 @@ def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[str]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files, with the SentencePiece model that it came from, if any.
+    """Write a tokenizer's files, with its SentencePiece model if it has one.
 
-    Converters to other formats (llama.cpp's) read the pieces' scores only from that file.
+    Converters to other formats (such as llama.cpp) read the pieces' scores only from that file.
     """
     write_tokenizer(tokenizer, folder)
     source = getattr(tokenizer, "vocab_file", None)
@@ -79,7 +79,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def save_generation(model: PreTrainedModel, folder: Path, parent: Path | None) -> None:
     """Write the generation config that came with a model's weights, if any, beside the tokenizer.
 
-    `parent`: the same folder of the run whose checkpoint the weights come from.
+    `parent`: the tokenizer folder of the run whose checkpoint the weights come from.
     """
     config = getattr(model, "generation_config", None)
     if config is not None and not config._from_model_config:
@@ -90,13 +90,13 @@ def save_generation(model: PreTrainedModel, folder: Path, parent: Path | None) -
 
 def has_pieces_of(tokenizer: PreTrainedTokenizerBase, model: bytes) -> bool:
     """Return True if `model` is a SentencePiece model whose pieces have the tokenizer's ids."""
-    proto: Any = sentencepiece_model  # its classes are made at run time
+    proto: Any = sentencepiece_model  # its classes are created at run time
     try:
         pieces = proto.ModelProto.FromString(model).pieces
     except Exception:  # protobuf's DecodeError, whose module depends on its implementation
         return False
     ids = tokenizer.get_vocab()
-    # A tokenizer trained here writes spaces as spaces, all others as SentencePiece's character.
+    # A tokenizer trained here keeps spaces; others use SentencePiece's character for them.
     return bool(pieces) and all(
         number in (ids.get(piece.piece), ids.get(piece.piece.replace(SPACE, " ")))
         for number, piece in enumerate(pieces)
@@ -104,13 +104,13 @@ def has_pieces_of(tokenizer: PreTrainedTokenizerBase, model: bytes) -> bool:
 
 
 def brings_code(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the tokenizer's class came with its files: it needs trust_remote_code."""
+    """Return True if the tokenizer's class came with its files and needs trust_remote_code."""
     return type(tokenizer).__module__.startswith("transformers_modules.")
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """A tokenizer's special ids; `special` holds all ids that are not text."""
+    """A tokenizer's special ids. `special` holds all ids that are not text."""
 
     bos: int | None
     eos: int
@@ -118,7 +118,7 @@ class SpecialIds:
     unk: int | None
     special: frozenset[int]
     end_of_turn: int | None = None
-    """Last token of an assistant's turn in the chat template."""
+    """Last token of an assistant turn in the chat template."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
@@ -135,12 +135,12 @@ class SpecialIds:
         )
 
     def in_place_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the three values for a config.json or generation_config.json.
+        """Return the bos, eos and pad ids for a config.json or generation_config.json.
 
-        Presets have the ids of the published model's tokenizer; with another tokenizer generation
-        would stop at the wrong tokens. A value of the config stays if the tokenizer has none, and
-        so do further eos ids (ends of turns in a chat), if they are special ids of this tokenizer
-        too. The end of a turn in the tokenizer's chat template is always one.
+        Presets have the ids of the published model's tokenizer; with another tokenizer, generation
+        would stop at the wrong tokens. A config value is kept if the tokenizer has none. Additional
+        eos ids (ends of turns in a chat) are kept if they are special ids of this tokenizer too.
+        The end of a turn in the tokenizer's chat template is always included.
         """
         listed = config.get("eos_token_id")
         ends = [end for end in listed if self._fits(end)] if isinstance(listed, list) else []
@@ -162,8 +162,8 @@ class SpecialIds:
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token with which the assistant's turn ends in the chat template: the one behind
-    what it says, or the next role's if the template writes none there.
+    """Return the token that ends an assistant turn in the chat template: the one after its text, or
+    the marker of the next role if the template writes none.
     """
     if not tokenizer.chat_template:
         return None
@@ -180,7 +180,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _last_of_first(tokens: Mapping[str, int], text: str) -> int | None:
-    """Return the last of the tokens with which a text begins, one behind the other."""
+    """Return the last of the consecutive tokens at the start of a text."""
     last = None
     while begun := [token for token in tokens if text.startswith(token)]:
         last = max(begun, key=len)

@@ -1,10 +1,10 @@
-"""Finds the assistant's turns in a rendered conversation, whatever a template makes of them.
+"""Locates the assistant's turns in a rendered conversation, for any template.
 
-The conversation is rendered a second time with marks in its texts (rendering.py). Without them
-this must be the first rendering again, so each mark says where its text stands. A turn begins
-behind what a prompt writes behind the text before it, and ends with what the template writes behind
-the turn's own text. Both are taken from renderings of the conversation up to there, and found again
-in the whole from the mark on: what a template changes before the mark does not matter.
+The conversation is rendered a second time with marks in its texts (rendering.py). Without the marks
+this rendering must equal the first, so each mark shows where its text is. A turn starts after what
+a generation prompt adds to the text before it, and ends with what the template writes after the
+turn's own text. Both are taken from renderings of the conversation up to that point and matched in
+the full text from the mark on, so changes before the mark do not matter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from harness.files.chat import Chat
 from harness.files.turns import ASSISTANT, Message
 
 _KINDS = (SAID + THOUGHT_OF + NAME + ARGUMENT, SAID + THOUGHT_OF + NAME, SAID + THOUGHT_OF, SAID)
-# A template may look into a text, and so write another where it is marked: then at another place,
-# and then fewer are.
+# A template may inspect a text and render it differently with a mark. Then another position is
+# tried, and then fewer marks.
 _MARKED = tuple((kinds, at_begin) for kinds in _KINDS for at_begin in (False, True))
-# Bounded: a user's text may be full of such tags.
+# Bounded, because a user's text may be full of such tags.
 _OPENS_THOUGHT = re.compile(
     r"(?:(?:</?[^<>|]{0,32}(?:think|thought|reason)[^<>|]{0,32}>|\[/?THINK\])\s*){1,8}$",
     re.IGNORECASE,
@@ -49,31 +49,31 @@ OTHER_TEXT = "assistant turns whose text the template changes"
 
 
 class NotFound(ValueError):
-    """A turn that is not where it must be; the message says why."""
+    """A turn that cannot be located; the message says why."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an assistant's turn in a rendered conversation."""
+    """The span of an assistant's turn in a rendered conversation."""
 
     start: int
     stop: int
     lacks: tuple[str, ...] = ()
-    """What the template leaves out of it, for notes."""
+    """Parts that the template leaves out, for notes."""
     is_written: bool = True
-    """False: the template writes nothing of it, or none of its calls."""
+    """False if the template writes nothing of the turn, or none of its calls."""
 
 
 class TurnFinder:
-    """Finds turns in what a template makes of conversations."""
+    """Locates turns in a template's output."""
 
     def __init__(self, template: ChatTemplate, tokens: Iterable[str]) -> None:
-        """`tokens`: those that are no text, as the end of a turn."""
+        """`tokens`: special tokens, such as the end of a turn."""
         self.template = template
         ordered = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         self.closes_turns = self._closes_turns()
-        """True if the template ends a turn with a token of its own, not with the next role's."""
+        """True if a special token ends each turn, rather than the next role's marker."""
 
     def _closes_turns(self) -> bool:
         turns = [{"role": "user", "content": "why"}, {"role": ASSISTANT, "content": "therefore"}]
@@ -88,7 +88,7 @@ class TurnFinder:
         marks, tried = Marks(text), list[list[Message]]()
         for kinds, at_begin in _MARKED:
             marked = marks.put(chat.messages, kinds, at_begin=at_begin)
-            if marked in tried:  # as without calls and thoughts
+            if marked in tried:  # e.g. if there are no calls or thoughts
                 continue
             tried.append(marked)
             messages = with_arguments(marked, form)
@@ -101,21 +101,21 @@ class TurnFinder:
         return Turns(self, chat, with_arguments(chat.messages, form), Placed(text, {}), marks)
 
     def without_tokens(self, text: str) -> str:
-        """Return a text without the tokens that are no text, and without white space around it."""
+        """Return a text without special tokens and surrounding white space."""
         return self._tokens.sub("", text).strip()
 
     def ends_with_token(self, text: str) -> bool:
-        """Return True if a text ends with a token that is no text."""
+        """Return True if a text ends with a special token."""
         first = max(0, len(text) - _LONGEST_TOKEN)
         return any(found.end() == len(text) for found in self._tokens.finditer(text, first))
 
     def token_at(self, text: str, place: int) -> int:
-        """Return the end of the token of no text at a place; -1 without one."""
+        """Return the end of the special token at a position; -1 if there is none."""
         found = self._tokens.match(text, place)
         return found.end() if found else -1
 
     def same(self, text: str, other: str) -> int:
-        """Return the length of the common beginning of two texts, without a part of a token."""
+        """Return the length of the common prefix of two texts, without part of a token."""
         pairs = zip(text, other, strict=False)
         size = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
         for first in range(max(0, size - _LONGEST_TOKEN), size):
@@ -139,7 +139,7 @@ class Turns:
         self._whole, self._marks = whole, marks
 
     def unwritten(self) -> list[str]:
-        """Return a note for each text of the other roles that the template leaves out."""
+        """Return a note for each text of other roles that the template leaves out."""
         return [
             f"{message['role']} turns that the template leaves out"
             for number, message in enumerate(self._messages)
@@ -149,11 +149,11 @@ class Turns:
         ]
 
     def lacks(self, number: int) -> tuple[str, ...]:
-        """Return a note for each part of an assistant's turn that the template leaves out."""
+        """Return a note for each part of an assistant turn that the template leaves out."""
         return self._what_is_written(number)[0]
 
     def place(self, number: int) -> Place:
-        """Return the place of an assistant's turn. Raises NotFound if it cannot be told."""
+        """Return the span of an assistant turn. Raises NotFound if it cannot be located."""
         lacks, is_written = self._what_is_written(number)
         if not is_written:
             return Place(0, 0, lacks, is_written=False)
@@ -180,7 +180,7 @@ class Turns:
         return Place(start, stop, lacks)
 
     def _what_is_written(self, number: int) -> tuple[tuple[str, ...], bool]:
-        """Return what a turn lacks in the rendering, and whether enough of it is there."""
+        """Return notes on what the rendering lacks of a turn, and True if enough of it is there."""
         given = self._marks.in_message(self._messages[number])
         written = self._whole.of(number).keys()
         calls, there = (
@@ -196,15 +196,15 @@ class Turns:
         return tuple(lacks), True
 
     def _is_found(self, number: int, text: str) -> bool:
-        """Return True if a turn that no mark could be put in has its words in its text."""
+        """Return True if the turn has marks, or if `text` contains all of its words."""
         message = self._messages[number]
         words = [message["content"].rpartition("</think>")[2].strip()]
         words += [call["function"]["name"] for call in message.get("tool_calls", [])]
         return bool(self._marks.in_message(message)) or all(word in text for word in words)
 
     def _start(self, number: int) -> int | None:
-        """Return where a turn begins: behind the prompt, or behind the prompt's role marker where
-        the prompt also begins a thought, and the turn does not.
+        """Return the start of a turn: after the prompt, or after its role marker if the prompt also
+        opens a thought and the turn does not.
         """
         prompt = self._of_first(number, prompt=True)
         place, in_prompt = self._before(number, prompt)
@@ -214,7 +214,7 @@ class Turns:
         return place + len(behind) if self._whole.text.startswith(behind, place) else None
 
     def _stop(self, number: int) -> int | None:
-        """Return where a turn ends, with the token that ends it."""
+        """Return the end of a turn, including the token that ends it."""
         alone = self._of_first(number + 1)
         own = last_common(self._whole, alone, number)
         place, in_alone = own or self._before(number, alone)
@@ -225,17 +225,17 @@ class Turns:
                 return None
             size = self._finder.same(text, behind)
         ended = text[:size].rstrip()
-        # Generation stops at the end of the turn: the line break behind it is the template's.
+        # Generation stops at the end of the turn; the line break after it belongs to the template.
         if self._finder.closes_turns and self._finder.ends_with_token(ended):
             return place + len(ended)
-        # Else the token that follows is what the model must write: the next role's marker.
+        # Otherwise the model must write the token that follows: the next role's marker.
         spaces = len(text) - len(text[size:].lstrip())
         token = self._finder.token_at(text, spaces)
         return place + (token if token > 0 else size)
 
     def _before(self, number: int, other: Placed) -> tuple[int, int]:
-        """Return the places in the whole and in another rendering of the last mark before a turn;
-        their beginnings without one.
+        """Return the positions, in the full text and in another rendering, of the last mark before
+        a turn; (0, 0) without one.
         """
         for earlier in range(number - 1, -1, -1):
             if common := last_common(self._whole, other, earlier):
@@ -243,7 +243,7 @@ class Turns:
         return 0, 0
 
     def _is_its(self, number: int, start: int, stop: int) -> bool:
-        """Return True if all texts of a turn are in its place, and none of a later one."""
+        """Return True if the span holds all texts of the turn and none of a later turn."""
         own = self._whole.of(number).values()
         following = range(number + 1, len(self._messages))
         later = [place for of in following for place in self._whole.of(of).values()]

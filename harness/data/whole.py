@@ -1,10 +1,10 @@
 """Windows that hold whole documents: best-fit packing, the rest padded.
 
-The bins are those of best-fit decreasing item by item, but the time depends on the number of
-different sizes and not on the number of items (arXiv 2107.02027 packs histograms likewise).
+The bins equal those of best-fit decreasing item by item, but the time depends on the number of
+distinct sizes, not on the number of items (arXiv 2107.02027 packs histograms in the same way).
 
-A document takes as many positions as it has tokens; its last one has no target. Padding comes last
-in a window. Its positions count from 1 as no document's do: attention keeps to itself there, and
+A document takes one position per token; its last position has no target. Padding is at the end of a
+window. Its positions start at 1, as no document's do, so attention keeps it separate and
 `padding_of` (models/loss.py) recognises it.
 """
 
@@ -32,14 +32,14 @@ _AT_ONCE = 1 << 18
 
 
 class BestFit:
-    """Items of 1 to `capacity` each in bins, each in the fullest bin with room for it.
+    """Items of size 1 to `capacity` in bins; each item goes into the fullest bin with room for it.
 
-    Items of equal size are taken in order. The same sizes give the same bins: a histogram alone
-    places them, so that sizes are read a block at a time, and little is held of each item.
+    Items of equal size are taken in order. The histogram of sizes alone determines the bins, so
+    sizes are read in blocks and little is stored per item.
     """
 
     def __init__(self, counts: NDArray[np.int64], capacity: int) -> None:
-        """`counts`: items of each size, from 0."""
+        """`counts`: number of items of each size, from 0."""
         self._shelves = _Shelves(capacity)
         for size in np.flatnonzero(counts)[::-1].tolist():
             self._shelves.place(size, int(counts[size]))
@@ -49,12 +49,12 @@ class BestFit:
         self._by_size = np.empty(self.items, dtype=np.int64)
 
     def add(self, sizes: NDArray[np.int64], items: NDArray[np.int64]) -> None:
-        """Add the sizes of the next items, and their numbers."""
+        """Add the sizes and the numbers of the next items."""
         order, places = _taken(sizes, self._free)
         self._by_size[places] = items[order]
 
     def bins(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield (items, number of them in each bin) of consecutive bins, large items first."""
+        """Yield (items, number of items per bin) of consecutive bins, large items first."""
         for slots, per_bin in self._shelves.contents():
             order, places = _taken(slots, self._next)
             items = np.empty(len(slots), dtype=np.int64)
@@ -65,8 +65,8 @@ class BestFit:
 def _taken(
     sizes: NDArray[np.int64], free: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the order of items by size, and the next free place of each one's size, in that order;
-    they are no longer free.
+    """Return the items ordered by size, and in that order the next free place for each one's size.
+    Marks these places as taken.
     """
     order = _order(sizes, len(free) - 1)
     counts = np.bincount(sizes, minlength=len(free))
@@ -77,13 +77,13 @@ def _taken(
 
 
 def _order(sizes: NDArray[np.int64], largest: int) -> NDArray[np.int64]:
-    """Return the stable order by size; of 16 bits numpy sorts in linear time."""
+    """Return the stable order by size. Numpy sorts 16-bit keys in linear time."""
     keys = sizes.astype(np.uint16) if largest < 1 << 16 else sizes
     return np.argsort(keys, kind="stable")
 
 
 class _Shelves:
-    """Groups of bins with equal content, by the room that is left in each."""
+    """Groups of bins with equal content, by remaining room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -93,7 +93,7 @@ class _Shelves:
         self._contents: list[tuple[int, int, int]] = []
 
     def place(self, size: int, count: int) -> None:
-        """Place `count` items of a size that no item placed before was below."""
+        """Place `count` items of a size no larger than that of any item placed before."""
         while count:
             content, bins, room = self._taken(size)
             copies = room // size
@@ -109,9 +109,9 @@ class _Shelves:
                 self._shelve(content, room, left)
 
     def _taken(self, size: int) -> tuple[int, int | None, int]:
-        """Take the fullest bins with room for `size`; empty bins without number if there are none.
+        """Take the fullest bins with room for `size`, or unlimited empty bins if there are none.
 
-        Return (content, bins, room).
+        Return (content, bins, room); `bins` is None if unlimited.
         """
         at = bisect_left(self._rooms, size)
         if at == len(self._rooms):
@@ -134,12 +134,12 @@ class _Shelves:
 
     @property
     def num_bins(self) -> int:
-        """Bins with items."""
+        """Number of bins with items."""
         return sum(bins for groups in self._groups.values() for _, bins in groups)
 
     def contents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the sizes of all items, bin by bin, and the number of items in each bin, of about
-        _AT_ONCE items at a time.
+        """Yield the sizes of all items, bin by bin, and the number of items per bin, about _AT_ONCE
+        items at a time.
         """
         slots: list[NDArray[np.int64]] = []
         per_bin: list[NDArray[np.int64]] = []
@@ -168,7 +168,7 @@ class _Shelves:
         return np.repeat(np.array(sizes[::-1], np.int64), copies[::-1])
 
 
-# Increase this if the same documents would give other windows.
+# Increase this if the same documents would give different windows.
 WHOLE_FORMAT = 1
 _MOST_FACTS_BYTES = 2**20
 TooLong = Literal["cut", "drop", "refuse"]
@@ -179,21 +179,21 @@ class WholeFacts:
     """Counts of a packing."""
 
     too_long: int
-    """Documents with more tokens than a window."""
+    """Number of documents longer than a window."""
     dropped: bool
-    """True if these are in no window; False: cut at their end."""
+    """True if documents that are too long are dropped; False if they are cut at the end."""
     longest: int
-    """Tokens of the longest document."""
+    """Length of the longest document in tokens."""
     without_target: int
-    """Documents without a token to learn, which are in no window."""
+    """Number of documents without a token to train on; they are in no window."""
     padding: int
-    """Positions of all windows that hold no token."""
+    """Number of padding positions in all windows."""
 
 
 def write_whole(
     folder: Path, side: str, packed: Packed, too_long: TooLong, *, alone: bool = False
 ) -> None:
-    """Write the windows of one side of a split; `alone`: each holds one document."""
+    """Write the windows of one side of a split; `alone`: one document per window."""
     cut, chosen = packed.seq_len, []
     longer = longest = first_longer = without_target = tokens = 0
     counts = np.zeros(cut + 1, dtype=np.int64)
@@ -223,7 +223,7 @@ def write_whole(
 
 
 def _documents_of(packed: Packed) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield rows and lengths of a side's documents, a block at a time."""
+    """Yield rows and lengths of a side's documents, one block at a time."""
     for first in range(0, packed.split.num_documents, BLOCK):
         starts = np.array(packed.split.starts[first : first + BLOCK + 1])
         yield first + np.arange(len(starts) - 1), np.diff(starts)
@@ -233,10 +233,10 @@ def _documents_of(packed: Packed) -> Iterator[tuple[NDArray[np.int64], NDArray[n
 def _write_alone(
     path: Path, packed: Packed, chosen: list[NDArray[np.bool_]], counts: NDArray[np.int64]
 ) -> int:
-    """Write a window for each chosen document; return their number."""
+    """Write one window per chosen document; return their number."""
     windows = int(counts.sum())
     names = (("rows", "i8", 0), ("firsts", "i8", 1), ("lengths", "i4", 0))
-    # Lengths beside each other: sorting a pool looks at one place for each document.
+    # Lengths are stored contiguously: sorting a pool reads one per document.
     with ExitStack() as stack:
         rows, firsts, lengths = (
             stack.enter_context(ArrayFile(Path(f"{path}.{name}.npy"), dtype, windows + more))
@@ -272,7 +272,7 @@ def _write_bins(
 
 
 class WholeWindows(Packed):
-    """One split's documents in the windows that write_whole has made."""
+    """One split's documents in the windows that write_whole made."""
 
     def __init__(self, folder: Path, side: str, *, alone: bool = False, **documents: Any) -> None:
         """`documents`: the arguments of Packed."""
@@ -287,11 +287,11 @@ class WholeWindows(Packed):
 
     @property
     def padding_share(self) -> float:
-        """Share of the positions of all windows that hold no token."""
+        """Share of padding among the positions of all windows."""
         return self.facts.padding / max(1, self.num_windows * self.seq_len)
 
     def counts(self) -> str:
-        """Return documents cut, dropped and left out, and the share of padding, as text."""
+        """Return documents cut, dropped and left out, and the padding share, as text."""
         facts, parts = self.facts, [f"{self.padding_share:.2%} padding"]
         if facts.too_long:
             done = "dropped" if facts.dropped else "cut"
@@ -316,7 +316,7 @@ class WholeWindows(Packed):
         ids = self._ids(row_of, offsets)
         labels = np.where(self._is_masked(row_of, offsets), IGNORED, ids)
         labels = np.append(labels[1:], IGNORED)
-        labels[ends - 1] = IGNORED  # what follows is another document
+        labels[ends - 1] = IGNORED  # the next token belongs to another document
         shape = (len(windows), self.seq_len)
         used = np.bincount(window, lengths, len(windows)).astype(np.int64)
         read = Windows(
@@ -331,12 +331,12 @@ class WholeWindows(Packed):
         return read
 
     def targets(self, windows: NDArray[np.int64]) -> int:
-        """Return the target tokens of the (n,) windows, counted without reading tokens."""
+        """Return the number of target tokens in the (n,) windows, without reading tokens."""
         rows, _, lengths, _ = self._documents_in(windows)
         return int(self.learned_in(rows, lengths).sum())
 
     def lengths(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each of the (n,) windows, without padding."""
+        """Return the length of each of the (n,) windows in tokens, without padding."""
         if self._lengths is not None:
             fetch(self._lengths, windows)
             return self._lengths[windows].astype(np.int64)
@@ -344,14 +344,14 @@ class WholeWindows(Packed):
         return np.bincount(window, lengths, len(windows)).astype(np.int64)
 
     def _parts(self, window: int) -> tuple[NDArray[np.int64], ...]:
-        """Return split row, first and last token and column of each document."""
+        """Return split row, first token, last token and column of each document in a window."""
         rows, _, lengths, columns = self._documents_in(np.array([window]))
         return rows, np.zeros_like(rows), lengths, columns
 
     def _documents_in(
         self, windows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return split row, place among `windows`, length and column of their documents."""
+        """Return split row, index among `windows`, length and column of the documents."""
         firsts = self._firsts[windows]
         counts = self._firsts[windows + 1] - firsts
         befores = np.cumsum(counts) - counts

@@ -1,1 +1,1 @@
-"""The bytes that a plan comes to, from the standard library alone."""
+"""The memory and time that a plan will take, computed with the standard library alone."""

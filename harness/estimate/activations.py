@@ -1,7 +1,7 @@
-"""Activations: what autograd keeps for the backward pass, and the peak around the loss.
+"""Activations: what autograd saves for the backward pass, and the peak around the loss.
 
-The tests hold the sums equal to what autograd saves of the real models; where a family is only
-guessed at, `activation_evidence` says so.
+Tests compare the sums with what autograd saves for the real models; for a family that was not
+compared, `activation_evidence` returns "guessed".
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from harness.layout.recompute import REVERSIBLE, is_checkpointed
 
 
 def carried_states(inputs: Inputs) -> Iterator[Held]:
-    """Yield the states of all rows of a rank, fp32, and of the window that is computed those before
-    and behind it (harness/engine/forward.py).
+    """Yield the carried states of all of a rank's rows in fp32 and, for the current window, the
+    states before and after it (harness/engine/forward.py).
     """
     if not inputs.carried_numbers:
         return
@@ -68,10 +68,10 @@ ATTENTION_COPIES = "activations: copies of attention"
 def activations(
     inputs: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
 ) -> list[Held]:
-    """Saved activations and the temporaries of the backward pass.
+    """Return saved activations and the temporaries of the backward pass.
 
-    Those of one micro-batch, or of all that a pipeline stage has in flight. `layer_of`: for
-    planners, which keep layers that many runs share.
+    They are for one micro-batch, or for all that a pipeline stage has in flight. `layer_of` lets
+    planners cache layers that many runs share.
     """
     evidence, batches = activation_evidence(inputs), inputs.in_flight
     kinds = inputs.layers_alike
@@ -80,12 +80,12 @@ def activations(
     kept = [(_kept(inputs, each[0], layers[each[0]]), len(each)) for each in kinds]
     for name, place in {key: None for sizes, _ in kept for key in sizes}:
         total = sum(sizes.get((name, place), 0) * count for sizes, count in kept)
-        if place == "host":  # which is kept from step to step (models/recompute.py)
+        if place == "host":  # buffers are kept between steps (models/recompute.py)
             parts.append(Held(name, batches * total, STEPPED, evidence, place))
             continue
         parts.append(Held(name, batches * total, BEFORE_BACKWARD, evidence, place))
         first = kept[0][0].get((name, place), 0)
-        left = (batches - 1) * total + first  # what the end of a backward pass needs
+        left = (batches - 1) * total + first  # still needed at the end of a backward pass
         parts.append(Held(name, left, _LAST, evidence, place))
     last = next(each[0] for each in kinds if each[-1] == inputs.shape.num_layers - 1)
     for phases, index in ((_FIRST, last), (_LAST, 0)):
@@ -95,7 +95,7 @@ def activations(
         stream = FP32 * inputs.shape.hidden_size * inputs.tokens
         parts.append(Held("activations: streams", 2 * stream, _FORWARD_TO_BACKWARD, evidence))
         parts.append(Held("gradients of streams", 2 * stream, BACKWARD, "read"))
-    if inputs.activation_offload:  # the one that is on its way
+    if inputs.activation_offload:  # the layer in transit
         on_its_way = sum(kept[0][0].values())
         parts.append(Held("layer moved to and from the host", on_its_way, _IN_LAYERS, "read"))
     if inputs.mlp_tiles > 1:
@@ -113,11 +113,11 @@ def activations(
 
 
 def attention_copies(inputs: Inputs) -> int:
-    """Return the bytes of queries, keys, values and results that kernels of attention may keep in
-    another layout, besides those that are counted.
+    """Return the bytes of queries, keys, values and results that attention kernels may keep in
+    another layout, in addition to those counted.
 
-    ml-engineering's activation-memory-per-layer.py measured up to 2.5 x 2h bytes a token and layer
-    more on GPUs than those of layer_bytes.py come to.
+    ml-engineering's activation-memory-per-layer.py measured up to 2.5 x 2h bytes per token and
+    layer more on GPUs than layer_bytes.py computes.
     """
     shape, way, first = inputs.shape, inputs.checkpointing, inputs.first_layer
     kept = inputs.in_flight * sum(
@@ -130,7 +130,7 @@ def attention_copies(inputs: Inputs) -> int:
 def saved_for_backward(inputs: Inputs) -> int:
     """Return the bytes that autograd holds between a forward pass and its backward pass.
 
-    Where every layer is checkpointed rotary tensors are arguments of each, alive but not saved.
+    If every layer is checkpointed, rotary tensors are arguments of each layer: alive but not saved.
     """
     parts = [part for part in activations(inputs) if part.component.startswith("activations")]
     size = sum(part.bytes for part in parts if "loss" in part.phases) + log_softmax(inputs)
@@ -141,12 +141,12 @@ def saved_for_backward(inputs: Inputs) -> int:
 
 
 def _kept(inputs: Inputs, index: int, layer: Layer) -> dict[tuple[str, Place], int]:
-    """The bytes, by component and place, that a layer keeps of a micro-batch until its backward
-    pass.
+    """Return the bytes, by component and place, that a layer keeps of a micro-batch for its
+    backward pass.
     """
     if not is_checkpointed(inputs.checkpointing, inputs.first_layer + index):
         return {(f"activations: {kind}", "device"): size for kind, size in vars(layer).items()}
-    if inputs.checkpointing == REVERSIBLE:  # the last one's streams are all
+    if inputs.checkpointing == REVERSIBLE:  # only the last layer's streams are kept
         return {}
     place: Place = "host" if inputs.activation_offload else "device"
     boundary = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
@@ -157,13 +157,13 @@ def _kept(inputs: Inputs, index: int, layer: Layer) -> dict[tuple[str, Place], i
 
 
 def _results(inputs: Inputs, index: int) -> tuple[int, int]:
-    """The bytes of results that `selective` keeps of a layer (models/recompute.py): those that its
-    backward pass needs as they are, and those from which it computes others.
+    """Return the bytes of results that `selective` keeps of a layer (models/recompute.py): those
+    that its backward pass needs directly, and those from which it recomputes others.
     """
     shape, e = inputs.shape, inputs.element_bytes
     if inputs.trace is not None:
         return 0, 0
-    # Rotated queries and keys, and the sums that norms take, are computed from them.
+    # Rotated queries and keys, and the inputs of norms, are recomputed from them.
     from_them = e * (shape.q_size + 2 * shape.kv_size + shape.hidden_size)
     as_they_are = 0
     keeps_attention = inputs.attention != "eager" and ATTENTIONS[inputs.attention].is_exact
@@ -180,7 +180,7 @@ def _results(inputs: Inputs, index: int) -> tuple[int, int]:
 
 
 def _recomputed(inputs: Inputs, index: int, layer: Layer) -> int:
-    """The bytes that a layer's backward pass computes again, beside what was kept."""
+    """Return the bytes that a layer's backward pass recomputes, in addition to what was kept."""
     if not is_checkpointed(inputs.checkpointing, inputs.first_layer + index):
         return 0
     if inputs.checkpointing == "selective":
@@ -191,14 +191,14 @@ def _recomputed(inputs: Inputs, index: int, layer: Layer) -> int:
 
 
 def _tile(inputs: Inputs) -> int:
-    """The bytes that an MLP keeps of the tokens that it takes at a time."""
+    """Return the bytes that an MLP keeps of one tile of tokens."""
     tokens = -(-inputs.tokens // inputs.mlp_tiles)
     return dense_mlp(inputs) * tokens
 
 
 def _mask(inputs: Inputs) -> int:
-    """The masks that layers share, one for each window: numbers for eager attention, booleans for
-    SDPA.
+    """Return the bytes of the masks that layers share, one per window size: floats for eager
+    attention, booleans for SDPA.
     """
     eager, windows = inputs.attention == "eager", inputs.shape.sliding_windows
     if not eager and inputs.attention != "sdpa":
@@ -210,7 +210,9 @@ def _mask(inputs: Inputs) -> int:
 
 
 def _positions(inputs: Inputs) -> int:
-    """Rotary cosines and sines, which all layers share, or the indices of learned positions."""
+    """Return the bytes of rotary cosines and sines, shared by all layers, or of position
+    indices.
+    """
     family = inputs.shape.family
     if family.alibi:
         return 0
@@ -224,13 +226,13 @@ def _positions(inputs: Inputs) -> int:
 
 
 def _embedding_norm(inputs: Inputs) -> int:
-    """The input of a norm between embedding and layers."""
+    """Return the bytes of the input of a norm between embedding and layers."""
     count = sum(t.kind == "norm" and t.name.endswith("weight") for t in inputs.shape.body.before)
     return count * inputs.element_bytes * (inputs.shape.hidden_size + 2) * inputs.tokens
 
 
 def _head(inputs: Inputs) -> int:
-    """The final norm, the input of the output head, and what caps the logits."""
+    """Return the bytes of the final norm, the head's input, and the soft cap on logits."""
     e, h = inputs.element_bytes, inputs.shape.hidden_size
     if inputs.trace is not None:
         counted = (FP32 * inputs.shape.vocab_size + 2 * INDEX) * inputs.tokens + _positions(inputs)
@@ -243,9 +245,9 @@ def _head(inputs: Inputs) -> int:
 
 
 def _temporaries(inputs: Inputs) -> int:
-    """Gradients inside one layer, at most while its MLP's are computed: of the product, and of gate
-    and up once the product itself is gone, and of the stream. Liger writes the last two over gate
-    and up.
+    """Return the bytes of gradients inside one layer at their peak, which is in the MLP: the
+    product's gradient or, after it is freed, those of gate and up; and that of the residual stream.
+    Liger overwrites gate and up with their gradients.
     """
     shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
     width = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)

@@ -1,4 +1,4 @@
-"""Buffers of DeepSpeed's communication, and the weights that ZeRO 3 has gathered at a time."""
+"""DeepSpeed's communication buffers, and the weights that ZeRO 3 holds gathered."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from harness.estimate.partition import piece
 from harness.estimate.states import optimizer_class
 from harness.layout.recompute import matrix_elements
 
-# Elements that stage 0 reduces at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
+# Elements that stage 0 reduces at a time (engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
 _ALLREDUCE = 500_000_000
-# Norms are summed in fp64 wherever the device has it (zero/utils.py, get_norm_dtype): a copy of one
-# gradient at a time.
+# Norms are summed in fp64 if the device supports it (zero/utils.py, get_norm_dtype), from a copy of
+# one gradient at a time.
 _NORM = 8  # bytes
 
 
 def communication(inputs: Inputs) -> list[Held]:
-    """Buffers in which gradients are reduced."""
+    """Return the buffers in which gradients are reduced."""
     kind = optimizer_class(inputs)
     if kind == "DeepSpeedZeroOptimizer":
         buffers = _bucket12(inputs)
@@ -34,8 +34,9 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
     wide = zero.stage == 1 and inputs.sum_bytes != inputs.element_bytes
     element = inputs.sum_bytes if wide else inputs.element_bytes
     if zero.contiguous_gradients or zero.offload_optimizer != "device":
-        # Made in every backward, of stage 1 in the first, twice when reduction overlaps it
-        # (setup_buckets); under a pipeline it never does, and the reduction makes another.
+        # Allocated in every backward pass (for stage 1 in the first), and twice if reduction
+        # overlaps it (setup_buckets); under a pipeline it never overlaps, and the reduction
+        # allocates another.
         pipelined = inputs.stage is not None
         size = element * zero.reduce_bucket * (2 if zero.overlap_comm and not pipelined else 1)
         yield Held("gradient buckets", size, BACKWARD | {"reduce"}, "measured")
@@ -43,14 +44,14 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
             yield Held("gradient buckets", size, frozenset({"forward", "loss"}), "read")
         if pipelined:
             yield Held("gradient buckets", size, frozenset({"reduce"}), "read")
-    # Stage 2 with fp32 sums reduces in fp32 what it collected in 16 bits.  A parameter larger than
-    # the bucket is reduced by itself, under offload from a clone.
+    # Stage 2 with fp32 sums reduces in fp32 what it collected in 16 bits. A parameter larger than
+    # the bucket is reduced by itself; with offload, from a clone.
     largest = max(tensor.numel for tensor in inputs.trained_tensors)
     small = min(zero.reduce_bucket, inputs.trained)
     offload = zero.offload_optimizer != "device"
     if zero.stage == 2 and inputs.sum_bytes != inputs.element_bytes:
         copy = inputs.sum_bytes * max(small, largest)
-    elif inputs.comm_bytes > inputs.element_bytes:  # widened, one that is reduced by itself, too
+    elif inputs.comm_bytes > inputs.element_bytes:  # cast up, even a gradient reduced by itself
         copy = inputs.comm_bytes * max(small, largest)
     else:
         copy = inputs.comm_bytes * small
@@ -65,7 +66,8 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
     if not offload:
         yield Held("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
         return
-    # Offload takes the norms as gradients arrive: the embedding's when activations are gone.
+    # With offload, norms are computed as gradients arrive; the embedding's comes after activations
+    # are freed.
     yield Held("norm in fp64", _NORM * part, frozenset({"backward_last"}), "read")
     early = max((t.numel for t in inputs.trained_tensors if t.kind != "embedding"), default=0)
     part = min(early, inputs.sharded_parameters)
@@ -77,8 +79,8 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
     if inputs.zero.contiguous_gradients:
         yield Held("gradient buckets", inputs.comm_bytes * bucket, ALWAYS, "measured")
     largest = max(tensor.numel for tensor in inputs.trained_tensors)
-    # reduce_scatter_coalesced puts the shares of a bucket together anew; a gradient larger than it
-    # is reduced by itself, and where it is, unless it does not divide.
+    # reduce_scatter_coalesced copies the shards of a bucket. A gradient larger than the bucket is
+    # reduced by itself, in place unless it does not divide evenly.
     alone = [
         tensor.numel
         for group in inputs.groups()
@@ -86,10 +88,10 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
         if tensor.numel > bucket and tensor.numel % inputs.shards_of(group)
     ]
     copied = max([min(bucket, inputs.trained), *alone])
-    if inputs.comm_bytes != inputs.element_bytes:  # in another type before that
+    if inputs.comm_bytes != inputs.element_bytes:  # cast to the communication type before that
         copied += max(min(bucket, inputs.trained), largest)
     yield Held("communication copy", inputs.comm_bytes * copied, BACKWARD, "read")
-    # Those of a layer that is gathered as a whole are reduced when it has given its input's.
+    # If a layer is gathered as a whole, its gradients are reduced after its input's gradient.
     made = max(largest, inputs.layer_elements) if inputs.gathers_layers else largest
     yield Held("gradient being made", inputs.element_bytes * made, BACKWARD, "read")
     part = max(
@@ -100,7 +102,7 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
 
 
 def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
-    """BF16_Optimizer's flat groups are cast one by one (finding 36); the rest is packed."""
+    """Yield reduction buffers; BF16_Optimizer casts its flat groups one by one (finding 36)."""
     if kind != "BF16_Optimizer":
         size = inputs.comm_bytes * min(inputs.trained, _ALLREDUCE)
         yield Held("communication copy", size, frozenset({"reduce"}), "measured")
@@ -111,11 +113,11 @@ def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
 
 
 def gathered_parameters(inputs: Inputs) -> list[Held]:
-    """Weights that ZeRO 3 holds in full besides the persistent ones.
+    """Return the weights that ZeRO 3 holds in full, in addition to the persistent ones.
 
-    The module at work is always gathered, and what is prefetched is there twice while it arrives
-    (partition_parameters.py: one flat buffer, then a tensor per parameter).  A weight is released
-    unless it is used again within `max_reuse_distance` elements: before the turn from forward to
+    The active module is always gathered, and prefetched weights exist twice while they arrive
+    (partition_parameters.py: one flat buffer, then a tensor per parameter). A weight is released
+    unless it is used again within `max_reuse_distance` elements. Around the turn from forward to
     backward every element is passed twice, so half of that distance stays gathered
     (partitioned_param_coordinator.py, __params_to_release).
     """
@@ -131,7 +133,7 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
     prefetched = min(total, zero.prefetch_bucket + module) if zero.prefetch_bucket else 0
     if inputs.gathers_layers:
         module = inputs.layer_elements
-    elif inputs.mlp_tiles > 1:  # then an MLP is gathered as a whole
+    elif inputs.mlp_tiles > 1:  # then each MLP is gathered as a whole
         module = max(module, max(map(matrix_elements, inputs.shape.body.layers)))
     working = min(total, module + prefetched)
     turn = min(total, max(largest, zero.max_reuse_distance // 2 + module) + prefetched)
@@ -158,16 +160,16 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
 
 
 def _has_all(inputs: Inputs) -> bool:
-    """True if a rank's shard is the whole weight, on the device: it is used as it lies there
+    """Return True if a rank's shard is the whole weight, on the device, and is used in place
     (partition_parameters.py, NoGatherHandle).
     """
     return inputs.shards == 1 and inputs.zero.offload_param == "device"
 
 
 def dequantized_weights(inputs: Inputs) -> list[Held]:
-    """The weight in 4 bits that something is multiplied by: dequantized as a whole, forward and
-    backward (bitsandbytes' gemm_4bit beyond 1,536 tokens, MatMul4Bit.backward), and before it is
-    quantized.
+    """Return the 4-bit weight that is currently multiplied: dequantized as a whole in forward and
+    backward (bitsandbytes' gemm_4bit beyond 1,536 tokens, MatMul4Bit.backward), and in full
+    precision before quantization.
     """
     size, working = inputs.dequantized_bytes, frozenset({"build", "forward", "evaluation"})
     return [Held("dequantized weight", size, working | BACKWARD, "read")] if size else []
@@ -178,18 +180,19 @@ def _largest(sizes: list[int]) -> int:
 
 
 def pipeline(inputs: Inputs) -> list[Held]:
-    """Tensors that a pipeline stage keeps of each micro-batch besides its layers' activations.
+    """Return the tensors that a pipeline stage keeps per micro-batch, besides its layers'
+    activations.
 
-    pipe/engine.py: one buffer receives activations and gradients alike; what was received is
-    copied, and lives until its gradient is sent; outputs live until their backward pass.  The last
-    stage lets go of its outputs, the losses, when all is done, and before only overwrites them, in
-    two slots: through their graphs two inputs and their gradients stay.
+    pipe/engine.py: one buffer receives both activations and gradients. Received tensors are copied
+    and live until their gradient is sent; outputs live until their backward pass. The last stage
+    frees its outputs, the losses, only at the end and before that overwrites them, in two slots;
+    their graphs keep two inputs and their gradients alive.
     """
     if inputs.stage is None:
         return []
     working = frozenset({"forward", "loss", "evaluation"}) | BACKWARD
     stream = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
-    # Tensor-parallel ranks send a part each, and put together what they received.
+    # Each tensor-parallel rank sends a part; the receivers combine them.
     sent = stream // (inputs.grid.tensor if inputs.sends_parts else 1)
     parts = [Held("pipeline: receive buffer", sent, STEPPED, "measured")]
     if inputs.has_head:

@@ -1,4 +1,4 @@
-"""Divisions over ranks that can be run."""
+"""Checks which divisions over ranks are supported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from harness.layout.tensor import tensor_problems
 
 
 def division_problems(inputs: Inputs) -> list[str]:
-    """Return the reasons why a division over ranks cannot be run."""
+    """Return the reasons why a division over ranks is not supported."""
     grid, shape, seq_len = inputs.grid, inputs.shape, inputs.seq_len
     axes = {key: axis for axis, key in KEYS.items()}
     problems = [

@@ -1,7 +1,7 @@
-"""Memory that a GPU's driver shows beside torch's: context, kernels, NCCL's buffers.
+"""GPU memory that the driver reports beyond torch's: context, kernels, NCCL buffers.
 
-driver.toml has the figures and their sources. All are intervals: libraries load kernels as they are
-used, and NCCL takes as many channels as it finds links.
+driver.toml has the figures and their sources. All are intervals, because libraries load kernels on
+demand and NCCL uses as many channels as it finds links.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from harness.layout.grid import Grid
 
 _MIB = 2**20
 _UNKNOWN = "hopper"
-"""The generation that is assumed of a GPU that nobody named."""
+"""Generation assumed if no GPU is named."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A table of driver.toml; sizes in MiB."""
+    """One table of driver.toml; sizes in MiB."""
 
     gpus: tuple[str, ...]
     context: tuple[float, float]
@@ -43,25 +43,25 @@ GENERATIONS = {name: _generation(table) for name, table in _TABLES.items()}
 
 
 def generation_of(gpu: str | None) -> Generation:
-    """Return the generation of a key of gpus.toml; Hopper's where it is None."""
+    """Return the generation for a key of gpus.toml; Hopper if the key is None."""
     matching = (each for each in GENERATIONS.values() if gpu in each.gpus)
     return next(matching, GENERATIONS[_UNKNOWN])
 
 
 def communicators(grid: Grid, secondary_ranks: int = 1) -> int:
-    """Return the groups of ranks that a rank talks to over NCCL.
+    """Return the number of NCCL communicators of a rank.
 
-    All ranks, and DeepSpeed's copy of that group (comm/torch.py); of stages those along the
-    pipeline and beside it (runtime/pipe/topology.py); of every other axis one and its complement.
+    All ranks, and DeepSpeed's copy of that group (comm/torch.py); for stages the groups along and
+    across the pipeline (runtime/pipe/topology.py); for every other axis a group and its complement.
     """
-    if grid.world_size == 1:  # DeepSpeed gathers and reduces over one rank, too
+    if grid.world_size == 1:  # DeepSpeed's collectives run even for one rank
         return 1
     axes = 2 * (grid.pipeline > 1) + 2 * (grid.tensor > 1) + 2 * (grid.sequence > 1)
     return 2 + axes + 2 * (grid.expert > 1) + (secondary_ranks > 1)
 
 
 def driver_bytes(grid: Grid, gpu: str | None, secondary_ranks: int = 1) -> Interval:
-    """Return the bytes that a rank takes of its GPU outside of torch's allocator."""
+    """Return the bytes that a rank uses on its GPU outside torch's allocator."""
     kind, count = generation_of(gpu), communicators(grid, secondary_ranks)
 
     def total(end: int) -> int:

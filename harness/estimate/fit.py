@@ -1,4 +1,4 @@
-"""Does the plan fit this machine, and which single changes would help?"""
+"""Determines if a plan fits this machine, and which single changes would help."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from harness.estimate.timeline import Estimate, estimate_memory
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import split
 
-_FEWEST_TOKENS = 256  # no shorter sample is proposed
-_MOST_GPUS = 64  # times as many as now
+_FEWEST_TOKENS = 256  # shorter samples are not proposed
+_MOST_GPUS = 64  # times the current number
 _MOST_STAGES = 16
 _TILES = 8
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change, and the estimate after it."""
+    """One change, with the estimate after it."""
 
     text: str
     estimate: Estimate
@@ -35,7 +35,9 @@ class Change:
 
 
 def helpful_changes(before: Estimate) -> list[Change]:
-    """The changes that save memory on the device; those that make it fit first, gentlest first."""
+    """Return the changes that save device memory; first those that make the run fit, gentlest
+    first.
+    """
     changes = []
     for text, inputs in _candidates(before):
         if division_problems(inputs):
@@ -49,7 +51,7 @@ def helpful_changes(before: Estimate) -> list[Change]:
 
 
 def with_stage(inputs: Inputs, stage: int) -> Inputs:
-    """Return the run under another ZeRO stage, without offload that the stage does not have."""
+    """Return the run with another ZeRO stage, without offloading that it does not support."""
     zero = inputs.zero
     return replace(
         inputs,
@@ -63,15 +65,15 @@ def with_stage(inputs: Inputs, stage: int) -> Inputs:
 
 
 def with_micro_batch(inputs: Inputs, micro_batch: int) -> Inputs:
-    """Return the run with its global batch in other micro-batches."""
+    """Return the run with the same global batch in other micro-batches."""
     accum = -(-inputs.micro_batch * inputs.grad_accum // micro_batch)
     return replace(inputs, micro_batch=micro_batch, grad_accum=accum)
 
 
 def with_stages(inputs: Inputs, stages: int) -> Inputs:
-    """Return the run on the same GPUs with its model cut into pipeline stages.
+    """Return the run on the same GPUs with its model split into pipeline stages.
 
-    Raises ValueError for GPUs or layers that are not that many stages.
+    Raises ValueError if the GPUs or layers cannot be divided into that many stages.
     """
     grid = replace(inputs.grid, pipeline=stages)
     recompute = inputs.checkpointing, inputs.mlp_tiles
@@ -84,7 +86,7 @@ def with_stages(inputs: Inputs, stages: int) -> Inputs:
 
 
 def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Twice as many stages, and so on, where ZeRO and what is offloaded go with stages."""
+    """Yield more pipeline stages, doubling each time, if ZeRO and offloading permit stages."""
     zero, stages = inputs.zero, 2 * inputs.grid.pipeline
     offloads = zero.offload_optimizer != "device"
     reversible = inputs.checkpointing == REVERSIBLE
@@ -95,7 +97,7 @@ def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
 
 
 def _of_long_samples(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """The changes that divide what a rank's tokens need in a layer, and move it to the host."""
+    """Yield changes that tile or offload the activations of a layer."""
     if inputs.compiled:
         return
     has_experts = bool(inputs.shape.num_experts)
@@ -124,7 +126,7 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
         small = replace(zero, reduce_bucket=50_000_000)
         yield "ds.zero_optimization.reduce_bucket_size=50000000", replace(inputs, zero=small)
     yield from _in_stages(inputs)
-    pipelined = inputs.bounds is not None  # with which neither sharded gradients nor offload go
+    pipelined = inputs.bounds is not None  # stages exclude sharded gradients and offload
     for stage in range(zero.stage + 1, 2 if pipelined else 4):
         yield f"ds.zero_optimization.stage={stage}", with_stage(inputs, stage)
     if zero.stage and zero.offload_optimizer == "device" and not pipelined:
@@ -148,9 +150,9 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 _CHANGES_SHOWN = 4
-RUNS = "runs"  # where a run without run.dir is made
+RUNS = "runs"  # parent of new run folders
 IsPossible = Callable[[str], bool]
-"""Whether a run could be changed so, as in "model.checkpointing=full"."""
+"""Returns True if a run could be changed in this way, e.g. "model.checkpointing=full"."""
 
 
 def _any(change: str) -> bool:
@@ -163,10 +165,10 @@ def shortages(
     free_host: int | None,
     is_possible: IsPossible = _any,
 ) -> list[str]:
-    """Return the memory that this machine lacks, with the single changes that would help.
+    """Return the memory that this machine lacks, with single changes that would help.
 
-    `free_gpu`: bytes of this rank's GPU; `free_host`: of the node, for all its ranks; None where
-    nobody says.
+    `free_gpu`: free bytes on this rank's GPU; `free_host`: free bytes of the node, for all its
+    ranks; None if unknown.
     """
     ranks = estimate.inputs.gpus_per_node
     if estimate.inputs.accelerator == "cpu":
@@ -181,7 +183,7 @@ def shortages(
 def shortages_here(
     estimate: Estimate, local_rank: int, run_dir: str | None, is_possible: IsPossible = _any
 ) -> list[str]:
-    """Return the shortages of this machine: the rank's GPU, the host and the disk of the run."""
+    """Return this machine's shortages: the rank's GPU, host memory, and disk space for the run."""
     on_gpu = estimate.inputs.accelerator == "cuda"
     return [
         *shortages(
@@ -192,7 +194,9 @@ def shortages_here(
 
 
 def _short_disk(needed: int, run_dir: Path) -> list[str]:
-    """A save writes the new checkpoint before it removes an old one."""
+    """Return a shortage of disk space; a save writes the new checkpoint, then removes an
+    old one.
+    """
     folder = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
     if needed <= free:
@@ -204,7 +208,7 @@ def _short_disk(needed: int, run_dir: Path) -> list[str]:
 
 
 def memory_line(estimate: Estimate) -> str:
-    """Return the peak, its phase and its largest parts in one line."""
+    """Return the peak, its phase and its largest parts, on one line."""
     if estimate.inputs.accelerator == "cpu":
         return _cpu_line(estimate)
     worst = estimate.worst
@@ -216,7 +220,7 @@ def memory_line(estimate: Estimate) -> str:
 
 
 def _cpu_line(estimate: Estimate) -> str:
-    """Return the host memory of a node and of its fullest rank, whose process is a part of it."""
+    """Return the host memory of a node and of its fullest rank, including the process itself."""
     worst = max(estimate.ranks, key=lambda rank: rank.on_cpu)
     largest = _largest(worst.cpu_phase(worst.cpu_peak_phase))
     return (
@@ -231,7 +235,7 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 
 def _on_gpu(estimate: Estimate) -> str:
-    """Return the interval that the driver will show, and the verdict on a device of known size."""
+    """Return the interval that the driver will show, and the verdict if the device is known."""
     low, high = (f"{end / GIB:.2f}" for end in estimate.worst.shown)
     verdict = ""
     if estimate.device_bytes is not None:
@@ -242,9 +246,11 @@ def _on_gpu(estimate: Estimate) -> str:
 def changes_that_help(
     estimate: Estimate, room_bytes: int | None, is_possible: IsPossible = _any
 ) -> str:
-    """The gentlest single changes that make it fit `room_bytes`, or those that save most."""
+    """Return the gentlest changes that each make the run fit `room_bytes`, or those that
+    save most.
+    """
     changes = helpful_changes(replace(estimate, device_bytes=room_bytes))
-    if estimate.inputs.accelerator == "cpu":  # more ranks and offload fill the same memory
+    if estimate.inputs.accelerator == "cpu":  # more ranks or offloading would use the same memory
         changes = [c for c in changes if "offload" not in c.text and "GPU" not in c.text]
     fitting = [change for change in changes if change.estimate.verdict == "fits"]
     for what, of in (
@@ -265,7 +271,7 @@ def _short(
     ranks_sharing: int,
     is_possible: IsPossible,
 ) -> list[str]:
-    """`ranks_sharing` ranks keep their tensors there; 0 where only what is offloaded lies there."""
+    """Return a shortage. `ranks_sharing`: ranks with tensors in this memory; 0: offloads alone."""
     if free is None or needed <= free:
         return []
     advice = "use more nodes, or offload less"
@@ -282,7 +288,7 @@ def _gib(size: float) -> str:
 
 
 def free_on_gpu(local_rank: int, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Bytes free on a rank's GPU, as its driver says; None where it does not. Touches no device."""
+    """Return the free bytes on a rank's GPU, from its driver; None if unknown. Uses no device."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for name in (visible or "").split(",") if name]
     name = names[local_rank % len(names)] if names else str(local_rank)
@@ -291,11 +297,11 @@ def free_on_gpu(local_rank: int, environ: Mapping[str, str] = os.environ) -> int
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
         return int(done.stdout) * 2**20
     except (OSError, ValueError, subprocess.SubprocessError):
-        return None  # no driver's tool here, or a slice of a GPU that it does not list
+        return None  # no nvidia-smi, or a MIG slice that it does not list
 
 
 def free_on_host() -> int | None:
-    """Bytes that the kernel can still give, within the limits of this process's control groups."""
+    """Return the available host memory in bytes, within the limits of this process's cgroups."""
     try:
         available = re.search(r"MemAvailable:\s+(\d+) kB", (_PROC / "meminfo").read_text())
         group = (_PROC / "self/cgroup").read_text().partition("::")[2].strip().lstrip("/")

@@ -1,4 +1,4 @@
-"""GPUs by name: how much they hold, how fast they compute, how wide their links are."""
+"""GPUs by name: memory, compute peaks, and link bandwidth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Precision = Literal["fp32", "fp16", "bf16"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device as PyTorch sees it: a table of gpus.toml, which says what each figure means."""
+    """One device as PyTorch sees it: a table of gpus.toml, which documents each figure."""
 
     key: str
     """Its table in gpus.toml."""
@@ -28,9 +28,9 @@ class Gpu:
     bf16_tflops: float | None = None
 
     def peak_tflops(self, precision: Precision) -> float:
-        """Peak of dense matrix products in `precision`, in 10**12 operations per second.
+        """Return the peak of dense matrix products in `precision`, in 10**12 operations per second.
 
-        bf16 on a device without it is emulated in fp32, and so is its peak.
+        On a device without bf16 it is emulated in fp32, and so is its peak.
         """
         if precision == "fp16":
             return self.fp16_tflops
@@ -45,9 +45,9 @@ _COMMON_WORDS = {"nvidia", "amd", "tesla", "geforce", "rtx", "instinct", "gb", "
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU that a person or a driver calls `name`: "h100-80", "NVIDIA A100-SXM4-80GB".
+    """Return the GPU that a person or a driver calls `name`: "h100-80", "NVIDIA A100-SXM4-80GB".
 
-    Raises ValueError with the keys that there are, or that it may mean.
+    Raises ValueError with the known keys, or the keys that it could mean.
     """
     words = set(re.findall(r"rtx|[a-z]+\d+[a-z]*|\d+|[a-z]+", name.lower()))
     if "mig" in words:
@@ -63,7 +63,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def known_gpu(name: str | None) -> Gpu | None:
-    """Return the GPU of that name, None without a name or if the table lacks it."""
+    """Return the GPU with that name; None without a name or if the table lacks it."""
     try:
         return find_gpu(name) if name else None
     except ValueError:

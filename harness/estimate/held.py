@@ -1,4 +1,4 @@
-"""The units of an estimate: bytes of a component in the phases that it lives in, and intervals."""
+"""The units of an estimate: a component's bytes with the phases it lives in, and intervals."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ GIB = 2**30
 
 
 def as_size(size: float) -> str:
-    """Bytes in GiB, or in MiB where that would be less than one: a small disk is not 0.00 GiB."""
+    """Return bytes as GiB, or as MiB below 1 GiB so that small sizes are not shown as 0.00 GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.2f} MiB"
 
 
 class Interval(NamedTuple):
-    """Bytes, at least and at most."""
+    """A minimum and a maximum, in bytes."""
 
     low: int
     high: int
 
     def plus(self, other: Interval) -> Interval:
-        """Return the sum of two sizes that have nothing to do with each other."""
+        """Return the sum of two independent sizes."""
         return Interval(self.low + other.low, self.high + other.high)
 
     @property
@@ -30,9 +30,9 @@ class Interval(NamedTuple):
 
 
 Evidence = Literal["measured", "traced", "read", "published", "guessed"]
-"""measured: equal to live bytes of real runs; traced: to what autograd saves of the real model;
-read: in the sources of DeepSpeed, torch or transformers; published: by others, of GPUs; guessed:
-by analogy."""
+"""measured: equal to live bytes of real runs; traced: equal to what autograd saves for the real
+model; read: from the sources of DeepSpeed, torch or transformers; published: by others, for GPUs;
+guessed: by analogy."""
 
 EVIDENCE: tuple[Evidence, ...] = ("measured", "traced", "read", "published", "guessed")
 
@@ -40,8 +40,8 @@ Place = Literal["device", "host", "nvme"]
 
 FP32 = 4  # bytes
 
-# In the order of a step.  `build` happens once; `built` lacks Adam's moments, which the first step
-# makes; every other phase is that of a later step.
+# In the order of a step. `build` happens once; `built` lacks Adam's moments, which the first step
+# allocates; every other phase is that of a later step.
 PHASES = (
     "build",
     "built",
@@ -70,7 +70,7 @@ BACKWARD = frozenset({"backward_first", "backward_last"})
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that one component holds in the phases it lives in."""
+    """The bytes that one component holds, with the phases it lives in."""
 
     component: str
     bytes: int

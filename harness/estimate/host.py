@@ -1,4 +1,4 @@
-"""Bytes outside the device: host memory, NVMe, and checkpoints on disk."""
+"""Memory outside the device: host memory, NVMe, and checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.partition import sub_groups
 from harness.estimate.states import master_bytes, moment_bytes
 
-# A rank that has imported torch, transformers and deepspeed, before any weight.
+# A rank that has imported torch, transformers and deepspeed, before any weights.
 PROCESS_HOST = int(0.5 * GIB)
-# What CUDA adds to it: a process that trains 5 million parameters has 2.2 GiB on an H200 (torch
-# 2.11, CUDA 13); with all kernels loaded, as a driver or CUDA_MODULE_LOADING may have it, it is
-# 0.8 GiB more (torch issue 12873).
+# Added by CUDA: a process that trains 5 million parameters uses 2.2 GiB on an H200 (torch 2.11,
+# CUDA 13). With all kernels loaded, depending on the driver or CUDA_MODULE_LOADING, it uses 0.8 GiB
+# more (torch issue 12873).
 CUDA_HOST = int(1.7 * GIB)
 _MIB = 2**20
 CHECKPOINT_COPY = "checkpoint copy"
 
 
 def process(inputs: Inputs) -> list[Held]:
-    """Memory of a rank's process before any tensor; on a GPU what its libraries allocate."""
+    """Return a rank's memory before any tensor; on a GPU also what its libraries allocate."""
     is_cuda = inputs.accelerator == "cuda"
     size = PROCESS_HOST + (CUDA_HOST if is_cuda else 0)
     parts = [Held("process", size, ALWAYS, "measured" if is_cuda else "guessed", "host")]
     if is_cuda:
-        # A handle of each thread that multiplies: the one that runs forward, and autograd's.
+        # One handle per thread that multiplies: the forward thread and autograd's.
         workspaces = 2 * int(generation_of(inputs.gpu).workspace * _MIB)
         parts.append(Held("cuBLAS workspaces", workspaces, STEPPED, "measured"))
     return parts
 
 
 def loading(inputs: Inputs) -> list[Held]:
-    """Copies on the host while the model is built."""
+    """Return the copies on the host while the model is built."""
     building = frozenset({"build"})
     units = inputs.shape.body.units
     piece = max(sum(tensor.numel for tensor in unit) for unit in units)
     is_divided = inputs.grid.tensor > 1 or inputs.grid.expert > 1 or inputs.quantization
-    if inputs.loads_weights and is_divided:  # a piece is read, then divided or quantized
+    if inputs.loads_weights and is_divided:  # a piece is read, then sharded or quantized
         size = inputs.element_bytes * piece
     elif inputs.loads_weights and inputs.zero.stage < 3:
-        # from_pretrained reads a rank's whole model before it moves to the device.
+        # from_pretrained reads the whole model before moving it to the device.
         size = inputs.element_bytes * inputs.parameters
     else:
-        # Weights are drawn in fp32 on the CPU, a piece at a time (models/initialize.py).
+        # Weights are drawn in fp32 on the CPU, one piece at a time (models/initialize.py).
         size = FP32 * piece
     return [Held("weights being made", size, building, "read", "host")]
 
 
 def nvme_buffers(inputs: Inputs) -> list[Held]:
-    """Pinned host buffers through which states and weights are swapped."""
+    """Return the pinned host buffers through which states and weights are swapped."""
     zero = inputs.zero
     buffers = []
     if zero.offload_optimizer == "nvme":
@@ -65,7 +65,7 @@ def nvme_buffers(inputs: Inputs) -> list[Held]:
 
 
 def saving(inputs: Inputs) -> list[Held]:
-    """The copy that is written while training goes on (save.async)."""
+    """Return the copy that is written while training continues (save.async)."""
     if not inputs.saves_in_background:
         return []
     size = checkpoint_bytes(inputs) * inputs.sharded_parameters // inputs.trained
@@ -73,9 +73,9 @@ def saving(inputs: Inputs) -> list[Held]:
 
 
 def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
-    """Bytes by which torch rounds pinned memory up to powers of two (CachingHostAllocator.h), each
-    component taken for one block, and activations for one of each layer; a run switches that off
-    unless the user has set its allocators, or this torch cannot.
+    """Return the bytes that torch adds when rounding pinned memory up to powers of two
+    (CachingHostAllocator.h). Each component counts as one block, activations as one per layer. A
+    run disables this rounding unless the user has set allocators or this torch cannot.
     """
     if not inputs.rounds_pinned:
         return []
@@ -115,10 +115,10 @@ def _power_of_two(size: int) -> int:
 
 
 def checkpoint_bytes(inputs: Inputs) -> int:
-    """Bytes of a checkpoint's tensors: master weights and moments (checkpoint/tensor_file.py)."""
+    """Return the bytes of a checkpoint: master weights and moments (checkpoint/tensor_file.py)."""
     moments = moment_bytes(inputs)
-    if inputs.zero.optimizer == "adamw8bit":  # two codes, two scales for every element
+    if inputs.zero.optimizer == "adamw8bit":  # two codes and two scales per element
         moments = 2 * (1 + 4)
-    # Of adapters the frozen weights are those of model.init_from, and not saved.
+    # With adapters the frozen weights come from model.init_from and are not saved.
     frozen = 0 if inputs.adapters else inputs.element_bytes * inputs.frozen
     return int((master_bytes(inputs) + moments) * inputs.trained) + frozen

@@ -25,20 +25,20 @@ from harness.layout.stages import Bounds, in_flight, stage_shape
 from harness.layout.tensor import divides_vocabulary, tensor_shard
 
 Way = Literal["traced", "traced through reference code", "traced with kernels"]
-"""How layers were traced that carry a state: through transformers' reference code, or as if with
-the kernels of another package, from what their sources keep (models/state_kernels.py)."""
+"""How layers with a recurrent state were traced: through transformers' reference code, or as with
+the kernels of another package, from what their sources save (models/state_kernels.py)."""
 BY_REFERENCE: Way = "traced through reference code"
 WITH_KERNELS: Way = "traced with kernels"
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """Traced bytes that are kept of a token."""
+    """Traced bytes that are saved per token."""
 
     layers: tuple[float, ...]
-    """Of each of the model's layers."""
+    """Bytes for each of the model's layers."""
     outside: float = 0.0
-    """Outside the layers, all logits included."""
+    """Bytes outside the layers, including all logits."""
     way: Way = "traced"
 
 
@@ -47,83 +47,83 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Inputs:
-    """A run, as far as its memory goes."""
+    """The settings of a run that determine its memory."""
 
     shape: Shape
     zero: ZeroSettings
     precision: Literal["fp32", "bf16", "fp16"]
     grid: Grid
     micro_batch: int
-    """Samples that a rank takes at once."""
+    """Samples per rank and forward pass."""
     seq_len: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
     grad_accum: int
     """Micro-batches per optimizer step."""
     checkpointing: Checkpointing = "none"
-    """Way of every layer; reversible layers are one of them."""
+    """Checkpointing of every layer; "reversible" is one kind."""
     activation_offload: bool = False
-    """True if what checkpointed layers keep is in host memory."""
+    """True if what checkpointed layers keep is offloaded to host memory."""
     mlp_tiles: int = 1
-    """Parts of the tokens that dense MLPs compute one after the other."""
+    """Number of parts in which dense MLPs process the tokens."""
     attention: str = "sdpa"
     attention_sizes: tuple[tuple[str, int], ...] = ()
-    """Those of a kind that computes less than exact attention."""
+    """Sizes of an approximate kind of attention."""
     liger: bool = False
-    """True if norms, MLPs, and head with loss are Liger's kernels (model.kernels)."""
+    """True if norms, MLPs, and the head with the loss are Liger's kernels (model.kernels)."""
     compiled: bool = False
-    """True if layers are compiled (model.compile), whose fusions are not counted."""
+    """True if layers are compiled (model.compile); fusions by the compiler are not counted."""
     loss_chunk: int | None = None
     """model.loss_chunk."""
     smooths_labels: bool = False
-    """True if labels are smoothed, with which Liger's loss is not fused with the head."""
+    """True if labels are smoothed; Liger's loss is then not fused with the head."""
     document_mask: bool = False
-    """True if tokens attend only within their own document: the mask is then a tensor."""
+    """True if attention is confined to documents; the mask is then a tensor."""
     seen_tokens: float | None = None
-    """Tokens that a token attends to on average within its document, itself among them; None where
-    the data is not known, as if every row were one document."""
+    """Mean number of tokens that a token attends to in its document, including itself; None if the
+    data is unknown, as if every row were one document."""
     activation: str = ""
-    """The MLP's activation function, by its Hugging Face name; "" for the family's usual one."""
+    """The MLP's activation function by its Hugging Face name; "" for the family's default."""
     dropout: float = 0.0
     loads_weights: bool = False
-    """True if weights are read (model.init_from) rather than drawn."""
+    """True if weights are loaded (model.init_from) rather than drawn."""
     carried_numbers: int = 0
-    """Numbers of the state that is carried from window to window of a row (train.carry_state)."""
+    """Size of the state carried from window to window, per row (train.carry_state)."""
     saves_in_background: bool = False
-    """True if what is saved is copied to the host (save.async)."""
+    """True if checkpoints are copied to the host first (save.async)."""
     rounds_pinned: bool = False
     """True if torch rounds blocks of pinned memory up to powers of two."""
     gpus_per_node: int = 1
     accelerator: Literal["cuda", "cpu"] = "cuda"
     gpu: str | None = None
-    """The GPU's key in gpus.toml; None where nobody named a known one."""
+    """The GPU's key in gpus.toml; None if no known GPU was named."""
     expandable: bool = True
-    """True if segments of torch's allocator grow (expandable_segments)."""
+    """True if torch's allocator uses expandable_segments."""
     rules: tuple[GroupRule, ...] = ()
     """optim.groups."""
     adapters: Adapters | None = None
-    """Adapters of low rank (model.lora), which alone are trained."""
+    """Low-rank adapters (model.lora), the only trained parameters."""
     bounds: Bounds | None = None
-    """The split of the model's units over pipeline stages; None without any."""
+    """Split of the model's units over pipeline stages; None without stages."""
     sends_parts: bool = True
     """True if each tensor-parallel rank of a stage sends its part of the hidden states."""
     parallel_residual: bool = True
-    """True if GPT-NeoX's attention and MLP read norms of one input (use_parallel_residual)."""
+    """True if GPT-NeoX's attention and MLP read norms of the same input (use_parallel_residual)."""
     trace: LayerTrace | None = None
-    """What was traced of the model; None if its operations are counted."""
+    """Traced bytes of the model; None if its operations are counted instead."""
     stage: int | None = None
-    """The pipeline stage that `shape` is; None where it is the whole model."""
+    """The pipeline stage that `shape` describes; None for the whole model."""
     divides_vocabulary: bool = False
-    """True if `shape` has a part of the vocabulary."""
+    """True if `shape` has a shard of the vocabulary."""
 
     def of_stage(self, stage: int) -> Inputs:
-        """Return the run with the part of the model that the first tensor-parallel rank of a
-        pipeline stage has.
+        """Return the run with the part of the model on the first tensor-parallel rank of a pipeline
+        stage.
         """
         return self._of_rank.undivided_stage(stage)
 
     @cached_property
     def _of_rank(self) -> Inputs:
-        """The run with the part of every layer that the first tensor-parallel rank has."""
+        """The run with the shard of every layer that the first tensor-parallel rank has."""
         if self.grid.tensor == self.grid.expert == 1:
             return self
         return replace(
@@ -133,7 +133,7 @@ class Inputs:
         )
 
     def undivided_stage(self, stage: int) -> Inputs:
-        """Return the run with all of a pipeline stage."""
+        """Return the run with a whole pipeline stage, not sharded further."""
         if self.bounds is None:
             return self
         return replace(self, shape=stage_shape(self.shape, self.bounds, stage), stage=stage)
@@ -145,13 +145,13 @@ class Inputs:
 
     @property
     def gathers_layers(self) -> bool:
-        """True if ZeRO 3 gathers a decoder layer, and reduces its gradients, as a whole: module by
-        module the host takes twice as long (docs/performance.md).
+        """True if ZeRO 3 gathers a decoder layer, and reduces its gradients, as a whole; module by
+        module takes twice the host time (docs/performance.md).
 
-        Not where DeepSpeed may not hold two such layers, and not where gradients of a layer's
-        weights may come after those of its input: of reversible layers, beside frozen weights.
+        False if DeepSpeed may not hold two such layers, or if gradients of a layer's weights may
+        come after the gradient of its input: with reversible layers or frozen weights.
         """
-        if self.compiled:  # hooks on its modules would break a layer's graph
+        if self.compiled:  # hooks on modules would break a layer's graph
             return self.zero.stage == 3
         if self.zero.stage != 3 or self.checkpointing == REVERSIBLE or self.trace is not None:
             return False
@@ -167,68 +167,68 @@ class Inputs:
 
     @property
     def layers_by(self) -> str:
-        """The way to the bytes of layers: counted, or how they were traced."""
+        """How the bytes of layers were obtained: counted, or the way they were traced."""
         return "counted" if self.trace is None else self.trace.way
 
     @property
     def first_layer(self) -> int:
-        """Index in the whole model of the first decoder layer here."""
+        """Index, in the whole model, of this stage's first decoder layer."""
         if self.bounds is None or self.stage is None:
             return 0
         return max(self.bounds[self.stage], 1) - 1
 
     @property
     def layers_alike(self) -> list[list[int]]:
-        """The layers here of each kind: those with the same tensors, window, traced bytes and
-        checkpointing keep and take the same.
+        """This stage's layers grouped by kind: layers with the same tensors, window, traced bytes
+        and checkpointing need the same memory.
         """
         return _layers_alike(self.shape, self.checkpointing, self.first_layer, self.trace)
 
     @property
     def has_head(self) -> bool:
-        """True if the loss is computed here."""
+        """True if the loss is computed on this stage."""
         return self.stage in (None, self.grid.pipeline - 1)
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations are held at a time."""
+        """Number of micro-batches whose activations are held at the same time."""
         if self.stage is None:
             return 1
         return in_flight(self.grid.pipeline, self.stage, self.grad_accum)
 
     @property
     def accumulates(self) -> bool:
-        """True if gradients of earlier micro-batches are there when most activations are."""
+        """True if gradients of earlier micro-batches exist when activations are at their peak."""
         return self.grad_accum > self.in_flight
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a weight as the model computes with it."""
+        """Bytes per weight in the model's compute precision."""
         return ELEMENT_BYTES[self.precision]
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of an accumulated gradient's element."""
+        """Bytes per element of an accumulated gradient."""
         return self.zero.sum_bytes or self.element_bytes
 
     @property
     def comm_bytes(self) -> int:
-        """Bytes of a gradient's element on its way to other ranks (engine.py)."""
+        """Bytes per element of a gradient in communication (engine.py)."""
         return self.zero.comm_bytes or self.element_bytes
 
     @property
     def shards(self) -> int:
-        """Ranks that ZeRO spreads states over."""
+        """Number of ranks that ZeRO shards states over."""
         return self.grid.data * self.grid.sequence
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank."""
+        """Tokens per micro-batch on one rank."""
         return self.micro_batch * self.seq_len // self.grid.sequence
 
     @property
     def chunk(self) -> int:
-        """Entries of the rank's vocabulary whose logits the loss holds at a time; 0: all."""
+        """Entries of the rank's vocabulary per chunk of logits in the loss; 0: all."""
         return loss_chunk(self.loss_chunk, self.shape.vocab_size, self.tokens)
 
     @property
@@ -237,14 +237,14 @@ class Inputs:
         return self.liger and not self.smooths_labels
 
     def shards_of(self, group: Sequence[Tensor]) -> int:
-        """Ranks that ZeRO spreads the states of a group of `groups` over: of experts, those that
-        have the same ones.
+        """Return the number of ranks that ZeRO shards a group's states over; for experts, the ranks
+        that have the same experts.
         """
         return self.shards // (self.grid.expert if is_of_experts(group) else 1)
 
     @cached_property
     def flats(self) -> list[Flat]:
-        """The groups as ZeRO 1 and 2 lay them out."""
+        """The parameter groups as ZeRO 1 and 2 lay them out."""
         expert = self.grid.expert
         return [
             Flat(
@@ -257,7 +257,7 @@ class Inputs:
 
     @property
     def sharded_parameters(self) -> int:
-        """Elements of all trained parameters in a rank's shards, without padding."""
+        """Trained elements in one rank's shards, without padding."""
         return sum(
             sum(tensor.numel for tensor in group) // self.shards_of(group)
             for group in self.groups()
@@ -265,12 +265,12 @@ class Inputs:
 
     @cached_property
     def trained_tensors(self) -> list[Tensor]:
-        """The parameters that the optimizer steps."""
+        """The parameters that the optimizer updates."""
         return trained_tensors(self.shape, self.rules, self.adapters)
 
     @cached_property
     def frozen_tensors(self) -> list[Tensor]:
-        """The parameters without gradients and states."""
+        """The parameters without gradients and optimizer states."""
         if self.adapters is not None:
             whole = {tensor.name for tensor in self.adapters.trained_whole(self.shape)}
             return [tensor for tensor in self.shape.tensors() if tensor.name not in whole]
@@ -278,30 +278,30 @@ class Inputs:
         return [t for t in self.shape.tensors() if is_frozen(t.name, rules)] if rules else []
 
     def groups(self) -> list[list[Tensor]]:
-        """The parameter groups of the optimizer (partition.py)."""
+        """Return the optimizer's parameter groups (partition.py)."""
         muon, divided = self.zero.optimizer == "muon", self.grid.expert > 1
         return parameter_groups(self.shape, self.rules, self.adapters, muon, divided)
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters on one rank, unsharded."""
+        """Number of all parameters on one rank, before ZeRO shards them."""
         return self.trained + self.frozen
 
     @cached_property
     def trained(self) -> int:
-        """Elements of the parameters that are trained, unsharded."""
+        """Number of trained parameters, before ZeRO shards them."""
         if self.adapters is None and not self.rules:
             return self.shape.parameters
         return sum(tensor.numel for tensor in self.trained_tensors)
 
     @cached_property
     def frozen(self) -> int:
-        """Elements of the parameters that are not trained, unsharded."""
+        """Number of frozen parameters, before ZeRO shards them."""
         return sum(tensor.numel for tensor in self.frozen_tensors)
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of the parameters that are not trained, unsharded."""
+        """Bytes of the frozen parameters, before ZeRO shards them."""
         quantized = quantized_elements(self.shape, self.quantization)
         kept = self.frozen - sum(quantized)
         own = self.quantization
@@ -309,12 +309,12 @@ class Inputs:
 
     @property
     def quantization(self) -> Quantization | None:
-        """Quantization of the frozen weights of linear maps; None: they are not quantized."""
+        """Quantization of the frozen linear weights; None if they are not quantized."""
         return None if self.adapters is None else self.adapters.quantization
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of the largest quantized weight as it is multiplied by; 0 without any."""
+        """Bytes of the largest quantized weight when dequantized; 0 if none is quantized."""
         largest = max(quantized_elements(self.shape, self.quantization), default=0)
         own = self.quantization
         return 0 if own is None else own.temporary_bytes(largest, self.element_bytes)
@@ -327,7 +327,7 @@ def _layers_alike(
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, tensors in enumerate(shape.body.layers):
         kind = (
-            id(tensors),  # of layers that are alike one object (Body)
+            id(tensors),  # identical layers share one object (Body)
             shape.sliding_windows[index] if shape.sliding_windows else None,
             trace.layers[first + index] if trace else None,
             is_checkpointed(checkpointing, first + index),

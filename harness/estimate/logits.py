@@ -1,4 +1,4 @@
-"""Memory of the loss: logits, and the gradients of those."""
+"""Memory of the loss: logits and their gradients."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ INDEX = 8
 
 
 def log_softmax(inputs: Inputs) -> int:
-    """The probabilities' logarithms in fp32, the labels, and the weight they sum to; in chunks only
-    the logarithm of their sum.
+    """Return the bytes of fp32 log-probabilities, labels, and the total weight; in chunks, only the
+    logarithm of the sum.
     """
     if inputs.fuses_loss:
         return FP32 * inputs.tokens
     if inputs.chunk:
         return (FP32 + INDEX) * inputs.tokens
-    each = INDEX + 2 * inputs.divides_vocabulary  # which ids are here, and which are targets
+    each = INDEX + 2 * inputs.divides_vocabulary  # masks: local ids, and targets
     return (FP32 * inputs.shape.vocab_size + each) * inputs.tokens
 
 
 def logits(inputs: Inputs) -> list[Held]:
-    """The loss in phases: forward 2V + 4V + 4V bytes a token (16-bit), backward 4V + 4V + 4V.
+    """Return the loss in phases: forward 2V + 4V + 4V bytes per token (16-bit), backward 4V + 4V +
+    4V.
 
-    models/loss.py drops the logits before the backward pass; a caller that keeps the model's output
-    would add its 2V.
+    models/loss.py frees the logits before the backward pass; keeping the model's output would add
+    2V.
     """
     vocabulary = inputs.shape.vocab_size * inputs.tokens
     e = inputs.element_bytes
@@ -36,7 +37,7 @@ def logits(inputs: Inputs) -> list[Held]:
     if inputs.chunk:
         return _logits_in_chunks(inputs, saved)
     if inputs.divides_vocabulary:
-        # models/vocabulary_loss.py: logits, in fp32, less their largest, and its exponential.
+        # models/vocabulary_loss.py: logits, in fp32, minus their maximum, and the exponentials.
         whole = (e + (FP32 if half else 0) + 2 * FP32) * vocabulary
         return [
             Held("logits and loss", saved, frozenset({"forward"}), "read"),
@@ -54,10 +55,10 @@ def logits(inputs: Inputs) -> list[Held]:
 
 
 def _fused(inputs: Inputs) -> list[Held]:
-    """liger_kernel/ops/fused_linear_cross_entropy.py: the forward pass computes the gradients of
-    hidden states and head already, over a power of two of tokens at a time whose logits are about
-    as many as all hidden states; their gradient is written over them. The head's is added up in
-    fp32 (models/loss.py), and cast at the end.
+    """Return the memory of liger_kernel/ops/fused_linear_cross_entropy.py. Its forward pass already
+    computes the gradients of hidden states and head, for a power of two of tokens at a time, whose
+    logits are about as large as all hidden states; the gradient of the logits overwrites them. The
+    head's gradient is accumulated in fp32 (models/loss.py) and cast at the end.
     """
     shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
     parts = -(-shape.vocab_size // shape.hidden_size)
@@ -65,7 +66,7 @@ def _fused(inputs: Inputs) -> list[Held]:
     of_hidden, of_head = e * shape.hidden_size * tokens, e * shape.hidden_size * shape.vocab_size
     sums = FP32 * shape.hidden_size * shape.vocab_size
     most = of_hidden + sums + max(of_head if e != FP32 else 0, e * shape.vocab_size * rows)
-    # An evaluation is not fused.
+    # Evaluation is not fused.
     whole = (e + (FP32 if e != FP32 else 0) + FP32) * shape.vocab_size * tokens
     evaluation = _chunk_forward(inputs) if inputs.chunk else whole
     return [
@@ -76,14 +77,14 @@ def _fused(inputs: Inputs) -> list[Held]:
 
 
 def _logits_in_chunks(inputs: Inputs, saved: int) -> list[Held]:
-    """models/chunked_loss.py: a chunk of logits, in the backward pass beside the head's gradient
-    and fp32 sums of the hidden states'.
+    """Return the memory of models/chunked_loss.py: a chunk of logits, in the backward pass together
+    with the head's gradient and the fp32 gradient of the hidden states.
     """
     shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
     chunk = min(inputs.chunk, shape.vocab_size) * tokens
     stream, half = shape.hidden_size * tokens, e != FP32
     cast = e + FP32 if half else FP32
-    # What caps logits keeps the product, tanh's output and the logits beside slopes and gradients.
+    # A soft cap keeps the product, tanh's output and the logits beside slopes and gradients.
     capped = shape.family.soft_caps
     slope = max(4 * e + FP32, 6 * e) if capped else cast
     backward = FP32 * stream + max(slope * chunk, e * (chunk + stream), e * stream * half)
@@ -97,7 +98,7 @@ def _logits_in_chunks(inputs: Inputs, saved: int) -> list[Held]:
 
 
 def _chunk_forward(inputs: Inputs) -> int:
-    """The bytes of a chunk of logits in a forward pass."""
+    """Return the bytes of a chunk of logits in a forward pass."""
     shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
     cast = e + FP32 if e != FP32 else FP32
     each = max(cast, 2 * e) if shape.family.soft_caps else cast

@@ -15,7 +15,7 @@ from harness.layout.shape import Shape, Tensor
 
 @lru_cache(maxsize=256)
 def quantized_elements(shape: Shape, quantization: Quantization | None) -> list[int]:
-    """Return the elements of each quantized weight."""
+    """Return the number of elements in each quantized weight."""
     return [] if quantization is None else [tensor.numel for tensor in linear_weights(shape)]
 
 
@@ -23,7 +23,7 @@ def quantized_elements(shape: Shape, quantization: Quantization | None) -> list[
 def trained_tensors(
     shape: Shape, rules: tuple[GroupRule, ...], adapters: Adapters | None
 ) -> list[Tensor]:
-    """Return the parameters that the optimizer steps."""
+    """Return the parameters that the optimizer updates."""
     if adapters is not None:
         return [*adapters.tensors(shape)]
     tensors = [*shape.tensors()]
@@ -34,10 +34,10 @@ def trained_tensors(
 def parameter_groups(
     shape: Shape, rules: tuple[GroupRule, ...], adapters: Adapters | None, muon: bool, divided: bool
 ) -> list[list[Tensor]]:
-    """Return the parameter groups of the optimizer, each in the model's order.
+    """Return the optimizer's parameter groups, each in model order.
 
-    Matrices decay; biases, norms and embeddings, tied to the head or not, do not. `divided` experts
-    have groups of their own.
+    Weight decay applies to matrices but not to biases, norms and embeddings, tied or not. `divided`
+    experts have separate groups.
     """
     tensors = {tensor.name: tensor for tensor in trained_tensors(shape, rules, adapters)}
     parameters = (
@@ -61,30 +61,31 @@ def parameter_groups(
 
 
 def is_of_experts(group: Sequence[Tensor]) -> bool:
-    """Return whether a group is one of divided experts."""
+    """Return True if a group contains sharded experts."""
     return group[0].kind == EXPERTS
 
 
-# A flat buffer starts every shard on 4 bytes (stage_1_and_2.py, nccl_start_alignment_factor).
+# Every shard of a flat buffer is aligned to 4 bytes (stage_1_and_2.py,
+# nccl_start_alignment_factor).
 _ALIGNMENT = 2
 
 
 @dataclass(frozen=True)
 class Flat:
-    """One optimizer group as ZeRO 1 and 2 lay it out: back to back, padded, cut evenly."""
+    """One optimizer group as ZeRO 1 and 2 lay it out: concatenated, padded, split evenly."""
 
     numels: tuple[int, ...]
     shards: int
     apart: int = 1
-    """Distance of the ranks that have the shards: 2 if those between have other experts."""
+    """Stride of the ranks that hold the shards: 2 if the ranks between hold other experts."""
 
     def index(self, rank: int) -> int:
-        """Return the shard of ZeRO's rank `rank`."""
+        """Return the shard index of ZeRO's rank `rank`."""
         return rank // self.apart
 
     @property
     def padded(self) -> int:
-        """Elements of the flat buffer."""
+        """Elements of the flat buffer, with padding."""
         return self.shard * self.shards
 
     @cached_property
@@ -94,10 +95,10 @@ class Flat:
 
     @cached_property
     def whole(self) -> tuple[int, ...]:
-        """Per rank, elements of all parameters that begin, end or lie in its shard, in full.
+        """Per rank, the full size in elements of all parameters that overlap its shard.
 
-        ZeRO 1 and 2 copy reduced gradients out of the bucket by whole parameters
-        (stage_1_and_2.py, copy_grads_in_partition).
+        ZeRO 1 and 2 copy reduced gradients out of the bucket by whole parameters (stage_1_and_2.py,
+        copy_grads_in_partition).
         """
         totals = [0] * self.shards
         end = 0
@@ -108,7 +109,7 @@ class Flat:
         return tuple(totals)
 
     def elsewhere(self, rank: int, above: int) -> int:
-        """Elements of the parameters larger than `above` that do not touch a rank's shard."""
+        """Return the elements of parameters larger than `above` outside a rank's shard."""
         first, last = rank * self.shard, (rank + 1) * self.shard
         ends = zip(self.numels, accumulate(self.numels), strict=True)
         return sum(
@@ -116,19 +117,21 @@ class Flat:
         )
 
     def end_padding(self, rank: int) -> int:
-        """Elements of a rank's shard that belong to no parameter."""
+        """Return the elements of a rank's shard that belong to no parameter."""
         return min(self.shard, max(0, (rank + 1) * self.shard - sum(self.numels)))
 
 
 def piece(numel: int, shards: int) -> int:
-    """Elements of one rank's part of a parameter that ZeRO 3 cuts by itself, padding included."""
+    """Return the elements of a rank's part of a parameter that ZeRO 3 shards alone, with
+    padding.
+    """
     return -(-numel // shards)
 
 
 def sub_groups(groups: Sequence[Sequence[Tensor]], shards: int, limit: int) -> list[int]:
-    """Elements of each sub-group that ZeRO 3 steps at a time (stage3.py, _create_fp16_sub_groups).
+    """Return the elements of each sub-group that ZeRO 3 steps (stage3.py, _create_fp16_sub_groups).
 
-    A sub-group closes with the parameter that reaches `limit`.
+    A sub-group ends with the parameter that reaches `limit`.
     """
     sizes = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""One rank: the parts of its memory over the phases of a step, and their sums."""
+"""The memory of one rank over the phases of a step: its parts and their sums."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ from harness.estimate.states import model_states
 
 _PHASE = {name: index for index, name in enumerate(PHASES)}
 PAGE = 2 * 2**20
-"""Bytes that a driver gives out at a time."""
+"""Bytes that a driver allocates at a time."""
 UNMODELLED = 1.04
-"""Reserved at most, over the model of the allocator: kernels' workspaces, which nobody counts."""
+"""Factor on the allocator model's upper bound, for kernel workspaces that are not counted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Totals:
-    """Parts with their sums."""
+    """Parts, with their sums."""
 
     parts: tuple[Held, ...]
 
     @cached_property
     def device(self) -> tuple[int, ...]:
-        """Bytes of the device in each of PHASES."""
+        """Device memory in each of PHASES, in bytes."""
         return self._sums("device")
 
     @cached_property
     def host(self) -> tuple[int, ...]:
-        """Bytes of the host in each of PHASES."""
+        """Host memory in each of PHASES, in bytes."""
         return self._sums("host")
 
     @cached_property
     def unshared(self) -> int:
-        """Bytes of the device if no component could use what another has freed."""
+        """Device memory in bytes if no component could reuse what another has freed."""
         return unshared(self.parts)
 
     def _sums(self, place: str) -> tuple[int, ...]:
@@ -74,23 +74,23 @@ class Totals:
 
 
 def peak(*totals: Totals) -> int:
-    """Return the largest bytes of the device of all totals together."""
+    """Return the peak device memory of all totals together, in bytes."""
     return max(_together([each.device for each in totals]))
 
 
 def host_peak(*totals: Totals) -> int:
-    """Return the largest bytes of the host of all totals together."""
+    """Return the peak host memory of all totals together, in bytes."""
     return max(_together([each.host for each in totals]))
 
 
 def _together(sums: list[tuple[int, ...]]) -> Iterable[int]:
-    if len(sums) == 2:  # of nearly all
+    if len(sums) == 2:  # the usual case
         return map(add, *sums)
     return map(sum, zip(*sums, strict=True))
 
 
 def unshared(parts: Iterable[Held]) -> int:
-    """Return the bytes of the device if no component could use what another has freed."""
+    """Return the device memory in bytes if no component could reuse what another has freed."""
     sizes: dict[str, dict[str, int]] = {}
     for part in parts:
         if part.place == "device":
@@ -104,23 +104,23 @@ def unshared(parts: Iterable[Held]) -> int:
 def verdict_without_allocator(
     peak_bytes: int, unshared_bytes: int, driver: Interval, device_bytes: int
 ) -> str | None:
-    """Return fits or does not fit where no order of blocks decides; None where one may."""
+    """Return the verdict if it holds for any order of allocations; None otherwise."""
     if peak_bytes + driver.low > device_bytes:
         return "does not fit"
     room = device_bytes - driver.high
     if 2 * peak_bytes <= room or int(UNMODELLED * unshared_bytes) <= room:
-        return "fits"  # whatever the allocator makes of it
+        return "fits"  # regardless of the allocator
     return None
 
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """Memory of one rank over the phases of a step."""
+    """The memory of one rank over the phases of a step."""
 
     rank: int
     """Global rank."""
     inputs: Inputs
-    """The run as this rank's pipeline stage sees it."""
+    """The run as seen by this rank's pipeline stage."""
     parts: tuple[Held, ...]
 
     @property
@@ -129,7 +129,7 @@ class RankTimeline:
         return self.inputs.stage or 0
 
     def phase(self, name: str, place: Place = "device") -> dict[str, int]:
-        """Bytes of each component in a phase."""
+        """Return the bytes of each component in a phase."""
         sizes: dict[str, int] = {}
         for part in self.parts:
             if part.place == place and name in part.phases:
@@ -137,7 +137,7 @@ class RankTimeline:
         return sizes
 
     def total(self, name: str, place: Place = "device") -> int:
-        """Bytes held in a phase."""
+        """Return the total bytes in a phase."""
         return sum(self.phase(name, place).values())
 
     @cached_property
@@ -147,12 +147,12 @@ class RankTimeline:
 
     @property
     def peak(self) -> int:
-        """Largest bytes in tensors on the device: torch's max_memory_allocated."""
+        """Peak bytes of tensors on the device: torch's max_memory_allocated."""
         return self.total(self.peak_phase)
 
     def cpu_phase(self, name: str) -> dict[str, int]:
-        """Bytes of each component in a phase where the rank computes on the CPU: all it has is in
-        host memory. Pages of a bucket that no gradient is written to are never given out.
+        """Return the bytes of each component in a phase for a rank on the CPU, which keeps
+        everything in host memory. Bucket pages that no gradient is written to are never allocated.
         """
         touched, sizes = FP32 * self.inputs.parameters, dict[str, int]()
         for place in ("device", "host"):
@@ -168,13 +168,13 @@ class RankTimeline:
 
     @property
     def on_cpu(self) -> int:
-        """Largest host memory where the rank computes on the CPU, its process included."""
+        """Peak host memory of a rank that computes on the CPU, including its process."""
         return sum(self.cpu_phase(self.cpu_peak_phase).values())
 
     @property
     def allocated(self) -> Interval:
-        """Largest bytes in tensors; at most with temporaries of kernels in a layer's backward pass,
-        half as large as those that are counted, and with copies that attention may keep.
+        """Peak bytes of tensors. The upper bound adds temporaries of kernels in a layer's backward
+        pass, half as large as those counted, and copies that attention may keep.
         """
         again = max(
             (p.bytes for p in self.parts if p.component == "backward temporaries"), default=0
@@ -185,8 +185,8 @@ class RankTimeline:
     def reserved(self) -> Interval:
         """Bytes that torch's allocator takes from the driver.
 
-        At least what is allocated; at most what a model of it comes to, and a little for the
-        kernels' own temporaries, which nobody counts.
+        The lower bound is what is allocated; the upper bound is a model of the allocator plus a
+        small factor for kernel temporaries that are not counted.
         """
         low = -(-self.peak // PAGE) * PAGE
         model = reserved_bytes(self.inputs, self._with_copies, self.inputs.expandable)
@@ -198,12 +198,12 @@ class RankTimeline:
 
     @cached_property
     def _without_sharing(self) -> int:
-        """Bytes reserved at most, whatever the order in which blocks are freed and taken."""
+        """Upper bound on reserved bytes, for any order of allocations."""
         return int(UNMODELLED * unshared(self._with_copies))
 
     @property
     def driver(self) -> Interval:
-        """Bytes that the driver shows as used beside those reserved."""
+        """Bytes that the driver reports in addition to those reserved."""
         inputs = self.inputs
         if inputs.accelerator == "cpu":
             return Interval(0, 0)
@@ -211,23 +211,24 @@ class RankTimeline:
 
     @property
     def shown(self) -> Interval:
-        """Bytes of the device that the driver shows as used: nvidia-smi's figure."""
+        """Bytes that the driver reports as used, as nvidia-smi shows them."""
         return self.reserved.plus(self.driver)
 
     def shown_within(self, device_bytes: int) -> Interval:
-        """Return an interval that holds `shown` and ends within a device as `shown` does, if need
-        be without asking the allocator.
+        """Return an interval that contains `shown` and gives the same answer on whether it fits a
+        device, without running the allocator model if possible.
         """
         low = -(-self.peak // PAGE) * PAGE
         loose = Interval(low, max(low, self._without_sharing)).plus(self.driver)
         return loose if loose.high <= device_bytes else self.shown
 
     def verdict(self, device_bytes: int) -> str:
-        """fits | tight | does not fit: by the upper, by the lower end of `shown`, or by neither.
+        """Return fits or tight, if the upper or only the lower end of `shown` fits; or does not
+        fit.
 
-        The allocator is asked only where it decides.
+        The allocator model runs only if it decides.
         """
-        if self.inputs.accelerator == "cpu":  # malloc gives out again what it keeps
+        if self.inputs.accelerator == "cpu":  # malloc reuses what it keeps
             return "fits" if self.peak <= device_bytes else "does not fit"
         sizes = self.peak, unshared(self._with_copies), self.driver
         if decided := verdict_without_allocator(*sizes, device_bytes):
@@ -235,21 +236,21 @@ class RankTimeline:
         return "fits" if self.shown.high <= device_bytes else "tight"
 
     def most(self, place: Place) -> int:
-        """Largest bytes at a place over all phases."""
+        """Return the peak bytes in a place, over all phases."""
         return max(self.total(name, place) for name in PHASES)
 
     def evidence(self, component: str) -> Evidence:
-        """The weakest evidence of a component on the device."""
+        """Return the weakest evidence for a component on the device."""
         return weakest(part.evidence for part in self.parts if part.component == component)
 
 
 def weakest(evidence: Iterable[Evidence]) -> Evidence:
-    """The least reliable of several."""
+    """Return the least reliable of several."""
     return max(evidence, key=EVIDENCE.index)
 
 
 def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
-    """Return the memory of the global rank `rank` of a run."""
+    """Return the memory of global rank `rank`."""
     place, stage = inputs.grid.coords(rank), inputs.grid.coords(rank).pipeline
     shard = place.data * inputs.grid.sequence + place.sequence
     here = inputs.of_stage(stage)
@@ -258,14 +259,14 @@ def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
 
 
 def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[Held]:
-    """Yield the parts of one of ZeRO's shards that micro-batches and activations do not change."""
+    """Yield the parts of one ZeRO shard that do not depend on micro-batches and activations."""
     here, divided = inputs.of_stage(stage), inputs.grid.tensor > 1 or inputs.grid.expert > 1
     yield from (
         *model_states(here, shard),
         *communication(here),
         *gathered_parameters(here),
         *dequantized_weights(here),
-        # A piece is drawn or read, then divided.
+        # A piece is drawn or read, then sharded.
         *loading(inputs.undivided_stage(stage) if divided else here),
         *nvme_buffers(here),
         *process(here),
@@ -276,8 +277,8 @@ def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[Held]:
 def batch_parts(
     here: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
 ) -> Iterator[Held]:
-    """Yield the parts of micro-batches on the pipeline stage that `here` is: what it sends and
-    keeps; ZeRO has no part in them.
+    """Yield the parts of micro-batches on the pipeline stage of `here`: what it sends and keeps,
+    which ZeRO does not affect.
     """
     yield from pipeline(here)
     yield from activations(here, layer_of)
@@ -285,5 +286,5 @@ def batch_parts(
 
 
 def copies_of_attention(inputs: Inputs) -> Held:
-    """Return the copies that kernels of attention may keep on the stage that `inputs` is."""
+    """Return the copies that attention kernels may keep on the stage of `inputs`."""
     return Held(ATTENTION_COPIES, attention_copies(inputs), BEFORE_BACKWARD, "published")

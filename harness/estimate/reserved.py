@@ -1,14 +1,14 @@
-"""Memory that torch's caching allocator reserves on a rank's GPU.
+"""A model of the memory that torch's caching allocator reserves on a rank's GPU.
 
-A request is rounded up to 512 bytes and served from the smallest free block of its stream that is
-large enough; what is left over stays a block of its own. Where none is, a segment is reserved:
-2 MiB for requests up to 1 MiB, 20 MiB below 10 MiB, else the request rounded up to 2 MiB. Freed
-neighbours within a segment merge, and segments are kept (c10/cuda/CUDACachingAllocator.cpp, torch
-2.13). With `expandable_segments` each stream has one segment that grows by pages.
+A request is rounded up to 512 bytes and served from the smallest sufficient free block of its
+stream; the rest becomes a separate block. If there is none, a segment is reserved: 2 MiB for
+requests up to 1 MiB, 20 MiB below 10 MiB, else the request rounded up to 2 MiB. Free neighbours
+within a segment merge, and segments are kept (c10/cuda/CUDACachingAllocator.cpp, torch 2.13). With
+`expandable_segments` each stream has one segment that grows by pages.
 
-The first step makes the moments, which may land in blocks that activations have left, so that the
-second step needs more. Layers come and go one after the other, each with temporaries between whose
-holes its own results land. What comes from a stream of DeepSpeed's own is never lent to another.
+The first step allocates the moments, possibly in blocks that activations have freed, so the second
+step needs more. Layers come and go, each with temporaries whose holes are filled by its own
+results. Memory from one of DeepSpeed's streams is never reused by another stream.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from harness.estimate.inputs import Inputs
 from harness.layout.recompute import is_checkpointed
 
 _ROUND = 512
-_SMALL = 2**20  # bytes; larger requests come from another pool
+_SMALL = 2**20  # bytes; larger requests use another pool
 _SMALL_SEGMENT = 2 * 2**20
 _LARGE_SEGMENT = 20 * 2**20
-_OWN_SEGMENT = 10 * 2**20  # requests from here on get a segment of their size
+_OWN_SEGMENT = 10 * 2**20  # requests from this size on get their own segment
 _SEGMENT_ROUND = 2 * 2**20
 
 _Key = tuple[str, bool]
-"""A stream, and whether requests are small."""
+"""A stream, and True for small requests."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +48,7 @@ class Block:
 
 @dataclass
 class Allocator:
-    """Segments and blocks of one device; sizes in bytes."""
+    """The segments and blocks of one device; sizes in bytes."""
 
     expandable: bool = False
     reserved: int = 0
@@ -72,7 +72,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back to its stream, merged with free neighbours."""
+        """Return a block to its stream, merged with free neighbours."""
         self.allocated -= block.asked
         for other in (block.before, block.after):
             if other is not None and other.is_free:
@@ -165,34 +165,34 @@ _IN_LAYERS = (
 _OF_A_LAYER = ("recomputed layer", "backward temporaries")
 
 _Pieces = dict[str, Counter[int]]
-"""Sizes of the tensors of each component, with their numbers."""
+"""Tensor sizes of each component, with their counts."""
 
 WHOLE_MODEL = "whole model"
-"""Weights before they are divided: of ZeRO 3 if they were not made in shares (no zero.Init), of
-stages 1 and 2 until they are copied into one flat buffer (stage_1_and_2.py)."""
+"""Weights before they are sharded: for ZeRO 3 without zero.Init, and for stages 1 and 2 until they
+are copied into one flat buffer (stage_1_and_2.py)."""
 _GATHERED = frozenset({"gathered parameters", "prefetch copy"})
-"""Allocated on the stream of ZeRO 3's gathers (partitioned_param_coordinator.py)."""
+"""Allocated on ZeRO 3's gather stream (partitioned_param_coordinator.py)."""
 _REDUCED = frozenset({"communication copy"})
-"""Allocated on the stream of reductions, if those overlap the backward pass."""
+"""Allocated on the reduction stream, if reductions overlap the backward pass."""
 _OFFLOADED = _REDUCED | {"norm in fp64", "gradients"}
-"""The same of ZeRO 2 with the optimizer on the host."""
+"""The same for ZeRO 2 with an offloaded optimizer."""
 
 
 def reserved_bytes(inputs: Inputs, parts: Iterable[Held], expandable: bool) -> int:
-    """Return the bytes that are reserved at most over a run's first two steps."""
+    """Return the maximum bytes reserved over a run's first two steps."""
     parts = [part for part in parts if part.place == "device"]
     if inputs.zero.stage in (1, 2) and inputs.grid.pipeline == 1:
         size = inputs.element_bytes * inputs.trained
         parts.append(Held(WHOLE_MODEL, size, frozenset({"build"}), "read"))
     if inputs.zero.stage in (1, 2) and inputs.zero.overlap_comm and inputs.shards > 1:
-        # Copied into a bucket, but not free before the other stream has gone by (record_stream).
+        # Copied into a bucket, but not reusable until the other stream has passed (record_stream).
         size = inputs.element_bytes * min(inputs.zero.reduce_bucket, inputs.trained)
         parts.append(Held("gradients on their way", size, BACKWARD, "read"))
     return _Tape(inputs, parts, expandable).played()
 
 
 class _Tape:
-    """A rank's tensors coming and going, phase by phase."""
+    """Replays the allocations of a rank, phase by phase."""
 
     def __init__(self, inputs: Inputs, parts: list[Held], expandable: bool) -> None:
         self._inputs = inputs
@@ -216,7 +216,7 @@ class _Tape:
         }
 
     def played(self) -> int:
-        """Return the bytes reserved after all of it."""
+        """Return the bytes reserved after the replay."""
         self._reach("build")
         self._reach("built")
         for step in (1, 2):
@@ -230,7 +230,7 @@ class _Tape:
         return self._allocator.reserved
 
     def _reach(self, phase: str, missing: Collection[str] = ()) -> None:
-        """Free what the phase lacks, then allocate what it adds."""
+        """Free what the phase does not need, then allocate what it adds."""
         if phase == "backward_last":
             self._leave_layers()
         phases = self._of_phase[phase].items()
@@ -254,7 +254,7 @@ class _Tape:
             self._enter_layers()
 
     def _enter_layers(self) -> None:
-        """Run the layers forward: temporaries, results among them, temporaries gone."""
+        """Run the layers forward: allocate temporaries, results among them, free temporaries."""
         self._drop_layers(0)
         run, temporaries = self._inputs, self._units["forward temporaries"]
         for index in range(run.shape.num_layers * run.in_flight):
@@ -268,7 +268,7 @@ class _Tape:
     def _leave_layers(self) -> None:
         """Run the layers backward, down to the first.
 
-        What one layer needs meanwhile fits for the next, too, once it took nothing new.
+        Once a layer's temporaries reserve nothing new, they fit for all following layers too.
         """
         fits = False
         while len(self._layers) > 1:
@@ -286,7 +286,7 @@ class _Tape:
                 self._allocator.free(block)
 
     def _one_layer(self, parts: Iterable[Held], count: int = 0) -> list[int]:
-        """Return the sizes of the tensors of one of the layers that have `parts` in all."""
+        """Return the tensor sizes of one layer, given the `parts` of all layers together."""
         layers = count or max(1, self._inputs.shape.num_layers * self._inputs.in_flight)
         kept = [p for p in parts if "loss" in p.phases or "backward_first" in p.phases]
         return [size for p in kept for size in self._cut(p.component, p.bytes // layers) if size]
@@ -309,7 +309,7 @@ class _Tape:
         return pieces
 
     def _cut(self, component: str, size: int) -> Iterator[int]:
-        """Yield the sizes of tensors that together have `size` bytes."""
+        """Yield tensor sizes that add up to `size` bytes."""
         by_tensor = component == WHOLE_MODEL
         if by_tensor or (component == "gradients" and self._inputs.zero.stage < 3):
             each = size / max(1, sum(self._numels))
@@ -326,7 +326,7 @@ class _Tape:
 
 
 def _units(inputs: Inputs) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of the tensors that a component is made of, repeated in this order."""
+    """Return the tensor sizes that make up each component, repeated in this order."""
     shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
     stream, queries = e * shape.hidden_size * tokens, e * shape.q_size * tokens
     width = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
@@ -344,7 +344,7 @@ def _units(inputs: Inputs) -> dict[str, tuple[int, ...]]:
         "activations: head": (fp32_stream, stream),
         "recomputed layer": (wide, wide, wide, fp32_stream, stream, queries),
         "backward temporaries": (wide,),
-        # Gate's activation, up and product, and the stream before and after the MLP.
+        # Gate's activation, up and product, and the residual stream before and after the MLP.
         "forward temporaries": (stream, wide, wide, wide, stream),
         "MLP tile": (wide,),
         "logits and loss": (FP32 * chunk * tokens,),

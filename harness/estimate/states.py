@@ -1,4 +1,4 @@
-"""Model states: weights, gradients, master weights, moments; as DeepSpeed 0.19.8 allocates them."""
+"""Model states as DeepSpeed 0.19.8 allocates them: weights, gradients, master weights, moments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORWARD = frozenset({"forward", "loss"})
 
 
 def optimizer_class(inputs: Inputs) -> str:
-    """The class that DeepSpeed wraps the optimizer in (engine.py, _do_optimizer_sanity_check)."""
+    """Return the class around the optimizer (engine.py, _do_optimizer_sanity_check)."""
     zero = inputs.zero
     if zero.stage == 3:
         return "DeepSpeedZeroOptimizer_Stage3"
@@ -33,7 +33,7 @@ def optimizer_class(inputs: Inputs) -> str:
 
 
 def model_states(inputs: Inputs, rank: int) -> list[Held]:
-    """Weights, gradients and optimizer states of ZeRO's rank `rank`, on device and host."""
+    """Return weights, gradients and optimizer states of ZeRO's rank `rank`, on device and host."""
     kinds = {
         "none": _plain,
         "FP16_Optimizer": _fp16,
@@ -45,16 +45,16 @@ def model_states(inputs: Inputs, rank: int) -> list[Held]:
 
 
 def moment_bytes(inputs: Inputs) -> float:
-    """Bytes of optimizer state per trained element, besides the master weight; a mean."""
+    """Return the mean bytes of optimizer state per trained element, without the master weight."""
     name = inputs.zero.optimizer
     if name == "sgd":
         return FP32 if inputs.zero.momentum else 0
     if inputs.zero.half_moments:
         return 4
     tensors = inputs.trained_tensors
-    if name == "muon":  # one moment of what it steps, Adam's two of the rest
+    if name == "muon":  # one moment where Muon updates, Adam's two elsewhere
         return 8 - 4 * sum(t.numel for t in tensors if _by_muon(t)) / inputs.trained
-    if name == "adafactor":  # a mean per row and per column of a matrix
+    if name == "adafactor":  # one mean per row and per column of a matrix
         kept = sum(sum(t.shape) if len(t.shape) == 2 else t.numel for t in tensors)
         return FP32 * kept / inputs.trained
     kinds = {kind.json_type.lower(): kind for kind in OPTIMIZERS.values()}
@@ -70,7 +70,7 @@ def _moments(inputs: Inputs, elements: int) -> int:
 
 
 def master_bytes(inputs: Inputs) -> int:
-    """Bytes of a master weight."""
+    """Return the bytes per master weight."""
     return 2 if inputs.zero.half_master else FP32
 
 
@@ -83,11 +83,11 @@ def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
 
 
 def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
-    """Temporaries of an optimizer's arithmetic beside the `largest` tensor that it steps.
+    """Yield the temporaries of the optimizer for the `largest` tensor that it updates at a time.
 
-    torch's Adam holds a root and a quotient unless it is fused, ours (engine/optimizers.py) one
-    update; DeepSpeed's nothing. Adagrad holds a decayed gradient and a root; Muon an update, and
-    two whole matrices in bf16; 8-bit Adam on a CPU its moments unpacked.
+    torch's Adam holds a root and a quotient unless it is fused, this harness's optimizers
+    (engine/optimizers.py) one update, DeepSpeed's nothing. Adagrad holds a decayed gradient and a
+    root; Muon an update and two whole matrices in bf16; 8-bit Adam on a CPU its unpacked moments.
     """
     in_step = frozenset({"step"})
     if inputs.zero.torch_adam and not inputs.zero.fused_adam:
@@ -103,15 +103,15 @@ def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
 
 
 def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
-    """Whole gradients: there from the first micro-batch's backward to the step."""
+    """Yield unsharded gradients, alive from the first micro-batch's backward pass to the step."""
     lives = frozenset({"backward_last", "cast", "step"}) | _REDUCED
     yield Held("gradients", size, lives, "measured")
     yield _before_layers(inputs, size, "measured")
 
 
 def _before_layers(inputs: Inputs, size: int, evidence: Evidence) -> Held:
-    """Whole gradients while most activations are there: all of them from the second micro-batch
-    on, in the first that of the output layer. A tied one is the embedding's, too.
+    """Return the unsharded gradients while activations are at their peak: all of them from the
+    second micro-batch on; in the first, the output layer's, which may be tied to the embedding.
     """
     if inputs.accumulates:
         return Held("gradients", size, _FORWARD | {"backward_first"}, evidence)
@@ -123,7 +123,8 @@ def _before_layers(inputs: Inputs, size: int, evidence: Evidence) -> Held:
 
 
 def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
-    # fp16/fused_optimizer.py: moments at once; a step holds a list of fp32 gradients and its copy.
+    # fp16/fused_optimizer.py: moments exist from the start; a step holds a list of fp32 gradients
+    # and its copy.
     count, size = inputs.trained, inputs.element_bytes * inputs.trained
     yield Held("parameters", size + inputs.frozen_bytes, ALWAYS, "read")
     yield Held("master", FP32 * count, ALWAYS, "read")
@@ -134,8 +135,8 @@ def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
 
 
 def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
-    # bf16_optimizer.py: sums of the whole model, permanent, beside the bf16 gradients, which the
-    # next backward pass sets to zero.
+    # bf16_optimizer.py: permanent gradient sums of the whole model, beside the bf16 gradients,
+    # which the next backward pass resets.
     flats = inputs.flats
     whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
     yield Held("parameters", 2 * whole + inputs.frozen_bytes, ALWAYS, "measured")
@@ -165,15 +166,16 @@ def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
 
 
 def _widened(inputs: Inputs) -> bool:
-    """Return whether gradients are summed in fp32 though the model computes in 16 bits."""
+    """Return True if gradients are summed in fp32 although the model computes in 16 bits."""
     return inputs.element_bytes != FP32 and inputs.sum_bytes == FP32
 
 
 def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> Iterator[Held]:
     element = inputs.element_bytes
     if _widened(inputs):
-        # One flat buffer (_build_compact_grad_partition_buffer) that the step takes as it is.
-        # Stage 1 makes it at the boundary, stage 2 in the first reduction, over all micro-batches.
+        # One flat buffer (_build_compact_grad_partition_buffer) that the step uses directly. Stage
+        # 1 allocates it at the accumulation boundary, stage 2 in the first reduction, for all
+        # micro-batches.
         begins = BACKWARD if inputs.zero.stage == 2 else frozenset()
         begins |= _FORWARD if inputs.zero.stage == 2 and inputs.grad_accum > 1 else frozenset()
         lives = begins | _REDUCED | {"cast", "step"}
@@ -186,9 +188,9 @@ def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> It
         lives = begins | _REDUCED | {"cast", "step"}
         yield Held("gradients", element * whole, lives, "measured")
         if inputs.zero.stage == 2 and inputs.grad_accum > 1:
-            # The sums so far, beside what this backward reduces.
+            # The sums so far, in addition to what this backward pass reduces.
             yield Held("gradients", element * whole, _FORWARD | BACKWARD, "read")
-        # Group after group: the flat copy, and the fp32 gradient that the optimizer is given.
+        # Per group: the flat copy, and the fp32 gradient for the optimizer.
         largest = max(flat.shard for flat in flats)
         flat_lives = frozenset({"cast"} if element != FP32 else {"cast", "step"})
         yield Held("flat gradients", element * largest, flat_lives, "measured")
@@ -200,13 +202,13 @@ def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> It
 
 
 def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[Held]:
-    """Stage 1 keeps whole gradients until the boundary, and over all micro-batches."""
+    """Yield stage 1's unsharded gradients, kept until the boundary, over all micro-batches."""
     size = inputs.sum_bytes * inputs.trained
     yield Held("gradients", size, frozenset({"backward_last", "reduce"}), "measured")
     yield _before_layers(inputs, size, "read")
     if _widened(inputs):
-        # Only parameters of this rank's shard drop their sum; the others' stay, in the bucket or,
-        # where they are larger than it, by themselves, until the step.
+        # Only parameters of this rank's shard free their sum. The others' stay until the step, in
+        # the bucket or, if larger than it, separately.
         bucket = inputs.zero.reduce_bucket
         alone = sum(flat.elsewhere(flat.index(rank), bucket) for flat in flats)
         left = FP32 * (alone + bucket) if inputs.shards > 1 else 0
@@ -273,7 +275,7 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
         yield Held("fp32 gradients", cast, frozenset({"cast", "step"}), "read")
         yield from _temporaries(inputs, largest)
     if zero.secondary_ranks > 1:
-        # hpZ: cut anew in every forward pass, forgotten in every step.
+        # hpZ: sharded again in every forward pass, freed in every step.
         second = element * inputs.parameters // min(zero.secondary_ranks, inputs.shards)
         yield Held("secondary parameters", second, ALWAYS - {"between_steps"}, "measured")
 

@@ -1,4 +1,4 @@
-"""The estimate: the ranks that differ, and what their timelines come to."""
+"""The memory estimate of a run: the timelines of all ranks that differ."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from harness.layout.grid import Coords
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory that a run will need."""
+    """The memory that a run will need."""
 
     inputs: Inputs
     ranks: tuple[RankTimeline, ...]
-    """The ranks that differ: of each pipeline stage those that hold most and least; of
-    tensor-parallel ranks the first, which none exceeds; experts get equally many tokens."""
+    """The ranks that differ: in each pipeline stage those that hold most and least; of
+    tensor-parallel ranks the first, which none exceeds; assuming equally many tokens per expert."""
     device_bytes: int | None
-    """Memory of the device; None where it is not known."""
+    """Memory of the device; None if unknown."""
 
     @cached_property
     def worst(self) -> RankTimeline:
-        """The rank that decides."""
+        """The rank with the largest peak."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
     @property
     def fullest(self) -> list[RankTimeline]:
-        """The rank of each pipeline stage with the largest peak, stage by stage."""
+        """The rank with the largest peak of each pipeline stage, in stage order."""
         by_stage = {rank.stage: rank for rank in sorted(self.ranks, key=lambda rank: rank.peak)}
         return [by_stage[stage] for stage in sorted(by_stage)]
 
     @property
     def host_bytes_per_node(self) -> int:
-        """Largest host memory of a node's ranks together."""
+        """Maximum host memory of all ranks of a node."""
         return self._per_node(lambda rank: rank.most("host"))
 
     @property
     def cpu_bytes_per_node(self) -> int:
-        """Largest memory of a node's ranks together if they compute on the CPU."""
+        """Maximum memory of all ranks of a node if they compute on the CPU."""
         return self._per_node(lambda rank: rank.on_cpu)
 
     @property
     def nvme_bytes_per_node(self) -> int:
-        """Swap files of a node's ranks together."""
+        """Swap files of all ranks of a node, in bytes."""
         return self._per_node(lambda rank: rank.most("nvme"))
 
     def _per_node(self, size: Callable[[RankTimeline], int]) -> int:
-        """The fullest node: nodes hold neighbouring ranks, perhaps of several pipeline stages."""
+        """Return the bytes of the fullest node, whose neighbouring ranks may span stages."""
         most = [0] * self.inputs.grid.pipeline
         for rank in self.ranks:
             most[rank.stage] = max(most[rank.stage], size(rank))
@@ -61,12 +61,12 @@ class Estimate:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """One checkpoint on disk, of all ranks."""
+        """Bytes of one checkpoint on disk, for all ranks."""
         return checkpoint_bytes(self.inputs)
 
     @property
     def late_bytes(self) -> int:
-        """Moments that the first step makes: a run can begin, and run out there."""
+        """Bytes of moments that the first step allocates; a run may start and still run out."""
         states = (part for part in self.worst.parts if part.component == "moments")
         return sum(
             part.bytes for part in states if "built" not in part.phases and part.place == "device"
@@ -74,7 +74,7 @@ class Estimate:
 
     @property
     def evidence(self) -> Evidence:
-        """The weakest evidence that the peak rests on."""
+        """The weakest evidence for any part of the peak."""
         phase = self.worst.peak_phase
         return weakest(
             part.evidence
@@ -84,18 +84,18 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Bytes of a GPU without which the fullest rank cannot run."""
+        """Minimum GPU bytes that the fullest rank needs."""
         return self.worst.peak + self.worst.driver.low
 
     @cached_property
     def verdict(self) -> str:
-        """fits | tight | does not fit | unknown device."""
+        """One of: fits, tight, does not fit, unknown device."""
         if self.device_bytes is None:
             return "unknown device"
         return self.worst.verdict(self.device_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys; sizes in GiB."""
+        """Return plain values under stable keys; sizes in GiB."""
         worst, components = self.worst, self.worst.phase(self.worst.peak_phase)
         saved = sum(size for name, size in components.items() if name.startswith("activations"))
         return {
@@ -144,8 +144,8 @@ class Estimate:
 
 
 def fullest_node(by_stage: Sequence[int], world_size: int, gpus_per_node: int) -> int:
-    """Return the bytes of the fullest node, of a rank of each pipeline stage; neighbours share a
-    node.
+    """Return the bytes of the fullest node, given a rank's bytes on each pipeline stage;
+    neighbouring ranks share a node.
     """
     apart = world_size // len(by_stage)
     if apart % gpus_per_node == 0:
@@ -156,7 +156,7 @@ def fullest_node(by_stage: Sequence[int], world_size: int, gpus_per_node: int) -
 
 
 def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate:
-    """The timelines of the ranks that differ, of a run without `division_problems`."""
+    """Return the timelines of the ranks that differ, for a run without `division_problems`."""
     grid = inputs.grid
     assert (grid.pipeline > 1) == (inputs.bounds is not None), "a split, and its stages"
     ranks = tuple(
@@ -168,7 +168,7 @@ def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate
 
 
 def shards_that_differ(inputs: Inputs) -> list[int]:
-    """ZeRO's shard with most and that with least: gradients are kept by whole parameters."""
+    """Return ZeRO's shards with most and least memory: gradients are kept by whole parameters."""
     if optimizer_class(inputs) != "DeepSpeedZeroOptimizer":
         return [0]
     flats = inputs.flats

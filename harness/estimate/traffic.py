@@ -1,8 +1,8 @@
-"""Bytes that a rank hands to the collectives of a step, by the axis that they divide.
+"""Bytes that a rank passes to the collectives of a step, by parallelism axis.
 
-Of what is summed, gathered or scattered they are the whole; of an all-to-all all that the rank
-sends, its own part included. A ring of n ranks then sends (n - 1) / n of it, of a sum twice as much
-(step_time/exchanges.py). Sums of single numbers, of norms for example, are not counted.
+For a sum, gather or scatter this is the whole tensor; for an all-to-all everything the rank sends,
+including its own part. A ring of n ranks then sends (n - 1) / n of it, and twice that for a sum
+(step_time/exchanges.py). Sums of single numbers, such as norms, are not counted.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from harness.layout.expert import EXPERTS
 from harness.layout.shape import Shape, Tensor
 
 KEPT_ELEMENTS = 5e8
-"""ZeRO 3 keeps a model of so many elements between its forward and backward pass
+"""ZeRO 3 keeps a model of up to this many elements between forward and backward pass
 (stage3_max_reuse_distance counts both)."""
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Collectives of a micro-batch, or of a step."""
+    """Collectives per micro-batch or per step."""
 
     number: float
     bytes: float
-    """Of each."""
+    """Bytes per call."""
 
     @property
     def total(self) -> float:
-        """Bytes of all."""
+        """Bytes of all calls."""
         return self.number * self.bytes
 
 
 def tensor(inputs: Inputs, again: float = 0.0) -> Calls:
-    """Return a micro-batch's sums of hidden states over tensor-parallel ranks: two in a layer's
-    forward pass and two in its backward pass (arXiv 1909.08053, 3), one of the embedding and one
-    before the head. `again`: share of the layers whose forward pass is computed again.
+    """Return a micro-batch's sums of hidden states over tensor-parallel ranks: two in each layer's
+    forward pass and two in its backward pass (arXiv 1909.08053, 3), one for the embedding and one
+    before the head. `again`: share of the layers whose forward pass is recomputed.
     """
     if inputs.grid.tensor == 1:
         return Calls(0, 0)
@@ -46,15 +46,15 @@ def tensor(inputs: Inputs, again: float = 0.0) -> Calls:
 
 
 def losses(inputs: Inputs) -> Calls:
-    """Return a micro-batch's sums of the loss over ranks with parts of the vocabulary: four fp32
-    numbers of a token, of which the largest logit is one.
+    """Return a micro-batch's sums of the loss over vocabulary shards: four fp32 numbers per token,
+    one of them the largest logit.
     """
     return Calls(inputs.divides_vocabulary and inputs.has_head, 16 * inputs.tokens)
 
 
 def sequence(inputs: Inputs, again: float = 0.0) -> Calls:
-    """Return a micro-batch's changes from rows to heads and back, of queries, keys, values and
-    results (arXiv 2309.14509): four all-to-alls are one.
+    """Return a micro-batch's all-to-alls between rows and heads, for queries, keys, values and
+    results (arXiv 2309.14509); four of them count as one call.
     """
     shape, ranks = inputs.shape, inputs.grid.sequence
     if ranks == 1:
@@ -65,7 +65,7 @@ def sequence(inputs: Inputs, again: float = 0.0) -> Calls:
 
 def expert(inputs: Inputs, again: float = 0.0) -> Calls:
     """Return a micro-batch's all-to-alls of tokens to their experts and back, forward and backward;
-    a mean over the ranks, which get more or fewer tokens.
+    a mean over ranks, which receive different numbers of tokens.
     """
     if inputs.grid.expert == 1:
         return Calls(0, 0)
@@ -74,13 +74,13 @@ def expert(inputs: Inputs, again: float = 0.0) -> Calls:
 
 
 def expert_counts(inputs: Inputs, again: float = 0.0) -> Calls:
-    """Return a micro-batch's all-to-alls of the numbers of these tokens, int64."""
+    """Return a micro-batch's all-to-alls of the token counts, int64."""
     calls = _sparse_layers(inputs.shape) * (1 + again) if inputs.grid.expert > 1 else 0
     return Calls(calls, 8 * inputs.shape.num_experts)
 
 
 def boundary(inputs: Inputs) -> Calls:
-    """Return what a micro-batch sends over one boundary of pipeline stages, in one direction."""
+    """Return what a micro-batch sends across one stage boundary, in one direction."""
     grid = inputs.grid
     parts = grid.tensor if inputs.sends_parts else 1
     return Calls(grid.pipeline > 1, hidden_states(inputs) / parts)
@@ -89,17 +89,17 @@ def boundary(inputs: Inputs) -> Calls:
 def gradients(inputs: Inputs) -> Calls:
     """Return a step's reductions of gradients over data ranks, each of all that the rank has.
 
-    ZeRO 0 and 1 add them up once and ZeRO 2 in every micro-batch, to the whole on every rank
-    (use_multi_rank_bucket_allreduce); ZeRO 3 scatters every micro-batch's sum.
+    ZeRO 0 and 1 all-reduce them once and ZeRO 2 in every micro-batch
+    (use_multi_rank_bucket_allreduce); ZeRO 3 reduce-scatters them in every micro-batch.
     """
     times = inputs.grad_accum if inputs.zero.stage >= 2 else 1
     return Calls(times, _shared(inputs, inputs.trained_tensors) * inputs.comm_bytes)
 
 
 def weights(inputs: Inputs) -> Calls:
-    """Return a step's gatherings of weights over data ranks, each of all that the rank computes
-    with: ZeRO 1 and 2 once after the optimizer; ZeRO 3 for the forward pass of every micro-batch,
-    and for its backward pass unless it keeps them.
+    """Return a step's gathers of weights over data ranks, each of all that the rank computes with:
+    ZeRO 1 and 2 once after the optimizer; ZeRO 3 for the forward pass of every micro-batch, and for
+    its backward pass unless it keeps them.
     """
     stage = inputs.zero.stage
     if stage == 0:
@@ -117,12 +117,12 @@ def keeps_weights(inputs: Inputs) -> bool:
 
 
 def hidden_states(inputs: Inputs) -> float:
-    """Bytes of a micro-batch's hidden states on one rank."""
+    """Return the bytes of a micro-batch's hidden states on one rank."""
     return float(inputs.tokens * inputs.shape.hidden_size * inputs.element_bytes)
 
 
 def _shared(inputs: Inputs, tensors: Sequence[Tensor]) -> int:
-    """Return the elements of those that several data ranks have, or shards of them."""
+    """Return the elements of the tensors that several data ranks replicate or shard."""
     return sum(tensor.numel for tensor in tensors if inputs.shards_of([tensor]) > 1)
 
 

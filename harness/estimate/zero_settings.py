@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed JSON that cost memory."""
+"""The keys of a DeepSpeed JSON that affect memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DTYPE_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}  # othe
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The keys of the DeepSpeed JSON that cost memory; sizes count elements."""
+    """The keys of the DeepSpeed JSON that affect memory; sizes count elements."""
 
     stage: int
     offload_optimizer: Place
@@ -21,31 +21,31 @@ class ZeroSettings:
     offload_ratio: float
     reduce_bucket: int
     overlap_given: bool | None
-    """overlap_comm; None leaves it to the stage."""
+    """overlap_comm; None: the stage's default."""
     contiguous_gradients: bool
     prefetch_bucket: int
     persistence_threshold: int
     max_reuse_distance: int
     max_live: int
-    """stage3_max_live_parameters: elements that are gathered at most."""
+    """stage3_max_live_parameters: maximum number of gathered elements."""
     has_leaves: bool
-    """True if the JSON says which modules are gathered as a whole."""
+    """True if the JSON lists modules to gather as a whole."""
     sub_group_size: int
     secondary_ranks: int
-    """zero_hpz_partition_size: ranks over which a second copy of the weights is spread."""
+    """zero_hpz_partition_size: ranks that share a second copy of the weights."""
     pins: bool
-    """True if what is offloaded lies in pinned memory."""
+    """True if offloaded data is in pinned memory."""
     sum_bytes: int | None
-    """Bytes of data_types.grad_accum_dtype; None follows the model."""
+    """Bytes of data_types.grad_accum_dtype; None: as the model."""
     comm_bytes: int | None
-    """Bytes of communication_data_type; None follows the model."""
+    """Bytes of communication_data_type; None: as the model."""
     half_master: bool
     half_moments: bool
     optimizer: str
     momentum: float
     torch_adam: bool
     fused_adam: bool
-    """True if torch's Adam steps in one kernel, without temporaries."""
+    """True if torch's fused Adam is used, which needs no temporaries."""
     nvme_buffers: int
     nvme_param_buffers: int
     nvme_param_buffer: int
@@ -53,7 +53,7 @@ class ZeroSettings:
 
     @classmethod
     def read(cls, value: Callable[[str], Any]) -> ZeroSettings:
-        """`value(key)` gives a dotted key's literal, or DeepSpeed's own default."""
+        """Return the settings; `value(key)` gives a key's literal, or DeepSpeed's default."""
 
         def zero(key: str) -> Any:
             return value(f"zero_optimization.{key}")
@@ -107,5 +107,5 @@ class ZeroSettings:
 
     @property
     def overlap_comm(self) -> bool:
-        """True if gradients are reduced while the backward pass goes on."""
+        """True if gradients are reduced during the backward pass."""
         return self.stage == 3 if self.overlap_given is None else self.overlap_given

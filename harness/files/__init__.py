@@ -1,1 +1,1 @@
-"""Files as they come from others: regular, bounded, of a known kind."""
+"""Reads untrusted files: regular, of bounded size and of a known kind."""

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files and compressed text, read with pyarrow."""
+"""Rows of Parquet and Arrow files, and compressed text, read with pyarrow."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import IO, Any, cast
 from harness.files.data_format import BadLines
 
 DAMAGED = (EOFError, zlib.error, OSError)
-"""What reading a damaged or truncated file raises."""
+"""Exceptions that reading a damaged or truncated file raises."""
 
 
 def why_no_pyarrow() -> str:
-    """Return what to install, to end a sentence about a file; "" if it is there."""
+    """Return an install hint that completes a sentence about a file; "" if pyarrow is installed."""
     if find_spec("pyarrow") is not None:
         return ""
     return 'is read by pyarrow, which is not installed: pip install "pyarrow>=17"'
 
 
 def open_bytes(file: Path) -> IO[bytes]:
-    """Open what a file holds, decompressed. Raises OSError."""
+    """Open a file's content, decompressed. Raises OSError."""
     suffix = file.suffix.lower()
     if suffix == ".gz":
         return cast(IO[bytes], gzip.open(file))
@@ -37,7 +37,7 @@ def open_bytes(file: Path) -> IO[bytes]:
 
 
 def compressed(file: Path, content: bytes) -> bytes:
-    """Return the content of a copy of a file with the same name."""
+    """Return content compressed as the file's suffix says, for a copy under the same name."""
     suffix = file.suffix.lower()
     if suffix == ".gz":
         return gzip.compress(content, mtime=0)
@@ -52,10 +52,10 @@ _ROWS_AT_ONCE = 1024
 
 
 def batches_of(file: Path, groups: Sequence[int] | None = None) -> Iterator[Any]:
-    """Yield a file's record batches: Parquet, an Arrow stream (as `datasets` writes) or file.
+    """Yield the record batches of a Parquet file, an Arrow stream (as `datasets` writes) or file.
 
-    `groups`: the row groups of a Parquet file that are read. Raises OSError or
-    pyarrow.ArrowInvalid, a ValueError.
+    `groups`: row groups of a Parquet file to read. Raises OSError or pyarrow.ArrowInvalid, a
+    ValueError.
     """
     import pyarrow
     from pyarrow import parquet
@@ -74,7 +74,7 @@ def batches_of(file: Path, groups: Sequence[int] | None = None) -> Iterator[Any]
 
 
 def unreadable() -> tuple[type[Exception], ...]:
-    """Return what pyarrow raises for damaged files, and for values that Python cannot hold."""
+    """Return what pyarrow raises for damaged files and for values that Python cannot hold."""
     import pyarrow
 
     return (pyarrow.ArrowException, OSError, ValueError, OverflowError)
@@ -83,9 +83,9 @@ def unreadable() -> tuple[type[Exception], ...]:
 def records_of(
     file: Path, bad_lines: BadLines, groups: Sequence[int] | None = None, rows_before: int = 0
 ) -> Iterator[tuple[int, object]]:
-    """Yield (row, record), from row 1; a damaged file is named with the row it can be read to.
+    """Yield (row, record), from row 1. For a damaged file, `bad_lines` gets the last readable row.
 
-    `groups`: those of a Parquet file that are read, which has so many rows before them.
+    `groups`: row groups of a Parquet file to read; `rows_before`: rows in the file before them.
     """
     number = rows_before
     try:
@@ -100,7 +100,7 @@ def records_of(
 
 
 def count_rows(file: Path, most_bytes: int) -> tuple[int, int]:
-    """Return the number of rows, of a damaged file those before; a .parquet says it at its end."""
+    """Return the number of readable rows and the bytes left; a .parquet footer has the number."""
     if file.suffix.lower() == ".parquet":
         from pyarrow import parquet
 
@@ -115,12 +115,12 @@ def count_rows(file: Path, most_bytes: int) -> tuple[int, int]:
             if most_bytes <= 0:
                 return count, 0
     except unreadable():
-        pass  # who reads the rows names the damage
+        pass  # reading the rows reports the damage
     return count, most_bytes
 
 
 def excerpt_of(file: Path, most_bytes: int) -> bytes:
-    """Return the content of a file of the same kind with the first rows."""
+    """Return the content of a file of the same format with only the first rows."""
     import pyarrow
     from pyarrow import parquet
 
@@ -137,12 +137,12 @@ def excerpt_of(file: Path, most_bytes: int) -> bytes:
 
 
 def why_not(file: Path, is_named: bool) -> str:
-    """Return why a file cannot be read: pyarrow is missing."""
+    """Return why a file cannot be read, which is a missing pyarrow; "" if it can."""
     return why_no_pyarrow()
 
 
 def _without_null(value: Any) -> Any:
-    """Return a value without nulls in its objects: those of a column have the same keys."""
+    """Return a value without nulls in its objects: Arrow gives all rows the same keys."""
     if isinstance(value, dict):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

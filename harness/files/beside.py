@@ -1,4 +1,4 @@
-"""Files that lie beside data and are none: the hub's, git's, and those that people read."""
+"""Files beside data that are not data: the hub's, git's, and those meant for people."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DOT_FILES, DOT_FOLDERS = "dot files", "dot folders"
 
 
 def beside_data(files: Iterable[Path], *, of_texts: bool) -> dict[Path, str]:
-    """Return the files that are not read, each with what it is. Raises OSError.
+    """Return the files that are not read, each with a remark on what it is. Raises OSError.
 
-    `of_texts`: the others are pages or code, of which a README may be one, unless it is a data
-    card.
+    `of_texts`: the other files are texts or code, so a README counts as one of them unless it is a
+    data card.
     """
     beside = {}
     for file in files:
@@ -39,7 +39,7 @@ def beside_data(files: Iterable[Path], *, of_texts: bool) -> dict[Path, str]:
 
 
 def is_for_readers(file: Path) -> bool:
-    """Return True if the name of a file says that it is about data."""
+    """Return True if a file's name says that it describes data."""
     return file.name in _INFOS or _FOR_READERS.fullmatch(file.name.lower()) is not None
 
 
@@ -50,7 +50,7 @@ def _is_loader(file: Path) -> bool:
 
 
 def left_out_text(beside: dict[Path, str], counts: Counter[str]) -> str:
-    """Return what of a folder is not read: the names of a few files, and counts of the others."""
+    """Return a summary of a folder's unread files: the names of a few, and counts of the others."""
     return ", ".join([*_names(beside), *_counts(counts)])
 
 

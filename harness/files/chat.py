@@ -1,4 +1,4 @@
-"""Conversations: turns in whatever form they are written, checked, and their templates."""
+"""Conversations: turns in any supported form, validated, and chat templates."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _MOST_BYTES = 1 << 20
 
 
 def template_names() -> list[str]:
-    """Return the names of the templates that ship with the harness."""
+    """Return the names of the bundled templates."""
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
 def read_template(template: str) -> str:
-    """Return the text of a template by its name, or of a .jinja file. Raises ConfigError."""
+    """Return the text of a bundled template or a .jinja file. Raises ConfigError."""
     names = template_names()
     named = TEMPLATES / f"{template}.jinja"
     path = named if template in names else user_path("data.template", template)
@@ -53,7 +53,7 @@ def read_template(template: str) -> str:
 MOST_CHARACTERS = 1 << 24
 _MARKED: Note = ("turns", "turns of other roles than the assistant's marked as learned")
 _THOUGHT_LOST: Note = ("turns", "thoughts of other roles than the assistant's (not read)")
-# Roles that may come next; None: the beginning.
+# Roles that may follow; None: the start.
 _NEXT = {
     None: ("system", "user"),
     "system": ("user",),
@@ -65,44 +65,44 @@ _NEXT = {
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, which is a document."""
+    """A conversation; each is one document."""
 
     messages: list[Message]
-    """{"role": ..., "content": ...}, as chat templates take them."""
+    """{"role": ..., "content": ...}, as chat templates expect them."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
     unlearned: frozenset[int] = frozenset()
-    """Places of assistant turns that the row marks as read, but not learned."""
+    """Indices of assistant turns that the row excludes from the loss."""
     prompt: int = 0
-    """Number of the first messages that are a prompt, of which none is learned unless all is."""
+    """Number of leading messages that form a prompt, trained on only if everything is."""
     notes: tuple[Note, ...] = field(default=(), compare=False)
-    """What the row says and is not read."""
+    """Content of the row that is not read."""
 
     @property
     def num_characters(self) -> int:
-        """Length of what is said in all turns."""
+        """Number of characters in all turns."""
         return sum(len(message.get("content") or "") for message in self.messages)
 
     @property
     def num_learned(self) -> int:
-        """Length of what the assistant says, and is learned."""
+        """Number of characters of assistant text that are trained on."""
         learned = [self.messages[place] for place in self.learned()]
         return Chat(learned).num_characters
 
     def turns(self) -> list[int]:
-        """Return the places of the assistant's turns."""
+        """Return the indices of the assistant's turns."""
         return [n for n, message in enumerate(self.messages) if message["role"] == ASSISTANT]
 
     def learned(self) -> list[int]:
-        """Return the places of those that the row gives to learn."""
+        """Return the indices of assistant turns that the row does not exclude from the loss."""
         return [n for n in self.turns() if n >= self.prompt and n not in self.unlearned]
 
 
 def chat_of(
     turns: Iterable[Turn], tools: object = None, functions: object = None, system: object = None
 ) -> Chat:
-    """Return a conversation. Raises ValueError with the problem, without the turn's number: equal
-    problems of many conversations are one line of a report.
+    """Return a conversation. Raises ValueError with the problem but without the turn's number, so
+    that equal problems of many conversations are reported on one line.
     """
     joined = _joined_calls(_with_system([*turns], system))
     messages = [turn.message for turn in joined]
@@ -124,7 +124,7 @@ def chat_of(
 
 
 def one_turn(question: str, answer: str) -> list[Turn]:
-    """Return a question with its answer."""
+    """Return the two turns of a question and its answer."""
     return [
         turn_of({"role": "user", "content": question}),
         turn_of({"role": ASSISTANT, "content": answer}),
@@ -132,7 +132,7 @@ def one_turn(question: str, answer: str) -> list[Turn]:
 
 
 def completed(prompt: object, completion: object, **more: object) -> Chat:
-    """Return turns that are read with those that follow them, which are learned."""
+    """Return a conversation of prompt turns, which are not trained on, and completion turns."""
     if isinstance(completion, str) and not are_turns(completion):
         completion = [{"role": ASSISTANT, "content": completion}]
     first, last = turns_of(prompt, "prompt"), turns_of(completion, "completion")
@@ -148,7 +148,7 @@ def completed(prompt: object, completion: object, **more: object) -> Chat:
 
 
 def _with_system(turns: list[Turn], system: object) -> list[Turn]:
-    """Return turns after the system text that another column holds."""
+    """Return turns preceded by the system text of a separate column."""
     text = text_of(system)
     if not text:
         return turns
@@ -161,8 +161,8 @@ def _with_system(turns: list[Turn], system: object) -> list[Turn]:
 
 
 def _joined_calls(turns: list[Turn]) -> list[Turn]:
-    """Return turns in which a text and the calls that follow it, as agents' data has them, are one
-    turn of the assistant; so are calls that follow each other.
+    """Return turns in which an assistant text and the calls after it, as agents' data has them, are
+    merged into one turn; consecutive calls are merged too.
     """
     joined: list[Turn] = []
     for turn in turns:
@@ -184,7 +184,7 @@ def _joined_calls(turns: list[Turn]) -> list[Turn]:
 
 
 def _goes_on(before: Message, message: Message) -> bool:
-    """Return True if a turn holds but calls, which belong to the assistant's turn before."""
+    """Return True if a turn only has calls, which belong to the assistant turn before it."""
     is_assistants = before["role"] == message["role"] == ASSISTANT
     return is_assistants and bool(message.get("tool_calls")) and not message["content"].strip()
 

@@ -1,7 +1,7 @@
-"""Finds the files of data.path, without reading them.
+"""Finds the files of data.path without reading them.
 
-Data of another kind is never read as text: a run would silently train on it. `data.format`
-overrides file names.
+Other kinds of data are never read as text, because a run would silently train on them.
+`data.format` overrides file names.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _BESIDE, _MASKS = (".made-from.json", ".lock"), ".masks.npy"
 _SKIPPED_FOLDERS = {"dist-packages", "idle_test", "idlelib", "site-packages", "test", "tests"}
 _MOST_STATE_BYTES = 1 << 26
 _PLAIN = {".txt", ".text", ".raw", ".tokens"}
-# A dict of manual pages: read as prose, one document each, after all sources.
+# A dict of manual pages, read as prose after all sources, one document per page.
 TOPICS = Path("pydoc_data", "topics.py")
 
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Files that hold documents. When `kind` is "indexed", `path` is the prefix of a pair, or the
+    """Files that hold documents. If `kind` is "indexed", `path` is the prefix of one pair, or the
     folder of several.
     """
 
@@ -47,28 +47,28 @@ class CorpusFiles:
     path: Path
     files: tuple[Path, ...]
     format: str | None = None
-    """Format of all files; None: by file name."""
+    """Format of all files; None: determined by file name."""
     left_out: str = ""
-    """Files of a folder that are not read, counted by kind: "README.md (data card), 2 .png"."""
+    """Files in the folder that are not read, counted by kind: "README.md (data card), 2 .png"."""
     split: str = ""
-    """The split of a folder that these files are; "" if they are all."""
+    """Split that these files belong to; "" if they are the whole folder."""
     splits: Splits = field(default_factory=Splits)
-    """All of its splits."""
+    """All splits of the folder."""
 
     @property
     def pairs(self) -> tuple[Path, ...]:
-        """The prefix of each .bin/.idx pair, in the order of their documents."""
+        """Prefix of each .bin/.idx pair, in document order."""
         bins = self.files[::2] if self.kind == "indexed" else ()
         return tuple(Path(str(file).removesuffix(".bin")) for file in bins)
 
     @property
     def is_folder_of_pairs(self) -> bool:
-        """True if `path` is the folder of several pairs, or of one."""
+        """True if `path` is a folder with one or more pairs."""
         return self.kind == "indexed" and self.pairs != (self.path,)
 
     @property
     def split_text(self) -> str:
-        """Which split is read, and which are not; "" without."""
+        """Text that names the split being read and the others; "" without splits."""
         if not self.split:
             return ""
         others = [label for label in self.splits.names if label != self.split]
@@ -76,7 +76,7 @@ class CorpusFiles:
         return f"split {self.split}{rest}"
 
     def num_bytes(self) -> int:
-        """Return the size of all files together."""
+        """Return the total size of all files in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
 
@@ -86,10 +86,10 @@ def find_files(
     at_most: int | None = None,
     split: str | None = None,
 ) -> CorpusFiles:
-    """Return the files that `data.path` names; None is Python's library.
+    """Return the files that data.path names; None is Python's library.
 
-    Raises ConfigError if there is no text, or data that is not text. `at_most`: number of files
-    after which the walk through a folder ends. `split`: data.split, TO_EVALUATE or OF_A_SOURCE.
+    Raises ConfigError if there is no text, or data that is not text. `at_most`: stop walking
+    through a folder after this many files. `split`: data.split, TO_EVALUATE or OF_A_SOURCE.
     """
     if path is None:
         return _library()
@@ -136,7 +136,7 @@ def _files_of(
 
 
 def _of_hub(path: str) -> str:
-    """Return the command that fetches a hub's data set; "" if the path cannot be its name."""
+    """Return the command that downloads a hub data set; "" if the path cannot be its name."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII):
         return ""
     name = path.replace("/", "--")
@@ -147,9 +147,10 @@ def _of_hub(path: str) -> str:
 
 
 def splits_in(path: str, format: str | None, split: str | None) -> tuple[Splits, str]:
-    """Return the splits of what data.path names, and the one that is read; "" without.
+    """Return the splits of data.path and the one to read; "" if there are no splits.
 
-    Opens only files whose names say too little. Raises ConfigError as find_files does, and OSError.
+    Opens only files whose names do not tell their kind. Raises ConfigError as find_files does, and
+    OSError.
     """
     folder = user_path("data.path", path)
     if not folder.is_dir():
@@ -162,9 +163,10 @@ def splits_in(path: str, format: str | None, split: str | None) -> tuple[Splits,
 
 
 def _saved(folder: Path, split: str | None) -> CorpusFiles | None:
-    """Return the files of a folder of datasets' save_to_disk, in its order; None for others.
+    """Return the files of a folder from datasets' save_to_disk, in its order; None for other
+    folders.
 
-    Raises ConfigError for damaged ones, and where several splits could be meant.
+    Raises ConfigError if files are damaged, or if several splits could be meant.
     """
     names = _saved_splits(folder)
     if names is None:
@@ -179,7 +181,7 @@ def _saved(folder: Path, split: str | None) -> CorpusFiles | None:
 
 
 def _saved_splits(folder: Path) -> list[str] | None:
-    """Return the names of the folders of a saved DatasetDict; None if it is none."""
+    """Return the split names of a saved DatasetDict; None if the folder is not one."""
     path = folder / "dataset_dict.json"
     try:
         if not path.is_file():
@@ -213,18 +215,18 @@ def _saved_files(folder: Path) -> tuple[Path, ...] | None:
 
 
 def _require_contents(path: Path, files: Iterable[Path]) -> None:
-    """Raise ConfigError if git-lfs has left pointers in the place of files. Raises OSError."""
+    """Raise ConfigError if some files are git-lfs pointers. Raises OSError."""
     if pointers := [file for file in files if file.exists() and is_lfs_pointer(file)]:
         raise ConfigError(f"data.path: {path}: {_count(pointers)} is {GET_LFS}")
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """The visible files of a folder, by their names."""
+    """The visible files of a folder, classified by name."""
 
     files: list[Path]
     beside: dict[Path, str]
-    """Files that are no data, each with what it is."""
+    """Files that are not data, each with a remark on what it is."""
     left_out: Counter[str]
     pairs: set[Path]
     splits: Splits
@@ -254,7 +256,7 @@ def _listed(folder: Path, format: str | None, at_most: int | None) -> _Listed:
 
 
 def _data_of(files: list[Path], format: str | None) -> set[Path]:
-    """Return the files of records; without any, plain texts if all others are for readers."""
+    """Return the files with records; without any, plain texts if all others are for readers."""
     rest = [file for file in files if not is_for_readers(file)]
     known = {file: of for file in rest if (of := known_format(file, format))}
     records = {file for file, of in known.items() if of.records}
@@ -265,8 +267,8 @@ def _data_of(files: list[Path], format: str | None) -> set[Path]:
 def _files_in(
     folder: Path, format: str | None, at_most: int | None, split: str | None
 ) -> CorpusFiles:
-    """Return a folder's text files, or its pairs, in the order of their names, and counts of the
-    others. Raises ConfigError.
+    """Return a folder's text files or pairs, sorted by name, and counts of the others. Raises
+    ConfigError.
     """
     listed = _listed(folder, format, at_most)
     beside, left_out = listed.beside, listed.left_out
@@ -308,8 +310,8 @@ def _files_in(
 
 
 def _pairs_in(folder: Path, pairs: set[Path], others: list[Path]) -> tuple[Path, ...]:
-    """Return the files of pairs. Raises ConfigError for what else there is: a folder is read
-    whole, or not at all.
+    """Return the files of all pairs. Raises ConfigError for other files, since a folder is read
+    either completely or not at all.
     """
     problems = []
     beside = {f"{pair}{suffix}" for pair in pairs for suffix in _BESIDE}
@@ -354,7 +356,7 @@ def _count(files: list[Path]) -> str:
 
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    """Yield every visible file under a folder; count the others. Raises OSError."""
+    """Yield every visible file under a folder and count the others. Raises OSError."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -378,7 +380,7 @@ def _library() -> CorpusFiles:
     root = Path(sysconfig.get_paths()["stdlib"])
     kept = []
     for folder, folders, names in os.walk(root):
-        # Not entered: site-packages alone may hold a hundred times as many files.
+        # Skipped, because site-packages alone may hold a hundred times as many files.
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
         inside = Path(folder).relative_to(root)
         kept += [inside / name for name in names if name.endswith(".py")]

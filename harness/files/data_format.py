@@ -1,4 +1,4 @@
-"""A format of data files: what the harness asks of it, and where it reports unreadable lines."""
+"""The interface of a data file format, and the list of lines it could not read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.files.first_bytes import first_lines, why_not_text
 from harness.files.pieces import Piece
 
 Records = Iterator[tuple[int, object]]
-# Most problems in a report, and bad lines before reading stops.
+# Maximum number of problems in a report, and of bad lines before reading stops.
 MAX_PROBLEMS, _MAX_LINES = 20, 100_000
 _MOST_KINDS, _SHOWN_KINDS = 200, 8
 _OTHER = "other problems"
@@ -23,7 +23,7 @@ SKIP = "data.bad_rows=skip leaves such rows out, and counts them"
 
 @dataclass
 class _Problem:
-    """Equal problems of many lines; line 0 is a whole file."""
+    """One problem shared by many lines; line 0 stands for a whole file."""
 
     message: str
     file: Path
@@ -41,28 +41,28 @@ class _Problem:
 
 @dataclass
 class BadLines:
-    """Unreadable lines, by problem; problems that differ in numbers only are equal."""
+    """Unreadable lines, grouped by problem. Problems that differ only in numbers are the same."""
 
     seen: int = 0
-    """Records read, bad ones too."""
+    """Number of records read, including bad ones."""
     by_problem: dict[str, _Problem] = field(default_factory=dict)
     limit: float | None = None
-    """Most lines that are left out: below 1 a share of those read, else a number; None: none is."""
+    """Maximum of lines to skip: below 1 a share of those read, otherwise a number; None: none."""
 
     def add(self, file: Path, message: str, line: int = 0, count: int = 1) -> None:
-        """Add a line, or 0 for the whole file, with its problem; `count` lines that share it."""
+        """Add a problem at a line, or 0 for the whole file; `count` lines share it."""
         key = re.sub(r"0x[0-9a-f]+|\d+", "0", message) if line else f"{file}: {message}"
         if line and key not in self.by_problem and len(self.by_problem) >= _MOST_KINDS:
             key = message = _OTHER
         self.by_problem.setdefault(key, _Problem(message, file, line)).count += count
 
     def shift(self, lines: int) -> None:
-        """Count the lines of all problems from so many lines before."""
+        """Renumber the lines of all problems to follow `lines` earlier lines."""
         for problem in self.by_problem.values():
             problem.line += lines if problem.line else 0
 
     def merge(self, other: BadLines) -> None:
-        """Add those that were met after these."""
+        """Add the bad lines of `other`, which come after these."""
         self.seen += other.seen
         for key, problem in other.by_problem.items():
             first = self.by_problem.setdefault(key, replace(problem, count=0))
@@ -78,7 +78,7 @@ class BadLines:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], limit: float | None = None) -> BadLines:
-        """Return the lines that as_json described."""
+        """Return the bad lines that as_json wrote."""
         problems = {
             key: _Problem(message, Path(file), line, count)
             for key, (message, file, line, count) in values["by_problem"].items()
@@ -87,12 +87,12 @@ class BadLines:
 
     @property
     def count(self) -> int:
-        """Bad lines, without files that are bad as a whole."""
+        """Number of bad lines, not counting files that are bad as a whole."""
         return sum(problem.count for problem in self.by_problem.values() if problem.line)
 
     @property
     def are_enough(self) -> bool:
-        """True if the report is long enough to stop reading."""
+        """True if there are enough bad lines to stop reading."""
         files = sum(not problem.line for problem in self.by_problem.values())
         if self.limit is None:
             return len(self.by_problem) >= MAX_PROBLEMS or self.count + files >= _MAX_LINES
@@ -100,11 +100,11 @@ class BadLines:
         return is_over or files >= MAX_PROBLEMS
 
     def problems(self) -> list[str]:
-        """Return a sentence for each problem."""
+        """Return one sentence per problem."""
         return [self._sentence(problem) for problem in self.by_problem.values()]
 
     def require_none(self) -> None:
-        """Raise ConfigError if a line is bad, or more of them than are left out."""
+        """Raise ConfigError if a line is bad, or if more lines are bad than may be skipped."""
         if not self.by_problem:
             return
         if self.limit is None:
@@ -123,7 +123,7 @@ class BadLines:
         return f"{self.count:,} of {max(self.seen, self.count):,}{share}"
 
     def skipped_text(self, what: str = "bad rows left out") -> str:
-        """Return how many lines are left out, by kind, with the first of each; "" without any."""
+        """Return the counts of skipped lines by kind, with the first of each, or ""."""
         rows = [of for of in self.by_problem.values() if of.line]
         if not rows:
             return ""
@@ -133,7 +133,7 @@ class BadLines:
         return f"{what}: {self._counted()}: {'; '.join(kinds)}{more}"
 
     def skipped(self) -> dict[str, Any]:
-        """Return the same as plain values, for the record of a run."""
+        """Return the skipped lines by kind as plain values, for events.jsonl."""
         kinds = [
             {"problem": of.message, "rows": of.count, "first": of.place}
             for of in self.by_problem.values()
@@ -151,7 +151,7 @@ class BadLines:
 
 
 def problem_of(error: ValueError) -> str:
-    """Return the problem of a record in words; equal problems have equal ones."""
+    """Return the problem of a record as text; the same problem always gives the same text."""
     if isinstance(error, UnicodeEncodeError):
         return "holds half of a character, as of an emoji that was cut: surrogates not allowed"
     if isinstance(error, UnicodeDecodeError):
@@ -160,42 +160,42 @@ def problem_of(error: ValueError) -> str:
 
 
 def _why_not(file: Path, is_named: bool) -> str:
-    """Return why a file is no UTF-8 text; "" unopened if its suffix names the format."""
+    """Return why a file is not UTF-8 text; "" without opening it if its suffix names the format."""
     return why_not_text(file) if is_named or not file.suffix else ""
 
 
 @dataclass(frozen=True)
 class DataFormat:
-    """A format: its name and suffixes, and functions of one file, which may raise OSError.
+    """A format: its name, suffixes, and functions of one file, which may raise OSError.
 
-    To add one, write a file in harness/files/formats/ that assigns a DataFormat to FORMAT; it
-    imports libraries inside its functions. It has either `pieces` or `records`.
+    To add one, write a file in harness/files/formats/ that assigns a DataFormat to FORMAT and
+    imports libraries only inside functions. Set either `pieces` or `records`.
     """
 
     name: str
-    """Value of `data.format`."""
+    """Value of data.format."""
     suffixes: frozenset[str]
-    """Suffixes that name the format, such as ".jsonl" or ".jsonl.gz", in lower case; "": none."""
+    """Lower-case suffixes that name the format, such as ".jsonl" or ".jsonl.gz"; "": no suffix."""
     begin: Callable[[Path], str] | None = None
-    """Return how the first document begins, as begins() words it; None: its first record says it.
+    """Returns how the first document begins, worded as begins() does; None: its first record tells.
     Raises Unusable."""
     pieces: Callable[[Path, BadLines], Iterator[Piece]] | None = None
-    """Yield the documents, and add unreadable lines to the BadLines. Raises UnicodeDecodeError."""
+    """Yields the documents and adds unreadable lines to the BadLines. Raises UnicodeDecodeError."""
     records: Callable[[Path, BadLines], Records] | None = None
-    """Yield (line, record): forms.py says which of its columns are the document."""
+    """Yields (line, record); forms.py determines which columns are the document."""
     bounds: Callable[[Path, int], list[int]] = lambda file, least_bytes: []
-    """Return the bounds of ranges of at least so many bytes, in ascending order, whose records can
-    be read apart; none if the file cannot be divided. Raises OSError."""
+    """Returns the bounds of ranges of at least the given number of bytes, ascending, whose records
+    can be read separately; empty if the file cannot be divided. Raises OSError."""
     records_between: Callable[[Path, BadLines, int, int], Records] | None = None
-    """Yield those of the records that begin in a range of bytes (start, stop)."""
+    """Yields the records that begin in a byte range (start, stop)."""
     lines_before: Callable[[Path, int], int] | None = None
-    """Return the lines before a range, from whose first line `records_between` counts; None: it
-    counts from the file's first. Raises OSError."""
+    """Returns the number of lines before a range, if `records_between` counts from the range's
+    first line; None: it counts from the start of the file. Raises OSError."""
     count: Callable[[Path, int], tuple[int, int]] | None = None
-    """Return the documents in a number of bytes, and the bytes left; None: a file is a document."""
+    """Returns the documents in some bytes, and the bytes left; None: a file is a document."""
     why_not: Callable[[Path, bool], str] = _why_not
-    """Return why a file cannot be read, "" if it can; True: `data.format` names the format."""
+    """Returns why a file cannot be read, or ""; True: data.format names the format."""
     note: Callable[[Path], str] = lambda file: ""
-    """Return what the plan says about how a file is read, such as its separator; "" if nothing."""
+    """Returns a remark for the plan on how a file is read, such as its separator; "" without."""
     excerpt: Callable[[Path, int], bytes] = first_lines
-    """Return the content of a file of about so many bytes with the first documents."""
+    """Returns the first documents as the content of a file of about the given size in bytes."""

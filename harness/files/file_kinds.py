@@ -1,4 +1,4 @@
-"""Determines the kind of a file from its name or, if that is not enough, from its first bytes."""
+"""Determines the kind of a file from its name or, failing that, from its first bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.files import formats
 from harness.files.data_format import DataFormat
 from harness.files.first_bytes import BY_SUFFIX, GET_LFS, is_lfs_pointer, why_not_text
 
-# "binary" files in a folder are left out; "data" files are refused everywhere.
+# "binary" files in a folder are skipped; "data" files are always rejected.
 FileKind = Literal["documents", "data", "binary"]
 
 
@@ -25,17 +25,17 @@ FORMATS = {
     format.name: format
     for format in sorted(_formats(), key=lambda format: (format.count is not None, format.name))
 }
-"""Every format by its name; first those in which a file is a document."""
+"""Every format by name; formats in which a file is one document come first."""
 _OF_SUFFIX = {suffix: format for format in FORMATS.values() for suffix in format.suffixes}
 
 
 def format_of(file: Path, named: str | None) -> DataFormat:
-    """Return the format that is named, or else that of a file's suffix; text if there is none."""
+    """Return the named format, or else the one of the file's suffix, or else text."""
     return known_format(file, named) or FORMATS["text"]
 
 
 def known_format(file: Path, named: str | None) -> DataFormat | None:
-    """Return the format that is named, or else that of a file's suffix; None if there is none."""
+    """Return the named format, or else the one of the file's suffix, or else None."""
     if named is not None:
         return FORMATS[named]
     parts = [part.lower() for part in file.suffixes or [file.suffix]]
@@ -44,10 +44,9 @@ def known_format(file: Path, named: str | None) -> DataFormat | None:
 
 
 def kind_of(file: Path, named: str | None) -> tuple[FileKind, str]:
-    """Return the kind of a file, and for "data" and "binary" the reason and advice.
+    """Return the kind of a file and, for "data" and "binary", the reason and advice.
 
-    The file is opened only if it is tiny, or the suffix does not determine its kind. Raises
-    OSError.
+    Opens the file only if it is tiny or its suffix does not determine its kind. Raises OSError.
     """
     format = known_format(file, named)
     if is_lfs_pointer(file):

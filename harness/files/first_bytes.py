@@ -1,4 +1,4 @@
-"""The beginning of a file: is it text, how do its lines begin, and what to do if it is not read."""
+"""The first bytes of a file: whether it is text, how it begins, and advice if it is not read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BY_SUFFIX = {
     **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".h5", ".hdf5"), _ARRAY),
     **dict.fromkeys((".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ipynb"), _DOCUMENT),
 }
-"""Advice for files that no format reads."""
+"""Advice for files that no format can read, by suffix."""
 _BY_MAGIC = (
     (b"\x1f\x8b", BY_SUFFIX[".gz"]),
     (b"\x28\xb5\x2f\xfd", BY_SUFFIX[".zst"]),
@@ -54,31 +54,31 @@ _BY_MAGIC = (
 
 
 def by_first_bytes(head: bytes) -> str:
-    """Return the likely kind of a file that cannot be decoded, and advice."""
+    """Return advice for an undecodable file, based on its likely kind."""
     return next((advice for magic, advice in _BY_MAGIC if head.startswith(magic)), NO_UTF_8)
 
 
 _HEAD_BYTES = 4096
 LFS_POINTER = b"version https://git-lfs"
-"""What a file begins with that git-lfs left in the place of another."""
+"""First bytes of a git-lfs pointer, which stands in for the actual file."""
 GET_LFS = "a git-lfs pointer; run `git lfs pull` in its folder"
 _MOST_POINTER_BYTES = 1024  # github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Return True for what git-lfs left in the place of a file. Opens small files only."""
+    """Return True for a git-lfs pointer. Opens only small files."""
     is_small = len(LFS_POINTER) < file.stat().st_size <= _MOST_POINTER_BYTES
     return is_small and _head(file, len(LFS_POINTER)) == LFS_POINTER
 
 
 def why_not_text(file: Path) -> str:
-    """Return why the first bytes of a file are no UTF-8, and advice; "" if they are."""
+    """Return advice if the first bytes of a file are not UTF-8, otherwise ""."""
     head = _head(file)
     return "" if _is_text(head) else by_first_bytes(head)
 
 
 def why_not_utf_8(file: Path) -> str:
-    """Return the likely kind of a file that cannot be decoded, and advice."""
+    """Return advice for an undecodable file, based on its likely kind."""
     return by_first_bytes(_head(file))
 
 
@@ -92,7 +92,7 @@ def first_line(file: Path, most_bytes: int = _HEAD_BYTES) -> str:
 
 
 def count_lines(file: Path, most_bytes: int) -> tuple[int, int]:
-    """Return the number of nonblank lines in the first `most_bytes` of a file, and bytes left."""
+    """Return the number of nonblank lines in a file's first `most_bytes`, and the bytes left."""
     count = 0
     with file.open("rb") as lines:
         while most_bytes and (line := lines.readline(most_bytes)):
@@ -102,7 +102,7 @@ def count_lines(file: Path, most_bytes: int) -> tuple[int, int]:
 
 
 def first_lines(file: Path, most_bytes: int) -> bytes:
-    """Return whole lines of about `most_bytes`, at least one."""
+    """Return the first whole lines of a file, about `most_bytes` but at least one line."""
     lines: list[bytes] = []
     with file.open("rb") as opened:
         for line in opened:
@@ -119,7 +119,7 @@ def _head(file: Path, most_bytes: int = _HEAD_BYTES) -> bytes:
 
 
 def _is_text(head: bytes) -> bool:
-    """Return True if the first bytes of a file are UTF-8; the last character may be cut."""
+    """Return True if the first bytes of a file are UTF-8; the last character may be cut off."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:

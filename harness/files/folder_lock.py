@@ -1,4 +1,4 @@
-"""The lock of a run folder: one writer, named in the file; free once its process has ended."""
+"""The lock of a run folder: one writer, named in the file, released when its process ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from harness.errors import ConfigError
 
 
 def take_lock(path: Path) -> tuple[IO[str], str | None]:
-    """Return the locked file, locked until it is closed, and its previous owner if that died.
+    """Return the lock file, locked until it is closed, and its previous owner if that died.
 
-    The kernel's lock ends with its process, however that ends. It may not work between hosts, so
-    the file also names its owner: an owner on another host counts as alive, unless it is this same
-    Slurm job before a requeue. The file is emptied at release, never deleted: two processes must
-    not lock two files of one name.
+    The kernel releases the lock however the process ends. Such locks may not work between hosts, so
+    the file also names its owner. An owner on another host counts as alive, unless it is this same
+    Slurm job before a requeue. The file is emptied at release, never deleted, so that two processes
+    cannot lock two files of the same name.
 
     Raises ConfigError if another process holds the lock.
     """
@@ -29,7 +29,7 @@ def take_lock(path: Path) -> tuple[IO[str], str | None]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         taken = False
     except OSError as error:
-        taken = isinstance(error, BlockingIOError)  # others: a filesystem without such locks
+        taken = isinstance(error, BlockingIOError)  # other errors: the filesystem has no such locks
     file.seek(0)
     owner = _owner(file.read())
     if owner and owner["host"] != socket.gethostname():
@@ -52,7 +52,7 @@ def take_lock(path: Path) -> tuple[IO[str], str | None]:
 
 
 def release(file: IO[str]) -> None:
-    """Remove the owner from the file, and release the lock."""
+    """Remove the owner from the file and release the lock."""
     try:
         file.truncate(0)
     finally:
@@ -60,7 +60,7 @@ def release(file: IO[str]) -> None:
 
 
 def _owner(text: str) -> dict[str, Any] | None:
-    """Return the owner that a lock file names; None for nobody, or a damaged file."""
+    """Return the owner that a lock file names; None if it names none or is damaged."""
     try:
         owner = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Forms of a record: which of its columns are a document, and how they are read."""
+"""Forms of a record: the columns that make up a document, and how to read them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from harness.files.pieces import Ids, Piece, Spans, pieces_of
 from harness.files.turns import ASSISTANT, MARKS, Turn, are_turns, pairs_of, parsed, turns_of
 
 _QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem", "source", "user")
-# Of a preference: the answer to learn, and within the name of the one that must not be.
+# In preference data: the answer to train on, and part of the name of the rejected one.
 _CHOSEN_NAMES, _REJECTED = "chosen", "reject"
 _INPUTS = ("input", "context")
-"""Columns beside an instruction of Alpaca's form, and of Dolly's."""
+"""Columns that accompany an instruction, in Alpaca's and in Dolly's form."""
 _ANSWERS = (
     *("answer", "response", "completion", "output", "solution", "target", "reply"),
     *("summary", "assistant", _CHOSEN_NAMES),
@@ -24,7 +24,7 @@ _ANSWERS = (
 
 
 def example(columns: Mapping[str, str]) -> str:
-    """Return columns as the argument that names them."""
+    """Return columns as a command-line argument that names them."""
     pairs = [f"{key}={json.dumps(name, ensure_ascii=False)}" for key, name in columns.items()]
     (key, name), *more = columns.items()
     if not more and name.isidentifier():
@@ -33,8 +33,8 @@ def example(columns: Mapping[str, str]) -> str:
 
 
 def naming(record: Mapping[str, object]) -> str:
-    """Return the argument that names the document of a record, as the end of a sentence; "" where
-    its columns do not tell.
+    """Return the argument that names the document's columns, to complete a sentence; "" if the
+    column names do not tell.
     """
     kept = {key: value for key, value in record.items() if _REJECTED not in key.lower()}
     texts = [key for key, value in kept.items() if isinstance(value, str)]
@@ -62,15 +62,17 @@ def naming(record: Mapping[str, object]) -> str:
 
 
 def _like(names: list[str], words: tuple[str, ...]) -> list[str]:
-    """Return the names that have one of some words in them."""
+    """Return the names that contain one of the words."""
     return [name for name in names if any(word in name.lower() for word in words)]
 
 
 def _pair(names: list[str]) -> tuple[str, str] | None:
-    """Return the columns of a question and its answer; None where names do not tell."""
+    """Return the columns of a question and its answer; None if their names do not tell."""
     answers = _like(names, _ANSWERS)
     questions = [name for name in _like(names, _QUESTIONS) if name not in answers]
-    if len(names) == 2 and len(answers) + len(questions) == 1:  # the other is the other
+    if (
+        len(names) == 2 and len(answers) + len(questions) == 1
+    ):  # one name tells; the other column is its counterpart
         questions = questions or [name for name in names if name not in answers]
         answers = answers or [name for name in names if name not in questions]
     if len(answers) == len(questions) == 1:
@@ -112,29 +114,29 @@ Column = Literal[
 ]
 Values = Mapping[str, Any]
 _NOT_LEARNED = -100
-"""The label of a token that is read alone, as everywhere."""
+"""The label that excludes a token from the loss, as in torch and transformers."""
 _TAGS, _CHOSEN = ("label", "kto_tag"), "chosen"
-"""Columns that are false where an answer is a bad example, and of a preference the good one."""
+"""Columns that are false for a bad answer, and the column of the good answer in preference data."""
 _MASKS: tuple[Column, ...] = ("loss_mask", "completion_mask", "assistant_masks")
-"""Columns that are 1 for a token to learn; one that lacks it in any of them is read alone."""
+"""Columns with a 1 for each token to train on; a 0 in any of them excludes the token."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form: the columns it needs, what makes a document of their values, columns it may have."""
+    """A form: required columns, a function from values to a document, and optional columns."""
 
     needs: tuple[Column, ...]
     document: Callable[[Values], Document]
     may: tuple[Column, ...] = ()
     is_second: bool = False
-    """True: read only where the record has no other form, as `segments` beside a text."""
+    """True: used only for records without another form, such as `segments` beside a text."""
 
 
 def _text(row: Values, key: str) -> str:
     value = row[key]
     if not isinstance(value, str):
         raise ValueError(f"{key} must be a string, not {type(value).__name__}")
-    value.encode()  # a lone surrogate, "\ud800", is valid JSON and no text
+    value.encode()  # a lone surrogate, "\ud800", is valid JSON but not valid text
     return value
 
 
@@ -145,7 +147,7 @@ def _completion(row: Values) -> Iterator[Piece]:
 
 
 def _segments(row: Values) -> Iterator[Piece]:
-    """Return axolotl's segments, whose texts are joined as they are."""
+    """Return axolotl's segments as pieces; their texts are concatenated unchanged."""
     segments = parsed(row["segments"])
     if not isinstance(segments, list) or not segments:
         raise ValueError("segments must be an array of objects with text and label")
@@ -161,7 +163,7 @@ def _segments(row: Values) -> Iterator[Piece]:
 
 
 def _token_ids(row: Values) -> Ids:
-    """Return ids with their labels, without the padding that attention_mask says."""
+    """Return ids with their labels, without the padding that attention_mask marks."""
     ids = _integers(row, "input_ids")
     beside = {
         key: _zeros_and_ones(row, key) if key in _MASKS else _integers(row, key)
@@ -207,7 +209,7 @@ def _zeros_and_ones(row: Values, key: str) -> list[int]:
 
 
 def _chat(row: Values, turns: list[Turn]) -> Chat:
-    """Return turns with what the other columns of a conversation say."""
+    """Return the conversation of `turns` and the other columns of a row."""
     if row.get("history"):
         turns = [*pairs_of(row["history"]), *turns]
     return chat_of(turns, row.get("tools"), row.get("functions"), row.get("system"))
@@ -263,9 +265,9 @@ def document_of(record: object, columns: Mapping[str, str]) -> Document:
 
 
 def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Note]]:
-    """Return the document of a record, and the columns that hold something and are not read.
+    """Return the document of a record, and notes on the columns with content that are not read.
 
-    `columns`: the record's name of each column; without any the names are those of Column. Raises
+    `columns`: the record's name of each Column; if empty, records use the names of Column. Raises
     ValueError with the problem.
     """
     if not isinstance(record, dict):
@@ -293,8 +295,8 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
 
 
 def _own_names(record: Mapping[str, object]) -> dict[str, str]:
-    """Return the columns that a record has under their own names, without those that are null if
-    the others make a document: a table of several forms has all columns in each row.
+    """Return the columns that a record has under their standard names. Null columns are left out if
+    the others make a document, because in a table of several forms every row has all columns.
     """
     names = {name: name for name in get_args(Column) if name in record}
     filled = {name: name for name in names if record[name] is not None}
@@ -313,7 +315,7 @@ def _require_answer(turns: object, column: str) -> None:
 
 
 def _require_learned(record: Mapping[str, object], used: set[str]) -> None:
-    """Raise ValueError for a row whose own column says that it is not to be learned."""
+    """Raise ValueError if a column of the row says that it must not be trained on."""
     whys = dict.fromkeys(MARKS, "which is read of turns, not of rows")
     whys |= dict.fromkeys(_TAGS, "an answer that is not to be learned")
     for key, why in whys.items():
@@ -339,7 +341,7 @@ def _form_of(record: dict[str, Any], columns: Mapping[str, str]) -> Form:
 
 
 def value_of(record: object, column: str) -> str:
-    """Return a column's value as data.where names it. Raises ValueError if the record has none."""
+    """Return a column's value as data.where writes it. Raises ValueError if the record has none."""
     if not isinstance(record, dict) or column not in record:
         has = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"has no {column!r} (data.where, data.balance); it has {has or 'no keys'}")
@@ -350,7 +352,7 @@ def value_of(record: object, column: str) -> str:
 
 
 def problem_of_columns(columns: Mapping[str, str]) -> str | None:
-    """Return why the keys of data.columns make no document; None if they do."""
+    """Return why the keys of data.columns do not make a document; None if they do."""
     if unknown := [name for name in columns if name not in get_args(Column)]:
         return f"names {unknown[0]}, which is none of {', '.join(get_args(Column))}"
     forms = [form for form in FORMS if columns.keys() >= {*form.needs}]

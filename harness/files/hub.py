@@ -1,4 +1,4 @@
-"""Whether the hub can be asked: its client waits and tries again for half a minute where not."""
+"""Tests whether the hub can be reached; without a network its client retries for half a minute."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _DEFAULT = "https://huggingface.co"
 
 
 def hub_answers() -> bool:
-    """Return False if the hub's address is not known on this machine."""
+    """Return False if the hub's host name cannot be resolved."""
     host = urlsplit(os.environ.get("HF_ENDPOINT") or _DEFAULT).hostname
-    if host is None or getproxies():  # a proxy knows addresses for us
+    if host is None or getproxies():  # a proxy resolves names for us
         return True
     try:
         return bool(socket.getaddrinfo(host, None))

@@ -1,4 +1,4 @@
-"""The sample that a run keeps of what it read, in its run folder, as PREFIX.bin, .idx and masks."""
+"""The sample that a run keeps of the data it read: PREFIX.bin, .idx and masks in its folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TRAIN, HELD_OUT, FACTS = "train", "held_out", "facts.json"
 
 
 def kept_sample(text: str) -> Path | None:
-    """Return the folder of the sample of the run that data.rehearse names; None if it is no run.
+    """Return the sample folder of the run that data.rehearse names; None if it is not a run.
 
-    Raises ConfigError if the run has kept none.
+    Raises ConfigError if the run has kept no sample.
     """
     run = Path(text)
     if (run / FOLDER / FACTS).is_file():
@@ -37,5 +37,5 @@ def kept_facts(folder: Path) -> dict[str, object]:
 
 
 def masks_of(prefix: Path) -> Path:
-    """Return the file beside a .bin/.idx pair that says which of its tokens are not learned."""
+    """Return the file beside a .bin/.idx pair that masks tokens from the loss."""
     return Path(f"{prefix}.masks.npy")

@@ -1,4 +1,4 @@
-"""What rows say and is not read or not learned, counted by kind."""
+"""Counts of row content that is not read or not trained on, by kind."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal, get_args
 
 Kind = Literal["columns", "keys", "turns"]
 Note = tuple[Kind, str]
-"""A kind, and a name: that of a column, that of a key of turns, or what turns they are."""
+"""A kind, and a name: of a column, of a key of turns, or of a group of turns."""
 _SHOWN, _MOST = 12, 1000
 _OTHERS = "others"
 _LONGEST = 60
 
 
 class Notes(Counter[Note]):
-    """Counts of notes, of a thousand names at most: each row may have columns of its own."""
+    """Counts of notes, for at most a thousand names: every row may have different columns."""
 
     def add(self, notes: Iterable[Note]) -> None:
-        """Count notes, or the counts of others."""
+        """Add notes, or counts of notes."""
         counts = notes if isinstance(notes, Mapping) else Counter(notes)
         for (kind, name), count in counts.items():
             note = kind, name if kind == "turns" else _printable(name)
@@ -27,7 +27,7 @@ class Notes(Counter[Note]):
             self[note] += count
 
     def text(self) -> str:
-        """Return a clause for each kind; "" without a note."""
+        """Return one clause per kind; "" if there are no notes."""
         columns, keys, turns = (
             {name: count for (of, name), count in sorted(self.items()) if of == kind}
             for kind in ("columns", "keys", "turns")
@@ -45,7 +45,7 @@ class Notes(Counter[Note]):
 
     @classmethod
     def from_json(cls, values: Mapping[str, int]) -> Notes:
-        """Return the notes that as_json described. Raises ValueError for anything else."""
+        """Return the notes that as_json wrote. Raises ValueError for anything else."""
         notes = cls()
         for key, count in values.items():
             kind, _, name = key.partition(" ")
@@ -56,7 +56,7 @@ class Notes(Counter[Note]):
 
 
 def _printable(name: str) -> str:
-    """Return a name as a line shows it: a column may be named by any text of any length."""
+    """Return a name that fits on a line; a column's name may be any text of any length."""
     shown = name if name.isprintable() else ascii(name)
     return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 3]}..."
 

@@ -1,4 +1,4 @@
-"""Checks and expands paths that users write."""
+"""Validates and expands paths that users write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_PATH_BYTES = 4095
 
 
 def user_path(key: str, text: str) -> Path:
-    """Return the path of `key`, with ~ and ~user expanded. Raises ConfigError if it is invalid."""
+    """Return the path in `key` with ~ and ~user expanded. Raises ConfigError if it is invalid."""
     try:
         return Path(expanded_path(text))
     except ValueError as error:
@@ -21,9 +21,9 @@ def user_path(key: str, text: str) -> Path:
 
 
 def option_path(text: str) -> Path:
-    """Return the path in an option, for argparse, with ~ and ~user expanded."""
+    """Return the path in a command-line option, with ~ and ~user expanded; for argparse."""
     try:
-        text.encode()  # safetensors opens no other names
+        text.encode()  # safetensors opens only UTF-8 names
         return Path(expanded_path(text))
     except UnicodeEncodeError:
         raise ArgumentTypeError(f"{text[:60]!r} has bytes that are not UTF-8") from None
@@ -32,7 +32,7 @@ def option_path(text: str) -> Path:
 
 
 def expanded_path(text: str) -> str:
-    """Return a path with ~ and ~user expanded; other text, such as a hub id, is unchanged.
+    """Return a path with ~ and ~user expanded; other text, such as a hub id, stays unchanged.
 
     Raises ValueError for a path that no file can have.
     """

@@ -1,4 +1,4 @@
-"""Documents as pieces of text, or as token ids."""
+"""Documents as pieces of text or as token ids."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import TextIO
 
 # Longer documents are read and tokenised in pieces of about this size.
 PIECE_CHARS = 1 << 17
-# Tokenizers join a space to the word after it, not to the word before: a cut there changes no id.
+# Tokenizers attach a space to the word after it, so cutting before a space changes no id.
 _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 _SHOWN_CHARS = 60
-# Of the text before a cut: longer than a word, so that its end is tokenised as it is in the whole.
+# Characters to keep of the text before a cut: longer than a word, so that the word is tokenised as
+# in the whole text.
 _BEFORE_CHARS = 64
 Spans = list[tuple[int, int]]
-"""Runs (start, stop) of characters or tokens, in ascending order."""
+"""Spans (start, stop) of characters or tokens, in ascending order."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document; a document is the run of pieces that ends with a `last` one."""
+    """A part of a document; the piece with `is_last` set ends the document."""
 
     text: str
     learned: tuple[tuple[int, int], ...] | None = None
-    """Runs of its characters that are trained on; None: all. The others are read."""
+    """Spans of characters that are trained on; None: all."""
     is_last: bool = True
     before: str = ""
-    """The end of the piece before; "" in the first."""
+    """The end of the previous piece; "" for the first piece."""
     end_is_learned: bool = True
-    """Of the last piece: whether the token that ends the document is trained on."""
+    """For the last piece: True if the token that ends the document is trained on."""
 
     @property
     def is_learned(self) -> bool:
-        """True if all of it is trained on."""
+        """True if the whole piece is trained on."""
         return self.learned is None
 
     def divided(self) -> Iterator[Piece]:
-        """Yield the parts that are trained on, and those that are not, in order."""
+        """Yield the parts that are trained on and those that are not, in order."""
         if not self.learned or not self.text:
             yield self
             return
@@ -50,21 +51,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ids:
-    """A document that its owner has tokenised."""
+    """A document that comes as token ids."""
 
     ids: list[int]
     learned: Spans
-    """Runs of tokens that are trained on."""
+    """Spans of tokens that are trained on."""
 
     @property
     def is_learned(self) -> bool:
-        """True if all of it is trained on."""
+        """True if the whole document is trained on."""
         return self.learned == [(0, len(self.ids))]
 
 
 def pieces_of(text: str, learned: Spans | None = None, *, closed: bool = True) -> Iterator[Piece]:
-    """Yield a document in pieces; `learned`: runs of characters, None for all of them; `closed`:
-    its end is learned.
+    """Yield a document in pieces. `learned`: spans of characters, None for all; `closed`: train on
+    its end.
     """
     start = 0
     while len(text) - start > PIECE_CHARS:
@@ -79,7 +80,7 @@ def pieces_of(text: str, learned: Spans | None = None, *, closed: bool = True) -
 def _within(
     runs: Sequence[tuple[int, int]] | None, start: int, stop: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the parts of runs in a piece, counted from its start."""
+    """Return the spans clipped to a piece and counted from its start."""
     if runs is None:
         return None
     cut = [(max(first, start) - start, min(last, stop) - start) for first, last in runs]
@@ -87,7 +88,7 @@ def _within(
 
 
 def unless_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Return the pieces of a document. Raises ValueError if they are nothing but white space."""
+    """Return the pieces of a document. Raises ValueError if they contain only white space."""
     document = [*pieces]
     if not any(piece.text.strip() for piece in document):
         raise ValueError("is blank: nothing to learn")
@@ -107,17 +108,17 @@ def pieces_read(opened: TextIO) -> Iterator[Piece]:
 
 
 def _cut(text: str, start: int, end: int) -> int:
-    """Return a place in [start, end] where a cut changes no token id; `end` if there is none."""
+    """Return an index in [start, end] where a cut changes no token id; `end` if there is none."""
     place = _CUT.search(text, start, end)
     return place.start() if place else end
 
 
 def begins(text: str) -> str:
-    """Return how a document begins, as a dry run prints it."""
+    """Return a description of a document's beginning, for a dry run."""
     return f"begins {shortened(text)!r}"
 
 
 def shortened(text: str) -> str:
-    """Return the first nonblank line of a text, cut to the length of a row."""
+    """Return the first nonblank line of a text, cut to _SHOWN_CHARS."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= _SHOWN_CHARS else f"{line[: _SHOWN_CHARS - 3]}..."

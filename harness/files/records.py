@@ -1,4 +1,4 @@
-"""Records of a run: JSON objects in a file or a line; damaged lines are skipped."""
+"""Records of a run: JSON objects as files or as lines; damaged lines are skipped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unreadable(ConfigError):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError while writing `path` into CannotSave, which names the file."""
+    """Turn an OSError while writing `path` into a CannotSave that names the file."""
     try:
         yield
     except OSError as error:
@@ -35,22 +35,22 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def as_line(record: dict[str, Any]) -> str:
-    """Return a record as a line."""
+    """Return a record as one line of JSON."""
     return json.dumps(_finite(record), allow_nan=False) + "\n"
 
 
 def as_text(value: dict[str, Any]) -> str:
-    """Return a record as the text of a file."""
+    """Return a record as the indented JSON of a file."""
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
 def is_count(value: Any) -> bool:
-    """Return True if a value read from a record is a count: a whole number, 0 or more."""
+    """Return True if a value from a record is an integer of 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file; None if there is no file. Raises Unreadable."""
+    """Return the object in a file; None if the file does not exist. Raises Unreadable."""
     try:
         value = read_json(path, _MOST_BYTES, links=True)
     except FileNotFoundError:
@@ -65,8 +65,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def read_lines(path: Path, needed: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of a .jsonl file that are objects with the key `needed`.
 
-    Text after the last newline is still being written. Damaged lines are left out with a warning.
-    Raises Unreadable if `path` is not a regular file.
+    Text after the last newline is still being written and is ignored. Damaged lines are skipped
+    with a warning. Raises Unreadable if `path` is not a regular file.
     """
     if (opened := _opened(path)) is None:
         return

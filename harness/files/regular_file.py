@@ -1,4 +1,4 @@
-"""Reads untrusted files: regular files only, of a bounded size and depth."""
+"""Reads untrusted files: only regular files of bounded size and depth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
-    """Open a regular file for reading; a link to one only with `links`.
+    """Open a regular file for reading, or with `links` also a link to one.
 
     Never blocks, unlike opening a pipe. Raises Unusable for anything but a file, and OSError.
     """

@@ -1,11 +1,11 @@
-"""Splits of a folder, by its card and names: which files are held out.
+"""Splits of a folder, found from its data card or its file names.
 
-A card is a README.md that begins with YAML. Its `configs` are read, in the part of YAML that the
-hub writes; a card that needs more is one that names no files.
+A data card is a README.md that starts with YAML. Its `configs` are read if they use only the subset
+of YAML that the hub writes; otherwise the card counts as naming no files.
 
-Splits are those of its data card, or else of file names (train-00000-of-00002.parquet, dev.jsonl)
-and of folders (test/a.jsonl), as `datasets` finds them. A word counts as a whole part of a name:
-contest.jsonl is of no split.
+Without a card, splits follow from file names (train-00000-of-00002.parquet, dev.jsonl) and folders
+(test/a.jsonl), as `datasets` finds them. Only whole words of a name count: contest.jsonl is in no
+split.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _KEYS = _FILES | {
     *("annotations_creators", "language", "language_creators", "license", "multilinguality"),
     *("pretty_name", "size_categories", "source_datasets", "task_categories", "task_ids"),
 }
-"""Keys of cards, of which pages of other sites have none or few."""
-# No part of it may match in two ways: a line of spaces would take hours.
+"""Keys of data cards; pages of other sites have few of them or none."""
+# Must not match ambiguously: a line of spaces would take hours.
 _KEY = re.compile(r"""("[^"]*"\s*|'[^']*'\s*|[^\s"'\[\]{}#:-][^:#]*):(?:\s+(.*))?$""")
 _MOST_IN_BRACKETS = 1 << 13
-"""Longest text in brackets, in characters: dividing it takes its square."""
-_Lines = list[tuple[int, str]]  # indentation and text of each
+"""Maximum characters of text in brackets; parsing takes time quadratic in its length."""
+_Lines = list[tuple[int, str]]  # (indentation, text) per line
 
 
 @dataclass(frozen=True)
 class Subset:
-    """An entry of `configs`: patterns of its files by split."""
+    """An entry of `configs`: its file patterns by split."""
 
     name: str
     is_default: bool
@@ -44,8 +44,8 @@ class Subset:
 
 
 def is_card(file: Path, *, beside_texts: bool = True) -> bool:
-    """Return True if a Markdown file begins as a data card does, and beside texts as no page of
-    another site does. Raises OSError.
+    """Return True if a Markdown file starts like a data card; beside texts, its keys must also be
+    those of cards rather than of web pages. Raises OSError.
     """
     keys = {key for key, _ in _top_level(_front_matter(file))}
     if not beside_texts:
@@ -54,7 +54,7 @@ def is_card(file: Path, *, beside_texts: bool = True) -> bool:
 
 
 def subsets_of(file: Path) -> list[Subset]:
-    """Return the subsets whose files a card names; none without a card. Raises OSError."""
+    """Return the subsets whose files a card names; empty without a card. Raises OSError."""
     if not file.is_file():
         return []
     blocks = [block for key, block in _top_level(_front_matter(file)) if key == "configs"]
@@ -83,9 +83,9 @@ def _subset(config: dict[str, Any]) -> Subset:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if the path of a file inside the folder is one that a pattern names."""
+    """Return True if a pattern matches the path of a file inside the folder."""
     parts, path = _parts_of(pattern), name.split("/")
-    reached = {0}  # numbers of parts of the path that the pattern may have named so far
+    reached = {0}  # numbers of leading path parts that the pattern can match so far
     for part in parts:
         if part == "**":
             reached = {*range(min(reached), len(path) + 1)}
@@ -97,7 +97,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _parts_of(pattern: str) -> list[str]:
-    """Return the parts of a pattern; "**" is always one of its own."""
+    """Return the parts of a pattern; "**" is always a separate part."""
     apart = re.sub(r"(^|/)\*\*(?=[^/])", r"\1**/*", pattern.removeprefix("./"))
     return [part for part in apart.split("/") if part]
 
@@ -105,12 +105,12 @@ def _parts_of(pattern: str) -> list[str]:
 def _names(pattern: str, part: str) -> bool:
     try:
         return fnmatchcase(part, pattern)
-    except re.error:  # as of [z-a]
+    except re.error:  # for example [z-a]
         return False
 
 
 def _front_matter(file: Path) -> _Lines:
-    """Return the lines between the first two "---", without comments; none without them."""
+    """Return the lines between the first two "---" without comments; empty if there are none."""
     with file.open("rb") as opened:
         lines = opened.read(_MOST_BYTES).decode("utf-8-sig", errors="replace").splitlines()
     if not lines or lines[0].rstrip() != "---":
@@ -127,7 +127,7 @@ def _front_matter(file: Path) -> _Lines:
 
 
 def _top_level(lines: _Lines) -> list[tuple[str, _Lines]]:
-    """Return each key without indentation, with its line and those that belong to it."""
+    """Return each top-level key with its line and the lines that belong to it."""
     blocks: list[tuple[str, _Lines]] = []
     for indent, text in lines:
         if not indent and not _is_item(text) and (key := _KEY.match(text)):
@@ -142,7 +142,7 @@ def _is_item(text: str) -> bool:
 
 
 def _block(lines: _Lines, at: int) -> tuple[object, int]:
-    """Return the value that begins in a line, and the line behind it."""
+    """Return the value that starts at a line, and the line after it."""
     own, text = lines[at]
     if _is_item(text):
         return _items(lines, at)
@@ -188,7 +188,7 @@ def _without_comment(text: str) -> str:
 
 
 def _scalar(text: str) -> object:
-    """Return a text without its quotes, or a list or an object in brackets."""
+    """Return a text without quotes, or the list or object that brackets enclose."""
     text = _without_comment(text).strip()
     if text[:1] in ("|", ">", "&", "*", "!"):
         raise ValueError(f"{text[:1]} is not read")
@@ -208,11 +208,11 @@ def _scalar(text: str) -> object:
 
 
 ALL = "all"
-"""Value of data.split that reads a folder whole."""
+"""Value of data.split that reads the whole folder."""
 TO_EVALUATE = "validation or test"
-"""In place of data.split: of a held-out set, validation comes first."""
+"""Stands for an unset data.split in a held-out set: validation is preferred."""
 OF_A_SOURCE = "train, of a source of data.mix"
-"""In place of no data.split: as without, of a source that names its own."""
+"""Stands for an unset data.split in a source of data.mix, which has its own `split`."""
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 _WORDS = {
     **dict.fromkeys(("train", "training"), TRAIN),
@@ -225,13 +225,13 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Splits:
-    """The names of a folder's files by split, as "train", or "SUBSET/train" where a card has
-    several subsets.
+    """The file names of a folder by split: "train", or "SUBSET/train" if a card has several
+    subsets.
     """
 
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     default: str = ""
-    """The subset that is read unless data.split names another; "" without."""
+    """Subset to read unless data.split names another; "" without one."""
 
     def chosen(self, wanted: str | None, path: object) -> str:
         """Return the split to read; "" for the whole folder. Raises ConfigError."""
@@ -265,7 +265,7 @@ class Splits:
         return best
 
     def held_out(self, chosen: str) -> list[str]:
-        """Return the splits that are held out from one: validation, then test."""
+        """Return the splits to hold out beside `chosen`: validation, then test."""
         subset, _, split = chosen.rpartition("/")
         others = [label for label in self._of(subset) if label != chosen]
         held_out = []
@@ -282,16 +282,16 @@ class Splits:
 def splits_of(
     names: Sequence[str], subsets: Sequence[Subset], data: Sequence[str], *, records: bool
 ) -> Splits:
-    """Return the splits of the files of a folder.
+    """Return the splits of a folder's files.
 
-    `data`: those whose names count, as those of code and pages do not. `records`: they hold
-    records; of texts, which may be about tests, names count only beside a train split.
+    `data`: files whose names count, which excludes code and pages. `records`: True if they hold
+    records; names of texts, which may be about tests, count only beside a train split.
     """
     return _of_card(names, subsets) or Splits(_by_name(data, records=records))
 
 
 def _of_card(names: Sequence[str], subsets: Sequence[Subset]) -> Splits | None:
-    """Return the splits of a card, of the files that are there; None if it names none of them."""
+    """Return the splits of a card, restricted to existing files; None if it names none of them."""
     present: dict[str, dict[str, list[str]]] = {}
     for subset in subsets:
         for split, patterns in subset.patterns.items():
@@ -311,7 +311,7 @@ def _of_card(names: Sequence[str], subsets: Sequence[Subset]) -> Splits | None:
 
 
 def _by_name(names: Sequence[str], *, records: bool) -> dict[str, list[str]]:
-    """Return the files of each split; none where nothing is held out."""
+    """Return the files of each split by name; empty if nothing is held out."""
     stems = {(*_parts(_stem(name)),) for name in names}
     labels = {name: _label(name, stems, _beside_train) for name in names}
     if TRAIN not in map(kind_of_split, labels.values()):
@@ -334,9 +334,9 @@ _Stem = tuple[str, ...]
 
 
 def _label(name: str, stems: set[_Stem], counts: Callable[[_Stem, int, set[_Stem]], bool]) -> str:
-    """Return the split that the name of a file says, or its folder's; "" if neither does.
+    """Return the split that the name of a file or of its folder gives; "" if neither does.
 
-    `counts`: whether the word at a place of a name is one.
+    `counts` tells whether the word at an index of a name stands for a split.
     """
     stem = _stem(name)
     if (shard := _SHARD.match(stem)) and kind_of_split(shard[1]):
@@ -350,18 +350,18 @@ def _label(name: str, stems: set[_Stem], counts: Callable[[_Stem, int, set[_Stem
 
 
 def _beside_train(parts: _Stem, place: int, stems: set[_Stem]) -> bool:
-    """Return True for "test" of "a_test" and "test_a"; of "a_test_b" beside "a_train_b" alone."""
+    """Return True for "test" in "a_test" and "test_a"; in "a_test_b" only beside "a_train_b"."""
     others = ((*parts[:place], word, *parts[place + 1 :]) for word in _WORDS)
     return place in (0, len(parts) - 1) or any(of != parts and of in stems for of in others)
 
 
 def _beside_others(parts: _Stem, place: int, stems: set[_Stem]) -> bool:
-    """Return True for "test", and of "a_test" beside "a" alone: "unit_test" is none."""
+    """Return True for "test", and for "a_test" only beside "a": "unit_test" is no split."""
     return len(parts) == 1 or (place == len(parts) - 1 and parts[:-1] in stems)
 
 
 def _stem(name: str) -> str:
-    """Return the name of a file without its suffix, and that of its compression."""
+    """Return a file's name without its suffixes, including that of compression."""
     path = PurePosixPath(PurePosixPath(name.lower()).name)
     return path.with_suffix("").stem if path.suffix in (".gz", ".zst") else path.stem
 
@@ -373,12 +373,12 @@ def kind_of_split(label: str) -> str:
 
 
 def _rest(label: str) -> list[str]:
-    """Return what the name of a split says beside its kind: ["sft"] of "train_sft"."""
+    """Return the words of a split's name besides its kind: ["sft"] for "train_sft"."""
     return [part for part in _parts(label.rpartition("/")[2].lower()) if part not in _WORDS]
 
 
 def _parts(text: str) -> list[str]:
-    return [part for part in re.split(r"[\W\d_]+", text) if part and part != "v"]  # of a version
+    return [part for part in re.split(r"[\W\d_]+", text) if part and part != "v"]  # as in v2
 
 
 def _with(labels: Iterable[str], kind: str) -> list[str]:
@@ -386,8 +386,8 @@ def _with(labels: Iterable[str], kind: str) -> list[str]:
 
 
 def _best(labels: Sequence[str], kinds: Sequence[str]) -> str | None:
-    """Return the only split of the first kind that there is, or the one of its bare name; the only
-    split; None if several would do.
+    """Return the only split of the first kind present, or the one whose name is just the kind;
+    otherwise the only split, or None if there are several candidates.
     """
     for kind in kinds:
         if of_kind := _with(labels, kind):
@@ -399,7 +399,7 @@ def _best(labels: Sequence[str], kinds: Sequence[str]) -> str | None:
 
 
 def _named(label: str, wanted: str | None, path: object) -> str:
-    """Return how a split is named, of the data to train on, of a source or of a held-out set."""
+    """Return the argument that names a split: of the training data, a source or a held-out set."""
     if wanted == TO_EVALUATE:
         name = label.rpartition("/")[2]
         return f'data.eval_path={{{name}={{path="{path}", split="{label}"}}}}'

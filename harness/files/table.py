@@ -1,4 +1,4 @@
-"""Typed access to an untrusted object {...}: JSON, or a pickle's dict."""
+"""Typed access to an untrusted mapping: a JSON object or a dict from a pickle."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST = sys.float_info.max
 
 
 class Table:
-    """A mapping with values read by key and type.
+    """A mapping whose values are read by key and type.
 
-    Every method raises Unusable, which names `file`, the key and the value, if there is no value of
-    that type.
+    Every method raises Unusable, naming `file`, the key and the value, if there is no value of that
+    type.
     """
 
     def __init__(self, value: object, file: object, key: str = "") -> None:
@@ -26,31 +26,31 @@ class Table:
         self.values: Mapping[object, object] = value
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole mapping, whose keys must be strings."""
+        """Return the whole mapping. All keys must be strings."""
         for key in self.values:
             self._text(f"a key of {self.key or 'it'}", key)
         return {str(key): value for key, value in self.values.items()}
 
     def __contains__(self, key: object) -> bool:
-        """Return True if there is a value, null included."""
+        """Return True if the key is present, even with a null value."""
         return key in self.values
 
     def has(self, key: object) -> bool:
-        """Return True if there is a value that is not null."""
+        """Return True if the key has a value other than null."""
         return self.values.get(key) is not None
 
     def get(self, key: object) -> object:
-        """Return the value, of any type."""
+        """Return a value of any type."""
         if key not in self.values:
             raise Unusable(f"{self.file} lacks {self.path_of(key)}")
         return self.values[key]
 
     def table(self, key: object) -> Table:
-        """Return an object."""
+        """Return a nested object."""
         return Table(self.get(key), self.file, self.path_of(key))
 
     def tables(self) -> Iterator[tuple[str, Table]]:
-        """Yield all values, as objects by name."""
+        """Yield (key, object) for all keys."""
         for key in self.values:
             if not isinstance(key, str):
                 self.refuse(self.key, key, "a name")
@@ -64,11 +64,11 @@ class Table:
         return list(value)
 
     def counts(self, key: object) -> tuple[int, ...]:
-        """Return an array of counts."""
+        """Return an array of integers of 0 or more."""
         return tuple(self._count(self.path_of(key), value) for value in self.row(key))
 
     def texts(self, key: object) -> tuple[str, ...]:
-        """Return an array of texts."""
+        """Return an array of strings."""
         return tuple(self._text(self.path_of(key), value) for value in self.row(key))
 
     def numbers(self, key: object) -> list[float]:
@@ -88,20 +88,20 @@ class Table:
         return self._number(self.path_of(key), self.get(key))
 
     def loss(self, key: object) -> float | None:
-        """Return a number, perhaps not finite, or None for null."""
+        """Return a number that may be non-finite, or None for null."""
         value = self.get(key)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return value
         return float(self._number(self.path_of(key), value))
 
     def all_numbers(self, key: object) -> None:
-        """Require an object with nothing but finite numbers."""
+        """Require an object that contains only finite numbers."""
         table = self.table(key)
         for name in table.values:
             table.number(name)
 
     def refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        """Raise Unusable for a value of another type than expected."""
+        """Raise Unusable for a value that does not have the expected type."""
         raise Unusable(f"{self.file}: {key or 'it'} is {_short(value)}, not {expected}")
 
     def path_of(self, key: object) -> str:
@@ -121,7 +121,7 @@ class Table:
     def _number(self, key: str, value: object) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             self.refuse(key, value, "a finite number")
-        if not -_MOST <= value <= _MOST:  # nan neither
+        if not -_MOST <= value <= _MOST:  # also rejects nan
             self.refuse(key, value, "a finite number")
         return value
 
@@ -129,6 +129,6 @@ class Table:
 def _short(value: object) -> str:
     try:
         text = repr(value)
-    except (RuntimeError, ValueError):  # nested too deep; an integer of too many digits
+    except (RuntimeError, ValueError):  # too deeply nested, or an integer of too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
 """Reads the header of a safetensors file and checks it against the file's size.
 
-The format (github.com/huggingface/safetensors#format): 8 bytes for the header's length, the header
-as JSON, then the tensors without a gap.
+Format (github.com/huggingface/safetensors#format): 8 bytes with the header's length, the header as
+JSON, then the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.files.regular_file import open_regular
 from harness.files.table import Table
 
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
-# Bytes per element by dtype; tensors of other dtypes are checked only for their place.
+# Bytes per element by dtype; of tensors with other dtypes only the offsets are checked.
 _BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -31,7 +31,7 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file; its bytes are [`start`, `end`) of the file."""
+    """One tensor of a file; its data is bytes [`start`, `end`) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class StoredTensor:
 
 
 def read_header(path: Path, links: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of a file. Raises Unusable if it is not a whole safetensors file, and
+    """Return the tensors of a file. Raises Unusable if it is not a complete safetensors file, and
     OSError.
     """
     with open_regular(path, links) as file:
@@ -53,7 +53,7 @@ def read_header(path: Path, links: bool = False) -> dict[str, StoredTensor]:
 
 
 def header_of(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of an open file; see `read_header`."""
+    """Return the tensors of an open file, as read_header does."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(len(LFS_POINTER))
     if len(start) < 8:
@@ -107,7 +107,7 @@ def _tensors(content: Table, base: int) -> dict[str, StoredTensor]:
 
 
 def _looks_like(start: bytes) -> str:
-    """Return the likely origin of a file with these first bytes."""
+    """Return what a file with these first bytes probably is."""
     if start == LFS_POINTER:
         return f"it is {GET_LFS}"
     if start.startswith((b"<!DOCTYPE", b"<html", b"<!doctype")):

@@ -1,8 +1,8 @@
-"""The header of a Megatron .idx, which holds the place of each document in a .bin.
+"""The header of a Megatron .idx, which stores the position of each document in a .bin.
 
-The layout is that of Megatron-LM's MMapIndexedDataset: 9 bytes of magic, uint64 version, uint8 type
-of the ids, uint64 sequences, uint64 document bounds; then int32 tokens of each sequence, int64 byte
-offset of each sequence, and int64 bounds of the documents in sequences.
+The layout is that of Megatron-LM's MMapIndexedDataset: 9 bytes of magic, uint64 version, uint8
+dtype of the ids, uint64 number of sequences, uint64 number of document bounds; then int32 tokens
+per sequence, int64 byte offset per sequence, and int64 document bounds in sequences.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from harness.errors import ConfigError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-# uint16 is 6 in DeepSpeed and 8 in Megatron-LM, where 6 and 7 are floats.
+# uint16 is 6 in DeepSpeed but 8 in Megatron-LM, where 6 and 7 are floats.
 TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<u2", 7: "<u4", 8: "<u2"}
 
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """Content of an .idx header."""
+    """The content of an .idx header."""
 
     code: int
-    """Key of TYPES."""
+    """The dtype of the ids, a key of TYPES."""
     sequences: int
     bounds: int
     """Number of documents plus one."""
     num_bytes: int
-    """Size of the file."""
+    """Size of the .idx file in bytes."""
 
     @property
     def id_bytes(self) -> int:
-        """Size of an id in the .bin."""
+        """Bytes per id in the .bin."""
         return int(TYPES[self.code][2:])
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Return the header of an .idx with documents. Raises ConfigError for others, and OSError."""
+    """Return the header of an .idx. Raises OSError, and ConfigError without valid documents."""
     num_bytes = path.stat().st_size
     if num_bytes < HEADER.size:
         raise ConfigError(f"{path} is truncated: {num_bytes} bytes, its header has {HEADER.size}")

@@ -1,4 +1,4 @@
-"""One turn of a conversation: its forms, its calls of tools, and what is read of each."""
+"""One turn of a conversation: its forms, its tool calls, and what is read of each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Call = dict[str, Any]
 
 
 def calls_of(calls: object) -> list[Call]:
-    """Return the calls of a turn, given as objects or as JSON text: OpenAI's tool_calls, its older
-    function_call, ShareGPT's name and arguments. Raises ValueError.
+    """Return the calls of a turn, from objects or JSON text: OpenAI's tool_calls, its older
+    function_call, or ShareGPT's name and arguments. Raises ValueError.
     """
     calls = parsed(calls)
     return [_call(parsed(call)) for call in (calls if isinstance(calls, list) else [calls])]
@@ -38,16 +38,16 @@ def _call(call: object) -> Call:
     return {"type": "function", **identity, "function": function}
 
 
-# What a function is called with: OpenAI's name, an older one, LangChain's and Anthropic's.
+# Names of a call's arguments: OpenAI's, an older one, LangChain's and Anthropic's.
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
-# Keys beside "function", or of a call that is a function itself.
+# Keys beside "function", or of a call that is itself the function.
 _OF_A_CALL = frozenset({"id", "type", "name", *_ARGUMENTS})
-# What servers add to a call.
+# Keys that servers add to a call.
 _OF_SERVERS = frozenset({"index", "call_id", "status"})
 
 
 def _arguments(value: object, name: str) -> dict[str, Any]:
-    """Return arguments as an object; null, "" and none are {}. Raises ValueError."""
+    """Return arguments as an object; null, "" and missing ones become {}. Raises ValueError."""
     arguments = value
     if isinstance(value, str):
         try:
@@ -64,8 +64,8 @@ def _arguments(value: object, name: str) -> dict[str, Any]:
 
 
 def tools_of(tools: object, functions: object = None) -> list[dict[str, Any]] | None:
-    """Return the schemas of tools, given as objects or as JSON text; those of OpenAI's older
-    `functions`, and others without their wrapper, get it. Raises ValueError.
+    """Return the schemas of tools, from objects or JSON text. OpenAI's older `functions`, and other
+    tools without the wrapper, are wrapped. Raises ValueError.
     """
     parts = [parsed(part) for value in (tools, functions) for part in _listed(parsed(value))]
     if not all(isinstance(part, dict) for part in parts):
@@ -85,7 +85,7 @@ def _listed(value: object) -> list[object]:
 
 
 def parsed(value: object) -> object:
-    """Return the value of JSON text; anything else as it is."""
+    """Return the value of JSON text; anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -102,7 +102,7 @@ def _short(value: object) -> str:
 Message = dict[str, Any]
 ASSISTANT = "assistant"
 THOUGHT = "reasoning_content"
-"""Key of a message with what the assistant thought."""
+"""Key of a message that holds the assistant's reasoning."""
 
 _CALL = "function_call"
 _ROLES = {
@@ -114,17 +114,17 @@ _ROLES = {
     **dict.fromkeys((_CALL, "tool_call"), _CALL),
 }
 _THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought")
-# Whether a turn is learned: OpenAI's, axolotl's and ms-swift's keys, and others' of that meaning.
+# Keys that include a turn in the loss: OpenAI's, axolotl's, ms-swift's and similar ones.
 MARKS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "learn")
 _MARKED = {0: False, 1: True}
-# They mark parts of a turn, which would have to be found in what the template makes of it.
+# These mark parts of a turn, which would have to be located in the template's output.
 _MARKS_OF_PARTS = ("train_detail", "training_detail")
 _READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_call"}).union(
     _THOUGHTS, MARKS
 )
-# Keys of which a turn needs one, be it null.
+# A turn needs one of these keys, even if its value is null.
 _SAYS = ("content", "value", "tool_calls", "function_call", *_THOUGHTS)
-# A question with its answer as one object; beside them a system text.
+# Keys of a question and its answer in one object, which may also hold a system text.
 _PYTHON = "{'"
 _PAIRS = (
     *(("human", ASSISTANT), ("user", ASSISTANT), ("instruction", "output"), ("input", "output")),
@@ -139,13 +139,13 @@ class Turn:
 
     message: Message
     is_learned: bool | None = None
-    """What the row says about it; None if nothing."""
+    """The row's own mark for the loss; None if it has none."""
     has_lost_thought: bool = False
-    """True: another role's than the assistant's, with a thought, which is not read."""
+    """True if another role than the assistant has reasoning, which is not read."""
 
 
 def are_turns(value: object) -> bool:
-    """Return True for turns, which may be JSON text; a prompt of text is none."""
+    """Return True for turns, even as JSON text; False for a plain-text prompt."""
     if isinstance(value, str):
         turns = parsed(value) if value.lstrip()[:1] == "[" else None
         first = turns[0] if isinstance(turns, list) and turns else None
@@ -154,8 +154,8 @@ def are_turns(value: object) -> bool:
 
 
 def turns_of(value: object, key: str) -> list[Turn]:
-    """Return the turns of a column: an array of turns, of questions with their answers, an object
-    of arrays as datasets writes it, a single turn, or any of these as JSON text. Raises ValueError.
+    """Return the turns of a column: an array of turns or of question-answer pairs, an object of
+    arrays as datasets writes it, a single turn, or any of these as JSON text. Raises ValueError.
     """
     value, was = parsed(value), value
     if isinstance(value, dict) and value and all(isinstance(part, list) for part in value.values()):
@@ -186,7 +186,7 @@ def _why_no_json(text: str) -> str:
 
 
 def pairs_of(history: object) -> list[Turn]:
-    """Return earlier questions with their answers: arrays of two, or what turns_of reads."""
+    """Return the turns of earlier questions and answers: arrays of two, or as turns_of reads."""
     history = parsed(history)
     if isinstance(history, list) and all(isinstance(pair, list) for pair in history):
         if not all(len(pair) == 2 for pair in history):
@@ -200,7 +200,9 @@ def pairs_of(history: object) -> list[Turn]:
 
 
 def _turns_of_part(part: object) -> Iterator[Turn]:
-    """Yield the turns of an element: one, or of a question with its answer two, or three."""
+    """Yield the turns of an element: one turn, or a question and answer, maybe with a
+    system text.
+    """
     if isinstance(part, dict) and not {"role", "from"} & part.keys():
         pair = next((pair for pair in _PAIRS if part.keys() >= {*pair}), None)
         if pair is not None:
@@ -215,7 +217,7 @@ def _turns_of_part(part: object) -> Iterator[Turn]:
 
 
 def turn_of(turn: object) -> Turn:
-    """Return a turn in OpenAI's or ShareGPT's form. Raises ValueError."""
+    """Return a turn given in OpenAI's or ShareGPT's form. Raises ValueError."""
     if not isinstance(turn, dict):
         raise ValueError(f"a turn must be an object, not {type_of(turn)}")
     name = turn["role"] if turn.get("role") is not None else turn.get("from")
@@ -244,7 +246,7 @@ def turn_of(turn: object) -> Turn:
 
 
 def _calls(turn: Message) -> list[Call]:
-    """Return the calls of a turn. Raises ValueError if two keys have different ones."""
+    """Return the calls of a turn. Raises ValueError if two keys hold different calls."""
     both = [calls_of(turn[key]) for key in ("tool_calls", "function_call") if turn.get(key)]
     both = [calls for calls in both if calls]
     functions = [[call["function"] for call in calls] for calls in both]
@@ -254,8 +256,8 @@ def _calls(turn: Message) -> list[Call]:
 
 
 def _with_content(turn: Message) -> tuple[Message, object]:
-    """Return a turn and what it says, under either form's key, or as its text. Raises ValueError if
-    two keys say different things, or none says anything.
+    """Return a turn and its content, from any form's key. Raises ValueError if two keys differ, or
+    if there is no content.
     """
     held = [turn[key] for key in ("content", "value") if turn.get(key) not in (None, "", [])]
     if held and held[0] != held[-1]:
@@ -269,7 +271,7 @@ def _with_content(turn: Message) -> tuple[Message, object]:
 
 
 def _rest(turn: Message) -> Message:
-    """Return the keys that a template may read, as plain values."""
+    """Return the other keys, which a template may read, as plain values."""
     rest = {key: value for key, value in turn.items() if key not in _READ and value is not None}
     return {key: value if _is_plain(value) else str(value) for key, value in rest.items()}
 
@@ -283,7 +285,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _mark(turn: Message) -> bool | None:
-    """Return whether a turn is to be learned, as its keys say."""
+    """Return the turn's own mark for the loss, or None."""
     if parts := [key for key in _MARKS_OF_PARTS if turn.get(key)]:
         raise ValueError(
             f"a turn has {parts[0]}, which marks parts of its text: write weight=0 or weight=1 for "
@@ -300,8 +302,8 @@ def _mark(turn: Message) -> bool | None:
 
 
 def _thought(turn: Message, content: object) -> str:
-    """Return what was thought: of a key of its own, or of parts of the content. Raises ValueError
-    if they say different things.
+    """Return the reasoning of a turn, from its own key or from parts of the content. Raises
+    ValueError if they differ.
     """
     thoughts: dict[str, str] = {}
     for key in _THOUGHTS:
@@ -320,20 +322,20 @@ def _thought(turn: Message, content: object) -> str:
 
 
 def text_of(content: object) -> str:
-    """Return the text of a turn, whose parts are joined. Raises ValueError."""
+    """Return the text of a turn, joining its parts. Raises ValueError."""
     if content is None:
         return ""
     if isinstance(content, list):
         return "".join(_text_of_part(part) for part in content if not _is_thought(part))
     if not isinstance(content, str):
         raise ValueError(f"the content of a turn must be a string, not {type_of(content)}")
-    content.encode()  # a lone surrogate, "\ud800", is valid JSON and no text
+    content.encode()  # a lone surrogate, "\ud800", is valid JSON but not valid text
     return content
 
 
 _TEXTS = ("text", "input_text", "output_text")
 _PART_THOUGHTS = ("thinking", "reasoning")
-_INSTEAD = {  # of Anthropic's parts
+_INSTEAD = {  # for Anthropic's parts
     "tool_use": ": write the call beside content, "
     '"tool_calls": [{"function": {"name": ..., "arguments": {...}}}]',
     "tool_result": ': write a turn of its own, {"role": "tool", "content": ...}',
@@ -355,5 +357,5 @@ def _text_of_part(part: object) -> str:
 
 
 def type_of(value: object) -> str:
-    """Return the type of a value for a message."""
+    """Return the type of a value, for messages."""
     return "nothing" if value in (None, []) else type(value).__name__

@@ -1,1 +1,1 @@
-"""Hugging Face decoders: built empty, initialised by name."""
+"""Hugging Face decoders: built on the meta device, initialised by parameter name."""

@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA) beside frozen weights, which may be in 4 bits (QLoRA)."""
+"""Low-rank adapters (LoRA) on frozen weights, which may be quantized to 4 bits (QLoRA)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from harness.models.pieces import decoder_layers
 def quantize_linear_maps(
     empty: PreTrainedModel, quantization: Quantization
 ) -> Callable[[str, torch.Tensor], nn.Parameter]:
-    """Let the linear maps of a skeleton's decoder layers compute with quantized weights, in place;
-    return what makes a parameter of each weight that is read: of theirs its codes and scales.
+    """Replace the linear layers in a skeleton's decoder layers by quantized ones, in place. Return
+    a function from (name, weight as read) to the parameter to keep: codes and scales if quantized.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -34,10 +34,10 @@ def quantize_linear_maps(
         inputs, outputs = _sides(source)
         has_bias = source.bias is not None
         made = Linear4bit(inputs, outputs, has_bias, empty.dtype, device="meta", **settings)
-        # On CPUs with bf16 instructions its first evaluation would pack the weight anew, scales in
-        # bf16, after which nothing has a gradient any more.
+        # On CPUs with bf16 instructions the first evaluation would repack the weight with bf16
+        # scales, after which no gradients flow.
         made.support_avx512bf16_for_cpu = False
-        # As they are read, until they are quantized.
+        # The weights as read, until they are quantized.
         made.weight, made.bias = source.weight.requires_grad_(False), source.bias
         empty.set_submodule(name, made)
 
@@ -47,7 +47,7 @@ def quantize_linear_maps(
             return nn.Parameter(whole)
         values = _upright(source, whole).contiguous()
         made: Any = Params4bit(values, requires_grad=False, blocksize=BLOCK, **settings)
-        parameter: nn.Parameter = made.to(whole.device)  # which quantizes
+        parameter: nn.Parameter = made.to(whole.device)  # this quantizes it
         return parameter
 
     return quantized
@@ -57,8 +57,8 @@ def quantize_linear_maps(
 def round_linear_maps(
     model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype
 ) -> None:
-    """Give the weights of a model's linear maps the values that they are computed with after they
-    were quantized in a run of precision `dtype`; in place.
+    """Round the weights of a model's linear layers to their quantized values, as a run in precision
+    `dtype` computes with them; in place.
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -74,8 +74,8 @@ def round_linear_maps(
 
 
 def described(model: PreTrainedModel, quantization: Quantization) -> dict[str, Any]:
-    """Return the quantization as transformers' config.json describes it: what BitsAndBytesConfig
-    reads, so that `from_pretrained` quantizes the same weights alike.
+    """Return the quantization in the format of transformers' config.json (BitsAndBytesConfig), so
+    that `from_pretrained` quantizes the same weights in the same way.
     """
     layers, _ = decoder_layers(model)
     outside = [
@@ -100,8 +100,8 @@ def of_description(description: dict[str, Any]) -> Quantization:
 
 
 def _linear_maps(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of the linear maps in a model's decoder layers, but for those that
-    compute something else, as routers do.
+    """Yield (name, module) of the linear layers in a model's decoder layers. Subclasses that
+    compute something else, such as routers, are left out.
     """
     prefix, layers = decoder_layers(model)
     for name, module in [*layers.named_modules()]:
@@ -110,13 +110,13 @@ def _linear_maps(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _sides(module: Any) -> tuple[int, int]:
-    """Return the inputs and outputs of a linear map."""
+    """Return the numbers of inputs and outputs of a linear layer."""
     outputs, inputs = _upright(module, module.weight).shape
     return inputs, outputs
 
 
 def _upright(module: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as (outputs, inputs), or an upright one as the module has it."""
+    """Return a weight as (outputs, inputs), or such a weight in the module's own layout."""
     return weight.T if isinstance(module, Conv1D) else weight
 
 
@@ -126,23 +126,24 @@ _LINEAR = (nn.Linear, Conv1D)
 def add_adapters(
     model: PreTrainedModel, lora: LoraConfig, seed: int, parameters: Sequence[Parameter] = ()
 ) -> list[Parameter]:
-    """Put adapters beside the linear maps of the decoder layers, in place; return what decides the
-    optimizer groups of their parameters, and of those of modules that are trained whole, which is
-    among that of all the model's `parameters`.
+    """Add adapters to the linear layers of the decoder layers, in place. Return the optimizer
+    properties of all trained parameters: those of adapters, and those of modules trained in full,
+    taken from `parameters`.
 
-    A is drawn from `seed`, alike on all ranks, and B is zero: the model computes what it did. They
-    have device and dtype of the weights that they adapt, which may be partitioned by ZeRO 3.
+    A is drawn from `seed`, identically on all ranks, and B is zero, so the model's output is
+    unchanged. They have device and dtype of the weights they adapt, which ZeRO 3 may have
+    partitioned.
     """
-    from peft import inject_adapter_in_model  # a second, which runs without adapters need not take
+    from peft import inject_adapter_in_model  # takes a second; only adapters need it
 
     model.requires_grad_(False)
-    model.is_loaded_in_4bit = lora.quantize is not None  # type: ignore[assignment]  # peft asks
+    model.is_loaded_in_4bit = lora.quantize is not None  # type: ignore[assignment]  # peft reads it
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(_peft_config(lora, linear_maps(model)), model, NAME)
     del model.is_loaded_in_4bit
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if lora.quantize is not None:  # else adapters are made in the weights' precision
+    if lora.quantize is not None:  # otherwise adapters already have the weights' precision
         for _, p in trained:
             p.data = p.data.to(model.dtype)
     whole = [p for p in parameters if module_of(p.name) in lora.modules_to_save]
@@ -152,14 +153,14 @@ def add_adapters(
 
 
 def linear_maps(model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of the linear maps in a model's decoder layers."""
+    """Return the last name components of the linear layers in a model's decoder layers."""
     _, layers = decoder_layers(model)
     names = (name for name, module in layers.named_modules() if isinstance(module, _LINEAR))
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _peft_config(lora: LoraConfig, targets: list[str]) -> Any:
-    """Return the adapters as peft describes them; `targets` where `lora` names none."""
+    """Return the adapters as a peft config; `targets` is used if `lora` names none."""
     from peft import LoraConfig as PeftConfig
 
     assert lora.rank is not None
@@ -176,8 +177,8 @@ def _peft_config(lora: LoraConfig, targets: list[str]) -> Any:
 
 
 def adapters_of(model: Any, lora: LoraConfig, base: str | None) -> dict[str, Any]:
-    """Return what peft's adapter_config.json says of the adapters in a model, which were made
-    beside the weights of `base`; {} of a model without.
+    """Return the content of peft's adapter_config.json for the adapters in a model, which were
+    trained on the weights of `base`; {} for a model without adapters.
     """
     if not hasattr(model, "peft_config"):
         return {}

@@ -1,6 +1,6 @@
-"""Models that compute as the run did that trained them: with its attention, with two streams.
+"""Models that compute as in training: with its attention, or with two reversible streams.
 
-Exports bring a copy of this file and of those that it imports (models/export_code.py).
+Exports contain a copy of this file and of the files it imports (models/export_code.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from harness.models.reversible import reverse_layers
 
 
 class AsTrained:
-    """Put before a class of transformers: the same weights, computed as they were trained.
+    """Mixin for a transformers class: the same weights, computed as in training.
 
-    `config.trained_attention` holds the kind of attention, its sizes and its seed; another
-    attn_implementation is the caller's choice. `config.reversible`: the layers have two streams.
+    `config.trained_attention` holds the kind of attention, its sizes and its seed; the caller may
+    choose another attn_implementation. `config.reversible`: the layers have two streams.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -33,23 +33,23 @@ class AsTrained:
 
 
 def attend_as_trained(model: Any, attention: dict[str, Any]) -> None:
-    """Let a model of transformers attend with a kind of attention, in place."""
+    """Make a transformers model use a kind of attention, in place."""
     name = function_name(attention["kind"], attention["sizes"], attention["seed"])
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_attn_implementation"):
             module.config._attn_implementation = name
-    inner = model.forward  # adapters call it without the model's hooks
+    inner = model.forward  # adapters call forward without the model's hooks
     forward = functools.partial(_forward, model, inner)
     model.forward = functools.update_wrapper(forward, inner)
 
 
 def _forward(model: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A forward pass in place of `inner`, with the bounds of the documents that positions number.
+    """Run `inner` with the bounds of the documents that the positions number.
 
-    Raises ValueError for what a kind of attention does not know: padding, and places of a cache
-    that hold no token yet.
+    Raises ValueError for what these kinds of attention do not support: padding, and caches with
+    empty slots.
     """
-    if not is_kind(model.config._attn_implementation):  # exact attention was chosen since
+    if not is_kind(model.config._attn_implementation):  # exact attention was chosen later
         return inner(*args, **kwargs)
     given = inspect.signature(inner).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
@@ -68,7 +68,7 @@ def _forward(model: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _bounds(positions: torch.Tensor) -> torch.Tensor:
-    """Return where the documents begin and the last one ends, of rows that are laid end to end."""
+    """Return the start of each document and the end of the last, in concatenated rows."""
     follows = positions.flatten().cpu().diff() == 1
     starts = 1 + torch.nonzero(~follows)[:, 0]
     return torch.cat([starts.new_zeros(1), starts, starts.new_tensor([positions.numel()])])

@@ -1,7 +1,7 @@
-"""The attention functions of transformers by name, with documents and divided dropout.
+"""transformers' attention functions by name, with document masks and sharded dropout.
 
-Each rank draws the dropout of its own heads. All other dropout falls on hidden states that all of
-these ranks have, and must be drawn alike.
+Each rank draws the dropout of its own heads. All other dropout applies to hidden states that these
+ranks share, so it must be drawn identically.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PROBE, _KEYWORD = "probe", "of_the_model"
 
 
 def attend_with(attention: str, model: nn.Module) -> None:
-    """Let every attention of a model use the function that transformers knows by this name."""
+    """Make every attention module of a model use the function of this name in transformers."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
@@ -32,9 +32,9 @@ def attend_with(attention: str, model: nn.Module) -> None:
 
 
 def attention_function(attention: str, module: Any) -> Any:
-    """Return the function of a name; "eager" is written out in the file of the module's family.
+    """Return the function with a name; "eager" is defined in the file of the module's family.
 
-    `module`: an attention, or what stands for one and has it as its `module`.
+    `module`: an attention module, or a stand-in that has it as its `module`.
     """
     family = sys.modules[type(getattr(module, "module", module)).__module__]
     written_out: Any = getattr(family, "eager_attention_forward", None)
@@ -44,8 +44,8 @@ def attention_function(attention: str, module: Any) -> Any:
 
 
 def takes_keywords(model: PreTrainedModel, weights: bool = False) -> bool:
-    """Return whether the attention of a skeleton asks transformers for a function and hands it the
-    model's keywords. `weights`: it may have some of its own, one for each head.
+    """Return True if a skeleton's attention gets its function from transformers and passes it the
+    model's keywords. `weights`: attention may have parameters of its own, one per head.
     """
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     attention = model.config._attn_implementation
@@ -55,7 +55,7 @@ def takes_keywords(model: PreTrainedModel, weights: bool = False) -> bool:
     except _Reached as reached:
         own = [*reached.module.parameters(recurse=False)]
         return _KEYWORD in reached.keywords and (weights or not own)
-    except Exception:  # whatever tensors without values lead to: it has another attention
+    except Exception:  # meta tensors may raise anything: it has another attention
         return False
     finally:
         attend_with(attention, model)
@@ -63,7 +63,7 @@ def takes_keywords(model: PreTrainedModel, weights: bool = False) -> bool:
 
 
 class _Reached(Exception):
-    """Raised in place of the first attention of a model, with what was asked."""
+    """Raised in place of a model's first attention call, with its arguments."""
 
     def __init__(self, module: nn.Module, *_: Any, **keywords: Any) -> None:
         super().__init__()
@@ -74,17 +74,17 @@ def _reach(*args: Any, **keywords: Any) -> Any:
     raise _Reached(*args, **keywords)
 
 
-# Without mask functions of these names, models make no mask by themselves.
+# Without a mask function of the same name, models create no mask.
 ALL_ATTENTION_FUNCTIONS.register("varlen", varlen.attend)
 ALL_ATTENTION_FUNCTIONS.register(_PROBE, _reach)
 
 
 @contextlib.contextmanager
 def separating(documents: bool) -> Iterator[None]:
-    """Within this, models attend within the `documents` that `position_ids` number, or there are
-    none to separate.
+    """Within this context, attention is confined to the documents that `position_ids` number; with
+    `documents` False, each row is one document.
 
-    transformers looks at positions on the device to see which, and waits for the answer.
+    transformers would inspect the positions on the device and wait for the result.
     """
     utils: Any = masking_utils
     original = utils.find_packed_sequence_indices
@@ -96,22 +96,22 @@ def separating(documents: bool) -> Iterator[None]:
 
 
 def _numbered(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the number of each token's document in its row, (micro_batch, seq_len)."""
+    """Return the document number of each token in its row, (micro_batch, seq_len)."""
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
 
 
 def _unnumbered(position_ids: torch.Tensor) -> None:
-    """Return what masks of one document in each row are made of."""
+    """Return None, for masks of one document per row."""
 
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
-"""A model config's keys of the probability."""
+"""Keys of a model config for the dropout probability."""
 
 
 def draw_by_place(model: PreTrainedModel, place: int) -> None:
-    """Let a rank, one of several with some of the heads each, draw its attention's dropout by
-    itself, if there is any.
+    """Make this rank, one of several that each hold some of the heads, draw its attention dropout
+    independently. Does nothing if there is no dropout.
     """
     if not any(getattr(model.config, key, 0) for key in ATTENTION_DROPOUTS):
         return
@@ -125,10 +125,9 @@ def draw_by_place(model: PreTrainedModel, place: int) -> None:
 
 @contextlib.contextmanager
 def own_draws(place: int, device: torch.device) -> Iterator[None]:
-    """Within this, a rank draws numbers of its own; afterwards all go on alike, from further on.
-
-    What is drawn follows from the generator's state alone: a layer that is computed again draws the
-    same. On a GPU nothing waits.
+    """Within this context, a rank draws from its own random stream; afterwards all ranks continue
+    with the same one. The draws depend only on the generator's state, so a recomputed layer draws
+    the same numbers. Never waits for the GPU.
     """
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index]

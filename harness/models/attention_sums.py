@@ -1,7 +1,7 @@
-"""Entropy and coverage of attention, layer by layer, beside a forward pass that computes as ever.
+"""Entropy and coverage of attention per layer, measured beside an unchanged forward pass.
 
-The attention function of the run, whichever it is, computes the output; here some queries' weights
-are computed once more, from the same queries and keys.
+The run's own attention function computes the output. The weights of some queries are computed a
+second time here, from the same queries and keys.
 """
 
 from __future__ import annotations
@@ -17,36 +17,35 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from harness.models.efficient_attention.kinds import is_kind
 
 QUERIES = 64
-"""Queries of a sample that are looked at, evenly distributed over it; all of a shorter one."""
+"""Number of queries to probe per sample, evenly distributed; all of them in a shorter sample."""
 COVERED = 0.9
-"""Attention that the covered tokens get together."""
+"""Share of a query's attention that the covered tokens receive together."""
 _AT_ONCE = 2**22  # weights in fp32
-_UNKNOWN = ("s_aux", "position_bias", "relative_position_bias")  # more than queries and keys
+_UNKNOWN = ("s_aux", "position_bias", "relative_position_bias")  # inputs besides queries and keys
 
 
 class AttentionSums:
-    """Sums over samples, heads and queries of what a model's attention does.
+    """Sums over samples, heads and queries of attention statistics.
 
-    Entropy of a query's weights, in nats (arXiv 2303.06296); coverage: the fraction of the tokens
-    that it may see which, the most attended first, get COVERED of its attention.
+    Entropy: of a query's weights, in nats (arXiv 2303.06296). Coverage: the fraction of the visible
+    tokens that, most attended first, receive COVERED of the query's attention.
     """
 
     def __init__(self, layers: int, counted: torch.Tensor) -> None:
-        """`counted` (micro_batch,) bool, on the device: samples that count."""
+        """`counted` (micro_batch,) bool on the device: the samples to include."""
         self._counted = counted
         self.sums = torch.zeros(layers, 3, dtype=torch.float64, device=counted.device)
-        """(layers, 3): entropy, coverage, and how many they are sums of; NaN where attention takes
-        more than queries and keys.
-        """
+        """(layers, 3): entropy, coverage, and the number of terms in each sum. NaN if attention
+        uses more than queries and keys."""
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within this, the model's attention adds to the sums."""
+        """Within this context, the model's attention adds to the sums."""
         asked: Any = ALL_ATTENTION_FUNCTIONS
         functions = asked.get_interface
 
         def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-            if is_kind(name):  # whose weights are others
+            if is_kind(name):  # its weights are different
                 self.sums.fill_(torch.nan)
             return partial(self._attend, functions(name, default))
 
@@ -66,7 +65,7 @@ class AttentionSums:
         mask: torch.Tensor | None,
         **keywords: Any,
     ) -> Any:
-        """Attention as transformers calls it, (micro_batch, heads, seq_len, head_dim) each."""
+        """Attention in transformers' signature, (micro_batch, heads, seq_len, head_dim) each."""
         layer = getattr(module, "layer_idx", None)
         if layer is None or any(keywords.get(name) is not None for name in _UNKNOWN):
             self.sums.fill_(torch.nan)
@@ -107,7 +106,7 @@ class AttentionSums:
 
 
 def probed_queries(length: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return the positions of the queries that are looked at."""
+    """Return the positions of the queries to probe."""
     count = min(length, QUERIES)
     return torch.arange(1, count + 1, device=device) * length // count - 1
 
@@ -115,11 +114,11 @@ def probed_queries(length: int, device: torch.device | None = None) -> torch.Ten
 def _visible(
     mask: torch.Tensor | None, row: int, queries: torch.Tensor, length: int, keywords: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what these queries of a row see, (heads or 1, queries, seq_len) bool, and what is
-    added to their scores.
+    """Return the tokens that these queries of a row see, (heads or 1, queries, seq_len) bool, and
+    the bias added to their scores.
 
-    As the attention functions read it: from a mask, bool or to be added; from the bounds of
-    documents; or plainly causal.
+    Follows the attention functions: a mask, boolean or additive; document bounds; or plain causal
+    order.
     """
     if mask is not None:
         own = mask[min(row, len(mask) - 1)][:, queries, :length]

@@ -1,5 +1,5 @@
-"""Sums of token losses by a number of each token, beside the loss that is learned from or asked
-for: the source of its sample, or its place among the tokens that it sees.
+"""Sums of token losses by group, beside the loss itself. A token's group is the source of its
+sample, or a range of positions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 @dataclass
 class _Recorder:
     sums: torch.Tensor
-    """(numbers,)"""
+    """(groups,)"""
     numbers: torch.Tensor
-    """(micro_batch,): the number of each sample's tokens; or (micro_batch, seq_len)."""
+    """Group of each sample, (micro_batch,), or of each token, (micro_batch, seq_len)."""
     has_recorded: bool = False
 
 
@@ -26,10 +26,10 @@ _recorder: _Recorder | None = None
 
 @contextlib.contextmanager
 def recording(sums: torch.Tensor | None, numbers: torch.Tensor | None) -> Iterator[None]:
-    """Within this, `record` adds to `sums` (numbers,) the losses of a micro-batch whose samples,
-    or whose tokens, have these `numbers`; without either it does nothing.
+    """Within this context, `record` adds a micro-batch's losses to `sums` (groups,) by the group
+    `numbers` of its samples or tokens. Does nothing if either is None.
 
-    Sums of a loss that does not record its tokens' are no numbers.
+    Sums become NaN if the loss does not record its tokens.
     """
     global _recorder
     before, own = _recorder, None
@@ -45,12 +45,12 @@ def recording(sums: torch.Tensor | None, numbers: torch.Tensor | None) -> Iterat
 
 
 def is_recording() -> bool:
-    """Return True if the losses of single tokens are wanted."""
+    """Return True if the losses of single tokens are needed."""
     return _recorder is not None
 
 
 def record(losses: torch.Tensor) -> None:
-    """Add the losses of a micro-batch's tokens, in its order and 0 without a target. No wait."""
+    """Add a micro-batch's token losses, in order and 0 without a target. Never synchronises."""
     if _recorder is None:
         return
     sums, numbers = _recorder.sums, _recorder.numbers

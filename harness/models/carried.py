@@ -1,4 +1,4 @@
-"""The state that a model carries from a window of text to the next, as numbers of each row."""
+"""The recurrent state that a model carries from one window of text to the next, per row."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from harness.models.recurrent import Carried
 
 
 class Window(Protocol):
-    """A window of text that begins with states, and has others behind it once it is computed."""
+    """One window of text, with the state before it and, once computed, the state after it."""
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The model's arguments."""
+        """The keyword arguments for the model."""
 
     @property
     def after(self) -> torch.Tensor:
-        """(rows, numbers) states behind the window, without gradients."""
+        """(rows, numbers) states after the window, without gradients."""
 
 
 class RecurrentWindow:
-    """States of harness/models/recurrent.py."""
+    """States of the models in harness/models/recurrent.py."""
 
     def __init__(self, config: Any, states: torch.Tensor, dtype: torch.dtype) -> None:
         """`states` (rows, numbers)."""
@@ -32,20 +32,20 @@ class RecurrentWindow:
 
     @staticmethod
     def numbers(config: Any) -> int:
-        """Return the numbers of a row's state."""
+        """Return the size of one row's state."""
         return prod(config.state_shape)
 
     @property
     def after(self) -> torch.Tensor:
-        """(rows, numbers) states behind the window, without gradients."""
+        """(rows, numbers) states after the window, without gradients."""
         return self._carried.after.flatten(1)
 
 
 class Mamba2Window:
-    """States of Mamba-2's convolutions and scans, and the cache that its layers are given.
+    """States of Mamba-2's convolutions and scans; also serves as the cache of its layers.
 
-    What layers read stays as it was, unlike in transformers' own caches: a layer that is computed
-    again for its backward pass reads the same.
+    Unlike in transformers' own caches, the states that layers read stay unchanged, so that a layer
+    recomputed in the backward pass reads the same ones.
     """
 
     def __init__(self, config: Any, states: torch.Tensor, dtype: torch.dtype) -> None:
@@ -59,12 +59,12 @@ class Mamba2Window:
 
     @staticmethod
     def numbers(config: Any) -> int:
-        """Return the numbers of a row's state."""
+        """Return the size of one row's state."""
         return int(config.num_hidden_layers) * sum(map(prod, _mamba2_shapes(config)))
 
     @property
     def after(self) -> torch.Tensor:
-        """(rows, numbers) states behind the window, without gradients."""
+        """(rows, numbers) states after the window, without gradients."""
         convolutions, scans = self._after
         layers = [
             torch.cat([convolutions[layer].flatten(1), scans[layer].flatten(1)], dim=1)
@@ -73,23 +73,23 @@ class Mamba2Window:
         return torch.cat(layers, dim=1)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """(rows, channels, kernel) last inputs of a layer's convolution."""
+        """Return the last inputs of a layer's convolution, (rows, channels, kernel)."""
         return self._read(0, layer_idx).to(self._dtype)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        """(rows, heads, head size, state size) state of a layer's scan."""
+        """Return the state of a layer's scan, (rows, heads, head size, state size)."""
         return self._read(1, layer_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, conv_kernel_size: int
     ) -> torch.Tensor:
-        """Keep the last inputs; return those before the window and its own."""
+        """Store the last inputs; return the inputs before the window followed by its own."""
         inputs = torch.cat([self.get_conv_state(layer_idx), conv_states], dim=2)
         self._after[0][layer_idx] = inputs[:, :, -conv_kernel_size:].detach().float()
         return inputs
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int) -> None:
-        """Keep the state behind the window."""
+        """Store the state after the window."""
         self._after[1][layer_idx] = recurrent_states.detach().float()
 
     def _read(self, part: int, layer: int) -> torch.Tensor:
@@ -97,12 +97,12 @@ class Mamba2Window:
         return states.reshape(-1, *self._shapes[part])
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: no token is taken back."""
+        """Return False: tokens are never rolled back."""
         return False
 
 
 def _mamba2_shapes(config: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Return the shapes of a layer's states, of convolution and scan, for one row."""
+    """Return the shapes of a layer's convolution and scan states, for one row."""
     channels = int(config.expand * config.hidden_size) + 2 * config.n_groups * config.state_size
     return (channels, config.conv_kernel), (config.num_heads, config.head_dim, config.state_size)
 
@@ -111,4 +111,4 @@ WINDOWS: dict[str, type[RecurrentWindow] | type[Mamba2Window]] = {
     "recurrent": RecurrentWindow,
     "mamba2": Mamba2Window,
 }
-"""By model_type; the plan counts them (layout/carried.py)."""
+"""Window classes by model_type; the plan computes the sizes of their states (layout/carried.py)."""

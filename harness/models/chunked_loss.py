@@ -1,10 +1,10 @@
-"""Output head and cross-entropy over one part of the vocabulary after the other.
+"""Output head and cross-entropy, computed in chunks of the vocabulary.
 
-All logits of a micro-batch never exist. The forward pass keeps each token's largest logit and its
-sum of exponentials; the backward pass computes the logits of a part again, as often as it is run,
-and with them that part of the head's gradient, complete, and a summand of the hidden states'. Parts
-of the vocabulary and not of the tokens: so no gradient of the whole head has to be added up, which
-in fp32 would be larger than the logits that are saved.
+The full logits of a micro-batch never exist. The forward pass keeps each token's largest logit and
+sum of exponentials. The backward pass recomputes the logits chunk by chunk, each time it runs; from
+them it computes that chunk of the head's gradient, in full, and a contribution to the hidden
+states' gradient. Chunks divide the vocabulary rather than the tokens, so that no gradient of the
+whole head is accumulated; in fp32 that would be larger than the logits that are saved.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from harness.models.vocabulary_loss import Vocabulary
 
 
 class ChunkedLoss:
-    """The loss of a model, computed in its output head while `of` says the labels.
+    """The loss of a model, computed inside its output head while `of` supplies the labels.
 
-    The head's own call computes it, so that ZeRO 3 gathers its weight as for logits: once for each
-    pass. What the model then makes of the head's output is ignored. To be made after DeepSpeed's
-    engine, whose hooks on the head are to see the loss before this.
+    It is computed in the head's own call, so that ZeRO 3 gathers the weight as for logits: once per
+    pass. What the model makes of the head's output is ignored. Create this after DeepSpeed's
+    engine: the engine's hooks on the head must see the loss first.
     """
 
     def __init__(self, model: PreTrainedModel, chunk: int, operations: Operations) -> None:
-        """`chunk`: entries of the vocabulary at a time. `operations`: models/logits.py."""
+        """`chunk`: vocabulary entries per chunk. `operations`: models/logits.py."""
         self._model, self._chunk, self._operations = model, chunk, operations
         self._labels: torch.Tensor | None = None
         self._smoothing = 0.0
@@ -47,7 +47,9 @@ class ChunkedLoss:
 
     @contextlib.contextmanager
     def of(self, labels: torch.Tensor, smoothing: float) -> Iterator[None]:
-        """Within this, the model computes no logits but the loss; labels (micro_batch, seq_len)."""
+        """Within this context the head computes the loss, not logits; labels (micro_batch,
+        seq_len).
+        """
         self._labels, self._smoothing = labels, smoothing
         try:
             yield
@@ -55,10 +57,10 @@ class ChunkedLoss:
             self._labels = None
 
     def taken(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the target tokens of the micro-batch that ran last, in fp32.
+        """Return the loss of the last micro-batch, summed over its target tokens, in fp32.
 
-        `output`: what the model made of the head's output. DeepSpeed prepares for a backward pass
-        in a hook on it, without which BF16_Optimizer adds the last micro-batch's gradients again.
+        `output`: what the model made of the head's output. DeepSpeed prepares for the backward pass
+        in a hook on it; without that, BF16_Optimizer adds the last micro-batch's gradients twice.
         """
         loss, self._loss = self._loss, None
         assert loss is not None, "the model did not run its output head"
@@ -84,7 +86,7 @@ class ChunkedLoss:
 
 
 class _Beside(Function):
-    """A loss as it is; its backward pass goes through another output first, with zeros."""
+    """Returns a loss unchanged; its backward pass also sends zeros through another output."""
 
     @staticmethod
     def forward(context: Any, loss: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -102,14 +104,14 @@ class _How:
     operations: Operations
     smoothing: float
     part: Vocabulary | None
-    """This rank's part of a divided vocabulary."""
+    """This rank's shard of a sharded vocabulary."""
 
     def columns(self, vocab_size: int) -> Iterator[slice]:
         for start in range(0, vocab_size, self.chunk):
             yield slice(start, min(start + self.chunk, vocab_size))
 
     def target(self, labels: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which tokens have their target among these columns, and its place there."""
+        """Return a mask of the tokens whose target is among these columns, and its index there."""
         place = labels - columns.start - (self.part.first if self.part else 0)
         is_here = (labels != -100) & (place >= 0) & (place < columns.stop - columns.start)
         return is_here, place.masked_fill(~is_here, 0)
@@ -118,19 +120,19 @@ class _How:
 def _product(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: slice
 ) -> torch.Tensor:
-    """Return what the head computes of these columns, (tokens, columns)."""
+    """Return the head's output for these columns, (tokens, columns)."""
     if bias is None:
         return hidden @ weight[columns].t()
     return torch.addmm(bias[columns], hidden, weight[columns].t())
 
 
 def _add_summand(total: torch.Tensor, slope: torch.Tensor, weight: torch.Tensor) -> None:
-    """Add what a chunk contributes to the fp32 gradient of the hidden states."""
+    """Add a chunk's contribution to the fp32 gradient of the hidden states."""
     total += slope @ weight
 
 
 class _HeadAndLoss(Function):
-    """Cross-entropy of a head's logits, summed over target tokens."""
+    """Cross-entropy of the head's logits, summed over target tokens."""
 
     @staticmethod
     def forward(
@@ -141,12 +143,12 @@ class _HeadAndLoss(Function):
         labels: torch.Tensor,
         how: _How,
     ) -> torch.Tensor:
-        """hidden (tokens, hidden_size); labels (tokens,). Collective where tensors are divided."""
+        """hidden (tokens, hidden_size); labels (tokens,). Collective if the head is sharded."""
         largest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
-        # Of each token: the sum of exponentials, the target's logit, the sum of logits.
+        # Per token: the sum of exponentials, the target's logit, the sum of logits.
         sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
         for columns in how.columns(len(weight)):
-            # No name for the product: it is to go as soon as it is cast.
+            # The product has no name, so that it is freed once it is cast.
             logits = applied(how.operations, _product(hidden, weight, bias, columns)).float()
             is_here, place = how.target(labels, columns)
             sums[1] += logits.gather(1, place[:, None])[:, 0].masked_fill(~is_here, 0)
@@ -155,7 +157,7 @@ class _HeadAndLoss(Function):
             before, largest = largest, torch.maximum(largest, logits.amax(-1))
             sums[0] *= (before - largest).exp_()
             sums[0] += logits.sub_(largest[:, None]).exp_().sum(-1)
-            del logits  # before the next ones are made
+            del logits  # frees them before the next chunk
         vocab_size = len(weight)
         if how.part is not None:
             before, vocab_size = largest.clone(), how.part.whole
@@ -173,7 +175,7 @@ class _HeadAndLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradients of hidden states, weight and bias; not collective."""
+        """Return the gradients of hidden states, weight and bias. Not collective."""
         hidden, weight, bias, labels, log_sum = context.saved_tensors
         how: _How = context.how
         needs = context.needs_input_grad
@@ -205,6 +207,6 @@ class _HeadAndLoss(Function):
                 torch.mm(slope.t(), hidden, out=for_weight[columns])
             if for_bias is not None:
                 for_bias[columns] = slope.sum(0)
-            del slope  # before the next product is made
+            del slope  # frees it before the next product
         for_hidden = None if for_hidden is None else for_hidden.to(hidden.dtype)
         return for_hidden, for_weight, for_bias, None, None

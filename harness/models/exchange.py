@@ -1,6 +1,6 @@
-"""Exchanges between the ranks of a group that autograd passes through; all are collective.
+"""Differentiable exchanges between the ranks of a group; collective unless noted.
 
-Each says what its backward pass does: that of a copy is a sum, and the other way round.
+Each docstring states the backward pass: the backward of a copy is a sum, and vice versa.
 """
 
 from __future__ import annotations
@@ -18,61 +18,62 @@ Way = Callable[[torch.Tensor], torch.Tensor]
 
 
 def copied(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Hand what all ranks have to weights that are divided: its gradients are added up."""
+    """Return a tensor that all ranks share, for sharded weights; backward: sum over the ranks."""
     return _there_and_back(tensor, _same, partial(summed, group=group))
 
 
 def added(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Add up the ranks' parts of a sum, with which all go on: each has the whole gradient."""
+    """Return the sum over the ranks; backward: each rank gets the full gradient."""
     return _there_and_back(tensor, partial(summed, group=group), _same)
 
 
 def joined(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
-    """Lay the ranks' slices end to end, with which all go on: each takes its slice's gradient."""
+    """Return the ranks' slices concatenated; backward: take this rank's slice of the gradient."""
     there = partial(gathered, dimension=dimension, group=group)
     return _there_and_back(tensor, there, partial(own_slice, dimension=dimension, group=group))
 
 
 def sliced(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
-    """Take the own slice of what all ranks have: the slices' gradients are laid end to end."""
+    """Return this rank's slice of a shared tensor; backward: concatenate the slices' gradients."""
     there = partial(own_slice, dimension=dimension, group=group)
     return _there_and_back(tensor, there, partial(gathered, dimension=dimension, group=group))
 
 
 def sent(tensor: torch.Tensor, receive: list[int], send: list[int], group: Group) -> torch.Tensor:
-    """Send each rank its rows, which lie in the order of the ranks, and take those for this rank:
-    gradients take the way back. `receive`, `send`: rows of each rank.
+    """Send each rank its rows, which are ordered by rank, and return the rows received; backward:
+    the reverse. `receive`, `send`: number of rows per rank.
     """
     there = partial(_sent, receive=receive, send=send, group=group)
     return _there_and_back(tensor, there, partial(_sent, receive=send, send=receive, group=group))
 
 
 def exchanged(tensor: torch.Tensor, cut: int, joined: int, group: Group) -> torch.Tensor:
-    """Give every rank its slice along one dimension of what the ranks have slices of along another,
-    laid end to end (an all-to-all): gradients go back the same way.
+    """Return this rank's slice along dimension `cut` of the ranks' tensors, which are concatenated
+    along `joined` (an all-to-all); backward: the reverse.
     """
     there = partial(_exchanged, cut=cut, joined=joined, group=group)
     return _there_and_back(tensor, there, partial(_exchanged, cut=joined, joined=cut, group=group))
 
 
 def reordered(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the rows that `rows` takes by `order`, at their own places; of no other rank.
+    """Return `rows` moved to the indices in `order`; not collective.
 
-    torch's ways back keep the rows, or add up gradients of which each row has one.
+    torch's own backward passes would save the rows, or accumulate gradients of which each row has
+    one.
     """
     output: torch.Tensor = _Reordered.apply(rows, order)  # type: ignore[no-untyped-call]
     return output
 
 
 def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum over the group's ranks, in memory of its own; without autograd."""
+    """Return the sum over the group's ranks, in new memory; without autograd."""
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
 
 
 def gathered(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
-    """Return the ranks' tensors laid end to end along a dimension; without autograd."""
+    """Return the ranks' tensors concatenated along a dimension; without autograd."""
     own = tensor.contiguous()
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own, group=group)
@@ -80,7 +81,7 @@ def gathered(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor
 
 
 def own_slice(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
-    """Return the own slice of what all ranks have; no exchange."""
+    """Return this rank's slice of a tensor that all ranks have; not collective."""
     return tensor.chunk(group.size(), dimension)[group.rank()].contiguous()
 
 
@@ -107,7 +108,7 @@ def _there_and_back(tensor: torch.Tensor, there: Way, back: Way) -> torch.Tensor
 
 
 class _ThereAndBack(Function):
-    """One exchange of a tensor, and another one of its gradient."""
+    """One exchange in the forward pass, and another one for the gradient."""
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, there: Way, back: Way) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The code of a model that travels with its weights, and exports that have such code.
+"""Model code that is exported with its weights, and loading of such exports.
 
-transformers runs it with trust_remote_code=True. Where attention alone is another, readers without
-it open the same weights with exact attention; reversible layers have a model_type of their own,
-which others refuse.
+transformers runs the code with trust_remote_code=True. If only the attention differs, readers
+without the code open the same weights with exact attention. Reversible layers have a separate
+model_type, which such readers reject.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _IMPORT = re.compile(r"^from harness\.models\.([\w.]+) import ", re.MULTILINE)
 
 
 def write_code(folder: Path, model: PreTrainedModel, attention: Mapping[str, Any]) -> None:
-    """Let the export of a model in `folder` be opened as it was trained: with a kind of attention
-    ({} for exact attention), and with reversible layers if its config has them.
+    """Make the export of a model in `folder` open as it was trained: with a kind of attention ({}
+    for exact attention), and with reversible layers if its config has them.
     """
     path, family, own = folder / "config.json", type(model), f"AsTrained{type(model).__name__}"
     config, body = json.loads(path.read_text(encoding="utf-8")), "    pass"
     codes = {"AutoModelForCausalLM": f"{CODE}.{own}"}
     copied = copy_code("as_trained", folder)
-    # transformers 4 copies the files that are named here, and none that these import.
+    # transformers 4 copies only the files named here, not those that they import.
     others = "".join(f"from .{name} import __doc__ as _\n" for name in copied[1:])
     before = f"{_import_of(family)}\n\nfrom .as_trained import AsTrained\n{others}\n\n"
     if attention:
@@ -57,15 +57,15 @@ def write_code(folder: Path, model: PreTrainedModel, attention: Mapping[str, Any
 
 
 def _import_of(own: type) -> str:
-    """Return the line that imports a class of transformers, or of a model that brings its code."""
+    """Return the import line for a class of transformers, or of a model with its own code."""
     module = own.__module__
     home = "transformers" if module.startswith("transformers.") else f".{module.split('.')[-1]}"
     return f"from {home} import {own.__name__}"
 
 
 def copy_code(name: str, folder: Path) -> list[str]:
-    """Copy a file of this room and those that it imports, as files that import each other; return
-    their names, its own first.
+    """Copy a file of this package and the files it imports, rewritten to import each other. Return
+    their names, the first file's first.
     """
     waiting, copied = [name], list[str]()
     while waiting:
@@ -80,8 +80,8 @@ def copy_code(name: str, folder: Path) -> list[str]:
 
 
 def opened_as_trained(folder: Path, **how: Any) -> PreTrainedModel | None:
-    """Return the model of an export with such code, computed by the harness's own; None for any
-    other folder. `how`: arguments of from_pretrained.
+    """Open an export with such code, using this harness's own copy of it; None for any other
+    folder. `how`: arguments of from_pretrained.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -97,13 +97,13 @@ def opened_as_trained(folder: Path, **how: Any) -> PreTrainedModel | None:
 
 
 def class_as_trained(family: Any) -> Any:
-    """Return a class of transformers that computes as trained."""
-    # Where its module is looked for things, they are the family's.
+    """Return a subclass of a transformers class that computes as in training."""
+    # transformers looks up names in the class's module, so it must be the family's.
     return type(
         f"AsTrained{family.__name__}", (AsTrained, family), {"__module__": family.__module__}
     )
 
 
 def _flat(name: str) -> str:
-    """Return the name of a copied file."""
+    """Return the module name of a copied file."""
     return name.replace(".", "_")

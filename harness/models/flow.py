@@ -1,4 +1,4 @@
-"""The path of hidden states through a decoder, which decides if it can be cut into stages."""
+"""The path of hidden states through a decoder, which determines if it can be split into stages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from harness.models.pieces import decoder_layers, pieces
 
 @dataclass(frozen=True)
 class Flow:
-    """Modules around the decoder layers, by qualified name, in the order of the model."""
+    """Modules around the decoder layers, by qualified name, in model order."""
 
     before: tuple[str, ...]
     after: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
-    """Parameters that are one, by both names: of a module before the layers, and of one after."""
+    """Tied parameters by both names: in a module before the layers, and in one after them."""
     returns_tuple: bool
-    """True if the model expects (hidden states, ...) of a layer, rather than hidden states."""
+    """True if a layer must return (hidden states, ...) rather than hidden states."""
 
 
 class _CannotBeCut(ValueError):
@@ -32,17 +32,16 @@ class _CannotBeCut(ValueError):
 
 
 class _OtherStyle(Exception):
-    """The model takes something else from a layer than what it was given."""
+    """The model takes something else from a layer than it returned."""
 
 
 def trace_flow(skeleton: PreTrainedModel) -> Flow:
-    """Watch a skeleton's own forward pass with its layers replaced by observers.
+    """Trace a skeleton's own forward pass with observers in place of its layers.
 
-    Raises ValueError naming the property that a decoder must have to be cut into stages and this
-    one lacks: layers run once, in order; each reads the hidden states that the layer before it
-    returned, and nothing else that layers or embeddings computed; nothing with parameters runs
-    between them; what follows them reads the last one's hidden states alone; of what layers hold,
-    nothing is tied.
+    Raises ValueError with the property that this decoder lacks for being split into stages: layers
+    run once, in order; each reads the hidden states that the previous layer returned, and nothing
+    else that layers or embeddings computed; nothing with parameters runs between them; everything
+    after them reads only the last hidden states; no parameter inside a layer is tied.
     """
     kind = type(skeleton).__name__
     if getattr(skeleton.config, "layerdrop", 0):
@@ -54,8 +53,8 @@ def trace_flow(skeleton: PreTrainedModel) -> Flow:
 
 
 class _Observed:
-    """One forward pass on meta. Whatever layers and embeddings compute requires a gradient, and so
-    does whatever comes of it.
+    """One forward pass on the meta device. Outputs of layers and embeddings require gradients, and
+    so does everything computed from them.
     """
 
     def __init__(self, skeleton: PreTrainedModel, returns_tuple: bool) -> None:
@@ -69,7 +68,7 @@ class _Observed:
         self.last: torch.Tensor | None = None
 
     def flow(self) -> Flow:
-        """Run the model once; what was seen, or why it cannot be cut."""
+        """Run the model once and return its flow. Raises _CannotBeCut."""
         for name, module in self.outside.items():
             if any(inner is self.layers for inner in module.modules()):
                 raise _CannotBeCut(f"{self.kind} has parameters beside its modules ({name})")
@@ -107,14 +106,14 @@ class _Observed:
                 logits: torch.Tensor = self.model(input_ids=ids, use_cache=False, **quiet).logits
             except (_CannotBeCut, _OtherStyle):
                 raise
-            except Exception as error:  # from code that nobody here has seen
+            except Exception as error:  # raised by arbitrary model code
                 if self.layers_run > 0 and not self.returns_tuple:
                     raise _OtherStyle from error
                 raise _CannotBeCut(f"{self.kind} cannot be traced: {error}") from error
         return logits
 
     def layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for a decoder layer."""
+        """Stand in for a decoder layer."""
         inputs = [*args, *kwargs.values()]
         hidden = inputs.pop(0)
         if self.layers_run != index:
@@ -145,7 +144,7 @@ class _Observed:
             for name, module in self.outside.items()
         ]
         try:
-            config.pad_token_id = None  # for which it would look into ids without values
+            config.pad_token_id = None  # otherwise the model would read ids, which have no values
             self.model.requires_grad_(False)
             for index, layer in enumerate(originals):
                 self.layers[index] = _Observer(self, index, layer)
@@ -162,7 +161,9 @@ class _Observed:
 
 
 class StandIn(nn.Module):
-    """Takes the place of a module and keeps what others read of it (a layer's attention type)."""
+    """Takes the place of a module, with the attributes that others read (a layer's
+    attention type).
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class _Observer(StandIn):
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
+    """Yield every tensor in nested tuples, lists and dicts."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
             yield value

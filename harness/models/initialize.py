@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, parameter name), and rows for new tokens."""
+"""Initial weights as a function of (seed, parameter name), and new rows for added tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 
 from harness.models.pieces import Piece, pieces
 
-Send = Callable[[torch.Tensor, int], None]  # broadcast a tensor in place from the rank given
+Send = Callable[[torch.Tensor, int], None]  # broadcast in place from a rank
 Placed = Callable[[list[nn.Parameter]], None]
 Read = Callable[[Piece], dict[str, torch.Tensor]]  # weights and saved buffers of a piece, by name
-Cut = Callable[[str, torch.Tensor], nn.Parameter]  # the parameter that a rank has of a weight
+Cut = Callable[[str, torch.Tensor], nn.Parameter]  # the parameter that a rank keeps of a weight
 
 
 def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Tensor]:
     """Draw one piece's weights: fp32 on the CPU, by qualified parameter name.
 
-    Each module is initialised by the `_init_weights` of the innermost model around it, as
-    transformers does, under a generator seeded from the module's name. Parents come after their
-    children: GPT-2 draws `c_proj` again from a module that owns no parameter itself.
-    Raises ValueError naming the parameters that the model's own code leaves uninitialised.
+    Each module is initialised by the `_init_weights` of the innermost model around it, as in
+    transformers, with a generator seeded from the module's name. Parents come after their children:
+    GPT-2 redraws `c_proj` from a module that has no parameters itself. Raises ValueError with the
+    parameters that the model's own code leaves uninitialised.
     """
     slots = piece.parameters()
     for _, owner, attribute, parameter in slots:
@@ -35,7 +35,7 @@ def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Ten
     try:
         for name, module in piece.modules():
             with torch.random.fork_rng(devices=[]):
-                # Weights are drawn on the CPU: torch.manual_seed would seed every GPU as well.
+                # Weights are drawn on the CPU; torch.manual_seed would seed every GPU as well.
                 torch.default_generator.manual_seed(_seed_of(seed, name))
                 _innermost(model, name)._init_weights(module)
         drawn = {
@@ -54,7 +54,7 @@ def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Ten
 
 
 def _innermost(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Return the smallest model within a model that a module is, or lies in."""
+    """Return the innermost model that contains, or is, the named module."""
     for place in itertools.accumulate(name.split("."), "{}.{}".format) if name else ():
         module = model.get_submodule(place)
         if isinstance(module, PreTrainedModel):
@@ -75,15 +75,15 @@ def materialize(
     cut: Cut | None = None,
     read: Read | None = None,
 ) -> None:
-    """Give a skeleton its initial weights on `device`, in the dtype of the skeleton.
+    """Give a skeleton its initial weights on `device`, in the skeleton's dtype.
 
     Ranks draw different pieces at the same time and `send` them to each other, so each tensor is
-    drawn once. `placed` is called after each piece with its new parameters: ZeRO-3 partitions
-    them there, so no rank ever holds more than two pieces in full, the one that it drew and the
-    one that it receives. `cut` makes what a rank keeps of each weight. `read` gives weights in the
-    place of a draw, and saved buffers with them. Tied parameters stay one object.
-    Without a seed nothing is drawn or sent: the weights are zeros.
-    Raises what `draw` raises on the rank that drew, after it has sent zeros: no other waits for it.
+    drawn once. `placed` is called after each piece with its new parameters; ZeRO 3 partitions them
+    there, so no rank ever holds more than two full pieces, the one it drew and the one it receives.
+    `cut` makes the parameter that a rank keeps of each weight. `read` supplies weights and saved
+    buffers instead of drawing them. Tied parameters stay one object. Without a seed nothing is
+    drawn or sent, and the weights are zeros. If `draw` raises, its rank sends zeros first, so that
+    the others do not hang, and raises at the end.
     """
     send = send if seed is not None else None
     canonical: dict[int, str] = {}
@@ -98,7 +98,7 @@ def materialize(
     weights: dict[str, torch.Tensor]
     for start in range(0, len(todo), world_size):
         round_ = todo[start : start + world_size]
-        mine = weights = {}  # a piece of the last round is freed before the next is drawn
+        mine = weights = {}  # frees the previous piece before the next is drawn
         if rank < len(round_) and seed is not None:
             try:
                 mine = read(round_[rank]) if read else draw(model, round_[rank], seed)
@@ -119,7 +119,7 @@ def materialize(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move what a model holds beside its parameters; where it is there already, nothing happens."""
+    """Move a model's buffers to a device; those already there are left alone."""
     for module in model.modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
@@ -177,9 +177,9 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def with_rows(tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
-    """Return a weight (fewer rows, ...) with `rows` rows, or as it is where it lacks none.
+    """Return a weight (fewer rows, ...) extended to `rows` rows, or unchanged if it has enough.
 
-    The mean is computed in fp32: new tokens are as likely, and mean as much, as an average one.
+    New rows are the mean of the others, computed in fp32: a new token starts as an average token.
     """
     if rows is None or tensor.ndim == 0 or len(tensor) >= rows:
         return tensor
@@ -188,16 +188,14 @@ def with_rows(tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
 
 
 def vocabulary_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights of a model's embedding and head by name; one where they are tied."""
+    """Return the weights of a model's embedding and head by name; only one if they are tied."""
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     own = {id(p) for module in modules if module is not None for p in module.parameters()}
     return {name: p.detach() for name, p in model.named_parameters() if id(p) in own}
 
 
 def rows_of_adapters(weights: Path, model: PreTrainedModel) -> int | None:
-    """Return the rows of an embedding that came with adapters, in peft's file of their weights, or
-    None.
-    """
+    """Return the rows of the embedding in a peft weights file, or None if it has no embedding."""
     ending = next(iter(vocabulary_of(model)))
     with safe_open(weights, framework="pt") as file:
         shapes = [file.get_slice(n).get_shape() for n in file.keys() if n.endswith(ending)]  # noqa: SIM118
@@ -206,7 +204,7 @@ def rows_of_adapters(weights: Path, model: PreTrainedModel) -> int | None:
 
 @torch.no_grad()
 def add_rows(model: PreTrainedModel, rows: int | None) -> None:
-    """Give a whole model's embedding and head `rows` rows, in place, where they have fewer."""
+    """Extend a whole model's embedding and head to `rows` rows if they have fewer; in place."""
     before = {name: len(weight) for name, weight in vocabulary_of(model).items()}
     if rows is None or rows <= min(before.values()):
         return

@@ -1,4 +1,4 @@
-"""Whether selective checkpointing (recompute.py) keeps the results of what is computed."""
+"""A switch for selective checkpointing (recompute.py): keep results, or recompute them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KEEPS_NONE: ContextVar[bool] = ContextVar("_KEEPS_NONE", default=False)
 
 @contextlib.contextmanager
 def keeping_none() -> Iterator[None]:
-    """Within this, no result is kept: it is recomputed by other means."""
+    """Within this context, selective checkpointing keeps no results."""
     token = _KEEPS_NONE.set(True)
     try:
         yield
@@ -20,5 +20,5 @@ def keeping_none() -> Iterator[None]:
 
 
 def keeps_none() -> bool:
-    """Return whether this is within `keeping_none`."""
+    """Return True within `keeping_none`."""
     return _KEEPS_NONE.get()

@@ -1,9 +1,9 @@
-"""Changes within decoder layers: left out at random, fused kernels, MLPs in tiles.
+"""Changes within decoder layers: stochastic depth, fused kernels, tiled MLPs.
 
-A tile keeps its input alone and is computed again in its backward pass. The whole MLP thus needs
-the memory of one tile. DeepSpeed's TiledMLP runs a backward pass of its own for each tile, after
-which ZeRO has to be told that a gradient is not yet whole. Here tiles are parts of one graph:
-autograd adds their gradients up before any hook of ZeRO sees them.
+A tile keeps only its input and is recomputed in its backward pass, so the whole MLP needs the
+memory of one tile. DeepSpeed's TiledMLP runs a separate backward pass per tile, after which ZeRO
+must be told that a gradient is incomplete. Here the tiles are parts of one graph: autograd sums
+their gradients before any ZeRO hook sees them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ from harness.models.pieces import decoder_layers
 
 
 def drop_layers(model: PreTrainedModel, rate: float) -> None:
-    """Let layer l of L be left out with probability `rate` * l / L, of each sample by itself; in
-    place. Its output is divided by the probability that it is there, so that evaluation needs no
-    other scale. Layers of other pipeline stages are left as they are.
+    """Skip layer l of L with probability `rate` * l / L, independently for each sample; in place. A
+    layer's contribution is divided by its keep probability, so that evaluation needs no rescaling.
+    Layers of other pipeline stages are left alone.
     """
     _, layers = decoder_layers(model)
     for number, layer in enumerate(layers, 1):
         if not isinstance(layer, StandIn):
-            vars(layer)["depth_dropout"] = (
-                rate * number / len(layers)
-            )  # by which a model is known as random
+            vars(layer)["depth_dropout"] = rate * number / len(layers)  # marks the model as random
             layer.register_forward_hook(_leave_out, with_kwargs=True)
 
 
 def _leave_out(
     layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
 ) -> Any:
-    """Keep what the layer was given, (micro_batch, seq_len, hidden_size), of some samples.
+    """Replace the output by the input, (micro_batch, seq_len, hidden_size), for skipped samples.
 
-    Raises ValueError for a layer whose output is of another shape than its input.
+    Raises ValueError for a layer whose output shape differs from its input shape.
     """
     if not layer.training:
         return None
@@ -60,14 +58,14 @@ def _leave_out(
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Give this model Liger's RMSNorm and SwiGLU, and its head fused with the cross-entropy, which
-    never holds all logits; `loss.forward` then takes the sum over targets from it.
+    """Give this model Liger's RMSNorm and SwiGLU, and a head fused with the cross-entropy, which
+    never holds all logits; `loss.forward` then takes the summed loss from it.
 
-    Liger also replaces the classes in transformers' module, for every model to come: an export is
-    checked on the CPU, where Triton does not run. So they are put back; and its rotary embedding,
-    which is such a function and no module, is left out.
+    Liger also replaces the classes in transformers' module, which would affect every later model:
+    exports are checked on the CPU, where Triton does not run. So the module is restored. For the
+    same reason Liger's rotary embedding, a function of that module, is not used.
     """
-    # Imports Triton, which looks for a GPU.
+    # Imports Triton, which requires a GPU.
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     module = vars(sys.modules[type(model).__module__])
@@ -78,14 +76,14 @@ def use_liger(model: PreTrainedModel) -> None:
 
 
 MLP = "mlp"
-"""Name of the MLP within a decoder layer, in most families."""
+"""Name of the MLP in a decoder layer, in most families."""
 
 
 def tile_mlps(model: PreTrainedModel, tiles: int) -> set[type[nn.Module]]:
-    """Let the MLP of every decoder layer take its tokens in `tiles` parts, in place; returns the
+    """Make the MLP of every decoder layer process its tokens in `tiles` parts, in place. Return the
     classes of these MLPs.
 
-    Raises ValueError for a layer whose MLP is not a module of its own.
+    Raises ValueError for a layer whose MLP is not a separate module.
     """
     classes = set()
     for layer in decoder_layers(model)[1]:
@@ -103,7 +101,7 @@ def _tiled(mlp: nn.Module, tiles: int) -> Callable[..., torch.Tensor]:
     inner: Callable[..., torch.Tensor] = mlp.forward
 
     def forward(*inputs: torch.Tensor) -> torch.Tensor:
-        """(micro_batch, seq_len, hidden_size) each; as one row, so that tiles are contiguous."""
+        """(micro_batch, seq_len, hidden_size) each; run as one row so that tiles are contiguous."""
         run = inner
         if mlp.training and torch.is_grad_enabled():
             run = partial(checkpoint, inner, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""The operations by which a model family turns its output head's product into logits."""
+"""The operations that a model family applies to its output head's product to get logits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from harness.models.pieces import decoder_layers
 
 @dataclass(frozen=True)
 class Operation:
-    """One pointwise operation: a cast, a scale, a part of a soft cap."""
+    """One pointwise operation: a cast, a scale, or part of a soft cap."""
 
     function: Callable[..., torch.Tensor]
     args: tuple[Any, ...]
-    """Those after the tensor."""
+    """Arguments after the tensor."""
     keywords: dict[str, Any]
 
 
@@ -30,17 +30,17 @@ Operations = tuple[Operation, ...]
 
 
 def applied(operations: Operations, product: torch.Tensor) -> torch.Tensor:
-    """Return the logits of what the head computed, or of any part of it."""
+    """Return the logits for the head's output, or for any part of it."""
     for operation in operations:
         product = operation.function(product, *operation.args, **operation.keywords)
     return product
 
 
 def operations_on_logits(skeleton: PreTrainedModel) -> Operations:
-    """Record what the family's own code does to its head's product, on the meta device.
+    """Trace what the family's own code does to the head's output, on the meta device.
 
-    Raises ValueError, naming the reason, where logits are not computed entry by entry from the
-    product of one Linear: then they cannot be computed in parts.
+    Raises ValueError, with the reason, if the logits are not computed entry by entry from the
+    product of a single Linear; then they cannot be computed in chunks.
     """
     kind, head = type(skeleton).__name__, skeleton.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -64,7 +64,7 @@ def operations_on_logits(skeleton: PreTrainedModel) -> Operations:
                 logits = skeleton(input_ids=ids, use_cache=False, **quiet).logits
         except _NotInParts as reason:
             raise ValueError(f"{kind} {reason}") from reason
-        except Exception as error:  # from code that nobody here has seen
+        except Exception as error:  # raised by arbitrary model code
             raise ValueError(f"the head of {kind} cannot be traced: {error}") from error
     if logits is not recorder.last:
         raise ValueError(f"the logits of {kind} are not those of its output head")
@@ -72,11 +72,11 @@ def operations_on_logits(skeleton: PreTrainedModel) -> Operations:
 
 
 class _NotInParts(Exception):
-    """Raised where logits depend on one another."""
+    """Raised if logits depend on one another."""
 
 
 class _Body(tuple[torch.Tensor]):
-    """The outputs of a decoder without its head: hidden states, and None for all else."""
+    """The outputs of a decoder without its head: hidden states, and None for everything else."""
 
     @property
     def last_hidden_state(self) -> torch.Tensor:
@@ -88,7 +88,7 @@ class _Body(tuple[torch.Tensor]):
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operation on `last`, and what comes of it."""
+    """Records every operation on `last` and on the results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
 def _replaced(
     model: PreTrainedModel, head: nn.Module, body: Callable[..., Any], product: Callable[..., Any]
 ) -> Iterator[None]:
-    """Within this, `body` is all that runs before the head, and `product` the head."""
+    """Within this context, `body` replaces everything before the head, and `product` the head."""
     name, _ = decoder_layers(model)
     words = name.split(".")[:-1]
     bodies = [model.get_submodule(".".join(words[: n + 1])) for n in range(len(words))]

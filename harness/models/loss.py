@@ -23,12 +23,12 @@ from harness.models.stage import balancing_of, counted_tokens
 def token_losses(
     logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
 ) -> torch.Tensor:
-    """Sum of the cross-entropy over target tokens, in nats and fp32.
+    """Return the cross-entropy summed over target tokens, in nats and fp32.
 
-    logits (micro_batch, seq_len, vocab_size); labels (micro_batch, seq_len), already shifted,
-    -100 where nothing is to be predicted. The sum, not the mean: micro-batches may hold different
-    numbers of targets, and only the caller knows how many the whole global batch has. `smoothing`:
-    the share of each target's probability that is spread evenly over the vocabulary.
+    logits (micro_batch, seq_len, vocab_size); labels (micro_batch, seq_len), already shifted, -100
+    where there is no target. It is the sum, not the mean, because micro-batches may have different
+    numbers of targets and only the caller knows the number in the global batch. `smoothing`: share
+    of each target's probability that is spread evenly over the vocabulary.
     """
     losses = functional.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]),
@@ -50,12 +50,12 @@ def forward(
     rows: DividedRows | None = None,
     keywords: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model on one micro-batch; all three are (micro_batch, seq_len) int64. With `rows` it
-    computes this rank's tokens of them.
+    """Run the model on one micro-batch; the three tensors are (micro_batch, seq_len) int64. With
+    `rows`, this rank computes its tokens of each row.
 
-    Returns what `losses` does. No attention mask is passed: every position is a token, and
-    documents are separated by `position_ids`, None if each row is one document, or by `keywords`,
-    which go to attention (Batch.keywords).
+    Returns the result of `losses`. No attention mask is passed: every position is a token.
+    Documents are separated by `position_ids`, which is None if each row is one document, or by
+    `keywords`, which are passed to attention (Batch.keywords).
     """
     arguments: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
     if rows is not None:
@@ -64,8 +64,8 @@ def forward(
         input_ids, labels = rows.own(input_ids), rows.own(labels)
     own: Any = getattr(model, "module", model)
     if getattr(own, "fuses_loss", False) and own.training and not smoothing:
-        # The sum, divided by 1; and over its chunks of tokens the head's gradient is added up in
-        # fp32, not in the weight's own bf16.
+        # Liger returns the sum, divided by 1. It accumulates the head's gradient over chunks of
+        # tokens in fp32, not in the weight's bf16.
         arguments |= {"shift_labels": labels, "num_items_in_batch": 1, "accum_dtype": torch.float32}
     run = partial(model, input_ids=input_ids, use_cache=False, **arguments, **keywords)
     balancing = _balancing(own, position_ids, rows)
@@ -76,7 +76,7 @@ def forward(
 def _balancing(
     model: PreTrainedModel, position_ids: torch.Tensor | None, rows: DividedRows | None
 ) -> AbstractContextManager[None]:
-    """Within this, a mixture's balancing loss counts whole rows, and no padding."""
+    """Within this context, the load balancing loss covers whole rows, without padding."""
     if rows is not None:
         return rows.balancing(position_ids)
     counted = counted_tokens(model, position_ids)
@@ -88,9 +88,8 @@ def _balancing(
 def losses(
     model: PreTrainedModel, run: Callable[[], Any], labels: torch.Tensor, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed token loss of the outputs of `run`, which calls the model, and the auxiliary loss
-    of a mixture of experts, already weighted by the model's own coefficient (None for dense
-    models).
+    """Return the summed token loss of `run`, which calls the model, and the auxiliary loss of a
+    mixture of experts, already multiplied by the model's coefficient (None for dense models).
     """
     chunked: ChunkedLoss | None = getattr(model, "chunked_loss", None)
     with contextlib.nullcontext() if chunked is None else chunked.of(labels, smoothing):
@@ -98,10 +97,10 @@ def losses(
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * float(model.config.router_aux_loss_coef)
-    if outputs.logits is None:  # models/layer_changes.py
+    if outputs.logits is None:  # fused head, see models/layer_changes.py
         return outputs.loss.float(), auxiliary
     if chunked is not None:
         return chunked.taken(outputs.logits), auxiliary
-    if vocabulary := getattr(model, "vocabulary", None):  # a part of the logits
+    if vocabulary := getattr(model, "vocabulary", None):  # sharded logits
         return vocabulary.token_losses(outputs.logits, labels, smoothing), auxiliary
     return token_losses(outputs.logits, labels, smoothing), auxiliary

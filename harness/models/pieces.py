@@ -1,4 +1,4 @@
-"""The pieces that a decoder is built from, one after the other."""
+"""The pieces that a decoder is built from, one at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Piece:
-    """Modules that are initialised, placed and partitioned together.
-
-    A decoder layer with all that is in it, or one other module that owns parameters itself.
+    """Modules that are initialised, placed and partitioned together: a decoder layer with
+    everything in it, or another module that directly owns parameters.
     """
 
     name: str  # qualified name of the module within the model
@@ -22,14 +21,14 @@ class Piece:
     whole: bool  # True: the module and its descendants; False: only its own parameters
 
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """Qualified names and modules, children before their parents."""
+        """Return qualified names and modules, children before their parents."""
         if not self.whole:
             return [(self.name, self.module)]
         named = [(_join(self.name, name), module) for name, module in self.module.named_modules()]
         return named[::-1]
 
     def parameters(self) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-        """(qualified name, owner, attribute, parameter) of each parameter, in the model's order."""
+        """Return (qualified name, owner, attribute, parameter) per parameter, in model order."""
         return [
             (_join(name, attribute), module, attribute, parameter)
             for name, module in reversed(self.modules())
@@ -38,7 +37,7 @@ class Piece:
         ]
 
     def saved_buffers(self) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-        """(qualified name, owner, attribute, buffer) of each that is saved with the weights."""
+        """Return (qualified name, owner, attribute, buffer) per buffer saved with the weights."""
         return [
             (_join(name, attribute), module, attribute, buffer)
             for name, module in reversed(self.modules())
@@ -48,9 +47,9 @@ class Piece:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The name and the list of the decoder layers.
+    """Return the name and the list of the decoder layers.
 
-    Raises ValueError when no ModuleList of the model has `num_hidden_layers` entries.
+    Raises ValueError if no ModuleList of the model has `num_hidden_layers` entries.
     """
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, module in model.named_modules():
@@ -63,7 +62,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def pieces(model: PreTrainedModel) -> Iterator[Piece]:
-    """Split the model into pieces, in the order of its modules."""
+    """Yield the pieces of a model, in the order of its modules."""
     list_name, layers = decoder_layers(model)
     inside = {id(module) for module in layers.modules()}
     for name, module in model.named_modules():

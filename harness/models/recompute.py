@@ -1,15 +1,15 @@
-"""Activation checkpointing of decoder layers, and activations that wait on the host.
+"""Activation checkpointing of decoder layers, and activation offload to the host.
 
-A checkpointed layer keeps its input. With `selective` it also keeps the results of all products
-with a weight (mm, addmm, grouped experts) and of fused attention: these cost the arithmetic, and
-norms, activation functions, rotations and sums, which are computed again, cost next to none
-(torchtitan's policy for single operations). Attention that is written out keeps no scores, which
-grow with the square of the sequence: they are computed again (Korthikanti et al., arXiv 2205.05198,
-section 5). So are exchanges with other ranks.
+A checkpointed layer keeps only its input. With `selective` it also keeps the results of products
+with a weight (mm, addmm, grouped experts) and of fused attention. These make up the cost; norms,
+activation functions, rotations and sums, which are recomputed, cost almost nothing (torchtitan's
+per-operation policy). Eager attention keeps no scores, which grow with the square of the sequence
+length: they are recomputed (Korthikanti et al., arXiv 2205.05198, section 5), and so are exchanges
+with other ranks.
 
-torch's own contexts for this (create_selective_checkpoint_contexts) expect every operation in the
-order of the forward pass. ZeRO 3 gathers weights from hooks within layers, in another order in the
-backward pass, and adds a bias in place, behind autograd's back, to a product that was kept.
+torch's own contexts for this (create_selective_checkpoint_contexts) expect all operations in the
+order of the forward pass. ZeRO 3 gathers weights in hooks within layers, in a different order in
+the backward pass, and adds a bias in place, unseen by autograd, to a product that was kept.
 """
 
 from __future__ import annotations
@@ -40,21 +40,20 @@ from harness.models.reversible import Streams
 
 
 class Buffers:
-    """Host memory of one model's copies, kept from step to step.
+    """Host memory for one model's offloaded tensors, reused from step to step.
 
-    Page-locking memory takes milliseconds for each 10 MB, and the device waits for it, as it does
-    when such memory is given back (CUDA C++ Programming Guide, "Implicit Synchronization"); torch
-    keeps none of the larger blocks (engine/allocators.py).
+    Pinning memory takes milliseconds per 10 MB and makes the device wait, as does freeing pinned
+    memory (CUDA C++ Programming Guide, "Implicit Synchronization"). torch does not cache the larger
+    blocks (engine/allocators.py).
     """
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []  # by size
-        self._returned: list[torch.Tensor] = []  # by whichever thread ended the last use
+        self._returned: list[torch.Tensor] = []  # appended by whichever thread ended the last use
 
     def take(self, size: int, pinned: bool) -> torch.Tensor:
-        """Return at least (size,) uint8: the smallest that is free, or a new one for the largest.
-
-        Steps of shorter sequences use what longer ones have left.
+        """Return at least (size,) uint8: the smallest free buffer that fits, or a new one in place
+        of the largest, so that shorter sequences reuse the buffers of longer ones.
         """
         while self._returned:
             insort(self._free, self._returned.pop(), key=torch.Tensor.numel)
@@ -66,23 +65,23 @@ class Buffers:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back, for copies that are launched from now on."""
+        """Take a buffer back, for copies launched from now on."""
         self._returned.append(buffer)
 
 
 class HostCopy:
-    """A tensor's copy in host memory, pinned where the tensor is on a GPU.
+    """A tensor's copy in host memory, pinned if the tensor is on a GPU.
 
-    Both copies run in the device's own order and nothing waits for them on the host: the device
-    copies out before it reuses the memory, and back before it reads; the next copy out into the
-    same buffer comes after both. On a CPU these are real copies, too, so that a run without GPU
-    proves that the right one comes back.
+    Copies in both directions run in the device's stream order and the host never waits: the device
+    copies out before it reuses the memory, and back before it reads; the next copy into the same
+    buffer comes after both. On a CPU these are real copies too, so that runs without a GPU test
+    that the right tensor comes back.
     """
 
     def __init__(self, tensor: torch.Tensor, buffers: Buffers) -> None:
         self._device, self._buffers = tensor.device, buffers
         self._buffer = buffers.take(tensor.nbytes, tensor.is_cuda)
-        like = torch.empty_like(tensor, device="meta")  # dense, in the tensor's own order
+        like = torch.empty_like(tensor, device="meta")  # dense, with the tensor's dimension order
         own = self._buffer[: tensor.nbytes].view(tensor.dtype)
         self.copy = own.as_strided(like.shape, like.stride())
         self.copy.copy_(tensor, non_blocking=tensor.is_cuda)
@@ -101,12 +100,13 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "bitsandbytes::gemm
 def checkpoint_layers(
     model: PreTrainedModel, checkpointing: Checkpointing, to_host: bool = False
 ) -> None:
-    """Let decoder layers compute again, for their backward pass, what they do not keep; in place.
+    """Make decoder layers recompute for their backward pass whatever they do not keep; in place.
 
-    `to_host`: what they keep is in host memory until then. Layers are counted over all pipeline
-    stages.
+    `to_host`: offload what they keep to host memory until then. Layers are numbered across all
+    pipeline stages.
     """
-    # A kept result draws no numbers the second time; dropout after it would get others.
+    # A kept result draws no random numbers in the second pass, which would shift those of later
+    # dropout.
     draws = any(getattr(model.config, key, 0) for key in ATTENTION_DROPOUTS)
     buffers = Buffers() if to_host else None
     for index, layer in enumerate(decoder_layers(model)[1]):
@@ -119,11 +119,11 @@ def checkpoint_layers(
 
 
 def _checkpoint(layer: nn.Module, options: dict[str, Any], buffers: Buffers | None) -> None:
-    """Replace a layer's forward by one that keeps its inputs, in `buffers` of the host if any."""
+    """Replace a layer's forward by one that keeps its inputs, on the host if `buffers` is given."""
     inner: Callable[..., Any] = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        """Run the layer, keeping its inputs alone while gradients are wanted."""
+        """Run the layer, keeping only its inputs if gradients are needed."""
         if not (layer.training and torch.is_grad_enabled()):
             return inner(*args, **kwargs)
         hidden, *others = args or (kwargs.pop("hidden_states"),)
@@ -131,7 +131,7 @@ def _checkpoint(layer: nn.Module, options: dict[str, Any], buffers: Buffers | No
         def run(hidden: torch.Tensor) -> Any:
             return inner(hidden, *others, **kwargs)
 
-        # All other arguments are the same tensors for every layer.
+        # All other arguments are shared by all layers.
         with _moving(buffers):
             return checkpoint(run, hidden, use_reentrant=False, **options)
 
@@ -150,12 +150,12 @@ def _contexts(attention: bool, buffers: Buffers | None) -> tuple[Keep, Reuse]:
 
 
 class Keep(TorchDispatchMode):
-    """Keeps the results of costly operations, in their order; of the first forward pass."""
+    """Records the results of costly operations, in order, during the first forward pass."""
 
     def __init__(self, results: deque[Any], attention: bool, buffers: Buffers | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.results, self._attention, self._buffers = results, attention, buffers
-        self._places: dict[int, int] = {}  # in `results`, of each kept storage
+        self._places: dict[int, int] = {}  # index in `results` of each kept storage
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -163,7 +163,7 @@ class Keep(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         for tensor in _written(func, args, kwargs or {}):
             place = self._places.pop(tensor.untyped_storage()._cdata, None)
-            if place is not None:  # no longer what the operation gave
+            if place is not None:  # overwritten in place since
                 self.results[place] = None
         if _is_costly(func, self._attention):
             for tensor in tree_leaves(output):
@@ -177,7 +177,7 @@ class Keep(TorchDispatchMode):
 
 
 class Reuse(TorchDispatchMode):
-    """Takes what was kept instead of computing it again; each result once."""
+    """Returns the kept results instead of recomputing them, each once."""
 
     def __init__(self, results: deque[Any], attention: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -203,13 +203,13 @@ def _is_product(func: Any) -> bool:
 
 @functools.cache
 def _is_fused_attention(func: Any) -> bool:
-    """Of torch itself, and of the packages that register operators."""
+    """Return True for fused attention of torch or of packages that register operators."""
     name = func.name()
     return "attention" in name or "attn" in name
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operation writes into."""
+    """Yield the tensors that an operation writes to."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return
@@ -220,23 +220,23 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 class Saved:
-    """The storages that were saved, each once; alive, so that no other gets the id of one."""
+    """The storages that were saved, each counted once; kept alive so that their ids stay unique."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that was not counted before."""
+        """Count a storage, unless it was counted before."""
         self._storages[storage._cdata] = storage
 
     @property
     def bytes(self) -> int:
-        """All of them together."""
+        """Total size of the storages."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
 def _of_checkpoints() -> Iterator[torch.Tensor]:
-    """Yield the tensors that checkpointed layers keep out of autograd's sight."""
+    """Yield the tensors that checkpointed layers keep without autograd's knowledge."""
     for thing in gc.get_objects():
         if type(thing) is HostCopy:
             yield thing.copy
@@ -248,8 +248,8 @@ def _of_checkpoints() -> Iterator[torch.Tensor]:
 
 @contextmanager
 def saved_by(model: nn.Module) -> Iterator[Saved]:
-    """Notes what a forward pass of `model` saves in the body, parameters and buffers left out; its
-    loss has to outlive the body. Real tensors and fake ones.
+    """Record what a forward pass of `model` saves within this context, parameters and buffers
+    excluded. The loss must outlive the context. Works with real and fake tensors.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved, before = Saved(), {id(tensor) for tensor in _of_checkpoints()}

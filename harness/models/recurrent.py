@@ -1,7 +1,7 @@
 """LSTM and GRU language models as Hugging Face decoders.
 
-This file stands alone: exports bring a copy of it. A layer is hidden + project(cell(norm(hidden))),
-and the cells are torch's own kernels.
+This file is self-contained because exports include a copy of it. A layer computes hidden +
+project(cell(norm(hidden))); the cells are torch's own kernels.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 GATES = {"lstm": 4, "gru": 3}
 State = tuple[torch.Tensor, ...]
-"""(1, rows, recurrent_size) each: output and cell of an LSTM, the output of a GRU."""
+"""(1, rows, recurrent_size) each: output and cell of an LSTM; output of a GRU."""
 
 
 @strict
 class RecurrentConfig(PreTrainedConfig):
-    """Sizes of a recurrent language model. `recurrent_size`: of a cell; None: hidden_size."""
+    """Sizes of a recurrent language model. `recurrent_size`: size of a cell; None: hidden_size."""
 
     model_type = "recurrent"
 
@@ -55,7 +55,7 @@ class RecurrentConfig(PreTrainedConfig):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """(layers, tensors of a layer's state, recurrent_size) of a row's state."""
+        """(layers, tensors per layer, recurrent_size) of one row's state."""
         assert self.recurrent_size is not None, "filled in by the config"
         return self.num_hidden_layers, 2 if self.cell == "lstm" else 1, self.recurrent_size
 
@@ -65,13 +65,13 @@ class Carried:
     """States of rows between two windows of text; (rows, *state_shape), without gradients."""
 
     before: torch.Tensor | None = None
-    """Those before this window; None: zeros."""
+    """States before this window; None: zeros."""
     behind: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Of each layer behind it, once it has been computed."""
+    """States after this window by layer, once computed."""
 
     @property
     def after(self) -> torch.Tensor:
-        """Those behind this window."""
+        """States after this window."""
         return torch.stack([self.behind[layer] for layer in range(len(self.behind))], dim=1)
 
     def of(self, layer: int) -> State | None:
@@ -97,7 +97,7 @@ class RecurrentCell(nn.Module):
     def forward(
         self, inputs: torch.Tensor, before: State | None = None
     ) -> tuple[torch.Tensor, State]:
-        """(rows, tokens, hidden_size) -> (rows, tokens, recurrent_size), and the state behind."""
+        """(rows, tokens, hidden_size) -> (rows, tokens, recurrent_size), and the final state."""
         if before is None:
             zeros = inputs.new_zeros(1, inputs.shape[0], self.size)
             before = (zeros, zeros) if self.kind == "lstm" else (zeros,)
@@ -109,7 +109,7 @@ class RecurrentCell(nn.Module):
 
 
 class RecurrentLayer(GradientCheckpointingLayer):
-    """A cell between a norm and a projection, beside a residual connection."""
+    """A cell between a norm and a projection, with a residual connection."""
 
     def __init__(self, config: RecurrentConfig, index: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class RecurrentLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden: torch.Tensor, carried: Carried | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """(rows, tokens, hidden_size) -> the same; notes its state in `carried`."""
+        """(rows, tokens, hidden_size) -> the same; records its state in `carried`."""
         before = None if carried is None else carried.of(self.index)
         output, after = self.cell(self.norm(hidden), before)
         if carried is not None:
@@ -130,22 +130,22 @@ class RecurrentLayer(GradientCheckpointingLayer):
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
-    """The parts of a family that transformers asks for."""
+    """The attributes that transformers requires of a family."""
 
     config_class = RecurrentConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _supports_sdpa = True  # it has no attention: any implementation will do
+    _supports_sdpa = True  # no attention, so any implementation will do
     _no_split_modules = ["RecurrentLayer"]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw cells uniformly as torch does, the rest from a normal distribution."""
+        """Draw cells uniformly as torch does, and the rest from a normal distribution."""
         if isinstance(module, RecurrentCell):
             bound = module.size**-0.5
             for parameter in module.parameters(recurse=False):
                 nn.init.uniform_(parameter, -bound, bound)
-            if module.kind == "lstm":  # Jozefowicz et al. 2015: it forgets little at first
+            if module.kind == "lstm":  # Jozefowicz et al. 2015: start by remembering
                 module.bias_ih[module.size : 2 * module.size] = 1.0
                 module.bias_hh[module.size : 2 * module.size] = 0.0
         elif isinstance(module, nn.LayerNorm):
@@ -156,7 +156,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
 
 class RecurrentModel(RecurrentPreTrainedModel):
-    """The layers between embedding and norm."""
+    """Embedding, layers and final norm."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
@@ -178,7 +178,7 @@ class RecurrentModel(RecurrentPreTrainedModel):
 
 
 class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
-    """A language model: RecurrentModel and a head."""
+    """A language model: RecurrentModel with a head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
@@ -197,7 +197,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutput:
         """(rows, tokens) ids -> logits (rows, tokens, vocab_size).
 
-        Raises ValueError for a mask that hides tokens: states pass through all of them.
+        Raises ValueError for a mask that hides tokens, since the state passes through all of them.
         """
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("a recurrent model reads padding, too: take rows of one length")
@@ -207,13 +207,13 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Read the whole text for every token: there is no cache."""
+        """Return the whole text for every new token: there is no cache."""
         return {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask")}
 
 
 def register() -> None:
-    """Make transformers' Auto classes know the model; exports bring this file, which those who lack
-    it open with trust_remote_code.
+    """Register the model with transformers' Auto classes. Exports include this file; without the
+    harness they open with trust_remote_code.
     """
     AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig, exist_ok=True)
     AutoModelForCausalLM.register(RecurrentConfig, RecurrentForCausalLM, exist_ok=True)

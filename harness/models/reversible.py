@@ -1,17 +1,17 @@
 """Reversible decoder layers: the backward pass computes a layer's input from its output.
 
-Two streams take the place of one (RevNet, arXiv 1707.04585; Reformer, arXiv 2001.04451, section 3):
+Two streams replace one (RevNet, arXiv 1707.04585; Reformer, arXiv 2001.04451, section 3):
 
     y1 = x1 + attention(norm(x2))    and back    x2 = y2 - mlp(norm(y1))
     y2 = x2 + mlp(norm(y1))                      x1 = y1 - attention(norm(x2))
 
-Both begin as the embedding, and what follows the layers reads their mean, which is as large as the
-embedding where the layers add nothing. Only the last two streams are kept. They are in fp32
-whatever the model computes in: a sum that is rounded to bf16 is no longer invertible.
+Both start as the embedding. Whatever follows the layers reads their mean, which equals the
+embedding if the layers add nothing. Only the last two streams are kept. They are in fp32 regardless
+of the model's precision: a sum rounded to bf16 is not invertible.
 
-Each half of a layer is checkpointed by torch without a backward pass within the backward pass, so
-that ZeRO's hooks see every gradient once; but the input of a half that is computed again is not
-kept, it is the stream that the half after it has just restored.
+Each half of a layer is checkpointed by torch without a nested backward pass, so that ZeRO's hooks
+see every gradient once. The input of a recomputed half is not kept; it is the stream that the next
+half has just restored.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _MLP = (
     ("mlp",),
     ("resid_mlp_dropout", "post_mlp_dropout"),
 )
-"""Modules of a layer's halves by the names that families give them: a norm, what reads it, and the
-dropout of what that gives, if any."""
+"""Module names, in different families, of a layer's two halves: a norm, its reader, and the dropout
+of the output, if any."""
 
 
 def reverse_layers(model: PreTrainedModel) -> None:
     """Give the decoder layers two streams that the backward pass restores, in place.
 
-    Raises ValueError for a layer without the modules of both halves.
+    Raises ValueError for a layer that lacks the modules of a half.
     """
     layers = decoder_layers(model)[1]
-    running: list[Streams] = []  # of the forward pass that is going on
+    running: list[Streams] = []  # of the current forward pass
     for index, layer in enumerate(layers):
         halves = halves_of(layer)
         ends = index == 0, index == len(layers) - 1
@@ -58,7 +58,7 @@ def reverse_layers(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Half:
-    """Attention or MLP of a layer: it adds to one stream what it makes of the other."""
+    """The attention or MLP of a layer, which reads one stream and adds to the other."""
 
     norm: nn.Module
     reader: nn.Module
@@ -72,7 +72,7 @@ class Half:
 
 
 def halves_of(layer: nn.Module) -> tuple[Half, Half]:
-    """Return a layer's attention and its MLP. Raises ValueError if it has none by these names."""
+    """Return a layer's attention and MLP. Raises ValueError if it has no modules of these names."""
     halves = []
     for names in (_ATTENTION, _MLP):
         norm, reader, dropout = (
@@ -86,7 +86,7 @@ def halves_of(layer: nn.Module) -> tuple[Half, Half]:
 
 
 def arguments_of(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return what a layer's forward pass is given, by name."""
+    """Return the arguments of a layer's forward pass, by name."""
     arguments = inspect.signature(forward).bind(*args, **kwargs).arguments
     others = arguments.pop("kwargs", {})
     return {**arguments, **others}
@@ -96,20 +96,20 @@ Add = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Streams:
-    """The two streams of one forward pass, (micro_batch, seq_len, hidden_size) fp32 each."""
+    """The two streams of a forward pass, (micro_batch, seq_len, hidden_size) fp32 each."""
 
     def __init__(self, embedding: torch.Tensor) -> None:
         self._dtype = embedding.dtype
         self.other = self.last = embedding.float()
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Both streams without a graph, from the end of the forward pass on: as they were behind
-        the half of a layer that the backward pass comes to next."""
+        """Both streams without a graph, once the forward pass has ended: their values after the
+        half of a layer that the backward pass reaches next."""
 
     def add(self, half: Add, reversible: bool) -> None:
-        """Add to one stream what half a layer makes of the other; they change places."""
+        """Add to one stream what half a layer computes from the other, and swap them."""
         if reversible:
             run = functools.partial(self._run, half, self.last.requires_grad)
-            on_device = self.last.new_empty(0)  # whose generator is put back for the second time
+            on_device = self.last.new_empty(0)  # restores its generator
             added = checkpoint(run, on_device, use_reentrant=False)
         else:
             added = half(self.last.to(self._dtype))
@@ -127,19 +127,19 @@ class Streams:
         return begun
 
     def joined(self) -> torch.Tensor:
-        """Return the mean of both behind the last layer, in the model's precision."""
+        """Return the mean of both streams after the last layer, in the model's precision."""
         self.kept = self.other.detach(), self.last.detach()
         mean = ((self.other + self.last) / 2).to(self._dtype)
-        del self.other, self.last  # autograd holds what it needs of them: nothing
+        del self.other, self.last  # autograd needs neither
         return mean
 
 
 class _Again(torch.autograd.Function):
-    """Begins the backward pass of half a layer, which asks here for a tensor that was kept, and so
-    has all of it computed again.
+    """Starts the backward pass of half a layer by reading a saved tensor, which triggers the
+    recomputation.
 
-    Otherwise its last module would ask, for which ZeRO 3 has then gathered weights: computing it
-    again would release them.
+    Otherwise its last module would trigger it after ZeRO 3 has gathered that module's weights, and
+    the recomputation would release them.
     """
 
     @staticmethod
@@ -163,8 +163,8 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """A layer's forward pass in place of `inner`. The first one is given the embedding, others a
-    stream.
+    """A layer's forward pass in place of `inner`. The first layer receives the embedding, the
+    others a stream.
     """
     arguments = arguments_of(inner, *args, **kwargs)
     hidden: torch.Tensor = arguments.pop("hidden_states")
@@ -172,7 +172,7 @@ def _forward(
         running[:] = [Streams(hidden)]
     streams = running[0]
     if not is_first:
-        streams.last = hidden  # behind the hooks of ZeRO on the layer before
+        streams.last = hidden  # after ZeRO's hooks on the previous layer
     attention, mlp = halves
     for half in (functools.partial(attention, **arguments), mlp):
         streams.add(half, layer.training and torch.is_grad_enabled())

@@ -1,9 +1,8 @@
-"""Attention over whole rows whose tokens are divided over ranks (Ulysses, arXiv:2309.14509).
+"""Attention over whole rows whose tokens are sharded across ranks (Ulysses, arXiv:2309.14509).
 
-Before attention an all-to-all gives each rank the whole rows of some heads, after it its own tokens
-of all heads.  Everything else of a decoder is computed token by token.  The masks are transformers'
-own, made of whole rows.  They travel to attention as a keyword of the model, which gradient
-checkpointing carries through, too.
+Before attention an all-to-all gives each rank whole rows of some heads; after it, its own tokens of
+all heads. Everything else in a decoder is computed per token. The masks are transformers' own, for
+whole rows. They reach attention as a keyword of the model, which gradient checkpointing passes on.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ _KEYWORD = "whole_rows"
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one micro-batch as attention sees them, on a rank that has a part of each.
+    """The rows of one micro-batch as attention sees them, on a rank that has part of each.
 
-    `masks`: for every layer, or by its type; None for the plain causal one. `positions`
-    (micro_batch, seq_len) or None.
+    `masks`: one for every layer, or by layer type; None for plain causal. `positions` (micro_batch,
+    seq_len) or None.
     """
 
     group: Group
-    config: Any  # with the attention that sees whole rows
+    config: Any  # with the attention for whole rows
     masks: torch.Tensor | dict[str, torch.Tensor | None] | None
     positions: torch.Tensor | None
 
 
 class DividedRows:
-    """The rows of a model's batches, divided over the ranks of a group."""
+    """The rows of a model's batches, sharded across the ranks of a group."""
 
     def __init__(self, model: PreTrainedModel, group: Group) -> None:
-        """Take the place of the model's attention function."""
+        """Replace the model's attention function."""
         self._model, self._group = model, group
-        self._config = copy.deepcopy(model.config)  # with the attention that sees whole rows
+        self._config = copy.deepcopy(model.config)  # with the attention for whole rows
         self._attention: str = model.config._attn_implementation
         attend_with(_NAME, model)
 
     @contextlib.contextmanager
     def undivided(self) -> Iterator[None]:
-        """Within this, every rank computes with whole rows, of any length."""
+        """Within this context, every rank computes whole rows, of any length."""
         attend_with(self._attention, self._model)
         try:
             yield
@@ -66,9 +65,9 @@ class DividedRows:
         return own_slice(tensor, 1, self._group)
 
     def keywords(self, input_ids: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
-        """Return the model's arguments beside its own tokens: their positions, and the Rows.
+        """Return the model's other arguments for this rank's tokens: their positions, and the Rows.
 
-        Both arguments (micro_batch, seq_len), whole.
+        Both parameters are whole rows, (micro_batch, seq_len).
         """
         like = torch.empty(*input_ids.shape, 1, dtype=self._model.dtype, device=input_ids.device)
         masks = create_masks_for_generate(self._config, like, None, None, position_ids=positions)
@@ -80,13 +79,13 @@ class DividedRows:
 
     @contextlib.contextmanager
     def balancing(self, positions: torch.Tensor | None) -> Iterator[None]:
-        """Within this, a mixture balances the experts of whole rows: each rank computes the same
-        loss, and the gradient of its own tokens' routers alone. Padding does not count.
+        """Within this context, a mixture balances its experts over whole rows: every rank computes
+        the same loss, but only the gradient of its own tokens' routers. Padding does not count.
 
-        positions (micro_batch, seq_len), whole.
+        positions (micro_batch, seq_len), whole rows.
         """
         counted = counted_tokens(self._model, positions)
-        if counted is not None:  # in the order of `joined`: rank by rank
+        if counted is not None:  # ordered by rank, as in `joined`
             parts = counted.view(len(counted), self._group.size(), -1)
             counted = parts.transpose(0, 1)
 
@@ -98,7 +97,7 @@ class DividedRows:
 
 
 class _SomeHeads:
-    """An attention module with the heads of one rank, as the function for whole rows asks it."""
+    """An attention module with the heads of one rank, as the function for whole rows expects it."""
 
     def __init__(self, module: nn.Module, config: Any, num_key_value_groups: int) -> None:
         self.__dict__.update(
@@ -117,12 +116,12 @@ def _attend(
     _mask: None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it: (batch, heads, own tokens, head_dim) each ->
-    (batch, own tokens, heads, head_dim).
+    """Attention in transformers' signature: (batch, heads, own tokens, head_dim) each -> (batch,
+    own tokens, heads, head_dim).
     """
     rows: Rows = keywords.pop(_KEYWORD)
     places = rows.group.size()
-    if key.shape[1] % places:  # fewer key heads than ranks: each goes to several
+    if key.shape[1] % places:  # fewer key heads than ranks: each is copied to several
         copies = places // key.shape[1]
         key, value = (heads.repeat_interleave(copies, 1) for heads in (key, value))
     query, key, value = (exchanged(x, 1, 2, rows.group) for x in (query, key, value))
@@ -136,5 +135,5 @@ def _attend(
     return exchanged(output, 1, 2, rows.group), None
 
 
-# Without a mask function of this name, models make no mask by themselves.
+# Without a mask function of the same name, models create no mask.
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)

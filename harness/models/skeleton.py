@@ -1,4 +1,4 @@
-"""A Hugging Face decoder without its weights: parameters on meta, buffers real."""
+"""A Hugging Face decoder without weights: parameters on the meta device, real buffers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,20 @@ from harness.models import recurrent
 from harness.models.attention import attend_with
 
 recurrent.register()
-_LARGE = 2**28  # elements; no buffer has as many
+_LARGE = 2**28  # elements; more than any buffer has
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def hf_config(
     model_config: dict[str, Any], source: str | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """Make the transformers config object of a `config.json` dict.
+    """Return the transformers config object for a `config.json` dict.
 
-    `source` (a folder or hub id) is read only for architectures that bring their own code; that
-    code runs only with `trust_remote_code`.
-    Raises ValueError for a `model_type` that transformers does not know and sizes that do not fit.
+    `source` (a folder or hub id) is read only for architectures with their own code, which runs
+    only with `trust_remote_code`. Raises ValueError for an unknown `model_type` and for
+    inconsistent sizes.
     """
-    values = _with_floats(
-        model_config
-    )  # a copy: transformers writes rope_theta into its rope_scaling
+    values = _with_floats(model_config)  # copied: transformers writes rope_theta into rope_scaling
     del values["model_type"]
     if "auto_map" in values and source:
         values.pop("auto_map")
@@ -62,7 +60,7 @@ def hf_config(
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a copy in which numbers that JSON lacks are what transformers wrote them for."""
+    """Return a copy with transformers' notation for non-finite numbers replaced by floats."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -71,8 +69,8 @@ def _with_floats(value: Any) -> Any:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes large empty tensors on the meta device: accelerate moves each parameter there once it
-    is made, and the 256 experts of a DeepSeek-V3 layer are 28 GiB until then.
+    """Creates large empty tensors on the meta device. accelerate moves each parameter there only
+    after creating it, and the 256 experts of a DeepSeek-V3 layer would take 28 GiB until then.
     """
 
     def __torch_function__(
@@ -94,8 +92,8 @@ def skeleton(
 ) -> PreTrainedModel:
     """Build the model class that `config` names, with every parameter on the meta device.
 
-    Buffers are real and hold what transformers computes (rotary frequencies, scales): the
-    weights that follow, drawn or loaded, never touch them. Tied parameters are one object.
+    Buffers are real and hold what transformers computes (rotary frequencies, scales); weights drawn
+    or loaded later do not touch them. Tied parameters are one object.
     """
     with no_init_weights(), init_empty_weights(include_buffers=False), _LargeOnMeta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -104,15 +102,15 @@ def skeleton(
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
         )
-    model.tie_weights()  # init_empty_weights makes a new Parameter at every registration
+    model.tie_weights()  # init_empty_weights creates a new Parameter at each registration
     return model
 
 
 def tied_names(
     model_config: dict[str, Any], source: str | None, trust_remote_code: bool
 ) -> dict[str, str]:
-    """Return the names of weights that are another's, each with that one's. Raises ValueError as
-    `hf_config`.
+    """Return the names of tied weights, each with the name of the weight it shares. Raises
+    ValueError as `hf_config` does.
     """
     config = hf_config(model_config, source, trust_remote_code)
     model = skeleton(config, torch.float32, "eager", trust_remote_code)
@@ -123,13 +121,13 @@ def tied_names(
 
 
 class _AskedForDocuments(Exception):
-    """Raised where transformers looks for document boundaries."""
+    """Raised when transformers looks for document boundaries."""
 
 
 def separates_documents(model: PreTrainedModel) -> bool:
-    """Return whether a skeleton's attention reads document boundaries from `position_ids`.
+    """Return True if a skeleton's attention reads document boundaries from `position_ids`.
 
-    Some architectures take no positions, or leave them out of their mask: OPT, Falcon, BLOOM.
+    Some architectures take no positions or ignore them in their mask: OPT, Falcon, BLOOM.
     """
 
     def asked(*args: Any, **kwargs: Any) -> None:
@@ -142,12 +140,12 @@ def separates_documents(model: PreTrainedModel) -> bool:
         masking_utils.find_packed_sequence_indices,
         asked,
     )
-    attend_with("eager", model)  # which always takes a mask
+    attend_with("eager", model)  # eager attention always takes a mask
     try:
         model(input_ids=ids, position_ids=positions, use_cache=False)
     except _AskedForDocuments:
         return True
-    except Exception:  # whatever tensors without values lead to: the mask was made before
+    except Exception:  # meta tensors may raise anything: the mask came before
         return False
     finally:
         masking_utils.find_packed_sequence_indices = original
@@ -156,10 +154,10 @@ def separates_documents(model: PreTrainedModel) -> bool:
 
 
 def described_parameters(model: PreTrainedModel) -> list[Parameter]:
-    """Return the properties of every parameter that decide its optimizer group. Needs a skeleton.
+    """Return the properties of a skeleton's parameters that determine their optimizer groups.
 
-    Matrices decay, and the stacked matrices of experts; not biases, norms and embeddings (nor a
-    head that is tied to an embedding).
+    Weight decay applies to matrices and to the stacked matrices of experts, but not to biases,
+    norms and embeddings (or a head tied to an embedding).
     """
     embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)

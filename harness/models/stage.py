@@ -1,9 +1,9 @@
-"""One pipeline stage of a decoder: the model itself, with the other stages' modules passed through.
+"""One pipeline stage of a decoder: the model itself, with pass-through modules for other stages.
 
-Nothing is built anew, so Hugging Face's own code makes masks, positions and rotary embeddings,
-every parameter keeps its name, and layer i is still layer i. Between stages travels one tensor, so
-that one backward pass brings back its gradient: the hidden states, and beside them, along the last
-axis, the router logits of a mixture of experts, which the balancing loss needs at the end.
+Nothing is rebuilt: Hugging Face's own code makes masks, positions and rotary embeddings, every
+parameter keeps its name, and layer i is still layer i. One tensor travels between stages, so that
+one backward pass returns its gradient: the hidden states and, concatenated along the last axis, the
+router logits of a mixture of experts, which the load balancing loss needs at the end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from harness.models.attention import separating
 from harness.models.flow import Flow, StandIn
 from harness.models.pieces import decoder_layers, pieces
 
-_MASK = "attention_mask"  # its argument for the tokens that count
-_BALANCING = "load_balancing_loss_func"  # what transformers calls it in every mixture's module
+_MASK = "attention_mask"  # its argument that selects the tokens to count
+_BALANCING = "load_balancing_loss_func"  # its name in the transformers module of every mixture
 
 Finish = Callable[[Callable[[], Any]], torch.Tensor]
 
@@ -35,11 +35,11 @@ Finish = Callable[[Callable[[], Any]], torch.Tensor]
 class Stage(nn.Module):
     """One stage of a model that `reduce_to_stage` has cut, between receiving and sending.
 
-    Takes and returns what DeepSpeed sends between stages: token ids on the first stage, else
+    Takes and returns what DeepSpeed sends between stages: token ids on the first stage, otherwise
     (micro_batch, seq_len, hidden_size + routers); with document boundaries a tuple of that and the
-    position ids. The last stage returns what `finish` makes of a function that runs the model.
-    `keywords`: what attention is given, of one micro-batch after the other.
-    Raises ValueError for a mixture whose balancing loss is not made by transformers' function.
+    position ids. The last stage returns the result of `finish`, which receives a function that runs
+    the model. `keywords`: arguments for attention, per micro-batch. Raises ValueError for a mixture
+    whose load balancing loss is not transformers' function.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -55,7 +55,7 @@ class Stage(nn.Module):
         self.experts = _num_experts(model) if self.routed else 0
 
     def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-        """One micro-batch through this stage."""
+        """Run one micro-batch through this stage."""
         carried, *positions = inputs if isinstance(inputs, tuple) else (inputs,)
         with separating(documents=bool(positions)):
             return self._forward(carried, positions)
@@ -74,7 +74,7 @@ class Stage(nn.Module):
             with _balancing(self.model, routers, positions[0] if positions else None):
                 return self.finish(run)
         outputs = self.model.base_model(input_ids=ids, use_cache=False, **keywords)
-        own = (outputs.router_logits or ()) if self.routed else ()  # dense layers have none
+        own = (outputs.router_logits or ()) if self.routed else ()  # dense layers have no routers
         packed = self._packed(self.leave.taken(), (*routers, *own))
         return (packed, *positions) if positions else packed
 
@@ -96,7 +96,7 @@ class Stage(nn.Module):
 
 
 class _PassThrough(StandIn):
-    """Stands where another stage's module stands, and hands on its first input."""
+    """Takes the place of another stage's module and returns its first input."""
 
     def __init__(self, module: nn.Module, returns_tuple: bool = False) -> None:
         super().__init__(module)
@@ -107,7 +107,7 @@ class _PassThrough(StandIn):
 
 
 class _Enter(_PassThrough):
-    """The layer before this stage's first: hands on what the stage before has sent."""
+    """Takes the place of the layer before this stage; returns what the previous stage sent."""
 
     hidden: torch.Tensor | None = None
 
@@ -117,7 +117,7 @@ class _Enter(_PassThrough):
 
 
 class _Leave(_PassThrough):
-    """The layer after this stage's last: keeps what the next stage needs."""
+    """Takes the place of the layer after this stage; keeps what the next stage needs."""
 
     _hidden: torch.Tensor | None = None
 
@@ -133,13 +133,13 @@ class _Leave(_PassThrough):
 
 
 class _NoEmbedding(StandIn):
-    """Zeros that only have the shape of embeddings: the stage's first layer never sees them."""
+    """Returns zeros in the shape of embeddings; the stage's first layer never reads them."""
 
     def __init__(self, module: nn.Embedding, is_input: bool, dtype: torch.dtype) -> None:
         super().__init__(module)
         self._is_input, self._dtype = is_input, dtype
         self._size = module.embedding_dim
-        # Some models ask where it is.
+        # Some models read its device.
         self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -148,8 +148,8 @@ class _NoEmbedding(StandIn):
 
 
 def reduce_to_stage(model: PreTrainedModel, flow: Flow, first_layer: int, end_layer: int) -> None:
-    """Keep decoder layers [first_layer, end_layer) of a skeleton, and what runs before the first or
-    after the last of all layers where they are among these; the rest is passed through. In place.
+    """Keep decoder layers [first_layer, end_layer) of a skeleton, and the modules before the first
+    or after the last layer if that layer is among them; pass everything else through. In place.
     """
     _, layers = decoder_layers(model)
     others = (flow.before if first_layer > 0 else ()) + (
@@ -187,8 +187,8 @@ def _num_experts(model: PreTrainedModel) -> int:
 def _balancing(
     model: PreTrainedModel, routers: tuple[torch.Tensor, ...], positions: torch.Tensor | None
 ) -> Iterator[None]:
-    """Within this, the model's balancing loss also counts the routers of earlier stages, and no
-    padding.
+    """Within this context, the model's load balancing loss includes the routers of earlier stages
+    and ignores padding.
     """
     counted = counted_tokens(model, positions)
     if not routers and counted is None:
@@ -199,9 +199,9 @@ def _balancing(
 
 
 def counted_tokens(model: PreTrainedModel, positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Return True for each token, False for padding; None if the model gets none, or cannot tell.
+    """Return True for tokens and False for padding; None if there is no padding or no positions.
 
-    positions (micro_batch, seq_len). Padding's count from 1, a document's from 0 (data/whole.py).
+    positions (micro_batch, seq_len) start at 1 in padding, at 0 in a document (data/whole.py).
     """
     if positions is None or not getattr(model, "gets_padding", False):
         return None
@@ -213,9 +213,9 @@ def counted_tokens(model: PreTrainedModel, positions: torch.Tensor | None) -> to
 def balancing_of(
     model: PreTrainedModel, change: Callable[[Any], Any], counted: torch.Tensor | None = None
 ) -> Iterator[None]:
-    """Within this, a mixture's balancing loss gets other router logits than the model's own: those
-    that `change` makes of them, a tensor (tokens, experts) for each layer. `counted`: the tokens
-    that it counts, of any shape; None: all.
+    """Within this context, a mixture's load balancing loss gets the router logits that `change`
+    returns for the model's own, a (tokens, experts) tensor per layer. `counted`: mask of the tokens
+    to count, of any shape; None: all.
     """
     module = sys.modules[type(model).__module__]
     original = getattr(module, _BALANCING, None)

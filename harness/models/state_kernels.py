@@ -1,8 +1,8 @@
-"""Stand-ins for the kernels of state-space and delta-rule layers, which keep what those keep.
+"""Stand-ins for the kernels of state-space and delta-rule layers, which save the same tensors.
 
-mamba-ssm, causal-conv1d and flash-linear-attention compute on GPUs alone. `stand_in` puts modules
-of their names in their place, whose functions return tensors of the right shapes and keep what the
-`save_for_backward` of the packages' own sources keeps, for a trace of bytes: nothing is computed.
+mamba-ssm, causal-conv1d and flash-linear-attention run only on GPUs. `stand_in` installs modules
+under their names. The stand-in functions compute nothing: they return tensors of the right shapes
+and save what the `save_for_backward` calls in the packages' sources save, to trace bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from harness.layout.world import STATE_KERNELS
 _SCAN_CHUNK = 2048
 """Tokens between two states that selective_scan_cuda keeps (csrc/selective_scan.cpp)."""
 _DELTA_CHUNK = 64
-"""Tokens of a chunk of the delta rule (fla/ops/gated_delta_rule/chunk.py)."""
+"""Tokens per chunk of the delta rule (fla/ops/gated_delta_rule/chunk.py)."""
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps tensors beside an output that was made of others."""
+    """Saves tensors beside an output that was made from others."""
 
     calls = 0
-    """In this process."""
+    """Number of calls in this process."""
 
     @staticmethod
     def forward(context: Any, output: torch.Tensor, *kept: Any) -> torch.Tensor:
@@ -42,13 +42,13 @@ class _Kept(torch.autograd.Function):
 
 
 def _keeping(output: torch.Tensor, *kept: Any) -> torch.Tensor:
-    """Return `output` as if a kernel had made it, which keeps the tensors among `kept`."""
+    """Return `output` as the result of a kernel that saves the tensors among `kept`."""
     result: torch.Tensor = _Kept.apply(output.requires_grad_(), *kept)  # type: ignore[no-untyped-call]
     return result
 
 
 def _by_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return it with neighbours in its last dimension: a copy where they lie apart."""
+    """Return the tensor with a contiguous last dimension, copied if necessary."""
     return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -101,7 +101,7 @@ def mamba_inner_fn(
     delta_softplus: bool = True,
 ) -> torch.Tensor:
     """(batch, 2 x channels, tokens) -> (batch, tokens, hidden) (selective_scan_interface.py:
-    MambaInnerFn, whose convolution and steps are computed again).
+    MambaInnerFn, which recomputes convolution and time steps).
     """
     (batch, channels, tokens), rank = xz.shape, A.shape[-1]
     projected = xz.new_empty(batch * tokens, x_proj_weight.shape[0])
@@ -165,7 +165,7 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
 ) -> torch.Tensor:
     """(batch, tokens, projected) -> (batch, tokens, hidden) (triton/ssd_combined.py:
-    MambaSplitConv1dScanCombinedFn, which computes all again but the scan).
+    MambaSplitConv1dScanCombinedFn, which recomputes everything except the scan).
     """
     batch, tokens, _ = zxbcdt.shape
     heads, size = D.shape[0], headdim or D.shape[-1]
@@ -192,12 +192,12 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """(batch, tokens, heads, head_dim) -> the same, and no last state
-    (gated_delta_rule/chunk.py: ChunkGatedDeltaRuleFunction).
+    """(batch, tokens, heads, head_dim) -> the same, and no final state (gated_delta_rule/chunk.py:
+    ChunkGatedDeltaRuleFunction).
     """
     query, key, value = (tensor.contiguous() for tensor in (q, k, v))
     roots: list[torch.Tensor] = []
-    if use_qk_l2norm_in_kernel:  # which keeps the scaled ones, and what they were divided by
+    if use_qk_l2norm_in_kernel:  # saves the scaled ones and their divisors
         roots = [q.new_empty(tensor.shape[:-1], dtype=torch.float32) for tensor in (q, k)]
         query, key = torch.empty_like(query), torch.empty_like(key)
     sums = torch.empty_like(g, dtype=torch.float32)
@@ -207,7 +207,7 @@ def chunk_gated_delta_rule(
 
 
 def _states(of: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
-    """Return the states that a scan keeps of (batch, channels, tokens), in fp32."""
+    """Return the states that a scan of (batch, channels, tokens) keeps, in fp32."""
     batch, channels, tokens = of.shape
     chunks = -(-tokens // _SCAN_CHUNK)
     return of.new_empty(batch, channels, chunks, 2 * A.shape[-1], dtype=torch.float32)
@@ -230,13 +230,13 @@ _FUNCTIONS = {
 
 
 def were_called() -> bool:
-    """Return whether a model ran through a stand-in in this process."""
+    """Return True if a stand-in was called in this process."""
     return _Kept.calls > 0
 
 
 def stand_in(packages: Collection[str]) -> None:
-    """Let transformers find stand-ins for the kernels of these packages, and none of the others,
-    installed or not. Before a family's file is imported: it looks for them then.
+    """Install stand-ins for the kernels of these packages, and hide the others from transformers
+    even if installed. Call it before importing a model family's file, which looks for them.
     """
     for name in STATE_KERNELS:
         module = ModuleType(name)

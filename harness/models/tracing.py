@@ -1,8 +1,8 @@
-"""Bytes that a decoder's own class saves for backward, on fake tensors: no weight is made.
+"""Bytes that a decoder's own class saves for backward, traced on fake tensors without weights.
 
-Each kind of layer is traced once, in the order in which the config lists them: the model of one
-layer of each kind, and with one of them twice. Attention weights are never dropped, since a CPU
-then computes them another way than a GPU; flash attention and varlen keep what sdpa does.
+Each kind of layer is traced once, in the order of the config: a model with one layer of each kind,
+and then with one of them twice. Attention dropout is disabled, because with it a CPU computes
+attention differently from a GPU; flash attention and varlen save what sdpa does.
 
 As a command it reads a request as JSON and prints the model's shape and the bytes of its layers, so
 that a plan need not import torch: python -m harness.models.tracing < request.json
@@ -43,16 +43,16 @@ _KERNELS = (
     *("causal_conv1d_fn", "selective_scan_fn", "mamba_chunk_scan_combined"),
     *("chunk_gated_delta_rule", "fused_recurrent_kda"),
 )
-"""Names in a family's file of kernels that a GPU takes from another package."""
+"""Names, in a family's file, of kernels that GPUs take from another package."""
 _ATTENTION = re.compile("Attention")
 _STATES = re.compile(
     "Mamba|Mixer|SSM|DeltaNet|DeltaAttention|KDA|Lightning|LinearAttention|ShortConv|Rwkv|xLSTM|"
     "LSTMLayer|RecurrentBlock|RgLru|RecurrentCell"
 )
-"""Names of classes that let tokens see earlier ones: by attention, whose work grows with the square
-of the length, and by a state that is carried from token to token, whose work does not."""
+"""Class names of modules by which tokens see earlier ones: attention, whose work grows with the
+square of the length, and a state carried along, whose work does not."""
 _SLIDING = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Keys of a window's tokens, by what `layer_types` calls such a layer."""
+"""Config keys for the window size in tokens, by the layer's name in `layer_types`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Request:
     config: dict[str, Any]
     """Hugging Face config."""
     source: str | None
-    """Folder or hub id, read for architectures that bring their own code."""
+    """Folder or hub id, read for architectures with their own code."""
     precision: str
     attention: str
     micro_batch: int
@@ -71,17 +71,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes that are saved of a micro-batch, weights left out."""
+    """Bytes saved per micro-batch, without weights."""
 
     layers: tuple[int, ...]
-    """Of every layer."""
+    """Bytes per layer."""
     outside: int
-    """Of all else: embedding, last norm, head and loss, and what layers share."""
+    """Bytes of everything else: embedding, final norm, head, loss, and what layers share."""
     way: Way
 
     @property
     def bytes(self) -> int:
-        """Of the whole model."""
+        """Bytes of the whole model."""
         return self.outside + sum(self.layers)
 
 
@@ -89,9 +89,9 @@ Change = Callable[[PreTrainedModel], None]
 
 
 def trace(request: Request, change: Change = lambda model: None) -> Traced:
-    """Return what the layers of a model save. `change`: what a run does to a model, once built.
+    """Return what the layers of a model save. `change`: what a run does to a built model.
 
-    Raises whatever a class that nobody here has seen may raise.
+    Raises whatever the model class may raise.
     """
     with _built(request) as model:
         change(model)
@@ -109,7 +109,7 @@ def trace(request: Request, change: Change = lambda model: None) -> Traced:
 
 
 def trace_whole(request: Request, change: Change = lambda model: None) -> int:
-    """Return what all layers of a model save together, without any shortcut."""
+    """Return the bytes that all layers of a model save, traced without shortcuts."""
     with _built(request) as model:
         change(model)
         name, layers = decoder_layers(model)
@@ -132,17 +132,17 @@ def _built(request: Request) -> Iterator[PreTrainedModel]:
         except ValueError:
             if attention == "eager":
                 raise
-            model = AutoModelForCausalLM.from_config(  # without scaled dot-product attention
+            model = AutoModelForCausalLM.from_config(  # without sdpa
                 config, dtype=DTYPES[request.precision], attn_implementation="eager"
             )
-        model.tie_weights()  # without weights to initialise, some classes leave that out
+        model.tie_weights()  # some classes skip this if no weights are initialised
         model.train()
         yield model
 
 
 def _kinds(model: PreTrainedModel, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
-    """Return of each layer what tells it from others: its modules, their sizes and settings, and
-    what the config lists for it.
+    """Return, per layer, what distinguishes it from others: its modules, their sizes and settings,
+    and its entries in the config.
     """
     text = model.config.get_text_config(decoder=True)
     lists = [v for v in vars(text).values() if isinstance(v, list) and len(v) == len(layers)]
@@ -175,11 +175,11 @@ def _saved(
     layers: nn.ModuleList,
     chosen: Sequence[int],
 ) -> int:
-    """Return the bytes that the model saves with some of its layers, perhaps one of them twice."""
+    """Return the bytes that the model saves with some of its layers, possibly one of them twice."""
     with _only(model, name, layers, chosen):
         ids = torch.zeros(request.micro_batch, request.seq_len, dtype=torch.int64)
         with saved_by(model) as saved:
-            _loss = forward(model, ids, ids.clone())  # alive, and all that it keeps
+            _loss = forward(model, ids, ids.clone())  # kept alive with everything it saves
         return saved.bytes
 
 
@@ -187,7 +187,7 @@ def _saved(
 def _only(
     model: PreTrainedModel, name: str, layers: nn.ModuleList, chosen: Sequence[int]
 ) -> Iterator[None]:
-    """Within this, the model has the chosen layers alone, and its config lists no others."""
+    """Within this context, the model and its config have only the chosen layers."""
     text = model.config.get_text_config(decoder=True)
     before = {
         key: value
@@ -208,7 +208,7 @@ def _only(
 
 
 def _way(layers: nn.ModuleList) -> Way:
-    """Return whether layers with a state have kernels of another package, and ran through them."""
+    """Return whether layers with a state have kernels from another package, and used them."""
     carry = [layer for layer in layers if "states" in _mixers(layer).values()]
     files = {type(module).__module__ for layer in carry for module in layer.modules()}
     if not any(key in vars(sys.modules[file]) for file in files for key in _KERNELS):
@@ -217,10 +217,10 @@ def _way(layers: nn.ModuleList) -> Way:
 
 
 def shape_of(request: Request) -> dict[str, Any]:
-    """Return the sizes and parameters of any decoder, kinds by place, as plain values for
+    """Return the sizes and parameters of any decoder, by position in the model, as plain values for
     `Shape(**sizes, body=...)`.
 
-    Raises ValueError if none of its parameters' names holds a number.
+    Raises ValueError if no parameter name contains a layer number.
     """
     with _built(request) as model:
         tensors = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
@@ -231,7 +231,7 @@ def shape_of(request: Request) -> dict[str, Any]:
 
 
 def _mixers(layer: nn.Module) -> dict[str, str]:
-    """Return kinds of tensors by the beginning of their names: of attention, and of states."""
+    """Return the kind of tensors, attention or states, by the prefix of their names."""
     kinds = {}
     for name, module in layer.named_modules():
         kind = type(module).__name__
@@ -264,14 +264,14 @@ def _body(
 
 
 def _tensor(name: str, shape: tuple[int, ...], kind: str) -> list[Any]:
-    """Vectors are norms and biases."""
+    """Return the entry of a tensor; vectors count as norms (they are norms and biases)."""
     return [name, list(shape), "norm" if len(shape) == 1 else kind]
 
 
 def _sizes(
     text: PretrainedConfig, tensors: list[tuple[str, tuple[int, ...]]], layers: int
 ) -> dict[str, Any]:
-    """Return the sizes in the config, by transformers' common names."""
+    """Return the sizes in the config, under transformers' common names."""
 
     def size(name: str, otherwise: int) -> int:
         value = getattr(text, name, None)
@@ -301,20 +301,20 @@ def _sizes(
 
 
 def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:
-    """Return the tokens that each layer's attention looks back over; None where it sees all."""
+    """Return each layer's attention window in tokens; None if it sees all."""
     types = getattr(text, "layer_types", None) or [None] * layers
     return [getattr(text, _SLIDING.get(kind, ""), None) for kind in types]
 
 
 def main() -> int:
-    """Standard input -> standard output; 1 with one line on standard error if it cannot be done."""
+    """Read a request and print the answer; 1, with a line on standard error, if that fails."""
     values = json.load(sys.stdin)
     state_kernels.stand_in(values.pop("kernels", ()))
     request = Request(**values)
     try:
         traced = trace(request)
         answer = {**shape_of(request), **vars(traced)}
-    except Exception as error:  # whatever a class that nobody here has seen may raise
+    except Exception as error:  # arbitrary model code may raise anything
         lines = str(error).strip().splitlines() or [""]
         print(f"{type(error).__name__}: {lines[0][:300]}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
-"""Causal attention within documents laid end to end, without a mask: `model.attention=varlen`.
+"""Causal attention within concatenated documents, without a mask: `model.attention=varlen`.
 
-On GPUs by torch's own kernel, or flash-attn's where the scores are soft-capped; on CPUs document by
-document.  All take and give the same: (tokens, heads, head_dim), and the bounds of documents.
+GPUs use torch's kernel, or flash-attn's for soft-capped scores; CPUs go document by document. All
+take and return (tokens, heads, head_dim), with the bounds of documents.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def attend(
     max_length_q: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it: (batch, heads, seq_len, head_dim) each ->
-    (batch, seq_len, heads, head_dim).
+    """Attention in transformers' signature: (batch, heads, seq_len, head_dim) each -> (batch,
+    seq_len, heads, head_dim).
 
-    `cu_seq_lens_q` (documents + 1,) int32 counts over the rows of the batch, end to end;
-    `max_length_q` is the longest document's tokens. Without them each row is one document.
+    `cu_seq_lens_q` (documents + 1,) int32 counts over the concatenated rows of the batch;
+    `max_length_q` is the length of the longest document. Without them each row is one document.
     """
     assert not dropout, "a plan refuses dropout of attention weights with varlen"
     batch, length = query.shape[0], query.shape[2]
@@ -61,7 +61,7 @@ def attend(
         bounds,
         longest,
         scale=scaling,
-        # A window of n tokens has n - 1 before its own.
+        # A window of n tokens includes n - 1 earlier ones.
         before=sliding_window - 1 if sliding_window and sliding_window < longest else -1,
         softcap=softcap,
     )
@@ -69,7 +69,7 @@ def attend(
 
 
 def fused_kernel(soft_caps: bool) -> Kernel:
-    """Return a GPU's kernel. Raises ValueError if neither torch nor flash-attn has one."""
+    """Return a GPU kernel. Raises ValueError if neither torch nor flash-attn has one."""
     if not soft_caps and {"scale", "window_size"} <= _TAKEN:
         return _torch_kernel
     try:
@@ -143,8 +143,8 @@ def _in_turn(
 
 
 class InTurn(torch.autograd.Function):
-    """Attention document by document, which keeps what a kernel keeps: queries, keys, values, and
-    the output, though it computes each document again.
+    """Attention document by document that saves what a kernel saves: queries, keys, values and
+    output, although it recomputes each document.
     """
 
     @staticmethod
@@ -166,7 +166,7 @@ class InTurn(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradients of queries, keys and values, of their shapes."""
+        """Return the gradients of queries, keys and values, in their shapes."""
         *states, _ = context.saved_tensors
         return *gradients_in_turn(states, context.bounds, context.alone, gradient), None, None
 
@@ -174,7 +174,7 @@ class InTurn(torch.autograd.Function):
 def gradients_in_turn(
     states: Sequence[torch.Tensor], bounds: list[int], alone: Kernel, gradient: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the gradients of queries, keys and values, one document after the other."""
+    """Return the gradients of queries, keys and values, computed document by document."""
     gradients = [torch.empty(s.shape, dtype=s.dtype) for s in states]
     for tokens in _slices(bounds):
         own = [s[tokens].detach().requires_grad_() for s in states]
@@ -199,7 +199,7 @@ def alone(
     before: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of one document, (tokens, heads, head_dim)."""
+    """Return the attention of one document, (tokens, heads, head_dim)."""
     q, k, v = (states.transpose(0, 1) for states in (query, key, value))  # (heads, tokens, ...)
     k, v = (states.repeat_interleave(len(q) // len(k), 0) for states in (k, v))
     seen = torch.ones(len(query), len(query), dtype=torch.bool).tril()

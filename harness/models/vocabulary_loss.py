@@ -1,4 +1,4 @@
-"""The loss of logits whose vocabulary is divided over ranks: no rank ever holds all of them."""
+"""The loss of logits whose vocabulary is sharded: no rank ever holds all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.models.exchange import gathered
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """One rank's part of the vocabulary: ids [first, first + size) of `whole`."""
+    """One rank's shard of the vocabulary: ids [first, first + size) of `whole`."""
 
     first: int
     size: int
@@ -25,8 +25,8 @@ class Vocabulary:
     def token_losses(
         self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
     ) -> torch.Tensor:
-        """Sum of the cross-entropy over target tokens, as models/loss.py has it; the same number on
-        all ranks of the group. logits (micro_batch, seq_len, size).
+        """Return the cross-entropy summed over target tokens, as in models/loss.py; the same on all
+        ranks of the group. logits (micro_batch, seq_len, size).
         """
         flat = logits.float().reshape(-1, logits.shape[-1])
         arguments = (flat, labels.reshape(-1), self, smoothing)
@@ -34,12 +34,12 @@ class Vocabulary:
         return loss
 
     def all_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the whole vocabulary, which is the last dimension. Collective."""
+        """Return the logits of the whole vocabulary, along the last dimension. Collective."""
         return gathered(logits, -1, self.group)
 
 
 class _CrossEntropy(Function):
-    """Cross-entropy from the sums over a divided vocabulary."""
+    """Cross-entropy from sums over a sharded vocabulary."""
 
     @staticmethod
     def forward(
@@ -49,7 +49,7 @@ class _CrossEntropy(Function):
         part: Vocabulary,
         smoothing: float,
     ) -> torch.Tensor:
-        """Return the losses' sum; logits (tokens, size of this rank's part) fp32. Collective."""
+        """Return the summed loss; logits (tokens, this rank's shard) fp32. Collective."""
         largest = logits.max(-1).values
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=part.group)
         powers = (logits - largest[:, None]).exp()
@@ -70,10 +70,10 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        """Return the logits' gradient; not collective."""
+        """Return the gradient of the logits. Not collective."""
         probabilities, column, is_here, is_target = context.saved_tensors
         smoothing = context.smoothing
-        # In the memory of what was saved: the pass goes through here once.
+        # Reuses the saved memory: the backward pass runs once.
         slope = probabilities.sub_(smoothing / context.whole) if smoothing else probabilities
         slope.scatter_add_(1, column[:, None], -(1 - smoothing) * is_here[:, None].to(slope.dtype))
         return slope.mul_(is_target[:, None]).mul_(gradient), None, None, None

@@ -1,1 +1,1 @@
-"""Both configs and the world, made one Plan."""
+"""Turns both configs and the world into a Plan."""

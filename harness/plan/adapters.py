@@ -1,4 +1,4 @@
-"""Checks of adapters (model.lora) against the model, the layout and this machine's packages."""
+"""Checks adapters (model.lora) against the model, the layout and the installed packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.layout.families import SIZE_KEYS
 from harness.plan.draft import Draft
 
 TIED_HEADS = ("lm_head", "embed_out")
-"""Names of heads, where their weight is the embedding's and no other has a name."""
+"""Names of heads whose weight is tied to the embedding and so has no separate name."""
 _SETTINGS = (
     *("alpha", "dropout", "targets", "modules_to_save", "rslora", "dora"),
     *("quantize", "double_quantize"),
@@ -18,7 +18,7 @@ _SETTINGS = (
 
 
 def check_adapters(draft: Draft) -> None:
-    """Refuse adapters without weights to adapt, and layouts that they have not."""
+    """Reject adapters without pretrained weights, and layouts that do not support adapters."""
     config, problems, lora = draft.config, draft.problems, draft.config.model.lora
     if any(rule.frozen for rule in config.optim.groups):
         _check_layout(draft, "optim.groups", "frozen parameters were never tried")
@@ -52,7 +52,7 @@ def check_adapters(draft: Draft) -> None:
 
 
 def _check_quantization(draft: Draft) -> None:
-    """Refuse quantized weights that cannot be made, or that ZeRO 3 would divide."""
+    """Reject quantized weights that cannot be made or that ZeRO 3 would shard."""
     lora, problems = draft.config.model.lora, draft.problems
     if lora.quantize is None:
         if draft.config.is_set("model.lora.double_quantize"):
@@ -84,7 +84,7 @@ def _check_layout(draft: Draft, key: str, why_not: str) -> None:
 
 
 def _check_targets(draft: Draft) -> None:
-    """Refuse names that no linear map of the model has."""
+    """Reject names that no linear layer of the model has."""
     lora = draft.config.model.lora
     if draft.shape is None or not lora.targets:
         return
@@ -96,7 +96,7 @@ def _check_targets(draft: Draft) -> None:
 
 
 def _check_whole(draft: Draft) -> None:
-    """Refuse names that no module has which could be trained whole."""
+    """Reject names of modules that do not exist or cannot be trained in full."""
     lora = draft.config.model.lora
     if draft.shape is None or not lora.modules_to_save:
         return
@@ -104,7 +104,7 @@ def _check_whole(draft: Draft) -> None:
     dense = (tensor for tensor in draft.shape.tensors() if tensor.kind != EXPERTS)
     names = dict.fromkeys(module_of(tensor.name) for tensor in dense)
     own = [name for name in names if name not in linear]
-    tied = TIED_HEADS if draft.shape.tied else ()  # trained as the embedding is, and saved as both
+    tied = TIED_HEADS if draft.shape.tied else ()  # trained as the embedding
     if unknown := [name for name in lora.modules_to_save if name not in (*own, *tied)]:
         why = f"but no module beside the linear maps of the decoder layers is named {unknown[0]}"
         draft.problems.add("model.lora.modules_to_save", why, f"they are {', '.join(own)}")
@@ -114,7 +114,7 @@ def _check_whole(draft: Draft) -> None:
 
 
 def _note_experts(draft: Draft) -> None:
-    """Add an event for experts, beside which there are no adapters."""
+    """Note that experts get no adapters."""
     config, shape = draft.model_config, draft.shape
     if not any(isinstance(config.get(key), int) for key in SIZE_KEYS["experts"]):
         return

@@ -1,9 +1,9 @@
-"""Keys that the run config and the DeepSpeed JSON could both hold.
+"""Merges settings that both the run config and the DeepSpeed JSON can hold.
 
-A literal in the JSON wins over a default of ours and is recorded as an event; it conflicts only
-with a value that the user set. "auto" and absent leave the run config's value. If the JSON names an
-optimizer or scheduler, keys missing from its section have DeepSpeed's defaults, which give way to
-values that the user set, in the run config or under another key of the JSON.
+A literal in the JSON overrides a default of the run config and is recorded as an event. It
+conflicts only with a value that the user set. "auto" and absent keys leave the run config's value.
+If the JSON names an optimizer or scheduler, keys missing from its section take DeepSpeed's
+defaults, unless the user set them in the run config or under another key of the JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.plan.draft import Draft
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
-# Key of the JSON -> key of the run config with the same meaning; of two literals the later wins.
+# JSON key -> run config key with the same meaning; the later of two literals wins.
 SAME = {
     "optimizer.params.lr": "optim.lr",
     "optimizer.params.betas": "optim.betas",
@@ -39,13 +39,13 @@ SAME = {
     "train_micro_batch_size_per_gpu": "train.micro_batch",
 }
 _WARMUP = ("warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr")
-# Parameters of each scheduler: DeepSpeed takes no others.
+# Parameters of each scheduler; DeepSpeed accepts no others.
 _OF_SCHEDULERS = {
     "WarmupLR": _WARMUP,
     "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
     "WarmupCosineLR": (*_WARMUP[:2], "warmup_min_ratio", "total_num_steps", "cos_min_ratio"),
 }
-# Accepted only at the value that changes nothing.
+# Accepted only with the value that has no effect.
 FIXED: dict[str, Any] = {
     "optimizer.params.amsgrad": False,
     "optimizer.params.bias_correction": True,
@@ -56,7 +56,7 @@ FIXED: dict[str, Any] = {
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_min_ratio": 0,
 }
-# Implementation of the step, which the plan decides; "fused" chooses a kernel of torch's Adam.
+# Choices of implementation, which the plan makes; "fused" selects a kernel of torch's Adam.
 IGNORED = tuple(
     f"optimizer.params.{name}"
     for name in ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none")
@@ -103,7 +103,7 @@ def adopt(draft: Draft) -> None:
 
 
 def _lacks_maximum(ds: DsJson) -> bool:
-    """Return True if DeepSpeed's default would be the maximum of the JSON's schedule."""
+    """Return True if DeepSpeed's default would be the peak rate of the JSON's schedule."""
     key = "scheduler.params.warmup_max_lr"
     is_open = ds.literal(key) is None and not ds.is_auto(key)
     return is_open and ds.literal("scheduler.type") == "WarmupDecayLR"
@@ -111,13 +111,13 @@ def _lacks_maximum(ds: DsJson) -> bool:
 
 @dataclass(frozen=True)
 class Shared:
-    """The JSON's value of a key of the run config."""
+    """The JSON's value for a run config key."""
 
     json_key: str
     key: str
     value: Any
     default_of: str = ""
-    """Optimizer or scheduler type if the value is its default; empty for the JSON's own literal."""
+    """Optimizer or scheduler type if the value is its default; "" for a literal of the JSON."""
 
     def origin(self, ds: DsJson) -> str:
         """Return the origin of the value, for messages."""
@@ -126,7 +126,7 @@ class Shared:
         return f"{ds.origin(self.json_key)}: {self.json_key}"
 
     def event(self) -> dict[str, Any]:
-        """Return the event that the value replaced a default of ours."""
+        """Return the event that the value replaced a default of the run config."""
         event = {"kind": "adopted", "key": self.key, "value": self.value, "json_key": self.json_key}
         if self.default_of:
             event["message"] = (
@@ -153,14 +153,14 @@ def _shared_values(draft: Draft) -> Iterator[Shared]:
             yield Shared("scheduler.type", "optim.schedule", scheduler)
         else:
             problems.add("scheduler.type", *_not_built(SCHEDULES))
-        if kind == "WarmupDecayLR":  # which decays to 0
+        if kind == "WarmupDecayLR":  # it decays to 0
             yield Shared("scheduler.type", "optim.min_lr_ratio", 0.0)
     micro = ds.literal("train_micro_batch_size_per_gpu") or config.train.micro_batch
     accum = ds.literal("gradient_accumulation_steps")
     if micro and accum and not config.is_set("train.global_batch"):
         product = micro * accum * draft.grid.data
         yield Shared("gradient_accumulation_steps", "train.global_batch", product)
-    if config.is_set("optim.name") and config.optim.name != optimizer:  # a problem already
+    if config.is_set("optim.name") and config.optim.name != optimizer:  # already reported
         optimizer = None
     defaults = {**_optimizer_defaults(ds, optimizer), **_scheduler_defaults(ds, scheduler)}
     for json_key, key in SAME.items():
@@ -186,14 +186,14 @@ def _optimizer_name(kind: Any, ds: DsJson, config: RunConfig) -> str | None:
 
 
 def _optimizer_defaults(ds: DsJson, name: str | None) -> dict[str, Any]:
-    """Return DeepSpeed's defaults for the parameters that the JSON's optimizer lacks."""
+    """Return DeepSpeed's defaults for parameters missing from the JSON's optimizer."""
     if name is None:
         return {}
     json_type = OPTIMIZERS[name].json_type.lower()
     if ds.literal("optimizer.params.torch_adam"):
         json_type += ", torch_adam"
     defaults = {**ds_keys()["defaults"]["optimizer"].get(json_type, {})}
-    if name == "momentum":  # which the user chose: SGD's 0 would be another optimizer
+    if name == "momentum":  # the user's choice; SGD's default of 0 would make it another optimizer
         defaults.pop("momentum", None)
     return _absent(ds, "optimizer", defaults)
 
@@ -202,7 +202,7 @@ def _scheduler_defaults(ds: DsJson, schedule: str | None) -> dict[str, Any]:
     if schedule is None:
         return {}
     defaults = {**ds_keys()["defaults"]["scheduler"][ds.literal("scheduler.type")]}
-    if ds.is_auto("optimizer.params.lr"):  # which says whose rate it is
+    if ds.is_auto("optimizer.params.lr"):  # then the run config determines the rate
         defaults.pop("warmup_max_lr", None)
     return _absent(ds, "scheduler", defaults)
 
@@ -216,8 +216,8 @@ def _absent(ds: DsJson, section: str, defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def _check_params(draft: Draft) -> None:
-    """Refuse unsupported parameters of the optimizer and the scheduler; those of unsupported types
-    are not checked.
+    """Reject unsupported parameters of the optimizer and the scheduler; parameters of unsupported
+    types are not checked.
     """
     ds, problems = draft.ds, draft.problems
     built = {entry.json_type.lower() for entry in OPTIMIZERS.values()} | {AUTO}
@@ -243,7 +243,7 @@ def _check_params(draft: Draft) -> None:
 
 
 def _other_schedulers(ds: DsJson, key: str) -> list[str]:
-    """Return the schedulers that take a parameter which the JSON's does not take."""
+    """Return the schedulers that accept a parameter which the JSON's scheduler does not."""
     section, _, name = key.rpartition(".")
     own = _OF_SCHEDULERS.get(ds.literal("scheduler.type"))
     if section != "scheduler.params" or own is None or name in own:
@@ -252,7 +252,7 @@ def _other_schedulers(ds: DsJson, key: str) -> list[str]:
 
 
 def _not_built(types: Iterable[str]) -> tuple[str, str]:
-    """Return the reason for refusing a type, and the replacement."""
+    """Return the reason for rejecting a type, and its replacement."""
     return (
         "which is not built here",
         f"set it to one of {', '.join(types)}, or remove the section and set it in the run config "

@@ -1,4 +1,4 @@
-"""The attention implementation of a plan: "auto" resolved, and refusals of what cannot run."""
+"""Chooses the attention implementation of a plan, and rejects one that cannot run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from harness.plan.memory import estimate
 from harness.plan.plan import Plan
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
-"""A model config's keys of the probability that attention weights are dropped."""
+"""Model config keys for the dropout probability of attention weights."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Demands on attention: its computation, and the device."""
+    """Requirements on attention: what it computes, and the device."""
 
     world: World
     precision: Precision
@@ -31,13 +31,13 @@ class Asked:
     shape: Shape | None
     seq_len: int
     documents: bool
-    """True if tokens attend only within their document."""
+    """True if attention is confined to documents."""
     here: bool = True
-    """True if it runs on this machine, whose packages are then looked at."""
+    """True if it runs on this machine, whose packages are then checked."""
 
     @classmethod
     def by(cls, source: Draft | Plan, documents: bool) -> Asked:
-        """Return what a plan asks of attention."""
+        """Return a plan's requirements on attention."""
         return cls(
             source.world,
             source.precision,
@@ -50,11 +50,11 @@ class Asked:
 
     @property
     def masked(self) -> str:
-        """The implementation that takes a mask: sdpa if it supports the family."""
+        """Implementation to use with a mask: sdpa if it supports the family, or eager."""
         return "eager" if self._lacking else "sdpa"
 
     def chosen(self) -> tuple[str, str]:
-        """Return the implementation that "auto" stands for, and the reason."""
+        """Return the implementation that "auto" selects, and the reason."""
         wanted = self._wanted()
         if self.world.accelerator == "cpu":
             why = self._lacking or "a CPU has no faster kernel"
@@ -67,7 +67,7 @@ class Asked:
         return self.masked, why
 
     def problems(self, attention: str) -> list[str]:
-        """Return the reasons why an implementation cannot compute it here."""
+        """Return the reasons why an implementation cannot be used."""
         row, config, is_cuda = ATTENTIONS[attention], self.model_config, self._is_cuda
         problems = []
         is_missing = row.package and self.here and not importlib.util.find_spec(row.package)
@@ -86,7 +86,7 @@ class Asked:
         return problems + (self._problems_of_kernel() if is_cuda else [])
 
     def _problems_of_kind(self) -> list[str]:
-        """Return what less than exact attention cannot approximate."""
+        """Return what the approximate kinds of attention do not support."""
         model_type = self.model_config["model_type"]
         if self.shape is None:
             return [f"{model_type} models have attention that is not known"]
@@ -97,7 +97,7 @@ class Asked:
         return problems
 
     def _problems_of_kernel(self) -> list[str]:
-        """Return what flash attention, torch's own or the package's, cannot compute."""
+        """Return what flash attention, in torch or the package, does not support."""
         gpu, problems = known_gpu(self.world.gpu), []
         if self.precision == "fp32":
             problems.append("its kernel computes in bf16 or fp16, and the run in fp32")
@@ -116,7 +116,7 @@ class Asked:
         return problems
 
     def _wanted(self) -> str:
-        """Return what sdpa would need a mask for, or lacks; "" for nothing."""
+        """Return why sdpa would need a mask or cannot be used; "" if neither."""
         windows = {*(self.shape.sliding_windows if self.shape else ())} - {None}
         if self.documents:
             return "tokens attend within their document"
@@ -131,7 +131,7 @@ class Asked:
 
     @property
     def _lacking(self) -> str:
-        """Return why torch's attention cannot compute the model; "" if it can."""
+        """Why torch's attention cannot compute the model; "" if it can."""
         kind = self.model_config["model_type"]
         if lacks := family_of(kind).sdpa_lacks:
             return f"sdpa has no {lacks}, which {kind} models have"
@@ -145,12 +145,12 @@ class Asked:
 
 
 def decide_attention(draft: Draft) -> None:
-    """Resolve model.attention=auto; refuse an implementation that cannot compute this model here.
+    """Resolve model.attention=auto; reject an implementation that cannot compute this model here.
 
-    The device is the plan's, which need not be this machine's.
+    "Here" is the plan's device, which may differ from this machine's.
     """
     run, attention = draft.config, draft.config.model.attention
-    if not draft.model_config:  # a problem already
+    if not draft.model_config:  # already reported
         return
     asked = Asked.by(draft, bool(run.data.document_mask))
     _check_sizes(draft)
@@ -164,7 +164,7 @@ def decide_attention(draft: Draft) -> None:
 
 
 def _check_sizes(draft: Draft) -> None:
-    """Refuse sizes that the attention has not, or that do not fit."""
+    """Reject sizes that the attention does not have, or that do not fit."""
     model, seq_len = draft.config.model, draft.config.data.seq_len
     sizes, attention = model.attention_sizes, model.attention
     for name in SIZES:
@@ -183,7 +183,7 @@ def _check_sizes(draft: Draft) -> None:
 
 
 def with_attention(plan: Plan, attention: str, why: str) -> Plan:
-    """Return the plan with another implementation than "auto" stood for, and its estimate."""
+    """Return the plan with another implementation for "auto", and a new estimate."""
     model = plan.config.model.model_copy(update={"attention": attention})
     config = plan.config.model_copy(update={"model": model}).with_origins(plan.config.origins())
     changed = replace(plan, config=config, attention_why=why)

@@ -1,4 +1,4 @@
-"""data.balance: the values of a column as sources of equal share."""
+"""data.balance: the values of a column as sources with equal shares."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MOST_VALUES = 64
 
 
 def balance(draft: Draft) -> None:
-    """Replace data.balance by sources. A plan for machines elsewhere, which may lack the data,
-    keeps it.
+    """Replace data.balance by sources. Plans for other machines, which may lack the data,
+    keep it.
     """
     if draft.config.data.balance is None or draft.config.data.mix or not draft.here:
         return
@@ -35,7 +35,7 @@ def balance(draft: Draft) -> None:
 
 
 def balanced(data: DataConfig) -> tuple[DataConfig, str]:
-    """Return the section with a data.mix in place of data.balance, and a sentence about it.
+    """Return the section with data.mix instead of data.balance, and a sentence about it.
 
     Reads every record. Raises ConfigError.
     """
@@ -54,7 +54,7 @@ def balanced(data: DataConfig) -> tuple[DataConfig, str]:
 
 
 def _records_by_value(data: DataConfig, column: str) -> dict[str, int]:
-    """Count the records of data.where with each value. Raises ConfigError."""
+    """Count the records that match data.where, by value. Raises ConfigError."""
     files, bad_lines, counts = (
         find_files(data.path, data.format, split=data.split),
         BadLines(limit=data.most_bad_rows),
@@ -95,8 +95,8 @@ def _records_by_value(data: DataConfig, column: str) -> dict[str, int]:
 
 
 def _names(values: list[str], others: list[str]) -> dict[str, str]:
-    """Return the name of the source of each value: the value itself where it is a name, else one
-    like it, numbered where that is another's.
+    """Return a source name per value: the value itself if it is a valid name, otherwise a similar
+    one, numbered if already taken.
     """
     names = {value: value for value in values if re.fullmatch(NAME_PATTERN, value)}
     used = {*others, *names}

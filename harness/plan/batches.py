@@ -1,4 +1,4 @@
-"""Batches in a plan: by length, rising, in evaluations, and the steps of a run."""
+"""Batches in a plan: grouping by length, ramps, evaluations, and the number of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY = "data.batching"
 
 
 def decide_batching(draft: Draft) -> None:
-    """Take the micro-batch from data.tokens_per_batch; refuse what needs samples of one length."""
+    """Derive the micro-batch from data.tokens_per_batch; reject what needs equal sample lengths."""
     data, problems = draft.config.data, draft.problems
     if data.batching == "packed":
         return
@@ -44,7 +44,7 @@ def decide_batching(draft: Draft) -> None:
 
 
 def mark_padding(draft: Draft) -> None:
-    """Tell padding from tokens for the routers of experts, unless the user decides."""
+    """Mask padding from the routers of experts, unless the user set data.document_mask."""
     data = draft.config.data
     has_experts = any(isinstance(draft.model_config.get(key), int) for key in SIZE_KEYS["experts"])
     if data.batching == "packed" or data.document_mask is not None or not has_experts:
@@ -68,12 +68,12 @@ def _set_micro_batch(draft: Draft) -> None:
 
 
 def _origin(draft: Draft, key: str) -> str:
-    """Return the origin of a key of either file."""
+    """Return the origin of a key, in either config."""
     return draft.asked([key]).rpartition(": ")[2]
 
 
 MAX_RISES = 10_000
-"""Most rises of the batch: counting steps takes time for each."""
+"""Maximum number of batch increases; counting steps takes time for each."""
 
 
 def ramp(draft: Draft) -> None:
@@ -89,7 +89,7 @@ def ramp(draft: Draft) -> None:
 
 
 def note_unfinished_ramp(draft: Draft) -> None:
-    """Add an event if the run ends before batch and length have risen."""
+    """Note that the run ends before its ramp does."""
     curriculum, seq_len, steps = draft.curriculum, draft.config.data.seq_len, draft.steps
     if not steps or not curriculum.rises:
         return
@@ -152,7 +152,7 @@ _LONGER, _NEEDLES = "eval.seq_len", "eval.needle_lengths"
 
 
 def check_evaluation(draft: Draft) -> None:
-    """Refuse lengths that the model, the data or the ranks cannot evaluate."""
+    """Reject lengths that the model, the data or the ranks cannot evaluate."""
     run, problems = draft.config, draft.problems
     longer, needles = run.eval.seq_len, run.eval.needle_lengths
     if longer is not None and longer < run.data.seq_len:
@@ -170,17 +170,17 @@ def check_evaluation(draft: Draft) -> None:
 
 
 FEW_STEPS = 20
-"""Fewer, where they follow from the data, are noted."""
+"""Runs with fewer steps are noted if the data determines the number."""
 
 
 def note_length(draft: Draft) -> None:
-    """Add events for a run that is too short, where its steps are known before its data is."""
+    """Note that a run is too short, if its steps are known before the data is counted."""
     if draft.steps is not None:
         draft.events += length_events(draft.config, draft.steps)
 
 
 def length_events(config: RunConfig, steps: int) -> list[Event]:
-    """Return an event if a run ends within its warm-up, and one if its data makes few steps."""
+    """Return an event if a run ends during warm-up, and one if its data gives few steps."""
     optim, train, events = config.optim, config.train, list[Event]()
     if not steps:
         return events
@@ -193,7 +193,7 @@ def length_events(config: RunConfig, steps: int) -> list[Event]:
         )
         events.append({"kind": "unfinished_warmup", "message": message})
     length = "train.epochs" if train.epochs is not None else "train.tokens"
-    if steps < FEW_STEPS and train.steps is None:  # else somebody asked for so many
+    if steps < FEW_STEPS and train.steps is None:  # otherwise the user asked for this number
         count = "1 step" if steps == 1 else f"{steps:,} steps"
         message = (
             f"the run takes only {count}, and each moves a weight by about the learning "
@@ -212,7 +212,7 @@ def steps_of(plan: Plan, counts: Counts) -> int:
 
 
 def length_text(plan: Plan, steps: int | None, counts: Counts | None) -> str:
-    """Return the length of a run, of data that may be counted."""
+    """Return the length of a run as text; `counts` adds details if the data is counted."""
     train, data = plan.config.train, plan.config.data
     if steps is None:
         passes = "1 epoch" if train.epochs == 1 else f"{train.epochs:g} epochs"
@@ -227,8 +227,8 @@ def length_text(plan: Plan, steps: int | None, counts: Counts | None) -> str:
 
 
 def _counted(plan: Plan, samples: int, counts: Counts) -> str:
-    """Return the examples and windows of data that is counted, and how often a run of so many
-    windows reads it.
+    """Return the number of examples and windows, and the epochs that a run of `samples` windows
+    makes.
     """
     data, batch = plan.config.data, plan.global_batch
     noun = "examples" if counts.is_masked else "documents"

@@ -1,4 +1,4 @@
-"""Changes to a run that save memory: those that a plan takes."""
+"""Finds memory-saving changes that a plan accepts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from harness.plan.plan import Plan
 
 
 def takes(plan: Plan) -> IsPossible:
-    """Return a function that says whether a run could be changed by KEY=VALUE.
+    """Return a function that tells whether a run could be changed by KEY=VALUE.
 
-    Of the memory that a change saves the estimate knows, of what goes together the passes of a plan
-    do. Any other change, as of the number of GPUs, is possible.
+    The estimate knows what a change saves; the passes of a plan know what can be combined. Any
+    other change, such as the number of GPUs, is possible.
     """
     before: set[str] | None = None
 
@@ -28,7 +28,7 @@ def takes(plan: Plan) -> IsPossible:
         nonlocal before
         if "=" not in change:
             return True
-        if before is None:  # of a plan that is made for its estimate alone
+        if before is None:  # problems of the unchanged run, made just for its estimate
             before = {*_refusals(plan)}
         return before.issuperset(_refusals(plan, change))
 
@@ -36,7 +36,7 @@ def takes(plan: Plan) -> IsPossible:
 
 
 def _refusals(plan: Plan, change: str = "") -> Iterator[str]:
-    """Yield what is wrong with a run after a change."""
+    """Yield the problems of a run after a change."""
     run, tree, keys = plan.asked, copy.deepcopy(plan.deepspeed_given), list[str]()
     try:
         if change:

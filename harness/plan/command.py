@@ -1,4 +1,4 @@
-"""The command line of train.py and of the tools that plan a run: argv -> Command -> Plan."""
+"""The command line of train.py and of tools that plan a run: argv -> Command -> Plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOML, a bare word is a string. Precedence: default < --config file < command lin
 
 @dataclass(frozen=True)
 class Command:
-    """The parsed command line; no file has been opened yet."""
+    """The parsed command line, before any file is opened."""
 
     deepspeed_path: Path = DEFAULT_DS_JSON
     config_path: Path | None = None
@@ -54,16 +54,16 @@ class Command:
     gpu: str | None = None
 
     def elsewhere(self) -> World | None:
-        """Return the cluster that a dry run is asked about; None for this machine.
+        """Return the cluster that a dry run plans for; None for this machine.
 
-        Raises ConfigError for one that there cannot be.
+        Raises ConfigError for an impossible one.
         """
         if self.gpus is None and self.gpu is None:
             return None
         return cluster(self.gpus or 1, self.gpus_per_node, self.gpu)
 
     def words(self) -> list[str]:
-        """Return files and assignments as arguments of train.py."""
+        """Return config files and assignments as arguments of train.py."""
         config = [] if self.config_path is None else ["--config", str(self.config_path)]
         return ["--deepspeed", str(self.deepspeed_path), *config, *self.assignments]
 
@@ -151,7 +151,7 @@ _LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--
 
 
 def _hint(option: str, options: list[str]) -> str:
-    """Return a hint for an option that train.py does not have."""
+    """Return a hint for an unknown option."""
     if option.startswith(_LAUNCHERS):
         return " (the launcher's: write it before harness/train.py)"
     name = option.lstrip("-").replace("-", "_")
@@ -170,8 +170,7 @@ def plan_from(
 ) -> Plan:
     """Read both files and make the plan. Raises one ConfigError with every problem of both.
 
-    `world` replaces the environment's, for plans of other machines;
-    `estimating` as in `make_plan`.
+    `world` replaces the environment's, for plans of other machines; `estimating` as in `make_plan`.
     """
     problems: list[str] = []
     run = RunConfig()

@@ -1,4 +1,4 @@
-"""model.context: rotary positions beyond those that a model was trained with."""
+"""model.context: rotary positions beyond the length that a model was trained with."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from harness.errors import ConfigError
 from harness.layout.families import SIZE_KEYS, family_of
 
 _KEYS = ("rope_parameters", "rope_scaling")
-"""Keys of a config.json that say how positions are rotated; the second is transformers 4's."""
+"""Keys of rotary settings in a config.json; the second is transformers 4's."""
 _INSTEAD = "set model.overrides.rope_parameters and model.overrides.max_position_embeddings instead"
 
 
 def extended(config: dict[str, Any], run: RunConfig) -> dict[str, Any]:
-    """Return a config whose rotary positions are extended as the run config says.
+    """Return a model config with rotary positions extended as the run config says.
 
-    Raises ConfigError for a model that has none to extend.
+    Raises ConfigError for a model whose positions cannot be extended.
     """
     context, way = run.model.context, run.model.rope
     if context is None:
@@ -48,14 +48,14 @@ def extended(config: dict[str, Any], run: RunConfig) -> dict[str, Any]:
 
 
 def _theta(config: Mapping[str, Any]) -> float | None:
-    """Return the base of a config's rotary frequencies; None if it does not say."""
+    """Return the base of a config's rotary frequencies; None if it has none."""
     tables = [config[key] for key in _KEYS if config.get(key)]
     return next((of["rope_theta"] for of in (*tables, config) if of.get("rope_theta")), None)
 
 
 def _with_theta(config: dict[str, Any], factor: float) -> dict[str, Any]:
-    """Return a config whose rotary frequencies are those of transformers' `dynamic` (factor 1) for
-    a text that is longer by a factor than the positions before, whatever the length of a text.
+    """Return a config with the rotary frequencies that transformers' `dynamic` (factor 1) has for a
+    text longer than the trained positions by `factor`; here for texts of any length.
     """
     theta, dim = _theta(config), _rotated(config)
     assert theta is not None, "checked before"
@@ -67,7 +67,7 @@ def _with_theta(config: dict[str, Any], factor: float) -> dict[str, Any]:
 
 
 def _rotated(config: Mapping[str, Any]) -> int:
-    """Return the elements of a head that are rotated."""
+    """Return the number of rotated elements per head."""
     sizes = (next((config[k] for k in SIZE_KEYS[s] if k in config), 0) for s in ("hidden", "heads"))
     hidden, heads = sizes
     head = config.get("qk_rope_head_dim") or config.get("head_dim") or hidden // heads
@@ -78,7 +78,7 @@ def _rotated(config: Mapping[str, Any]) -> int:
 
 
 def why_not(config: Mapping[str, Any]) -> str:
-    """Return why the positions of a model cannot be extended; "" if they can."""
+    """Return why a model's positions cannot be extended; "" if they can."""
     kind = config["model_type"]
     family = family_of(kind)
     tables = [config[key] for key in _KEYS if config.get(key)]
@@ -97,7 +97,7 @@ def why_not(config: Mapping[str, Any]) -> str:
 
 
 def or_longer(config: Mapping[str, Any], run: RunConfig, length: int) -> str:
-    """Return how a model gets so many positions, as the end of an advice; "" if it cannot."""
+    """Return how to give the model `length` positions, as the end of advice, or ""."""
     if run.model.context is not None or not why_not(config):
         return f", or model.context={length}, to extend its positions"
     if family_of(config["model_type"]).learned_positions:
@@ -107,7 +107,7 @@ def or_longer(config: Mapping[str, Any], run: RunConfig, length: int) -> str:
 
 
 def positions_of(config: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the key of the number of positions, and that number; 0 where there is none."""
+    """Return the key and the value of the number of positions; 0 if there is none."""
     for key in SIZE_KEYS["positions"]:
         if isinstance(config.get(key), int):
             return key, config[key]

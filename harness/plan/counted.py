@@ -1,6 +1,4 @@
-"""Batch and epochs of a run that begins with given weights: they follow from its data, once that is
-counted.
-"""
+"""Batch and epochs of a run from pretrained weights, chosen once its data is counted."""
 
 from __future__ import annotations
 
@@ -18,45 +16,45 @@ from harness.plan.pipeline import BUBBLE, bubble_events, by_memory
 from harness.plan.plan import Plan
 
 LEAST_STEPS = 100
-"""Optimizer steps that batch and epochs are chosen for: Adam moves a weight by about its learning
-rate in each."""
+"""Optimizer steps to aim for when batch and epochs are chosen: Adam moves a weight by about its
+learning rate per step."""
 LEAST_EXAMPLES = 8
-"""Examples that a step has at least, on average: the batch of axolotl's and LLaMA-Factory's
-recipes. A window that packs as many is enough by itself."""
+"""Minimum examples per step, on average: the batch in axolotl's and LLaMA-Factory's recipes. One
+window that packs this many is enough."""
 BATCHES = (32, 16, 8, 4, 2, 1)
-"""Windows a step, where the default of train.global_batch would make too few steps."""
+"""Windows per step to try if the default of train.global_batch would give too few steps."""
 USUAL_EPOCHS, MOST_EXAMPLES = 3, 25_000
-"""As OpenAI's fine-tuning: three epochs of up to 25,000 examples in all."""
+"""As in OpenAI's fine-tuning: three epochs of up to 25,000 examples in total."""
 MOST_EPOCHS = 15
-"""As LIMA (arXiv 2305.11206, section 3): a thousand examples, 15 times."""
+"""As in LIMA (arXiv 2305.11206, section 3): a thousand examples, 15 times."""
 _DEFAULT = TrainConfig().global_batch
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The data that a run trains on."""
+    """Size of the data that a run trains on."""
 
     examples: int
-    """Rows of its user: conversations, pairs or documents."""
+    """Rows of the user's data: conversations, pairs or documents."""
     windows: int
-    """Rows that a step reads: data.seq_len packed tokens, or one example (data.batching)."""
+    """Rows that steps read: windows of data.seq_len packed tokens, or examples (data.batching)."""
     is_masked: bool
-    """True if prompts are read and not learned."""
+    """True if prompts are masked from the loss."""
     most_windows: int | None = None
-    """Windows that a run reads at most, where sources of a mixture end; None: any number."""
+    """Maximum windows of a run, if the sources of a mixture end; None: unlimited."""
     is_rough: bool = False
-    """True if nobody has tokenized it yet."""
+    """True if the data has not been tokenized yet."""
 
     @property
     def usual_epochs(self) -> int:
-        """Epochs where the batch leaves enough steps; text without prompts is read once."""
+        """Epochs if the batch gives enough steps; text without prompts is read once."""
         if not self.is_masked:
             return 1
         return max(1, min(USUAL_EPOCHS, MOST_EXAMPLES // max(self.examples, 1)))
 
 
 def open_keys(plan: Plan) -> set[str]:
-    """Return the keys that the data settles, which the user of given weights left open."""
+    """Return the keys left open by the user that the data determines for pretrained weights."""
     keys = {"train.global_batch"} if batch_is_open(plan.config) else set()
     if plan.config.origin("train.epochs") == IMPLIED:
         keys.add("train.epochs")
@@ -64,9 +62,9 @@ def open_keys(plan: Plan) -> set[str]:
 
 
 def with_counts(plan: Plan, counts: Counts) -> Plan:
-    """Return the plan with the batch and the epochs that follow from its data, and an event.
+    """Return the plan with the batch and epochs that follow from its data, and an event.
 
-    All ranks count the same data: they reach the same plan.
+    All ranks count the same data, so they arrive at the same plan.
     """
     keys = open_keys(plan)
     if not keys or not counts.windows:
@@ -96,25 +94,23 @@ def with_counts(plan: Plan, counts: Counts) -> Plan:
 
 
 def _epochs(counts: Counts, batch: int) -> float:
-    """Return the usual epochs, or as many as LEAST_STEPS steps take; at most MOST_EPOCHS."""
+    """Return the usual epochs, or as many as LEAST_STEPS steps need; at most MOST_EPOCHS."""
     wanted = math.ceil(LEAST_STEPS * batch / counts.windows)
     epochs = float(max(min(wanted, MOST_EPOCHS), counts.usual_epochs))
     whole_steps = (counts.most_windows or 0) // batch * batch
     if not whole_steps:
         return epochs
-    # Rounded down: their windows, rounded up again, are no more than whole steps read.
+    # Rounded down so that rounding up to whole steps does not exceed most_windows.
     return min(epochs, math.floor(whole_steps / counts.windows * 1e6) / 1e6)
 
 
 def with_least_batch(plan: Plan) -> Plan:
-    """Return the plan with the smallest batch that its data may leave it."""
+    """Return the plan with the smallest batch that its data could lead to."""
     return _with_batch(plan, _unit(plan)) if "train.global_batch" in open_keys(plan) else plan
 
 
 def _read(plan: Plan, counts: Counts, epochs: float | None) -> float:
-    """Return the windows that the run reads, of which the steps are made; those of its usual epochs
-    where its user counts steps.
-    """
+    """Return the windows that the run reads; for its usual epochs if the user set train.steps."""
     train, data = plan.config.train, plan.config.data
     if train.tokens is not None:
         return train.tokens / data.seq_len
@@ -123,8 +119,8 @@ def _read(plan: Plan, counts: Counts, epochs: float | None) -> float:
 
 
 def _batch(plan: Plan, counts: Counts, read: float) -> int:
-    """Return the largest of the usual batches that leaves LEAST_STEPS steps, with LEAST_EXAMPLES
-    examples in each; a multiple of what the ranks can divide.
+    """Return the largest usual batch that gives LEAST_STEPS steps and at least LEAST_EXAMPLES
+    examples per step, as a multiple that the ranks can divide.
     """
     per_window = max(counts.examples / counts.windows, 1.0)
     sizes = (_DEFAULT, *BATCHES)
@@ -169,7 +165,7 @@ def _with_batch(plan: Plan, windows: int) -> Plan:
 
 
 def _why(plan: Plan, counts: Counts, epochs: float | None, batch: int) -> str:
-    """Return the reason for the batch and the epochs of a run whose data would usually be read
+    """Return the reason for the batch and epochs of a run whose data would by default be read
     `epochs` times.
     """
     steps = math.ceil(_read(plan, counts, epochs) / _DEFAULT)

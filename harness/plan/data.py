@@ -1,4 +1,4 @@
-"""The data of a plan, without a tokenizer and without reading all files."""
+"""The data of a plan, described without a tokenizer and without reading all files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from harness.plan.folder import recorded_data
 
 
 def keep_split(draft: Draft) -> None:
-    """Read the split of the run that is resumed or branched from, unless the user says; runs of
-    versions without data.split read folders whole. Reads this machine's disk.
+    """Use the split of the run that is resumed or branched from, unless the user set data.split;
+    versions without that key read whole folders. Reads this machine's disk.
     """
     config, recorded = draft.config, recorded_data(draft)
     if recorded is None or config.is_set("data.split"):
@@ -46,8 +46,8 @@ def keep_split(draft: Draft) -> None:
 
 
 def evaluate_splits(draft: Draft) -> None:
-    """Make held-out sets of the splits beside the one that is trained on, where the run config
-    says nothing about evaluation. Not for machines elsewhere, which may lack the data.
+    """Use the other splits of the data as held-out sets, if the run config sets nothing about
+    evaluation. Plans for other machines, which may lack the data, skip this.
     """
     if draft.here:
         draft.config, message = with_eval_splits(draft.config)
@@ -56,8 +56,8 @@ def evaluate_splits(draft: Draft) -> None:
 
 
 def with_eval_splits(run: RunConfig) -> tuple[RunConfig, str]:
-    """Return the run config with its held-out splits in data.eval_path, and a sentence about it;
-    "" without any, or if it says what is held out.
+    """Return the run config with its held-out splits in data.eval_path, and a sentence about it; ""
+    if there are none or the run config already has a held-out set.
     """
     data = run.data
     if data.path is None or data.mix or data.eval_path or run.is_set("data.held_out"):
@@ -65,7 +65,7 @@ def with_eval_splits(run: RunConfig) -> tuple[RunConfig, str]:
     try:
         splits, chosen = splits_in(data.path, data.format, data.split)
     except (ConfigError, OSError):
-        return run, ""  # who reads the data names the problem
+        return run, ""  # reading the data reports the problem
     held_out = splits.held_out(chosen) if chosen else []
     if not held_out:
         return run, ""
@@ -80,7 +80,7 @@ def with_eval_splits(run: RunConfig) -> tuple[RunConfig, str]:
 
 
 def _paths(data: Mapping[str, Any]) -> set[str]:
-    """Return the paths that a data section trains on; none for Python's own library."""
+    """Return the paths that a data section trains on; empty for Python's own library."""
     mix = data.get("mix")
     sources = [data, *(mix if isinstance(mix, list) else ())]
     paths = (of.get("path") for of in sources if isinstance(of, Mapping))
@@ -93,32 +93,32 @@ _MOST_BYTES = 1 << 26
 _MOST_RECORDS = 1000
 _FILE_OF_TEMPLATE = ".jinja"
 _SHOWN = 16  # pairs of a folder
-_BYTES_PER_TOKEN = 4  # of English text, roughly
+_BYTES_PER_TOKEN = 4  # roughly, for English text
 
 
 @dataclass(frozen=True)
 class Glance:
-    """Documents of a source as a dry run shows them."""
+    """Documents of a source, as a dry run shows them."""
 
     text: str
     documents: int
-    """Roughly, of files that are not read to their end."""
+    """Number of documents; approximate if files were not read to the end."""
     tokens: int
-    """Roughly, of text."""
+    """Number of tokens; approximate for text."""
     is_masked: bool = False
-    """True if prompts are read and not learned."""
+    """True if prompts are masked from the loss."""
 
 
 @dataclass(frozen=True)
 class Glances:
-    """The sources and held-out sets of a plan as a dry run shows them."""
+    """Sources and held-out sets of a plan, as a dry run shows them."""
 
     data: DataConfig
     sources: dict[str, Glance]
     sets: dict[str, Glance]
 
     def counts(self) -> Counts:
-        """Return roughly what a run trains on."""
+        """Return the approximate size of the data that a run trains on."""
         data = self.data
         kept = 1.0 if data.eval_path else 1.0 - data.held_out
         examples, tokens = (
@@ -130,8 +130,8 @@ class Glances:
         return Counts(examples, windows, is_masked, is_rough=True)
 
     def lines(self, samples: int | None) -> list[str]:
-        """Return a line about each; with share and rough epochs in a run of some samples if it is a
-        source of a mixture.
+        """Return one line per source and held-out set; sources of a mixture also show share and
+        approximate epochs in a run of `samples` samples.
         """
         sets = {f"held-out set {name}".rstrip(): of for name, of in self.sets.items()}
         named = {**self.sources, **sets}
@@ -145,8 +145,8 @@ class Glances:
 
 
 def check_mix(draft: Draft) -> None:
-    """Refuse a change of data.mix at a fraction of a run whose length only the data says, and a
-    run that rehearses itself.
+    """Reject a data.mix change at a fraction of a run of unknown length, and a run that rehearses
+    itself.
     """
     until, epochs = draft.config.data.mix_until, draft.config.train.epochs
     if until is not None and until < 1 and epochs is not None:
@@ -162,24 +162,24 @@ def check_mix(draft: Draft) -> None:
 
 
 def check_data(draft: Draft) -> None:
-    """Refuse a chat template that there is not; on this machine also data that is not there."""
+    """Reject a missing chat template and, on this machine, missing data."""
     config, problems = draft.config, list[str]()
     template = config.data.template
     if template is not None and (draft.here or not template.endswith(_FILE_OF_TEMPLATE)):
         problems += _problems_of(lambda: read_template(template))
-    if draft.here:  # elsewhere the data may be, too
+    if draft.here:  # another machine may have the data
         for key, part in _parts(config.data, problems).items():
             of_part = _problems_of(partial(_look_for, part))
             problems += [text.replace("data.path: ", f"{key}: ", 1) for text in of_part]
         tokenizer = config.data.tokenizer or ""
-        if tokenizer.startswith(("/", ".")) and not Path(tokenizer).exists():  # else of the hub
+        if tokenizer.startswith(("/", ".")) and not Path(tokenizer).exists():  # otherwise a hub id
             problems.append(f"data.tokenizer: {tokenizer} does not exist")
     said = [*draft.problems]
     draft.problems.say(*(text for text in dict.fromkeys(problems) if text not in said))
 
 
 def _parts(data: DataConfig, problems: list[str]) -> dict[str, DataConfig]:
-    """Return the data section of every path by its key and name; add problems of data.rehearse."""
+    """Return the data section of each path by key and name, and add problems of data.rehearse."""
     sources = dict[str, DataConfig]()
     problems += _problems_of(lambda: sources.update(data.sources()))
     keys = {"": "data.path", NEW: "data.path", REHEARSED: "data.rehearse"}
@@ -196,9 +196,9 @@ def _problems_of(read: Callable[[], object]) -> list[str]:
 
 
 def glances(data: DataConfig) -> Glances:
-    """Return what a dry run sees of each source and held-out set.
+    """Return a dry run's view of each source and held-out set.
 
-    Raises ConfigError with the problems of all that cannot be read here.
+    Raises ConfigError with the problems of everything that cannot be read here.
     """
     problems, seen = [], []
     for of_kind in (data.sources(), data.eval_sets()):
@@ -215,7 +215,7 @@ def glances(data: DataConfig) -> Glances:
 
 
 def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: int | None) -> str:
-    """Return share and rough epochs of a source."""
+    """Return share and approximate epochs of a source."""
     if source.share is None:
         share, text = tokens / max(of_all, 1), "by its size"
         if data.mix_temperature not in (None, 1):
@@ -234,7 +234,7 @@ def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: 
 
 
 def glance(data: DataConfig) -> str:
-    """Return kind, number and size of documents, and the first line of text, of one source.
+    """Return kind, number and size of one source's documents, and its first line of text.
 
     Raises ConfigError if the data cannot be read here.
     """
@@ -242,7 +242,7 @@ def glance(data: DataConfig) -> str:
 
 
 def _look_for(data: DataConfig) -> None:
-    """Raise ConfigError if the files of a source are not there, or headers of pairs are not."""
+    """Raise ConfigError if files of a source, or headers of pairs, are missing."""
     corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
     if corpus.kind == "indexed":
         with _as_config_errors():
@@ -307,13 +307,13 @@ def _text(corpus: CorpusFiles, data: DataConfig) -> Glance:
         f"{source}: {at_least}{documents:,} documents, {size / 2**20:,.1f} MiB (roughly "
         f"{size // _BYTES_PER_TOKEN:,} tokens), the first {first}{_left_out(corpus)}"
     )
-    if not left:  # as many to a byte in what is not read
+    if not left:  # extrapolated to the bytes not read
         documents = round(documents * size / _MOST_BYTES)
     return Glance(text, documents, size // _BYTES_PER_TOKEN, is_masked)
 
 
 def _left_out(corpus: CorpusFiles) -> str:
-    """Return how files are read where their names do not say it, and what is not read."""
+    """Return how files are read if their names do not tell, and what is not read."""
     parts = [corpus.split_text, f"left out: {corpus.left_out}" if corpus.left_out else ""]
     if corpus.kind == "text":
         parts.insert(0, format_of(corpus.files[0], corpus.format).note(corpus.files[0]))
@@ -321,8 +321,8 @@ def _left_out(corpus: CorpusFiles) -> str:
 
 
 def _first(corpus: CorpusFiles, data: DataConfig) -> tuple[str, bool]:
-    """Return how the first document begins, of conversations also turns and what is learned; and
-    whether some of the first documents are learned in part.
+    """Return how the first document begins (for conversations also turns and share of the loss),
+    and True if some of the first documents are partly masked.
     """
     file = corpus.files[0]
     format = format_of(file, corpus.format)
@@ -354,7 +354,7 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> tuple[str, bool]:
 
 
 def _is_masked(document: Document) -> bool:
-    """Return True if a document has text that is read and not learned."""
+    """Return True if part of a document is masked from the loss."""
     if isinstance(document, Chat):
         return document.num_learned < document.num_characters
     pieces = [document] if isinstance(document, Ids) else document
@@ -362,14 +362,14 @@ def _is_masked(document: Document) -> bool:
 
 
 def _bad(bad_lines: BadLines) -> str:
-    """Return what is bad among the first records; "" if nothing is."""
+    """Return what is wrong with the first records; "" if nothing is."""
     if bad_lines.limit is not None and bad_lines.count:
         return bad_lines.skipped_text("bad rows among the first, which are left out")
     return "; ".join(problem.removeprefix("data.path: ") for problem in bad_lines.problems())
 
 
 def _begin(documents: list[Document]) -> str:
-    """Return how the first document begins; of conversations also turns and what is learned."""
+    """Return how the first document begins; for conversations also turns and share of the loss."""
     chats = [document for document in documents if isinstance(document, Chat)]
     if isinstance(documents[0], Ids):
         return f"is of token ids, {len(documents[0].ids):,} of them"

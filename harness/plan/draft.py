@@ -1,4 +1,4 @@
-"""The Draft: a plan in the making, which goes once through the passes of plan/make.py."""
+"""The Draft: a plan being made, which passes once through all steps of plan/make.py."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from harness.layout.world import World
 
 @dataclass
 class Draft:
-    """Both configs and the world, and the results of the passes so far.
+    """Both configs and the world, with the results of the passes so far.
 
-    A pass takes the draft and nothing else. It reports problems without repairing them, so that
-    later passes can look for more.
+    A pass takes only the draft. It reports problems without repairing them, so that later passes
+    can find more.
     """
 
     config: RunConfig
     ds: DsJson
     world: World
     estimating: bool = False
-    """True if the plan is made only to estimate memory."""
+    """True if the plan is made only for its memory estimate."""
     here: bool = False
     """True if the plan is for this machine, whose compilers are then checked."""
     precision: Precision = "fp32"
     grid: Grid = field(init=False)
     curriculum: Curriculum = field(init=False)
     batch: Batch | None = None
-    """None until the samples of a step are divided, or if they do not divide."""
+    """None until a step's samples are divided, or if they do not divide."""
     model_config: dict[str, Any] = field(default_factory=dict)
     model_source: str = ""
     stored: dict[str, Any] = field(default_factory=dict)
     """As in Plan."""
     shape: Shape | None = None
     attention_why: str = ""
-    """Reason for the implementation that model.attention=auto stands for; "" for the user's own."""
+    """Reason for the choice of model.attention=auto; "" if the user chose."""
     stages: Bounds | None = None
     site: Site | None = None
     events: list[Event] = field(default_factory=list)
@@ -60,12 +60,12 @@ class Draft:
         self.events.append({"kind": kind, "message": message})
 
     def asked(self, keys: Iterable[str]) -> str:
-        """Return the origins of a few keys: "train.steps: run.toml, ..."."""
+        """Return the origins of some keys as text: "train.steps: run.toml, ..."."""
         return ", ".join(f"{key}: {self._look_up(key)[1]}" for key in keys)
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of the run; None under train.epochs, until the data is counted."""
+        """Optimizer steps of the run; None with train.epochs, until the data is counted."""
         return self.config.train.num_steps(self.curriculum, self.config.data.seq_len)
 
     def _look_up(self, key: str) -> tuple[object, str]:

@@ -1,4 +1,4 @@
-"""The time of a plan's step, where its GPUs are known."""
+"""The predicted time of a plan's step, if its GPUs are known."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
 from harness.plan.draft import Draft
 from harness.plan.plan import Plan
 
-_SHOWN = 3  # terms
+_SHOWN = 3  # number of terms
 
 
 def step_time(
     plan: Plan, rates: Mapping[str, Any] | None = None, seen_tokens: float | None = None
 ) -> StepTime | None:
-    """Return the time of a step; None on CPUs without plan.rates, on GPUs that nobody knows, for
-    architectures that are not estimated, and where steps differ in their tokens.
+    """Return the time of a step. None for CPUs without plan.rates, unknown GPUs, architectures
+    without an estimate, and steps that differ in their tokens.
 
-    `rates`: that preflight measured, in place of the tables'; those of plan.rates come first.
-    `seen_tokens`: of Inputs, where the data is known.
+    `rates`: measured by preflight, used instead of the tables' unless plan.rates is set.
+    `seen_tokens`: as in Inputs, if the data is known.
     """
     machine = _machine(plan)
     if machine is None or plan.estimate is None or not has_even_steps(plan):
@@ -36,12 +36,12 @@ def step_time(
 
 
 def has_even_steps(plan: Plan) -> bool:
-    """Return True if every step computes as many tokens: none is padded, nothing ramps up."""
+    """Return True if every step computes the same number of tokens: no padding and no ramp."""
     return plan.config.data.batching == "packed" and not plan.curriculum.rises
 
 
 def check_rates(draft: Draft) -> None:
-    """Read the file of rates; refuse one that is none, or that is another kind of machine's."""
+    """Read the file of rates; reject an invalid one, or one for another kind of machine."""
     path, world = draft.config.plan.rates, draft.world
     if path is None:
         return
@@ -59,7 +59,7 @@ def check_rates(draft: Draft) -> None:
 
 
 def _machine(plan: Plan) -> Machine | None:
-    """The machine of a plan; None where nobody knows its rates."""
+    """Return the machine of a plan; None if its rates are unknown."""
     world, site = plan.world, plan.site
     if world.accelerator == "cpu":
         return site.machine(None, world.local_world_size) if site else None
@@ -71,20 +71,20 @@ def _machine(plan: Plan) -> Machine | None:
 
 
 def job_of(plan: Plan, step: StepTime) -> Job | None:
-    """Return the steps of the whole run; None where its length is not known yet."""
+    """Return the whole run's time; None if its length is not known yet."""
     if plan.steps is None:
         return None
     return Job(plan.steps * step.seconds, plan.grid.world_size, step.machine.watts)
 
 
 def beside_of(plan: Plan, step: StepTime) -> Beside:
-    """Return the run's evaluations and saves."""
+    """Return the time of the run's evaluations and saves."""
     run = plan.config
     return Beside.of(step, plan.steps or 0, (run.eval.every, run.eval.samples), run.save.every)
 
 
 def step_line(step: StepTime) -> str:
-    """Return seconds of a step and what rules them, in one line."""
+    """Return the time of a step and its largest terms, on one line."""
     terms = sorted(step.terms.items(), key=lambda term: -term[1])[:_SHOWN]
     shares = ", ".join(f"{TERMS[name]} {value / step.seconds:.0%}" for name, value in terms)
     return (
@@ -94,7 +94,7 @@ def step_line(step: StepTime) -> str:
 
 
 def time_line(plan: Plan, step: StepTime) -> str:
-    """Return the same with the run's length."""
+    """Return step_line with the time of the whole run."""
     job = job_of(plan, step)
     if job is None:
         return step_line(step)
@@ -108,7 +108,7 @@ def time_line(plan: Plan, step: StepTime) -> str:
 
 
 def length(seconds: float) -> str:
-    """Return seconds as days, hours or minutes."""
+    """Return seconds as days, hours or minutes, as text."""
     if seconds >= 2 * DAY:
         return f"{seconds / DAY:,.1f} days"
     return f"{seconds / HOUR:.1f} hours" if seconds >= 2 * HOUR else f"{seconds / 60:.0f} minutes"

@@ -1,4 +1,4 @@
-"""Axes that no run has together, in a plan."""
+"""Checks for parallelism axes that cannot be combined."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from harness.plan.plan import NOT_TRAINED
 
 
 def check_together(draft: Draft) -> None:
-    """Refuse axes that do not go with pipeline stages. Before the passes that drop their keys."""
+    """Reject axes that exclude pipeline stages, before other passes drop their keys."""
     grid, experts = draft.grid, asked_experts(draft.ds)
-    if grid.data * grid.sequence % experts:  # which divide_experts refuses
+    if grid.data * grid.sequence % experts:  # divide_experts reports this
         grid = replace(grid, world_size=grid.world_size * experts)
     grid = replace(grid, expert=experts)
     shortest = draft.config.data.seq_len // draft.curriculum.most_pieces

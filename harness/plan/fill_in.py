@@ -1,6 +1,6 @@
-"""Completes the DeepSpeed JSON: precision, batch and optimizer filled in, no "auto" left.
+"""Completes the DeepSpeed JSON: fills in precision, batch and optimizer, leaves no "auto".
 
-zero.Init and deepspeed.initialize get the result unchanged.
+zero.Init and deepspeed.initialize receive the result unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.world import World, cpu_has_bf16
 from harness.plan.draft import Draft
 
-# Master weights, and Adam's moments, in bf16.
+# Master weights and Adam's moments in bf16.
 HALF_STATES = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
 
 
 def decide_precision(draft: Draft) -> None:
     """Decide fp16.enabled and bf16.enabled.
 
-    "auto" means bf16 if the device has it, otherwise fp32 (an event); fp16 is never automatic.
+    "auto" means bf16 if the device supports it, otherwise fp32 (an event); fp16 is never automatic.
     """
     ds, world, problems = draft.ds, draft.world, draft.problems
     has_bf16, device = device_has_bf16(world), world.gpu or "this CPU"
@@ -50,30 +50,31 @@ def decide_precision(draft: Draft) -> None:
 
 
 def device_has_bf16(world: World) -> bool:
-    """Return True if bf16 runs on this rank's device at all; an unknown GPU counts as able to."""
+    """Return True if this rank's device supports bf16; an unknown GPU counts as supporting it."""
     gpu = known_gpu(world.gpu)
     return gpu is None or gpu.bf16_tflops is not None
 
 
-# DeepSpeed prints a line of its own every so many steps, and divides by it: 0 crashes at step 1.
+# DeepSpeed prints a line every this many steps; 0 would divide by zero at step 1.
 NEVER_PRINT_STEPS = 2**31 - 1
 _OWNED = "the run config owns it"
-_FUSED = ("adamw", "adam", "muon")  # whose classes torch steps in one kernel
+_FUSED = ("adamw", "adam", "muon")  # torch has fused kernels for these
 
 
 def fill_in_swap_folder(draft: Draft) -> None:
-    """Set an NVMe folder of "auto" to the folder of temporary files (TMPDIR)."""
+    """Set an NVMe folder of "auto" to the folder for temporary files (TMPDIR)."""
     key = "zero_optimization.offload_optimizer.nvme_path"
     if draft.ds.is_auto(key):
         draft.ds.fill(key, tempfile.gettempdir())
 
 
 def fill_in(draft: Draft) -> None:
-    """Write the run config's values into the JSON, and replace every remaining "auto".
+    """Write the run config's values into the JSON and replace every remaining "auto".
 
-    Three sizes follow the model as in the Hugging Face Trainer (transformers/integrations/
-    deepspeed.py): hidden^2, 0.9 hidden^2 and 10 hidden elements. zero_hpz_partition_size is the
-    ranks of a node. Any other "auto" is DeepSpeed's default, unless "auto" is that default itself.
+    Three sizes depend on the model as in the Hugging Face Trainer
+    (transformers/integrations/deepspeed.py): hidden^2, 0.9 hidden^2 and 10 hidden elements.
+    zero_hpz_partition_size is the ranks per node. Other "auto" values become DeepSpeed's default,
+    unless that is "auto" too.
     """
     _fill_in_batch(draft)
     _fill_in_optimizer(draft)
@@ -87,13 +88,13 @@ def _fill_in_batch(draft: Draft) -> None:
     assert batch is not None, "a batch that does not divide is a problem"
     ds.fill("train_micro_batch_size_per_gpu", batch.micro_batch, _OWNED)
     ds.fill("gradient_accumulation_steps", batch.grad_accum, _OWNED)
-    # Ranks that compute parts of one row are data ranks to DeepSpeed.
+    # Ranks that share a row count as data ranks for DeepSpeed.
     ds.fill("train_batch_size", batch.global_batch * draft.grid.sequence, _OWNED)
 
 
 def _fill_in_optimizer(draft: Draft) -> None:
     ds, optim = draft.ds, draft.config.optim
-    clips_by_value = optim.clip_value is not None  # which the engine does
+    clips_by_value = optim.clip_value is not None  # done by the engine
     ds.fill("gradient_clipping", 0.0 if clips_by_value else optim.clip_norm, _OWNED)
     section = optimizer_section(draft.config)
     if not OPTIMIZERS[optim.name].by_deepspeed:
@@ -108,11 +109,11 @@ def _fill_in_optimizer(draft: Draft) -> None:
 
 
 def _is_fused(draft: Draft) -> bool:
-    """Return True if torch's Adam steps in one kernel: on GPUs, unless the JSON decides.
+    """Return True if torch's fused Adam kernel is used: on GPUs, unless the JSON decides.
 
-    It computes what DeepSpeed's FusedAdam does, which needs an nvcc of torch's CUDA version, its
-    headers and a compiler that it accepts on every node. The CPU's kernel rounds the last elements
-    of a tensor differently from the others, so that the layout would show in the last bit.
+    It computes the same as DeepSpeed's FusedAdam, which would need a matching nvcc, CUDA headers
+    and a compatible compiler on every node. The CPU kernel rounds the last elements of a tensor
+    differently, so that results would depend on the layout in the last bit.
     """
     if offloaded_to(draft.ds.tree, "optimizer") != "none":
         return False
@@ -124,7 +125,7 @@ def _fill_in_reports(ds: DsJson) -> None:
     if not ds.literal("steps_per_print"):
         ds.fill("steps_per_print", NEVER_PRINT_STEPS, "the loop reports every step")
     if ds.literal("timers.throughput.enabled") is None:
-        # It waits for the device twice in every micro-batch, for numbers that nobody reads.
+        # It would synchronise twice per micro-batch, for numbers that nobody reads.
         ds.fill("timers.throughput.enabled", False)
 
 

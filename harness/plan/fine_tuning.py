@@ -1,7 +1,7 @@
-"""Defaults of a run that begins with given weights: their shape, a rate that fits their width, a
-short warm-up. Batch and epochs follow from its data (plan/counted.py).
+"""Defaults for a run from pretrained weights: their shape, a learning rate for their width, a short
+warm-up. Batch and epochs follow from the data (plan/counted.py).
 
-docs/models.md#fine-tuning has all of them, with their sources.
+docs/models.md#fine-tuning lists all of them with their sources.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from harness.layout.grid import Grid
 from harness.plan.draft import Draft
 from harness.plan.folder import recorded_plan
 
-# Maximum learning rates of Adam for models 4,096 wide. All weights: that of Llama 2's fine-tuning
+# Peak learning rates of Adam for models of width 4,096. All weights: as in Llama 2's fine-tuning
 # (arXiv 2307.09288, section 3.1). Adapters: QLoRA's for models of up to 13B (arXiv 2305.14314,
-# table 9). Both papers' 65B models, and LIMA's (arXiv 2305.11206), are twice as wide and have half.
+# table 9). The 65B models of QLoRA and LIMA (arXiv 2305.11206) are twice as wide and use half the
+# rate.
 FULL_LR, ADAPTER_LR, WIDTH = 2e-5, 2e-4, 4096
 MOST_LR = OptimConfig().lr
-"""The rate of a small model from random weights: more is never implied."""
+"""Learning rate for a small model from random weights; the default never exceeds it."""
 WARMUP_RATIO = 0.03
-"""Alpaca's, QLoRA's and axolotl's."""
+"""The value in Alpaca, QLoRA and axolotl."""
 DOCS = "docs/models.md#fine-tuning"
 EPOCHS = 3.0
-"""Of data whose prompts are masked, before it is counted."""
+"""Epochs of data with masked prompts, until it is counted."""
 _OF_ADAMS_SIZE = ("adamw", "adam", "adam8bit", "muon")
-"""Optimizers whose rates are Adam's."""
+"""Optimizers that use the same learning rates as Adam."""
 _WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
 _SETTLED = ("optim.lr", *_WARMUP, "train.global_batch", "train.epochs")
-"""Keys that a run from given weights settles by itself where its user left them open."""
+"""Keys that a run from pretrained weights determines itself if the user left them open."""
 
 
 def keep_settled(draft: Draft) -> None:
-    """Keep what the run that is resumed or branched from has settled by itself, unless the user
-    sets it now. Reads this machine's disk.
+    """Keep the values that the run being resumed or branched from determined itself, unless the
+    user sets them now. Reads this machine's disk.
     """
     config, recorded = draft.config, recorded_plan(draft)
     if config.model.init_from is None or recorded is None:
@@ -66,12 +67,12 @@ def keep_settled(draft: Draft) -> None:
         values.pop("train.epochs", None)
     try:
         _set(draft, {key: of for key, of in values.items() if not config.is_set(key)}, KEPT)
-    except ConfigError:  # of a damaged record
+    except ConfigError:  # the record is damaged
         draft.config = config
 
 
 def default_to_fine_tuning(draft: Draft) -> None:
-    """Fill in shape, warm-up and length that the user left open beside model.init_from."""
+    """Fill in the shape, warm-up and length that the user left open with model.init_from."""
     config = draft.config
     source, defaults = config.model.init_from, dict[str, Any]()
     if source is None:
@@ -91,7 +92,7 @@ def default_to_fine_tuning(draft: Draft) -> None:
 
 
 def default_to_divisible_batch(draft: Draft) -> None:
-    """Raise a default batch to the next that the ranks divide, until the data is counted."""
+    """Raise a default batch to the next size that the ranks divide, until the data is counted."""
     config = draft.config
     unit, batch = batch_unit(draft.grid, config.train, draft.ds.tree), config.train.global_batch
     if batch_is_open(config) and batch % unit:
@@ -99,8 +100,8 @@ def default_to_divisible_batch(draft: Draft) -> None:
 
 
 def batch_is_open(config: RunConfig) -> bool:
-    """Return True if the data settles the batch: beside given weights, where nobody has set it and
-    the order of the data does not depend on it.
+    """Return True if the data determines the batch: with pretrained weights, if the user did not
+    set it and the data order does not depend on it.
     """
     is_ordered = config.train.carry_state or config.data.mix_until is not None
     is_left_open = config.origin("train.global_batch") in ("default", IMPLIED)
@@ -109,14 +110,14 @@ def batch_is_open(config: RunConfig) -> bool:
 
 
 def batch_unit(grid: Grid, train: TrainConfig, ds: Mapping[str, Any]) -> int:
-    """Return the windows of which every batch is a multiple: the ranks, and what the user set."""
+    """Return the windows that every batch is a multiple of: the ranks times the user's sizes."""
     accum = literal(ds, "gradient_accumulation_steps") or 1
     return int(grid.data * (train.micro_batch or 1) * accum)
 
 
 def default_to_their_rate(draft: Draft) -> None:
-    """Set the rate that fits the width of given weights, which the user left open: with Adam the
-    best one is inversely proportional to it (arXiv 2203.03466).
+    """Set the learning rate for the width of pretrained weights if the user left it open: Adam's
+    best rate is inversely proportional to the width (arXiv 2203.03466).
     """
     config = draft.config
     if config.model.init_from is None or config.is_set("optim.lr"):
@@ -138,7 +139,7 @@ def default_to_their_rate(draft: Draft) -> None:
 
 
 def _width(model_config: Mapping[str, Any]) -> int | None:
-    """Return the hidden size; None where nobody knows it."""
+    """Return the hidden size; None if it is unknown."""
     if not isinstance(kind := model_config.get("model_type"), str):
         return None
     values = (model_config.get(key) for key in family_of(kind).size_keys("hidden"))
@@ -146,7 +147,7 @@ def _width(model_config: Mapping[str, Any]) -> int | None:
 
 
 def _recorded(plan: Mapping[str, Any], key: str) -> Any:
-    """Return a value of the run config in a plan.json; None without."""
+    """Return a value of the run config in a plan.json; None if it is missing."""
     value: Any = plan.get("run")
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -154,7 +155,7 @@ def _recorded(plan: Mapping[str, Any], key: str) -> Any:
 
 
 def _set(draft: Draft, values: Mapping[str, Any], origin: str) -> None:
-    """Set keys of the run config. Raises ConfigError for values that it does not take."""
+    """Set keys of the run config. Raises ConfigError for invalid values."""
     if not values:
         return
     tree, origins = draft.config.model_dump(exclude_unset=True), draft.config.origins()

@@ -1,4 +1,4 @@
-"""The run folder and the trackers of a plan."""
+"""The run folder and the experiment trackers of a plan."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from harness.plan.draft import Draft
 
 
 def check_run_dir(draft: Draft) -> None:
-    """Refuse a path where the folder, or one above it, is a file. Reads this machine's disk."""
+    """Reject a run.dir that is, or is inside, a file. Reads this machine's disk."""
     text = draft.config.run.dir
     if text is None:
         return
     path = Path(text).absolute()
     try:
         nearest = next((place for place in (path, *path.parents) if place.exists()), path)
-    except OSError:  # a folder without permission: opening the run reports it
+    except OSError:  # no permission: opening the run reports it
         return
     if nearest.exists() and not nearest.is_dir():
         blocking = "it" if nearest == path else str(nearest)
@@ -29,9 +29,9 @@ def check_run_dir(draft: Draft) -> None:
 
 
 def keep_packing(draft: Draft) -> None:
-    """Pack documents as the run did that is resumed or branched from, unless the user says.
+    """Pack documents as the run being resumed or branched from, unless data.packing is set.
 
-    Runs of versions without data.packing packed all data as streams. Reads this machine's disk.
+    Versions without data.packing packed all data as streams. Reads this machine's disk.
     """
     config = draft.config
     if config.is_set("data.packing") or config.data.batching != "packed":
@@ -46,8 +46,8 @@ def keep_packing(draft: Draft) -> None:
 
 
 def keep_rendering(draft: Draft) -> None:
-    """Write the date of the run that is resumed or branched from into chats, unless the user says;
-    today's in a new run, in UTC, which is the same on every node. Runs of versions without data.bos
+    """Use the date of the run being resumed or branched from in chats, unless the user set it. A
+    new run uses today's date in UTC, which is the same on every node. Versions without data.bos
     added no token to text.
     """
     today = datetime.now(UTC).date().isoformat()
@@ -59,25 +59,25 @@ def keep_rendering(draft: Draft) -> None:
         kept["bos"] = recorded.get("bos", "off")
     try:
         DataConfig.model_validate(kept)
-    except ValueError:  # of a damaged record
+    except ValueError:  # the record is damaged
         kept = {"date": today}
     draft.config = config.model_copy(update={"data": config.data.model_copy(update=kept)})
 
 
 def recorded_model(draft: Draft) -> dict[str, Any]:
-    """Return the model config of the run that goes on; {} in a new one."""
+    """Return the model config of the run being continued; {} for a new run."""
     config = (recorded_plan(draft) or {}).get("model_config")
     return config if isinstance(config, dict) else {}
 
 
 def recorded_data(draft: Draft) -> dict[str, Any] | None:
-    """Return the data section of the run that goes on; None in a new one."""
+    """Return the data section of the run being continued; None for a new run."""
     plan = recorded_plan(draft)
     return None if plan is None else plan["run"]["data"]
 
 
 def recorded_plan(draft: Draft) -> dict[str, Any] | None:
-    """Return the plan.json of the run that goes on; None in a new one."""
+    """Return the plan.json of the run being continued; None for a new run."""
     config = draft.config
     folders = [Path(config.run.dir)] if config.run.dir is not None else []
     folders += [run_and_step(config.resume.from_)[0]] if config.resume.from_ is not None else []
@@ -85,7 +85,7 @@ def recorded_plan(draft: Draft) -> dict[str, Any] | None:
 
 
 def _plan_in(folder: Path) -> dict[str, Any] | None:
-    """Return a run's plan.json; None without a readable one."""
+    """Return a run's plan.json; None if it is missing or unreadable."""
     try:
         plan = read_object(folder / "plan.json") or {}
         data = plan["run"]["data"]
@@ -96,14 +96,14 @@ def _plan_in(folder: Path) -> dict[str, Any] | None:
 
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
-"""What pip installs, by the name that is imported."""
+"""Names for pip install, by import name."""
 
 
 def adopt_monitors(draft: Draft) -> None:
-    """Let the run write what the JSON's monitors would write beside this checkout.
+    """Replace the JSON's monitors by the run's own trackers, which write to the run folder.
 
-    DeepSpeed's TensorBoard and Weights & Biases monitors count samples and know no run folder; one
-    with an output_path or a group of the user's own stays DeepSpeed's.
+    DeepSpeed's TensorBoard and Weights & Biases monitors count samples and do not know the run
+    folder. A monitor with its own output_path or group stays with DeepSpeed.
     """
     ds = draft.ds
     if ds.literal("tensorboard.enabled") is True and not _has_place(draft, "tensorboard"):
@@ -117,7 +117,7 @@ def adopt_monitors(draft: Draft) -> None:
 
 
 def check_trackers(draft: Draft) -> None:
-    """Refuse trackers and monitors whose packages are not installed on this machine."""
+    """Reject trackers and monitors whose packages are not installed on this machine."""
     if not draft.here:
         return
     config, ds = draft.config.log, draft.ds
@@ -138,7 +138,7 @@ def _has_place(draft: Draft, monitor: str) -> bool:
 
 
 def _adopt(draft: Draft, name: str, value: Any) -> None:
-    """Set log.NAME, unless the user did, and turn the JSON's monitor off: once is enough."""
+    """Set log.NAME unless the user did, and turn the JSON's monitor off to avoid logging twice."""
     key = f"log.{name}"
     if not draft.config.is_set(key):
         log = draft.config.log.model_copy(update={name: value})

@@ -1,4 +1,4 @@
-"""Layers in a plan: computed again, reversible, fused, or with a carried state."""
+"""Checks for layers that are recomputed, reversible, fused, or carry a state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _OFFLOAD, _TILES = "model.activation_offload", "model.mlp_tiles"
 
 
 def check_recompute(draft: Draft) -> None:
-    """Refuse combinations of model.checkpointing, activation_offload and mlp_tiles that do nothing,
-    or that this model cannot have.
+    """Reject combinations of model.checkpointing, activation_offload and mlp_tiles that have no
+    effect or that this model does not support.
     """
     model, problems = draft.config.model, draft.problems
     if model.activation_offload and draft.model_config.get(REVERSIBLE):
@@ -42,7 +42,7 @@ def check_recompute(draft: Draft) -> None:
 
 
 def _of_mlps(draft: Draft) -> Iterator[str]:
-    """Why the model's MLPs cannot be computed in tiles."""
+    """Yield the reasons why the model's MLPs cannot be tiled."""
     config, name = draft.model_config, draft.config.model.name
     if any(config.get(key) for key in SIZE_KEYS["experts"]):
         yield f"{name} is a mixture of experts, which choose their tokens among all of them"
@@ -51,11 +51,11 @@ def _of_mlps(draft: Draft) -> Iterator[str]:
 
 
 REVERSIBLE_FAMILIES = tuple(name for name, each in FAMILIES.items() if "halves" in each.compared)
-"""Families whose layers are two additions, of attention and of an MLP."""
+"""Families whose layers are two residual additions, of attention and of an MLP."""
 
 
 def check_reversible(draft: Draft) -> None:
-    """Refuse reversible layers in other families, and beside what they do not go with."""
+    """Reject reversible layers in other families, and together with incompatible settings."""
     if not draft.model_config.get(REVERSIBLE):
         return
     for why, use in _obstacles(draft):
@@ -63,7 +63,7 @@ def check_reversible(draft: Draft) -> None:
 
 
 def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
-    """Yield each reason and its remedy."""
+    """Yield each reason and its fix."""
     model, config = draft.config.model, draft.model_config
     model_type = str(config["model_type"])
     if model_type not in REVERSIBLE_FAMILIES:
@@ -89,7 +89,7 @@ LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in f
 
 
 def check_kernels(draft: Draft) -> None:
-    """Refuse model.kernels and model.compile if this machine, model or layout cannot use them."""
+    """Reject model.kernels and model.compile if machine, model or layout cannot use them."""
     config, problems = draft.config, draft.problems
     _check_liger(draft)
     missing = missing_for_compile(draft.world.accelerator)
@@ -109,7 +109,7 @@ def check_kernels(draft: Draft) -> None:
 
 
 def note_kernels(draft: Draft) -> None:
-    """Add events for effects of kernels that the estimate leaves out."""
+    """Note effects of kernels that the estimate ignores."""
     config = draft.config
     if config.model.compile:
         draft.note("estimated_unfused", "memory is estimated as if nothing were compiled")
@@ -137,8 +137,8 @@ _KEY = "train.carry_state"
 
 
 def check_carried(draft: Draft) -> None:
-    """Refuse to carry the state of models without one, and what divides it or interrupts the text
-    of a row.
+    """Reject carried state for models without one, and settings that shard the state or interrupt a
+    row's text.
     """
     config, problems = draft.config, draft.problems
     if not config.train.carry_state:
@@ -152,7 +152,7 @@ def check_carried(draft: Draft) -> None:
 
 
 def _in_the_way(draft: Draft) -> Iterator[tuple[str, str, str]]:
-    """Yield each key that excludes a carried state, the reason, and what to use instead."""
+    """Yield each key that is incompatible with carried state, the reason, and an alternative."""
     run, grid = draft.config, draft.grid
     data, model, ramp = run.data, run.model, run.ramp
     divided = "states are not divided", "use ZeRO 0 to 3 alone"

@@ -1,4 +1,4 @@
-"""What a machine lacks for a plan: compilers, room for states on NVMe."""
+"""Requirements of a plan that a machine lacks: compilers, or space for states on NVMe."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from harness.plan.plan import Plan
 
 
 def missing_for_cpu_adam() -> str | None:
-    """Return the missing tools for DeepSpeed's CPU Adam, which is compiled; None if none is.
+    """Return the missing tools for compiling DeepSpeed's CPU Adam; None if all are present.
 
-    DeepSpeed's own `is_compatible` does not look for a compiler; the build then fails
-    inside `initialize`, after the model was built.
+    DeepSpeed's own `is_compatible` does not check for a compiler; the build would then fail inside
+    `initialize`, after the model was built.
     """
     present = {"c++": _has_compiler(), "ninja": _has_ninja()}
     missing = [name for name, is_there in present.items() if not is_there]
@@ -42,10 +42,10 @@ def _has_compiler() -> bool:
 
 
 def ninja_folder() -> str | None:
-    """Return the folder of the program that the package ninja has brought; None without it.
+    """Return the folder of the program that the package ninja installed; None without it.
 
-    Its files tell, wherever it is installed: ninja.BIN_DIR knows the interpreter's environment
-    alone, and is "" where the package is found in another one.
+    The package's file list is correct wherever it is installed. ninja.BIN_DIR only knows the
+    interpreter's environment and is "" if the package comes from another one.
     """
     try:
         files = importlib.metadata.files("ninja") or []
@@ -60,15 +60,15 @@ def _has_ninja() -> bool:
 
 
 USUAL_NODE = 8
-"""GPUs of a node where nobody says."""
+"""Default number of GPUs per node."""
 
 
 def cluster(
     gpus: int, gpus_per_node: int | None, gpu: str | None, kernels: Sequence[str] = ()
 ) -> World:
-    """Return nodes of GPUs by name. Raises ConfigError with every problem of the numbers.
+    """Return a world of GPU nodes. Raises ConfigError with every problem of the arguments.
 
-    `kernels`: those of STATE_KERNELS that are installed there.
+    `kernels`: packages of STATE_KERNELS that are installed there.
     """
     problems = []
     if gpu is not None:
@@ -100,7 +100,7 @@ _USES_AIO = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_set
 
 
 def swap_problems(plan: Plan) -> list[str]:
-    """Return the problems of this machine with offloading to NVMe; none for a run that does not."""
+    """Return this machine's problems with offloading to NVMe; empty if the run does not use it."""
     if offloaded_to(plan.deepspeed, "optimizer") != "nvme":
         return []
     folder = Path(str(literal(plan.deepspeed, f"{_KEY}.nvme_path")))
@@ -124,7 +124,7 @@ def _wrong_folder(folder: Path, needed: int) -> list[str]:
 
 
 def libaio_problems() -> list[str]:
-    """Return a problem if libaio, which DeepSpeed's NVMe code is built with, is missing."""
+    """Return a problem if libaio, which DeepSpeed's NVMe code needs to build, is missing."""
     command = [os.environ.get("CXX", "c++"), "-x", "c++", "-", "-laio", "-o", os.devnull]
     try:
         done = subprocess.run(command, input=_USES_AIO, capture_output=True, text=True)

@@ -1,7 +1,7 @@
 """Makes the Plan: a Draft of run config, DeepSpeed JSON and world goes once through all passes.
 
-No torch, no transformers, no deepspeed: a plan is made on a laptop in a fraction of a second, and
-every mistake of both files is in one report.
+Needs neither torch, transformers nor deepspeed: a plan takes a fraction of a second on a laptop,
+and one report lists every mistake in both files.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ Pass = Callable[[Draft], None]
 
 
 def check_json_keys(draft: Draft) -> None:
-    """Remove the JSON's wrong keys."""
+    """Remove invalid keys of the JSON and report them."""
     check_keys(draft.ds, draft.problems)
 
 
 def apply_rules(draft: Draft) -> None:
-    """Change or refuse settings that DeepSpeed gets wrong."""
+    """Change or reject settings that DeepSpeed gets wrong."""
     accelerator = draft.world.accelerator
     apply_changes(draft.ds, accelerator)
     for rule in refusals(draft.ds, accelerator):
@@ -77,7 +77,7 @@ def apply_rules(draft: Draft) -> None:
 
 
 def check_profile(draft: Draft) -> None:
-    """Refuse to profile steps that the run does not reach."""
+    """Reject a profile of steps that the run does not reach."""
     draft.problems.say(*draft.config.profile.problems(draft.steps))
 
 
@@ -152,8 +152,8 @@ def make_plan(
 ) -> Plan:
     """Check the two configs against each other, the model and the world, and resolve the JSON.
 
-    `estimating`: the plan is made only to estimate memory; a layout that train.py refuses may then
-    be an event. `here`: it is for this machine. Raises one ConfigError with every problem.
+    `estimating`: the plan is made only for its memory estimate; layouts that train.py rejects may
+    then be events. `here`: it is for this machine. Raises one ConfigError with every problem.
     """
     draft = Draft(run, ds if isinstance(ds, DsJson) else DsJson(ds), world, estimating, here)
     for make in PASSES:
@@ -166,7 +166,7 @@ def make_plan(
 
 
 def problems_of(run: RunConfig, ds: DsJson, world: World) -> list[str]:
-    """Return the problems with which make_plan would refuse a run, whatever machine it is for."""
+    """Return the problems for which make_plan would reject a run, on any machine."""
     draft = Draft(run, ds, world)
     for make in PASSES:
         make(draft)
@@ -174,7 +174,7 @@ def problems_of(run: RunConfig, ds: DsJson, world: World) -> list[str]:
 
 
 def refuse(ds: DsJson, world: World, problems: Iterable[str], estimating: bool = False) -> NoReturn:
-    """Raise ConfigError with the `problems` of unreadable files, and those of the JSON."""
+    """Raise ConfigError with the `problems` of unreadable files and those of the JSON."""
     draft = Draft(RunConfig(), ds, world, estimating)
     for make in JSON_PASSES:
         make(draft)

@@ -1,7 +1,7 @@
 """The memory estimate of a plan, for known and traced architectures.
 
-torch is not imported here: another process traces the class on fake tensors (models/tracing.py),
-once for each model and micro-batch; the answer is kept in the user's cache folder.
+torch is not imported here. Another process traces the model class on fake tensors
+(models/tracing.py), once per model and micro-batch; the result is kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _PATIENCE_S = 600
 
 
 class Untraceable(ValueError):
-    """A class that cannot be built or run on fake tensors, or no torch to do it."""
+    """The class cannot be built or run on fake tensors, or torch is not installed."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model; bytes are of the request's micro-batch."""
+    """A traced model; bytes are for the request's micro-batch."""
 
     shape: Shape
     layers: tuple[int, ...]
@@ -57,7 +57,7 @@ class Traced:
 
 
 def traced(request: dict[str, Any]) -> Traced:
-    """Return the trace of models/tracing.py's Request. Raises Untraceable."""
+    """Return the trace for a Request of models/tracing.py. Raises Untraceable."""
     answer = _answered(request)
     body, sizes = answer["body"], answer["sizes"]
     sizes["sliding_windows"] = tuple(sizes["sliding_windows"])
@@ -92,9 +92,12 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(text: str) -> dict[str, Any]:
-    """Trace in another process, which needs no GPU."""
+    """Trace in another process, without a GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-    paths = [str(_REPOSITORY), environ.get("PYTHONPATH")]  # an empty one is the current folder
+    paths = [
+        str(_REPOSITORY),
+        environ.get("PYTHONPATH"),
+    ]  # "" would be the current folder
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-P", "-m", _MODULE]
     try:
@@ -111,7 +114,7 @@ def _asked(text: str) -> dict[str, Any]:
 
 
 def _kept(text: str) -> Path | None:
-    """The file in which an answer is kept; None without a folder for it."""
+    """Return the cache file for a result; None if there is no cache folder."""
     made_by = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     made_by += [(_REPOSITORY / "harness" / name).read_text(encoding="utf-8") for name in _FILES]
     digest = hashlib.sha256("\0".join([*made_by, text]).encode()).hexdigest()
@@ -126,7 +129,7 @@ def _kept(text: str) -> Path | None:
 
 @contextlib.contextmanager
 def _locked(path: Path | None) -> Iterator[Path | None]:
-    """Let ranks of a node trace one after the other: the first does, the others read."""
+    """Let the ranks of a node trace one at a time: the first traces, the others read the result."""
     if path is None:
         yield None
         return
@@ -142,7 +145,7 @@ def _locked(path: Path | None) -> Iterator[Path | None]:
 def estimate(plan: Plan) -> Estimate | None:
     """Return the memory estimate; None for an architecture that can be neither counted nor traced.
 
-    Raises ConfigError for divisions over ranks that DeepSpeed does not run.
+    Raises ConfigError for divisions over ranks that DeepSpeed does not support.
     """
     gpu = known_gpu(plan.world.gpu)
     try:
@@ -155,15 +158,15 @@ def estimate(plan: Plan) -> Estimate | None:
 
 
 def gathers_layers(plan: Plan) -> bool:
-    """Return whether ZeRO 3 takes a decoder layer as a whole (Inputs.gathers_layers)."""
-    if plan.config.model.compile:  # also of an architecture that is not known
+    """Return True if ZeRO 3 gathers a decoder layer as a whole (Inputs.gathers_layers)."""
+    if plan.config.model.compile:  # holds for unknown architectures too
         return plan.zero_stage == 3
     inputs = memory_inputs(plan)
     return inputs is not None and inputs.of_stage(0).gathers_layers
 
 
 def traced_inputs(plan: Plan) -> Inputs:
-    """Return the inputs of an unknown architecture, from its own class. Raises Untraceable."""
+    """Return the inputs for an unknown architecture, traced from its class. Raises Untraceable."""
     model = plan.config.model
     micro_batch, seq_len = plan.micro_batch, plan.config.data.seq_len
     trace = traced(
@@ -189,7 +192,7 @@ def traced_inputs(plan: Plan) -> Inputs:
 
 
 def memory_inputs(plan: Plan) -> Inputs | None:
-    """Return the parts of a plan that decide its memory; None for an unknown architecture."""
+    """Return the values of a plan that determine its memory; None for an unknown architecture."""
     if plan.shape is None:
         return None
     config, run = plan.model_config, plan.config

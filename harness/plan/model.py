@@ -1,4 +1,4 @@
-"""The model of a plan: its config, shape and vocabulary, and their checks."""
+"""The model of a plan: its config, shape and vocabulary, with their checks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ WHOLE = "whole_vocabulary"
 
 
 def with_rows_for(plan: Plan, ids: int) -> Plan:
-    """Return the plan of a run whose tokenizer has `ids` ids: given weights get rows for those that
-    they lack, with an event.
+    """Return the plan for a tokenizer with `ids` ids: pretrained weights get rows for ids that they
+    lack, with an event.
     """
     rows = plan.model_config.get("vocab_size")
     if plan.config.model.init_from is None or not isinstance(rows, int) or ids <= rows:
@@ -51,8 +51,8 @@ def with_rows_for(plan: Plan, ids: int) -> Plan:
 
 
 def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -> Event:
-    """Return the event that given weights of a `shape`, where it is known, get rows. Raises
-    ConfigError for the checkpoints of a run, which are read as they are.
+    """Return the event that pretrained weights of a `shape`, if known, get new rows. Raises
+    ConfigError for a run's checkpoints, which are read unchanged.
     """
     source = run.model.init_from or ""
     if has_checkpoints(source):
@@ -80,7 +80,7 @@ def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -
 
 
 def note_whole_vocabulary(plan: Plan) -> Plan:
-    """Return the plan with an event if embedding, head and logits stay whole on every rank."""
+    """Return the plan with an event if embedding, head and logits are replicated on every rank."""
     shape, whole, places = plan.shape, plan.estimate, plan.grid.tensor
     if shape is None or whole is None or places == 1 or divides_vocabulary(shape, places):
         return plan
@@ -136,8 +136,8 @@ def find_model(draft: Draft) -> None:
 
 
 def check_experts(draft: Draft) -> None:
-    """Refuse expert widths that torch's grouped_mm rejects: rows must be multiples of 16 bytes, as
-    tensor-parallel ranks divide them.
+    """Reject expert widths that torch's grouped_mm does not support: rows, as tensor-parallel ranks
+    divide them, must be multiples of 16 bytes.
     """
     config = draft.model_config
     if not any(isinstance(config.get(key), int) for key in SIZE_KEYS["experts"]):
@@ -155,7 +155,7 @@ def check_experts(draft: Draft) -> None:
 
 
 def _either_side(size: int, multiple: int) -> str:
-    """Return the multiples below and above a size, as text."""
+    """Return the multiples just below and above a size, as text."""
     below = size // multiple * multiple
     return " or ".join(str(legal) for legal in (below, below + multiple) if legal)
 
@@ -163,7 +163,7 @@ def _either_side(size: int, multiple: int) -> str:
 def _check_weights(
     draft: Draft, shape: Shape, source: str, source_config: Mapping[str, Any]
 ) -> None:
-    """Refuse weights whose names or shapes differ from this model's."""
+    """Reject weights whose names or shapes differ from this model's."""
     run = draft.config
     stored_shape = Shape.from_hf(_with_new_rows(draft, source_config))
     stored = {tensor.name: tensor.shape for tensor in stored_shape.tensors()}
@@ -187,7 +187,7 @@ def _check_weights(
 
 
 def _as_stored(run: RunConfig, source: str) -> str:
-    """Return the advice that makes a model that of its given weights."""
+    """Return the advice that makes the model match its pretrained weights."""
     sizes = {key for keys in SIZE_KEYS.values() for key in keys}
     overrides = [key for key in run.model.overrides if key in sizes] or [*run.model.overrides]
     named = " and ".join(f"model.overrides.{key}" for key in overrides)
@@ -197,7 +197,7 @@ def _as_stored(run: RunConfig, source: str) -> str:
 
 
 def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of given weights with the rows that the run config adds to them."""
+    """Return the config of pretrained weights with the rows that the run config adds."""
     before, now = stored.get("vocab_size"), draft.model_config.get("vocab_size")
     if not (isinstance(before, int) and isinstance(now, int) and before < now):
         return stored
@@ -206,7 +206,7 @@ def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _check_positions(draft: Draft) -> None:
-    """Refuse samples that are longer than the model has positions."""
+    """Reject samples longer than the model's number of positions."""
     limit = max_positions(draft.model_config)
     if limit is not None and draft.config.data.seq_len > limit:
         why = f"but {draft.config.model.name} has {limit} positions"

@@ -1,7 +1,7 @@
 """`model.name` -> a Hugging Face model config as a plain dict, without transformers.
 
-A name is, in this order: a preset, a run folder, a config.json, a folder that holds one, or a hub
-id.
+A name is looked up as a preset, a run folder, a config.json, a folder with one, and a hub id, in
+this order.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from harness.plan.overrides import DROPOUT_ENDINGS, overridden, value_problems
 PRESETS = Path(__file__).resolve().parents[1] / "presets"
 
 _NEAR = 0.6
-"""Likeness of a misspelt preset."""
-# Decoders that the hub has under names without an owner; all others are OWNER/NAME.
+"""Minimum similarity for suggesting a preset."""
+# Decoders whose hub ids have no owner; all others are OWNER/NAME.
 _OWNERLESS = ("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt")
 
 _OTHER_LISTS = ("architectures", "_token_id", "_only_layers")
-"""Endings of keys whose lists, which may be as long as a model is deep, have no value per layer."""
+"""Endings of keys whose lists are not per layer, even if as long as there are layers."""
 
 
 def preset_names() -> list[str]:
-    """Return the names of the presets that ship with the harness."""
+    """Return the names of the bundled presets."""
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
@@ -48,8 +48,8 @@ def load_model_config(
     """Return the config of `model.name`, with overrides and dropout applied, and its source.
     `recorded`, `note`: as in `overridden`.
 
-    The source is "preset NAME", or the folder, file or hub id the config was read from (what
-    transformers needs for architectures that bring their own code). Raises ConfigError.
+    The source is "preset NAME", or the folder, file or hub id of the config (which transformers
+    needs for architectures with their own code). Raises ConfigError.
     """
     key = "model.name"
     if run_config.origin(key) == IMPLIED:
@@ -61,7 +61,7 @@ def load_model_config(
         )
     merged = overridden(config, run_config, source, recorded, note)
     config = _of_its_layers(config, merged, run_config)
-    config.pop("quantization_config", None)  # of the files: what is trained is not quantized
+    config.pop("quantization_config", None)  # about the files: training is unquantized
     config = extended(config, run_config) | _dropouts(config, run_config)
     if run_config.model.reversible:
         config[REVERSIBLE] = True
@@ -77,7 +77,8 @@ def find_model_config(
     preset = PRESETS / f"{name}.toml"
     if name in preset_names():
         content = tomllib.loads(preset.read_text(encoding="utf-8"))
-        # TOML has no null. Without the key a model has its class's value: Mistral's a window.
+        # TOML has no null. Without the key, the class's default would apply: Mistral's has a
+        # window.
         nulls = dict.fromkeys(content.get("null", ()))
         return content["config"] | nulls, f"preset {name}"
     path = Path(name).expanduser()
@@ -87,7 +88,7 @@ def find_model_config(
         config, source = saved.get("model_config"), saved.get("model_source")
         if not (isinstance(config, dict) and isinstance(source, str)):
             raise ConfigError(f"{key} is {name!r} ({origin}): {run_plan} holds no model")
-        config.pop("quantization_config", None)  # of earlier versions; no checkpoint is quantized
+        config.pop("quantization_config", None)  # from earlier versions; no checkpoint is quantized
         return config, source
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
@@ -101,7 +102,7 @@ def find_model_config(
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that the model has positions for; None without a limit."""
+    """Return the longest sequence that the model has positions for; None if unlimited."""
     return positions_of(config)[1] or None
 
 
@@ -118,13 +119,13 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def _from_hub(name: str, origin: str, key: str) -> Path:
-    """Return the path of the hub's config.json in the local cache, downloading it if needed."""
+    """Return the path of a hub model's config.json in the local cache, downloading it if needed."""
     offline = not hub_answers()
     try:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(name, "config.json", etag_timeout=5, local_files_only=offline))
-    except Exception as error:  # the hub raises a dozen unrelated classes; all mean "not there"
+    except Exception as error:  # the hub client raises a dozen unrelated classes
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if offline:
             reason = (
@@ -143,8 +144,8 @@ def _nowhere(name: str, origin: str, key: str) -> str:
 
 
 def _nearest(name: str, key: str) -> str:
-    """Return what has a name like this one as the end of a sentence: presets, or folders where
-    weights are asked for; without any, where all presets are.
+    """Return suggestions with similar names, to end a sentence: presets, or folders if weights are
+    asked for; without any, a list of the presets.
     """
     folder = Path(name).parent
     names = {_letters(each): each for each in _names_for(key, folder)}
@@ -160,12 +161,12 @@ def _nearest(name: str, key: str) -> str:
 
 
 def _letters(name: str) -> str:
-    """Return a name without what people write differently: gpt-2 as gpt2."""
+    """Return a name without characters that people write differently: gpt-2 as gpt2."""
     return "".join(filter(str.isalnum, name.lower()))
 
 
 def _names_for(key: str, folder: Path) -> list[str]:
-    """Return the presets, or the names of the folders in a folder that hold a model or a run."""
+    """Return the presets, or the names of subfolders that hold a model or a run."""
     if key == "model.name":
         return preset_names()
     try:
@@ -178,9 +179,9 @@ def _names_for(key: str, folder: Path) -> list[str]:
 def _of_its_layers(
     config: Mapping[str, Any], merged: dict[str, Any], run_config: RunConfig
 ) -> dict[str, Any]:
-    """Return a config whose lists of a value per layer are as long as model.overrides has layers.
+    """Return a config with its per-layer lists cut to the number of layers in model.overrides.
 
-    Raises ConfigError where layers are added whose values nobody gave.
+    Raises ConfigError if added layers have no values.
     """
     keys = [key for key in SIZE_KEYS["layers"] if isinstance(config.get(key), int)]
     before, now = ((source.get(keys[0]) if keys else None) for source in (config, merged))
@@ -204,7 +205,7 @@ def _of_its_layers(
 
 
 def _dropouts(config: Mapping[str, Any], run_config: RunConfig) -> dict[str, float]:
-    """Return the config's dropout probabilities that the run config sets. Raises ConfigError."""
+    """Return the config's dropout probabilities that the run sets. Raises ConfigError."""
     keys, dropouts, problems = _dropout_keys(config), {}, []
     kinds: dict[str, tuple[str, ...]] = {"attention": ("att",), "embedding": ("emb",)}
     kinds["residual"] = tuple(key for key in keys if not key.startswith(("att", "emb")))

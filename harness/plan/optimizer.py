@@ -1,4 +1,4 @@
-"""Checks of a plan's optimizer: its layouts, its settings, its parameter groups."""
+"""Checks of a plan's optimizer: its layouts, settings and parameter groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OFFLOAD = "zero_optimization.offload_optimizer"
 
 
 def check_optimizer(draft: Draft) -> None:
-    """Refuse settings that the optimizer or schedule does not take, and layouts that the optimizer
+    """Reject settings that the optimizer or schedule does not have, and layouts that the optimizer
     does not support.
     """
     config, problems = draft.config, draft.problems
@@ -62,7 +62,7 @@ def _check_layout(draft: Draft) -> None:
         problems.add(
             "optim.clip_value", why, f"set optim.clip_norm instead, or {_OFFLOAD}.device=cpu"
         )
-    # Without momentum sgd has no states that could be in the wrong place or type.
+    # Without momentum, sgd has no states that could be misplaced or have the wrong type.
     if kind.by_deepspeed or (config.optim.name == "sgd" and not config.optim.momentum):
         return
     if device == "nvme":
@@ -75,7 +75,7 @@ def _check_layout(draft: Draft) -> None:
 
 
 def _stage_of(ds: DsJson) -> str:
-    """Name the ZeRO stage with its origin; if the plan changed it, the stage of the JSON, too."""
+    """Return the ZeRO stage with its origin; if the plan changed it, also the stage in the JSON."""
     stage, origin = ds.value(_STAGE), ds.origin(_STAGE)
     for event in ds.events:
         if event.get("json_key") == _STAGE:
@@ -84,7 +84,7 @@ def _stage_of(ds: DsJson) -> str:
 
 
 def _whole_in(ds: DsJson) -> str:
-    """Return the settings of ZeRO 0 in fp32 that a JSON has not."""
+    """Return the settings for ZeRO 0 in fp32 that the JSON lacks."""
     is_given = any(of.get("json_key") == _STAGE and of["was"] == 0 for of in ds.events)
     stage = [] if is_given else [f"{_STAGE}=0"]
     halves = [f"{kind}.enabled" for kind in ("bf16", "fp16") if ds.value(f"{kind}.enabled")]
@@ -92,7 +92,7 @@ def _whole_in(ds: DsJson) -> str:
 
 
 def note_learning_rate(draft: Draft) -> None:
-    """Add an event if optim.lr is another optimizer's default."""
+    """Note that optim.lr is another optimizer's default."""
     optim = draft.config.optim
     if optim.name == "lion" and not draft.config.is_set("optim.lr"):
         draft.note(
@@ -102,7 +102,7 @@ def note_learning_rate(draft: Draft) -> None:
 
 
 def note_pinned_memory(draft: Draft) -> None:
-    """Add an event if torch rounds the pinned memory of an offload up to powers of two."""
+    """Note that torch rounds the pinned memory of an offload up to powers of two."""
     sections = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
     value, world = draft.ds.value, draft.world
     pins = any(value(f"{s}.device") != "none" and value(f"{s}.pin_memory") for s in sections)
@@ -118,7 +118,7 @@ def note_pinned_memory(draft: Draft) -> None:
 
 
 def check_groups(draft: Draft) -> None:
-    """Refuse rules of optim.groups that match no parameter: probably misspelt."""
+    """Reject rules of optim.groups that match no parameter and are probably misspelt."""
     assert draft.shape is not None
     names = [tensor.name for tensor in draft.shape.tensors()]
     origin = draft.config.origin("optim.groups")

@@ -1,7 +1,7 @@
-"""`model.overrides`: keys of a config.json that a run changes, rotary settings among them.
+"""`model.overrides`: keys of a config.json that a run changes, including rotary settings.
 
-An override that would change nothing of the model that is built is refused, with what would. In a
-run that goes on it stays: earlier versions accepted it, and what a run has learned with is kept.
+An override that would have no effect on the model is rejected, with advice. In a run that is
+continued it stays: earlier versions accepted it, and a run keeps what it was trained with.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TYPES = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(enc
 ]
 DROPOUT_ENDINGS = ("dropout", "pdrop", "dropout_prob")
 _MOST = {"layers": 2_000, "experts": 100_000}
-"""Largest counts, since a plan walks through layers and experts one by one."""
+"""Maximum counts, because a plan iterates over layers and experts."""
 
 
 def _number(value: Any) -> bool:
@@ -41,7 +41,7 @@ _IS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def value_problems(config: Mapping[str, Any], run_config: RunConfig, source: str) -> Iterator[str]:
-    """Yield the problems of a config's values, overrides applied; null is fine anywhere."""
+    """Yield the problems of a config's values after overrides; null is always valid."""
     for key, value in config.items():
         must_be = None if value is None else _must_be(key, value, config)
         if must_be:
@@ -53,14 +53,14 @@ def value_problems(config: Mapping[str, Any], run_config: RunConfig, source: str
 
 
 def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
-    """Return the values that a key may have; None if its value is fine or the key is unknown."""
+    """Return the valid values of a key; None if its value is valid or the key is unknown."""
     for kind, (words, holds) in _IS.items():
         if key in _TYPES[kind].split() and not holds(value):
             return words
     for size, most in _MOST.items():
         if key in SIZE_KEYS[size] and _number(value) and value > most:
             return f"at most {most:,}"
-    is_known = family_of(config["model_type"]).layers  # then its sizes are checked where they count
+    is_known = family_of(config["model_type"]).layers  # then sizes are checked at their use
     if key in SIZE_KEYS["hidden"] and not is_known and not (type(value) is int and value > 0):
         return "a whole number of at least 1"
     if key == "cell" and config["model_type"] == "recurrent" and value not in [*CELL_STATES]:
@@ -75,7 +75,7 @@ def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
 
 _TABLES = ("rope_parameters", "rope_scaling")
 _TYPE, _THETA, _PARTIAL = "rope_type", "rope_theta", "partial_rotary_factor"
-# Type -> the keys that it needs, and those that it may have (modeling_rope_utils.py).
+# Type -> required keys, optional keys (modeling_rope_utils.py).
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -90,8 +90,8 @@ _OF_ALL = {_TYPE, "type", _THETA, _PARTIAL, "original_max_position_embeddings"}
 
 
 def rotary_problems(config: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """Yield the problems of rotary settings that are overridden: what their type lacks, what it
-    does not read.
+    """Yield the problems of overridden rotary settings: missing keys of their type, and keys that
+    are ignored.
     """
     overrides = run.model.overrides
     for name in _TABLES:
@@ -118,10 +118,10 @@ def rotary_problems(config: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
 def _of_table(
     given: Mapping[str, Any], table: Mapping[str, Any], key: str, origin: str
 ) -> Iterator[str]:
-    """Yield the problems of one table, of which `given` is overridden."""
+    """Yield the problems of one table, in which `given` is overridden."""
     kind = table.get(_TYPE, table.get("type", "default"))
     if kind not in _KEYS:
-        if {_TYPE, "type"} & given.keys():  # else it is one of the model's own
+        if {_TYPE, "type"} & given.keys():  # otherwise a type of the model itself
             near = did_you_mean(str(kind), _KEYS)
             yield f"{key}.{_TYPE} ({origin}) is {kind!r}, none of {', '.join(_KEYS)}{near}"
         return
@@ -145,7 +145,7 @@ def _of_table(
 
 
 _TABLE, _SCALING = "rope_parameters", "rope_scaling"
-# Old places of what a table of rotary settings holds, by its name there.
+# Former places of a rotary table's keys, with their names in the table.
 _OLD = {_THETA: _THETA, "rotary_emb_base": _THETA, _PARTIAL: _PARTIAL, "rotary_pct": _PARTIAL}
 _LOCAL = "rope_local_base_freq"
 _ROTARY = {*_OLD, _LOCAL, _SCALING, _TABLE}
@@ -162,7 +162,7 @@ _ELSEWHERE = {
 }
 
 _SERVED = ("use_cache", True)
-"""What an export may need whose source was saved without."""
+"""An override that an export may need if its source was saved without a cache."""
 
 
 def overridden(
@@ -173,14 +173,14 @@ def overridden(
     note: Callable[[str, str], None],
 ) -> dict[str, Any]:
     """Return a model config with model.overrides applied. `recorded`: the model config of the run
-    that goes on, which keeps its overrides. `note` gets kind and message of an event about those
-    that change nothing.
+    being continued, which keeps its overrides. `note` receives kind and message of an event about
+    overrides without effect.
 
-    Raises ConfigError with the problems of all others that are unknown, or would change nothing.
+    Raises ConfigError with the problems of all other overrides that are unknown or have no effect.
     """
     overrides = run.model.overrides
     model_type = overrides.get("model_type", config["model_type"])
-    if not isinstance(model_type, str):  # all that follows looks it up
+    if not isinstance(model_type, str):  # everything below looks it up
         raise ConfigError(
             f"{_named('model_type', run)} is {shortened(model_type)}: it must be a name"
         )
@@ -215,7 +215,7 @@ def overridden(
 def already_so(
     config: Mapping[str, Any], run: RunConfig, beside: Collection[str] = ()
 ) -> list[str]:
-    """Return the overrides whose values a model config has without them."""
+    """Return the overrides whose values the model config already has."""
     overrides = run.model.overrides
     merged = _applied(config, overrides, run, beside)
 
@@ -231,7 +231,7 @@ def _applied(
     run: RunConfig,
     beside: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return a config with overrides; rotary ones `beside` rope_parameters reach no model."""
+    """Return a config with overrides applied, except rotary ones in `beside`, which do nothing."""
     into = {k: v for k, v in overrides.items() if k in _ROTARY and k not in beside}
     others = {key: value for key, value in overrides.items() if key not in into}
     rotary = {key: None if value == "null" else value for key, value in into.items()}
@@ -239,8 +239,8 @@ def _applied(
 
 
 def _under_all_names(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides with each size under the names that the config has for it: of two names its
-    reader takes one.
+    """Return overrides with each size repeated under every name that the config has for it, because
+    its reader takes only one of them.
     """
     named: dict[str, Any] = {}
     for key, value in overrides.items():
@@ -288,7 +288,7 @@ def _unread(
 
 
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with the overrides applied; tables are merged key by key, "null" is None."""
+    """Return a copy with overrides applied; tables merge key by key, "null" becomes None."""
     merged = dict(config)
     for key, override in overrides.items():
         old, value = merged.get(key), None if override == "null" else override
@@ -300,10 +300,10 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 def _with_rotary(
     config: dict[str, Any], overrides: Mapping[str, Any], run: RunConfig
 ) -> dict[str, Any]:
-    """Return a config whose rotary settings are overridden where its reader looks for them.
+    """Return a config with rotary settings overridden where its reader looks for them.
 
-    transformers takes rope_parameters if there are any, and then nothing from their old places; a
-    rope_scaling that says something it takes in the place of them all.
+    transformers uses rope_parameters if present and then ignores the former keys; a non-empty
+    rope_scaling replaces them all.
     """
     table = config.get(_TABLE)
     if not overrides or not (isinstance(table, Mapping) and table):
@@ -335,19 +335,19 @@ def _with_rotary(
 
 
 def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose old rotary settings are in rope_parameters."""
+    """Return a config with its former rotary keys moved into rope_parameters."""
     old = {new: config[key] for key, new in _OLD.items() if config.get(key) is not None}
     kept = {key: value for key, value in config.items() if key not in {*_OLD, _SCALING}}
     return {**kept, _TABLE: {**old, **config[_SCALING]}}
 
 
 def _by_layer(table: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of layers that a table of rotary settings has a table for."""
+    """Return the layer types that have a separate table of rotary settings."""
     return [key for key, value in table.items() if isinstance(value, Mapping)]
 
 
 def _require_same_kind(value: Mapping[str, Any], by_layer: list[str], run: RunConfig) -> None:
-    """Raise ConfigError for values of all layers beside those of each kind: they would be lost."""
+    """Raise ConfigError for values outside the tables per layer type, which would be lost."""
     if by_layer and (lost := [key for key in value if key not in by_layer]):
         raise ConfigError(
             f"{_named(_TABLE, run)} has {', '.join(lost)}, but it has one RoPE table per layer "
@@ -356,22 +356,22 @@ def _require_same_kind(value: Mapping[str, Any], by_layer: list[str], run: RunCo
 
 
 def _rescaled(table: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return rotary settings with another scaling: theta and what is rotated stay."""
+    """Return rotary settings with another scaling; theta and the rotated part stay."""
     kept = {key: value for key, value in table.items() if key in (_THETA, _PARTIAL)}
     if scaling is None:
         return {**kept, _TYPE: "default"}
     before = table.get(_TYPE, table.get("type"))
     kind = scaling.get(_TYPE, scaling.get("type", before))
     same = {key: value for key, value in table.items() if key != "type"}
-    named = {} if kind is None else {_TYPE: kind}  # of two names the reader takes this one
+    named = {} if kind is None else {_TYPE: kind}  # the reader prefers this name
     return {**(same if kind == before else kept), **scaling, **named}
 
 
 def _without_effect(
     config: Mapping[str, Any], merged: Mapping[str, Any], run: RunConfig, beside: Collection[str]
 ) -> Iterator[tuple[Collection[str], str]]:
-    """Yield overrides that other values of the config keep from doing anything, with the problem.
-    `beside`: those beside rope_parameters.
+    """Yield overrides that other values of the config keep from having an effect, with the problem.
+    `beside`: overrides that rope_parameters supersedes.
     """
     overrides = run.model.overrides
     windows = [key for key in _WINDOWS if key in overrides and overrides[key] != config.get(key)]
@@ -392,9 +392,9 @@ def _without_effect(
 
 
 def _is_idle_window(config: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
-    """Return True if no layer of a model has another window than without the overrides."""
+    """Return True if the overrides change no layer's window."""
     if _asks(merged) and merged.get("sliding_window") and not merged.get("use_sliding_window"):
-        return True  # which the class then takes away
+        return True  # the class then removes the window
     windows = (*_WINDOWS, "layer_types")
     without = {key: value for key, value in merged.items() if key not in windows}
     without |= {key: config[key] for key in windows if key in config}
@@ -403,15 +403,15 @@ def _is_idle_window(config: Mapping[str, Any], merged: Mapping[str, Any]) -> boo
 
 
 def _slides(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
-    """Return the window of each layer; None where nobody knows."""
+    """Return the window of each layer; None if unknown."""
     try:
         return Shape.from_hf(config).sliding_windows
-    except (TypeError, ValueError):  # values that are none of a size are reported later
+    except (TypeError, ValueError):  # invalid sizes are reported later
         return None
 
 
 def _why_no_window(config: Mapping[str, Any]) -> str:
-    """Return why no layer slides, with all that has to be set so that one does."""
+    """Return why no layer has a window, and everything to set so that one does."""
     why, settings = "no layer slides", []
     if not config.get("sliding_window"):
         settings.append("model.overrides.sliding_window")
@@ -432,5 +432,5 @@ def _why_no_window(config: Mapping[str, Any]) -> str:
 
 
 def _asks(config: Mapping[str, Any]) -> bool:
-    """Return True if a model slides only where use_sliding_window says so."""
+    """Return True if a model uses windows only with use_sliding_window."""
     return "use_sliding_window" in (keys_read(config["model_type"]) or ())

@@ -1,4 +1,4 @@
-"""Tensor, expert and sequence parallelism in a plan: what must divide."""
+"""Tensor, expert and sequence parallelism in a plan: checks that the ranks can shard the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 
 
 def whole_vocabulary(shape: Shape, places: int) -> str:
-    """Return that so many ranks cannot divide a vocabulary, and the next size that they can."""
+    """Return that this many ranks cannot divide a vocabulary, with the next size that they can."""
     size = shape.vocab_size
     return (
         f"a vocabulary of {size:,} cannot be divided over {places} "
@@ -32,13 +32,13 @@ def whole_vocabulary(shape: Shape, places: int) -> str:
 
 
 def padded(vocab_size: int, places: int) -> int:
-    """Return the least vocabulary of at least this size that so many ranks can divide."""
+    """Return the smallest vocabulary of at least this size that the ranks can divide."""
     return -(-vocab_size // places) * places
 
 
 def divide_tensors(draft: Draft) -> None:
-    """Require that the tensor-parallel ranks can divide the model, and take the key out of the
-    JSON: DeepSpeed would divide it again.
+    """Require that the tensor-parallel ranks can shard the model, and remove the key from the JSON,
+    because DeepSpeed would shard it again.
     """
     places = draft.grid.tensor
     if places > 1:
@@ -53,10 +53,10 @@ def divide_tensors(draft: Draft) -> None:
 
 
 def _divide_sent(draft: Draft, places: int) -> None:
-    """Let stages send whole hidden states where DeepSpeed cannot divide them evenly.
+    """Make stages send whole hidden states if DeepSpeed cannot divide them evenly.
 
-    By default each tensor-parallel rank sends its part, which the next stage's put together: a
-    token's hidden states, and the router logits that travel with them.
+    By default each tensor-parallel rank sends its part, and the next stage's ranks combine them: a
+    token's hidden states, and the router logits sent with them.
     """
     activations, gradients = (draft.ds.value(key) for key in _SENT)
     if activations != gradients:
@@ -118,8 +118,8 @@ _AS_DEFAULT = [
 
 
 def divide_experts(draft: Draft) -> None:
-    """Require that neighbouring data ranks can share the experts, and take the section out of the
-    JSON: DeepSpeed would put layers of its own in the place of the model's.
+    """Require that neighbouring data ranks can share the experts, and remove the section from the
+    JSON, because DeepSpeed would replace the model's layers by its own.
     """
     ds, places = draft.ds, asked_experts(draft.ds)
     if places > 1:
@@ -136,12 +136,12 @@ def divide_experts(draft: Draft) -> None:
 
 
 def asked_experts(ds: DsJson) -> int:
-    """Return the number of ranks that are to share the experts; 1 if none are."""
+    """Return the number of ranks that share the experts; 1 if none do."""
     return max(1, ds.value(_SIZE)) if ds.value(_ENABLED) else 1
 
 
 def _other_keys(ds: DsJson) -> Iterator[tuple[str, str]]:
-    """Keys of the layers that DeepSpeed would build, where they differ from their defaults."""
+    """Yield keys for the layers that DeepSpeed would build, if they differ from their defaults."""
     defaults = DsJson({})
     for key, _ in flat(ds.tree[_SECTION], f"{_SECTION}."):
         if key not in (_ENABLED, _SIZE) and ds.value(key) != defaults.value(key):
@@ -188,8 +188,8 @@ _SEQUENCE_KEY = "sequence_parallel_size"
 
 
 def divide_sequences(draft: Draft) -> None:
-    """Require that the ranks can divide every row, and take the key out of the JSON: DeepSpeed's
-    own attention would lose the documents.
+    """Require that the ranks can divide every row, and remove the key from the JSON, because
+    DeepSpeed's own attention would ignore document boundaries.
     """
     if draft.grid.sequence > 1:
         for why in _sequence_problems(draft, draft.grid.sequence):
@@ -207,11 +207,12 @@ def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
     if draft.shape is not None:
         shortest = run.data.seq_len // draft.curriculum.most_pieces
         ranks = left_of(draft.world, draft.grid, "pipeline", "tensor")
-        # Heads that tensor ranks cannot divide are theirs to report.
+        # Tensor parallelism reports heads that its ranks cannot divide.
         tensor = 1 if tensor_problems(draft.shape, draft.grid.tensor) else draft.grid.tensor
         key = "data.seq_len" if shortest == run.data.seq_len else "ramp.length_from"
         unit = f"tokens ({key})"
         yield from sequence_problems(draft.shape, places, shortest, tensor, ranks, unit)
     elif draft.model_config and not family_of(draft.model_config["model_type"]).divides_rows:
-        # The first batch would not tell: small states of a recurrent layer hide in its rounding.
+        # The first batch would not reveal an error: small states of a recurrent layer disappear in
+        # rounding.
         yield f"nobody has divided the rows of {draft.model_config['model_type']}: use 1"

@@ -1,4 +1,4 @@
-"""Pipeline stages in a plan: the decoder layers of each stage."""
+"""Pipeline stages in a plan: the assignment of decoder layers to stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BALANCES = ("time", "memory", "best")  # "best" is DeepSpeed's default and mean
 
 
 def num_stages(ds: Mapping[str, Any]) -> int:
-    """Return the pipeline stages that the JSON asks for; 1 if it does not."""
+    """Return the number of pipeline stages in the JSON; 1 if it sets none."""
     stages = value_of(ds, _STAGES)
     return max(1, stages) if isinstance(stages, int) else 1
 
@@ -30,7 +30,7 @@ def num_stages(ds: Mapping[str, Any]) -> int:
 def split_stages(draft: Draft) -> None:
     """Divide the model's units among the pipeline stages, if there are any.
 
-    A balance by memory needs a whole plan: see `by_memory`.
+    Balancing by memory needs a complete plan: see `by_memory`.
     """
     ds, problems = draft.ds, draft.problems
     stages, partition = ds.value(_STAGES), ds.value(_PARTITION)
@@ -44,7 +44,7 @@ def split_stages(draft: Draft) -> None:
 
 
 def note_pipeline(draft: Draft) -> None:
-    """Add events for choices that the user may not have intended."""
+    """Note choices that the user may not have intended."""
     stages = num_stages(draft.ds.tree)
     is_explicit = isinstance(draft.ds.value(_PARTITION), list)
     if stages > 1 and draft.shape is None and not is_explicit:
@@ -67,9 +67,9 @@ def bubble_events(stages: int, accum: int) -> list[Event]:
 
 
 def by_memory(plan: Plan) -> Plan:
-    """Return the plan with its stages balanced by memory, if requested and memory can be counted.
+    """Return the plan with stages balanced by memory, if requested and if memory can be counted.
 
-    The highest peak over the ranks is then as low as possible.
+    This minimises the highest peak over the ranks.
     """
     inputs = memory_inputs(plan)
     if plan.stages is None or inputs is None or literal(plan.deepspeed, _PARTITION) != "memory":
@@ -82,7 +82,7 @@ def by_memory(plan: Plan) -> Plan:
     peaks: dict[Any, int] = {}
 
     def peak(stage: int, begin: int, end: int) -> int:
-        """Return the stage's peak, bytes; identical layers are counted once."""
+        """Return the stage's peak in bytes; identical layers are counted once."""
         first = max(begin, 1) - 1
         kept = tuple(is_checkpointed(inputs.checkpointing, n) for n in range(first, end - 1))
         alike = stage, tuple(map(id, units[begin:end])), windows[first : end - 1], kept

@@ -1,4 +1,4 @@
-"""The Plan: everything that is decided before a device is touched, as plain frozen data."""
+"""The Plan: everything decided before a device is used, as frozen plain data."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from harness.layout.world import World
 Event = dict[str, Any]
 
 NOT_TRAINED = "not_trained"
-"""Kind of the event with the reason why train.py would refuse a plan made for its estimate."""
+"""Kind of the event that says why train.py would reject a plan made for its estimate."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before a device is touched."""
+    """Everything decided before a device is used."""
 
     config: RunConfig
-    """The run config, with the values adopted from the JSON."""
+    """The run config, with values adopted from the JSON."""
     deepspeed: dict[str, Any]
     """The resolved JSON, passed unchanged to zero.Init and deepspeed.initialize."""
     deepspeed_given: dict[str, Any]
@@ -41,7 +41,7 @@ class Plan:
     model_config: dict[str, Any]
     """Hugging Face config, with model.overrides and model.dropout applied."""
     model_source: str
-    """"preset NAME", or the path or hub id the config came from."""
+    """"preset NAME", or the path or hub id that the config came from."""
     shape: Shape | None
     """None for an architecture that the planner does not know."""
     precision: Precision
@@ -53,14 +53,14 @@ class Plan:
     grad_accum: int
     """Micro-batches per optimizer step."""
     stages: tuple[int, ...] | None = None
-    """Bounds of the pipeline stages over the model's units (layout/stages.py); None without."""
+    """Bounds of the pipeline stages over the model's units (layout/stages.py), or None."""
     attention_why: str = ""
-    """Reason for the implementation that model.attention=auto stood for; "" for the user's own."""
+    """Reason for the choice of model.attention=auto; "" if the user chose."""
     site: Site | None = None
-    """Rates of plan.rates, with which the time of a step is predicted; None: the tables'."""
+    """Rates from plan.rates for predicting the time of a step; None: built-in tables."""
     stored: dict[str, Any] = field(default_factory=dict)
-    """How the files of model.init_from differ from model_config: vocab_size and
-    quantization_config of theirs."""
+    """vocab_size and quantization_config of model.init_from's files, if they differ from
+    model_config."""
     events: tuple[Event, ...] = ()
     asked: RunConfig = field(default_factory=RunConfig)
     """The run config as the user wrote it."""
@@ -79,7 +79,7 @@ class Plan:
 
     @cached_property
     def loss_chunk(self) -> int:
-        """Entries of a rank's vocabulary whose logits the loss holds at a time; 0: all."""
+        """Entries of a rank's vocabulary per chunk of logits in the loss; 0: all."""
         vocab_size, places = self.model_config.get("vocab_size") or 0, self.grid.tensor
         if places > 1 and TensorPlan.of(self.model_config).divides_vocabulary(places):
             vocab_size //= places
@@ -88,13 +88,13 @@ class Plan:
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """Activation checkpointing of decoder layers, which reversible ones have of themselves."""
+        """Activation checkpointing of decoder layers; reversible layers have their own kind."""
         is_reversible = self.model_config.get(REVERSIBLE)
         return REVERSIBLE if is_reversible else self.config.model.checkpointing
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of the run; None under train.epochs, until the data is counted."""
+        """Optimizer steps of the run; None with train.epochs, until the data is counted."""
         return self.config.train.num_steps(self.curriculum, self.config.data.seq_len)
 
     @cached_property
@@ -103,7 +103,7 @@ class Plan:
         return self.config.curriculum
 
     def schedule(self, total_steps: int) -> Schedule:
-        """Return the learning rate over a run of `total_steps` optimizer steps."""
+        """Return the learning rate schedule of a run of `total_steps` optimizer steps."""
         return Schedule(self.config.optim, total_steps)
 
     def to_json(self) -> dict[str, Any]:

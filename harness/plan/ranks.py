@@ -1,4 +1,4 @@
-"""Division of ranks over the axes and nodes, and of samples over data ranks."""
+"""Division of ranks over axes and nodes, and of samples over data ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DIVIDED = ("train.global_batch", "train.micro_batch", "ramp.batch_from", "ramp.
 
 
 def divide_ranks(draft: Draft) -> None:
-    """Split the ranks over the axes. If they do not divide, the plan goes on with as many as one
-    model needs, for later passes to report what else is wrong with these sizes.
+    """Divide the ranks over the axes. If they do not divide, continue with the number of ranks that
+    one model replica needs, so that later passes can report other problems.
     """
     ds, world = draft.ds, draft.world
     sizes = {key: max(1, ds.value(key)) for key in (_TENSOR, _SEQUENCE)}  # 0 means off
@@ -37,7 +37,7 @@ def divide_ranks(draft: Draft) -> None:
 
 
 def left_of(world: World, grid: Grid, *axes: Axis) -> int:
-    """Return the ranks that some axes leave to the others; all, if they do not divide them."""
+    """Return the ranks that some axes leave for the others; all ranks if they do not divide."""
     left, rest = divmod(world.world_size, prod(getattr(grid, axis) for axis in axes))
     return world.world_size if rest else left
 
@@ -55,8 +55,8 @@ def check_secondary(draft: Draft) -> None:
 
 
 def divide_batch(draft: Draft) -> None:
-    """Split a step's samples into micro-batches of data ranks."""
-    # A value of the wrong type is already reported; nobody chose the default in its place.
+    """Split a step's samples into micro-batches for the data ranks."""
+    # A value of the wrong type is already reported; its default is not the user's choice.
     if draft.ds.rejected.intersection(_BATCH_KEYS):
         return
     train = draft.config.train
@@ -71,9 +71,7 @@ def divide_batch(draft: Draft) -> None:
 
 
 def note_nodes(draft: Draft) -> None:
-    """Add an event for each axis whose neighbours are not all on one node, and for ZeRO 3 on a GPU
-    alone.
-    """
+    """Note each axis whose neighbours are not all on one node, and ZeRO 3 on a single GPU."""
     grid, local = draft.grid, draft.world.local_world_size
     alone = grid.world_size == 1 and draft.world.accelerator == "cuda"
     offload = draft.ds.value("zero_optimization.offload_param.device")
@@ -85,7 +83,7 @@ def note_nodes(draft: Draft) -> None:
         )
     if local >= grid.world_size:
         return
-    # The ranks of a group, and how many of them lie between two that follow each other in it.
+    # Ranks per group, and the stride between consecutive ranks of a group.
     groups = {
         "tensor_parallel.autotp_size": (grid.tensor, 1),
         "sequence_parallel_size": (grid.sequence, grid.tensor),

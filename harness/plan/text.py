@@ -1,4 +1,4 @@
-"""The Plan as text: what --dry-run prints."""
+"""The Plan as text: the output of --dry-run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe(plan: Plan, elsewhere: bool = False) -> str:
         counts = seen.counts()
         plan = with_counts(plan, counts)
         data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
-    except ConfigError as error:  # a note, not an error: the run may be elsewhere
+    except ConfigError as error:  # not an error: the run may be elsewhere
         data, missing = ["not readable here"], error.problems
     shortages = []
     if plan.estimate and not elsewhere:
@@ -48,8 +48,8 @@ def describe(plan: Plan, elsewhere: bool = False) -> str:
 
 
 def summary(plan: Plan, counts: Counts | None = None) -> str:
-    """Return model, layout, batch, length, learning rate and notes, one line each. `counts`: of its
-    data, perhaps roughly.
+    """Return model, layout, batch, length, learning rate and notes, one per line. `counts`: size of
+    its data, possibly approximate.
     """
     rows = [
         ("model", _model(plan)),
@@ -68,7 +68,7 @@ def summary(plan: Plan, counts: Counts | None = None) -> str:
 
 
 def settled(plan: Plan, counts: Counts, before: Plan) -> str:
-    """Return the lines of a summary that its data, now counted, changes or completes."""
+    """Return the lines of a summary that change or become known once the data is counted."""
     is_new = plan.global_batch != before.global_batch
     rows = [("batch", _batch(plan))] * is_new
     rows.append(("length", length_text(plan, steps_of(plan, counts), counts)))
@@ -80,7 +80,7 @@ def settled(plan: Plan, counts: Counts, before: Plan) -> str:
 
 
 def _events(plan: Plan, counts: Counts | None) -> list[Event]:
-    """Return the events of a plan, and those that its counted data adds."""
+    """Return the events of a plan, including those that follow from counted data."""
     if counts is None or plan.steps is not None:
         return [*plan.events]
     return [*plan.events, *length_events(plan.config, steps_of(plan, counts))]
@@ -97,7 +97,7 @@ def _memory(plan: Plan) -> tuple[str, str]:
 
 
 def row(label: str, text: str) -> str:
-    """Return a line of a summary."""
+    """Return one line of a summary."""
     return f"{label:<{_LABEL_WIDTH}}{text}"
 
 
@@ -119,7 +119,7 @@ def _parameters(plan: Plan) -> str:
 
 
 def _trained(plan: Plan, shape: Shape) -> str:
-    """Return how many parameters are trained, where some are frozen."""
+    """Return the number of trained parameters as text, if some are frozen."""
     total, adapters = num_parameters(shape), plan.config.model.lora.adapters
     if adapters is not None:
         whole = sum(tensor.numel for tensor in adapters.trained_whole(shape))
@@ -141,7 +141,7 @@ def _in_four_bits(shape: Shape, adapters: Adapters) -> str:
 
 
 def spread(plan: Plan) -> str:
-    """Return the distribution over ranks and memory, in one line."""
+    """Return the distribution over ranks and memory, on one line."""
     grid, world = plan.grid, plan.world
     device = world.gpu or world.accelerator
     axes = [f"{grid.data} data"]
@@ -204,7 +204,7 @@ def _batch(plan: Plan) -> str:
 
 
 def rows_of_a_step(plan: Plan, number: int) -> str:
-    """Return a number of what steps read: windows of packed tokens, or single examples."""
+    """Return a number of a step's rows as text: windows of packed tokens, or examples."""
     noun = "window" if plan.config.data.batching == "packed" else "example"
     return f"{number} {noun}{'s' * (number != 1)}"
 
@@ -245,7 +245,7 @@ def _ramp(plan: Plan) -> list[tuple[str, str]]:
 def _optimizer(plan: Plan) -> str:
     optim = plan.config.optim
     params = plan.deepspeed["optimizer"]["params"]
-    how = ("lr", "torch_adam", "fused")  # the rate has a line of its own, the others change nothing
+    how = ("lr", "torch_adam", "fused")  # printed elsewhere, or without effect
     values = ", ".join(f"{key} {value}" for key, value in params.items() if key not in how)
     clipping = f"gradient norm clipped at {optim.clip_norm:g}" if optim.clip_norm else "no clipping"
     if optim.clip_value is not None:

@@ -1,7 +1,7 @@
-"""Checks that the files of model.init_from are whole safetensors files, before they are opened.
+"""Checks that the files of model.init_from are complete safetensors files, before opening them.
 
-Only headers are read. transformers would open any file that an index names, even a pickle, and fail
-on a damaged file halfway through loading.
+Only headers are read. transformers would open any file that an index names, even a pickle, and
+would fail on a damaged file halfway through loading.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from harness.plan.model_config import preset_names
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # transformers' own
-_MOST_INDEX_BYTES = 2**28  # of a million tensors
+_MOST_INDEX_BYTES = 2**28  # enough for a million tensors
 _DEQUANTIZED = ("fp8", "mxfp4")
-"""Methods of quantization_config whose weights transformers makes numbers again on any device."""
-_SHOWN = 3  # of the files at fault
+"""Quantization methods whose weights transformers can dequantize on any device."""
+_SHOWN = 3  # number of bad files to show
 _CONVERT = (
     "convert it where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER)"
     ".save_pretrained(NEW_FOLDER)"
@@ -37,11 +37,10 @@ _CONVERT = (
 def weight_file_problems(source: str, named: object = None, opens: bool = False) -> list[str]:
     """Return the problems of the files that model.init_from names.
 
-    Empty for a run of the harness, whose checkpoints have checks of their own. `named`: the value
-    of transformers_weights in the model's config, which replaces the usual file. `opens`: True if
-    the files are opened next; a plan alone accepts a folder without weights and does not ask the
-    hub for an index.
-    Raises ConfigError if `source` is not a valid path.
+    Empty for a run of this harness, whose checkpoints have their own checks. `named`: the value of
+    transformers_weights in the model's config, which replaces the usual file. `opens`: True if the
+    files are opened next; a plan alone accepts a folder without weights and does not ask the hub
+    for an index. Raises ConfigError if `source` is not a valid path.
     """
     folder = user_path("model.init_from", source)
     try:
@@ -58,7 +57,7 @@ def weight_file_problems(source: str, named: object = None, opens: bool = False)
 
 
 def refuses_preset(draft: Draft) -> bool:
-    """Refuse a preset, unless the plan is made for its estimate; return True then."""
+    """Reject a preset and return True, unless the plan is made only for its estimate."""
     source = draft.config.model.init_from
     if source not in preset_names() or draft.estimating:
         return False
@@ -71,13 +70,13 @@ def refuses_preset(draft: Draft) -> bool:
 
 
 def has_checkpoints(source: str) -> bool:
-    """Return True if model.init_from names a run of the harness."""
+    """Return True if model.init_from names a run of this harness."""
     checkpoints = run_and_step(source)[0] / "checkpoints"
     return checkpoints.is_dir() and any(checkpoints.glob("step-*"))
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:
-    """Return how the weights beside a config.json are quantized; None if they are not."""
+    """Return the quantization method of the weights beside a config.json, or None."""
     quantization = config.get("quantization_config")
     if not quantization:
         return None
@@ -85,8 +84,8 @@ def quantization_of(config: Mapping[str, Any]) -> str | None:
 
 
 def check_quantization(draft: Draft) -> None:
-    """Add an event for quantized weights, which are dequantized as they are read; refuse those of
-    which transformers cannot do that.
+    """Note that quantized weights are dequantized when read; reject methods that transformers
+    cannot dequantize.
     """
     source, method = draft.config.model.init_from, quantization_of(draft.stored)
     if method is None:
@@ -162,7 +161,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _require_inside(path: Path, folder: Path) -> None:
-    """Raise Unusable for a link that leads out of its folder, except in the hub's own cache."""
+    """Raise Unusable for a link that leads out of its folder, except in the hub's cache."""
     # Unlike Path.resolve, this accepts a link to itself, which fails when the file is opened.
     base, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     blobs = base.parents[1] / "blobs" if base.parent.name == "snapshots" else base
@@ -171,7 +170,7 @@ def _require_inside(path: Path, folder: Path) -> None:
 
 
 def _hub_index(name: str) -> Path | None:
-    """Return the index of a hub model, in the local cache; None if its weights are one file."""
+    """Return a hub model's index in the local cache; None if its weights are a single file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 

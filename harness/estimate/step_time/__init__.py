@@ -1,1 +1,1 @@
-"""The time of a step, counted from the same inputs as its memory."""
+"""The time of a step, computed from the same inputs as its memory."""

@@ -1,8 +1,8 @@
-"""Rates of a site, refitted to steps that it has measured.
+"""Rates of a site, fitted to steps measured there.
 
-The numbers of the machine that a step rests on are multiplied until estimates are as near as they
-can be: the median run decides, not one that was disturbed. Each factor stays near 1 unless several
-runs ask for it, so that few runs change few numbers.
+The machine's numbers are multiplied by factors that bring estimates as close as possible. The fit
+follows the median run, so disturbed runs have little weight. A factor stays near 1 unless several
+runs require otherwise, so that few runs change few numbers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from harness.estimate.step_time.machine import (
 from harness.estimate.step_time.step import estimate_time
 
 _NEAR = 0.002
-"""Cost of a factor of e, beside a run's error of 1."""
+"""Cost of a factor of e, relative to a run's error of 1."""
 _STEPS = (0.8, 0.4, 0.2, 0.1, 0.05, 0.02)
-"""Changes of a factor's logarithm that are tried, until none makes the estimates nearer."""
+"""Changes of a factor's logarithm to try, until none improves the estimates."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run, and the seconds of its step."""
+    """A run, with the measured seconds per step."""
 
     inputs: Inputs
     seconds: float
@@ -42,35 +42,35 @@ class Measured:
 
 @dataclass(frozen=True)
 class Site:
-    """Numbers of a machine, multiplied by what a site's runs ask for."""
+    """A machine's numbers, with factors fitted to a site's runs."""
 
     gpu: str | None
-    """Its key in gpus.toml; None where ranks compute on the CPU."""
+    """Its key in gpus.toml; None if ranks compute on the CPU."""
     precision: Precision
     cores: int
-    """Of a node, where ranks compute on the CPU."""
+    """Cores per node, if ranks compute on the CPU."""
     factors: dict[str, float]
     runs: int
     median_error: float
-    """Of the runs that it was fitted to."""
+    """Median error of the runs it was fitted to."""
 
     def problem(self, gpu: str | None, precision: Precision) -> str | None:
-        """Return why its rates are not those of such ranks; None if they are."""
+        """Return why its rates do not apply to such ranks; None if they do."""
         return other_machine((self.gpu, self.precision), (gpu, precision))
 
     def machine(self, like: Machine | None, ranks_per_node: int) -> Machine:
-        """Return the site's machine, for runs of which it has no `problem`. `like`: its GPUs as the
-        tables have them; None for ranks on the CPU.
+        """Return the site's machine, for runs for which `problem` is None. `like`: its GPUs as in
+        the tables; None for ranks on the CPU.
         """
         return refined(like or cpu_machine(ranks_per_node, self.cores), self.factors)
 
     def write(self, path: Path) -> None:
-        """Write the file that `read` takes."""
+        """Write a file for `read`."""
         path.write_text(json.dumps({"site": asdict(self)}, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Site:
-        """Return the site of a file. Raises ValueError for anything else."""
+        """Return the site stored in a file. Raises ValueError for any other file."""
         try:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["site"]
             site = cls(**values)
@@ -84,11 +84,11 @@ class Site:
 
 
 def calibrated(runs: Sequence[Measured], machine_of: Mapping[int, Machine], cores: int) -> Site:
-    """Return the site of measured runs, all on such GPUs (or CPUs) and in such a precision as the
-    first. `machine_of`: the machine by ranks of a node.
+    """Return the site fitted to measured runs, which all use the same GPUs (or CPUs) and precision
+    as the first. `machine_of`: the machine by ranks per node.
     """
     first = next(iter(machine_of.values()))
-    logs = {name: 0.0 for name in FITTED if getattr(first, name)}  # a multiple of 0 is 0
+    logs = {name: 0.0 for name in FITTED if getattr(first, name)}  # 0 cannot be scaled
 
     def errors(logs: Mapping[str, float]) -> list[float]:
         factors = {name: exp(value) for name, value in logs.items() if value}
@@ -101,7 +101,7 @@ def calibrated(runs: Sequence[Measured], machine_of: Mapping[int, Machine], core
     def cost(logs: Mapping[str, float]) -> float:
         far = sum(
             map(abs, errors(logs))
-        )  # not squared: like a median, a fit then ignores a few runs that are far off
+        )  # not squared: like a median, the fit ignores a few outliers
         return far + _NEAR * sum(value * value for value in logs.values())
 
     least = cost(logs)

@@ -1,8 +1,8 @@
-"""Seconds of the exchanges between ranks, by the links that they take.
+"""Times of exchanges between ranks, by the links that they use.
 
-Rings, as NCCL's: each rank sends (n - 1) / n of the whole once for an all-gather or a
+Assumes rings, as in NCCL: each rank sends (n - 1) / n of the whole once for an all-gather or a
 reduce-scatter, and twice for an all-reduce (Patarasuk and Yuan, 2009). Between nodes a ring enters
-and leaves each node once, and all of a node's network cards carry it.
+and leaves each node once, carried by all of the node's network cards.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from harness.estimate.step_time.machine import Machine
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other, and how they lie on nodes."""
+    """Ranks that communicate, and their placement on nodes."""
 
     size: int
     nodes: int
-    """Nodes that the group spans."""
+    """Number of nodes that the group spans."""
     sharing: int
-    """Groups of the same kind on a node, which share its network."""
+    """Number of groups of the same kind that share a node's network."""
 
     @classmethod
     def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
@@ -34,15 +34,15 @@ class Group:
         return cls(size, nodes, max(1, min(stride, gpus_per_node)))
 
     def rate(self, machine: Machine) -> float:
-        """Bytes a second that pass each point of the group's ring."""
+        """Return the bytes per second at each point of the group's ring."""
         if self.nodes == 1:
             return machine.link_rate
         node = machine.network_rate * machine.gpus_per_node / self.sharing
         return min(machine.link_rate, node) if self.size > self.nodes else node
 
     def gather(self, size: float, machine: Machine, calls: int = 1) -> float:
-        """Seconds in which every rank gets a whole of `size` bytes, of which each had a part, in
-        so many collectives; as long as a reduce-scatter of so many.
+        """Return the seconds to gather `size` bytes on every rank, each of which has a part, in
+        `calls` collectives. A reduce-scatter takes as long.
         """
         if self.size == 1:
             return 0.0
@@ -50,11 +50,11 @@ class Group:
         return calls * self._latency(machine) + sent / self.rate(machine)
 
     def reduce(self, size: float, machine: Machine) -> float:
-        """Seconds of an all-reduce."""
+        """Return the seconds of an all-reduce."""
         return 2 * self.gather(size, machine)
 
     def exchange(self, size: float, machine: Machine) -> float:
-        """Seconds of an all-to-all of which each rank sends `size` bytes, its own part included."""
+        """Return the seconds of an all-to-all of `size` bytes per rank, its own part included."""
         if self.size == 1:
             return 0.0
         within = min(self.size, max(1, self.size // self.nodes))
@@ -63,47 +63,47 @@ class Group:
         return self._latency(machine) + max(near, far)
 
     def _latency(self, machine: Machine) -> float:
-        """A ring's: each of its steps between neighbours, of which some are on other nodes."""
+        """Return the latency of a ring: its steps between neighbours, some on other nodes."""
         far = self.nodes - 1
         return (self.size - 1 - far) * machine.link_latency + far * machine.network_latency
 
 
 OVERLAPPED = 0.85
-"""Share of a collective that hides behind computation where there is enough of it."""
+"""Share of a collective that is hidden behind computation if there is enough of it."""
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Seconds of a micro-batch's collectives that ZeRO has no part in, on one rank."""
+    """Seconds per micro-batch of the collectives that ZeRO does not affect, on one rank."""
 
     tensor: float
     """Sums over tensor-parallel ranks; nothing is computed meanwhile."""
     sequence: float
     """All-to-alls around attention."""
     expert: float
-    """Tokens to experts and back."""
+    """Tokens to their experts and back."""
     stages: float
     """Hidden states and gradients between pipeline stages."""
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """Seconds of ZeRO's collectives and copies on one rank; micro-batches decide none of them."""
+    """Seconds of ZeRO's collectives and copies on one rank, independent of micro-batches."""
 
     weights: float
-    """Of a micro-batch: weights that ZeRO 3 gathers, much of it behind computation."""
+    """Per micro-batch: weights that ZeRO 3 gathers, mostly hidden behind computation."""
     gradients: float
-    """Of a micro-batch: gradients that are reduced as they come."""
+    """Per micro-batch: gradients reduced as they are computed."""
     last: float
-    """Of a step: gradients that are reduced at its end."""
+    """Per step: gradients reduced at its end."""
     updated: float
-    """Of a step: weights that ZeRO 1 and 2 gather after the optimizer."""
+    """Per step: weights that ZeRO 1 and 2 gather after the optimizer."""
 
 
 def exchanges(inputs: Inputs, machine: Machine, again: float) -> Exchanges:
-    """Return the exchanges of one rank of the stage that `inputs` is.
+    """Return the exchanges of one rank on the stage of `inputs`.
 
-    `again`: share of the layers whose forward pass is computed again.
+    `again`: share of the layers whose forward pass is recomputed.
     """
     return Exchanges(
         tensor=_tensor(inputs, machine, again),
@@ -114,8 +114,8 @@ def exchanges(inputs: Inputs, machine: Machine, again: float) -> Exchanges:
 
 
 def reductions(inputs: Inputs, machine: Machine) -> Reductions:
-    """Return the reductions of one rank of the stage that `inputs` is: ZeRO 1 and 2 add up whole
-    gradients on every rank, as traffic.py counts them.
+    """Return the reductions of one rank on the stage of `inputs`. ZeRO 1 and 2 all-reduce whole
+    gradients, as traffic.py counts them.
     """
     grid, zero = inputs.grid, inputs.zero
     node, e = inputs.gpus_per_node, inputs.element_bytes
@@ -139,7 +139,7 @@ def reductions(inputs: Inputs, machine: Machine) -> Reductions:
         last = data.reduce(gradient_bytes, machine)
     else:
         last = data.reduce(gradient_bytes, machine)
-    if zero.offload_param != "device":  # a rank's part comes from its host, forward and backward
+    if zero.offload_param != "device":  # a rank's shard comes from its host, forward and backward
         gather += 2 * weights * e / inputs.shards / machine.host_link_rate
     if zero.offload_optimizer != "device":
         reduce += gradient_bytes / inputs.shards / machine.host_link_rate
@@ -172,7 +172,7 @@ def _expert(inputs: Inputs, machine: Machine, again: float) -> float:
 
 
 def _stages(inputs: Inputs, machine: Machine) -> float:
-    """Hidden states come and go, their gradients, too: what a stage in the middle waits for."""
+    """Return how long a middle stage waits to receive and send hidden states and gradients."""
     grid = inputs.grid
     if grid.pipeline == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""Seconds of a whole run: evaluations and saves beside its steps, failures, cost."""
+"""Times of a whole run: steps, evaluations, saves, failures; and its cost."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from harness.estimate.host import checkpoint_bytes
 from harness.estimate.step_time.step import StepTime
 
 DISK_GB_PER_S = 2.0
-"""10**9 bytes a second that a node writes of a save; nobody measured yours."""
+"""Write rate of a node's checkpoint storage in 10**9 bytes per second; a guess."""
 _COMPUTED = ("products", "attention", "serial", "elements", "launches")
 _MOVED = ("tensor", "sequence", "expert", "stages", "weights")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Evaluations and saves of a run. Batches are read ahead, and cost nothing."""
+    """Evaluations and saves of a run. Batches are prefetched and cost nothing."""
 
     evaluations: int
     evaluation_seconds: float
-    """Of each: the forward passes of the held-out samples, a third of a step's computation and half
-    of its exchanges for each."""
+    """Per evaluation: the forward passes of the held-out samples, each a third of a step's
+    computation and half of its exchanges."""
     saves: int
-    """0 where the run config does not say how often."""
+    """0 if the run config does not set the interval."""
     save_seconds: float
-    """Of each that training waits: all of its bytes on their way to the disks, or those of a GPU to
-    the host where saves go on in the background (save.async)."""
+    """Seconds per save during which training waits: for writing all bytes to disk or, with
+    save.async, for copying a GPU's bytes to the host."""
     save_bytes: int
 
     @classmethod
@@ -39,7 +39,7 @@ class Beside:
         save_every: int,
         disk_gb_per_s: float = DISK_GB_PER_S,
     ) -> Beside:
-        """Return those of a run of so many steps. `evaluate`: (eval.every, eval.samples)."""
+        """Return those of a run of `steps` steps. `evaluate`: (eval.every, eval.samples)."""
         run, (every, samples) = step.inputs, evaluate
         batches = ceil(samples / run.micro_batch / run.grid.data) + run.grid.pipeline - 1
         size, gpus = checkpoint_bytes(run), run.grid.world_size
@@ -57,17 +57,17 @@ class Beside:
 
     @property
     def seconds(self) -> float:
-        """Of all evaluations and of the saves that the run config asks for."""
+        """Seconds of all evaluations and of the saves that the run config asks for."""
         return self.evaluating + self.saves * self.save_seconds
 
     @property
     def evaluating(self) -> float:
-        """Of all evaluations."""
+        """Seconds of all evaluations."""
         return self.evaluations * self.evaluation_seconds
 
     @property
     def save_text(self) -> str:
-        """A save in a few words."""
+        """Size and time of a save, as text."""
         return f"{self.save_bytes / GIB:,.1f} GiB in {self.save_seconds:,.1f} s"
 
 
@@ -81,25 +81,25 @@ def forward_seconds(step: StepTime) -> float:
 HOUR = 3600.0
 DAY = 24 * HOUR
 MTBF_GPU_HOURS = 50_000.0
-"""GPU-hours between failures that end a job: 419 unexpected ones in 54 days on 16,384 GPUs
+"""GPU-hours between failures that end a job: 419 unexpected interruptions in 54 days on 16,384 GPUs
 (arXiv 2407.21783, section 3.3.4)."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """So many steps of so many seconds on so many GPUs."""
+    """A run's steps on its GPUs, with saves and failures."""
 
     seconds: float
-    """Of steps and evaluations, without saves and failures."""
+    """Seconds of steps and evaluations, without saves and failures."""
     gpus: int
     watts: float
-    """Of one GPU; hosts, network and cooling are not counted."""
+    """Power of one GPU; hosts, network and cooling are not counted."""
     save_seconds: float = 60.0
-    """A save stops training so long."""
+    """Seconds that training waits per save."""
     saves: int = 0
-    """How many the run config asks for; 0: as many as lose least."""
+    """Number of saves in the run config; 0: the number that loses the least time."""
     restart_seconds: float = 600.0
-    """From a failure to the next step, what is computed again left out."""
+    """Seconds from a failure to the next step, without recomputed steps."""
 
     @property
     def days(self) -> float:
@@ -113,17 +113,17 @@ class Job:
 
     @property
     def energy_kwh(self) -> float:
-        """Energy of the GPUs under load, kWh."""
+        """Energy of the GPUs under load, in kWh."""
         return self.gpu_hours * self.watts / 1000
 
     @property
     def failure_seconds(self) -> float:
-        """Mean time between failures of the job, seconds."""
+        """Mean time between failures of the job, in seconds."""
         return MTBF_GPU_HOURS * HOUR / self.gpus
 
     @property
     def save_every_seconds(self) -> float:
-        """The interval between saves: the run config's, or that which loses least,
+        """Seconds between saves: as in the run config, or the interval that loses the least time,
         sqrt(2 x save x time between failures) (Young 1974, Daly 2006).
         """
         if self.saves:
@@ -132,11 +132,11 @@ class Job:
 
     @property
     def days_with_failures(self) -> float:
-        """Days with saves, and with failures that each cost a restart and half an interval."""
+        """Days including saves, and failures that each cost a restart and half an interval."""
         saves = self.save_seconds / self.save_every_seconds
         lost = (self.restart_seconds + self.save_every_seconds / 2) / self.failure_seconds
         return self.days * (1 + saves) / max(0.01, 1 - lost)
 
     def cost(self, price: float) -> float:
-        """Return the cost at a price for a GPU-hour, with failures."""
+        """Return the cost at a price per GPU-hour, with failures."""
         return self.days_with_failures * 24 * self.gpus * price

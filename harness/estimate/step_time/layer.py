@@ -1,4 +1,4 @@
-"""Seconds of one micro-batch in the parts of a model, forward and backward."""
+"""Times of one micro-batch in the parts of a model, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def product_seconds(
 ) -> float:
     """Return the seconds of (rows x depth) @ (depth x columns).
 
-    Multiprocessors compute tiles in waves, of which the last may be partly empty (NVIDIA, "Matrix
-    Multiplication Background User's Guide", sections 3 and 4); a small product takes as long as
-    its operands take to be read and its result to be written, and none less than a kernel does
-    that has nothing to do. tests/estimate/test_published_throughput.py compares published rates.
+    Multiprocessors compute tiles in waves, and the last wave may be partly empty (NVIDIA, "Matrix
+    Multiplication Background User's Guide", sections 3 and 4). A small product is limited by
+    memory: reading its operands and writing its result. Every product takes at least as long as an
+    empty kernel. tests/estimate/test_published_throughput.py compares with published rates.
     """
     tiles = ceil(rows / TILE) * ceil(columns / TILE)
     full = tiles / machine.multiprocessors
@@ -36,44 +36,44 @@ def product_seconds(
 
 
 FORWARD_PASSES = 1.9
-"""Times that the forward pass moves the bytes that it saves: written once, read by the next
-operation, and what is not saved."""
+"""How often the forward pass moves the bytes that it saves: written once, read by the next
+operation, plus what is not saved."""
 BACKWARD_PASSES = 3.1
-"""Times that the backward pass moves them: read with a gradient as large, which is written."""
+"""How often the backward pass moves them: read, with a gradient as large, which is written."""
 RMS_NORM_BYTES = (26, 52)
-"""Bytes moved for each element of an RMSNorm that is no kernel of its own, forward and backward,
-beside those of what it saves: written out, it is cast to fp32, squared, averaged, multiplied, cast
-back and multiplied, 36 bytes forward and twice that backward, of which the passes count 10 and 20.
-Runs with and without such a kernel (arXiv 2311.05610, torchtitan) are 8 to 14 % apart."""
+"""Bytes moved per element of an unfused RMSNorm, forward and backward, in addition to those of what
+it saves: it is cast to fp32, squared, averaged, multiplied, cast back and multiplied, 36 bytes
+forward and twice that backward, of which the passes above count 10 and 20. Runs with and without a
+fused kernel (arXiv 2311.05610, torchtitan) differ by 8 to 14 %."""
 FUSED = 0.67
-"""Share of these passes that is left where layers are compiled."""
+"""Share of these passes that remains if layers are compiled."""
 ATTENTION_BACKWARD = 2.5
-"""Operations of attention's backward pass, times the forward pass: five products for two
-(arXiv 2307.08691, section 3.1.2)."""
+"""Operations of attention's backward pass relative to the forward pass: five products instead of
+two (arXiv 2307.08691, section 3.1.2)."""
 LOGIT_BYTES = 26
-"""Bytes moved for each logit: cast to fp32, log-softmax, its gradient, cast back."""
+"""Bytes moved per logit: cast to fp32, log-softmax, its gradient, cast back."""
 STEP_SECONDS = 5.0e-6
-"""Of one token's step in cuDNN's kernels of a recurrent cell, at least: nobody measured it here."""
+"""Minimum seconds per token in cuDNN's kernels for recurrent cells; a guess, not measured here."""
 LAUNCH_SECONDS = 1.6e-3
-"""Of the host for a Llama layer's forward pass; as much again and a half for the backward pass:
-4.0 ms in all on a virtual machine with an H200, 17 microseconds for each of 240 kernels
+"""Host seconds to launch a Llama layer's forward pass; the backward pass takes 1.5 times as long:
+4.0 ms in total on a virtual machine with an H200, 17 microseconds for each of 240 kernels
 (tests/estimate/measured_h200.toml, models of 4 and 16 layers)."""
 FUSED_LAUNCH = 0.4
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a GPU that a part of the model takes for a micro-batch."""
+    """Seconds of a micro-batch in one part of the model."""
 
     products: float = 0.0
     attention: float = 0.0
     serial: float = 0.0
-    """Of recurrent cells, whose tokens wait for each other."""
+    """Recurrent cells, whose tokens wait for each other."""
     elements: float = 0.0
     launches: float = 0.0
-    """Beyond the GPU's own work: the host launches kernels more slowly than they run."""
+    """Time beyond the GPU's own work, when the host launches kernels more slowly than they run."""
     idle: float = 0.0
-    """Of the host in layers, while the GPU is at work; of nobody's time, and in no sum."""
+    """Host time left while the GPU computes the layers; not part of any sum."""
 
     @property
     def total(self) -> float:
@@ -81,7 +81,7 @@ class Seconds:
         return self.products + self.attention + self.serial + self.elements + self.launches
 
     def times(self, factor: float) -> Seconds:
-        """Return the seconds of so many such passes."""
+        """Return the seconds of `factor` such passes."""
         return Seconds(
             self.products * factor,
             self.attention * factor,
@@ -104,14 +104,14 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of the forward pass, of the backward pass, and of what that computes again."""
+    """Seconds of the forward pass, the backward pass, and recomputation."""
 
     forward: Seconds
     backward: Seconds
     again: Seconds = Seconds()
 
     def times(self, factor: float) -> Passes:
-        """Return the seconds of so many such parts."""
+        """Return the seconds of `factor` such parts."""
         return Passes(*(seconds.times(factor) for seconds in vars(self).values()))
 
     def __add__(self, other: Passes) -> Passes:
@@ -121,8 +121,8 @@ class Passes:
 
 
 def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
-    """Return the seconds of decoder layer `index` of what `inputs` has here, without what is
-    computed again: that is the caller's, who knows which layers do so.
+    """Return the seconds of decoder layer `index` of this stage, without recomputation; the caller
+    knows which layers recompute.
     """
     tensors = inputs.shape.body.layers[index]
     products = _experts(inputs, tensors, machine) + sum(
@@ -165,7 +165,7 @@ def head_passes(inputs: Inputs, machine: Machine) -> Passes:
 
 
 def _written_out(inputs: Inputs, tensors: tuple[Tensor, ...]) -> int:
-    """Return the elements of a token in a layer's RMSNorms that have no kernel of their own."""
+    """Return the elements per token in a layer's unfused RMSNorms."""
     if inputs.fused or inputs.shape.family.layer_norm:
         return 0
     hidden = inputs.shape.hidden_size
@@ -173,8 +173,8 @@ def _written_out(inputs: Inputs, tensors: tuple[Tensor, ...]) -> int:
 
 
 def _dequantized(inputs: Inputs, tensors: tuple[Tensor, ...]) -> float:
-    """Return the bytes moved before products with weights in 4 bits: read, and written in the run's
-    precision.
+    """Return the bytes moved to dequantize 4-bit weights before products: read, and written in the
+    run's precision.
     """
     if (own := inputs.quantization) is None:
         return 0.0
@@ -183,8 +183,8 @@ def _dequantized(inputs: Inputs, tensors: tuple[Tensor, ...]) -> float:
 
 
 def _backward_products(inputs: Inputs) -> int:
-    """Products of the backward pass for one of the forward pass: the gradients of inputs and of
-    weights, which frozen ones beside adapters have not.
+    """Return the products of the backward pass per product of the forward pass: gradients of inputs
+    and of weights; with adapters, frozen weights have no gradient.
     """
     return 2 if inputs.adapters is None else 1
 
@@ -202,11 +202,11 @@ def is_serial(tensor: Tensor) -> bool:
 
 
 def _serial(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> tuple[float, float]:
-    """Return the seconds of a pass in which each token of a sample waits for the one before, and of
-    the sum over tokens that is the matrix's gradient.
+    """Return the seconds of a pass in which each token of a sample waits for the previous one, and
+    of the sum over tokens that gives the matrix's gradient.
 
-    cuDNN's kernels go through the tokens without the host; a step takes as long as a product of all
-    samples' states takes, and no less than a kernel.
+    cuDNN's kernels step through the tokens without the host. A step takes as long as a product for
+    all samples' states, and at least as long as a kernel.
     """
     each = sum_ = 0.0
     for tensor in filter(is_serial, tensors):
@@ -218,9 +218,9 @@ def _serial(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> tu
 
 
 def _moved(inputs: Inputs, index: int) -> float:
-    """Return the bytes that operations on elements save of a layer. Of a state that was traced
-    through reference code these are those that its kernels read and write: both sides of each
-    product and convolution.
+    """Return the bytes that elementwise operations save for a layer. For a state traced through
+    reference code, return what its kernels read and write: both sides of each product and
+    convolution.
     """
     saved = layer_activations(inputs, index).total
     tensors = inputs.shape.body.layers[index]
@@ -238,7 +238,7 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 
 
 def _experts(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> float:
-    """Return the seconds of the experts of a layer here, of which each gets as many tokens."""
+    """Return the seconds of a layer's experts on this rank, each with equally many tokens."""
     elements = sum(tensor.numel for tensor in tensors if tensor.kind == "experts")
     shape, ranks = inputs.shape, inputs.grid.expert
     if not elements:
@@ -263,8 +263,8 @@ def _experts(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> f
 def _attention(inputs: Inputs, index: int) -> float:
     """Return the operations of a layer's attention in the forward pass of a micro-batch.
 
-    A token sees half of the sequence on average, or of its document where kernels are told where
-    documents begin, and no more than a sliding window; with divided rows a rank has its heads of
+    A token sees half of the sequence on average (or of its document, if kernels get document
+    bounds), limited by a sliding window. With sequence parallelism a rank computes its heads for
     all tokens.
     """
     width = attention_width(inputs.shape, inputs.shape.body.layers[index])
@@ -275,7 +275,7 @@ def _attention(inputs: Inputs, index: int) -> float:
         half = min(half, inputs.seen_tokens)
     context = kind.keys(sizes, half)
     if inputs.attention == "eager" or (inputs.document_mask and inputs.attention == "sdpa"):
-        context = inputs.seq_len  # a mask is applied, nothing is left out
+        context = inputs.seq_len  # masked positions are still computed
     if window is not None:
         context = min(context, window)
     return 4.0 * inputs.tokens * context * width

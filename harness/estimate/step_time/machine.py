@@ -1,4 +1,4 @@
-"""The machine that a step runs on: how fast its GPUs, links and hosts really are."""
+"""The machine that a step runs on: rates that its GPUs, links and hosts reach."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ _RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one GPU, of the links between GPUs, and of the host's share for each GPU."""
+    """Rates of one GPU, of the links between GPUs, and of each GPU's share of the host."""
 
     peak_flops: float
-    """Dense matrix products in the model's precision, a second."""
+    """Peak of dense matrix products in the model's precision, per second."""
     products: float
     """Share of the peak that large matrix products reach."""
     attention: float
     """Share of the peak that fused attention reaches."""
     memory_rate: float
-    """Bytes of GPU memory that operations on elements read and write a second."""
+    """Bytes of GPU memory per second that elementwise operations read and write."""
     multiprocessors: int
     link_rate: float
-    """Bytes a second that a collective moves between GPUs of a node, one direction."""
+    """Bytes per second that a collective moves between GPUs of a node, in one direction."""
     network_rate: float
-    """Bytes a second of a node's network for each of its GPUs, one direction."""
+    """Bytes per second of a node's network per GPU, in one direction."""
     watts: float
     gpus_per_node: int
     evidence: RateEvidence
     rate_evidence: tuple[tuple[str, RateEvidence], ...] = ()
-    """Evidence of rates by their names here; that of all others is guessed."""
+    """Evidence for rates, by field name; any other rate is guessed."""
     link_latency: float = 2e-6
     """Seconds of one step of a collective within a node."""
     network_latency: float = 8e-6
     """Seconds of one step of a collective between nodes."""
     host_memory_rate: float = 20e9
-    """Bytes of host memory a second for each GPU: those of a node share it."""
+    """Bytes of host memory per second and GPU; the GPUs of a node share it."""
     host_link_rate: float = 20e9
-    """Bytes a second between a GPU and its host: PCIe 4.0 x16, of whose 32 GB/s 20 are reached."""
+    """Bytes per second between a GPU and its host: PCIe 4.0 x16 reaches 20 of its 32 GB/s."""
     nvme_rate: float = 2e9
-    """Bytes a second to or from a node's drives for each GPU."""
+    """Bytes per second and GPU to or from a node's drives."""
     launch_scale: float = 1.0
-    """Seconds of the host to launch a layer's kernels, in units of a usual host's."""
+    """Host time to launch a layer's kernels, relative to a typical host."""
     step_seconds: float = 0.0
-    """Seconds of the host for each step, whatever the layout."""
+    """Host seconds per step, for any layout."""
     gathered_layer_seconds: float = 0.0
-    """Seconds of the host for each layer that ZeRO 3 gathers or reduces."""
+    """Host seconds per layer that ZeRO 3 gathers or reduces."""
     partial_wave: float = 1.0
-    """What the empty part of a product's last wave costs, of what it would cost if it were full."""
+    """Cost of the empty part of a product's last wave, relative to a full one."""
     flash_attention_3: float = 1.0
-    """Times as fast as `attention` that flash-attn 3 and later are."""
+    """Speed of flash-attn 3 and later, relative to `attention`."""
     kernel_seconds: float = 0.0
-    """Seconds of a kernel that has nothing to do."""
+    """Seconds of an empty kernel."""
     is_asynchronous: bool = True
-    """True if the device computes while the host goes on and collectives move."""
+    """True if the device computes while the host continues and collectives run."""
 
 
 def machine_of(
@@ -68,9 +68,10 @@ def machine_of(
     precision: Precision,
     network_gb_per_s: float | None = None,
 ) -> Machine:
-    """Return the machine of GPUs by name. Raises ValueError for a GPU that is not known.
+    """Return a machine with GPUs by name. Raises ValueError for an unknown GPU.
 
-    `network_gb_per_s`: of one GPU's share of its node's network, 10**9 bytes in one direction.
+    `network_gb_per_s`: one GPU's share of its node's network, 10**9 bytes per second, one
+    direction.
     """
     device = find_gpu(gpu)
     key = next(key for key, each in GPUS.items() if each is device)
@@ -97,9 +98,9 @@ def machine_of(
 
 
 def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
-    """Return the machine with the rates that `tools/preflight.py --json` measured on it: "rates".
+    """Return the machine with rates measured on it: the "rates" of `tools/preflight.py --json`.
 
-    Raises ValueError for what is none.
+    Raises ValueError for anything else.
     """
     try:
         products, nodes = float(rates["matmul_tflops"]) * 1e12, int(rates["nodes"])
@@ -124,7 +125,7 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
 
 
 def _with_measured(machine: Machine, rates: Iterable[str]) -> tuple[tuple[str, RateEvidence], ...]:
-    """Return the evidence of a machine's rates, of which these were measured."""
+    """Return the evidence for a machine's rates after these were measured."""
     measured: dict[str, RateEvidence] = dict.fromkeys(rates, "measured")
     return tuple((dict(machine.rate_evidence) | measured).items())
 
@@ -132,8 +133,8 @@ def _with_measured(machine: Machine, rates: Iterable[str]) -> tuple[tuple[str, R
 def other_machine(
     measured_on: tuple[str | None, str], planned: tuple[str | None, str]
 ) -> str | None:
-    """Return why rates of one kind of machine are not another's; None if they are. Each is a GPU,
-    None for ranks on the CPU, and a precision.
+    """Return why rates of one kind of machine do not apply to another; None if they do. Each kind
+    is a GPU (None for ranks on the CPU) and a precision.
     """
     if measured_on == planned:
         return None
@@ -142,8 +143,8 @@ def other_machine(
 
 
 def cpu_machine(ranks: int, cores: int) -> Machine:
-    """Return a machine whose ranks compute on the CPU, a thread each: guesses, to be fitted to a
-    site's own runs (calibration.py).
+    """Return a machine whose ranks compute on the CPU, one thread each. Its numbers are guesses, to
+    be fitted to a site's own runs (calibration.py).
     """
     share = min(1.0, cores / ranks)
     return Machine(
@@ -169,12 +170,12 @@ def cpu_machine(ranks: int, cores: int) -> Machine:
 
 
 def refined(machine: Machine, factors: Mapping[str, float]) -> Machine:
-    """Return the machine with some of its numbers multiplied. Raises ValueError for others."""
+    """Return the machine with some of its numbers multiplied. Raises ValueError for other names."""
     unknown = {*factors} - {*FITTED}
     if unknown or not all(0 < factor < float("inf") for factor in factors.values()):
         raise ValueError(f"factors that are none of {', '.join(FITTED)}: {dict(factors)}")
     changes = {name: getattr(machine, name) * factor for name, factor in factors.items()}
-    evidence = _with_measured(machine, factors)  # a rate that runs did not move is as it was
+    evidence = _with_measured(machine, factors)  # rates that were not refitted keep their evidence
     return replace(machine, evidence="measured", rate_evidence=evidence, **changes)
 
 
@@ -183,20 +184,20 @@ FITTED = (
     *("host_memory_rate", "host_link_rate", "launch_scale", "step_seconds"),
     "gathered_layer_seconds",
 )
-"""Numbers that a site's runs refit."""
+"""Numbers that a site's runs can refit."""
 _LISTED = ("products", "attention", "memory_rate", "link_rate", "network_rate")
-"""Numbers that rates.toml has of a GPU."""
+"""Numbers that rates.toml has for a GPU."""
 HOST_MEMORY_RATE = 160e9
-"""Bytes of a node's host memory a second that DeepSpeed's Adam reaches on all of its cores, which
-its ranks share: 20 GB/s for each of eight H200 or B200 (the bekman-2026 rows of
-tests/estimate/published/throughput.csv), 117 GB/s of a DGX-2 (arXiv 2101.06840, table 4: 10**10
+"""Bytes of host memory per second that DeepSpeed's Adam reaches on all cores of a node, shared by
+its ranks: 20 GB/s for each of eight H200 or B200 (the bekman-2026 rows of
+tests/estimate/published/throughput.csv); 117 GB/s on a DGX-2 (arXiv 2101.06840, table 4: 10**10
 weights in 2.57 s, 30 bytes each)."""
 NETWORK_REACHED = 0.8
 """Share of a network's rate that collectives reach."""
 
 
 def rates_of(key: str) -> dict[str, Any]:
-    """Return the rates of a GPU, with those that it has like another's."""
+    """Return the rates of a GPU, including those that it inherits from another."""
     own = dict(_RATES.get(key, {}))
     like = own.pop("like", None)
     return {**(rates_of(like) if like else _RATES["default"]), **own}

@@ -1,4 +1,4 @@
-"""A step as a timeline of the rank that takes longest, and which term rules it.
+"""A step as a timeline of the slowest rank, and the term that dominates it.
 
 seconds = micro-batches x (forward + backward + again + exchanges) + fill of the pipeline
           + reduction of gradients + optimizer + gathering of weights
@@ -29,9 +29,9 @@ _STATES = {"adam": 2, "adamw": 2, "lion": 1, "muon": 1, "sgd": 0, "adafactor": 1
 
 
 def optimizer_seconds(inputs: Inputs, machine: Machine) -> float:
-    """Return the seconds of the step on one rank, copies between host and GPU included.
+    """Return the seconds of the optimizer on one rank, including copies between host and GPU.
 
-    Read and written are the weights in fp32 and each state; read are gradients, written weights.
+    It reads and writes fp32 weights and every state, reads gradients, and writes model weights.
     """
     zero = inputs.zero
     shards = inputs.shards if zero.stage else 1
@@ -62,15 +62,15 @@ _RATES = {
     "bubble": _COMPUTED,
     "host": ("step_seconds",),
 }
-"""Rates that a term rests on, whatever the layout."""
+"""Rates that determine a term, for any layout."""
 _EXCHANGES = {"tensor", "sequence", "expert", "stages", "weights", "gradients"}
 
 
 def terms_evidence(
     terms: Iterable[str], inputs: Inputs, machine: Machine
 ) -> dict[str, RateEvidence]:
-    """Return the weakest evidence of the rates of each term, by key of step.TERMS."""
-    # Of recurrent kernels no run was compared.
+    """Return the weakest evidence for each term's rates, by key of TERMS."""
+    # Recurrent kernels were never compared with a run.
     guessed = {"serial", *(("elements", "again", "bubble") if has_states(inputs) else ())}
     evidence = dict(machine.rate_evidence)
     return {
@@ -82,13 +82,13 @@ def terms_evidence(
 
 
 def has_states(inputs: Inputs) -> bool:
-    """Return whether layers carry a state from token to token."""
-    distinct = {id(layer): layer for layer in inputs.shape.body.layers}  # thousands are asked
+    """Return True if layers carry a state from token to token."""
+    distinct = {id(layer): layer for layer in inputs.shape.body.layers}  # called thousands of times
     return any(tensor.kind == "states" for layer in distinct.values() for tensor in layer)
 
 
 def _rates(term: str, inputs: Inputs) -> tuple[str, ...]:
-    """Return the names of a term's rates, fields of Machine."""
+    """Return the names of a term's rates, which are fields of Machine."""
     if term in _EXCHANGES:
         crosses = inputs.grid.world_size > inputs.gpus_per_node
         hosts = term in ("weights", "gradients") and _uses_host(inputs)
@@ -109,8 +109,8 @@ def _uses_host(inputs: Inputs) -> bool:
 
 
 HOOK_SECONDS = {True: (4.0e-3, 0.0), False: (6.9e-3, 6.4e-3)}
-"""Of the host for ZeRO 3's hooks on a Llama layer beside its launches, forward and backward: where
-a layer is gathered as a whole, and where it is module by module; measured as LAUNCH_SECONDS."""
+"""Host seconds of ZeRO 3's hooks on a Llama layer, besides its launches, forward and backward: for
+layers gathered as a whole (True) and module by module (False); measured as LAUNCH_SECONDS."""
 
 TERMS = {
     "products": "matrix products",
@@ -129,37 +129,37 @@ TERMS = {
     "bubble": "waiting for other stages",
     "host": "the host's own",
 }
-"""Terms of a step, and what they are called."""
+"""Terms of a step, with the names shown to users."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step, on the pipeline stage that takes longest."""
+    """Seconds of an optimizer step on the slowest pipeline stage."""
 
     inputs: Inputs
     machine: Machine
     terms: dict[str, float]
-    """Seconds by key of TERMS, of what nothing else hides."""
+    """Seconds that nothing else hides, by key of TERMS."""
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return sum(self.terms.values())
 
     @property
     def bound(self) -> str:
-        """The term that takes most."""
+        """The term that takes longest."""
         return max(self.terms, key=lambda term: self.terms[term])
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, of all ranks."""
+        """Tokens per step, over all ranks."""
         run = self.inputs
         return run.micro_batch * run.grad_accum * run.grid.data * run.seq_len
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Tokens a second of one GPU."""
+        """Tokens per second and GPU."""
         return self.tokens / self.seconds / self.inputs.grid.world_size
 
     @property
@@ -173,15 +173,15 @@ class StepTime:
 
     @property
     def evidence(self) -> str:
-        """The evidence of the time: of the machine's rates, but guessed where layers carry a state
-        from token to token, of which no run was compared.
+        """The evidence for the machine's rates; "guessed" if layers carry a state from token to
+        token, which was never compared with a run.
         """
         if self.machine.evidence != "measured" and has_states(self.inputs):
             return "guessed"
         return self.machine.evidence
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values under stable keys; seconds and tokens."""
+        """Return plain values under stable keys, in seconds and tokens."""
         shown = [term for term, seconds in self.terms.items() if seconds]
         evidence = terms_evidence(shown, self.inputs, self.machine)
         return {
@@ -196,7 +196,7 @@ class StepTime:
 
 
 def estimate_time(inputs: Inputs, machine: Machine) -> StepTime:
-    """Return the seconds of a step of a run on such machines."""
+    """Return the time of a run's step on such machines."""
     stages = [
         (computed(stage, machine), synchronised(stage, machine))
         for stage in map(inputs.of_stage, range(inputs.grid.pipeline))
@@ -207,26 +207,26 @@ def estimate_time(inputs: Inputs, machine: Machine) -> StepTime:
 
 @dataclass(frozen=True)
 class Computed:
-    """Seconds of a micro-batch on one pipeline stage that ZeRO has no part in."""
+    """Seconds of a micro-batch on one pipeline stage that ZeRO does not affect."""
 
     terms: dict[str, float]
-    """By key of TERMS."""
+    """Seconds by key of TERMS."""
     passes: float
-    """Of forward and backward pass, and of what is computed again."""
+    """Seconds of the forward and backward passes, and of recomputation."""
     backward: float
-    """Of the backward pass, and of what is computed again."""
+    """Seconds of the backward pass and of recomputation."""
     idle: tuple[float, float]
-    """Of the host in the layers' forward and backward passes, while the GPU is at work."""
+    """Host time left in the layers' forward and backward passes while the GPU computes."""
 
 
 @dataclass(frozen=True)
 class Synchronised:
-    """Seconds on one pipeline stage that ZeRO and the optimizer decide, and no micro-batch."""
+    """Seconds on one pipeline stage that depend on ZeRO and the optimizer, not on micro-batches."""
 
     reductions: Reductions
     optimizer: float
     hooks: tuple[float, float]
-    """Of the host for ZeRO 3's hooks in a micro-batch, forward and backward."""
+    """Host seconds of ZeRO 3's hooks per micro-batch, forward and backward."""
 
 
 def computed(
@@ -234,9 +234,9 @@ def computed(
     machine: Machine,
     passes_of: Callable[[Inputs, int, Machine], Passes] = layer_passes,
 ) -> Computed:
-    """Return the seconds of a micro-batch on the pipeline stage that `inputs` is.
+    """Return the seconds of a micro-batch on the pipeline stage of `inputs`.
 
-    `passes_of`: for planners, which keep layers that many runs share.
+    `passes_of` lets planners cache layers that many runs share.
     """
     passes, repeated = _passes(inputs, machine, passes_of)
     layers = inputs.shape.num_layers
@@ -250,7 +250,7 @@ def computed(
 
 
 def synchronised(inputs: Inputs, machine: Machine) -> Synchronised:
-    """Return the seconds of ZeRO and the optimizer on the pipeline stage that `inputs` is."""
+    """Return the seconds of ZeRO and the optimizer on the pipeline stage of `inputs`."""
     hooks = 0.0, 0.0
     if inputs.zero.stage == 3 and machine.is_asynchronous:
         layers = inputs.shape.num_layers * machine.launch_scale
@@ -265,7 +265,7 @@ def step_terms(
     overlap_comm: bool,
     machine: Machine,
 ) -> dict[str, float]:
-    """Return the seconds of a step by key of TERMS: the pipeline waits for its slowest stage."""
+    """Return the seconds of a step by key of TERMS; the pipeline waits for its slowest stage."""
     overlaps = overlap_comm and machine.is_asynchronous
     shown = [_not_hidden(work, each.reductions, overlaps) for work, each in stages]
     hooks = [
@@ -293,8 +293,8 @@ def step_terms(
 
 
 def _not_hidden(work: Computed, of: Reductions, overlaps: bool) -> tuple[float, float, float]:
-    """Return the seconds of gathered weights, of gradients as they come, and of those at the end,
-    that nothing hides: ZeRO 3 gathers ahead, and reduction overlaps where overlap_comm is on.
+    """Return the seconds that nothing hides: of gathering weights, of reducing gradients as they
+    come, and at the end. ZeRO 3 gathers ahead; reduction overlaps if overlap_comm is on.
     """
     if not overlaps:
         return of.weights, of.gradients, of.last
@@ -308,7 +308,7 @@ def _not_hidden(work: Computed, of: Reductions, overlaps: bool) -> tuple[float, 
 def _passes(
     inputs: Inputs, machine: Machine, passes_of: Callable[[Inputs, int, Machine], Passes]
 ) -> tuple[Passes, int]:
-    """Return the seconds of a stage's layers and head, and how many layers run again."""
+    """Return the seconds of a stage's layers and head, and the number of recomputed layers."""
     way, total, repeated = inputs.checkpointing, Passes(Seconds(), Seconds()), 0
     for layers in inputs.layers_alike:
         passes, count = passes_of(inputs, layers[0], machine), len(layers)
@@ -316,7 +316,7 @@ def _passes(
         again = Seconds()
         if runs_again(way, layer):
             again, repeated = passes.forward, repeated + count
-        elif is_checkpointed(way, layer):  # all but what is costly
+        elif is_checkpointed(way, layer):  # everything except costly operations
             again = Seconds(elements=passes.forward.elements)
         total += Passes(passes.forward, passes.backward, again).times(count)
     if inputs.has_head:

@@ -1,1 +1,1 @@
-"""Values of `data.format`: every file here is one format, FORMAT, and all there is to it."""
+"""Values of data.format: each file here defines one format as FORMAT."""

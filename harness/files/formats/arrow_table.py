@@ -1,4 +1,4 @@
-"""Arrow, as datasets.save_to_disk writes it: each row is a record."""
+"""Arrow, as datasets.save_to_disk writes it; each row is a record."""
 
 from __future__ import annotations
 

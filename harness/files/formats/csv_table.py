@@ -1,4 +1,4 @@
-"""CSV and TSV: the first row names the columns, each other row is a record."""
+"""CSV and TSV: the first row names the columns, every other row is a record."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _usual(file: Path) -> str:
 
 
 def _separator(file: Path) -> tuple[str, bool]:
-    """Return what separates the columns, and whether a line of its own names it.
+    """Return the column separator, and True if a separate first line names it.
 
-    Otherwise it is what divides the first row, and most others into as many columns; if nothing
-    does, that of the suffix.
+    Otherwise it is the one that splits the first row, and most others into as many columns. If
+    there is none, the suffix decides.
     """
     usual = _usual(file)
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as opened:
@@ -45,7 +45,7 @@ def _separator(file: Path) -> tuple[str, bool]:
 
 
 def _divided(head: str, separator: str, is_cut: bool) -> tuple[int, float]:
-    """Return the columns of the first row, and the share of the next ones that have as many."""
+    """Return the first row's number of columns, and the share of the next rows that match it."""
     rows = csv.reader(io.StringIO(head, newline=""), delimiter=separator)
     try:
         first, *others = islice(filter(None, rows), _LOOKED_AT_ROWS)
@@ -85,7 +85,7 @@ def _records(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, object]]:
 
 
 def _rows(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, row), with lone surrogates for bytes that are no UTF-8."""
+    """Yield (line, row), with lone surrogates for bytes that are not UTF-8."""
     csv.field_size_limit(_MOST_FIELD_CHARS)
     separator, is_named = _separator(file)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
@@ -96,10 +96,12 @@ def _rows(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, list[str]]]:
             try:
                 row = next(rows, None)
             except csv.Error as error:
-                if rows.line_num > begins and "end of data" in str(error):  # no row, but the rest
+                if rows.line_num > begins and "end of data" in str(
+                    error
+                ):  # not a row, but the rest of the file
                     text = f"it is no CSV: nothing closes the quote of line {begins + before}"
                     return bad_lines.add(file, text)
-                lines = rows.line_num - begins + 1  # of which a quote has made one row
+                lines = rows.line_num - begins + 1  # lines that an open quote has joined
                 bad_lines.seen += lines
                 bad_lines.add(file, _in_words(error), begins + before, lines)
                 if bad_lines.are_enough:
@@ -125,7 +127,7 @@ def _is_no_utf_8(row: list[str]) -> bool:
 
 
 def _count(file: Path, most_bytes: int) -> tuple[int, int]:
-    """Return the rows, roughly: text with line breaks counts more than once."""
+    """Return a row count, too high if texts contain line breaks, and the bytes left."""
     count, left = count_lines(file, most_bytes)
     return max(0, count - 1), left
 

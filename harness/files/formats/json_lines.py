@@ -1,4 +1,4 @@
-"""JSON: a record per line, or the elements of an array; also as .gz and .zst."""
+"""JSON: one record per line, or the elements of an array; also compressed (.gz, .zst)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from harness.files.arrow_rows import DAMAGED, compressed, open_bytes, why_no_pya
 from harness.files.data_format import BadLines, DataFormat, problem_of
 from harness.files.first_bytes import NO_UTF_8, first_line, why_not_text, why_not_utf_8
 
-_MOST_LINE_BYTES = 1 << 24  # of a first line, to see whether it is JSON
+_MOST_LINE_BYTES = 1 << 24  # maximum length of a first line that is tested for JSON
 _HEAD_BYTES, _BLOCK_CHARS, _COUNTED_BYTES = 1 << 16, 1 << 20, 1 << 24
-_BETWEEN = re.compile(r"[\s,]*")  # before, between and behind the elements of an array
+_BETWEEN = re.compile(r"[\s,]*")  # before, between and after the elements of an array
 _OTHER_JSON = (
     "is JSON, but neither an array nor one object a line: jq -c . FILE > NEW.jsonl writes its "
     "objects as lines"
@@ -69,14 +69,14 @@ def _lines(
 
 
 def _lines_between(opened: IO[bytes], start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the lines whose first byte is in a range of a file, in which reading can begin anywhere
-    unless `start` is 0.
+    """Yield the lines whose first byte is in a range of a file. A `start` above 0 may be inside a
+    line.
     """
     if stop is None and not start:
         yield from opened
         return
     at = start
-    if start:  # the line that `start` is in belongs to the range before, unless it begins there
+    if start:  # a line that began before `start` belongs to the previous range
         opened.seek(start - 1)
         at = start - 1 + len(opened.readline())
     while (stop is None or at < stop) and (line := opened.readline()):
@@ -97,7 +97,7 @@ def _lines_before(file: Path, start: int) -> int:
     with file.open("rb") as opened:
         while start and (block := opened.read(min(start, _COUNTED_BYTES))):
             lines, start, last = lines + block.count(b"\n"), start - len(block), block[-1:]
-    return lines + (last != b"\n")  # the line that the range begins in belongs to the range before
+    return lines + (last != b"\n")  # a line that began before the range belongs to the previous one
 
 
 def _is_array(file: Path) -> bool:
@@ -110,11 +110,11 @@ def _is_array(file: Path) -> bool:
 
 
 def _elements(file: Path) -> Iterator[tuple[int, object]]:
-    """Yield the elements of an array by number, without holding the whole. Raises ValueError."""
+    """Yield (number, element) of an array, without loading all of it. Raises ValueError."""
     decoder, number, at = json.JSONDecoder(), 0, 0
     with open_bytes(file) as opened:
         text = codecs.getreader("utf-8-sig")(opened)
-        unread = text.read(_HEAD_BYTES).lstrip()[1:]  # without its "["
+        unread = text.read(_HEAD_BYTES).lstrip()[1:]  # without the "["
         while True:
             start = _BETWEEN.match(unread, at).end()  # type: ignore[union-attr]
             if unread[start : start + 1] == "]":
@@ -122,7 +122,8 @@ def _elements(file: Path) -> Iterator[tuple[int, object]]:
             try:
                 element, at = decoder.raw_decode(unread, start)
             except json.JSONDecodeError as error:
-                # At least doubles what is looked at: an element is not parsed once per block.
+                # Reads at least as much again, so that a long element is not reparsed for every
+                # block.
                 more = text.read(max(_BLOCK_CHARS, len(unread) - start))
                 if not more:
                     raise ValueError(f"{error.msg} in element {number + 1}") from None
@@ -133,7 +134,7 @@ def _elements(file: Path) -> Iterator[tuple[int, object]]:
 
 
 def _count(file: Path, most_bytes: int) -> tuple[int, int]:
-    """Return the records in the first `most_bytes`, roughly; of a damaged file, those before."""
+    """Return a rough count of the records in the first `most_bytes`, and the bytes left."""
     count = 0
     try:
         if _is_array(file):
@@ -163,7 +164,7 @@ def _excerpt(file: Path, most_bytes: int) -> bytes:
 
 
 def _why_not(file: Path, is_named: bool) -> str:
-    """Return why a file holds no records; of files by suffix only a .json is opened."""
+    """Return why a file holds no records, or "". Without data.format only a .json is opened."""
     suffix = file.suffix.lower()
     if suffix in (".gz", ".zst"):
         return why_no_pyarrow() if suffix == ".zst" else ""

@@ -1,4 +1,4 @@
-"""Parquet: each row is a record."""
+"""Parquet; each row is a record."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from harness.files.data_format import BadLines, DataFormat
 
 
 def _row_groups(file: Path) -> list[tuple[int, int]]:
-    """Return the first byte and the rows of each row group; none of a damaged file."""
+    """Return the first byte and the rows of each row group; none if the file is damaged."""
     from pyarrow import parquet
 
     try:
         metadata = parquet.read_metadata(file)
     except unreadable():
-        return []  # who reads the rows names the damage
+        return []  # reading the rows reports the damage
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     return [(_first_byte(group), group.num_rows) for group in groups]
 
@@ -40,7 +40,7 @@ def _first_byte(group: Any) -> int:
 
 
 def _bounds(file: Path, least_bytes: int) -> list[int]:
-    """Each begins with a row group."""
+    """Return the bounds of byte ranges, each of which starts with a row group."""
     num_bytes = file.stat().st_size
     bounds = [0]
     for begin, _ in _row_groups(file):

@@ -1,4 +1,4 @@
-"""Text: a file is a document."""
+"""Text: each file is a document."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ am ac in diff patch yaml yml toml ini cfg conf properties lock
 
 
 def _pieces(file: Path, _: BadLines) -> Iterator[Piece]:
-    """Yield a file's text unchanged, without a byte order mark."""
+    """Yield a file's text unchanged, without its byte order mark."""
     with file.open(encoding="utf-8-sig", newline="") as opened:
         yield from pieces_read(opened)
 

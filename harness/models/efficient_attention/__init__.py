@@ -1,1 +1,1 @@
-"""Attention in linear memory: patterns, summaries, random features, hashes."""
+"""Attention in linear memory: sparse patterns, summaries, random features, hashing."""

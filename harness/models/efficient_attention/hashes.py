@@ -1,4 +1,4 @@
-"""Attention to keys of the same hash."""
+"""Attention restricted to keys with the same hash."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _QUERIES = 64
 
 @dataclass(frozen=True)
 class Reformer:
-    """Locality-sensitive hashing (Reformer, arXiv 2001.04451, section 2): a token sees tokens of
-    its own bucket, in any of two rounds of
+    """Locality-sensitive hashing (Reformer, arXiv 2001.04451, section 2): a token sees the tokens
+    of its own bucket, in either of two rounds of
 
         h(x) = argmax([x R; -x R]),  R (head_dim, buckets / 2) normal,
 
-    and itself. Other than the paper's: queries and keys are both hashed, since a decoder has both
-    (the paper shares them); and a token sees the latest `window` keys of its bucket up to itself.
+    and itself. Unlike the paper, queries and keys are hashed separately, since a decoder has both
+    (the paper shares them), and a token sees the latest `window` keys of its bucket up to itself.
     The paper sorts by bucket and divides into chunks, whose bounds depend on later tokens.
     """
 
@@ -32,13 +32,13 @@ class Reformer:
     layer: int
 
     def pieces(self, query: torch.Tensor, key: torch.Tensor) -> Iterator[Piece]:
-        """As `Pattern` says."""
+        """See `Pattern`."""
         heads, tokens, _ = query.shape
         places = torch.arange(tokens, device=query.device)
         back = torch.arange(self.window, device=query.device)
         rounds = []
         for number in range(_ROUNDS):
-            first = self._hashes(query, number) * tokens  # a bucket's codes begin with it
+            first = self._hashes(query, number) * tokens  # the lowest code of a bucket
             codes = repeated((self._hashes(key, number) * tokens + places).sort(-1).values, heads)
             rounds.append((first, codes, torch.searchsorted(codes, first + places, right=True)))
         for start in range(0, tokens, _QUERIES):
@@ -53,12 +53,12 @@ class Reformer:
             yield Piece(queries, torch.cat(keys, -1).sort(-1).values.flatten(1))
 
     def attend(self, piece: Piece, states: States, scale: float) -> torch.Tensor:
-        """As `Pattern` says."""
+        """See `Pattern`."""
         query, key, value = states
         shape = (*query.shape[:2], -1, query.shape[2])
         keys = piece.keys.view(shape[:3])
         again = torch.zeros_like(keys, dtype=torch.bool)
-        again[..., 1:] = keys.diff() == 0  # of both rounds, or in place of fewer keys
+        again[..., 1:] = keys.diff() == 0  # in both rounds, or padding
         scores = torch.einsum("hqd,hqkd->hqk", query, key.reshape(shape)) * scale
         weights = scores.masked_fill(again, -torch.inf).softmax(-1)
         return torch.einsum("hqk,hqkd->hqd", weights, value.reshape(shape))

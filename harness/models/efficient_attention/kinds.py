@@ -1,4 +1,4 @@
-"""The kinds as attention functions of transformers, by names that hold their sizes."""
+"""Kinds of efficient attention as transformers attention functions; names include their sizes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ KINDS: dict[str, Callable[[Sizes, int, int], Any]] = {
     "performer": lambda sizes, *drawn: Performer(sizes["features"], *drawn),
     "reformer": lambda sizes, *drawn: Reformer(sizes["buckets"], sizes["window"], *drawn),
 }
-"""A kind of its sizes, the seed and the layer."""
+"""Constructors of the kinds, from sizes, seed and layer."""
 
 
 def function_name(attention: str, sizes: Sizes, seed: int) -> str:
-    """Return the name by which transformers knows an implementation, registered with its sizes."""
+    """Return an implementation's name in transformers, after registering it with its sizes."""
     if attention not in KINDS:
         return attention
     name = "_".join([attention, *map(str, sizes.values()), str(seed)])
-    # Without a mask function of this name, models make no mask by themselves.
+    # Without a mask function of the same name, models create no mask.
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, attention, {**sizes}, seed))
     return name
 
 
 def is_kind(name: str) -> bool:
-    """Return whether transformers knows a kind by this name."""
+    """Return True if this name in transformers is a kind of efficient attention."""
     return name.partition("_")[0] in KINDS
 
 
@@ -61,17 +61,17 @@ def _attend(
     cu_seq_lens_q: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it: (batch, heads, seq_len, head_dim) each ->
-    (batch, seq_len, heads, head_dim). Of a text that is continued there may be fewer queries.
+    """Attention in transformers' signature: (batch, heads, seq_len, head_dim) each -> (batch,
+    seq_len, heads, head_dim). There may be fewer queries than keys when a text is continued.
 
-    `cu_seq_lens_q` (documents + 1,) int32, on the host, counts over the rows of the batch, end to
-    end. Without it each row is one document.
+    `cu_seq_lens_q` (documents + 1,) int32, on the host, counts over the concatenated rows of the
+    batch. Without it each row is one document.
     """
     assert not dropout, "a plan refuses dropout of attention weights with a kind"
     assert not sliding_window, "a plan refuses windows of a model's own with a kind"
     assert not softcap, "a plan refuses soft-capped scores with a kind"
     batch, length, asked = key.shape[0], key.shape[2], query.shape[2]
-    # The first tokens of a text that is continued come from a cache: their output is known.
+    # When a text is continued, its first tokens come from a cache and need no output.
     if asked < length:
         query = functional.pad(query, (0, 0, length - asked, 0))
     bounds = [*range(0, batch * length + 1, length)]

@@ -1,7 +1,7 @@
-"""Patterns of exact attention to a part of the past, and to summaries of it.
+"""Patterns of exact attention to part of the past, and to summaries of it.
 
-A query is computed with the softmax of plain attention, over fewer keys. All of them lie before it
-or are its own: a rule never looks at tokens that follow.
+Each query uses the softmax of plain attention over fewer keys, at or before its own position. A
+pattern never looks at later tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from harness.models.efficient_attention.pieces import Piece, States, masked, repeated
 
 _QUERIES = (64, 512)
-"""Fewest and most queries of a piece, if the rule leaves it open."""
+"""Minimum and maximum number of queries per piece, if the pattern does not determine it."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Longformer:
 
         i - j < window  or  j < first.
 
-    Global tokens are a document's first, which every token sees: attention sinks (StreamingLLM,
-    arXiv 2309.17453, section 3.2). They see the past alone, as every token of a decoder; they have
-    no projections of their own, which would be other parameters than the model's.
+    The global tokens are the first ones of a document, which every token sees: attention sinks
+    (StreamingLLM, arXiv 2309.17453, section 3.2). Like every token of a decoder they see only the
+    past. They have no separate projections, which would be parameters that the model lacks.
     """
 
     window: int
     first: int
 
     def pieces(self, query: torch.Tensor, _key: torch.Tensor) -> Iterator[Piece]:
-        """As `Pattern` says."""
+        """See `Pattern`."""
         tokens, device = query.shape[1], query.device
         for queries in _in_turn(tokens, min(max(self.window, _QUERIES[0]), _QUERIES[1])):
             near = max(0, queries.start - self.window + 1)
@@ -41,7 +41,7 @@ class Longformer:
             yield Piece(queries, keys[None])
 
     def attend(self, piece: Piece, states: States, scale: float) -> torch.Tensor:
-        """As `Pattern` says."""
+        """See `Pattern`."""
         query, key, value = states
         distance = piece.places[:, None] - piece.keys
         seen = (distance >= 0) & ((distance < self.window) | (piece.keys < self.first))
@@ -55,18 +55,18 @@ class Strided:
 
         i - j < stride  or  (i - j) mod stride = 0.
 
-    With a stride near the square root of the length, time grows with its power of 1.5.
+    If the stride is near the square root of the length, time grows as length ** 1.5.
     """
 
     stride: int
 
     def pieces(self, query: torch.Tensor, _key: torch.Tensor) -> Iterator[Piece]:
-        """As `Pattern` says."""
+        """See `Pattern`."""
         for queries in _in_turn(query.shape[1], self.stride):
             yield Piece(queries, torch.arange(queries.stop, device=query.device)[None])
 
     def attend(self, piece: Piece, states: States, scale: float) -> torch.Tensor:
-        """As `Pattern` says."""
+        """See `Pattern`."""
         query, key, value = states
         heads, count, width = query.shape
         key, value = (repeated(part, heads) for part in (key, value))
@@ -91,26 +91,26 @@ class Strided:
 
 @dataclass(frozen=True)
 class Linformer:
-    """Keys and values projected along the sequence (arXiv 2006.04768, section 4), causally: a token
-    sees the tokens of its own block up to itself, and `summaries` of each earlier block:
+    """Keys and values projected along the sequence (arXiv 2006.04768, section 4), made causal: a
+    token sees the tokens of its own block up to itself, and `summaries` of each earlier block:
 
         softmax(q [E K; K_own]^T) [E V; V_own],  E: means over block / summaries tokens.
 
     Mean pooling is one of the paper's projections; learned ones would be parameters that the model
-    does not have. One projection of the whole sequence would show a token its future. A block gives
-    as many summaries wherever it lies, so that time falls by block / summaries, but not to linear.
+    lacks. Projecting the whole sequence at once would leak the future. Every block has the same
+    number of summaries, so time falls by block / summaries but remains quadratic.
     """
 
     block: int
     summaries: int
 
     def pieces(self, query: torch.Tensor, _key: torch.Tensor) -> Iterator[Piece]:
-        """As `Pattern` says."""
+        """See `Pattern`."""
         for queries in _in_turn(query.shape[1], self.block):
             yield Piece(queries, torch.arange(queries.stop, device=query.device)[None])
 
     def attend(self, piece: Piece, states: States, scale: float) -> torch.Tensor:
-        """As `Pattern` says."""
+        """See `Pattern`."""
         query, key, value = states
         start, count = piece.queries.start, query.shape[1]
         key, value = (
@@ -120,7 +120,7 @@ class Linformer:
         return masked(query, key, value, seen.tril(key.shape[1] - count), scale)
 
     def _means(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the summaries of (heads, tokens, head_dim), a multiple of the block."""
+        """Return the summaries of (heads, tokens, head_dim); tokens is a multiple of the block."""
         heads, tokens, width = states.shape
         each = self.block // self.summaries
         return states.reshape(heads, tokens // each, each, width).mean(2)

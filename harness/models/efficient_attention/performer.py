@@ -13,7 +13,7 @@ from harness.models.efficient_attention.pieces import documents
 
 _CHUNK = 128  # tokens
 _LEAST = 1e-6
-"""Added to a query's features, the largest of which is 1: no sum of them vanishes."""
+"""Added to a query's features, the largest of which is 1, so that no sum vanishes."""
 
 Past = tuple[torch.Tensor, torch.Tensor]
 """Sums over the tokens before a chunk, (key heads, features, head_dim + 1), times exp(-largest);
@@ -22,15 +22,15 @@ and the largest logarithm of a feature, (key heads,)."""
 
 @dataclass(frozen=True)
 class Performer:
-    """FAVOR+ (arXiv 2009.14794, lemma 1 and section 2.3): the kernel of softmax is a mean over
+    """FAVOR+ (arXiv 2009.14794, lemma 1 and section 2.3): the softmax kernel is a mean over
     positive features, with w from orthogonal blocks:
 
         exp(q k) = E exp(w q - |q|^2 / 2) exp(w k - |k|^2 / 2),
 
-    so that a token needs only sums over the tokens before it, here chunk by chunk. The error falls
-    as 1 / sqrt(features). Features are a function of seed and layer, all heads have the same, and
-    they are not drawn again during a run. A feature's exponent is taken relative to the largest
-    up to its token, never of later ones.
+    so a token needs only sums over the tokens before it, here chunk by chunk. The error falls as 1
+    / sqrt(features). The features depend on seed and layer, are shared by all heads, and are not
+    redrawn during a run. Exponents are taken relative to the largest one up to the token, never to
+    a later one.
     """
 
     features: int
@@ -44,10 +44,10 @@ class Performer:
 
 
 class ByChunks(torch.autograd.Function):
-    """Attention within documents laid end to end.
+    """Attention within concatenated documents.
 
-    Keeps queries, keys and values alone; the backward pass computes the sums before every chunk
-    again, and holds those of a document.
+    Keeps only queries, keys and values. The backward pass recomputes the sums before every chunk
+    and holds those of one document.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class ByChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradients of queries, keys and values, of their shapes."""
+        """Return the gradients of queries, keys and values, in their shapes."""
         states, directions, scale = context.saved_tensors, context.directions, context.scale
         gradients = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in states]
         for q, k, v, due, *own in documents(context.bounds, *states, gradient, *gradients):
@@ -105,17 +105,17 @@ def _step(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, Past]:
-    """Return a chunk's output, (heads, tokens, head_dim), and the past of the next."""
+    """Return a chunk's output, (heads, tokens, head_dim), and the past of the next chunk."""
     sums, before = past
     heads, tokens, width = query.shape
     q, k = (_logarithms(states, directions, scale) for states in (query, key))
-    q = (q - q.detach().amax(-1, keepdim=True)).exp() + _LEAST  # a query's own factor cancels
+    q = (q - q.detach().amax(-1, keepdim=True)).exp() + _LEAST  # a factor per query cancels
     q = q.reshape(len(key), -1, *q.shape[1:])  # (key heads, heads of each, tokens, features)
     own = k.detach().amax(-1)  # (key heads, tokens)
     k = (k - own[..., None]).exp()
     largest = torch.maximum(own.cummax(-1).values, before[:, None])
     v = torch.cat([value.float(), value.new_ones(*value.shape[:2], 1).float()], -1)
-    # (key heads, query, key): no key is larger than the largest up to the query.
+    # (key heads, query, key): no key exceeds the largest up to the query.
     ratio = own[:, None, :] - largest[:, :, None]
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
     ratio = ratio.masked_fill(later, -torch.inf).exp()
@@ -129,7 +129,7 @@ def _step(
 
 
 def _logarithms(states: torch.Tensor, directions: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return w x - |x|^2 / 2 of (heads, tokens, head_dim), (heads, tokens, features)."""
+    """Return w x - |x|^2 / 2 for (heads, tokens, head_dim), as (heads, tokens, features)."""
     x = states.float() * scale**0.5
     logarithms: torch.Tensor = x @ directions.T - x.square().sum(-1, keepdim=True) / 2
     return logarithms

@@ -1,6 +1,7 @@
-"""Attention piece by piece: some queries of a document at a time, with the keys that they need.
+"""Attention in pieces: some queries of a document at a time, with the keys they need.
 
-Neither pass holds more than one piece's scores; between them lie queries, keys and values alone.
+Neither pass holds the scores of more than one piece; only queries, keys and values are kept
+between.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Piece:
-    """Queries of a document that follow each other, and the keys that they are computed with."""
+    """Consecutive queries of a document, and the keys that they attend to."""
 
     queries: slice
     keys: torch.Tensor
-    """(1, keys) int64: tokens of the document; or (heads, keys) if each head has its own."""
+    """(1, keys) int64: token indices in the document; or (heads, keys) if they differ per head."""
 
     @property
     def places(self) -> torch.Tensor:
-        """The queries' tokens, (queries,) int64."""
+        """Token indices of the queries, (queries,) int64."""
         return torch.arange(self.queries.start, self.queries.stop, device=self.keys.device)
 
 
@@ -33,19 +34,19 @@ States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Pattern(Protocol):
-    """A rule for the keys that a query sees."""
+    """A rule that determines the keys a query sees."""
 
     def pieces(self, query: torch.Tensor, key: torch.Tensor) -> Iterator[Piece]:
-        """Yield the pieces of one document, (heads, tokens, head_dim) each."""
+        """Yield the pieces of one document; arguments (heads, tokens, head_dim)."""
 
     def attend(self, piece: Piece, states: States, scale: float) -> torch.Tensor:
-        """Return the output of a piece, (heads, queries, head_dim), of its queries, and of its keys
-        and values, (key heads, or heads if each has its own, keys, head_dim).
+        """Return the output of a piece, (heads, queries, head_dim), from its queries and from its
+        keys and values, (key heads, or heads if they differ per head; keys; head_dim).
         """
 
 
 class ByPieces(torch.autograd.Function):
-    """Attention within documents laid end to end."""
+    """Attention within concatenated documents."""
 
     @staticmethod
     def forward(
@@ -70,9 +71,9 @@ class ByPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradients of queries, keys and values, of their shapes."""
+        """Return the gradients of queries, keys and values, in their shapes."""
         states, pattern = context.saved_tensors, context.pattern
-        # Many pieces add to the gradient of one key.
+        # Several pieces contribute to the gradient of one key.
         sums = [torch.zeros(s.shape, dtype=torch.float32, device=s.device) for s in states]
         for q, k, v, due, *own in documents(context.bounds, *states, gradient, *sums):
             for piece in pattern.pieces(q, k):
@@ -90,13 +91,13 @@ class ByPieces(torch.autograd.Function):
 def masked(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return attention to the keys that are `seen`, (queries, keys) bool."""
+    """Return attention to the keys where `seen`, (queries, keys) bool, is True."""
     key, value = (repeated(states, len(query)) for states in (key, value))
     return functional.scaled_dot_product_attention(query, key, value, seen, scale=scale)
 
 
 def repeated(states: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return keys or values for every head that shares them."""
+    """Return keys or values repeated for every head that shares them."""
     return states.repeat_interleave(heads // len(states), 0)
 
 
@@ -105,7 +106,7 @@ def _leaf(part: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(piece: Piece, key_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of a piece's keys, by head and token."""
+    """Return the head and token indices of a piece's keys."""
     count = len(piece.keys)
     heads = torch.arange(max(count, key_heads), device=piece.keys.device)
     if count > 1:
@@ -114,6 +115,6 @@ def _heads(piece: Piece, key_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def documents(bounds: list[int], *states: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yield each document's parts of (tokens, heads, head_dim), as (heads, tokens, head_dim)."""
+    """Yield each document's slices of (tokens, heads, head_dim), as (heads, tokens, head_dim)."""
     for start, stop in itertools.pairwise(bounds):
         yield [part[start:stop].transpose(0, 1) for part in states]
