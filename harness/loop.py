@@ -1,4 +1,4 @@
-"""The loop: trains a run to its end or to a stop. Every tool drives this loop, not a copy."""
+"""The training loop. Every tool runs this loop rather than a copy of it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _OUTCOMES: dict[ExitCode, Outcome] = {
 
 
 def train(run: Run) -> ExitCode:
-    """Train to the last step or to a stop; all ranks end together, leave the process group, and the
-    run folder records the outcome. Collective.
+    """Train until the last step or a stop. All ranks return together, after leaving the process
+    group and recording the outcome in the run folder. Collective.
 
-    An exception is this rank's alone; `ending_together` passes it on to the other ranks.
+    An exception may occur on this rank only; `ending_together` reports it to the other ranks.
     """
     outcome: Outcome = "done"
     code, message = ExitCode.DONE, None
@@ -59,8 +59,8 @@ def train(run: Run) -> ExitCode:
             again = f"; the same command with run.dir={run.folder.path} resumes it"
         run.progress.say(f"{outcome} at step {run.state.step}: {message}{again}")
     except BaseException as error:
-        if run.watchdog.hung:  # another rank ended first, and its connections with it
-            run.watchdog.join()  # which ends this process
+        if run.watchdog.hung:  # another rank ended first, which closed its connections
+            run.watchdog.join()  # ends this process
         if is_out_of_memory(error):
             explain_out_of_memory(run)
         raise
@@ -72,7 +72,7 @@ def train(run: Run) -> ExitCode:
 
 
 def _train(run: Run) -> None:
-    """Take all steps; at a stop, finish the save under way: it is the newest checkpoint."""
+    """Take all steps. On a stop, finish the pending save first: it is the newest checkpoint."""
     run.guard.stop_if_asked()
     run.guard.request.trains()
     try:
@@ -88,7 +88,8 @@ def _train(run: Run) -> None:
 def _loop(run: Run) -> None:
     """Take one optimizer step after another.
 
-    The host waits for the device to log, and in steps that guard.spikes or fp32 at stage 0 judge.
+    The host waits for the device only when logging, and in steps checked by guard.spikes or by fp32
+    at ZeRO stage 0.
     """
     with closing(run.steps), run.profiler or nullcontext():
         evaluate_at_start(run)
