@@ -1,7 +1,7 @@
-"""Every name of DeepSpeed and torch that the library replaces, on one screen.
+"""All names of DeepSpeed and torch that the library replaces, on one screen.
 
-When the test of a row fails after an upgrade, the row and its function can go. A number is that of
-the defect in docs/deepspeed_findings.md, where a script shows it.
+When the test of a row fails after an upgrade, the row and its function can be removed. A number
+refers to the defect in docs/deepspeed_findings.md, where a script demonstrates it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Joining:
     """A process that is about to join its group."""
 
     accelerator: str
-    patience: timedelta  # of every collective
-    say: Callable[[str], None]  # shows a line to the user
+    patience: timedelta  # timeout of every collective
+    say: Callable[[str], None]  # prints a line for the user
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Names that are replaced, why, when, by what, and the test that shows that it is still needed.
+    """Replaced names, the reason, the time, the replacement and the test that it is still needed.
 
-    At "join" once per process, at the "build" of an engine or for a single "step" on that engine.
+    "join": once per process; "build": for each engine; "step": for a single step of an engine.
     """
 
     names: str
@@ -95,7 +95,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def patch_process(joining: Joining) -> None:
-    """Apply all that is replaced once per process; before the group is joined."""
+    """Apply all replacements that are made once per process. Call it before joining the group."""
     for patch in PATCHES:
         if patch.when == "join":
             patch.apply(joining)
