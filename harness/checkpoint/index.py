@@ -1,4 +1,4 @@
-"""index.json: which elements of which parameter lie in which file of a checkpoint."""
+"""index.json: which file of a checkpoint contains which elements of which parameter."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [offset, offset + numel) of a part of a parameter, flattened; views of live memory.
+    """Elements [offset, offset + numel) of a flattened slice of a parameter, as views of live
+    memory.
 
-    `tensors`, by kind: "weight" (what the optimizer steps: the fp32 master weight where there is
-    one), "exp_avg", ... as the optimizer names its states, each (numel,); or "buffer" alone.
-    `part`: all of the parameter unless an axis of the layout cuts it.
+    `tensors`, by kind: "weight" (the fp32 master weight if there is one), optimizer states by the
+    optimizer's names ("exp_avg", ...), each (numel,); or only "buffer". `part`: the whole
+    parameter, unless an axis of the layout slices it.
     """
 
     name: str
@@ -35,12 +36,12 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Elements in this fragment."""
+        """Number of elements in this fragment."""
         return next(iter(self.tensors.values())).numel()
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Total bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def narrow(self, start: int, numel: int) -> Fragment:
@@ -49,7 +50,7 @@ class Fragment:
         return replace(self, offset=self.offset + start, tensors=tensors)
 
     def share(self, index: int, shares: int) -> Fragment | None:
-        """Return the elements that rank `index` of `shares` replicas writes; None if none."""
+        """Return the elements that replica `index` of `shares` writes; None if there are none."""
         size = math.ceil(self.numel / shares)
         start = index * size
         numel = min(size, self.numel - start)
@@ -61,7 +62,7 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of a fragment: its tensors are `key(kind)` in `file`."""
+    """The location of a saved fragment: its tensors are `key(kind)` in `file`."""
 
     name: str
     part: Part
@@ -77,19 +78,19 @@ class Entry:
 
     @property
     def piece(self) -> Piece:
-        """The elements of the parameter that it holds."""
+        """The elements of the parameter that it contains."""
         return Piece(self.part, self.offset, self.numel)
 
     def key(self, kind: str) -> str:
-        """Return the name of one of its tensors within the file."""
+        """Return the name of one of its tensors in the file."""
         return f"{self.name}@{self.offset}/{kind}"
 
 
 def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Return entries as JSON: with a thousand ranks, what a parameter's have in common counts.
+    """Return entries as JSON, grouped by parameter to keep it small with thousands of ranks.
 
-    A piece of a parameter that no axis cuts is [offset, elements, file]; of one that is cut, the
-    number of its part follows.
+    A fragment is [offset, elements, file]; for a sliced parameter, the slice's index in "parts" is
+    appended.
     """
     index: dict[str, Any] = {}
     for entry in entries:
@@ -106,9 +107,10 @@ def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the index of all ranks; a buffer that several have (on pipeline stages) is there once.
+    """Return the combined index of all ranks. A buffer saved by several pipeline stages appears
+    once.
 
-    Raises Unusable if two ranks saved the same elements of a weight, or some are missing.
+    Raises Unusable if two ranks saved the same elements of a weight, or elements are missing.
     """
     whole: dict[str, Any] = {}
     pieces: dict[str, dict[tuple[int, ...], tuple[int, str]]] = {}
@@ -140,10 +142,10 @@ def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def from_index(index: object, place: object = INDEX) -> list[Entry]:
-    """Return the entries of an index, the inverse of `to_index`.
+    """Return the entries of an index; the inverse of `to_index`.
 
-    Raises Unusable if `index`, read from `place`, has another make or the pieces of a parameter
-    are not all of its elements, each once.
+    Raises Unusable if `index`, read from `place`, has another form, or its fragments do not cover
+    each element of a parameter exactly once.
     """
     entries: list[Entry] = []
     for name, about in Table(index, place).tables():
@@ -160,8 +162,8 @@ def from_index(index: object, place: object = INDEX) -> list[Entry]:
 
 
 class Index:
-    """A checked index, of which a rank makes the entries that it reads: those of a thousand ranks
-    are a thousand times as many.
+    """A checked index that creates entries only for the parameters that a rank reads: with a
+    thousand ranks there are a thousand times as many in total.
     """
 
     def __init__(self, index: object, place: object = INDEX) -> None:
@@ -173,7 +175,7 @@ class Index:
         return iter(self._parameters)
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return the kinds of a parameter's tensors; none of one that was not saved."""
+        """Return the kinds of a parameter's tensors; empty if it was not saved."""
         return self._parameters[name].texts("kinds") if name in self._parameters else ()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -181,7 +183,7 @@ class Index:
         return self._parameters[name].counts("shape")
 
     def entries(self, name: str, near: Piece | None = None) -> list[Entry]:
-        """Return the places of a parameter; with `near` at least those that have elements of it."""
+        """Return the entries of a parameter; with `near`, at least those that overlap it."""
         if name not in self._parameters:
             return []
         about = self._parameters[name]
@@ -201,12 +203,12 @@ class Index:
 
 
 def is_divided(index: object) -> bool:
-    """Return True if an axis cuts any parameter."""
+    """Return True if any parameter in an index is sliced."""
     return isinstance(index, dict) and any("parts" in about for about in index.values())
 
 
 def _check_part(title: str, part: Part, pieces: list[tuple[int, int, str]], place: object) -> None:
-    """Require all elements of a part, each once."""
+    """Raise Unusable unless the pieces cover each element of a slice exactly once."""
     end = 0
     for offset, numel, _ in sorted(pieces):
         if offset != end or numel < 1:
@@ -220,7 +222,9 @@ def _check_part(title: str, part: Part, pieces: list[tuple[int, int, str]], plac
 
 
 def _parts(about: Table) -> list[Part]:
-    """The parts that the pieces of one parameter refer to by number; one that is whole has one."""
+    """Return the slices to which a parameter's fragments refer by index; one if it is not
+    sliced.
+    """
     shape = about.counts("shape")
     if "parts" not in about:
         return [Part.of(shape)]
@@ -244,7 +248,7 @@ def _range(edges: Any) -> Range:
 
 
 def _piece(about: Table, piece: object, parts: int) -> tuple[int, int, str, int]:
-    """[offset, elements, file] of one piece, and the number of its part where there are parts."""
+    """Return (offset, elements, file, slice index) of a fragment, after checking it."""
     if isinstance(piece, list | tuple) and len(piece) == 3 + ("parts" in about):
         offset, numel, file, *part = piece
         number = part[0] if part else 0
