@@ -1,4 +1,4 @@
-"""Reports a run's steps: metrics lines, evaluations, memory and profile."""
+"""Reports steps of a run: metrics lines, evaluations, memory and profile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.steps import Step
 
 
 def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
-    """Evaluate and write a metrics line if either is due. Collective, and waits for the device."""
+    """Evaluate and write a metrics line if due. Collective; then also waits for the device."""
     if result is None:
         return
     config = run.plan.config
@@ -41,13 +41,15 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
             look_for_spike(run, step.number, step.reads, line["loss"], line["grad_norm"])
     note_memory(run)
     if run.profiler:
-        run.pulse("profile", step.number)  # the profile is no part of a step
+        run.pulse("profile", step.number)  # not part of the step time
         if run.profiler.after(step.number, step.batches[0]):
             run.meter.restart()
 
 
 def evaluate_at_start(run: Run) -> None:
-    """Evaluate before the first step, or if a stop interrupted an evaluation. Collective."""
+    """Evaluate before the first step, or after a stop that interrupted an evaluation.
+    Collective.
+    """
     step = run.state.step
     due = step == 0 or is_due(step, run.plan.config.eval.every)
     if due and run.held_out_nats is None and (line := evaluated(run)):
@@ -55,7 +57,7 @@ def evaluate_at_start(run: Run) -> None:
 
 
 def evaluated(run: Run) -> dict[str, Any]:
-    """Evaluate; return the fields for a metrics line, none if it was interrupted. Collective."""
+    """Evaluate and return the fields of a metrics line; {} if interrupted. Collective."""
     loss, by_position = evaluate_by_position(run)
     if loss is None:
         return {}
@@ -66,7 +68,9 @@ def evaluated(run: Run) -> dict[str, Any]:
 
 
 def write_line(run: Run, line: dict[str, Any]) -> None:
-    """Complete a metrics line, write it, show it, and pass it to the JSON's monitors."""
+    """Complete a metrics line, write it, show it, and pass it to trackers and the JSON's
+    monitors.
+    """
     line = {
         "unix_time_s": round(time.time(), 3),
         "step": run.state.step,

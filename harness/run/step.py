@@ -1,4 +1,4 @@
-"""One optimizer step: its batches, the engine's step, and what is decided by its outcome."""
+"""Takes optimizer steps: batches, the engine's step, and the decisions after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def before_first_step(run: Run) -> None:
 
 
 def after_first_step(run: Run, step: Step, result: StepResult) -> None:
-    """Note the classes that ran, and compare the gradient norm of a divided model. Collective."""
+    """Record the classes in use, and compare the gradient norm of a divided model. Collective."""
     if step.number != run.first_step:
         return
     note_what_runs(run)
@@ -37,7 +37,7 @@ def after_first_step(run: Run, step: Step, result: StepResult) -> None:
 
 
 def next_step(run: Run) -> Step:
-    """Return the next optimizer step; the pulse times its data."""
+    """Return the next optimizer step; its data has a separate phase of the pulse."""
     number = run.state.step + 1
     run.pulse("data", number)
     step = run.steps.take()
@@ -48,15 +48,15 @@ def next_step(run: Run) -> Step:
 def take_step(run: Run, step: Step) -> StepResult | None:
     """Take an optimizer step; skip it if it is a spike and guard.spikes says so. Collective.
 
-    Return None if nothing was changed because the run is to roll back instead. Raises RunStopped
-    (diverged) if fp16's loss scale cannot fall any further.
+    Returns None if the run must roll back instead; nothing has changed then. Raises RunStopped
+    (diverged) if fp16's loss scale is already at its minimum.
     """
     policy, spikes = run.plan.config.guard.spikes, list[Spike]()
 
     def is_spike(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
         """Judge loss and norm, equal on all ranks. Collective.
 
-        Over all ranks: were tensor-parallel ranks to judge each its own loss, one that differs
+        Summed over all ranks: if each tensor-parallel rank judged its own loss, a rank that differs
         would skip a step that the others take.
         """
         grid = run.plan.grid
@@ -103,7 +103,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
 def look_for_spike(
     run: Run, number: int, reads: Slice, loss: float, grad_norm: float
 ) -> Spike | None:
-    """Judge a step's loss and gradient norm; record and return a spike."""
+    """Judge a step's loss and gradient norm; record and return a spike, if any."""
     spike = run.judge.see_step(loss, grad_norm)
     if spike is not None:
         values = {"loss": loss, "grad_norm": grad_norm, "samples": reads.samples, **asdict(spike)}
@@ -114,8 +114,8 @@ def look_for_spike(
 def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | None) -> None:
     """Record a step that was not applied.
 
-    The host waits for the device only after such a step. A step without a target says nothing about
-    the weights: it is not counted.
+    The host waits for the device only after such a step. A step without targets says nothing about
+    the weights and is not counted.
     """
     if not step.targets:
         reason = "none of its samples has a target token"
@@ -145,7 +145,7 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
 
 
 def ask(run: Run) -> Verdict:
-    """Return one verdict on the run, the same on all ranks. Collective."""
+    """Return a verdict on the run, the same on all ranks. Collective."""
     is_last = not run.steps.are_left
     verdict = run.judge.verdict(run.state.step, is_last, run.folder.path)
     if verdict.kind not in ("go on", "end early"):
@@ -158,14 +158,16 @@ def ask(run: Run) -> Verdict:
 
 
 def end_early_at_start(run: Run) -> None:
-    """End a resumed run that had already ended early, unless its patience was raised."""
+    """End a resumed run that had already ended early, unless eval.patience was raised."""
     verdict = run.judge.verdict(run.state.step, not run.steps.are_left, run.folder.path)
     if verdict.kind == "end early":
         end_early(run, verdict)
 
 
 def carry_out(run: Run, verdict: Verdict) -> None:
-    """End the run early, roll it back, raise RunStopped, or do nothing. Collective."""
+    """Apply a verdict: end the run early, roll it back, raise RunStopped, or continue.
+    Collective.
+    """
     if verdict.kind == "end early":
         end_early(run, verdict)
     elif verdict.kind == "roll back":
@@ -184,9 +186,9 @@ def end_early(run: Run, verdict: Verdict) -> None:
 
 
 def roll_back(run: Run, reason: str) -> None:
-    """Load the newest checkpoint, and continue with the samples after the failed step.
+    """Load the newest checkpoint, and continue with the samples after the failed step. Collective.
 
-    Raises RunStopped (diverged) if there is none, or after guard.max_rollbacks. Collective.
+    Raises RunStopped (diverged) if there is no checkpoint, or after guard.max_rollbacks.
     """
     judge, number, samples = run.judge, run.state.step + 1, run.steps.next_slice.samples
     rollbacks = judge.rollbacks
