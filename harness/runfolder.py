@@ -100,7 +100,7 @@ class RunFolder:
         """Release the lock, if the folder is open."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            with contextlib.suppress(OSError):  # on a read-only disk it stays taken
+            with contextlib.suppress(OSError):  # on a read-only disk it stays locked
                 release(lock)
 
     def sync(self) -> None:
@@ -156,7 +156,7 @@ class RunFolder:
         }
         try:
             self._replace(self.status_path, status)
-        except CannotSave:  # on a full disk the old file's block is still there
+        except CannotSave:  # overwriting in place works on a full disk
             with writing(self.status_path), self.status_path.open("r+", encoding="utf-8") as file:
                 file.write(as_text(status))
                 file.truncate()

@@ -162,8 +162,8 @@ def from_index(index: object, place: object = INDEX) -> list[Entry]:
 
 
 class Index:
-    """A checked index that creates entries only for the parameters that a rank reads: with a
-    thousand ranks there are a thousand times as many in total.
+    """A checked index that creates entries only for the parameters that a rank reads: a checkpoint
+    of a thousand ranks has a thousand times as many entries.
     """
 
     def __init__(self, index: object, place: object = INDEX) -> None:

@@ -91,7 +91,7 @@ def dispatched(module: Any, group: dist.ProcessGroup, tokens: torch.Tensor) -> F
         """states (tokens, hidden); index, weights (tokens, chosen experts)."""
         chosen = index.shape[1]
         flat = index.reshape(-1)
-        order = flat.argsort(stable=True)  # by expert, that is by rank
+        order = flat.argsort(stable=True)  # by expert, and so by rank
         counts = torch.zeros_like(tokens).scatter_add_(0, flat, torch.ones_like(flat))
         if module.training:
             tokens.add_(counts)

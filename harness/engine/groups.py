@@ -15,7 +15,9 @@ from harness.models.initialize import Send
 
 
 class Groups:
-    """The groups of a `share`, looked up among the groups in `made` (DeepSpeed's) and the world."""
+    """The groups of a `share`, looked up in `made` (groups that DeepSpeed or the engine created)
+    and the world group.
+    """
 
     def __init__(self, share: Share, made: Iterable[dist.ProcessGroup] = ()) -> None:
         self._share = share

@@ -87,8 +87,8 @@ class Matrices:
     def _of_several(
         self, matrices: list[_Matrix], source: torch.Tensor, target: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Orthogonalise up to one or two matrices per rank, all split over several ranks.
-        Collective.
+        """Yield the same for matrices that span several ranks; each rank computes those that it
+        owns. Collective.
         """
         mine: dict[int, torch.Tensor] = {}
         for number, matrix in enumerate(matrices):

@@ -78,7 +78,7 @@ class ZeroEngine:
         total = torch.zeros((), device=self.device)
         self._expect(len(batches))
         for number, batch in enumerate(batches):
-            # DeepSpeed would count micro-batches across steps, whose numbers may differ.
+            # DeepSpeed counts micro-batches across steps, but their number may vary between steps.
             self.engine.set_gradient_accumulation_boundary(batch is batches[-1])
             with recording(self.source_sums, batch.sources_on(self.device)):
                 token_loss, auxiliary = self.forward.in_training(number, batch)

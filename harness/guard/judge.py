@@ -157,7 +157,7 @@ class Judge:
         self.loss, self.grad_norm = math.nan, math.nan
         """Loss (nats) and gradient norm (before clipping) of the last judged step."""
         self._bad_steps = 0  # consecutive skipped steps
-        self._reason = ""  # of the last skipped step
+        self._reason = ""  # why the last step was skipped
         self._goes_back_for = ""
         self._lost = False  # the held-out loss is not finite
 

@@ -82,7 +82,7 @@ class StopGuard:
     def told_by_rank_0(self, message: T) -> T:
         """Return rank 0's `message` on every rank; waits without a timeout. Collective."""
         messages = [message]
-        for group in self._groups:  # along rank 0's row, then from it down all columns
+        for group in self._groups:  # first along rank 0's row, then down the columns
             dist.broadcast_object_list(messages, group=group, group_src=0)
         return messages[0]
 
