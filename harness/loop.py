@@ -44,7 +44,7 @@ def train(run: Run) -> ExitCode:
     code, message = ExitCode.DONE, None
     try:
         if not run.steps.are_left and run.folder.export_dir.exists():
-            run.progress.say("nothing is left to do")
+            run.progress.say("nothing is left to do: the run is complete")
         else:
             _train(run)
             finish(run)
@@ -56,7 +56,7 @@ def train(run: Run) -> ExitCode:
             run.progress.say(str(error))
         again = ""
         if outcome == "stopped":
-            again = f"; the same command with run.dir={run.folder.path} resumes it"
+            again = f"; to resume, run the same command with run.dir={run.folder.path}"
         run.progress.say(f"{outcome} at step {run.state.step}: {message}{again}")
     except BaseException as error:
         if run.watchdog.hung:  # another rank ended first, which closed its connections

@@ -82,7 +82,7 @@ class RunFolder:
             require_file(path)
         heartbeats = self.heartbeats_dir
         if (heartbeats.exists() or heartbeats.is_symlink()) and not heartbeats.is_dir():
-            raise ConfigError(f"{heartbeats} is no folder: remove it")
+            raise ConfigError(f"{heartbeats} is not a folder: remove it")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock, stale = take_lock(self.path / "lock")
         for path in (self.metrics_path, self.events_path):
@@ -219,7 +219,7 @@ class RunFolder:
         """Return status.json, or None if no run was started. Raises Unreadable if it is damaged."""
         status = read_object(self.status_path)
         if status is not None and not all(is_count(status.get(n)) for n in ("attempt", "step")):
-            raise Unreadable(f"{self.status_path} is damaged: it names no attempt or no step")
+            raise Unreadable(f"{self.status_path} is damaged: it lacks an attempt or a step")
         return status
 
     def read_metrics(self) -> list[dict[str, Any]]:

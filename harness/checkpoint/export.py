@@ -48,7 +48,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if is_full_disk(error):
             raise
-        raise ConfigError(f"{folder} cannot be made ({error}): choose another folder") from error
+        raise ConfigError(f"{folder} cannot be created ({error}): choose another folder") from error
     try:
         with _locked(place):
             unfinished = place / folder.name
@@ -114,7 +114,7 @@ def check_room(folder: Path, model: PreTrainedModel, beside_bytes: int) -> None:
     needed = sum(t.nbytes for t in layout.tensors.values()) + beside_bytes
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise CannotSave(f"the export needs {as_size(needed)}, but {as_size(free)} are free")
+        raise CannotSave(f"the export needs {as_size(needed)}, but only {as_size(free)} are free")
 
 
 def write_model(
@@ -205,7 +205,7 @@ def export_problem(folder: Path) -> str | None:
     """Return the reason why an export must not replace `folder`, or None."""
     if not folder.exists() or _is_export(folder):
         return None
-    return f"{folder} exists and is no exported model: move it away, or choose another folder"
+    return f"{folder} exists and is not an exported model: move it, or choose another folder"
 
 
 def _is_export(folder: Path) -> bool:
@@ -266,7 +266,7 @@ def base_of(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool)
     try:
         return opened(Path(base), dtype, trust_remote_code)
     except (OSError, ValueError) as error:
-        problem = f"the weights that the adapters belong to cannot be opened: {error}"
+        problem = f"the base model of the adapters cannot be opened: {error}"
         raise ConfigError(f"{base}: {problem}") from error
 
 

@@ -52,7 +52,7 @@ def rewrite_config(folder: Path, config: PretrainedConfig, source: Mapping[str, 
     values = _for_both(config, written, source)
     is_read = _reads_the_same(config, values)
     _write(path, values if is_read else written)
-    return [] if is_read else ["config.json has rotary positions that only transformers 5 reads"]
+    return [] if is_read else ["only transformers 5 reads the rotary settings of config.json"]
 
 
 def _for_both(

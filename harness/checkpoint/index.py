@@ -119,7 +119,7 @@ def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
             here = whole.setdefault(name, {"shape": about["shape"], "kinds": about["kinds"]})
             if here["shape"] != about["shape"]:
                 raise Unusable(
-                    f"{name} is {here['shape']} on one rank, {about['shape']} on another"
+                    f"{name} has shape {here['shape']} on one rank, {about['shape']} on another"
                 )
             is_buffer, parts = BUFFER in about["kinds"], here.setdefault("parts", [])
             places = pieces.setdefault(name, {})
@@ -157,7 +157,7 @@ def from_index(index: object, place: object = INDEX) -> list[Entry]:
             _check_part(title, part, own, place)
             entries += [Entry(name, part, *piece[:2], kinds, piece[2]) for piece in own]
         if problem := uncovered(parts):
-            raise Unusable(f"{place}: of {name}, {problem}")
+            raise Unusable(f"{place}: {name}: {problem}")
     return entries
 
 
@@ -213,12 +213,12 @@ def _check_part(title: str, part: Part, pieces: list[tuple[int, int, str]], plac
     for offset, numel, _ in sorted(pieces):
         if offset != end or numel < 1:
             raise Unusable(
-                f"{place}: a piece of {title} begins at element {offset} and has {numel}, but the "
-                f"one before ends at {end}"
+                f"{place}: a fragment of {title} starts at element {offset} and has {numel}, but "
+                f"the previous one ends at {end}"
             )
         end = offset + numel
     if end != part.numel:
-        raise Unusable(f"{place}: the pieces of {title} end at element {end}")
+        raise Unusable(f"{place}: the fragments of {title} end at element {end}")
 
 
 def _parts(about: Table) -> list[Part]:
@@ -236,7 +236,7 @@ def _part(about: Table, value: object, shape: tuple[int, ...]) -> Part:
         return Part(shape, tuple(tuple(_range(edges) for edges in cut) for cut in value))  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise Unusable(
-            f"{about.file}: {about.key}.parts has {value!r:.60}, no part of {list(shape)}"
+            f"{about.file}: {about.key}.parts has {value!r:.60}, not a slice of {list(shape)}"
         ) from None
 
 

@@ -105,17 +105,17 @@ def read_manifest(folder: Path, check_sizes: bool = True) -> Manifest:
     """
     path = folder / MANIFEST
     if folder.is_symlink():
-        raise Unusable(f"{folder} is a link, which no checkpoint is")
+        raise Unusable(f"{folder} is a symlink, not a checkpoint")
     try:
         manifest = _manifest(Table(read_json(path, _MOST_MANIFEST_BYTES), path))
     except FileNotFoundError:
         raise Unusable(f"{path} is not there") from None
     except RecursionError:  # parsed, but too deep to be serialised again
-        raise Unusable(f"{path} is nested too deep") from None
+        raise Unusable(f"{path} is nested too deeply") from None
     except OSError as error:
         raise Unusable(f"{path} cannot be read: {error.strerror}") from None
     if folder.name != (name := checkpoint_name(manifest.state.step)):
-        raise Unusable(f"{folder} says that it is of step {manifest.state.step}: {name}")
+        raise Unusable(f"{folder} contains step {manifest.state.step} and should be called {name}")
     if check_sizes:
         for file in manifest.files:
             check_size(folder, file)
@@ -137,10 +137,10 @@ def check_index(folder: Path, manifest: Manifest) -> None:
     path, index = folder / INDEX, _read_index(folder)
     entries = from_index(index, path)
     if is_divided(index) and manifest.format != DIVIDED:
-        raise Unusable(f"{path} has parts of parameters, which format {manifest.format} has not")
+        raise Unusable(f"{path} has sliced parameters, but format {manifest.format} has none")
     files = {file.name for file in manifest.files if _WEIGHTS.fullmatch(file.name)}
     if strange := {entry.file for entry in entries} - files:
-        raise Unusable(f"{path} names {min(strange)!r}, which is not the manifest's")
+        raise Unusable(f"{path} names {min(strange)!r}, which the manifest does not list")
 
 
 def _read_index(folder: Path) -> object:
@@ -155,7 +155,8 @@ def _manifest(content: Table) -> Manifest:
     """Return the manifest, after checking the types of its values."""
     if type(version := content.get("format")) is not int or version not in (WHOLE, DIVIDED):
         raise Unusable(
-            f"{content.file} has format {version!r:.60}, this version reads {WHOLE} and {DIVIDED}"
+            f"{content.file} has format {version!r:.60}, but this version reads {WHOLE} and "
+            f"{DIVIDED}"
         )
     checksum = content.text("checksum")
     if checksum != _checksum({**content.values, "checksum": ""}):
@@ -166,7 +167,7 @@ def _manifest(content: Table) -> Manifest:
         engine.all_numbers(section)
     _check_watch(watch)
     if (precision := content.text("precision")) not in PRECISIONS:
-        raise Unusable(f"{content.file}: precision is {precision!r:.60}, none of {PRECISIONS}")
+        raise Unusable(f"{content.file}: precision is {precision!r:.60}, not one of {PRECISIONS}")
     files = [_written(Table(file, content.file, "files")) for file in content.row("files")]
     probe_loss, model_config = content.loss("probe_loss"), content.table("model_config")
     for name in (INDEX, *(() if probe_loss is None else (PROBE,))):
@@ -213,9 +214,9 @@ def _check_watch(watch: Table) -> None:
 def _written(file: Table) -> Written:
     name, sha256 = file.text("name"), file.text("sha256")
     if name not in (INDEX, PROBE) and not _WEIGHTS.fullmatch(name):
-        raise Unusable(f"{file.file} names {name!r:.60}, which no checkpoint has")
+        raise Unusable(f"{file.file} lists {name!r:.60}, which is not a checkpoint file")
     if not _SHA256.fullmatch(sha256):
-        raise Unusable(f"{file.file}: the sha256 of {name} is {sha256!r:.60}")
+        raise Unusable(f"{file.file}: {sha256!r:.60} is not a SHA-256 (of {name})")
     return Written(name, file.count("bytes"), sha256)
 
 
@@ -227,7 +228,7 @@ def check_size(folder: Path, file: Written) -> None:
     except OSError:
         raise Unusable(f"{path} is not there") from None
     if not stat.S_ISREG(about.st_mode):
-        raise Unusable(f"{path} is not there: a link or something else has its name")
+        raise Unusable(f"{path} is not a regular file")
     if about.st_size != file.bytes:
         raise Unusable(f"{path} has {about.st_size} bytes instead of {file.bytes}")
 

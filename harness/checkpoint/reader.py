@@ -50,7 +50,7 @@ class Reader:
         if filled != out.numel():
             end = offset + out.numel()
             raise Unusable(
-                f"{self.folder} has {filled} of elements {offset} to {end} of {name}/{kind}"
+                f"{self.folder} has only {filled} of elements {offset} to {end} of {name}/{kind}"
             )
 
     def _read(self, entry: Entry, kind: str, overlap: Overlap, out: torch.Tensor) -> None:

@@ -46,8 +46,8 @@ def resume_problems(
     """
     return [
         f"{key} is {_short(new, old)}, but the run in this folder has {_short(old, new)}: "
-        f"{_use(key, saved, planned)}, another run.dir, or resume.allow={key} to change it on "
-        "purpose"
+        f"{_use(key, saved, planned)}, use another run.dir, or set resume.allow={key} to change it "
+        "on purpose"
         for key, old, new in _differences(saved, planned)
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
         if key != "model.attention" or not (_is_exact(old) and _is_exact(new))
@@ -61,8 +61,8 @@ def branch_problems(
     data.
     """
     return [
-        f"{key} is {_short(new, old)}, but that run has {_short(old, new)}: a branch keeps it; "
-        f"resume.allow={key} changes it on purpose"
+        f"{key} is {_short(new, old)}, but that run has {_short(old, new)}: a branch must keep it, "
+        f"unless resume.allow={key} allows the change"
         for key, old, new in _differences(saved, planned)
         if key in BRANCH_KEEPS and key not in allowed
     ]
@@ -130,10 +130,10 @@ def _is_exact(attention: str) -> bool:
 def _use(key: str, saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
     """Return the first part of the suggested fix."""
     if key != "data_fingerprint":
-        return "use its value"
+        return "keep its value"
     return (
-        "documents, token ids or tokenizer have changed (of a .bin above 32 GiB, perhaps its time "
-        f"of modification alone){_changed_pairs(saved, planned)}: bring back what it was, use"
+        "documents, token ids or tokenizer have changed (for a .bin above 32 GiB, perhaps only its "
+        f"modification time){_changed_pairs(saved, planned)}: restore the data"
     )
 
 
@@ -148,9 +148,9 @@ def _changed_pairs(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
         for plan in (saved, planned)
     )
     kinds = {
-        "gone": [name for name in before if name not in now],
+        "removed": [name for name in before if name not in now],
         "new": [name for name in now if name not in before],
-        "of another size": [n for n in now if n in before and now[n] != before[n]],
+        "resized": [n for n in now if n in before and now[n] != before[n]],
     }
     texts = [
         f"{', '.join(names[:5])}{' and more' * (len(names) > 5)} {what}"

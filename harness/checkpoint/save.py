@@ -161,7 +161,7 @@ class Saver:
                 free = self.store.free_bytes()
                 total = sum(sizes)
                 if total > free:
-                    problem = f"it needs {as_size(total)}, {as_size(free)} are free"
+                    problem = f"it needs {as_size(total)}, but only {as_size(free)} are free"
             except Exception as error:  # as in `finish`
                 problem = f"rank 0: {type(error).__name__}: {error}"
         if (problem := told(problem)) is not None:
@@ -197,7 +197,7 @@ class Saver:
         try:
             return whole.bytes, [path.name for path in self.store.retain(self.keep, step)]
         except OSError as error:  # the checkpoint is published even if old ones remain
-            return whole.bytes, [f"nothing more: {error}"]
+            return whole.bytes, [f"not all of them: {error}"]
 
     def _failure(self, step: int, problem: str) -> RunStopped:
         """Remove the unfinished save; return the error to raise."""
@@ -208,6 +208,6 @@ class Saver:
         return RunStopped(
             ExitCode.CANNOT_SAVE,
             f"the checkpoint of step {step} could not be saved in {self.store.folder} ({problem}); "
-            f"the newest there is {newest[0] if newest else 'none'}. If the disk is full, "
-            "make room or lower save.keep",
+            f"newest checkpoint: {newest[0] if newest else 'none'}. If the disk is full, free "
+            "space or lower save.keep",
         )

@@ -180,7 +180,7 @@ class Checkpoint:
             wanted = wanted[:1] if key == "goes_on" else wanted
             fits = len(reader.shape(keys[0])) == 2 and 0 not in shape and shape == wanted
             if dtype != torch.int64 or not fits:
-                raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, which is no batch")
+                raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, not a batch")
             tensors[key] = torch.empty(shape, dtype=dtype)
             reader.read(key, 0, tensors[key].view(-1))
         vocabulary = self.manifest.model_config.get("vocab_size")
@@ -190,7 +190,7 @@ class Checkpoint:
             if not ids.numel() or not isinstance(end, int):
                 continue
             if not 0 <= int(ids.min()) <= int(ids.max()) < end:
-                raise Unusable(f"{path} holds {key} that are not all from 0 to {end - 1}")
+                raise Unusable(f"{path} holds {key} outside the range 0 to {end - 1}")
         return tensors
 
 
@@ -226,7 +226,7 @@ def verified(path: Path) -> Checkpoint:
             check_size(path, file)
         for file in mine:
             if sha256_of(path / file.name) != file.sha256:
-                raise Unusable(f"{path / file.name} is damaged: its SHA-256 is not the manifest's")
+                raise Unusable(f"{path / file.name} is damaged: its SHA-256 has changed")
         if rank == 0:
             check_index(path, manifest)
             if any(file.name == PROBE for file in mine):
@@ -256,11 +256,11 @@ def checkpoint_of(text: str) -> Checkpoint:
     store = Store(run / "checkpoints")
     if step is not None:
         if not store.at(step).is_dir() and (others := [path.name for path in store.all()]):
-            raise Unusable(f"{store.folder} holds no step {step}, but {', '.join(others[-9:])}")
+            raise Unusable(f"{store.folder} has no step {step}, only {', '.join(others[-9:])}")
         return verified(store.at(step))
     checkpoint, problems = newest_usable(store.folder)
     if checkpoint is None:
-        raise Unusable("; ".join(problems) or f"{store.folder} holds no checkpoint")
+        raise Unusable("; ".join(problems) or f"{store.folder} has no checkpoint")
     return checkpoint
 
 

@@ -205,7 +205,7 @@ class TensorReader:
         """Return the dtype in which a tensor is stored."""
         stored = self._tensor(key)
         if stored.dtype not in _BY_NAME:
-            raise Unusable(f"{self._path} holds {key} as {stored.dtype}, which no checkpoint has")
+            raise Unusable(f"{self._path} holds {key} as {stored.dtype}, not a checkpoint's dtype")
         return _BY_NAME[stored.dtype]
 
     def shape(self, key: str) -> tuple[int, ...]:

@@ -40,14 +40,14 @@ def set_allocators(world: World) -> dict[str, Any]:
     if world.accelerator == "cpu":
         return _event(_keep_freed_pages())
     if world.allocators is not None:
-        return _event(f"{world.allocators} is the user's, and left as it is")
+        return _event(f"{world.allocators} is set by the user and left unchanged")
     for settings in (f"{_SEGMENTS},{_PINNED}", _SEGMENTS):
         try:
             torch._C._accelerator_setAllocatorSettings(settings)
         except (RuntimeError, ValueError, AttributeError):
             continue  # this torch does not know a setting
         return _event(f"torch's allocators are set to {settings} (PYTORCH_ALLOC_CONF)")
-    return _event("torch's allocators are as they were: this torch takes no settings")
+    return _event("torch's allocators are unchanged: this torch version has no settings")
 
 
 def _keep_freed_pages() -> str:
@@ -60,16 +60,16 @@ def _keep_freed_pages() -> str:
     for name, part in MALLOC_VARIABLES.items():
         value = os.environ.get(name)
         if value and part in value:
-            return f"{name}={value} is the user's, and malloc left as it is"
+            return f"malloc is unchanged: {name}={value} is set by the user"
     try:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:  # not glibc
-        return "malloc is as it was: this C library takes no settings"
+        return "malloc is unchanged: this C library has no settings"
     # Setting only the trim threshold would fix the mmap threshold at 128 KiB.
     if any(set_option(_MMAP_THRESHOLD, size) for size in LARGEST_BLOCKS):
         set_option(_TRIM_THRESHOLD, _NEVER)
-        return "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)"
-    return "malloc is as it was: it takes no settings"
+        return "malloc keeps freed memory for the next step (MALLOC_TRIM_THRESHOLD_)"
+    return "malloc is unchanged: it accepts no settings"
 
 
 def _event(message: str) -> dict[str, Any]:

@@ -40,9 +40,9 @@ _KEY = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 def float32_products() -> dict[str, Any]:
     """Return the event that reports the precision of fp32 matrix products. Changes nothing."""
     if torch.get_float32_matmul_precision() == "highest":
-        message = f"products of fp32 are computed in fp32; {_KEY}=1 in the environment takes TF32"
+        message = f"fp32 matrix products run in fp32; set {_KEY}=1 in the environment for TF32"
     else:
-        message = f"products of fp32 are rounded to TF32 ({_KEY}, or this program's own setting)"
+        message = f"fp32 matrix products run in TF32 ({_KEY}, or a setting of this program)"
     return {"kind": "float32_products", "message": message}
 
 
@@ -125,7 +125,7 @@ def _operations_on_logits(
     try:
         return operations_on_logits(empty), []
     except ValueError as error:
-        message = f"the loss holds all logits of a micro-batch (model.loss_chunk): {error}"
+        message = f"the loss is not chunked (model.loss_chunk): {error}"
         return None, [{"kind": "loss_not_chunked", "message": message}]
 
 
@@ -165,7 +165,7 @@ def _set_up_gpu_node(plan: Plan) -> list[dict[str, Any]]:
         events.append(float32_products())
     if offloaded_to(plan.deepspeed, "optimizer") != "none":
         threads = share_cores(plan.world)
-        message = f"the optimizer steps on the host, with {threads} threads on rank 0"
+        message = f"the optimizer runs on the CPU, with {threads} threads on rank 0"
         events.append({"kind": "threads", "message": message})
     return events
 

@@ -38,15 +38,15 @@ def empty_model(
     row = ATTENTIONS[attention]
     if row.takes_bounds and not takes_keywords(model, weights=row.package is not None):
         raise ConfigError(
-            f"model.attention={attention}: the attention of {plan.model_config['model_type']} "
-            "models is not given where documents begin: use sdpa or eager"
+            f"model.attention={attention}: {plan.model_config['model_type']} models do not pass "
+            "document boundaries to their attention: use sdpa or eager"
         )
     if document_mask:
         _require_document_mask(plan, model)
     if plan.grid.sequence > 1 and not takes_keywords(model):
         raise ConfigError(
-            f"sequence_parallel_size is {plan.grid.sequence}: the attention of "
-            f"{plan.model_config['model_type']} models cannot be exchanged over ranks: use 1"
+            f"sequence_parallel_size is {plan.grid.sequence}: sequence parallelism does not "
+            f"support the attention of {plan.model_config['model_type']} models: use 1"
         )
     return model
 
@@ -73,5 +73,5 @@ def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
     if not separates_documents(skeleton):
         raise ConfigError(
             f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
-            f"boundaries, but {rule}: set data.document_mask=false, or take another model"
+            f"boundaries, but {rule}: set data.document_mask=false, or use another model"
         )

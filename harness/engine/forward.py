@@ -94,7 +94,9 @@ class CarriedStates:
         ]
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
-        """Fill the states; zeros if none were saved, or the saved global batch had another size."""
+        """Fill the states; they become zeros if none were saved, or if the global batch size has
+        changed.
+        """
         for name, part, offset, tensor in self._pieces():
             if self._kind in kinds(name):
                 fill(name, self._kind, offset, tensor, part)

@@ -46,8 +46,8 @@ def set_environment(world: World) -> None:
         port = slurm_port()
         if world.rank == 0 and "MASTER_PORT" not in os.environ and not is_free(port):
             raise ConfigError(
-                f"port {port} of {socket.gethostname()}, where the ranks would meet, is taken: "
-                "start again (another srun has another port), or set MASTER_PORT to a free one"
+                f"the rendezvous port {port} of {socket.gethostname()} is taken: start again "
+                "(each srun uses another port), or set MASTER_PORT to a free port"
             )
     os.environ.setdefault("MASTER_ADDR", address)
     os.environ.setdefault("MASTER_PORT", str(port))
@@ -74,8 +74,8 @@ def own_device(world: World) -> torch.device:
     count = torch.cuda.device_count()
     if not count:
         raise ConfigError(
-            "the driver is here, but torch sees no GPU: look at nvidia-smi, CUDA_VISIBLE_DEVICES "
-            "and torch's CUDA version, or set DS_ACCELERATOR=cpu"
+            "the NVIDIA driver is loaded, but torch sees no GPU: check nvidia-smi, "
+            "CUDA_VISIBLE_DEVICES and torch's CUDA version, or set DS_ACCELERATOR=cpu"
         )
     index = world.local_rank % count  # srun may show each task only its own GPU
     torch.cuda.set_device(index)
@@ -226,7 +226,7 @@ def _end(error: BaseException, refusal: str) -> NoReturn:
                 say(f"{refusal}: {error}", sys.stderr)
         elif first is not mine:  # usually just the lost connection to the rank that failed first
             print(
-                f"rank {rank}{alarm().place} ends: {first}\nand here: {text}",
+                f"rank {rank}{alarm().place} ends: {first}\nits own error: {text}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,7 +1,7 @@
 """Reads the weights of model.init_from with transformers, all at once or layer by layer.
 
-Layer by layer also if they change on reading: quantized weights are dequantized, and a vocabulary
-gets rows for new tokens.
+They are read layer by layer if they change on reading, too: quantized weights are dequantized, and
+a vocabulary gets rows for new tokens.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) 
         raise ConfigError(f"model.init_from={source} has no weights for {names}")
     if not unused:
         return []
-    message = f"{source} also holds weights that the model lacks: {', '.join(unused[:5])}"
+    message = f"{source} has weights that the model does not use: {', '.join(unused[:5])}"
     return [{"kind": "unused_weights", "message": message, "names": unused}]
 
 

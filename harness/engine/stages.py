@@ -56,7 +56,7 @@ def build_stage(
     try:
         flow = trace_flow(empty)
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}; ZeRO 3 needs no stages") from error
+        raise ConfigError(f"{where}: {error}; use ZeRO 3 instead of stages") from error
     if plan.config.model.init_from is not None and not blank:
         check_files(plan, empty)
     built, problem = None, None

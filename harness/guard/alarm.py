@@ -143,7 +143,8 @@ class Alarm(threading.Thread):
             self.on_end(failure)
         except Exception as error:  # must neither hide the failure nor delay the end
             with contextlib.suppress(OSError):
-                print(f"rank {self.rank} could not record it: {error}", file=sys.stderr, flush=True)
+                text = f"rank {self.rank} could not record the failure: {error}"
+                print(text, file=sys.stderr, flush=True)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -127,7 +127,7 @@ class Patience:
         self.best_step, self._since = state.get("best_step", 0), state.get("since", 0)
 
 
-ADVICE = "resume from a checkpoint before it, in a new run.dir, with a lower optim.lr"
+ADVICE = "resume from an earlier checkpoint in a new run.dir with a lower optim.lr"
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,6 @@ class Judge:
         count = self._bad_steps
         return (
             f"{count} steps in a row were skipped (guard.max_bad_steps), the last because "
-            f"{self._reason}. Weights are those of step {step - count}. What it read: "
+            f"{self._reason}. The weights are those of step {step - count}. To see the last batch: "
             f"tools/show_batch.py {run_folder} --step {step}; {ADVICE}"
         )

@@ -106,9 +106,10 @@ def judge(
     behind = [beat["rank"] for beat in talking if beat["count"] < furthest]
     held_up_by = silent or behind
     lines = [f"hang: {why} (guard.hang_*)"]
-    lines += [f"  {_named(after[n], place)}: stopped, gone, or held outside Python" for n in silent]
+    gone = "stopped, gone or blocked outside Python"
+    lines += [f"  {_named(after[n], place)}: {gone}" for n in silent]
     lines += [
-        f"  {_named(after[n], place)}, for {after[n]['seconds']:.0f} s is behind" for n in behind
+        f"  {_named(after[n], place)}, for {after[n]['seconds']:.0f} s: behind" for n in behind
     ]
     named, places = {*silent, *behind}, defaultdict[str, list[int]](list)
     for beat in after:
@@ -224,7 +225,7 @@ class Watchdog(threading.Thread):
             beat = self.pulse.beat
             waited_s, limit_s = time.monotonic() - beat.since, self.pulse.limit_s(beat.phase)
             if waited_s > limit_s:
-                self._hang(f"no progress for {waited_s:.0f} s, {limit_s:.0f} s is the limit")
+                self._hang(f"no progress for {waited_s:.0f} s (limit: {limit_s:.0f} s)")
             with contextlib.suppress(OSError):  # the folder may be temporarily unavailable
                 if self.tick():
                     self._hang("another rank reported a hang")

@@ -1,8 +1,8 @@
 """The elements of a parameter that a rank holds: boxes of the full tensor, and flat ranges in them.
 
-A parameter is sliced along its dimensions. A dimension is cut to one range, or to two or three
-concatenated ranges where projections are fused: half of `[q | k | v]` is the first half of each.
-All counts are in elements; all ranges are half-open.
+A parameter is sliced along its dimensions. A slice of a dimension is one range, or two or three
+concatenated ranges if projections are fused: half of `[q | k | v]` is the first half of each. All
+counts are in elements; all ranges are half-open.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Part:
     def __post_init__(self) -> None:
         """Join adjacent ranges, so that equal slices compare equal."""
         if len(self.ranges) != len(self.whole):
-            raise ValueError(f"{len(self.ranges)} dimensions are cut of {list(self.whole)}")
+            raise ValueError(f"ranges of {len(self.ranges)} dimensions for {list(self.whole)}")
         joined = []
         for dimension, (size, ranges) in enumerate(zip(self.whole, self.ranges, strict=True)):
             edges = [0, *(edge for each in ranges for edge in each), size]
             if any(one > other for one, other in pairwise(edges)):
                 raise ValueError(
-                    f"{list(ranges)} are no ranges of dimension {dimension} of {list(self.whole)}"
+                    f"{list(ranges)} are not ranges of dimension {dimension} of {list(self.whole)}"
                 )
             joined.append(_joined(ranges))
         object.__setattr__(self, "ranges", tuple(joined))
@@ -292,7 +292,7 @@ def uncovered(parts: Sequence[Part]) -> str | None:
             if part.meets(other):
                 return f"{describe(other)} and {describe(part)} overlap"
     missing = prod(parts[0].whole) - sum(part.numel for part in parts)
-    return f"{missing} elements are in none of its {len(parts)} parts" if missing else None
+    return f"{missing} elements are in none of its {len(parts)} slices" if missing else None
 
 
 def describe(part: Part) -> str:

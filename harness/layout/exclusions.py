@@ -43,11 +43,11 @@ def _problems(shape: Shape, places: int, seq_len: int, tensor: int) -> Iterator[
     if places == 1:
         return
     if not shape.family.divides_rows:
-        yield f"nobody has divided the rows of {shape.model_type}"
+        yield f"sequence parallelism does not support {shape.model_type}"
     if seq_len % places:
         yield f"{seq_len} tokens cannot be divided over {places} ranks"
     heads, kv = shape.num_heads // tensor, max(1, shape.num_kv_heads // tensor)
-    each = f" of each of {tensor} tensor ranks" if tensor > 1 else ""
+    each = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
     if heads % places:
         yield f"{heads} attention heads{each} cannot be divided over {places}"
     if kv % places and places % kv:
@@ -62,10 +62,10 @@ KEYS = {
 }
 """JSON key of each axis's size."""
 _NOT_IN_STAGES = {
-    "sequence": "stages hand on hidden states alone, and attention over parts of rows needs the "
-    "masks of whole rows in every stage",
-    "expert": "ZeRO sums the norm over all stages group by group, and would wait for ever for a "
-    "stage that has no experts",
+    "sequence": "stages pass on only hidden states, but sequence parallelism needs the masks of "
+    "whole rows in every stage",
+    "expert": "ZeRO sums the norm over all stages group by group, and would wait forever for a "
+    "stage without experts",
 }
 
 
@@ -80,7 +80,7 @@ def apart_problems(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[
     return [
         (
             KEYS[axis],
-            f"not built together with pipeline.stages={grid.pipeline}: {why}",
+            f"cannot be combined with pipeline.stages={grid.pipeline}: {why}",
             f"use {_nearest(shape, grid, seq_len, getattr(grid, axis))}",
         )
         for axis, why in _NOT_IN_STAGES.items()

@@ -48,8 +48,9 @@ class ExpertPlan:
         """
         plan = expert_plan(model_type) or {}
         if model_type not in FAMILIES or not num_experts:
-            reason = "has experts that nobody compared" if plan else "has no experts to divide"
-            raise ValueError(f"{model_type} {reason}: only {', '.join(FAMILIES)} are divided")
+            reason = "has experts that were never tested divided" if plan else "has no experts"
+            families = ", ".join(FAMILIES)
+            raise ValueError(f"{model_type} {reason}: expert parallelism supports {families}")
         others = {style for style in plan.values() if style not in (_DIVIDED, _MODULE)}
         if others:
             raise ValueError(f"{model_type} has experts of unknown styles: {sorted(others)}")

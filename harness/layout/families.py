@@ -142,7 +142,7 @@ def read_families(text: str) -> dict[str, Family]:
     for name, table in tomllib.loads(text).items():
         parent = table.get("like")
         if parent is not None and parent not in raw:
-            raise ValueError(f"[{name}] is like {parent!r}, which is no table above it")
+            raise ValueError(f"[{name}] is like {parent!r}, which is not a table above it")
         inherited = raw[parent] if parent is not None else {}
         raw[name] = {k: v for k, v in inherited.items() if k not in _NOT_INHERITED} | table
     return {name: _family(name, table) for name, table in raw.items()}
@@ -161,7 +161,7 @@ def _family(name: str, table: Mapping[str, Any]) -> Family:
         if key == "like":
             continue
         if key not in types:
-            raise ValueError(f"[{name}] has {key!r}, which no family has")
+            raise ValueError(f"[{name}] has the unknown key {key!r}")
         kind = types[key]
         if not isinstance(value, _toml_type(kind)):
             raise ValueError(f"[{name}] {key} = {value!r} is not a {kind}")
@@ -193,7 +193,7 @@ def _problems(family: Family) -> Iterator[str]:
     if family.slides is not None and family.slides not in _WINDOW_RULES:
         yield f"slides is {family.slides!r}: it must be one of {sorted(_WINDOW_RULES)}"
     if family.layers and bool(family.activation) == family.gated_mlp:
-        yield "activation is for an MLP without a gate, and every one of those needs it"
+        yield "activation is required for an MLP without a gate, and only allowed there"
     if bool(family.layers) != bool(family.layer_prefix):
         yield "layers and layer_prefix go together"
 
@@ -308,8 +308,8 @@ def read_sizes(keys: Keys) -> Sizes:
     model_type = keys.config.get("model_type")
     if model_type not in FAMILIES:
         raise UnknownArchitecture(
-            f"model_type {model_type!r} is traced from its class, where torch is installed: it "
-            f"is not counted tensor by tensor, as are {', '.join(FAMILIES)}"
+            f"model_type {model_type!r} has no table of tensors: its shape is traced from its "
+            f"class, which needs torch. There are tables for {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     hidden_size = keys.size(*family.size_keys("hidden"))

@@ -24,7 +24,7 @@ class Optimizer:
     state_bytes: int
     """fp32 state bytes per element, without the master weight."""
     momentum: float = 0.0
-    """Default of optim.momentum."""
+    """Default value of optim.momentum."""
     by_deepspeed: bool = False
     """True if DeepSpeed builds and compiles it; otherwise engine/optimizers.py does, based on
     torch.

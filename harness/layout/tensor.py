@@ -156,8 +156,8 @@ class TensorPlan:
         styles = {n: s for n, s in styles.items() if ".experts." not in n or s == "packed_rowwise"}
         unknown = sorted({style for style in styles.values() if style not in STYLES})
         if not styles or unknown:
-            reason = f"the styles {', '.join(unknown)} are unknown" if styles else "there is none"
-            raise ValueError(f"{model_type} has no plan to divide its tensors: {reason}")
+            reason = f": unknown styles {', '.join(unknown)}" if styles else ""
+            raise ValueError(f"{model_type} has no usable tensor-parallel plan{reason}")
         for name in [name for name, style in styles.items() if name.endswith("self_attn.q_proj")]:
             if styles[name] == "colwise":  # per-head norms, which some plans omit
                 head = name.removesuffix("q_proj")

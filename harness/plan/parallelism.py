@@ -214,4 +214,4 @@ def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
         yield from sequence_problems(draft.shape, places, shortest, tensor, ranks, unit)
     elif draft.model_config and not family_of(draft.model_config["model_type"]).divides_rows:
         # The first batch would not tell: small states of a recurrent layer hide in its rounding.
-        yield f"nobody has divided the rows of {draft.model_config['model_type']}: use 1"
+        yield f"sequence parallelism does not support {draft.model_config['model_type']}: use 1"

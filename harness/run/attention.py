@@ -43,15 +43,15 @@ def attention_metrics(run: Run) -> dict[str, float]:
     if not run.attention_is_seen:
         return {}
     run.pulse("evaluation", run.state.step)
-    rows, why = list[list[float]](), "rows are divided over sequence ranks"
+    rows, why = list[list[float]](), "rows are split over sequence-parallel ranks"
     if run.plan.grid.sequence == 1:
         rows = _sums(run).tolist()
-        why = f"{type(run.engine.module).__name__} has another attention"
+        why = f"{type(run.engine.module).__name__} has an attention that cannot be inspected"
     run.meter.restart()
     seen = {layer: row for layer, row in enumerate(rows) if row[2]}  # only layers with attention
     if not seen or any(math.isnan(value) for row in rows for value in row):
         run.attention_is_seen = False
-        run.event("attention_unseen", step=run.state.step, message=f"no attention_*: {why}")
+        run.event("attention_unseen", step=run.state.step, message=f"no attention_* metrics: {why}")
         return {}
     return {
         f"attention_{name}/{layer}": row[number] / row[2]
@@ -117,8 +117,8 @@ def compare(plan: Plan, attention: str, masked: str, device: torch.device) -> No
         if not apart <= limit:  # nor NaN
             what = "token losses" if name == "losses" else f"gradient of {name}"
             raise Different(
-                f"in a small model of this architecture the {what} is off by {float(apart):.3g}, "
-                f"where rounding explains {float(limit):.3g}"
+                f"in a small model of this architecture the {what} differs by {float(apart):.3g}, "
+                f"but rounding explains only {float(limit):.3g}"
             )
 
 
@@ -216,7 +216,7 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
         before = _before(plan)
         is_exact = before in ATTENTIONS and ATTENTIONS[before].is_exact
         if before and is_exact and before != attention and not asked.problems(before):
-            attention, why = before, "as the run began"
+            attention, why = before, "as at the start of the run"
         if attention != plan.config.model.attention:
             plan = with_attention(plan, attention, why)
             events.append(_event("attention", attention, why))
@@ -234,7 +234,7 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
     problem = different or unknown
     if problem is None:
         return plan, events
-    why = f"{attention} was not equal to {asked.masked} on this device: {problem}"
+    why = f"{attention} did not match {asked.masked} on this device: {problem}"
     if is_free:
         return (
             with_attention(plan, asked.masked, why),

@@ -63,13 +63,13 @@ def begin(
     run.progress.say(f"run folder {run.folder.path}")
     if (left_s := run.time_left.seconds) is not None:
         run.event("time_limit", seconds_left=left_s)
-        run.progress.say(f"time limit in {clock(left_s)}: saved and ended before")
+        run.progress.say(f"time limit in {clock(left_s)}: the run saves and stops before")
     for damage in beginning.damages:
         run.event("damaged_record", message=damage)
-        run.progress.say(f"not needed, not used: {damage}")
+        run.progress.say(f"ignored, not needed: {damage}")
     for problem in beginning.problems:
         run.event("unusable_checkpoint", message=problem)
-        run.progress.say(f"not used: {problem}")
+        run.progress.say(f"ignored: {problem}")
     if run.is_writer and not run.folder.tokenizer_dir.exists():  # exports then need no data
         parent = None
         if beginning.checkpoint is not None:
@@ -90,8 +90,8 @@ def _load(run: Run, beginning: Beginning) -> None:
         if run.plan.config.model.init_from is not None and question_of(run):
             show_sample(run, "sample before training")
         if run.folder.attempt > 1:
-            run.event("began_again", message="no checkpoint was saved before")
-            run.progress.say("no checkpoint was saved yet: begins at step 0 again")
+            run.event("began_again", message="no checkpoint was saved")
+            run.progress.say("no checkpoint was saved: starts at step 0 again")
         return
     load_into(run.engine, checkpoint, weights_only=kind == "weights")
     check_probe(run.engine, checkpoint, run.plan)
@@ -111,7 +111,7 @@ def _load(run: Run, beginning: Beginning) -> None:
     )
     step, source = checkpoint.state.step, checkpoint.path.parents[1]
     if kind == "weights":
-        run.progress.say(f"begins with the weights of step {step:,} of {source}")
+        run.progress.say(f"starts with the weights of step {step:,} of {source}")
     else:
         run.progress.say(f"{kind} {checkpoint.path.name} of {run.steps.total} steps")
 

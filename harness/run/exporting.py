@@ -155,7 +155,7 @@ def _put_code(
     write_code(folder, model, attention)
     kind = [f"{attention['kind']} attention"] if attention else []
     what = " and ".join([*kind, *["two streams"] * is_reversible])
-    return [f"its code is beside it: trust_remote_code=True computes {what}, as in training"]
+    return [f"its code is included: trust_remote_code=True computes {what}, as in training"]
 
 
 def _export_adapters(
@@ -208,9 +208,10 @@ def _export_adapters(
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)
         base = manifest.adapters["base_model_name_or_path"]
-        quantized = f" with its linear maps as in {DESCRIPTION}" if manifest.quantization else ""
-        first = f", after its resize_token_embeddings({rows})" if rows else ""
-        kind = f", computed with {attention['kind']} attention" if attention else ""
+        how = f" with linear layers quantized as in {DESCRIPTION}"
+        quantized = how if manifest.quantization else ""
+        first = f", after resize_token_embeddings({rows})" if rows else ""
+        kind = f", with {attention['kind']} attention" if attention else ""
         checked = _checked(checkpoint, model, dtype, options)
         return f"adapters of {base}{quantized}{first}{kind}; {checked}"
 
@@ -248,7 +249,7 @@ def _copy_tokenizer(source: Path, folder: Path, options: ExportOptions) -> tuple
     try:
         tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
     except ConfigError as error:
-        return [*notes, f"special ids are those of the config, as {error}"], None
+        return [*notes, f"special ids are those of the model config, because {error}"], None
     rewrite_tokenizer_config(folder, tokenizer)
     return notes, tokenizer
 
@@ -262,7 +263,7 @@ def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:
         if model.generation_config is not None:
             setattr(model.generation_config, name, value)
     changed = [f"{n} {after[n]} (was {before.get(n)})" for n in after if after[n] != before.get(n)]
-    return [f"special ids are the tokenizer's: {', '.join(changed)}"] if changed else []
+    return [f"special ids are set to the tokenizer's: {', '.join(changed)}"] if changed else []
 
 
 def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
@@ -292,7 +293,7 @@ def _checked(
     """Return the result of comparing the loss of `model` with the checkpoint's, as text."""
     expected, most = checkpoint.manifest.probe_loss, options.most_checked
     if not options.check:
-        return "its loss was not checked: not asked for"
+        return "its loss was not checked: not requested"
     if expected is None:
         return "its loss was not checked: the checkpoint has no probe"
     if most is not None and _parameters(checkpoint, options) > most:

@@ -49,7 +49,7 @@ def show_sample(run: Run, title: str = "sample") -> None:
     asked, answered = str(tokenizer.decode(question)), str(tokenizer.decode(answer))
     run.event("sample", step=run.state.step, title=title, prompt=asked, text=answered)
     if config.sample.prompt is None and question:
-        run.progress.say(f"{title}: {asked!r} is answered {answered!r}")
+        run.progress.say(f"{title}: {asked!r} -> {answered!r}")
     else:
         run.progress.say(f"{title}:\n{_as_block(asked + answered)}")
 
@@ -207,8 +207,8 @@ def _stop(failure: Exception, run: Run, checkpoint: Checkpoint) -> tuple[ExitCod
         problem = f"all steps are done, but {failure}; {command} --no-check exports it anyway"
         return ExitCode.NO_CHECKPOINT, problem
     return ExitCode.CANNOT_SAVE, (
-        f"all steps are done, and {checkpoint.path} is whole, but it could not be exported "
-        f"({failure}): make room, then run: {command}"
+        f"all steps are done and {checkpoint.path} is complete, but it could not be exported "
+        f"({failure}): free disk space, then run: {command}"
     )
 
 

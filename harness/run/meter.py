@@ -222,7 +222,7 @@ class StepClock:
         assert self.predicted is not None, "there is an estimate"
         step = self.predicted
         error = step.seconds / seconds - 1
-        text = f"{seconds:.3g} s a step, predicted {error:+z.1%} ({step.machine.evidence} rates)"
+        text = f"{seconds:.3g} s per step, predicted {error:+z.1%} ({step.machine.evidence} rates)"
         if abs(error) <= TOLERANCE:
             return text
         terms = sorted(step.terms.items(), key=lambda term: -term[1])
@@ -231,9 +231,9 @@ class StepClock:
             for name, value in terms
             if value >= _LARGE * step.seconds
         ]
-        why = f"{text} (!): predicted were {', '.join(large)}"
+        why = f"{text} (!): the prediction has {', '.join(large)}"
         if error < 0 and data_seconds >= _LARGE * seconds:
-            why += f"; {data_seconds:.3g} s waited for data, which is not predicted"
+            why += f"; {data_seconds:.3g} s of waiting for data are not predicted"
         return why
 
 

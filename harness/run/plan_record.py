@@ -115,5 +115,5 @@ def _chosen(plan: Plan, say: Callable[[str], None]) -> RunFolder:
         folder.append_event("stale_lock", owner=str(stale_owner))
     for problem in folder.damaged:
         folder.append_event("damaged_record", message=problem)
-        say(f"not needed, not used: {problem}")
+        say(f"ignored, not needed: {problem}")
     return folder

@@ -151,13 +151,13 @@ class Profiler:
         title, total = "a forward pass of a micro-batch", counter.get_total_flops()
         path = self.folder / f"flops-{self.last}.txt"
         path.write_text(flop_table(counter, title), encoding="utf-8")
-        text = f"{title}: {total:,} FLOPs as torch counts"
+        text = f"{title}: {total:,} FLOPs counted by torch"
         if self.plan.shape is not None:
             samples, tokens = batch.input_ids.shape
             first, end = (self.plan.stages or (0, None))[:2]  # rank 0 has the first stage
             units = flops_per_unit(self.plan.shape, tokens)[first:end]
             expected = sum(units) * samples * tokens // 3
-            text += f", {total / expected:.3f} of what mfu is reckoned with"
+            text += f", {total / expected:.3f} of those used for mfu"
         self.say(f"profile        {path}: {text}")
 
 

@@ -59,7 +59,7 @@ def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
     if plan.config.model.init_from is not None and is_run(plan.config.model.init_from):
         if plan.config.model.lora.rank is not None:
             source = plan.config.model.init_from
-            problem = "adapters are learned beside exported weights: set model.init_from"
+            problem = "adapters need exported weights: set model.init_from"
             raise ConfigError(f"model.init_from={source} is a run, but {problem}={source}/export")
         return Beginning(_checkpoint_of(plan.config.model.init_from, "model.init_from"), "weights")
     return Beginning()
@@ -80,7 +80,8 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
     if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
         problems.append(
             f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
-            f"{checkpoint.state.step}: set train.steps to that or more, or remove later checkpoints"
+            f"{checkpoint.state.step}: raise train.steps to that or more, or remove later "
+            "checkpoints"
         )
     if problems:
         raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
@@ -110,7 +111,7 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
     problems = branch_problems(before, record, plan.config.resume.allow)
     if checkpoint.state.step > record["total_steps"]:
         problems.append(
-            f"it has {checkpoint.state.step} steps behind it, train.steps={record['total_steps']}"
+            f"its step {checkpoint.state.step} is beyond train.steps={record['total_steps']}"
         )
     if problems:
         raise ConfigError([f"resume.from={text}: {problem}" for problem in problems])
@@ -152,9 +153,10 @@ def saved_plan(plan: Plan) -> dict[str, Any] | None:
 
 
 def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
-    """Return (plan.json, None), or (None, the damage): a checkpoint is usable without it.
+    """Return (plan.json, None), or (None, the problem) if it is damaged; a checkpoint is usable
+    without it.
 
-    Read by rank 0 for all, because ranks may see different folder contents. Collective.
+    Read by rank 0 for all ranks, because they may see different folder contents. Collective.
     """
     return told(_plan_in(folder) if dist.get_rank() == 0 else (None, None))
 
@@ -166,7 +168,7 @@ def _plan_in(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
         return None, str(error)
     if plan is None or _has_sections(plan):
         return plan, None
-    return None, f"{folder.plan_path} is damaged: it is no plan of a run"
+    return None, f"{folder.plan_path} is damaged: it is not the plan of a run"
 
 
 def _has_sections(plan: dict[str, Any]) -> bool:
@@ -193,7 +195,7 @@ def keep_sample(run: Run) -> None:
     try:
         _write(run, folder)
     except (OSError, ConfigError) as error:
-        message = f"no sample of the data was kept in {folder}: {error}"
+        message = f"no sample of the data was saved in {folder}: {error}"
         run.event("sample_not_kept", step=run.state.step, message=message)
         run.progress.say(message)
     run.meter.restart()
@@ -211,7 +213,7 @@ def _write(run: Run, folder: Path) -> None:
     data, seen = run.data, run.state.samples
     key = f"{run.plan.config.train.seed}:{data.fingerprint}"
     if folder.exists() and kept_facts(folder).get("of") != key:
-        raise ConfigError("it holds a sample of other data, read before: move it to keep another")
+        raise ConfigError("it holds a sample of other data: move it so that a new one can be saved")
     for path in (unfinished, replaced):
         shutil.rmtree(path, ignore_errors=True)
     unfinished.mkdir()

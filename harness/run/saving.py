@@ -113,8 +113,8 @@ def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
     if not math.isclose(loss, expected, rel_tol=tolerance):
         raise NoCheckpoint(
             f"{checkpoint.path} was saved with a loss of {expected:.7g} on its probe batch, but it "
-            f"is {loss:.7g} here (relative tolerance {tolerance:g}): this is not the model that "
-            "was saved, or other versions compute otherwise; resume.allow=probe goes on anyway"
+            f"is {loss:.7g} here (relative tolerance {tolerance:g}): this is not the saved model, "
+            "or library versions differ in their results; set resume.allow=probe to resume anyway"
         )
 
 
@@ -209,13 +209,13 @@ def check_replicas(run: Run, saves: bool) -> None:
     newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
     owners = f"rank {', '.join(f'{rank}{run.plan.grid.described(rank)}' for rank in ranks)}"
     if name in result.undecided:
-        owners += " (among which there is no majority)"
-    advice = "No checkpoint predates it: begin the run again"
+        owners += " (no majority)"
+    advice = "No checkpoint predates this: restart the run"
     if newest:
-        advice = f"{newest[0].name} predates it: start again from there"
+        advice = f"{newest[0].name} predates this: resume from it"
     raise ReplicasDiffer(
-        f"after step {run.state.step} ranks differ in {len(different)} weights that should be the "
-        f"same, {name} on {owners}: faulty memory or links there. {advice}"
+        f"after step {run.state.step}, ranks differ in {len(different)} weights that should be "
+        f"equal, {name} on {owners}: suspect faulty memory or links there. {advice}"
     )
 
 

@@ -1,5 +1,5 @@
-"""Resolves what depends on the data: number of steps, attention; checks that the data is
-sufficient.
+"""Decisions that depend on the data (steps, attention, batches), and checks that the data
+suffices.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _require_same_data(rank: int, data: Data) -> None:
             )
         else:
             problem += (
-                "documents or tokenizer differ there (of a .bin above 32 GiB, perhaps its time of "
-                "modification alone): give every node the same files"
+                "documents or tokenizer differ there (for a .bin above 32 GiB, perhaps only its "
+                "modification time): give every node the same files"
             )
     if (found := first_problem(problem)) is not None:
         raise ConfigError(found)
@@ -93,7 +93,7 @@ def _require_date_is_written(plan: Plan, data: Data) -> None:
     is_users = plan.config.origin("data.date") != "default"
     if is_users and not any(source.day for source in sources):
         has_chats = any(source.corpus.holds_chats for source in sources)
-        other = ", or name such a template by data.template" if has_chats else ""
+        other = ", or set data.template to one that does" if has_chats else ""
         raise ConfigError(
             f"data.date is {plan.config.data.date}, but no chat template here calls "
             f"strftime_now: remove data.date{other}"
@@ -113,7 +113,7 @@ def _require_targets(plan: Plan, data: Data) -> None:
                     "raise data.seq_len, or give more held-out text (data.held_out, data.eval_path)"
                 )
             raise ConfigError(
-                f"the {samples} held-out windows{of} hold no target, only prompts: {use}"
+                f"the {samples} held-out windows{of} contain no target, only prompts: {use}"
             )
 
 
@@ -121,8 +121,8 @@ def _require_whole_samples(plan: Plan, data: Data) -> None:
     """Raise ConfigError if ramp.* would split samples that must contain whole documents."""
     if data.train.holds_whole_documents and plan.config.ramp.length_from is not None:
         raise ConfigError(
-            f"ramp.length_from is {plan.config.ramp.length_from}, which cuts windows, but they "
-            "hold whole documents (data.packing, the default where prompts are masked): remove "
+            f"ramp.length_from is {plan.config.ramp.length_from}, which splits windows, but they "
+            "contain whole documents (data.packing, the default if prompts are masked): remove "
             "ramp.length_from, or set data.packing=stream"
         )
 
@@ -149,7 +149,7 @@ def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
     source, rows = plan.config.model.init_from, plan.model_config.get("vocab_size")
     if source is None or not isinstance(rows, int) or data.vocab_size > 0.9 * rows:
         return []
-    message = f"{data.vocab_size:,} of {rows:,} rows of the vocabulary are used"
+    message = f"only {data.vocab_size:,} of {rows:,} vocabulary rows are used"
     advice = _fitting_tokenizer(plan.config.data.tokenizer, str(tokenizer_of(source)))
     return [{"kind": "unused_rows", "message": f"{message}: {advice}"}]
 
@@ -157,15 +157,15 @@ def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
 def _fitting_tokenizer(tokenizer: str | None, own: str) -> str:
     """Return advice on which tokenizer belongs to weights that came from `own`."""
     if tokenizer in (None, own):
-        return f"{own}, which brought the weights, has no larger one: no text uses the other rows"
+        return f"{own}, where the weights are from, has no larger tokenizer: the rest is unused"
     if Path(own).is_dir() and not has_tokenizer(Path(own)):
         return (
-            f"data.tokenizer is {tokenizer}, and {own}, which brought the weights, has none: set "
+            f"data.tokenizer is {tokenizer}, and {own}, where the weights are from, has none: set "
             "data.tokenizer to the one that they were trained with"
         )
     return (
         f"data.tokenizer is {tokenizer}; the weights were trained with {own}'s: set "
-        f"data.tokenizer={own}, or leave the key away"
+        f"data.tokenizer={own}, or leave the key out"
     )
 
 
@@ -191,5 +191,5 @@ def _uncounted_sources(plan: Plan, data: Data) -> list[dict[str, Any]]:
     """Return an event if the losses of the sources cannot be reported."""
     if not data.names or plan.config.model.kernels != "liger":
         return []
-    why = "model.kernels=liger gives the sum of the losses of all sources alone: no loss/NAME"
+    why = "model.kernels=liger returns only the total loss of all sources: no loss/NAME"
     return [{"kind": "sources_unseen", "message": why}]

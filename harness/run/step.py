@@ -134,7 +134,7 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     elif not math.isfinite(loss):
         reason = "the loss is not finite"
     elif is_scaled:
-        reason = "fp16 overflowed: the loss scale falls"
+        reason = "fp16 overflowed: the loss scale is reduced"
     scale = run.engine.loss_scale
     run.event(
         "skipped_step", step=step.number, reason=reason, loss=loss, grad_norm=norm, loss_scale=scale
@@ -180,7 +180,7 @@ def end_early(run: Run, verdict: Verdict) -> None:
     """Make the current step the last one (eval.patience)."""
     best_step, best = run.judge.best
     run.event("ended_early", step=run.state.step, best_step=best_step, best=best)
-    message = f"ends at step {run.state.step}, early (eval.patience): {verdict.message}"
+    message = f"ended early at step {run.state.step} (eval.patience): {verdict.message}"
     run.progress.say(message)
     run.steps.total = run.state.step
 
@@ -201,7 +201,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.pulse("load", run.state.step)
     checkpoint, _ = newest_usable(run.saver.store.folder)
     if checkpoint is None:
-        problem = "there is no checkpoint to go back to: set save.every"
+        problem = "there is no checkpoint to roll back to: set save.every"
         raise RunStopped(ExitCode.DIVERGED, f"{failure}, and {problem}; {ADVICE}")
     load_into(run.engine, checkpoint)
     state, end = checkpoint.state, samples[1]
@@ -223,4 +223,4 @@ def roll_back(run: Run, reason: str) -> None:
         loss=loss,
         grad_norm=norm,
     )
-    run.progress.say(f"{failure}: back to step {state.step}, past samples {skipped}")
+    run.progress.say(f"{failure}: rolled back to step {state.step}, skipping samples {skipped}")

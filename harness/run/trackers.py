@@ -81,7 +81,7 @@ class Trackers:
             yield
         except Exception as error:  # any error of a network, server or disk
             self._trackers.pop(name, None)
-            message = f"log.{name} is off from here on: {type(error).__name__}: {error}"
+            message = f"log.{name} is disabled from now on: {type(error).__name__}: {error}"
             self._event("tracker_failed", message=message)
 
 

@@ -73,9 +73,9 @@ def _check(name: str, value: float, expected: float, tolerance: float, run: Run)
         return
     how = "in stages" if _division(run).endswith("stages") else "divided"
     raise ConfigError(
-        f"the first batch's {name} is {value:.7g} over {_division(run)}, "
+        f"the first batch's {name} is {value:.7g} with {_division(run)}, "
         f"but {expected:.7g} without (relative tolerance {tolerance:g}): "
-        f"{run.plan.config.model.name} does not train right {how}; use ZeRO 3, and report this"
+        f"{run.plan.config.model.name} does not train correctly {how}; use ZeRO 3, and report this"
     )
 
 
@@ -109,13 +109,13 @@ def _computed(run: Run, targets: int) -> list[Any]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return [None, "the undivided model does not fit one rank"]
+        return [None, "the undivided model does not fit on one rank"]
     finally:
         if engine.device.type == "cuda":  # exclude this from the run's peak
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     if not math.isfinite(loss):
-        return [None, f"the undivided model's own loss is {loss}"]
+        return [None, f"the undivided model's loss is {loss}"]
     return [Undivided(loss, norm), None]
 
 
@@ -124,7 +124,7 @@ def _reason_to_skip(run: Run, model: Any) -> str | None:
     from harness.engine.stages import bytes_needed, trained  # imports DeepSpeed
 
     if is_run(run.plan.config.model.init_from or ""):
-        return "the weights are those of a checkpoint, whose probe was compared"
+        return "the weights are from a checkpoint, whose probe loss was compared"
     verify, device = run.plan.config.layout.verify, run.engine.device
     if verify is False:
         return "layout.verify is false"
@@ -179,9 +179,9 @@ def check_gradients(run: Run) -> None:
     if worst and apart[worst[0]] > AGREEMENT:
         named = ", ".join(f"{name} by {apart[name]:.1%}" for name in worst[:4])
         raise ConfigError(
-            f"gradients that {run.plan.grid.tensor} tensor-parallel ranks should have alike "
-            f"differ, {named} of the largest element: the plan to divide "
-            f"{run.plan.config.model.name} forgets these weights; use ZeRO 3, and report this"
+            f"gradients that should be equal on {run.plan.grid.tensor} tensor-parallel ranks "
+            f"differ, {named} of the largest element: the tensor-parallel plan of "
+            f"{run.plan.config.model.name} omits these weights; use ZeRO 3, and report this"
         )
     run.gradients_agree = True
     largest = apart[worst[0]] if worst else 0.0

@@ -77,7 +77,7 @@ def test_a_hostile_file_name_is_refused(tmp_path: Path, name: str) -> None:
     manifest = read_manifest(path)
     hostile = replace(manifest, files=[replace(manifest.files[0], name=name)])
     (path / "manifest.json").write_bytes(hostile.to_bytes())
-    with pytest.raises(Unusable, match="which no checkpoint has"):
+    with pytest.raises(Unusable, match="which is not a checkpoint file"):
         verified(path)
 
 
@@ -85,7 +85,7 @@ def test_a_linked_file_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 2).path / "rank-00000-000.safetensors"
     elsewhere = path.rename(tmp_path / "elsewhere")
     path.symlink_to(elsewhere)
-    with pytest.raises(Unusable, match="is not there"):
+    with pytest.raises(Unusable, match="is not a regular file"):
         verified(path.parent)
 
 
@@ -110,5 +110,5 @@ def test_a_run_and_a_step_name_a_checkpoint(tmp_path: Path) -> None:
     assert not is_run("gpt2")
     assert checkpoint_of(str(run)).state.step == 12
     assert checkpoint_of(f"{run}@3").state.step == 3
-    with pytest.raises(Unusable, match="holds no step 4, but step-00000003, step-00000012"):
+    with pytest.raises(Unusable, match="has no step 4, only step-00000003, step-00000012"):
         checkpoint_of(f"{run}@4")

@@ -34,7 +34,7 @@ def run(family: str = "llama", grid: Grid = ALONE, **changes: Any) -> Inputs:
         (run("bloom", Grid(2, tensor=2)), []),
         (run(grid=Grid(4, tensor=2, sequence=2)), []),
         (run("gpt2", Grid(2, sequence=2)), []),
-        (run("bloom", Grid(2, sequence=2)), ["nobody has divided the rows of bloom: use 1"]),
+        (run("bloom", Grid(2, sequence=2)), ["sequence parallelism does not support bloom: use 1"]),
         (run(grid=Grid(2, sequence=2), attention="eager"), []),
         (
             run(grid=Grid(3, sequence=3)),
@@ -55,7 +55,7 @@ def test_divisions_that_cannot_be_run_are_refused(inputs: Inputs, texts: list[st
 
 def test_stages_divide_tensors_and_not_sequences() -> None:
     problem, *_ = division_problems(run(grid=Grid(4, pipeline=2, sequence=2)))
-    assert problem.startswith("sequence_parallel_size is 2: not built together with pipeline.st")
+    assert problem.startswith("sequence_parallel_size is 2: cannot be combined with pipeline.st")
     assert (
         "needs the masks of whole rows in every stage; use tensor_parallel.autotp_size=2 and se"
         in problem

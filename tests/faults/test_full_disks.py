@@ -110,7 +110,9 @@ def test_a_file_named_export_is_found_before_training(trial: Trial) -> None:
     trial.path.mkdir()
     trial.run.export_dir.write_text("mine")
     ended = trial.start("save.export=true", code=2)
-    assert f"save.export: {trial.run.export_dir} exists and is no exported model" in ended.output
+    assert (
+        f"save.export: {trial.run.export_dir} exists and is not an exported model" in ended.output
+    )
     assert [path.name for path in trial.path.iterdir()] == ["export"]
 
 
@@ -126,6 +128,6 @@ def test_damaged_records_do_not_keep_a_run_from_going_on(finished: Trial, undist
     ended = finished.start()
     assert "Traceback" not in ended.output
     for path in (run.status_path, run.plan_path):
-        assert f"not needed, not used: {path}" in ended.outputs[0]
+        assert f"ignored, not needed: {path}" in ended.outputs[0]
     assert curve(run) == curve(undisturbed)
     assert (run.read_status() or {})["attempt"] == 2

@@ -69,7 +69,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Tri
         flip(path / FILES[1])
     before = run.metrics_path.read_text()
     refused = finished.start(code=77)
-    assert "index.json is damaged: its SHA-256 is not the manifest's" in refused.output
+    assert "index.json is damaged: its SHA-256 has changed" in refused.output
     assert run.metrics_path.read_text() == before
 
 
@@ -96,7 +96,7 @@ def test_weights_that_compute_something_else_are_refused(finished: Trial) -> Non
     off = replace(manifest, probe_loss=manifest.probe_loss + 0.01)
     (newest(finished.run) / "manifest.json").write_bytes(off.to_bytes())
     refused = finished.start(code=77)
-    assert "resume.allow=probe goes on anyway" in refused.output
+    assert "set resume.allow=probe to resume anyway" in refused.output
 
 
 @pytest.mark.gate("faults")
@@ -105,7 +105,7 @@ def test_a_renamed_checkpoint_is_refused(finished: Trial) -> None:
     newest(finished.run).rename(finished.run.checkpoints_dir / "step-00000009")
     finished.start()
     (event,) = events(finished.run, "unusable_checkpoint")
-    assert "step-00000009 says that it is of step 8" in event["message"]
+    assert "step-00000009 contains step 8" in event["message"]
 
 
 @pytest.mark.fault("a full disk")
@@ -117,7 +117,7 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
     words = ["save.keep=9", f"save.async={background}"]
     stopped = trial.start(*words, code=74)
     assert "could not be saved" in stopped.output
-    assert "make room or lower save.keep" in stopped.output
+    assert "free space or lower save.keep" in stopped.output
     run, status = trial.run, trial.run.read_status() or {}
     assert (status["outcome"], status["code"]) == ("failed", 74)
     assert not list(run.checkpoints_dir.glob(".unfinished*"))
@@ -214,7 +214,7 @@ def test_held_out_samples_without_a_target_are_refused_before_anything_is_writte
     more = (f"data.path={write_jsonl(*values)}", f"data.tokenizer={tokenizer}")
     more = (*more, "data.packing=stream")
     refused = trial.start(*more, code=2)
-    assert "the 8 held-out windows hold no target, only prompts: raise eval" in refused.output
+    assert "the 8 held-out windows contain no target, only prompts: raise eval" in refused.output
     assert not trial.path.exists()
 
 

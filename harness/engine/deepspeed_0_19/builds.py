@@ -39,7 +39,7 @@ def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
     folder = kwargs.get("build_directory") or cpp_extension._get_build_directory(name, False)
     # An operator that is already built loads at once, unless another installation built it.
     teller = _Teller(say, PATIENCE_S if Path(folder, f"{name}.so").exists() else 0)
-    teller(f"compiling DeepSpeed's {name} in {folder}: some minutes, the first time on a machine")
+    teller(f"compiling DeepSpeed's {name} in {folder}: takes some minutes, once per machine")
     _torch.FileBaton = functools.partial(_Baton, say=teller)
     began = time.monotonic()
     try:
@@ -48,8 +48,8 @@ def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
         output = getattr(error, "output", None) or b""  # if the compiler does not even start
         output_text = f"{error}\n{output.decode(errors='replace')}"
         raise ConfigError(
-            f"DeepSpeed's {name} could not be built in {folder} (CXX names another compiler, "
-            f"TORCH_EXTENSIONS_DIR another folder). The last lines of what the compiler said:\n"
+            f"DeepSpeed's {name} could not be built in {folder} (set CXX to use another compiler, "
+            f"TORCH_EXTENSIONS_DIR to use another folder). Last lines of the compiler output:\n"
             f"{_last_lines(output_text)}"
         ) from error
     finally:
@@ -126,7 +126,7 @@ class _Baton:
 
     def wait(self) -> None:
         """Wait for the process that builds, as torch does."""
-        self._say(f"waiting for another process to build, while {self._path} is there")
+        self._say(f"waiting for another process to build, until {self._path} is removed")
         file_baton.FileBaton(str(self._path)).wait()
 
     def release(self) -> None:
@@ -139,7 +139,7 @@ class _Baton:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._say(f"waiting for another process, which builds in {self._path.parent}")
+            self._say(f"waiting for another process that is building in {self._path.parent}")
             fcntl.flock(file, fcntl.LOCK_EX)
 
     def _is_in_place(self, file: IO[str]) -> bool:

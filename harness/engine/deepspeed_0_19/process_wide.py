@@ -67,7 +67,7 @@ def forget_releases_with_the_trace() -> None:
 
 
 def leave_muon_uncompiled() -> None:
-    """Keep torch's compiler out of the start-up.
+    """Keep torch's compiler from being loaded at start-up.
 
     Every DeepSpeed optimizer checks whether it is DeepSpeed's Muon and imports it. Functions in
     that module are decorated with torch.compile, which takes a second or two to load. The harness

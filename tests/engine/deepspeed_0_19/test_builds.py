@@ -72,7 +72,7 @@ def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
     first.wait()
     said = log.read_text().splitlines()
     assert said[0].startswith(f"compiling DeepSpeed's planted in {tmp_path}/planted")
-    assert said[1].startswith("waiting for another process, which builds in")
+    assert said[1].startswith("waiting for another process that is building in")
     assert said[2].startswith("planted was ready after")
     assert said[3] == "loaded"
 
