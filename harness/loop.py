@@ -7,17 +7,17 @@ from contextlib import closing, nullcontext
 from harness.engine.processes import leave
 from harness.errors import CannotSave, ExitCode, RunStopped
 from harness.run.build import build
+from harness.run.diagnostics import explain_out_of_memory
 from harness.run.evaluation import evaluate
 from harness.run.finish import finish
 from harness.run.live_memory import is_out_of_memory
-from harness.run.noting import explain_out_of_memory
 from harness.run.reporting import evaluate_at_start, log_or_evaluate
 from harness.run.run import Run
 from harness.run.saving import finish_save, save_if_due
 from harness.run.step import (
-    ask,
+    apply_verdict,
     before_first_step,
-    carry_out,
+    decide,
     end_early_at_start,
     next_step,
     take_step,
@@ -100,6 +100,6 @@ def _loop(run: Run) -> None:
             step = next_step(run)
             result = take_step(run, step)
             log_or_evaluate(run, step, result)
-            verdict = ask(run)
+            verdict = decide(run)
             save_if_due(run, verdict)
-            carry_out(run, verdict)
+            apply_verdict(run, verdict)

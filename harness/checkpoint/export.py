@@ -155,8 +155,8 @@ def write_model(
     for file in files.values():
         file.close()
     if split.is_sharded:
-        about = {"total_parameters": model.num_parameters(), **split.metadata}
-        index = {"metadata": about, "weight_map": split.tensor_to_filename}
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     return notes

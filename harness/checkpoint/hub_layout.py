@@ -92,7 +92,7 @@ def _old_rotary(config: PretrainedConfig) -> dict[str, Any]:
     settings = _table(getattr(config, "rope_parameters", None))
     if not settings:
         return {}
-    by_layer = {kind: of for kind, of in settings.items() if isinstance(of, Mapping)}
+    by_layer = {kind: values for kind, values in settings.items() if isinstance(values, Mapping)}
     whole = by_layer.get(_FULL, settings if not by_layer else {})
     old: dict[str, Any] = {}
     if by_layer and _SLIDING in by_layer:
@@ -108,7 +108,7 @@ def _old_scaling(config: PretrainedConfig, settings: Mapping[str, Any]) -> dict[
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
         return None
-    scaling = {key: of for key, of in settings.items() if key not in (_THETA, _PARTIAL)}
+    scaling = {key: value for key, value in settings.items() if key not in (_THETA, _PARTIAL)}
     if config.model_type.startswith("phi3"):
         scaling["type"] = kind
         return {key: scaling[key] for key in _LONGROPE if key in scaling}
@@ -132,8 +132,8 @@ def _rotary(config: PretrainedConfig) -> dict[str, Any]:
     settings = dict(_table(getattr(config, "rope_parameters", None)))
     if settings.get("type") == settings.get("rope_type"):
         settings.pop("type", None)  # the old name of rope_type
-    inner = {key: of for key, of in vars(config).items() if isinstance(of, PretrainedConfig)}
-    return {**settings, **{key: _rotary(of) for key, of in inner.items()}}
+    inner = {key: v for key, v in vars(config).items() if isinstance(v, PretrainedConfig)}
+    return {**settings, **{key: _rotary(v) for key, v in inner.items()}}
 
 
 def rewrite_tokenizer_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -233,9 +233,9 @@ class HubLayout:
 
     def _renamed(self, part: _Part, read: Read) -> Iterator[tuple[str, int, torch.Tensor]]:
         ((name, whole),), (target,) = part.sources.items(), part.made
-        most = max(1, self._piece_bytes // whole.itemsize)
-        for offset in range(0, whole.numel(), most):
-            piece = torch.empty(min(most, whole.numel() - offset), dtype=whole.dtype)
+        chunk = max(1, self._piece_bytes // whole.itemsize)
+        for offset in range(0, whole.numel(), chunk):
+            piece = torch.empty(min(chunk, whole.numel() - offset), dtype=whole.dtype)
             read(self.names_of_sources[name], offset, piece)
             yield target, offset, piece
 

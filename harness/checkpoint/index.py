@@ -94,20 +94,20 @@ def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
     """
     index: dict[str, Any] = {}
     for entry in entries:
-        about = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
-        about = index.setdefault(entry.name, about)
+        record = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
+        record = index.setdefault(entry.name, record)
         place: tuple[object, ...] = (entry.offset, entry.numel, entry.file)
         if not entry.part.is_whole:
-            parts = about.setdefault("parts", [])
+            parts = record.setdefault("parts", [])
             if entry.part.ranges not in parts:
                 parts.append(entry.part.ranges)
             place += (parts.index(entry.part.ranges),)
-        about["at"].append(place)
+        record["at"].append(place)
     return index
 
 
 def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the combined index of all ranks. A buffer saved by several pipeline stages appears
+    """Return the entry index of all ranks. A buffer saved by several pipeline stages appears
     once.
 
     Raises Unusable if two ranks saved the same elements of a weight, or elements are missing.
@@ -115,27 +115,27 @@ def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     pieces: dict[str, dict[tuple[int, ...], tuple[int, str]]] = {}
     for index in indices:
-        for name, about in index.items():
-            here = whole.setdefault(name, {"shape": about["shape"], "kinds": about["kinds"]})
-            if here["shape"] != about["shape"]:
+        for name, record in index.items():
+            entry = whole.setdefault(name, {"shape": record["shape"], "kinds": record["kinds"]})
+            if entry["shape"] != record["shape"]:
                 raise Unusable(
-                    f"{name} has shape {here['shape']} on one rank, {about['shape']} on another"
+                    f"{name} has shape {entry['shape']} on one rank, {record['shape']} on another"
                 )
-            is_buffer, parts = BUFFER in about["kinds"], here.setdefault("parts", [])
+            is_buffer, parts = BUFFER in record["kinds"], entry.setdefault("parts", [])
             places = pieces.setdefault(name, {})
-            for offset, numel, file, *number in about["at"]:
-                part = number and about["parts"][number[0]]
+            for offset, numel, file, *number in record["at"]:
+                part = number and record["parts"][number[0]]
                 if part and part not in parts:
                     parts.append(part)
                 place = (offset, parts.index(part)) if part else (offset,)
                 first = places.setdefault(place, (numel, file))
                 if first != (numel, file) and not (is_buffer and first[0] == numel):
                     raise Unusable(f"{first[1]} and {file} both hold {name} from {offset} on")
-    for name, about in whole.items():
-        if not about["parts"]:
-            del about["parts"]
-        about["at"] = [(at[0], *piece, *at[1:]) for at, piece in pieces[name].items()]
-        saved, numel = sum(numel for numel, _ in pieces[name].values()), math.prod(about["shape"])
+    for name, record in whole.items():
+        if not record["parts"]:
+            del record["parts"]
+        record["at"] = [(at[0], *piece, *at[1:]) for at, piece in pieces[name].items()]
+        saved, numel = sum(numel for numel, _ in pieces[name].values()), math.prod(record["shape"])
         if saved != numel:
             raise Unusable(f"the ranks saved {saved} elements of {name}, which has {numel}")
     return whole
@@ -148,12 +148,12 @@ def from_index(index: object, place: object = INDEX) -> list[Entry]:
     each element of a parameter exactly once.
     """
     entries: list[Entry] = []
-    for name, about in Table(index, place).tables():
-        kinds, parts = about.texts("kinds"), _parts(about)
-        pieces = [_piece(about, piece, len(parts)) for piece in about.row("at")]
+    for name, record in Table(index, place).tables():
+        kinds, parts = record.texts("kinds"), _parts(record)
+        pieces = [_piece(record, piece, len(parts)) for piece in record.row("at")]
         for number, part in enumerate(parts):
-            own = [(offset, numel, file) for offset, numel, file, of in pieces if of == number]
-            title = f"{name} {describe(part) if 'parts' in about else list(part.whole)}"
+            own = [(offset, numel, file) for offset, numel, file, n in pieces if n == number]
+            title = f"{name} {describe(part) if 'parts' in record else list(part.whole)}"
             _check_part(title, part, own, place)
             entries += [Entry(name, part, *piece[:2], kinds, piece[2]) for piece in own]
         if problem := uncovered(parts):
@@ -186,15 +186,15 @@ class Index:
         """Return the entries of a parameter; with `near`, at least those that overlap it."""
         if name not in self._parameters:
             return []
-        about = self._parameters[name]
-        kinds, parts = about.texts("kinds"), _parts(about)
+        record = self._parameters[name]
+        kinds, parts = record.texts("kinds"), _parts(record)
         rows = self._sorted(name)
-        if near is not None and near.part == parts[0] and "parts" not in about:
+        if near is not None and near.part == parts[0] and "parts" not in record:
             end = near.offset + near.numel
             first = bisect_right(rows, near.offset, key=itemgetter(0)) - 1
             rows = rows[max(first, 0) : bisect_left(rows, end, key=itemgetter(0))]
-        pieces = [_piece(about, row, len(parts)) for row in rows]
-        return [Entry(name, parts[of], at, numel, kinds, file) for at, numel, file, of in pieces]
+        pieces = [_piece(record, row, len(parts)) for row in rows]
+        return [Entry(name, parts[n], at, numel, kinds, file) for at, numel, file, n in pieces]
 
     def _sorted(self, name: str) -> list[Any]:
         if name not in self._rows:
@@ -204,7 +204,7 @@ class Index:
 
 def is_divided(index: object) -> bool:
     """Return True if any parameter in an index is sliced."""
-    return isinstance(index, dict) and any("parts" in about for about in index.values())
+    return isinstance(index, dict) and any("parts" in record for record in index.values())
 
 
 def _check_part(title: str, part: Part, pieces: list[tuple[int, int, str]], place: object) -> None:
@@ -221,22 +221,22 @@ def _check_part(title: str, part: Part, pieces: list[tuple[int, int, str]], plac
         raise Unusable(f"{place}: the fragments of {title} end at element {end}")
 
 
-def _parts(about: Table) -> list[Part]:
+def _parts(record: Table) -> list[Part]:
     """Return the slices to which a parameter's fragments refer by index; one if it is not
     sliced.
     """
-    shape = about.counts("shape")
-    if "parts" not in about:
+    shape = record.counts("shape")
+    if "parts" not in record:
         return [Part.of(shape)]
-    return [_part(about, part, shape) for part in about.row("parts")]
+    return [_part(record, part, shape) for part in record.row("parts")]
 
 
-def _part(about: Table, value: object, shape: tuple[int, ...]) -> Part:
+def _part(record: Table, value: object, shape: tuple[int, ...]) -> Part:
     try:
         return Part(shape, tuple(tuple(_range(edges) for edges in cut) for cut in value))  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise Unusable(
-            f"{about.file}: {about.key}.parts has {value!r:.60}, not a slice of {list(shape)}"
+            f"{record.file}: {record.key}.parts has {value!r:.60}, not a slice of {list(shape)}"
         ) from None
 
 
@@ -247,12 +247,12 @@ def _range(edges: Any) -> Range:
     raise TypeError
 
 
-def _piece(about: Table, piece: object, parts: int) -> tuple[int, int, str, int]:
+def _piece(record: Table, piece: object, parts: int) -> tuple[int, int, str, int]:
     """Return (offset, elements, file, slice index) of a fragment, after checking it."""
-    if isinstance(piece, list | tuple) and len(piece) == 3 + ("parts" in about):
+    if isinstance(piece, list | tuple) and len(piece) == 3 + ("parts" in record):
         offset, numel, file, *part = piece
         number = part[0] if part else 0
         are_counts = type(offset) is type(numel) is type(number) is int
         if are_counts and type(file) is str and 0 <= number < parts:
             return offset, numel, file, number
-    raise Unusable(f"{about.file}: {about.key}.at has {piece!r:.60}, not [offset, elements, file]")
+    raise Unusable(f"{record.file}: {record.key}.at: {piece!r:.60} is not [offset, elements, file]")

@@ -224,13 +224,13 @@ def check_size(folder: Path, file: Written) -> None:
     """Check that a file of a checkpoint exists and has the right size. Raises Unusable."""
     path = folder / file.name
     try:
-        about = path.lstat()
+        status = path.lstat()
     except OSError:
         raise Unusable(f"{path} is not there") from None
-    if not stat.S_ISREG(about.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise Unusable(f"{path} is not a regular file")
-    if about.st_size != file.bytes:
-        raise Unusable(f"{path} has {about.st_size} bytes instead of {file.bytes}")
+    if status.st_size != file.bytes:
+        raise Unusable(f"{path} has {status.st_size} bytes instead of {file.bytes}")
 
 
 def _checksum(content: Mapping[Any, Any]) -> str:

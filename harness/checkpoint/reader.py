@@ -62,9 +62,9 @@ class Reader:
             return
         rows = torch.empty(overlap.span(1), dtype=file.dtype(key))
         file.read(key, first, rows)
-        to, of = overlap.strides
-        target = out.as_strided(overlap.shape, to, out.storage_offset() + at)
-        target.copy_(rows.as_strided(overlap.shape, of))
+        out_strides, file_strides = overlap.strides
+        target = out.as_strided(overlap.shape, out_strides, out.storage_offset() + at)
+        target.copy_(rows.as_strided(overlap.shape, file_strides))
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """Return a full tensor in its shape, on the CPU."""

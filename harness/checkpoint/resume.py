@@ -167,7 +167,7 @@ def _value(plan: Mapping[str, Any], key: str) -> Any:
     value = plan.get(key)
     if key == "model_config" and isinstance(value, Mapping):
         # In runs of earlier versions it may contain that of the initial weights' files.
-        return {name: of for name, of in value.items() if name != "quantization_config"}
+        return {name: item for name, item in value.items() if name != "quantization_config"}
     halves = plan.get("deepspeed", {}).get("bf16", {}).get("bf16_optimizer_states")
     return f"{value} states" if key == "precision" and halves else value
 

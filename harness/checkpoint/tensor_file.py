@@ -173,19 +173,19 @@ def header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
 
     Sorted as in safetensors, wide elements first, so that all tensors are aligned.
     """
-    about: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places: dict[str, int] = {}
     end = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
         tensor = tensors[name]
         places[name] = end
-        about[name] = {
+        entries[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [end, end + tensor.nbytes],
         }
         end += tensor.nbytes
-    text = json.dumps(about, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, places
 
@@ -298,14 +298,14 @@ def write_fragments(
     written, entries = [], []
     for number, batch in enumerate(_batches(fragments)):
         name = f"rank-{rank:05d}-{number:03d}.safetensors"
-        here = [Entry(f.name, f.part, f.offset, f.numel, tuple(f.tensors), name) for f in batch]
+        saved = [Entry(f.name, f.part, f.offset, f.numel, tuple(f.tensors), name) for f in batch]
         tensors = {
             entry.key(kind): tensor
-            for entry, fragment in zip(here, batch, strict=True)
+            for entry, fragment in zip(saved, batch, strict=True)
             for kind, tensor in fragment.tensors.items()
         }
         written.append(_write_safetensors(folder / name, tensors))
-        entries += here
+        entries += saved
     return written, entries
 
 
@@ -316,9 +316,9 @@ def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
     for fragment in fragments:
         if not fragment.numel:
             continue  # a buffer without elements
-        most = max(1, FILE_BYTES * fragment.numel // fragment.bytes)
-        for start in range(0, fragment.numel, most):
-            part = fragment.narrow(start, min(most, fragment.numel - start))
+        max_numel = max(1, FILE_BYTES * fragment.numel // fragment.bytes)
+        for start in range(0, fragment.numel, max_numel):
+            part = fragment.narrow(start, min(max_numel, fragment.numel - start))
             if batch and size + part.bytes > FILE_BYTES:
                 yield batch
                 batch, size = [], 0

@@ -82,7 +82,7 @@ def build_engine(
     if module.experts is not None:
         groups = expert_groups(groups, plan.zero_stage)
     engine, *_ = deepspeed.initialize(
-        model=module.handed,
+        model=module.wrapped,
         model_parameters=groups,
         optimizer=our_optimizer(plan),
         config=config,

@@ -96,18 +96,18 @@ def dispatched(module: Any, group: dist.ProcessGroup, tokens: torch.Tensor) -> F
         if module.training:
             tokens.add_(counts)
         counts = counts.view(places, -1)
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
         # The host waits for the device here, because it needs the message sizes.
-        out, back = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+        out, back = torch.stack([counts.sum(1), received.sum(1)]).tolist()
         rows = sent(states[order // chosen], back, out, group)
-        own = torch.arange(counts.shape[1], device=flat.device).repeat(places)
-        own = own.repeat_interleave(theirs.view(-1), output_size=sum(back))
+        local_index = torch.arange(counts.shape[1], device=flat.device).repeat(places)
+        local_index = local_index.repeat_interleave(received.view(-1), output_size=sum(back))
         # One extra row of zeros: without any tokens, this rank's experts would get no gradient, and
         # other ranks would wait for it.
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        own = torch.cat([own, own.new_zeros(1)])[:, None]
-        outputs = inner(rows, own, torch.ones_like(own, dtype=weights.dtype))[:-1]
+        local_index = torch.cat([local_index, local_index.new_zeros(1)])[:, None]
+        outputs = inner(rows, local_index, torch.ones_like(local_index, dtype=weights.dtype))[:-1]
         outputs = sent(outputs, out, back, group)
         outputs = reordered(outputs, order).view(*index.shape, -1) * weights[..., None]
         return outputs.sum(1).to(states.dtype)

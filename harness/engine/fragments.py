@@ -58,10 +58,10 @@ def assembled(
         if parts[0].is_whole:
             yield name, own
             continue
-        theirs = [torch.empty(part.shape, dtype=own.dtype, device=device) for part in parts]
-        dist.all_gather(theirs, own.to(device).contiguous(), group=group)
+        slices = [torch.empty(part.shape, dtype=own.dtype, device=device) for part in parts]
+        dist.all_gather(slices, own.to(device).contiguous(), group=group)
         whole = torch.empty(parts[0].whole, dtype=own.dtype)
-        for part, tensor in zip(parts, theirs, strict=True):
+        for part, tensor in zip(parts, slices, strict=True):
             for of_whole, of_part in part.boxes():
                 whole[_slices(of_whole)] = tensor[_slices(of_part)].cpu()
         yield name, whole
@@ -89,18 +89,18 @@ def is_copy(parameter: nn.Parameter) -> bool:
     return internals.is_pipe_copy(parameter) or bool(getattr(parameter, "is_copy", False))
 
 
-def note_given(model: nn.Module) -> None:
+def mark_frozen_base(model: nn.Module) -> None:
     """Record on every frozen parameter that its values come from model.init_from."""
     parameter: Any
     for parameter in model.parameters():
-        parameter.is_given = not parameter.requires_grad
+        parameter.is_frozen_base = not parameter.requires_grad
 
 
-def is_given(parameter: nn.Parameter) -> bool:
+def is_frozen_base(parameter: nn.Parameter) -> bool:
     """Return True if a parameter's values are read from model.init_from at every start and are
     therefore not in checkpoints.
     """
-    return bool(getattr(parameter, "is_given", False))
+    return bool(getattr(parameter, "is_frozen_base", False))
 
 
 def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -128,8 +128,8 @@ def grad_norm(
 
     `device`: the engine's, on which the ranks communicate; offloaded gradients are on the host.
     """
-    mine = [g.detach().float() for p, g in local_gradients(module) if not is_copy(p)]
-    norm = on_device(torch.nn.utils.get_total_norm(mine), device)
+    gradients = [g.detach().float() for p, g in local_gradients(module) if not is_copy(p)]
+    norm = on_device(torch.nn.utils.get_total_norm(gradients), device)
     if group is None:
         return norm
     squares = norm.square()
@@ -178,7 +178,7 @@ def clip_by_value(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
         gradient.clamp_(-limit, limit).mul_(one_or_nan)
 
 
-def weights_here(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+def stored_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
     """Yield (name, parameter, its elements stored on this rank between steps), as views."""
     for name, parameter in module.named_parameters():
         if internals.is_whole(parameter):

@@ -9,7 +9,7 @@ from deepspeed.utils import set_z3_leaf_module, set_z3_leaf_modules
 from transformers import PreTrainedModel
 
 from harness.engine.deepspeed_0_19 import internals
-from harness.engine.fragments import note_given
+from harness.engine.fragments import mark_frozen_base
 from harness.errors import ConfigError
 from harness.layout.optimizer_table import Parameter
 from harness.layout.recompute import REVERSIBLE
@@ -71,7 +71,7 @@ def adapt(model: PreTrainedModel, plan: Plan, parameters: list[Parameter]) -> li
     if lora.rank is None:
         return parameters
     trained = add_adapters(model, lora, plan.config.train.seed, parameters)
-    note_given(model)
+    mark_frozen_base(model)
     partitioned = [p for p in model.parameters() if internals.is_partitioned(p)]
     if partitioned:
         made = [p for p in model.parameters() if not internals.is_partitioned(p)]

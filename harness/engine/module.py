@@ -30,7 +30,7 @@ class Module:
     """A model with weights, and the groups of ranks that share it."""
 
     model: PreTrainedModel
-    handed: nn.Module
+    wrapped: nn.Module
     """The module passed to DeepSpeed: the model, or a pipeline stage that wraps its layers."""
     events: list[dict[str, Any]]
     stage: Stage | None
@@ -61,13 +61,13 @@ def build_module(
             unit = ModelParallelUnit(Groups(share, make_groups(share, "tensor", "replicas")))
             tensor_group = unit.tensor_group
         model, events = build_whole(plan, empty, device, trust_remote_code, blank, unit, cut)
-        handed: nn.Module = model
+        wrapped: nn.Module = model
     else:
         stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank, cut)
-        model, handed = stage.model, StageModule(stage, grid, tied)
-        tensor_group = handed.tensor_group if grid.tensor > 1 else None
+        model, wrapped = stage.model, StageModule(stage, grid, tied)
+        tensor_group = wrapped.tensor_group if grid.tensor > 1 else None
     if experts is not None:  # first: the tensor-parallel wrapper sums its output
         experts.dispatch(model, device)
     if tensor_group is not None:
         divide_forward(model, TensorPlan.of(plan.model_config), share, tensor_group)
-    return Module(model, handed, events, stage, unit, experts, tensor_group, row_group)
+    return Module(model, wrapped, events, stage, unit, experts, tensor_group, row_group)

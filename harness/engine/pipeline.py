@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from harness.data.batch import Batch, on_device
 from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.fragments import is_copy
-from harness.engine.skip import poisoned
+from harness.engine.skip import propagate_nonfinite
 from harness.engine.zero import ZeroEngine
 from harness.models.by_source import recording
 from harness.models.loss import losses
@@ -78,7 +78,7 @@ class PipelineEngine(ZeroEngine):
             if auxiliary is not None:
                 share = share + auxiliary / (len(batches) * data_ranks)
             # DeepSpeed averages over data ranks and micro-batches, but the shares must be summed.
-            return poisoned(share) * (self._averaged_over * len(batches))
+            return propagate_nonfinite(share) * (self._averaged_over * len(batches))
 
         self._expect(len(batches))
         self._run(_WithoutStep(internals.train_schedule(self.engine)), batches, finish)

@@ -217,14 +217,14 @@ def _end(error: BaseException, refusal: str) -> NoReturn:
         code, text = error.code, str(error)
     elif is_full_disk(error):
         code, text = ExitCode.CANNOT_SAVE, f"cannot save: {error}{_place_of(error)}"
-    mine = Failure(rank, int(code), text, alarm().place)
+    failure = Failure(rank, int(code), text, alarm().place)
 
     def report(first: Failure) -> None:
         """Print this rank's failure, with a traceback only if no other rank failed first."""
         if isinstance(error, ConfigError):  # usually raised on every rank
-            if first is mine or first.message != text:
+            if first is failure or first.message != text:
                 say(f"{refusal}: {error}", sys.stderr)
-        elif first is not mine:  # usually just the lost connection to the rank that failed first
+        elif first is not failure:  # usually just the lost connection to the rank that failed first
             print(
                 f"rank {rank}{alarm().place} ends: {first}\nits own error: {text}",
                 file=sys.stderr,
@@ -235,7 +235,7 @@ def _end(error: BaseException, refusal: str) -> NoReturn:
         else:
             traceback.print_exception(error)
 
-    alarm().end(mine, report)
+    alarm().end(failure, report)
 
 
 def _place_of(error: BaseException) -> str:

@@ -18,14 +18,14 @@ from harness.engine.deepspeed_0_19 import gradients
 from harness.errors import ExitCode, RunStopped
 
 
-def poisoned(share: torch.Tensor) -> torch.Tensor:
+def propagate_nonfinite(share: torch.Tensor) -> torch.Tensor:
     """Return the same loss, but with gradients that are not finite if the loss is not finite, so
     that the step is skipped without waiting for the host.
     """
     return share * (1 + 0 * share.detach())
 
 
-def is_unwanted(
+def must_skip(
     targets: int, loss_share: torch.Tensor, norm: torch.Tensor, is_spike: Judge | None
 ) -> bool:
     """Return True if a step must be skipped although its gradients may be finite.
@@ -36,7 +36,7 @@ def is_unwanted(
     return not targets or (is_spike is not None and is_spike(loss_share, norm))
 
 
-def is_spoiled(engine: Any, norm: float | torch.Tensor) -> bool:
+def has_nonfinite_grads(engine: Any, norm: float | torch.Tensor) -> bool:
     """Return True if the engine's optimizer would apply a step that is not finite.
 
     Only for ZeRO-0 in fp32, whose step would put NaN into every weight: there the host waits for
@@ -64,9 +64,9 @@ def step_or_skip(engine: Any, step: Callable[[], None], skips: bool) -> None:
 
 
 def _diagnosis(engine: Any) -> str:
-    least = engine.config["fp16"].get("min_loss_scale", 1)
+    minimum = engine.config["fp16"].get("min_loss_scale", 1)
     return (
-        f"the fp16 loss scale fell to its minimum ({least}) and the gradients still overflow: "
+        f"the fp16 loss scale fell to its minimum ({minimum}) and the gradients still overflow: "
         f"{engine.skipped_steps} steps were skipped. The model has diverged: lower optim.lr or "
         "raise optim.warmup_steps, or train in bf16"
     )

@@ -17,7 +17,7 @@ from harness.checkpoint.index import BUFFER, WEIGHT, Fragment
 from harness.engine import eight_bit, swap
 from harness.engine.api import Fill, Kinds, Scalars
 from harness.engine.deepspeed_0_19 import gradients, internals
-from harness.engine.fragments import is_copy, is_given, part_of
+from harness.engine.fragments import is_copy, is_frozen_base, part_of
 from harness.layout.box import Part
 from harness.layout.grid import Share
 
@@ -56,7 +56,7 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
     place_among = share.ranks("replicas").index(share.rank)
     flats, states = _held(engine)
     for place in pieces(engine, module, flats):
-        if is_copy(place.parameter) or is_given(place.parameter):
+        if is_copy(place.parameter) or is_frozen_base(place.parameter):
             continue  # another rank saves it, or none
         state = states.get(place.flat, {})
         moments = {k: place.view(v) for k, v in state.items() if _is_per_element(k, v, place.flat)}
@@ -66,7 +66,7 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
             place.offset,
             {WEIGHT: place.view(place.flat), **moments},
         )
-        fragments_here += _dealt_out(fragment, place, share)
+        fragments_here += _split_among_replicas(fragment, place, share)
         if place_among == 0:
             means = {key: state[key] for key in _MEANS if key in state}
             fragments_here += [
@@ -83,15 +83,15 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
 
 def weights(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
     """Return the fragments of the weights, without optimizer state. Not for states on NVMe."""
-    weights_here = []
+    stored_weights = []
     for place in pieces(engine, module):
-        if not is_copy(place.parameter) and not is_given(place.parameter):
+        if not is_copy(place.parameter) and not is_frozen_base(place.parameter):
             own = Fragment(place.name, place.part, place.offset, {WEIGHT: place.view(place.flat)})
-            weights_here += _dealt_out(own, place, share)
-    return weights_here
+            stored_weights += _split_among_replicas(own, place, share)
+    return stored_weights
 
 
-def _dealt_out(whole: Fragment, place: Place, share: Share) -> list[Fragment]:
+def _split_among_replicas(whole: Fragment, place: Place, share: Share) -> list[Fragment]:
     """Return this rank's share of a fragment, if any: replicated elements are split among
     replicas.
     """
@@ -116,7 +116,7 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
         swap.make_states(engine.optimizer, kinds(next(trained)))
     flats, states = _held(engine)
     for place in pieces(engine, module, flats):
-        if is_given(place.parameter):
+        if is_frozen_base(place.parameter):
             continue
         name = getattr(place.parameter, "tied_to", place.name)
         fill(name, WEIGHT, place.offset, place.view(place.flat), place.part)

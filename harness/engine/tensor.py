@@ -106,9 +106,9 @@ def _sharing_a_head(share: Share, copies: int) -> dist.ProcessGroup | None:
     mine = None
     for ranks in share.grid.groups("tensor"):
         for start in range(0, len(ranks), copies):
-            some = ranks[start : start + copies]
-            group = dist.new_group(some)
-            if share.rank in some:
+            sharing = ranks[start : start + copies]
+            group = dist.new_group(sharing)
+            if share.rank in sharing:
                 mine = group
     return mine
 

@@ -65,7 +65,7 @@ class ZeroEngine:
         if is_spike is None and targets:
             return StepResult(loss_share, self.apply(lr))
         norm = self.grad_norm()
-        skips = skip.is_unwanted(targets, loss_share, norm, is_spike)
+        skips = skip.must_skip(targets, loss_share, norm, is_spike)
         applied = self.apply(lr, skips)
         return StepResult(loss_share, norm if skips else applied)
 
@@ -89,7 +89,9 @@ class ZeroEngine:
             # DeepSpeed averages over the data ranks, but the shares must be summed. Its division by
             # the accumulation steps is off, because micro-batches may have different numbers of
             # targets.
-            self.engine.backward(skip.poisoned(share) * self._averaged_over, scale_wrt_gas=False)
+            self.engine.backward(
+                skip.propagate_nonfinite(share) * self._averaged_over, scale_wrt_gas=False
+            )
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
         gradients.settle_gradients(self.engine)
@@ -106,7 +108,7 @@ class ZeroEngine:
         norm, limit = None, self.plan.config.optim.clip_value
         if limit is not None or gradients.keeps_no_grad_norm(self.engine):
             norm = self.grad_norm()
-            skips = skips or skip.is_spoiled(self.engine, norm)
+            skips = skips or skip.has_nonfinite_grads(self.engine, norm)
         if norm is not None and limit is not None:
             fragments.clip_by_value(self._held, limit * self.loss_scale, norm)
         skip.step_or_skip(self.engine, self._step, skips)
@@ -132,7 +134,7 @@ class ZeroEngine:
         tensor-parallel ranks have in common.
         """
         peers = self.share.ranks("tensor")
-        for name, parameter, tensor in fragments.weights_here(self._held):
+        for name, parameter, tensor in fragments.stored_weights(self._held):
             ranks = self.share.alike(name, part_of(parameter).whole)
             if not internals.is_whole(parameter):  # other data ranks have other shards
                 ranks = tuple(rank for rank in ranks if rank in peers)

@@ -62,28 +62,28 @@ class SpikeDetector:
         if self.in_a_row >= self.enough:
             self.restore({})
         elif spike is None:
-            for of, value in values.items():
-                self.seen[of].append(value)
+            for name, value in values.items():
+                self.seen[name].append(value)
         return spike
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`."""
-        return {"in_a_row": self.in_a_row, **{of: list(seen) for of, seen in self.seen.items()}}
+        return {"in_a_row": self.in_a_row, **{name: list(seen) for name, seen in self.seen.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`; an empty one resets the detector."""
         self.in_a_row = state.get("in_a_row", 0)
-        for of, seen in self.seen.items():
+        for name, seen in self.seen.items():
             seen.clear()
-            seen.extend(state.get(of, ()))
+            seen.extend(state.get(name, ()))
 
-    def _judge(self, of: str, value: float) -> Spike | None:
-        seen = self.seen[of]
+    def _judge(self, name: str, value: float) -> Spike | None:
+        seen = self.seen[name]
         if len(seen) < self.enough:
             return None
         mean, sigma = _mean_and_sigma(seen)
-        sigma = max(sigma, _LEAST_SIGMA * (abs(mean) if of == "loss" else 1.0))
-        return Spike(of, value, mean, sigma) if value > mean + self.sigmas * sigma else None
+        sigma = max(sigma, _LEAST_SIGMA * (abs(mean) if name == "loss" else 1.0))
+        return Spike(name, value, mean, sigma) if value > mean + self.sigmas * sigma else None
 
 
 def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:

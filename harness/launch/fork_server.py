@@ -202,8 +202,8 @@ def main() -> None:
     import harness.loop  # noqa: F401
 
     # DeepSpeed calls this twice for every engine with a CPU optimizer, which takes 3 s.
-    known = cpuinfo.get_cpu_info()
-    cpuinfo.get_cpu_info = lambda: known
+    cpu_info = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: cpu_info
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt children that ranks leave
     gc.collect()
     gc.freeze()  # exclude the imports from searches for tensors
@@ -290,8 +290,8 @@ def _bound(home: str) -> None:
     os.setpgid(0, 0)
     os.environ["HOME"] = home
     faulthandler.register(OVERRAN, all_threads=True, chain=True)
-    for limit, most in BOUNDS.items():
-        resource.setrlimit(limit, (most, most + 5))  # the hard CPU limit kills silently
+    for limit, value in BOUNDS.items():
+        resource.setrlimit(limit, (value, value + 5))  # the hard CPU limit kills silently
 
 
 def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:

@@ -69,7 +69,7 @@ _NOT_IN_STAGES = {
 }
 
 
-def apart_problems(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[str, str, str]]:
+def incompatible_axes(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[str, str, str]]:
     """Return (key, reason, replacement) for each axis of a grid that cannot be combined with
     pipeline stages.
 

@@ -387,10 +387,10 @@ def _sliding_windows(keys: Keys, family: Family, num_layers: int) -> tuple[int |
     if layer_types := keys.config.get("layer_types"):
         slides = [kind == "sliding_attention" for kind in layer_types]
     else:
-        asked = rule in ("every", "even") or keys.flag("use_sliding_window", False)
+        enabled = rule in ("every", "even") or keys.flag("use_sliding_window", False)
         first = keys.config.get("max_window_layers", 28) if rule == "upper" else 0
         step = 2 if rule == "even" else 1
-        slides = [asked and layer >= first and layer % step == 0 for layer in range(num_layers)]
+        slides = [enabled and layer >= first and layer % step == 0 for layer in range(num_layers)]
     if len(slides) != num_layers:
         keys.problems.append(f"layer_types has {len(slides)} entries for {num_layers} layers")
     return tuple(window if slide else None for slide in slides)

@@ -130,9 +130,9 @@ class Grid:
         """Return the ranks that differ from `rank` only along `axis`, itself included,
         ascending.
         """
-        here = self.coords(rank)
+        coords = self.coords(rank)
         return tuple(
-            self.rank(replace(here, **{axis: place})) for place in range(getattr(self, axis))
+            self.rank(replace(coords, **{axis: place})) for place in range(getattr(self, axis))
         )
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:

@@ -83,10 +83,10 @@ def build_body(sizes: Sizes, keys: Keys) -> Body:
 
 def _sparse(sizes: Sizes, keys: Keys) -> list[bool]:
     """Return, for each layer, True if it has experts instead of an MLP (Qwen3-MoE mixes both)."""
-    every = keys.size("decoder_sparse_step", default=1)
+    sparse_step = keys.size("decoder_sparse_step", default=1)
     dense = keys.config.get("mlp_only_layers") or ()
     return [
-        sizes.num_experts > 0 and layer not in dense and (layer + 1) % every == 0
+        sizes.num_experts > 0 and layer not in dense and (layer + 1) % sparse_step == 0
         for layer in range(sizes.num_layers)
     ]
 
@@ -263,9 +263,9 @@ def flops_per_unit(shape: Shape, seq_len: int, seen: Seen = all_tokens) -> list[
     """Return the FLOPs per token of each of `Body.units`: before the layers, each layer, after
     them.
     """
-    most = seen(seq_len)
+    context = seen(seq_len)
     attention = (
-        int(12 * width * min(most, window or most))
+        int(12 * width * min(context, window or context))
         for width, window in zip(_widths(shape), shape.sliding_windows, strict=True)
     )
     weights = _active_per_unit(shape)

@@ -61,10 +61,10 @@ def balanced(num_layers: int, stages: int, cost: Callable[[int, int, int], int])
             options: dict[int, tuple[int, Bounds]] = {}
             for end in ends if stage < stages - 1 else (num_layers + 2,):
                 for begin, (value, bounds) in best.items():
-                    here = cost(stage, begin, end) if begin < end else None
-                    if here is None or here > most:
+                    stage_cost = cost(stage, begin, end) if begin < end else None
+                    if stage_cost is None or stage_cost > most:
                         continue
-                    total = value + here * here if squares else max(value, here)
+                    total = value + stage_cost * stage_cost if squares else max(value, stage_cost)
                     option = (total, (*bounds, end))
                     options[end] = min(option, options.get(end, option))
             best = options

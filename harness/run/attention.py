@@ -210,12 +210,12 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
     a mask.
     """
     events: list[Event] = []
-    asked, is_free = Asked.by(plan, documents), bool(plan.attention_why)
+    options, is_free = Asked.by(plan, documents), bool(plan.attention_why)
     if is_free:
-        attention, why = asked.chosen()
+        attention, why = options.chosen()
         before = _before(plan)
         is_exact = before in ATTENTIONS and ATTENTIONS[before].is_exact
-        if before and is_exact and before != attention and not asked.problems(before):
+        if before and is_exact and before != attention and not options.problems(before):
             attention, why = before, "as at the start of the run"
         if attention != plan.config.model.attention:
             plan = with_attention(plan, attention, why)
@@ -225,7 +225,7 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
         return plan, events
     different, unknown = None, None
     try:
-        compare(plan, attention, asked.masked, device)
+        compare(plan, attention, options.masked, device)
     except Different as error:
         different = str(error)
     except Exception as error:  # any error of transformers or a kernel
@@ -234,14 +234,14 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
     problem = different or unknown
     if problem is None:
         return plan, events
-    why = f"{attention} did not match {asked.masked} on this device: {problem}"
+    why = f"{attention} did not match {options.masked} on this device: {problem}"
     if is_free:
         return (
-            with_attention(plan, asked.masked, why),
-            [*events, _event("fallback", asked.masked, why)],
+            with_attention(plan, options.masked, why),
+            [*events, _event("fallback", options.masked, why)],
         )
     if different:
-        raise ConfigError(f"model.attention={attention}: {why}; use {asked.masked}, or auto")
+        raise ConfigError(f"model.attention={attention}: {why}; use {options.masked}, or auto")
     return plan, [*events, {"kind": "not_compared", "message": f"{attention}: {unknown}"}]
 
 

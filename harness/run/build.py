@@ -40,7 +40,7 @@ from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
 from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
 from harness.run.progress import Progress, clock
-from harness.run.resumption import Beginning, find_beginning, load_into
+from harness.run.resumption import ResumePoint, find_resume_point, load_into
 from harness.run.run import Profiler, Run
 from harness.run.saving import check_probe
 from harness.run.settle_data import settle_data
@@ -49,11 +49,11 @@ from harness.runfolder import RunFolder
 from harness.steps import Steps
 
 
-def begin(
+def start_run(
     run: Run,
     record: dict[str, Any],
     events: list[dict[str, Any]],
-    beginning: Beginning,
+    resume_point: ResumePoint,
 ) -> None:
     """Record the run and load its checkpoint, if any. Collective."""
     if run.is_writer:
@@ -64,28 +64,28 @@ def begin(
     if (left_s := run.time_left.seconds) is not None:
         run.event("time_limit", seconds_left=left_s)
         run.progress.say(f"time limit in {clock(left_s)}: the run saves and stops before")
-    for damage in beginning.damages:
+    for damage in resume_point.damages:
         run.event("damaged_record", message=damage)
         run.progress.say(f"ignored, not needed: {damage}")
-    for problem in beginning.problems:
+    for problem in resume_point.problems:
         run.event("unusable_checkpoint", message=problem)
         run.progress.say(f"ignored: {problem}")
     if run.is_writer and not run.folder.tokenizer_dir.exists():  # exports then need no data
         parent = None
-        if beginning.checkpoint is not None:
-            parent = RunFolder(beginning.checkpoint.path.parents[1]).tokenizer_dir
+        if resume_point.checkpoint is not None:
+            parent = RunFolder(resume_point.checkpoint.path.parents[1]).tokenizer_dir
         sweep(run.folder.tokenizer_dir, alone=True)  # leftovers of a killed process
         with replacing(run.folder.tokenizer_dir) as unfinished:
             save_tokenizer(run.data.tokenizer, unfinished)
             save_generation(run.engine.module, unfinished, parent)
-    _load(run, beginning)
+    _load(run, resume_point)
     if run.is_writer:
         run.trackers.open(run.plan.config.log, run.folder, record, run.state.step)
 
 
-def _load(run: Run, beginning: Beginning) -> None:
+def _load(run: Run, resume_point: ResumePoint) -> None:
     """Load the checkpoint from which the run starts, if there is one. Collective."""
-    checkpoint, kind = beginning.checkpoint, beginning.kind
+    checkpoint, kind = resume_point.checkpoint, resume_point.kind
     if checkpoint is None:
         if run.plan.config.model.init_from is not None and question_of(run):
             show_sample(run, "sample before training")
@@ -107,7 +107,7 @@ def _load(run: Run, beginning: Beginning) -> None:
         step=run.state.step,
         path=str(checkpoint.path),
         manifest=checkpoint.manifest.checksum,
-        changes=beginning.changes,
+        changes=resume_point.changes,
     )
     step, source = checkpoint.state.step, checkpoint.path.parents[1]
     if kind == "weights":
@@ -151,11 +151,11 @@ def build(
     pulse, watchdog = _start_watchdog(plan)
     with contextlib.ExitStack() as unless_built:
         unless_built.callback(watchdog.close)
-        beginning = find_beginning(plan, record)
+        resume_point = find_resume_point(plan, record)
         from harness.engine.build import build_engine  # imports DeepSpeed, which probes for devices
 
         # With adapters, the frozen weights are read from model.init_from, not from a checkpoint.
-        blank = beginning.checkpoint is not None and plan.config.model.lora.rank is None
+        blank = resume_point.checkpoint is not None and plan.config.model.lora.rank is None
         masked, padded = data.train.document_mask, data.train.holds_whole_documents
         engine = build_engine(plan, device, trust_remote_code, masked, blank, padded)
         memory = MemoryCheck(plan, device)
@@ -186,7 +186,7 @@ def build(
         watchdog.write_to(folder.heartbeats_dir, run.hangs)
         alarm().on_end = run.fails
         events = [*plan.events, *forced, *settled.events, *engine.events]
-        begin(run, record, events, beginning)
+        start_run(run, record, events, resume_point)
         run.profiler = _profiler(run)
         unless_built.pop_all()
     return run

@@ -129,8 +129,8 @@ def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, fl
         if first and run.stop_asked()[0]:
             return None
         run.pulse("evaluation", run.state.step)
-        some = batches[first : first + EVALUATED_AT_ONCE]
-        sums[0] += run.engine.eval_batch(some, by_position)
+        chunk = batches[first : first + EVALUATED_AT_ONCE]
+        sums[0] += run.engine.eval_batch(chunk, by_position)
     values = run.sum(sums.flatten())
     run.meter.restart()
     return [*zip(values[::2], values[1::2], strict=True)]

@@ -291,15 +291,15 @@ def _checked(
     checkpoint: Checkpoint, model: Callable[[], Any], dtype: str, options: ExportOptions
 ) -> str:
     """Return the result of comparing the loss of `model` with the checkpoint's, as text."""
-    expected, most = checkpoint.manifest.probe_loss, options.most_checked
+    expected, limit = checkpoint.manifest.probe_loss, options.most_checked
     if not options.check:
         return "its loss was not checked: not requested"
     if expected is None:
         return "its loss was not checked: the checkpoint has no probe"
-    if most is not None and _parameters(checkpoint, options) > most:
-        return f"its loss was not checked: it has more than {most:,} parameters"
-    there = model().eval()
-    loss = _loss(checkpoint, there)
+    if limit is not None and _parameters(checkpoint, options) > limit:
+        return f"its loss was not checked: it has more than {limit:,} parameters"
+    exported = model().eval()
+    loss = _loss(checkpoint, exported)
     tolerance = max(TOLERANCES[dtype], TOLERANCES[checkpoint.manifest.precision])
     same = math.isclose(loss, expected, rel_tol=tolerance)
     if not same and not (math.isnan(loss) and math.isnan(expected)):
@@ -308,9 +308,9 @@ def _checked(
             f"the exported model has {loss:.7g} (relative tolerance {tolerance:g}): not exported"
         )
     exact = ""
-    if is_kind(there.config._attn_implementation):
-        attend_with("eager", there)
-        exact = f"; with exact attention it would be {_loss(checkpoint, there):.6g}"
+    if is_kind(exported.config._attn_implementation):
+        attend_with("eager", exported)
+        exact = f"; with exact attention it would be {_loss(checkpoint, exported):.6g}"
     return f"its probe loss is {loss:.6g}, and was {expected:.6g} in training{exact}"
 
 

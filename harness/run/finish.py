@@ -46,12 +46,12 @@ def show_sample(run: Run, title: str = "sample") -> None:
         config.train.seed,
         _clock(LIMIT_S),
     )
-    asked, answered = str(tokenizer.decode(question)), str(tokenizer.decode(answer))
-    run.event("sample", step=run.state.step, title=title, prompt=asked, text=answered)
+    prompt_text, answer_text = str(tokenizer.decode(question)), str(tokenizer.decode(answer))
+    run.event("sample", step=run.state.step, title=title, prompt=prompt_text, text=answer_text)
     if config.sample.prompt is None and question:
-        run.progress.say(f"{title}: {asked!r} -> {answered!r}")
+        run.progress.say(f"{title}: {prompt_text!r} -> {answer_text!r}")
     else:
-        run.progress.say(f"{title}:\n{_as_block(asked + answered)}")
+        run.progress.say(f"{title}:\n{_as_block(prompt_text + answer_text)}")
 
 
 def question_of(run: Run) -> list[int]:

@@ -116,12 +116,12 @@ def _read(
     scalars: Mapping[str, float | torch.Tensor], device: torch.device
 ) -> dict[str, float | None]:
     """Return the values of scalars by name, reading those on the device with a single wait."""
-    there = {
+    device_values = {
         name: value.double()
         for name, value in scalars.items()
         if isinstance(value, torch.Tensor) and value.device == device
     }
-    read = dict(zip(there, torch.stack([*there.values()]).tolist(), strict=True))
+    read = dict(zip(device_values, torch.stack([*device_values.values()]).tolist(), strict=True))
     return {name: float(read.get(name, value)) for name, value in scalars.items()}
 
 

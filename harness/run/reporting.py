@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.engine.api import StepResult
 from harness.run.attention import attention_metrics
+from harness.run.diagnostics import record_memory, record_time
 from harness.run.evaluation import (
     evaluate_by_position,
     evaluate_needles,
@@ -14,7 +15,6 @@ from harness.run.evaluation import (
     evaluate_sets,
 )
 from harness.run.meter import expert_load, monitor_events
-from harness.run.noting import note_memory, note_time
 from harness.run.run import Run, is_due
 from harness.run.step import look_for_spike
 from harness.steps import Step
@@ -36,10 +36,10 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
             line |= attention_metrics(run)
         line |= evaluated(run) if evaluates else {}
         write_line(run, line)
-        note_time(run, line)
+        record_time(run, line)
         if config.guard.spikes == "log" and run.engine.step_applied:
             look_for_spike(run, step.number, step.reads, line["loss"], line["grad_norm"])
-    note_memory(run)
+    record_memory(run)
     if run.profiler:
         run.pulse("profile", step.number)  # not part of the step time
         if run.profiler.after(step.number, step.batches[0]):

@@ -30,7 +30,7 @@ from harness.runfolder import RunFolder
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ResumePoint:
     """The checkpoint from which a run starts.
 
     `kind`: new (no checkpoint), resumed (this run's), branched (another run's) or weights (another
@@ -45,15 +45,15 @@ class Beginning:
     damages: list[str] = field(default_factory=list)
 
 
-def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
+def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
     """Return the checkpoint from which `plan` starts; `record` is its plan.json. Collective.
 
     Raises ConfigError on all ranks if this plan may not resume from it, and NoCheckpoint if
     checkpoints exist but none is usable: a run with checkpoints never starts over silently.
     """
     own = plan.config.run.dir
-    if own is not None and (beginning := _own(plan, RunFolder(own), record)) is not None:
-        return beginning
+    if own is not None and (resume_point := _own(plan, RunFolder(own), record)) is not None:
+        return resume_point
     if plan.config.resume.from_ is not None:
         return _branch(plan, plan.config.resume.from_, record)
     if plan.config.model.init_from is not None and is_run(plan.config.model.init_from):
@@ -61,11 +61,13 @@ def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
             source = plan.config.model.init_from
             problem = "adapters need exported weights: set model.init_from"
             raise ConfigError(f"model.init_from={source} is a run, but {problem}={source}/export")
-        return Beginning(_checkpoint_of(plan.config.model.init_from, "model.init_from"), "weights")
-    return Beginning()
+        return ResumePoint(
+            _checkpoint_of(plan.config.model.init_from, "model.init_from"), "weights"
+        )
+    return ResumePoint()
 
 
-def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | None:
+def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint | None:
     """Return the newest usable checkpoint of the run in run.dir; None if it has none yet."""
     saved, damage = _read_plan(folder)
     checkpoint, unusable = newest_usable(folder.checkpoints_dir)
@@ -91,10 +93,10 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
         return None
     changes = changed_keys(saved, record) if saved else []
     damages = [damage] if damage else []
-    return Beginning(checkpoint, "resumed", changes, unusable, damages)
+    return ResumePoint(checkpoint, "resumed", changes, unusable, damages)
 
 
-def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
+def _branch(plan: Plan, text: str, record: dict[str, Any]) -> ResumePoint:
     """Return a checkpoint of another run, to continue with other hyperparameters."""
     run, _ = run_and_step(text)
     own = plan.config.run.dir
@@ -116,7 +118,7 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
     if problems:
         raise ConfigError([f"resume.from={text}: {problem}" for problem in problems])
     damages = [damage] if damage else []
-    return Beginning(checkpoint, "branched", changed_keys(before, record), damages=damages)
+    return ResumePoint(checkpoint, "branched", changed_keys(before, record), damages=damages)
 
 
 def _checkpoint_of(text: str, key: str) -> Checkpoint:
@@ -207,7 +209,7 @@ def _write(run: Run, folder: Path) -> None:
     Raises ConfigError if that one contains other data (resume.allow=data_fingerprint), of which it
     may be the only remaining sample.
     """
-    unfinished, replaced = (folder.with_name(f".{of}-{folder.name}") for of in ("new", "old"))
+    unfinished, replaced = (folder.with_name(f".{age}-{folder.name}") for age in ("new", "old"))
     if replaced.exists() and not folder.exists():  # killed between the two renames
         replaced.rename(folder)
     data, seen = run.data, run.state.samples
@@ -219,9 +221,9 @@ def _write(run: Run, folder: Path) -> None:
     unfinished.mkdir()
     if data.mixture() is None:  # after an epoch the documents repeat
         seen = min(seen, data.train.samples)
-    config, most = run.plan.config, max(1, MOST_TOKENS // (run.plan.config.data.seq_len + 1))
-    kept = reservoir(min(config.data.reservoir, most), seen, key).tolist()
-    held_out = range(min(config.eval.samples, most, data.held_out.samples))
+    config, max_samples = run.plan.config, max(1, MOST_TOKENS // (run.plan.config.data.seq_len + 1))
+    kept = reservoir(min(config.data.reservoir, max_samples), seen, key).tolist()
+    held_out = range(min(config.eval.samples, max_samples, data.held_out.samples))
     facts: dict[str, Any] = {"of": key, "tokenizer": tokenizer_hash(data.tokenizer)}
     for side, stream, samples in (
         (TRAIN, data.train, kept),

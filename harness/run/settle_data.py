@@ -68,7 +68,7 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
 def _require_same_data(rank: int, data: Data) -> None:
     """Raise ConfigError on all ranks if one has different token ids from rank 0. Collective."""
     sources = (*data.sources, *data.set_sources)
-    own = [of.facts.fingerprint for of in sources], [of.day for of in sources if of.day]
+    own = [s.facts.fingerprint for s in sources], [s.day for s in sources if s.day]
     first, problem = told(own), None
     if own[0] != first[0]:
         problem = f"rank {rank} has other token ids than rank 0: "
@@ -83,8 +83,8 @@ def _require_same_data(rank: int, data: Data) -> None:
                 "documents or tokenizer differ there (for a .bin above 32 GiB, perhaps only its "
                 "modification time): give every node the same files"
             )
-    if (found := first_problem(problem)) is not None:
-        raise ConfigError(found)
+    if (failure := first_problem(problem)) is not None:
+        raise ConfigError(failure)
 
 
 def _require_date_is_written(plan: Plan, data: Data) -> None:
@@ -106,14 +106,14 @@ def _require_targets(plan: Plan, data: Data) -> None:
     for name, stream in {"": data.held_out, **data.eval_sets, **old}.items():
         samples = min(plan.config.eval.samples, stream.samples)
         if not stream.targets_in(0, samples):
-            of = f" of {name}" if name else ""
+            of_set = f" of {name}" if name else ""
             use = f"raise eval.samples (now {plan.config.eval.samples}), or data.seq_len"
             if samples == stream.samples:
                 use = (
                     "raise data.seq_len, or give more held-out text (data.held_out, data.eval_path)"
                 )
             raise ConfigError(
-                f"the {samples} held-out windows{of} contain no target, only prompts: {use}"
+                f"the {samples} held-out windows{of_set} contain no target, only prompts: {use}"
             )
 
 

@@ -13,7 +13,7 @@ from harness.config.batch import Slice
 from harness.engine.api import StepResult
 from harness.errors import ExitCode, RunStopped
 from harness.guard.judge import ADVICE, Spike, Verdict
-from harness.run.noting import note_what_runs
+from harness.run.diagnostics import record_engine
 from harness.run.resumption import load_into
 from harness.run.run import Run
 from harness.run.saving import finish_save
@@ -31,7 +31,7 @@ def after_first_step(run: Run, step: Step, result: StepResult) -> None:
     """Record the classes in use, and compare the gradient norm of a divided model. Collective."""
     if step.number != run.first_step:
         return
-    note_what_runs(run)
+    record_engine(run)
     if run.undivided is not None:
         check_norm(run, run.undivided, result.grad_norm)
 
@@ -144,7 +144,7 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     run.judge.see_skipped(f"{reason} (loss {loss:.4g}, norm {norm:.4g})", is_bad)
 
 
-def ask(run: Run) -> Verdict:
+def decide(run: Run) -> Verdict:
     """Return a verdict on the run, the same on all ranks. Collective."""
     is_last = not run.steps.are_left
     verdict = run.judge.verdict(run.state.step, is_last, run.folder.path)
@@ -164,7 +164,7 @@ def end_early_at_start(run: Run) -> None:
         end_early(run, verdict)
 
 
-def carry_out(run: Run, verdict: Verdict) -> None:
+def apply_verdict(run: Run, verdict: Verdict) -> None:
     """Apply a verdict: end the run early, roll it back, raise RunStopped, or continue.
     Collective.
     """

@@ -57,9 +57,9 @@ class Trackers:
     def open(self, log: LogConfig, folder: RunFolder, plan: dict[str, Any], step: int) -> None:
         """Open the trackers for a run folder, after `step` steps."""
         for name, opened in _OPENED.items():
-            if asked := getattr(log, name):
+            if setting := getattr(log, name):
                 with self._leaving_out(name):
-                    self._trackers[name] = opened(asked, folder, plan, step)
+                    self._trackers[name] = opened(setting, folder, plan, step)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Send a metrics line."""
@@ -146,8 +146,8 @@ class _MLflow:
             self._id = ids["mlflow"]
             self._client.update_run(self._id, status="RUNNING")
         else:
-            there = self._client.get_experiment_by_name(experiment)
-            number = there.experiment_id if there else self._client.create_experiment(experiment)
+            old = self._client.get_experiment_by_name(experiment)
+            number = old.experiment_id if old else self._client.create_experiment(experiment)
             name = folder.path.resolve().name
             self._id = self._client.create_run(number, run_name=name).info.run_id
             self._client.log_dict(self._id, plan, "plan.json")

@@ -31,16 +31,16 @@ def watch_builds(say: Say) -> None:
     run on the machine would wait forever for that file to be removed.
     """
     _torch.load = functools.partial(_load, say)
-    _torch.FileBaton = _Baton
+    _torch.FileBaton = _BuildLock
 
 
 def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
     """Wrap torch's `load`. Raises ConfigError with the compiler's last lines if the build fails."""
     folder = kwargs.get("build_directory") or cpp_extension._get_build_directory(name, False)
     # An operator that is already built loads at once, unless another installation built it.
-    teller = _Teller(say, PATIENCE_S if Path(folder, f"{name}.so").exists() else 0)
+    teller = _BuildLog(say, PATIENCE_S if Path(folder, f"{name}.so").exists() else 0)
     teller(f"compiling DeepSpeed's {name} in {folder}: takes some minutes, once per machine")
-    _torch.FileBaton = functools.partial(_Baton, say=teller)
+    _torch.FileBaton = functools.partial(_BuildLock, say=teller)
     began = time.monotonic()
     try:
         module = _torch_load(name, *args, **kwargs)
@@ -53,14 +53,14 @@ def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
             f"{_last_lines(output_text)}"
         ) from error
     finally:
-        _torch.FileBaton = _Baton
+        _torch.FileBaton = _BuildLock
         teller.stop()
     if teller.has_told:
         say(f"{name} was ready after {time.monotonic() - began:.0f} s")
     return module
 
 
-class _Teller:
+class _BuildLog:
     """Says what is being done if it takes longer than a given number of seconds."""
 
     def __init__(self, say: Say, after_s: float) -> None:
@@ -90,7 +90,7 @@ def _last_lines(text: str) -> str:
     return "\n".join(f"  {line[:TOLD_COLUMNS]}" for line in lines[-TOLD_LINES:])
 
 
-class _Baton:
+class _BuildLock:
     """A replacement for torch's FileBaton that uses a kernel lock, released when the process ends.
 
     A process that has waited builds, too: a killed builder has built nothing, and after a finished

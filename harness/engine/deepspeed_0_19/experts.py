@@ -91,10 +91,10 @@ def expert_groups(
     for number, group in enumerate(optimizer_groups):
         named = list(zip(group["names"], group["params"], strict=True))
         for experts in (False, True):
-            some = [(n, p) for n, p in named if is_expert(p) == experts]
-            if not some:
+            chosen = [(n, p) for n, p in named if is_expert(p) == experts]
+            if not chosen:
                 continue
-            names, parameters = zip(*some, strict=True)
+            names, parameters = zip(*chosen, strict=True)
             part = {**group, "names": list(names), "params": list(parameters)}
             if zero_stage < 3:
                 part["name"] = parameters[0].group_name if experts else f"group_{number}"

@@ -14,13 +14,13 @@ from harness.plan.changes import takes
 from harness.run.run import Run
 
 
-def note_what_runs(run: Run) -> None:
+def record_engine(run: Run) -> None:
     """Record the classes used on each rank and its number of parameter elements. Collective."""
     ranks = gathered(run.engine.describe())
     run.event("engine", step=1, ranks=ranks)
 
 
-def note_memory(run: Run) -> None:
+def record_memory(run: Run) -> None:
     """Record predicted and measured memory of each rank once compared; show the rank that is
     furthest off.
 
@@ -38,7 +38,7 @@ def note_memory(run: Run) -> None:
     run.meter.restart()
 
 
-def note_time(run: Run, line: dict[str, Any]) -> None:
+def record_time(run: Run, line: dict[str, Any]) -> None:
     """Record predicted and measured step time, at the second metrics line of this process."""
     run.clock.count_line()
     if run.clock.compares and run.clock.predicted is not None:
