@@ -13,10 +13,9 @@ _MOST_OF_A_VALUE = 300
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the process, from which batch scripts decide about requeueing.
+    """Exit codes of the process. Batch scripts use them to decide whether to requeue.
 
-    `status.json` in the run folder has the real code: torchrun and accelerate turn every code into
-    1.
+    Read the code from `status.json` in the run folder: torchrun and accelerate always return 1.
     """
 
     DONE = 0
@@ -29,7 +28,7 @@ class ExitCode(IntEnum):
 
 
 class ConfigError(ValueError):
-    """A config that cannot run; carries all problems, not just the first.
+    """An invalid config, with all its problems, not just the first.
 
     Each problem is one sentence with the wrong value, its origin and the key to change. `str()` is
     the report to print.
@@ -49,12 +48,12 @@ class ConfigError(ValueError):
         return "\n".join([f"{len(self.problems)} problems:", *numbered])
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        """Pickle by the problems: the report alone would come back as one problem."""
+        """Pickle the list of problems: unpickling the report alone would give a single problem."""
         return type(self), (self.problems,)
 
 
 def _readable(problem: str) -> str:
-    """Return a problem, with the middle cut out if it is too long to print."""
+    """Return a problem, with the middle elided if it is too long to print."""
     if len(problem) <= _MOST_CHARACTERS:
         return problem
     half = _MOST_CHARACTERS // 2
@@ -62,7 +61,7 @@ def _readable(problem: str) -> str:
 
 
 def shortened(value: object) -> str:
-    """Return the repr of a value, with the middle cut out if it is long."""
+    """Return the repr of a value, with the middle elided if it is long."""
     text = repr(value)
     if len(text) <= _MOST_OF_A_VALUE:
         return text
@@ -84,23 +83,23 @@ def worded(key: str, value: object, origin: str, why: str, use: str = "") -> str
 
 
 class Problems:
-    """All problems of the user's configs, collected to be raised at once."""
+    """Collects all problems of the user's configs and raises them together."""
 
     def __init__(self, look_up: Callable[[str], tuple[object, str]]) -> None:
-        """`look_up`: returns the value of a dotted key and its origin."""
+        """`look_up` returns the value of a dotted key and its origin."""
         self._look_up = look_up
         self._sentences: list[str] = []
 
     def add(self, key: str, why: str, use: str = "") -> None:
-        """Add a problem with the value of a key."""
+        """Add a problem about a key; the sentence includes its value."""
         self.say(self.worded(key, why, use))
 
     def worded(self, key: str, why: str, use: str = "") -> str:
-        """Return a problem with the value of a key as a sentence."""
+        """Return a problem about a key as a sentence that includes its value."""
         return worded(key, *self._look_up(key), why, use)
 
     def say(self, *sentences: str) -> None:
-        """Add problems that are already sentences, or that concern no single value."""
+        """Add problems that are complete sentences or do not concern a single value."""
         self._sentences += sentences
 
     def __iter__(self) -> Iterator[str]:
@@ -116,25 +115,25 @@ class Problems:
 
 
 class NoCheckpoint(ConfigError):
-    """There are checkpoints, but none can be used: starting over would lose them silently."""
+    """Checkpoints exist, but none is usable. Starting over would silently discard them."""
 
     code = ExitCode.NO_CHECKPOINT
 
 
 class NoRoom(ConfigError):
-    """A valid config, but its folder is on a full or read-only disk: code 74, as for everything
-    that cannot be saved.
+    """A valid config whose folder is on a full or read-only disk: exit code 74, as for every failed
+    write.
     """
 
     code = ExitCode.CANNOT_SAVE
 
 
 class Unusable(ValueError):
-    """A file or checkpoint that cannot be used; the message names the file and the problem."""
+    """An unusable file or checkpoint; the message names the file and the problem."""
 
 
 class RunStopped(Exception):
-    """Ends the loop with an exit code other than DONE (a signal, divergence, a full disk)."""
+    """Ends the loop with an exit code other than DONE (signal, divergence, full disk)."""
 
     def __init__(self, code: ExitCode, message: str) -> None:
         super().__init__(message)
@@ -143,7 +142,7 @@ class RunStopped(Exception):
 
 
 class CannotSave(Exception):
-    """A file of the run could not be written: the disk is full, read-only or gone."""
+    """A run file could not be written: the disk is full, read-only or gone."""
 
     code = ExitCode.CANNOT_SAVE
 
@@ -153,9 +152,9 @@ _FULL_TEXTS = (*(os.strerror(n) for n in _FULL), *(f"(os error {n})" for n in _F
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return True if an exception, or one of its causes, reports a full or read-only disk.
+    """Return True if an exception or one of its causes reports a full or read-only disk.
 
-    The text is checked too: shutil, and libraries in other languages, raise errors without errno.
+    The message is checked too: shutil and native libraries raise errors without errno.
     """
     while error is not None:
         if isinstance(error, CannotSave) or any(text in str(error) for text in _FULL_TEXTS):

@@ -1,4 +1,4 @@
-"""The loop: trains a run to its end or to a stop. Every tool drives this loop, not a copy."""
+"""The training loop. Every tool runs this loop rather than a copy of it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from contextlib import closing, nullcontext
 from harness.engine.processes import leave
 from harness.errors import CannotSave, ExitCode, RunStopped
 from harness.run.build import build
+from harness.run.diagnostics import explain_out_of_memory
 from harness.run.evaluation import evaluate
 from harness.run.finish import finish
 from harness.run.live_memory import is_out_of_memory
-from harness.run.noting import explain_out_of_memory
 from harness.run.reporting import evaluate_at_start, log_or_evaluate
 from harness.run.run import Run
 from harness.run.saving import finish_save, save_if_due
 from harness.run.step import (
-    ask,
+    apply_verdict,
     before_first_step,
-    carry_out,
+    decide,
     end_early_at_start,
     next_step,
     take_step,
@@ -35,16 +35,16 @@ _OUTCOMES: dict[ExitCode, Outcome] = {
 
 
 def train(run: Run) -> ExitCode:
-    """Train to the last step or to a stop; all ranks end together, leave the process group, and the
-    run folder records the outcome. Collective.
+    """Train until the last step or a stop. All ranks return together, after leaving the process
+    group and recording the outcome in the run folder. Collective.
 
-    An exception is this rank's alone; `ending_together` passes it on to the other ranks.
+    An exception may occur on this rank only; `ending_together` reports it to the other ranks.
     """
     outcome: Outcome = "done"
     code, message = ExitCode.DONE, None
     try:
         if not run.steps.are_left and run.folder.export_dir.exists():
-            run.progress.say("nothing is left to do")
+            run.progress.say("nothing is left to do: the run is complete")
         else:
             _train(run)
             finish(run)
@@ -56,11 +56,11 @@ def train(run: Run) -> ExitCode:
             run.progress.say(str(error))
         again = ""
         if outcome == "stopped":
-            again = f"; the same command with run.dir={run.folder.path} resumes it"
+            again = f"; to resume, run the same command with run.dir={run.folder.path}"
         run.progress.say(f"{outcome} at step {run.state.step}: {message}{again}")
     except BaseException as error:
-        if run.watchdog.hung:  # another rank ended first, and its connections with it
-            run.watchdog.join()  # which ends this process
+        if run.watchdog.hung:  # another rank ended first, which closed its connections
+            run.watchdog.join()  # ends this process
         if is_out_of_memory(error):
             explain_out_of_memory(run)
         raise
@@ -72,7 +72,7 @@ def train(run: Run) -> ExitCode:
 
 
 def _train(run: Run) -> None:
-    """Take all steps; at a stop, finish the save under way: it is the newest checkpoint."""
+    """Take all steps. On a stop, finish the pending save first: it is the newest checkpoint."""
     run.guard.stop_if_asked()
     run.guard.request.trains()
     try:
@@ -88,7 +88,8 @@ def _train(run: Run) -> None:
 def _loop(run: Run) -> None:
     """Take one optimizer step after another.
 
-    The host waits for the device to log, and in steps that guard.spikes or fp32 at stage 0 judge.
+    The host waits for the device only when logging, and in steps checked by guard.spikes or by fp32
+    at ZeRO stage 0.
     """
     with closing(run.steps), run.profiler or nullcontext():
         evaluate_at_start(run)
@@ -99,6 +100,6 @@ def _loop(run: Run) -> None:
             step = next_step(run)
             result = take_step(run, step)
             log_or_evaluate(run, step, result)
-            verdict = ask(run)
+            verdict = decide(run)
             save_if_due(run, verdict)
-            carry_out(run, verdict)
+            apply_verdict(run, verdict)

@@ -1,20 +1,20 @@
-"""A run's folder: its names and its records.  Only this class writes plan, metrics, events, status.
+"""The run folder: paths and records. Only this class writes plan, metrics, events and status.
 
     runs/NAME/
-      plan.json          every setting, decided before the run
+      plan.json          all resolved settings, written before the run starts
       metrics.jsonl      one line per logged step
       events.jsonl       one line per event: changed settings, saves, skipped steps, ...
       status.json        outcome, code, step, attempt, message, time
-      report.html        all of it as a page (harness/report/)
+      report.html        the run as a web page (harness/report/)
       checkpoints/step-00001000/
-      export/            the Hugging Face model
-      reservoir/         a sample of the data read, for later runs (data.rehearse)
+      export/            the exported Hugging Face model
+      reservoir/         a sample of the training data, for replay in later runs (data.rehearse)
       profile/           trace and FLOPs of a few steps
       heartbeats/        phase and step of each rank, kept after a hang
-      lock               the process that writes here now; empty if none does
+      lock               the process that is writing; empty if there is none
 
-Reading needs nothing but `RunFolder(path)`; writing needs `open()`, which only rank 0 calls
-(`with contextlib.closing(folder)` releases it).
+Any process can read with `RunFolder(path)`. Writing requires `open()`, which only rank 0 calls
+(`with contextlib.closing(folder)` releases the lock).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Outcome = Literal["running", "done", "stopped", "failed", "diverged"]
 
 
 class RunFolder:
-    """One run on disk.  Constructing it touches nothing."""
+    """The files of one run. The constructor does not touch the disk."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -64,25 +64,25 @@ class RunFolder:
         self.attempt = 0
         """Number of this attempt, from 1; 0 until `open`. Set by rank 0 for all ranks."""
         self.damaged: list[str] = []
-        """Records that `open` could not read, and does not need."""
+        """Records that `open` could not read and does not need."""
         self._lock: IO[str] | None = None
 
     # --- writing: between open() and close(), by one process ---
 
     def open(self) -> str | None:
-        """Make the folder if needed, take its lock, count the attempt, set the status to running.
+        """Create the folder if needed, lock it, count the attempt and set the status to running.
 
-        Cut off a line that a killed writer left half-written at the end of a file.  Return the name
-        of that writer, for the caller to record, or None.
+        Truncate a line that a killed process left incomplete. Return that process's name for the
+        caller to record, or None.
 
-        Raises ConfigError if another process is writing here or a record is no file, and OSError if
-        the folder cannot be made.
+        Raises ConfigError if another process is writing here or a record is not a regular file, and
+        OSError if the folder cannot be created.
         """
         for path in (self.path / "lock", self.metrics_path, self.events_path):
             require_file(path)
         heartbeats = self.heartbeats_dir
         if (heartbeats.exists() or heartbeats.is_symlink()) and not heartbeats.is_dir():
-            raise ConfigError(f"{heartbeats} is no folder: remove it")
+            raise ConfigError(f"{heartbeats} is not a folder: remove it")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock, stale = take_lock(self.path / "lock")
         for path in (self.metrics_path, self.events_path):
@@ -100,7 +100,7 @@ class RunFolder:
         """Release the lock, if the folder is open."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            with contextlib.suppress(OSError):  # on a read-only disk it stays taken
+            with contextlib.suppress(OSError):  # on a read-only disk it stays locked
                 release(lock)
 
     def sync(self) -> None:
@@ -119,15 +119,15 @@ class RunFolder:
         self._replace(self.plan_path, plan)
 
     def write_trackers(self, ids: dict[str, str]) -> None:
-        """Replace trackers.json: the run's id in each tracker that gives one."""
+        """Replace trackers.json: the run's id in each tracker that assigns one."""
         self._assert_open()
         self._replace(self.trackers_path, ids)
 
     def write_status(
         self, outcome: Outcome, code: int | None, step: int, message: str | None = None
     ) -> None:
-        """Replace status.json: outcome, exit code of a run that has ended, last step (while
-        it runs, that of the newest checkpoint) and the reason for a bad end.
+        """Replace status.json: outcome, exit code (None while running), last step (while running,
+        the step of the newest checkpoint) and the reason for a failure.
         """
         self._assert_open()
         self._write_status(outcome, code, step, message)
@@ -135,7 +135,7 @@ class RunFolder:
     def write_failure(self, code: int, step: int, message: str) -> None:
         """Set the status to failed, from any rank: rank 0 may be the one that is gone.
 
-        Do nothing if the run has already ended, or another attempt at it has begun.
+        Does nothing if the run has already ended or a new attempt has begun.
         """
         with contextlib.suppress(Unreadable):
             status = self.read_status()
@@ -156,24 +156,24 @@ class RunFolder:
         }
         try:
             self._replace(self.status_path, status)
-        except CannotSave:  # on a full disk the old file's block is still there
+        except CannotSave:  # overwriting in place works on a full disk
             with writing(self.status_path), self.status_path.open("r+", encoding="utf-8") as file:
                 file.write(as_text(status))
                 file.truncate()
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Add one line to metrics.jsonl; `attempt` comes first, and `step` must be in it."""
+        """Append a line to metrics.jsonl, `attempt` first. `metrics` must contain `step`."""
         assert "step" in metrics, f"metrics without a step: {sorted(metrics)}"
         self._append(self.metrics_path, {"attempt": self.attempt, **metrics})
 
     def append_event(self, kind: str, **fields: Any) -> None:
-        """Add one line to events.jsonl: time (UTC), attempt, kind and the fields."""
+        """Append a line to events.jsonl: time (UTC), attempt, kind and the fields."""
         event = {"time": _now(), "attempt": self.attempt, "kind": kind, **fields}
         self._append(self.events_path, event)
 
     def append_failure(self, rank: int, kind: str = "failed", **fields: Any) -> None:
-        """Add an event from any rank, even one that has not opened the folder: the rank that fails
-        first often is not rank 0. One short line, which the system appends whole.
+        """Append an event from any rank without opening the folder: the rank that fails first is
+        often not rank 0. The line is short enough for the system to append it atomically.
         """
         line = {"time": _now(), "attempt": self.attempt, "kind": kind, "rank": rank, **fields}
         # A full disk, or a node that does not see the folder, must not hide the failure itself.
@@ -187,7 +187,7 @@ class RunFolder:
             file.write(line)
 
     def _replace(self, path: Path, value: dict[str, Any]) -> None:
-        """Write a JSON file atomically: a reader sees the old one or the new one, whole."""
+        """Write a JSON file atomically: readers see either the old content or the new."""
         text = as_text(value)
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
         with writing(path):
@@ -205,27 +205,27 @@ class RunFolder:
     def _assert_open(self) -> None:
         assert self._lock, f"{self.path} is not open for writing; only rank 0 opens it"
 
-    # --- reading: by anybody, at any time, also while the run writes ---
+    # --- reading: by any process, at any time, even while the run writes ---
 
     def read_plan(self) -> dict[str, Any] | None:
-        """Return plan.json; None if there is none. Raises Unreadable if it is damaged."""
+        """Return plan.json, or None if it does not exist. Raises Unreadable if it is damaged."""
         return read_object(self.plan_path)
 
     def read_trackers(self) -> dict[str, str]:
-        """Return the run's id by tracker. Raises Unreadable if trackers.json is damaged."""
+        """Return the run's id for each tracker. Raises Unreadable if trackers.json is damaged."""
         return read_object(self.trackers_path) or {}
 
     def read_status(self) -> dict[str, Any] | None:
-        """Return status.json; None if no run was started. Raises Unreadable if it is damaged."""
+        """Return status.json, or None if no run was started. Raises Unreadable if it is damaged."""
         status = read_object(self.status_path)
         if status is not None and not all(is_count(status.get(n)) for n in ("attempt", "step")):
-            raise Unreadable(f"{self.status_path} is damaged: it names no attempt or no step")
+            raise Unreadable(f"{self.status_path} is damaged: it lacks an attempt or a step")
         return status
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return one line per logged step, in order; a repeated step replaces its earlier line.
+        """Return one record per logged step, in order; a repeated step replaces its earlier record.
 
-        Raises Unreadable if metrics.jsonl is no file.
+        Raises Unreadable if metrics.jsonl is not a regular file.
         """
         by_step: dict[int, dict[str, Any]] = {}
         for line in read_lines(self.metrics_path, "step"):
@@ -237,11 +237,11 @@ class RunFolder:
         return [by_step[step] for step in sorted(by_step)]
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return all events in order. Raises Unreadable if events.jsonl is no file."""
+        """Return all events in order. Raises Unreadable if events.jsonl is not a regular file."""
         return list(read_lines(self.events_path, "kind"))
 
     def _last(self) -> tuple[int, int]:
-        """Return the last attempt and its step; from the lines if status.json is damaged."""
+        """Return the last attempt and its step, from the JSON lines if status.json is damaged."""
         try:
             status = self.read_status()
         except Unreadable as error:
@@ -254,10 +254,10 @@ class RunFolder:
 
 
 def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path = "runs") -> Path:
-    """Make and return the folder of a run without run.dir: runs/MODEL-JSON-TIME.
+    """Create and return the folder of a run without run.dir: runs/MODEL-JSON-TIME.
 
-    A number is added if it exists: jobs of an array start in the same second, and each needs its
-    own folder.
+    If it exists, a number is appended: jobs of an array start in the same second, and each needs a
+    separate folder.
     """
     model = model.rstrip("/").rpartition("/")[2]
     name = re.sub(r"[^\w.-]", "_", f"{model}-{json_name}-{time:%Y%m%d-%H%M%S}")

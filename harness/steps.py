@@ -1,6 +1,6 @@
-"""The optimizer steps of a run: the samples that each reads, its learning rate, its random seed.
+"""The optimizer steps of a run: samples, learning rate and random seed of each.
 
-A step follows from the plan and from the number of steps and samples before it: a resumed run
+A step depends only on the plan and on the number of steps and samples before it, so a resumed run
 takes the same steps in any layout.
 """
 
@@ -22,30 +22,30 @@ from harness.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, about to be taken."""
+    """One optimizer step to be taken."""
 
     number: int
-    """From 1."""
+    """Counted from 1."""
     reads: Slice
-    """The samples of all ranks."""
+    """The samples of the global batch."""
     batches: list[Batch]
     """This rank's micro-batches."""
     targets: int
-    """Target tokens of all ranks."""
+    """Target tokens of the global batch."""
     lr: float
     dropout_seed: int
     targets_by_source: list[int]
-    """Target tokens of each source of a mixture, of all ranks; empty without."""
+    """Target tokens of the global batch, by source of a mixture; empty without a mixture."""
     tokens: int
-    """Tokens of all ranks, without the padding of padded micro-batches."""
+    """Tokens of the global batch, excluding the padding of padded micro-batches."""
     positions: int
-    """Positions that all ranks compute."""
+    """Positions computed for the global batch, including padding."""
     waited_s: float
     """Seconds that this rank waited for the step's data."""
 
 
 class Steps:
-    """The steps of a run from its `state` on. Each is first taken, then done."""
+    """The remaining steps of a run, from `state` on. Each is first taken, then marked done."""
 
     def __init__(self, plan: Plan, train: Stream, total: int) -> None:
         self.state = TrainState()
@@ -67,7 +67,7 @@ class Steps:
         return self._plan.curriculum.at(self.state.samples)
 
     def take(self) -> Step:
-        """Return the next step; waits for its batches."""
+        """Return the next step, after waiting for its batches."""
         began = time.perf_counter()
         if self._ahead is None:
             self._ahead = self._read_ahead()
@@ -96,7 +96,7 @@ class Steps:
         self.state = state
 
     def close(self) -> None:
-        """Stop reading batches ahead."""
+        """Stop prefetching batches."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -114,6 +114,6 @@ class Steps:
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """Return the seed of a step's dropout: a resumed run has no generator to restore."""
+    """Return the dropout seed of a step, so that resuming does not need to restore a generator."""
     digest = hashlib.sha256(f"dropout:{seed}:{step}:{rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

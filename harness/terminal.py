@@ -1,6 +1,6 @@
-"""Text for a terminal: wrapped to its width, verdicts in colour. Standard library alone.
+"""Terminal output: wraps text to the width and colours verdicts. Standard library only.
 
-Pipes and files get texts as they are, so that they can be searched.
+Pipes and files get the text unchanged, so that it can be searched.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Mapping
 from typing import TextIO
 
 COLUMNS = 80
-"""Width of a terminal that does not tell its own."""
+"""Width assumed for a terminal that does not report one."""
 _LEAST = 20
 _RED, _YELLOW, _GREEN, _PLAIN = "\x1b[31;1m", "\x1b[33m", "\x1b[32m", "\x1b[0m"
-# In the texts of tools alone: words of a corpus or a model are no verdicts.
+# Only in text that tools write: words of a corpus or a model are not verdicts.
 _VERDICTS = (
     (_RED, re.compile(r"^cannot [a-z]+(?=:)|\bdoes not fit\b|\bFAIL(?:ED)?\b|^(?:diverged)\b")),
     (_YELLOW, re.compile(r"(?<=\s)warn(?=\s{2})|(?<=: )tight(?=:)|(?<=\s)tight(?= <-|$)")),
     (_GREEN, re.compile(r"(?<=\s)(?:ok|held)(?=\s{2})|(?<=: )ok to start\b|\bcan hold it$")),
 )
-# The start of a line after which its text begins: a label and spaces, or a number.
+# The start of a line before its text: a label and spaces, or a number.
 _LABEL = re.compile(r"\s*(?:\d+\. |-> |\S+(?: \S+)*  +)")
 
 
 def columns(stream: TextIO) -> int | None:
-    """Return the width of a terminal as it is now; None for what is no terminal."""
+    """Return the current width of a terminal; None if the stream is not a terminal."""
     if not stream.isatty():
         return None
     try:
@@ -38,7 +38,7 @@ def columns(stream: TextIO) -> int | None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return a text whose lines are broken between words, and continue below where they began."""
+    """Return text wrapped between words, with hanging indents after labels and numbers."""
     return "\n".join(part for line in text.split("\n") for part in _wrapped_line(line, width))
 
 
@@ -54,7 +54,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
         width,
         subsequent_indent=" " * indent,
         replace_whitespace=False,
-        break_long_words=False,  # a path can still be copied
+        break_long_words=False,  # so that paths can be copied
         break_on_hyphens=False,
     )
     return parts or [""]
@@ -71,12 +71,12 @@ def coloured(text: str) -> str:
 
 
 def takes_colour(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True for a terminal, unless NO_COLOR (no-color.org) or a dumb one says otherwise."""
+    """Return True for a terminal, unless NO_COLOR (no-color.org) is set or the terminal is dumb."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print the text of a tool, and flush it."""
+    """Print a tool's text and flush the stream."""
     stream = stream or sys.stdout
     if (width := columns(stream)) is not None:
         text = wrapped(text, width)

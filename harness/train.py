@@ -6,7 +6,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-# Python puts a script's own folder, harness/, on the path; imports need its parent.
+# Python puts the script's folder, harness/, on the path; imports need its parent.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.guard.stop_request import StopRequest
@@ -14,7 +14,7 @@ from harness.guard.stop_request import StopRequest
 
 def main(argv: list[str]) -> int:
     """Plan and train a run; return its exit code."""
-    with contextlib.closing(StopRequest()) as request:  # before the imports that take seconds
+    with contextlib.closing(StopRequest()) as request:  # before the slow imports
         from harness.errors import ConfigError, RunStopped
         from harness.plan.command import parse_command, plan_from
         from harness.plan.text import describe
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
 
         command = parse_command(argv)
         if command.dry_run:
-            request.close()  # Ctrl-C ends it like any command
+            request.close()  # Ctrl-C ends a dry run like any command
         try:
             elsewhere = command.elsewhere()
             plan = plan_from(command, world=elsewhere)

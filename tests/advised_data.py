@@ -195,7 +195,7 @@ ROWS: list[tuple[str, str, str]] = [
         "remove it for this data",
     ),
     ("a short validation split", f"{MIX} data.path=$here/d", "or set data.held_out, which"),
-    ("weights with a tokenizer", f"{PATH} model.init_from=$here/m", "or leave the key away"),
+    ("weights with a tokenizer", f"{PATH} model.init_from=$here/m", "or leave the key out"),
     (
         "a pair",
         "data.path=$here/p data.seq_len=16",
@@ -209,7 +209,7 @@ ROWS: list[tuple[str, str, str]] = [
         f"{SMALL} data.path=$here/three.jsonl data.template=$here/hides.jinja",
         "set data.template to one with",
     ),
-    ("chats", f"{LONG} data.template=chatml data.date=2026-01-31", "or name such a template by"),
+    ("chats", f"{LONG} data.template=chatml data.date=2026-01-31", "or set data.template to one"),
     (
         "texts",
         f"{PATH} data.date=2026-01-31",
@@ -260,11 +260,15 @@ ROWS: list[tuple[str, str, str]] = [
         f"{LONG} ramp.length_from=32 ramp.length_tokens=1000",
         "remove ramp.length_from, or set data.packing=stream",
     ),
-    ("long prompts", f"{PATH} data.packing=stream eval.samples=1", "hold no target, only prompts"),
+    (
+        "long prompts",
+        f"{PATH} data.packing=stream eval.samples=1",
+        "contain no target, only prompts",
+    ),
     (
         "long prompts",
         f"{PATH} data.packing=stream eval.samples=1 data.eval_path=$here/a.jsonl",
-        "hold no target, only prompts",
+        "contain no target, only prompts",
     ),
     (
         "long prompts",

@@ -110,7 +110,7 @@ def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Pat
         export(wrong, tmp_path / "export", run.tokenizer_dir, ExportOptions())
     assert list(tmp_path.iterdir()) == []
     told = export(wrong, tmp_path / "export", run.tokenizer_dir, ExportOptions(check=False))
-    assert told == "its loss was not checked: not asked for"
+    assert told == "its loss was not checked: not requested"
     told = export(wrong, tmp_path / "export", run.tokenizer_dir, ExportOptions(most_checked=9))
     assert told == "its loss was not checked: it has more than 9 parameters"
 
@@ -236,7 +236,7 @@ def test_a_folder_within_a_file_is_a_wrong_argument(
 ) -> None:
     (tmp_path / "file").write_text("mine")
     assert main([str(run.path), "--out", str(tmp_path / "file" / "x")]) == 2
-    assert f"{tmp_path / 'file' / 'x'} cannot be made" in capsys.readouterr().err
+    assert f"{tmp_path / 'file' / 'x'} cannot be created" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -60,7 +60,7 @@ def test_heartbeats_that_are_no_folder_are_refused_before_anything_is_written(
     path = tmp_path / "heartbeats"
     make = {"file": path.touch, "pipe": lambda: os.mkfifo(path)}
     make.get(kind, lambda: path.symlink_to("nowhere"))()
-    with pytest.raises(ConfigError, match=f"{path} is no folder: remove it"):
+    with pytest.raises(ConfigError, match=f"{path} is not a folder: remove it"):
         RunFolder(tmp_path).open()
     assert list(tmp_path.iterdir()) == [path]
 

@@ -1,1 +1,1 @@
-"""Saving, resuming and exporting a run."""
+"""Saves, resumes and exports runs."""

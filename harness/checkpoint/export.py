@@ -1,4 +1,4 @@
-"""Export: writes a folder that from_pretrained or peft opens."""
+"""Exports a model to a folder that from_pretrained or peft can open."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from harness.layout.adapters import DESCRIPTION, NAME, module_of
 
 SHARD_BYTES = 4 * 10**9
 _LOCK, _REPLACED = ".lock", "replaced"
-Progress = Callable[[int, int], None]  # bytes written, bytes in all
+Progress = Callable[[int, int], None]  # (bytes written, total bytes)
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new folder that is renamed to `folder` at the end, and removed after an error.
+    """Yield a new folder that is renamed to `folder` at the end, or removed after an error.
 
-    Raises ConfigError if something else than an export has that name, or no folder can have it.
+    Raises ConfigError if `folder` exists and is not an export, or cannot be created.
     """
     if problem := export_problem(folder):
         raise ConfigError(problem)
@@ -48,7 +48,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if is_full_disk(error):
             raise
-        raise ConfigError(f"{folder} cannot be made ({error}): choose another folder") from error
+        raise ConfigError(f"{folder} cannot be created ({error}): choose another folder") from error
     try:
         with _locked(place):
             unfinished = place / folder.name
@@ -60,14 +60,15 @@ def replacing(folder: Path) -> Iterator[Path]:
                 unfinished.rename(folder)
             fsync(folder.parent)
     finally:
-        shutil.rmtree(place, ignore_errors=True)  # a read-only disk must not hide what happened
+        shutil.rmtree(place, ignore_errors=True)  # a read-only disk must not hide the first error
 
 
 def sweep(folder: Path, alone: bool = False) -> list[Path]:
     """Remove leftovers of processes that were killed in `replacing`; return their paths.
 
-    A folder whose process was killed between its two renames gets its name back. `alone`: no other
-    process can be in `replacing` now; otherwise those of other hosts may be, and stay.
+    If a process was killed between its two renames, the old folder gets its name back. `alone`: no
+    other process can be in `replacing` now; otherwise leftovers of other hosts are kept, because
+    their processes may still run.
     """
     prefix, removed = _unfinished(folder), []
     for place in sorted(folder.parent.glob(f"{glob.escape(prefix)}*")):
@@ -84,7 +85,7 @@ def sweep(folder: Path, alone: bool = False) -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    """Hold a lock in `place` that ends with this process, however that ends."""
+    """Hold a lock in `place` that is released whenever this process ends."""
     with (place / _LOCK).open("x") as lock:
         lock.write(socket.gethostname())
         lock.flush()
@@ -94,12 +95,12 @@ def _locked(place: Path) -> Iterator[None]:
 
 
 def _is_dead(place: Path) -> bool:
-    """Return True if the process that made `place` was one of this host, and has ended."""
+    """Return True if `place` was created by a process of this host that has ended."""
     try:
         with (place / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return socket.gethostname() == lock.read()
-    except OSError:  # it is alive, or just begins; or the file system has no locks
+    except OSError:  # the process is alive or starting, or the file system has no locks
         return False
 
 
@@ -108,12 +109,12 @@ def _unfinished(folder: Path) -> str:
 
 
 def check_room(folder: Path, model: PreTrainedModel, beside_bytes: int) -> None:
-    """Raise CannotSave if the disk lacks room for the weights and `beside_bytes` more."""
+    """Raise CannotSave if the disk lacks space for the weights plus `beside_bytes`."""
     layout = HubLayout(model, piece_bytes=SHARD_BYTES)
     needed = sum(t.nbytes for t in layout.tensors.values()) + beside_bytes
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise CannotSave(f"the export needs {as_size(needed)}, but {as_size(free)} are free")
+        raise CannotSave(f"the export needs {as_size(needed)}, but only {as_size(free)} are free")
 
 
 def write_model(
@@ -124,11 +125,11 @@ def write_model(
     progress: Progress = lambda done, total: None,
     source: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Write config and weights as `save_pretrained` of that model would, from a checkpoint.
+    """Write a checkpoint's config and weights as the model's `save_pretrained` would. Return notes.
 
-    `model` has its parameters on meta, in the dtype to be written. `source`: the config.json that
-    it came with. Returns notes. Needs no memory beyond a piece of a tensor, or the few tensors that
-    are converted together.
+    `model` has its parameters on meta, in the dtype to write. `source`: the config.json of its
+    initial weights. Memory use is limited to a chunk of a tensor, or to the few tensors that are
+    converted together.
     """
     layout = HubLayout(model, piece_bytes=shard_bytes // 8)
     split = split_torch_state_dict_into_shards(
@@ -154,16 +155,16 @@ def write_model(
     for file in files.values():
         file.close()
     if split.is_sharded:
-        about = {"total_parameters": model.num_parameters(), **split.metadata}
-        index = {"metadata": about, "weight_map": split.tensor_to_filename}
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     return notes
 
 
 def _write_config(folder: Path, model: PreTrainedModel, source: Mapping[str, Any]) -> list[str]:
-    """Write the config for readers of both versions, and return notes. `save_pretrained` of the
-    model would import DeepSpeed if installed.
+    """Write a config that transformers 4 and 5 read; return notes. `save_pretrained` of the model
+    would import DeepSpeed if it is installed.
     """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
@@ -178,7 +179,7 @@ def _write_config(folder: Path, model: PreTrainedModel, source: Mapping[str, Any
 
 
 def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the model in a folder, opened with transformers; quantized weights are dequantized."""
+    """Return the model in a folder, loaded by transformers; quantized weights are dequantized."""
     logging.disable_progress_bar()
     how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(folder, **how)
@@ -189,7 +190,7 @@ def opened(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) ->
 
 @contextlib.contextmanager
 def _out_of_the_way(folder: Path, aside: Path) -> Iterator[None]:
-    """Rename `folder` to `other`; undo that if nothing takes its place."""
+    """Rename `folder` to `aside`; rename it back if nothing takes its place."""
     try:
         if folder.exists():
             folder.rename(aside)
@@ -201,14 +202,14 @@ def _out_of_the_way(folder: Path, aside: Path) -> Iterator[None]:
 
 
 def export_problem(folder: Path) -> str | None:
-    """Return the reason why an export must not replace `folder`; None if it may."""
+    """Return the reason why an export must not replace `folder`, or None."""
     if not folder.exists() or _is_export(folder):
         return None
-    return f"{folder} exists and is no exported model: move it away, or choose another folder"
+    return f"{folder} exists and is not an exported model: move it, or choose another folder"
 
 
 def _is_export(folder: Path) -> bool:
-    """Return True for an empty folder or a model: replacing it loses no user's file."""
+    """Return True for an empty folder or a model: replacing it loses no user files."""
     if not folder.is_dir():
         return False
     paths = list(folder.iterdir())
@@ -219,8 +220,8 @@ def _is_export(folder: Path) -> bool:
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTERS = "adapters"
-"""Their folder, within one of weights that they are added to."""
-_PREFIX = "base_model.model."  # of peft's names in its files
+"""Subfolder for adapters in an export whose weights they were merged into."""
+_PREFIX = "base_model.model."  # prefix of the names in peft's files
 
 
 def write_adapters(
@@ -230,15 +231,16 @@ def write_adapters(
     tied: Mapping[str, str],
     beside: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write a checkpoint's adapters as peft's `save_pretrained` would. `tied`: names of weights
-    that are another's, with that one's. `beside`: weights that belong to the adapters, as no file
-    of their base has them.
+    """Write a checkpoint's adapters as peft's `save_pretrained` would.
+
+    `tied` maps the name of each tied copy to that of its weight. `beside`: weights that the base
+    model's files lack and that must therefore accompany the adapters.
     """
     reader, manifest = checkpoint.reader(), checkpoint.manifest
     tensors = {name: reader.whole(name, WEIGHT).to(dtype) for name in reader.by_name}
     config = {**manifest.adapters, "inference_mode": True}
     if config.get("modules_to_save"):
-        # peft gives a module that is saved a weight of its own, also where two were one.
+        # peft saves a separate weight for each saved module, even for tied ones.
         copies = {copy: tensors[name].clone() for copy, name in tied.items() if name in tensors}
         tensors |= copies
         own = [*config["modules_to_save"], *map(module_of, copies)]
@@ -256,21 +258,21 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def base_of(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model that a checkpoint's adapters belong to, with the weights of its files.
+    """Return the base model of a checkpoint's adapters, with the weights of its files.
 
-    Raises ConfigError where it cannot be opened.
+    Raises ConfigError if it cannot be opened.
     """
     base = checkpoint.manifest.adapters["base_model_name_or_path"]
     try:
         return opened(Path(base), dtype, trust_remote_code)
     except (OSError, ValueError) as error:
-        problem = f"the weights that the adapters belong to cannot be opened: {error}"
+        problem = f"the base model of the adapters cannot be opened: {error}"
         raise ConfigError(f"{base}: {problem}") from error
 
 
 def rows_of_base(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
-    """Return the rows of the vocabulary of the model that a checkpoint's adapters belong to; None
-    if it is not here.
+    """Return the vocabulary size of the base model of a checkpoint's adapters; None if its files
+    are not available.
     """
     base = checkpoint.manifest.adapters["base_model_name_or_path"]
     try:
@@ -283,7 +285,7 @@ def rows_of_base(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
 
 
 def adapted(folder: Path, base: PreTrainedModel) -> Any:
-    """Return the base model with the exported adapters of `folder` beside its weights."""
+    """Return the base model with the exported adapters of `folder`."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(base, str(folder))
@@ -291,7 +293,7 @@ def adapted(folder: Path, base: PreTrainedModel) -> Any:
 
 @torch.no_grad()
 def merged(model: Any, folder: Path) -> PreTrainedModel:
-    """Write the weights with the adapters added to them to `folder`; return that model."""
+    """Merge the adapters into the weights, write the model to `folder` and return it."""
     whole: PreTrainedModel = model.merge_and_unload()
     whole.save_pretrained(folder)
     rewrite_config(folder, whole.config, {})

@@ -1,7 +1,7 @@
-"""Configs, names and layout of tensors in a folder that transformers 4 and 5 read.
+"""Configs, tensor names and tensor layout of an export that transformers 4 and 5 can read.
 
-Version 5 moved rotary settings into `rope_parameters`, renamed keys, and reads the old places, too.
-Version 4, vLLM and llama.cpp know the old ones alone, and take a default without a word.
+Version 5 moved rotary settings into `rope_parameters` and renamed keys, but still reads the old
+ones. Version 4, vLLM and llama.cpp know only the old ones and silently use defaults otherwise.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-_OF_NO_EXPORT = ("quantization_config",)  # weights are written in the run's precision
+_OF_NO_EXPORT = ("quantization_config",)  # weights are exported in the run's precision
 
-# Places of transformers 4 for rotary settings, by model type, where they are not the usual ones.
+# Keys of transformers 4 for rotary settings of model types that do not use the common ones.
 _THETA, _LOCAL_THETA, _PARTIAL = "rope_theta", "rope_local_base_freq", "partial_rotary_factor"
 _OTHER_PLACES: dict[str, dict[str, str]] = {
     "gpt_neox": {_THETA: "rotary_emb_base", _PARTIAL: "rotary_pct"},
     "gpt_neox_japanese": {_THETA: "rotary_emb_base", _PARTIAL: "rotary_pct"},
     "modernbert-decoder": {_THETA: "global_rope_theta", _LOCAL_THETA: "local_rope_theta"},
 }
-# Names of transformers 4 that version 5 has as second names of others, and does not write.
+# Keys of transformers 4 that version 5 reads as aliases but does not write.
 _OLD_NAMES = {"qwen3_moe": ("num_experts",)}
-# Its Phi-3 refuses any other key beside these.
+# The only scaling keys that version 4's Phi-3 accepts.
 _LONGROPE = ("type", "short_factor", "long_factor")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# Tokenizers of transformers 4 that add bos and eos by these flags, whatever tokenizer.json says.
+# Tokenizers of transformers 4 that add bos and eos according to flags, ignoring tokenizer.json.
 _FLAGGED = ("CodeLlama", "Cohere", "GPTNeoX", "Gemma", "Llama")
 
 
 def rewrite_config(folder: Path, config: PretrainedConfig, source: Mapping[str, Any]) -> list[str]:
-    """Rewrite the config.json that version 5 wrote of `config`, so that both versions read it;
-    return a note if there is no such file.
+    """Rewrite the config.json that version 5 wrote for `config` so that both versions read it;
+    return a note if that is impossible.
 
-    `source`: the config.json that the model came with, whose second names of keys stay.
+    `source`: the config.json of the initial weights; the aliases it uses are kept.
     """
     path = folder / "config.json"
     written = json.loads(path.read_text(encoding="utf-8"))
@@ -52,13 +52,13 @@ def rewrite_config(folder: Path, config: PretrainedConfig, source: Mapping[str, 
     values = _for_both(config, written, source)
     is_read = _reads_the_same(config, values)
     _write(path, values if is_read else written)
-    return [] if is_read else ["config.json has rotary positions that only transformers 5 reads"]
+    return [] if is_read else ["only transformers 5 reads the rotary settings of config.json"]
 
 
 def _for_both(
     config: PretrainedConfig, written: Mapping[str, Any], source: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config.json that both versions read as `config`; `written`: version 5's."""
+    """Return a config.json that both versions read as `config`; `written` is version 5's."""
     values = dict(written)
     for key, value in written.items():
         if isinstance(value, Mapping) and isinstance(
@@ -66,7 +66,7 @@ def _for_both(
         ):
             values[key] = _for_both(inner, value, _table(source.get(key)))
         elif _is_default_infinity(config, key, value):
-            del values[key]  # version 4 knows no name of an infinite number
+            del values[key]  # version 4 cannot read an infinite number
     if (dtype := values.get("dtype")) is not None:
         values["torch_dtype"] = dtype
     added = {**_old_rotary(config), **_old_names(config, source)}
@@ -80,7 +80,7 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 
 def _is_default_infinity(config: PretrainedConfig, key: str, value: Any) -> bool:
-    """Return True for a default of the config's class that JSON has no number for."""
+    """Return True for a default of the config's class that JSON cannot represent."""
     numbers = value if isinstance(value, list) else [value]
     if not any(isinstance(number, Mapping) and "__float__" in number for number in numbers):
         return False
@@ -88,11 +88,11 @@ def _is_default_infinity(config: PretrainedConfig, key: str, value: Any) -> bool
 
 
 def _old_rotary(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the rotary settings of a config as transformers 4 has them."""
+    """Return a config's rotary settings in transformers 4's form."""
     settings = _table(getattr(config, "rope_parameters", None))
     if not settings:
         return {}
-    by_layer = {kind: of for kind, of in settings.items() if isinstance(of, Mapping)}
+    by_layer = {kind: values for kind, values in settings.items() if isinstance(values, Mapping)}
     whole = by_layer.get(_FULL, settings if not by_layer else {})
     old: dict[str, Any] = {}
     if by_layer and _SLIDING in by_layer:
@@ -108,7 +108,7 @@ def _old_scaling(config: PretrainedConfig, settings: Mapping[str, Any]) -> dict[
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
         return None
-    scaling = {key: of for key, of in settings.items() if key not in (_THETA, _PARTIAL)}
+    scaling = {key: value for key, value in settings.items() if key not in (_THETA, _PARTIAL)}
     if config.model_type.startswith("phi3"):
         scaling["type"] = kind
         return {key: scaling[key] for key in _LONGROPE if key in scaling}
@@ -116,28 +116,28 @@ def _old_scaling(config: PretrainedConfig, settings: Mapping[str, Any]) -> dict[
 
 
 def _old_names(config: PretrainedConfig, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by second names: those of the source, and those that version 4 reads."""
+    """Return the values of aliases: those used in `source` and those that version 4 reads."""
     names = {*_OLD_NAMES.get(config.model_type, ()), *(source.keys() & config.attribute_map.keys())}
     return {name: getattr(config, name) for name in sorted(names) if hasattr(config, name)}
 
 
 def _reads_the_same(config: PretrainedConfig, values: Mapping[str, Any]) -> bool:
-    """Return True if version 5 finds the same rotary settings in `values` as in `config`."""
+    """Return True if version 5 reads the same rotary settings from `values` as `config` has."""
     again = type(config).from_dict(json.loads(json.dumps(values)))
     return _rotary(again) == _rotary(config)
 
 
 def _rotary(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the rotary settings of a config and of those within it, by the new names alone."""
+    """Return the rotary settings of a config and its nested configs, by the new keys only."""
     settings = dict(_table(getattr(config, "rope_parameters", None)))
     if settings.get("type") == settings.get("rope_type"):
-        settings.pop("type", None)  # what the first was called before
-    inner = {key: of for key, of in vars(config).items() if isinstance(of, PretrainedConfig)}
-    return {**settings, **{key: _rotary(of) for key, of in inner.items()}}
+        settings.pop("type", None)  # the old name of rope_type
+    inner = {key: v for key, v in vars(config).items() if isinstance(v, PretrainedConfig)}
+    return {**settings, **{key: _rotary(v) for key, v in inner.items()}}
 
 
 def rewrite_tokenizer_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rewrite tokenizer_config.json of a folder so that both versions open its tokenizer."""
+    """Rewrite a folder's tokenizer_config.json so that both versions open its tokenizer."""
     path = folder / TOKENIZER_CONFIG
     if not path.is_file():
         return
@@ -167,15 +167,16 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 Tensors = dict[str, torch.Tensor]
-# Read(name, offset, out): fill flat `out` with a tensor's elements from `offset` on.
+# Read(name, offset, out) fills flat `out` with a tensor's elements from `offset` on.
 Read = Callable[[str, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Tensors of the model that become tensors of the folder together: `made`, on meta.
+    """Tensors of the model that are converted together to the tensors `made` (on meta) of the
+    folder.
 
-    `rows`: how many of a single source's are converted at a time (experts, one after the other).
+    `rows`: the number of rows of a single source to convert at a time (experts, one after another).
     """
 
     sources: Tensors
@@ -184,17 +185,18 @@ class _Part:
 
     @property
     def is_renamed(self) -> bool:
-        """True for a single tensor that is not converted."""
+        """True for a single tensor that is renamed without conversion."""
         source, made = next(iter(self.sources.values())), next(iter(self.made.values()))
         return len(self.sources) == len(self.made) == 1 and source is made
 
 
 class HubLayout:
-    """The tensors that `model.save_pretrained` would write, of a model whose weights are on meta.
+    """The tensors that `model.save_pretrained` would write, for a model whose weights are on meta.
 
-    transformers 5 keeps some architectures in another layout than their files (all experts of a
-    mixture in one tensor) and converts the whole model when it saves. Here the smallest sets of
-    tensors are found that convert alone, so that one of them is in memory at a time.
+    transformers 5 stores some architectures differently in memory than in files (all experts of a
+    mixture in one tensor), and converts the whole model when it saves. This class finds the
+    smallest sets of tensors that can be converted independently, so that only one set at a time is
+    in memory.
     """
 
     def __init__(self, model: PreTrainedModel, piece_bytes: int) -> None:
@@ -202,18 +204,19 @@ class HubLayout:
         first = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
         state = _to_be_saved(model)
         self.names_of_sources = {n: first[id(model.get_parameter_or_buffer(n))] for n in state}
-        """Name in the model by name in the file: tied weights have several."""
-        if getattr(model, "_weight_conversions", None) is None:  # else asked for at every part
+        """Maps each name in the file to the name in the model; tied weights have several names."""
+        if getattr(model, "_weight_conversions", None) is None:  # else recomputed for every part
             every = get_model_conversion_mapping(model, add_legacy=False)
             every = [c for c in every if not isinstance(c, PrefixChange)]  # as transformers does
             vars(model)["_weight_conversions"] = every or None
         self.tensors: Tensors = self._converted(state)
-        """The tensors to be written, on meta, in the order of the shards."""
+        """The tensors to write, on meta, in shard order."""
         self._parts = [self._by_rows(part) for part in self._find_parts(state)]
 
     def pieces(self, read: Read) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(name, offset, elements from there on) of all tensors, as few at a time as convert alone;
-        of those that need no conversion about `piece_bytes`.
+        """Yield (name, offset, elements from there on) of all tensors: chunks of about
+        `piece_bytes` of unconverted tensors, and otherwise the smallest sets that can be converted
+        independently.
         """
         for part in self._parts:
             if part.is_renamed:
@@ -230,9 +233,9 @@ class HubLayout:
 
     def _renamed(self, part: _Part, read: Read) -> Iterator[tuple[str, int, torch.Tensor]]:
         ((name, whole),), (target,) = part.sources.items(), part.made
-        most = max(1, self._piece_bytes // whole.itemsize)
-        for offset in range(0, whole.numel(), most):
-            piece = torch.empty(min(most, whole.numel() - offset), dtype=whole.dtype)
+        chunk = max(1, self._piece_bytes // whole.itemsize)
+        for offset in range(0, whole.numel(), chunk):
+            piece = torch.empty(min(chunk, whole.numel() - offset), dtype=whole.dtype)
             read(self.names_of_sources[name], offset, piece)
             yield target, offset, piece
 
@@ -248,7 +251,9 @@ class HubLayout:
                 yield names[block * len(whole) + start + index], 0, value
 
     def _by_rows(self, part: _Part) -> _Part:
-        """The same, a few rows at a time where it is large and its rows convert alone."""
+        """Return the part, set to be converted a few rows at a time if it is large and its rows can
+        be converted independently.
+        """
         whole = next(iter(part.sources.values()))
         if len(part.sources) > 1 or whole.ndim < 3 or whole.nbytes <= self._piece_bytes:
             return part
@@ -270,7 +275,7 @@ class HubLayout:
             for group in groups.values():
                 try:
                     made = self._converted(group)
-                except (LookupError, RuntimeError, ValueError):  # its counterpart is not there
+                except (LookupError, RuntimeError, ValueError):  # its counterpart is missing
                     continue
                 if _agree(made, self.tensors):
                     parts.append(_Part(group, made))
@@ -288,7 +293,9 @@ class HubLayout:
 
 
 def _to_be_saved(model: PreTrainedModel) -> Tensors:
-    """Return the model's state on meta: tied weights once, nothing that can be computed."""
+    """Return the state to save, on meta: tied weights once, without buffers that can be
+    recomputed.
+    """
     state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)

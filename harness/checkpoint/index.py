@@ -1,4 +1,4 @@
-"""index.json: which elements of which parameter lie in which file of a checkpoint."""
+"""index.json: which file of a checkpoint contains which elements of which parameter."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [offset, offset + numel) of a part of a parameter, flattened; views of live memory.
+    """Elements [offset, offset + numel) of a flattened slice of a parameter, as views of live
+    memory.
 
-    `tensors`, by kind: "weight" (what the optimizer steps: the fp32 master weight where there is
-    one), "exp_avg", ... as the optimizer names its states, each (numel,); or "buffer" alone.
-    `part`: all of the parameter unless an axis of the layout cuts it.
+    `tensors`, by kind: "weight" (the fp32 master weight if there is one), optimizer states by the
+    optimizer's names ("exp_avg", ...), each (numel,); or only "buffer". `part`: the whole
+    parameter, unless an axis of the layout slices it.
     """
 
     name: str
@@ -35,12 +36,12 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Elements in this fragment."""
+        """Number of elements in this fragment."""
         return next(iter(self.tensors.values())).numel()
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Total bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def narrow(self, start: int, numel: int) -> Fragment:
@@ -49,7 +50,7 @@ class Fragment:
         return replace(self, offset=self.offset + start, tensors=tensors)
 
     def share(self, index: int, shares: int) -> Fragment | None:
-        """Return the elements that rank `index` of `shares` replicas writes; None if none."""
+        """Return the elements that replica `index` of `shares` writes; None if there are none."""
         size = math.ceil(self.numel / shares)
         start = index * size
         numel = min(size, self.numel - start)
@@ -61,7 +62,7 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of a fragment: its tensors are `key(kind)` in `file`."""
+    """The location of a saved fragment: its tensors are `key(kind)` in `file`."""
 
     name: str
     part: Part
@@ -77,91 +78,92 @@ class Entry:
 
     @property
     def piece(self) -> Piece:
-        """The elements of the parameter that it holds."""
+        """The elements of the parameter that it contains."""
         return Piece(self.part, self.offset, self.numel)
 
     def key(self, kind: str) -> str:
-        """Return the name of one of its tensors within the file."""
+        """Return the name of one of its tensors in the file."""
         return f"{self.name}@{self.offset}/{kind}"
 
 
 def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
-    """Return entries as JSON: with a thousand ranks, what a parameter's have in common counts.
+    """Return entries as JSON, grouped by parameter to keep it small with thousands of ranks.
 
-    A piece of a parameter that no axis cuts is [offset, elements, file]; of one that is cut, the
-    number of its part follows.
+    A fragment is [offset, elements, file]; for a sliced parameter, the slice's index in "parts" is
+    appended.
     """
     index: dict[str, Any] = {}
     for entry in entries:
-        about = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
-        about = index.setdefault(entry.name, about)
+        record = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
+        record = index.setdefault(entry.name, record)
         place: tuple[object, ...] = (entry.offset, entry.numel, entry.file)
         if not entry.part.is_whole:
-            parts = about.setdefault("parts", [])
+            parts = record.setdefault("parts", [])
             if entry.part.ranges not in parts:
                 parts.append(entry.part.ranges)
             place += (parts.index(entry.part.ranges),)
-        about["at"].append(place)
+        record["at"].append(place)
     return index
 
 
 def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the index of all ranks; a buffer that several have (on pipeline stages) is there once.
+    """Return the entry index of all ranks. A buffer saved by several pipeline stages appears
+    once.
 
-    Raises Unusable if two ranks saved the same elements of a weight, or some are missing.
+    Raises Unusable if two ranks saved the same elements of a weight, or elements are missing.
     """
     whole: dict[str, Any] = {}
     pieces: dict[str, dict[tuple[int, ...], tuple[int, str]]] = {}
     for index in indices:
-        for name, about in index.items():
-            here = whole.setdefault(name, {"shape": about["shape"], "kinds": about["kinds"]})
-            if here["shape"] != about["shape"]:
+        for name, record in index.items():
+            entry = whole.setdefault(name, {"shape": record["shape"], "kinds": record["kinds"]})
+            if entry["shape"] != record["shape"]:
                 raise Unusable(
-                    f"{name} is {here['shape']} on one rank, {about['shape']} on another"
+                    f"{name} has shape {entry['shape']} on one rank, {record['shape']} on another"
                 )
-            is_buffer, parts = BUFFER in about["kinds"], here.setdefault("parts", [])
+            is_buffer, parts = BUFFER in record["kinds"], entry.setdefault("parts", [])
             places = pieces.setdefault(name, {})
-            for offset, numel, file, *number in about["at"]:
-                part = number and about["parts"][number[0]]
+            for offset, numel, file, *number in record["at"]:
+                part = number and record["parts"][number[0]]
                 if part and part not in parts:
                     parts.append(part)
                 place = (offset, parts.index(part)) if part else (offset,)
                 first = places.setdefault(place, (numel, file))
                 if first != (numel, file) and not (is_buffer and first[0] == numel):
                     raise Unusable(f"{first[1]} and {file} both hold {name} from {offset} on")
-    for name, about in whole.items():
-        if not about["parts"]:
-            del about["parts"]
-        about["at"] = [(at[0], *piece, *at[1:]) for at, piece in pieces[name].items()]
-        saved, numel = sum(numel for numel, _ in pieces[name].values()), math.prod(about["shape"])
+    for name, record in whole.items():
+        if not record["parts"]:
+            del record["parts"]
+        record["at"] = [(at[0], *piece, *at[1:]) for at, piece in pieces[name].items()]
+        saved, numel = sum(numel for numel, _ in pieces[name].values()), math.prod(record["shape"])
         if saved != numel:
             raise Unusable(f"the ranks saved {saved} elements of {name}, which has {numel}")
     return whole
 
 
 def from_index(index: object, place: object = INDEX) -> list[Entry]:
-    """Return the entries of an index, the inverse of `to_index`.
+    """Return the entries of an index; the inverse of `to_index`.
 
-    Raises Unusable if `index`, read from `place`, has another make or the pieces of a parameter
-    are not all of its elements, each once.
+    Raises Unusable if `index`, read from `place`, has another form, or its fragments do not cover
+    each element of a parameter exactly once.
     """
     entries: list[Entry] = []
-    for name, about in Table(index, place).tables():
-        kinds, parts = about.texts("kinds"), _parts(about)
-        pieces = [_piece(about, piece, len(parts)) for piece in about.row("at")]
+    for name, record in Table(index, place).tables():
+        kinds, parts = record.texts("kinds"), _parts(record)
+        pieces = [_piece(record, piece, len(parts)) for piece in record.row("at")]
         for number, part in enumerate(parts):
-            own = [(offset, numel, file) for offset, numel, file, of in pieces if of == number]
-            title = f"{name} {describe(part) if 'parts' in about else list(part.whole)}"
+            own = [(offset, numel, file) for offset, numel, file, n in pieces if n == number]
+            title = f"{name} {describe(part) if 'parts' in record else list(part.whole)}"
             _check_part(title, part, own, place)
             entries += [Entry(name, part, *piece[:2], kinds, piece[2]) for piece in own]
         if problem := uncovered(parts):
-            raise Unusable(f"{place}: of {name}, {problem}")
+            raise Unusable(f"{place}: {name}: {problem}")
     return entries
 
 
 class Index:
-    """A checked index, of which a rank makes the entries that it reads: those of a thousand ranks
-    are a thousand times as many.
+    """A checked index that creates entries only for the parameters that a rank reads: a checkpoint
+    of a thousand ranks has a thousand times as many entries.
     """
 
     def __init__(self, index: object, place: object = INDEX) -> None:
@@ -173,7 +175,7 @@ class Index:
         return iter(self._parameters)
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return the kinds of a parameter's tensors; none of one that was not saved."""
+        """Return the kinds of a parameter's tensors; empty if it was not saved."""
         return self._parameters[name].texts("kinds") if name in self._parameters else ()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -181,18 +183,18 @@ class Index:
         return self._parameters[name].counts("shape")
 
     def entries(self, name: str, near: Piece | None = None) -> list[Entry]:
-        """Return the places of a parameter; with `near` at least those that have elements of it."""
+        """Return the entries of a parameter; with `near`, at least those that overlap it."""
         if name not in self._parameters:
             return []
-        about = self._parameters[name]
-        kinds, parts = about.texts("kinds"), _parts(about)
+        record = self._parameters[name]
+        kinds, parts = record.texts("kinds"), _parts(record)
         rows = self._sorted(name)
-        if near is not None and near.part == parts[0] and "parts" not in about:
+        if near is not None and near.part == parts[0] and "parts" not in record:
             end = near.offset + near.numel
             first = bisect_right(rows, near.offset, key=itemgetter(0)) - 1
             rows = rows[max(first, 0) : bisect_left(rows, end, key=itemgetter(0))]
-        pieces = [_piece(about, row, len(parts)) for row in rows]
-        return [Entry(name, parts[of], at, numel, kinds, file) for at, numel, file, of in pieces]
+        pieces = [_piece(record, row, len(parts)) for row in rows]
+        return [Entry(name, parts[n], at, numel, kinds, file) for at, numel, file, n in pieces]
 
     def _sorted(self, name: str) -> list[Any]:
         if name not in self._rows:
@@ -201,38 +203,40 @@ class Index:
 
 
 def is_divided(index: object) -> bool:
-    """Return True if an axis cuts any parameter."""
-    return isinstance(index, dict) and any("parts" in about for about in index.values())
+    """Return True if any parameter in an index is sliced."""
+    return isinstance(index, dict) and any("parts" in record for record in index.values())
 
 
 def _check_part(title: str, part: Part, pieces: list[tuple[int, int, str]], place: object) -> None:
-    """Require all elements of a part, each once."""
+    """Raise Unusable unless the pieces cover each element of a slice exactly once."""
     end = 0
     for offset, numel, _ in sorted(pieces):
         if offset != end or numel < 1:
             raise Unusable(
-                f"{place}: a piece of {title} begins at element {offset} and has {numel}, but the "
-                f"one before ends at {end}"
+                f"{place}: a fragment of {title} starts at element {offset} and has {numel}, but "
+                f"the previous one ends at {end}"
             )
         end = offset + numel
     if end != part.numel:
-        raise Unusable(f"{place}: the pieces of {title} end at element {end}")
+        raise Unusable(f"{place}: the fragments of {title} end at element {end}")
 
 
-def _parts(about: Table) -> list[Part]:
-    """The parts that the pieces of one parameter refer to by number; one that is whole has one."""
-    shape = about.counts("shape")
-    if "parts" not in about:
+def _parts(record: Table) -> list[Part]:
+    """Return the slices to which a parameter's fragments refer by index; one if it is not
+    sliced.
+    """
+    shape = record.counts("shape")
+    if "parts" not in record:
         return [Part.of(shape)]
-    return [_part(about, part, shape) for part in about.row("parts")]
+    return [_part(record, part, shape) for part in record.row("parts")]
 
 
-def _part(about: Table, value: object, shape: tuple[int, ...]) -> Part:
+def _part(record: Table, value: object, shape: tuple[int, ...]) -> Part:
     try:
         return Part(shape, tuple(tuple(_range(edges) for edges in cut) for cut in value))  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise Unusable(
-            f"{about.file}: {about.key}.parts has {value!r:.60}, no part of {list(shape)}"
+            f"{record.file}: {record.key}.parts has {value!r:.60}, not a slice of {list(shape)}"
         ) from None
 
 
@@ -243,12 +247,12 @@ def _range(edges: Any) -> Range:
     raise TypeError
 
 
-def _piece(about: Table, piece: object, parts: int) -> tuple[int, int, str, int]:
-    """[offset, elements, file] of one piece, and the number of its part where there are parts."""
-    if isinstance(piece, list | tuple) and len(piece) == 3 + ("parts" in about):
+def _piece(record: Table, piece: object, parts: int) -> tuple[int, int, str, int]:
+    """Return (offset, elements, file, slice index) of a fragment, after checking it."""
+    if isinstance(piece, list | tuple) and len(piece) == 3 + ("parts" in record):
         offset, numel, file, *part = piece
         number = part[0] if part else 0
         are_counts = type(offset) is type(numel) is type(number) is int
         if are_counts and type(file) is str and 0 <= number < parts:
             return offset, numel, file, number
-    raise Unusable(f"{about.file}: {about.key}.at has {piece!r:.60}, not [offset, elements, file]")
+    raise Unusable(f"{record.file}: {record.key}.at: {piece!r:.60} is not [offset, elements, file]")

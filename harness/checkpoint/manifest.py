@@ -1,4 +1,6 @@
-"""manifest.json: what a checkpoint is and every file of it. Written last: with it, it is whole."""
+"""manifest.json: describes a checkpoint and lists its files. Written last, so its presence means
+that the checkpoint is complete.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +33,27 @@ __all__ = [
     "read_manifest",
 ]
 
-# An index whose pieces are of whole parameters, and one with parts of them. What needs no parts is
-# written without: earlier versions read it, too.
+# Formats: an index of whole parameters, and one with slices. WHOLE is used wherever possible,
+# because earlier versions read only that.
 WHOLE, DIVIDED = 1, 2
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 PRECISIONS = ("fp32", "bf16", "fp16")
 _WEIGHTS = re.compile(r"rank-[0-9]{5}-[0-9]{3}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# A thousand ranks with a hundred files each; their index, with a piece per rank and parameter.
+# Enough for a thousand ranks with a hundred files each, and for their index.
 _MOST_MANIFEST_BYTES, _MOST_INDEX_BYTES = 2**26, 2**31
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The progress of a run. The next step follows from it and the plan."""
+    """The progress of a run. It and the plan determine the next step."""
 
     step: int = 0  # optimizer steps taken, skipped ones included
     samples: int = 0  # samples consumed, over all ranks
-    tokens: int = 0  # the same in tokens
+    tokens: int = 0  # tokens consumed, over all ranks
 
     def after(self, samples: int, tokens: int) -> TrainState:
-        """Return the state after one more step on so many samples and tokens."""
+        """Return the state after one more step with this many samples and tokens."""
         return TrainState(self.step + 1, self.samples + samples, self.tokens + tokens)
 
 
@@ -59,10 +61,9 @@ class TrainState:
 class Manifest:
     """The content of manifest.json.
 
-    `engine`: counters, loss scaling, the optimizer's steps. `probe_loss`: of the batch in
-    probe.safetensors, in nats per target token, with these weights. `held_out_loss`: the last
-    evaluation's. `about`: further facts, never read back. `watch`: the state of
-    `guard.judge.Judge`.
+    `engine`: counters, loss scaling, step count of the optimizer. `probe_loss`: loss of the batch
+    in probe.safetensors with these weights, in nats per target token. `held_out_loss`: of the last
+    evaluation. `about`: further facts, never read back. `watch`: the state of `guard.judge.Judge`.
     """
 
     state: TrainState
@@ -75,46 +76,46 @@ class Manifest:
     about: dict[str, Any]
     watch: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, Any] = field(default_factory=dict)
-    """peft's description of what was trained beside frozen weights, which are not saved."""
+    """peft's config of the trained adapters; the frozen weights are not saved."""
     quantization: dict[str, Any] = field(default_factory=dict)
-    """transformers' description of how these weights were quantized."""
+    """transformers' config of how the frozen weights were quantized."""
     files: list[Written] = field(default_factory=list)
     checksum: str = ""
-    """SHA-256 of all the rest; a resumed run names it."""
+    """SHA-256 of the other fields; a resumed run records it."""
     format: int = WHOLE
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(file.bytes for file in self.files)
 
     def to_bytes(self) -> builtins.bytes:
-        """Return the content of the file, with its checksum."""
+        """Return the content of the file, including its checksum."""
         content = {"format": self.format, **asdict(self), "checksum": ""}
         for key in ("adapters", "quantization"):
-            if not content[key]:  # what has none is written as before there were any
+            if not content[key]:  # omitted if empty, as earlier versions expect
                 del content[key]
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
 def read_manifest(folder: Path, check_sizes: bool = True) -> Manifest:
-    """Return the manifest of a checkpoint, after checking the sizes of its files.
+    """Return a checkpoint's manifest, after checking the sizes of its files.
 
-    `check_sizes`: False where other ranks do that. Raises Unusable.
+    `check_sizes` is False if other ranks check them. Raises Unusable.
     """
     path = folder / MANIFEST
     if folder.is_symlink():
-        raise Unusable(f"{folder} is a link, which no checkpoint is")
+        raise Unusable(f"{folder} is a symlink, not a checkpoint")
     try:
         manifest = _manifest(Table(read_json(path, _MOST_MANIFEST_BYTES), path))
     except FileNotFoundError:
         raise Unusable(f"{path} is not there") from None
-    except RecursionError:  # what was just read is too deep to be written
-        raise Unusable(f"{path} is nested too deep") from None
+    except RecursionError:  # parsed, but too deep to be serialised again
+        raise Unusable(f"{path} is nested too deeply") from None
     except OSError as error:
         raise Unusable(f"{path} cannot be read: {error.strerror}") from None
     if folder.name != (name := checkpoint_name(manifest.state.step)):
-        raise Unusable(f"{folder} says that it is of step {manifest.state.step}: {name}")
+        raise Unusable(f"{folder} contains step {manifest.state.step} and should be called {name}")
     if check_sizes:
         for file in manifest.files:
             check_size(folder, file)
@@ -122,24 +123,24 @@ def read_manifest(folder: Path, check_sizes: bool = True) -> Manifest:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
+    """Return the folder name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index, unchecked beyond its being an object. Raises Unusable."""
+    """Return the index, checked only to be a JSON object. Raises Unusable."""
     return Index(_read_index(folder), folder / INDEX)
 
 
 def check_index(folder: Path, manifest: Manifest) -> None:
-    """Require that all fragments have places, in files of the manifest. Raises Unusable."""
+    """Check that the index is complete and that its files are in the manifest. Raises Unusable."""
     path, index = folder / INDEX, _read_index(folder)
     entries = from_index(index, path)
     if is_divided(index) and manifest.format != DIVIDED:
-        raise Unusable(f"{path} has parts of parameters, which format {manifest.format} has not")
+        raise Unusable(f"{path} has sliced parameters, but format {manifest.format} has none")
     files = {file.name for file in manifest.files if _WEIGHTS.fullmatch(file.name)}
     if strange := {entry.file for entry in entries} - files:
-        raise Unusable(f"{path} names {min(strange)!r}, which is not the manifest's")
+        raise Unusable(f"{path} names {min(strange)!r}, which the manifest does not list")
 
 
 def _read_index(folder: Path) -> object:
@@ -151,10 +152,11 @@ def _read_index(folder: Path) -> object:
 
 
 def _manifest(content: Table) -> Manifest:
-    """Return a manifest, after checking that its values have the types that this version writes."""
+    """Return the manifest, after checking the types of its values."""
     if type(version := content.get("format")) is not int or version not in (WHOLE, DIVIDED):
         raise Unusable(
-            f"{content.file} has format {version!r:.60}, this version reads {WHOLE} and {DIVIDED}"
+            f"{content.file} has format {version!r:.60}, but this version reads {WHOLE} and "
+            f"{DIVIDED}"
         )
     checksum = content.text("checksum")
     if checksum != _checksum({**content.values, "checksum": ""}):
@@ -165,7 +167,7 @@ def _manifest(content: Table) -> Manifest:
         engine.all_numbers(section)
     _check_watch(watch)
     if (precision := content.text("precision")) not in PRECISIONS:
-        raise Unusable(f"{content.file}: precision is {precision!r:.60}, none of {PRECISIONS}")
+        raise Unusable(f"{content.file}: precision is {precision!r:.60}, not one of {PRECISIONS}")
     files = [_written(Table(file, content.file, "files")) for file in content.row("files")]
     probe_loss, model_config = content.loss("probe_loss"), content.table("model_config")
     for name in (INDEX, *(() if probe_loss is None else (PROBE,))):
@@ -191,7 +193,7 @@ def _manifest(content: Table) -> Manifest:
 
 
 def _check_watch(watch: Table) -> None:
-    """Require that the state of the judge can be restored."""
+    """Check that the state of the judge can be restored. Raises Unusable."""
     counts = [(watch, key) for key in ("bad_steps", "rollbacks")]
     if "seen" in watch:
         seen = watch.table("seen")
@@ -212,23 +214,23 @@ def _check_watch(watch: Table) -> None:
 def _written(file: Table) -> Written:
     name, sha256 = file.text("name"), file.text("sha256")
     if name not in (INDEX, PROBE) and not _WEIGHTS.fullmatch(name):
-        raise Unusable(f"{file.file} names {name!r:.60}, which no checkpoint has")
+        raise Unusable(f"{file.file} lists {name!r:.60}, which is not a checkpoint file")
     if not _SHA256.fullmatch(sha256):
-        raise Unusable(f"{file.file}: the sha256 of {name} is {sha256!r:.60}")
+        raise Unusable(f"{file.file}: {sha256!r:.60} is not a SHA-256 (of {name})")
     return Written(name, file.count("bytes"), sha256)
 
 
 def check_size(folder: Path, file: Written) -> None:
-    """Require that a file of a checkpoint is there, with its size. Raises Unusable."""
+    """Check that a file of a checkpoint exists and has the right size. Raises Unusable."""
     path = folder / file.name
     try:
-        about = path.lstat()
+        status = path.lstat()
     except OSError:
         raise Unusable(f"{path} is not there") from None
-    if not stat.S_ISREG(about.st_mode):
-        raise Unusable(f"{path} is not there: a link or something else has its name")
-    if about.st_size != file.bytes:
-        raise Unusable(f"{path} has {about.st_size} bytes instead of {file.bytes}")
+    if not stat.S_ISREG(status.st_mode):
+        raise Unusable(f"{path} is not a regular file")
+    if status.st_size != file.bytes:
+        raise Unusable(f"{path} has {status.st_size} bytes instead of {file.bytes}")
 
 
 def _checksum(content: Mapping[Any, Any]) -> str:

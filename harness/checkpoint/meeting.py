@@ -1,6 +1,6 @@
-"""Objects that ranks exchange through rank 0: it alone hears all others, all hear its answer.
+"""Exchanges objects between ranks through rank 0, which gathers them and broadcasts the result.
 
-Where every rank gathered those of all, each would receive as many messages as there are ranks.
+With an all-gather, every rank would receive as many messages as there are ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all ranks on rank 0, nothing on the others. Collective."""
+    """Return the values of all ranks on rank 0, an empty list on the others. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []

@@ -1,4 +1,4 @@
-"""Puts the pieces of a checkpoint together: byte ranges of its files, for any layout."""
+"""Reads the tensors of a checkpoint by element ranges, for any layout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from harness.checkpoint.tensor_file import TensorReader
 from harness.errors import Unusable
 from harness.layout.box import Overlap, Part, Piece, overlaps
 
-_OPEN_FILES = 200  # a process may open 1,024; other layouts read from the files of all ranks
+_OPEN_FILES = 200  # of at most 1,024 per process; another layout may need the files of all ranks
 
 
 class Reader:
-    """Reads any elements of any tensor of a checkpoint, whatever layout wrote it."""
+    """Reads any elements of any tensor of a checkpoint, regardless of the layout that wrote it."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder, self.index = folder, index
@@ -23,7 +23,7 @@ class Reader:
 
     @property
     def by_name(self) -> dict[str, list[Entry]]:
-        """The places of all parameters, made anew."""
+        """The entries of all parameters, computed on each access."""
         return {name: self.index.entries(name) for name in self.index}
 
     def optimizer_kinds(self, name: str) -> list[str]:
@@ -35,7 +35,7 @@ class Reader:
         self, name: str, kind: str, offset: int, out: torch.Tensor, part: Part | None = None
     ) -> None:
         """Fill flat `out` with elements [offset, offset + numel) of a parameter's `kind`, or of a
-        `part` of it.
+        slice `part` of it.
 
         Raises Unusable if the checkpoint lacks some of them.
         """
@@ -50,11 +50,11 @@ class Reader:
         if filled != out.numel():
             end = offset + out.numel()
             raise Unusable(
-                f"{self.folder} has {filled} of elements {offset} to {end} of {name}/{kind}"
+                f"{self.folder} has only {filled} of elements {offset} to {end} of {name}/{kind}"
             )
 
     def _read(self, entry: Entry, kind: str, overlap: Overlap, out: torch.Tensor) -> None:
-        """Fill the elements of `out` that lie in one fragment."""
+        """Fill the elements of `out` that are in one fragment."""
         file, key = self._file(entry.file), entry.key(kind)
         at, first = overlap.first
         if overlap.is_flat:
@@ -62,12 +62,12 @@ class Reader:
             return
         rows = torch.empty(overlap.span(1), dtype=file.dtype(key))
         file.read(key, first, rows)
-        to, of = overlap.strides
-        target = out.as_strided(overlap.shape, to, out.storage_offset() + at)
-        target.copy_(rows.as_strided(overlap.shape, of))
+        out_strides, file_strides = overlap.strides
+        target = out.as_strided(overlap.shape, out_strides, out.storage_offset() + at)
+        target.copy_(rows.as_strided(overlap.shape, file_strides))
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
-        """Return one tensor in its shape, on the host."""
+        """Return a full tensor in its shape, on the CPU."""
         entry, shape = self.index.entries(name)[0], self.index.shape(name)
         dtype = self._file(entry.file).dtype(entry.key(kind))
         flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The settings in which a plan may differ from the run that it resumes or branches from."""
+"""Compares a plan with the run that it resumes or branches from."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from harness.config.model_section import LoraConfig
 from harness.config.run_config import RunConfig
 from harness.layout.attention_table import ATTENTIONS
 
-# What a resumed run may change freely: it says how long, how often and how spread, not what is
-# learned. Everything else needs the user's word (resume.allow).
+# Settings that a resumed run may change freely: they affect duration, frequency and layout, but not
+# the training result. All others require resume.allow.
 FREE_SECTIONS = (
     *("eval", "save", "log", "profile", "sample", "pipeline", "guard", "plan", "run", "resume"),
 )
@@ -21,7 +21,7 @@ FREE_KEYS = (
     *("data.cache_dir", "data.prefetch", "data.tokens_per_batch", "data.reservoir"),
 )
 
-# Keys of later versions: what a run without them did.
+# Keys added in later versions, with the behaviour of runs without them.
 _ADDED = {
     "data.packing": "stream",
     "data.batching": "packed",
@@ -29,10 +29,10 @@ _ADDED = {
     "train.carry_state": False,
 }
 
-# Keys of optim.* that exclude others, of which a record holds the defaults.
+# Keys of optim.* that exclude another key, for which a saved plan holds the default.
 _EXCLUDE = {"warmup_ratio": "warmup_steps", "clip_value": "clip_norm"}
 
-# What a branch keeps of the run that it comes from.
+# Settings that a branch must share with the run it starts from.
 BRANCH_KEEPS = ("precision", "model_config", "data_fingerprint", "data.seq_len", "optim.name")
 
 
@@ -41,13 +41,13 @@ def resume_problems(
 ) -> list[str]:
     """Return the problems that keep `planned` from resuming `saved`; both as in plan.json.
 
-    Compared are the run config, the precision family, the model, the data fingerprint, and the
-    order of a mixture's sources, which data.mix_until may tie to the length of the run.
+    Compares the run config, the precision family, the model, the data fingerprint, and the order of
+    a mixture's sources, which data.mix_until may tie to the length of the run.
     """
     return [
         f"{key} is {_short(new, old)}, but the run in this folder has {_short(old, new)}: "
-        f"{_use(key, saved, planned)}, another run.dir, or resume.allow={key} to change it on "
-        "purpose"
+        f"{_use(key, saved, planned)}, use another run.dir, or set resume.allow={key} to change it "
+        "on purpose"
         for key, old, new in _differences(saved, planned)
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
         if key != "model.attention" or not (_is_exact(old) and _is_exact(new))
@@ -57,17 +57,21 @@ def resume_problems(
 def branch_problems(
     saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str]
 ) -> list[str]:
-    """Return the problems that keep `planned` from branching off `saved`: model or data differ."""
+    """Return the problems that keep `planned` from branching off `saved`: a different model or
+    data.
+    """
     return [
-        f"{key} is {_short(new, old)}, but that run has {_short(old, new)}: a branch keeps it; "
-        f"resume.allow={key} changes it on purpose"
+        f"{key} is {_short(new, old)}, but that run has {_short(old, new)}: a branch must keep it, "
+        f"unless resume.allow={key} allows the change"
         for key, old, new in _differences(saved, planned)
         if key in BRANCH_KEEPS and key not in allowed
     ]
 
 
 def changed_keys(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all settings that a resumed run changes, for its record; "deepspeed" is the JSON."""
+    """Return all settings that a resumed run changes, for its record; the JSON's key is
+    "deepspeed".
+    """
     differences = [*_differences(saved, planned)]
     if saved.get("deepspeed") != planned.get("deepspeed"):
         differences.append(("deepspeed", saved.get("deepspeed"), planned.get("deepspeed")))
@@ -78,7 +82,7 @@ def _differences(
     saved: Mapping[str, Any], planned: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     for section, values in planned["run"].items():
-        saved_values = saved["run"].get(section, {})  # a run of an earlier version lacks newer keys
+        saved_values = saved["run"].get(section, {})  # earlier versions lack newer keys
         for name, new in values.items():
             key = f"{section}.{name}"
             if saved_values and (name in saved_values or key in _ADDED):
@@ -94,22 +98,22 @@ def _differences(
 
 
 def recorded_run(sections: Mapping[str, Any]) -> RunConfig:
-    """Return the run config in a plan.json. Raises ValueError if it is damaged."""
+    """Return the run config of a plan.json. Raises ValueError if it is damaged."""
     completed = {name: {**values} for name, values in sections.items()}
     for key, value in _ADDED.items():
         section, _, name = key.partition(".")
         completed.setdefault(section, {}).setdefault(name, value)
     optim = completed.get("optim", {})
-    for key, other in _EXCLUDE.items():  # a record has all keys, also those that nobody set
+    for key, other in _EXCLUDE.items():  # a saved plan has all keys, including defaults
         if optim.get(key) is not None:
             optim.pop(other, None)
     return RunConfig.model_validate(completed)
 
 
 def same_data(saved: Any, planned: Any) -> bool:
-    """Return True if two data fingerprints, IDS-LAYOUT, agree in the parts that both have.
+    """Return True if two data fingerprints (IDS-LAYOUT) agree in the parts that both have.
 
-    Runs of earlier versions have the LAYOUT alone: where the documents lie, but not their ids.
+    Runs of earlier versions have only the LAYOUT: the positions of documents, without token ids.
     """
     if saved == planned:
         return True
@@ -118,23 +122,23 @@ def same_data(saved: Any, planned: Any) -> bool:
 
 
 def _is_exact(attention: str) -> bool:
-    """Return whether an implementation computes what any other would."""
+    """Return True if an attention implementation is exact."""
     row = ATTENTIONS.get(attention)
     return row is None or row.is_exact
 
 
 def _use(key: str, saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
-    """Return the first remedy."""
+    """Return the first part of the suggested fix."""
     if key != "data_fingerprint":
-        return "use its value"
+        return "keep its value"
     return (
-        "documents, token ids or tokenizer have changed (of a .bin above 32 GiB, perhaps its time "
-        f"of modification alone){_changed_pairs(saved, planned)}: bring back what it was, use"
+        "documents, token ids or tokenizer have changed (for a .bin above 32 GiB, perhaps only its "
+        f"modification time){_changed_pairs(saved, planned)}: restore the data"
     )
 
 
 def _changed_pairs(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
-    """Return which pairs of folders of .bin/.idx are others, as text; "" where none is."""
+    """Return which .bin/.idx pairs of a folder have changed, as text; "" if none."""
     before, now = (
         {
             f"{source}/{name}".lstrip("/"): tuple(counts)
@@ -144,9 +148,9 @@ def _changed_pairs(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
         for plan in (saved, planned)
     )
     kinds = {
-        "gone": [name for name in before if name not in now],
+        "removed": [name for name in before if name not in now],
         "new": [name for name in now if name not in before],
-        "of another size": [n for n in now if n in before and now[n] != before[n]],
+        "resized": [n for n in now if n in before and now[n] != before[n]],
     }
     texts = [
         f"{', '.join(names[:5])}{' and more' * (len(names) > 5)} {what}"
@@ -157,17 +161,19 @@ def _changed_pairs(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
 
 
 def _value(plan: Mapping[str, Any], key: str) -> Any:
-    """Return a value; for the precision, with that of optimizer states that are not fp32."""
+    """Return the value of a key. A precision includes that of optimizer states that are not
+    fp32.
+    """
     value = plan.get(key)
     if key == "model_config" and isinstance(value, Mapping):
-        # Of the files that the weights came from, in runs of earlier versions.
-        return {name: of for name, of in value.items() if name != "quantization_config"}
+        # In runs of earlier versions it may contain that of the initial weights' files.
+        return {name: item for name, item in value.items() if name != "quantization_config"}
     halves = plan.get("deepspeed", {}).get("bf16", {}).get("bf16_optimizer_states")
     return f"{value} states" if key == "precision" and halves else value
 
 
 def _short(value: Any, other: Any) -> str:
-    """Return a value as short text; of two tables only the entries in which they differ."""
+    """Return a value as short text; for two tables, only the entries that differ."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         value = {k: v for k, v in value.items() if k not in other or other[k] != v}
     text = repr(value)

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own fragments, then one rank makes them a checkpoint."""
+"""Saves a checkpoint: every rank writes its fragments, then rank 0 publishes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from harness.estimate.held import as_size
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of a save: seconds that training waited, seconds in all, bytes of all ranks."""
+    """The result of a save.
+
+    `stall_s`: seconds that training waited; `seconds`: total seconds; `bytes`: over all ranks.
+    """
 
     path: Path
     step: int
@@ -43,7 +46,7 @@ class Saved:
 
 @dataclass
 class _Pending:
-    """A save under way. The writing thread sets files and index, or the problem."""
+    """A save in progress. The writing thread sets the files and index, or the problem."""
 
     manifest: Manifest
     began: float
@@ -57,7 +60,7 @@ class _Pending:
 class Saver:
     """Saves one checkpoint at a time; every rank calls the same methods in the same order.
 
-    The background thread writes copies and is not collective: the ranks meet in `finish`.
+    The background thread writes copies and is not collective; the ranks synchronise in `finish`.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Saver:
         keep: Retention,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> None:
-        """`before_publishing`: on rank 0, when a checkpoint is on disk and has not got its name."""
+        """`before_publishing` is called on rank 0 when a checkpoint is on disk but not yet
+        renamed.
+        """
         self.store = store
         self.rank = rank
         self.keep = keep
@@ -76,16 +81,16 @@ class Saver:
         self._pending: _Pending | None = None
         start_hashing()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="saving")
-        self._background.submit(int).result()  # started now, for the same reason
+        self._background.submit(int).result()  # starts the thread now (see start_hashing)
 
     @property
     def is_busy(self) -> bool:
-        """True if a save is to be finished."""
+        """True if a save must still be finished."""
         return self._pending is not None
 
     @property
     def written(self) -> bool:
-        """True if this rank has written all of a save that is to be finished."""
+        """True if this rank has written everything of a save that must still be finished."""
         pending = self._pending
         return pending is not None and not (pending.writing and not pending.writing.done())
 
@@ -96,9 +101,9 @@ class Saver:
         probe: dict[str, torch.Tensor],
         background: bool,
     ) -> None:
-        """Begin to save. With `background` this returns when the fragments have been copied.
+        """Start a save. With `background`, return as soon as the fragments have been copied.
 
-        Collective. Raises RunStopped (cannot save) if there is no room for it.
+        Collective. Raises RunStopped (cannot save) if there is not enough space.
         """
         assert self._pending is None, "the last save is not finished"
         began = time.perf_counter()
@@ -112,9 +117,9 @@ class Saver:
         pending.stall_s = time.perf_counter() - began
 
     def finish(self) -> Saved | None:
-        """Wait for the save under way and make it a checkpoint; None if there is none. Collective.
+        """Wait for the pending save and publish the checkpoint; None if there is none. Collective.
 
-        Raises RunStopped (cannot save) on all ranks if any of them could not write. Earlier
+        Raises RunStopped (cannot save) on all ranks if any of them failed to write. Earlier
         checkpoints are unchanged.
         """
         pending, self._pending = self._pending, None
@@ -130,7 +135,7 @@ class Saver:
                 result[0] = next((problem for *_, problem in reports if problem), None)
                 if result[0] is None:
                     result[1:] = self._commit(pending.manifest, reports)
-            except Exception as error:  # whatever it is, the other ranks wait in the next line
+            except Exception as error:  # any error: the other ranks wait in the next line
                 result[0] = f"rank 0: {type(error).__name__}: {error}"
         result = told(result)
         if result[0]:
@@ -146,7 +151,9 @@ class Saver:
         )
 
     def _make_room(self, step: int, own_bytes: int) -> None:
-        """Make an empty folder on a disk with room for the files of all ranks. Collective."""
+        """Create an empty folder, after checking that all ranks' files fit on the disk.
+        Collective.
+        """
         sizes, problem = gathered(own_bytes), None
         if self.rank == 0:
             try:
@@ -154,7 +161,7 @@ class Saver:
                 free = self.store.free_bytes()
                 total = sum(sizes)
                 if total > free:
-                    problem = f"it needs {as_size(total)}, {as_size(free)} are free"
+                    problem = f"it needs {as_size(total)}, but only {as_size(free)} are free"
             except Exception as error:  # as in `finish`
                 problem = f"rank 0: {type(error).__name__}: {error}"
         if (problem := told(problem)) is not None:
@@ -173,7 +180,9 @@ class Saver:
             pending.problem = f"rank {self.rank}: {type(error).__name__}: {error}"
 
     def _commit(self, manifest: Manifest, reports: list[Any]) -> tuple[int, list[str]]:
-        """Write index and manifest on rank 0, publish; return bytes and removed checkpoints."""
+        """Write index and manifest on rank 0 and publish; return total bytes and removed
+        checkpoints.
+        """
         step = manifest.state.step
         folder = self.store.unfinished(step)
         files = [file for files, *_ in reports for file in files]
@@ -187,8 +196,8 @@ class Saver:
         self.store.publish(step)
         try:
             return whole.bytes, [path.name for path in self.store.retain(self.keep, step)]
-        except OSError as error:  # the checkpoint is there, whatever could not be removed
-            return whole.bytes, [f"nothing more: {error}"]
+        except OSError as error:  # the checkpoint is published even if old ones remain
+            return whole.bytes, [f"not all of them: {error}"]
 
     def _failure(self, step: int, problem: str) -> RunStopped:
         """Remove the unfinished save; return the error to raise."""
@@ -199,6 +208,6 @@ class Saver:
         return RunStopped(
             ExitCode.CANNOT_SAVE,
             f"the checkpoint of step {step} could not be saved in {self.store.folder} ({problem}); "
-            f"the newest there is {newest[0] if newest else 'none'}. If the disk is full, "
-            "make room or lower save.keep",
+            f"newest checkpoint: {newest[0] if newest else 'none'}. If the disk is full, free "
+            "space or lower save.keep",
         )

@@ -1,4 +1,4 @@
-"""The checkpoints under one folder: named, published, verified, found, removed."""
+"""The checkpoints of a run: publishes, verifies, finds and removes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LATEST = "latest"
 @dataclass(frozen=True)
 class Retention:
     """The checkpoints to keep: the newest `last`, those at multiples of `every` steps (0: none)
-    and, if `best`, the one of the lowest held-out loss.
+    and, if `best`, the one with the lowest held-out loss.
     """
 
     last: int = 3
@@ -45,19 +45,20 @@ class Retention:
 
 
 class Store:
-    """One rank writes, moves and removes; everybody may look.
+    """The folder of a run's checkpoints. One rank writes, renames and removes; any process may
+    read.
 
-    A checkpoint is a folder `step-00000100` that appears by one rename after everything in it is on
-    disk, its manifest last. `latest` names the newest one, for people and scripts; the
-    harness does not read it.
+    A checkpoint is a folder `step-00000100`. It appears by a single rename after all its files are
+    on disk, the manifest last. `latest` names the newest one, for people and scripts; the harness
+    does not read it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._seen_whole: dict[Path, int] = {}  # when what they hold last changed, in ns
+        self._seen_whole: dict[Path, int] = {}  # folder mtime in ns when its files were checked
 
     def all(self) -> list[Path]:
-        """Return the folders that are named like checkpoints, oldest first; links are left out."""
+        """Return the folders named like checkpoints, oldest first, without symlinks."""
         if not self.folder.is_dir():
             return []
         return sorted(
@@ -67,7 +68,7 @@ class Store:
         )
 
     def at(self, step: int) -> Path:
-        """Return the path of a step's checkpoint, which need not exist."""
+        """Return the path of a step's checkpoint, which may not exist."""
         return self.folder / checkpoint_name(step)
 
     def unfinished(self, step: int) -> Path:
@@ -75,20 +76,20 @@ class Store:
         return self.folder / f"{_UNFINISHED}{self.at(step).name}"
 
     def make_unfinished(self, step: int) -> None:
-        """Remove leftovers of killed saves, and make the folder of this one."""
+        """Remove leftovers of killed saves and create the folder of this one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.sweep()
         self.unfinished(step).mkdir()
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the file system."""
+        """Return the free bytes on the file system."""
         return shutil.disk_usage(self.folder).free
 
     def publish(self, step: int) -> Path:
-        """Give a finished checkpoint its name, durably."""
+        """Rename a finished checkpoint to its final name, durably."""
         final, unfinished = self.at(step), self.unfinished(step)
         fsync(unfinished)
-        if final.exists():  # a damaged one that the run fell back from
+        if final.exists():  # a damaged checkpoint that was skipped on resume
             final.rename(final.with_name(f"{_UNFINISHED}{final.name}-replaced"))
         unfinished.rename(final)
         fsync(self.folder)
@@ -101,15 +102,15 @@ class Store:
     def retain(self, keep: Retention, newest: int) -> list[Path]:
         """Remove checkpoints beyond `keep`, oldest first; return the removed ones.
 
-        The one of step `newest`, just published, always stays. One that lost a file is neither
-        counted nor removed, nor is one of a later step: the run fell back from it.
+        The one of step `newest`, just published, always stays. Damaged ones are neither counted nor
+        removed, nor are those of later steps, which were skipped on resume.
         """
         whole: dict[Path, Manifest] = {}
         for path in self.all():
             if path > self.at(newest):
                 break
             with contextlib.suppress(Unusable):
-                # Files are looked at once, as there may be thousands; then a name that goes shows.
+                # Thousands of files are checked once; later, a deleted file changes the mtime.
                 changed = path.stat().st_mtime_ns
                 is_seen = path == self.at(newest) or self._seen_whole.get(path) == changed
                 whole[path] = read_manifest(path, check_sizes=not is_seen)
@@ -125,7 +126,7 @@ class Store:
         removed = [path for path in whole if path not in stay]
         for path in removed:
             path.rename(path.with_name(f"{_UNFINISHED}{path.name}-removed"))
-        self.sweep()  # a kill on the way leaves nothing that looks whole
+        self.sweep()  # renamed first, so that a kill leaves nothing that looks complete
         return removed
 
     def sweep(self) -> None:
@@ -135,7 +136,7 @@ class Store:
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,31 +144,31 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-_IGNORED = -100  # among labels
+_IGNORED = -100  # label of tokens without loss
 _PROBE_KEYS = ("input_ids", "labels", "position_ids", "goes_on")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with files that match its manifest."""
+    """A checkpoint whose files match its manifest."""
 
     path: Path
     manifest: Manifest
 
     @property
     def state(self) -> TrainState:
-        """The progress of the run when it was saved."""
+        """The progress of the run at the save."""
         return self.manifest.state
 
     def reader(self) -> Reader:
-        """Return a reader of its tensors. Raises Unusable if its index cannot be read."""
+        """Return a reader of its tensors. Raises Unusable if the index cannot be read."""
         return Reader(self.path, read_index(self.path))
 
     def probe(self) -> dict[str, torch.Tensor]:
-        """Return its probe batch: input_ids, labels, perhaps position_ids, perhaps goes_on.
+        """Return its probe batch: input_ids, labels, and optionally position_ids and goes_on.
 
-        Each is (samples, seq_len) int64; goes_on (samples,): 1 where the text of the sample before
-        goes on. Raises Unusable if they are no batch of this model.
+        Each is (samples, seq_len) int64, but goes_on is (samples,): 1 if the sample continues the
+        text of the one before. Raises Unusable if they are not a batch of this model.
         """
         path = self.path / PROBE
         reader = TensorReader(path)
@@ -179,7 +180,7 @@ class Checkpoint:
             wanted = wanted[:1] if key == "goes_on" else wanted
             fits = len(reader.shape(keys[0])) == 2 and 0 not in shape and shape == wanted
             if dtype != torch.int64 or not fits:
-                raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, which is no batch")
+                raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, not a batch")
             tensors[key] = torch.empty(shape, dtype=dtype)
             reader.read(key, 0, tensors[key].view(-1))
         vocabulary = self.manifest.model_config.get("vocab_size")
@@ -189,15 +190,15 @@ class Checkpoint:
             if not ids.numel() or not isinstance(end, int):
                 continue
             if not 0 <= int(ids.min()) <= int(ids.max()) < end:
-                raise Unusable(f"{path} holds {key} that are not all from 0 to {end - 1}")
+                raise Unusable(f"{path} holds {key} outside the range 0 to {end - 1}")
         return tensors
 
 
 def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest checkpoint that verifies, and the problems of newer ones. Collective.
 
-    The files are read by all ranks, each its share; rank 0 names them, as folders may be seen
-    differently.
+    The ranks share the reading of files. Rank 0 lists the checkpoints, as ranks may see different
+    folder contents.
     """
     problems: list[str] = []
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -212,8 +213,8 @@ def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 def verified(path: Path) -> Checkpoint:
     """Return the checkpoint at `path` after checking sizes, hashes, index and probe. Collective.
 
-    Rank 0 reads the manifest for all; each rank looks at the files of its number alone, however
-    many there are. Raises Unusable on all of them.
+    Rank 0 reads the manifest for all ranks; each rank checks its share of the files. Raises
+    Unusable on all ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     manifest, problem = told(_read(path) if rank == 0 else (None, None))
@@ -225,7 +226,7 @@ def verified(path: Path) -> Checkpoint:
             check_size(path, file)
         for file in mine:
             if sha256_of(path / file.name) != file.sha256:
-                raise Unusable(f"{path / file.name} is damaged: its SHA-256 is not the manifest's")
+                raise Unusable(f"{path / file.name} is damaged: its SHA-256 has changed")
         if rank == 0:
             check_index(path, manifest)
             if any(file.name == PROBE for file in mine):
@@ -245,26 +246,26 @@ def _read(path: Path) -> tuple[Manifest | None, str | None]:
 
 
 def is_run(text: str) -> bool:
-    """Return True if RUN or RUN@STEP names a folder with checkpoints of the harness."""
+    """Return True if RUN or RUN@STEP names a folder that contains checkpoints."""
     return bool(text) and bool(Store(run_and_step(text)[0] / "checkpoints").all())
 
 
 def checkpoint_of(text: str) -> Checkpoint:
-    """Return the checkpoint that RUN or RUN@STEP names. Raises Unusable. Collective."""
+    """Return the checkpoint named by RUN or RUN@STEP. Raises Unusable. Collective."""
     run, step = run_and_step(text)
     store = Store(run / "checkpoints")
     if step is not None:
         if not store.at(step).is_dir() and (others := [path.name for path in store.all()]):
-            raise Unusable(f"{store.folder} holds no step {step}, but {', '.join(others[-9:])}")
+            raise Unusable(f"{store.folder} has no step {step}, only {', '.join(others[-9:])}")
         return verified(store.at(step))
     checkpoint, problems = newest_usable(store.folder)
     if checkpoint is None:
-        raise Unusable("; ".join(problems) or f"{store.folder} holds no checkpoint")
+        raise Unusable("; ".join(problems) or f"{store.folder} has no checkpoint")
     return checkpoint
 
 
 def _writer(name: str) -> int:
-    """Return the rank that wrote a file, which checks it, too: on the same layout it reads the file
-    next, and its node then has it in memory.
+    """Return the rank that wrote a file. It also checks the file, because in the same layout it
+    reads it next and then finds it in its node's page cache.
     """
     return int(name[5:10]) if name.startswith("rank-") else 0

@@ -1,6 +1,7 @@
-"""Safetensors files: hashed as they are written, read by elements, copied by way of the host.
+"""Safetensors files: hashed while written, read by element ranges, staged through host memory.
 
-Pages of a mapped file would count as this process's memory until the last tensor is read.
+They are not memory-mapped: mapped pages would count as this process's memory until the last tensor
+is read.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from harness.errors import Unusable
 from harness.files.regular_file import open_regular
 from harness.files.tensor_header import StoredTensor, header_of
 
-_ALIGNED_BYTES = 64  # where a copy begins: for any dtype, and whole cache lines
+_ALIGNED_BYTES = 64  # alignment of copies: fits any dtype and cache lines
 
 
 def pinned_bytes(count: int) -> torch.Tensor:
-    """Return (count,) uint8 of host memory that an accelerator writes to by itself; where that many
-    pages cannot be pinned, of ordinary memory, which is filled more slowly.
+    """Return (count,) uint8 of pinned host memory; pageable memory, which is slower to fill, if
+    that much cannot be pinned.
     """
     try:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
@@ -35,10 +36,10 @@ def pinned_bytes(count: int) -> torch.Tensor:
 
 
 class HostCopies:
-    """Copies fragments, those on an accelerator into one buffer that is kept from save to save.
+    """Copies fragments to host memory; those on an accelerator into one buffer reused by all saves.
 
-    Its pages are pinned, so that nothing is staged, and faulted in once; all copies are launched
-    before the host waits, once.
+    Its pages are pinned, which avoids staging, and faulted in only once. All copies are launched
+    before the host waits once.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class HostCopies:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def of(self, fragments: Sequence[Fragment]) -> list[Fragment]:
-        """Return copies on the host, whole when this returns and valid until the next call."""
+        """Return copies on the host, complete on return and valid until the next call."""
         tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
         needed = sum(_aligned(tensor.nbytes) for tensor in tensors if self._is_remote(tensor))
         if needed > self._buffer.numel():
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before the next is taken
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before the next allocation
             self._buffer = self._buffer_of(needed)
         end = 0
         copies = []
@@ -78,11 +79,11 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-PART_BYTES = 2**25  # of each half of the buffer; a bus moves it in two milliseconds
+PART_BYTES = 2**25  # size of each half of the buffer; a bus transfers it in two milliseconds
 
 
 class Staging:
-    """A buffer in two halves that is kept: while one is hashed or sent, the other is filled."""
+    """A reusable double buffer: while one half is hashed or sent, the other is filled."""
 
     def __init__(
         self,
@@ -91,15 +92,17 @@ class Staging:
         sent: Callable[[torch.device], Callable[[], object]] | None = None,
         part_bytes: int = PART_BYTES,
     ) -> None:
-        """`sent`: what waits until all that was launched on a device before it has happened."""
+        """`sent(device)` returns a function that waits for all work launched on the device so
+        far.
+        """
         self.is_remote, self._buffer_of, self._part_bytes = is_remote, buffer_of, part_bytes
         self._sent = sent or _recorded
         self._halves: list[torch.Tensor] = []
         self._users: list[Callable[[], object]] = []
 
     def on_host(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a tensor's bytes in order, uint8 on the host; those of an accelerator in parts,
-        each of them whole until `used_until` of it has returned.
+        """Yield a tensor's bytes in order, uint8 on the host. Those of an accelerator come in
+        chunks, each valid until the function passed to `used_until` has returned.
         """
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if not self.is_remote(tensor):
@@ -111,20 +114,21 @@ class Staging:
     def fill(
         self, out: torch.Tensor, dtype: torch.dtype, read: Callable[[torch.Tensor], None]
     ) -> None:
-        """Fill flat `out` on an accelerator with elements that `read` gets as `dtype`, in order.
+        """Fill flat `out` on an accelerator with elements that `read` provides as `dtype`, in
+        order.
 
-        The last may still be on their way when this returns, ahead of what is launched then.
+        The last copies may still be in progress on return, but precede any work launched later.
         """
         for part in out.split(self._part_bytes // dtype.itemsize):
             half = self._free_half()[: part.numel() * dtype.itemsize].view(dtype)
             read(half)
-            # Converted where it arrives: copy_ would convert on the host first.
+            # Convert on the device: copy_ would convert on the host first.
             there = half if part.dtype == dtype else half.to(part.device, non_blocking=True)
             part.copy_(there, non_blocking=True)
             self.used_until(self._sent(part.device))
 
     def used_until(self, done: Callable[[], object]) -> None:
-        """Let the half that was filled last be filled again only after `done` has returned."""
+        """Refill the half that was filled last only after `done` has returned."""
         self._users[-1] = done
 
     def _free_half(self) -> torch.Tensor:
@@ -145,10 +149,10 @@ def _recorded(device: torch.device) -> Callable[[], object]:
 
 
 STAGING = Staging()
-"""Of this process, which saves or loads one tensor at a time. What is on the host needs none."""
+"""The buffer of this process, which saves or loads one tensor at a time. Unused for CPU tensors."""
 
 
-# safetensors' names (github.com/huggingface/safetensors#format) of what optimizers hold.
+# safetensors' dtype names (github.com/huggingface/safetensors#format).
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -167,27 +171,27 @@ _CHUNK_BYTES = 2**22
 def header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file of `tensors` (may be on meta), and each tensor's offset after it.
 
-    In the order of safetensors: wide elements first, so that all are aligned.
+    Sorted as in safetensors, wide elements first, so that all tensors are aligned.
     """
-    about: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places: dict[str, int] = {}
     end = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)):
         tensor = tensors[name]
         places[name] = end
-        about[name] = {
+        entries[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [end, end + tensor.nbytes],
         }
         end += tensor.nbytes
-    text = json.dumps(about, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, places
 
 
 class TensorReader:
-    """Reads elements of the tensors of a file. Raises Unusable if it lacks them, and OSError."""
+    """Reads elements of a file's tensors. Raises Unusable if they are missing, or OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, open_regular(path)
@@ -198,10 +202,10 @@ class TensorReader:
         return key in self._stored
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return the dtype that a tensor is stored in."""
+        """Return the dtype in which a tensor is stored."""
         stored = self._tensor(key)
         if stored.dtype not in _BY_NAME:
-            raise Unusable(f"{self._path} holds {key} as {stored.dtype}, which no checkpoint has")
+            raise Unusable(f"{self._path} holds {key} as {stored.dtype}, not a checkpoint's dtype")
         return _BY_NAME[stored.dtype]
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -239,7 +243,7 @@ class TensorReader:
 
 
 class TensorWriter:
-    """Writes a file, its header first: `tensors` may be on meta."""
+    """Writes a file, starting with the header; `tensors` may be on meta."""
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         head, self._at = header(tensors)
@@ -250,34 +254,34 @@ class TensorWriter:
         self._file.truncate(self._start + self._missing)
 
     def write(self, name: str, offset: int, elements: torch.Tensor) -> None:
-        """Write a tensor's elements from `offset` on; on the host, in the dtype of the header."""
+        """Write a tensor's elements from `offset` on; CPU tensors of the header's dtype."""
         self._file.seek(self._start + self._at[name] + offset * elements.itemsize)
         self._file.write(elements.contiguous().view(-1).view(torch.uint8).numpy().data)
         self._missing -= elements.nbytes
 
     def close(self) -> None:
-        """Close the file; all of it is on disk when this returns."""
+        """Flush the file to disk and close it."""
         assert not self._missing, f"{self._file.name} lacks {self._missing} bytes"
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
 
-FILE_BYTES = 2**30  # about as large as a file becomes; nothing larger is ever in memory twice
+FILE_BYTES = 2**30  # approximate maximum file size; nothing larger is in memory twice
 _HASHING = ThreadPoolExecutor(1, thread_name_prefix="hashing")
 
 
 def start_hashing() -> None:
-    """Start the thread that a save hashes in, while there surely is memory for one.
+    """Start the thread that hashes during saves while there is certainly memory for it.
 
-    Python waits for ever for a thread that cannot begin.
+    Python waits forever for a thread that cannot start.
     """
     _HASHING.submit(int).result()
 
 
 @dataclass(frozen=True)
 class Written:
-    """One written file: the size and hash that a reader checks."""
+    """A written file, with the size and hash that readers check."""
 
     name: str
     bytes: int
@@ -287,34 +291,34 @@ class Written:
 def write_fragments(
     folder: Path, rank: int, fragments: Iterable[Fragment]
 ) -> tuple[list[Written], list[Entry]]:
-    """Write a rank's fragments into files of about FILE_BYTES, on disk when this returns.
+    """Write a rank's fragments to files of about FILE_BYTES; on disk on return.
 
-    Needs no memory beyond that of STAGING, which fragments on a GPU pass through.
+    Needs no memory beyond STAGING, through which fragments on a GPU pass.
     """
     written, entries = [], []
     for number, batch in enumerate(_batches(fragments)):
         name = f"rank-{rank:05d}-{number:03d}.safetensors"
-        here = [Entry(f.name, f.part, f.offset, f.numel, tuple(f.tensors), name) for f in batch]
+        saved = [Entry(f.name, f.part, f.offset, f.numel, tuple(f.tensors), name) for f in batch]
         tensors = {
             entry.key(kind): tensor
-            for entry, fragment in zip(here, batch, strict=True)
+            for entry, fragment in zip(saved, batch, strict=True)
             for kind, tensor in fragment.tensors.items()
         }
         written.append(_write_safetensors(folder / name, tensors))
-        entries += here
+        entries += saved
     return written, entries
 
 
 def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
-    """Fragments, large ones cut, in groups that fill a file."""
+    """Yield groups of fragments that fill a file; large fragments are split."""
     batch: list[Fragment] = []
     size = 0
     for fragment in fragments:
         if not fragment.numel:
             continue  # a buffer without elements
-        most = max(1, FILE_BYTES * fragment.numel // fragment.bytes)
-        for start in range(0, fragment.numel, most):
-            part = fragment.narrow(start, min(most, fragment.numel - start))
+        max_numel = max(1, FILE_BYTES * fragment.numel // fragment.bytes)
+        for start in range(0, fragment.numel, max_numel):
+            part = fragment.narrow(start, min(max_numel, fragment.numel - start))
             if batch and size + part.bytes > FILE_BYTES:
                 yield batch
                 batch, size = [], 0
@@ -327,7 +331,7 @@ def _batches(fragments: Iterable[Fragment]) -> Iterator[list[Fragment]]:
 def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
     head, places = header(tensors)
     digest = hashlib.sha256()
-    # Hashing in a thread of its own goes on while the disk takes the file.
+    # Hashes in a separate thread, in parallel with writing.
     with path.open("xb") as file:
         hashed = [_HASHING.submit(digest.update, head)]
         file.write(head)
@@ -346,7 +350,7 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
 
 
 def write_bytes(path: Path, data: bytes) -> Written:
-    """Write one small file, on disk when this returns."""
+    """Write one small file; on disk on return."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -355,8 +359,8 @@ def write_bytes(path: Path, data: bytes) -> Written:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file on disk."""
+    """Return the SHA-256 hash of a file."""
     with open_regular(path) as file:
-        # The disk goes on reading while this hashes.
+        # Reads ahead while hashing.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         return hashlib.file_digest(file, "sha256").hexdigest()

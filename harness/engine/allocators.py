@@ -1,4 +1,4 @@
-"""Settings of memory allocators, which a run makes before it fills them: torch's, glibc's."""
+"""Settings of the memory allocators (torch's and glibc's), made before a run allocates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from harness.layout.world import World
 
 _SEGMENTS = "expandable_segments:True"
-# Larger blocks of pinned host memory are then as large as asked for, and given back when freed; all
-# others torch rounds up to powers of two, and keeps. pinned_max_round_threshold_mb would leave the
-# caching on, and until torch PR 192722 a larger block may get the memory of a smaller one.
+# Larger blocks of pinned host memory then have exactly the requested size and are returned when
+# freed; torch rounds all others up to powers of two and caches them. pinned_max_round_threshold_mb
+# would leave the caching on, and until torch PR 192722 a larger block may get the memory of a
+# smaller one.
 _PINNED = "pinned_max_cached_size_mb:64"
 MALLOC_VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": "",
@@ -21,53 +22,54 @@ MALLOC_VARIABLES = {
     "GLIBC_TUNABLES": "glibc.malloc.",
     "LD_PRELOAD": "malloc",
 }
-"""Of the environment: those that set malloc, or replace it, where their value contains a text."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt: malloc.h
+"""Environment variables that configure or replace malloc if their value contains the given text."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt (malloc.h)
 _NEVER = -1
-# Bytes from which glibc maps a block by itself, and unmaps it when freed: the most that an int
-# holds, as ZeRO 1 makes buckets of 2 GB in every step. Before 2.35 it takes no more than half of a
-# thread's heap.
+# Block size in bytes from which glibc maps each block separately and unmaps it when freed. The
+# largest int, because ZeRO 1 allocates buckets of 2 GB in every step; glibc before 2.35 accepts at
+# most half of a thread's heap.
 LARGEST_BLOCKS = (2**31 - 1, 2**25)
 
 
 def set_allocators(world: World) -> dict[str, Any]:
-    """On GPUs, let segments of their memory grow, against fragments, and pinned host memory be as
-    large as asked for; on a CPU, keep what is freed. What the user has set is left alone. Returns
-    the event that says so.
+    """Configure the memory allocators, unless the user has. Return the event that reports it.
+
+    On GPUs: expandable segments against fragmentation, and pinned host memory of exactly the
+    requested size. On CPUs: freed memory is kept.
     """
     if world.accelerator == "cpu":
         return _event(_keep_freed_pages())
     if world.allocators is not None:
-        return _event(f"{world.allocators} is the user's, and left as it is")
+        return _event(f"{world.allocators} is set by the user and left unchanged")
     for settings in (f"{_SEGMENTS},{_PINNED}", _SEGMENTS):
         try:
             torch._C._accelerator_setAllocatorSettings(settings)
         except (RuntimeError, ValueError, AttributeError):
-            continue  # a torch that does not know a setting
+            continue  # this torch does not know a setting
         return _event(f"torch's allocators are set to {settings} (PYTORCH_ALLOC_CONF)")
-    return _event("torch's allocators are as they were: this torch takes no settings")
+    return _event("torch's allocators are unchanged: this torch version has no settings")
 
 
 def _keep_freed_pages() -> str:
-    """Have glibc keep what is freed, as torch's allocator of a GPU does; returns a line on it.
+    """Make glibc keep freed memory, as torch's GPU allocator does; return a message about it.
 
-    Otherwise it returns to the kernel most of what a step frees, and the kernel clears and maps
-    these pages again in the next step: up to a quarter of a small step's time ("freed pages kept"
-    in docs/evidence.md).
+    Otherwise glibc returns most of what a step frees to the kernel, which clears and maps these
+    pages again in the next step: up to a quarter of a small step's time ("freed pages kept" in
+    docs/evidence.md).
     """
     for name, part in MALLOC_VARIABLES.items():
         value = os.environ.get(name)
         if value and part in value:
-            return f"{name}={value} is the user's, and malloc left as it is"
+            return f"malloc is unchanged: {name}={value} is set by the user"
     try:
         set_option = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library's
-        return "malloc is as it was: this C library takes no settings"
-    # Setting the threshold of trimming alone would leave that of blocks at 128 KiB for good.
+    except AttributeError:  # not glibc
+        return "malloc is unchanged: this C library has no settings"
+    # Setting only the trim threshold would fix the mmap threshold at 128 KiB.
     if any(set_option(_MMAP_THRESHOLD, size) for size in LARGEST_BLOCKS):
         set_option(_TRIM_THRESHOLD, _NEVER)
-        return "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)"
-    return "malloc is as it was: it takes no settings"
+        return "malloc keeps freed memory for the next step (MALLOC_TRIM_THRESHOLD_)"
+    return "malloc is unchanged: it accepts no settings"
 
 
 def _event(message: str) -> dict[str, Any]:

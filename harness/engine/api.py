@@ -1,6 +1,6 @@
-"""The engine as everybody outside this room sees it; imports no deepspeed.
+"""The engine's interface for all other rooms; does not import deepspeed.
 
-`build.build_engine` returns one: ZeroEngine, or PipelineEngine where the JSON has stages.
+`build.build_engine` returns a ZeroEngine, or a PipelineEngine if the JSON has pipeline stages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from harness.layout.box import Part
 from harness.layout.grid import Purpose
 from harness.plan.plan import Plan
 
-# Decides, alike on all ranks, from this rank's part of the loss and the norm to leave a step out.
+# Judge(loss_share, grad_norm): True to skip the step. All ranks must decide alike.
 Judge = Callable[[torch.Tensor, torch.Tensor], bool]
-# Fills a flat tensor with elements [offset, offset + numel) of a part of (name, kind), where it is
-# stored.
+# Fill(name, kind, offset, out, part): read elements [offset, offset + numel) of a slice into the
+# flat tensor `out`, in place.
 Fill = Callable[[str, str, int, torch.Tensor, Part], None]
-# The kinds of optimizer state that were saved of a parameter.
+# Kinds(name): the kinds of optimizer state that were saved for a parameter.
 Kinds = Callable[[str], Collection[str]]
 # Plain numbers by section: "counters", "loss_scaling", "optimizer".
 Scalars = dict[str, dict[str, Any]]
@@ -32,10 +32,10 @@ Scalars = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step. Tensors stay on the device: reading them waits for it.
+    """The result of one optimizer step. Tensors stay on the device; reading one waits for it.
 
-    `loss_share`: this rank's part of the loss; the sum over data ranks is the mean over the target
-    tokens of the global batch. `grad_norm`: before clipping, over all ranks.
+    `loss_share`: this rank's part of the loss; summed over the data-parallel ranks it is the mean
+    over the target tokens of the global batch. `grad_norm`: before clipping, over all ranks.
     """
 
     loss_share: torch.Tensor
@@ -49,13 +49,15 @@ class Replica:
     name: str
     tensor: torch.Tensor
     ranks: tuple[int, ...]
-    """Those that hold them, this one included, ascending."""
+    """The ranks that hold these elements, including this one, ascending."""
     is_whole: bool
-    """True if no axis divides the weight."""
+    """True if no axis splits the weight."""
 
 
 class Engine(Protocol):
-    """A model that trains in the layout of a plan. All ranks make the same calls in one order."""
+    """A model in training, in the layout of a plan. All ranks make the same calls in the same
+    order.
+    """
 
     # --- train and evaluate ---
 
@@ -64,25 +66,25 @@ class Engine(Protocol):
     ) -> StepResult:
         """Take one optimizer step on this rank's micro-batches of a global batch.
 
-        `targets`: target tokens of the whole global batch, over all ranks.
-        Raises RunStopped (diverged) when fp16's loss scale cannot fall any further.
+        `targets`: target tokens of the global batch, over all ranks. Raises RunStopped (diverged)
+        if fp16's loss scale is already at its minimum.
         """
 
     def eval_batch(
         self, batches: list[Batch], by_position: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced; the
-        same is added to `by_position` (buckets, 2), fp64, on this rank's device.
+        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced. Also
+        add the same per context length to `by_position` (buckets, 2), fp64, on this rank's device.
 
-        Buckets are equal ranges of how many tokens a target's own token sees before it. Where
-        states are carried, contiguous text (Batch.windows) is taken in the order of the calls.
+        Buckets are equal ranges of the number of tokens visible to the target's input token. With
+        recurrent state carried over, contiguous text (Batch.windows) must come in call order.
         """
 
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return logits (vocab_size,) after the last of `input_ids` (1, tokens)."""
+        """Return the logits (vocab_size,) after the last token of `input_ids` (1, tokens)."""
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor over the data ranks, in place."""
+        """Sum a small tensor over the data-parallel ranks, in place."""
 
     @property
     def step_applied(self) -> bool:
@@ -90,63 +92,63 @@ class Engine(Protocol):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps not applied, since the start."""
+        """Number of steps skipped since the start."""
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss before its backward pass: 1 but for fp16."""
+        """Factor by which the loss is multiplied before the backward pass; 1 except in fp16."""
 
     def expert_tokens(self) -> torch.Tensor | None:
-        """Return (layers, experts) int64, on this rank's device: tokens of training batches that
-        the routers of all ranks sent to each expert since the last call; None unless experts are
-        divided. Collective.
+        """Return (layers, experts) int64 on this rank's device: training tokens that all ranks'
+        routers sent to each expert since the last call. None without expert parallelism.
+        Collective.
         """
 
     def count_sources(self, sources: int) -> None:
-        """Sum the training loss of each source of a mixture from here on."""
+        """Start summing the training loss of each source of a mixture."""
 
     def source_losses(self) -> torch.Tensor | None:
-        """Return (sources,) fp64: summed training loss of each source since the last call, of all
-        ranks; None if it is not counted. Collective.
+        """Return (sources,) fp64: the training loss of each source summed over all ranks since the
+        last call; None if it is not counted. Collective.
         """
 
-    # --- hold ---
+    # --- weights and states ---
 
     def fragments(self, states: bool = True) -> list[Fragment]:
-        """Return this rank's share of what is to be saved, as views of live memory: together the
-        ranks have every element once. Without `states`, those of the optimizer and those that rows
-        carry, weights alone.
+        """Return the fragments that this rank saves, as views of live memory; the ranks together
+        hold every element once. Without `states`, weights only: no optimizer state, no recurrent
+        state.
         """
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
-        """Fill weights, their `kinds` of optimizer state, and the states that rows carry. Not
-        collective; may raise on a rank.
+        """Fill weights, the `kinds` of optimizer state and the recurrent state of each row. Not
+        collective; may raise on one rank only.
 
-        Once it raised on none, `refresh_weights` follows.
+        If no rank raised, call `refresh_weights` next.
         """
 
     def refresh_weights(self) -> None:
-        """Compute with what `restore` has filled."""
+        """Update the weights used for computing from those that `restore` filled. Collective."""
 
     def scalars(self) -> Scalars:
-        """Return counters, loss scaling and the optimizer's steps; the same on all ranks."""
+        """Return counters, loss scaling and the optimizer's step count; equal on all ranks."""
 
     def restore_scalars(self, saved: Scalars) -> None:
-        """Set what `scalars` gave; after `restore`."""
+        """Restore the values returned by `scalars`; call it after `restore`."""
 
     def replicated(self) -> Iterator[Replica]:
-        """Yield what this rank holds in common with others of its stage between steps, in the same
-        order on all of them.
+        """Yield the elements that this rank and others of its stage hold in common between steps,
+        in the same order on all of them.
         """
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
-        """Return (name, weight, the ranks that have it) of what another stage holds, too."""
+        """Return (name, weight, group) of each weight that another stage holds too."""
 
-    # --- see ---
+    # --- inspect ---
 
     @property
     def plan(self) -> Plan:
-        """The plan that it was built from."""
+        """The plan that the engine was built from."""
 
     @property
     def device(self) -> torch.device:
@@ -154,18 +156,18 @@ class Engine(Protocol):
 
     @property
     def module(self) -> PreTrainedModel:
-        """The Hugging Face model; with stages the whole one, without its weights."""
+        """The Hugging Face model; with pipeline stages, the whole model without its weights."""
 
     def group_of(self, purpose: Purpose) -> dist.ProcessGroup:
-        """This rank's group for a purpose. KeyError where the layout has no use for it."""
+        """Return this rank's group for a purpose. Raises KeyError if the layout does not use it."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes, the ZeRO stage and the elements that really are on this rank."""
+        """Return the classes, the ZeRO stage and the number of elements actually on this rank."""
 
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
-        """Pass (name, value, samples) to the monitors that the JSON enables; rank 0 only."""
+        """Pass (name, value, samples) to the monitors enabled in the JSON; rank 0 only."""
 
     # --- end ---
 
     def close(self) -> None:
-        """Give back hooks, buffers and files; the engine is unusable afterwards."""
+        """Release hooks, buffers and files; the engine is unusable afterwards."""

@@ -1,4 +1,4 @@
-"""From a Plan to an engine: the model built, partitioned and handed to DeepSpeed."""
+"""Builds the engine of a plan: builds the model, partitions it and hands it to DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _KEY = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 
 
 def float32_products() -> dict[str, Any]:
-    """Return the event that says in what products of fp32 are computed; nothing is changed."""
+    """Return the event that reports the precision of fp32 matrix products. Changes nothing."""
     if torch.get_float32_matmul_precision() == "highest":
-        message = f"products of fp32 are computed in fp32; {_KEY}=1 in the environment takes TF32"
+        message = f"fp32 matrix products run in fp32; set {_KEY}=1 in the environment for TF32"
     else:
-        message = f"products of fp32 are rounded to TF32 ({_KEY}, or this program's own setting)"
+        message = f"fp32 matrix products run in TF32 ({_KEY}, or a setting of this program)"
     return {"kind": "float32_products", "message": message}
 
 
@@ -54,14 +54,15 @@ def build_engine(
     blank: bool = False,
     padded: bool = False,
 ) -> ZeroEngine:
-    """Build the model that `plan` names and hand it to DeepSpeed.
+    """Build the model of a plan and hand it to DeepSpeed. Collective.
 
-    Under ZeRO-3 no rank ever holds more than two decoder layers in full, the one that it drew and
-    the one that it receives; under pipeline stages no more than its stage. `document_mask`:
-    batches will come with document boundaries, which the model must heed. `blank`: the weights
-    come from a checkpoint, and are zeros until then. `padded`: batches will come with padding,
-    which a mixture of experts does not balance.
-    Raises ConfigError where the model or its weights do not fit the plan.
+    Under ZeRO-3 no rank ever holds more than two full decoder layers (the one it initialises and
+    the one it receives); with pipeline stages, no more than its stage. `document_mask`: batches
+    will have document boundaries, which attention must respect. `blank`: weights are zeros until a
+    checkpoint is loaded. `padded`: batches will contain padding, which the balancing loss of a
+    mixture of experts must ignore.
+
+    Raises ConfigError if the model or its weights do not fit the plan.
     """
     _compile_cpu_adam(plan)
     config, settings = swap.own_folder(plan.deepspeed)
@@ -69,7 +70,7 @@ def build_engine(
     if plan.world.accelerator == "cuda":
         settings += _set_up_gpu_node(plan)
     empty = empty_model(plan, trust_remote_code, document_mask)
-    parameters = described_parameters(empty)  # while its shapes are whole
+    parameters = described_parameters(empty)  # before its shapes are split
     operations, notes = _operations_on_logits(plan, empty)
     module = build_module(plan, empty, device, trust_remote_code, blank)
     model, stage = module.model, module.stage
@@ -81,7 +82,7 @@ def build_engine(
     if module.experts is not None:
         groups = expert_groups(groups, plan.zero_stage)
     engine, *_ = deepspeed.initialize(
-        model=module.handed,
+        model=module.wrapped,
         model_parameters=groups,
         optimizer=our_optimizer(plan),
         config=config,
@@ -104,9 +105,9 @@ def build_engine(
 
 
 def _groups_of_a_stage(share: Share) -> list[dist.ProcessGroup]:
-    """Make the groups of tensor-parallel stages that DeepSpeed does not make. Collective.
+    """Create the groups of a tensor-parallel stage that DeepSpeed does not create. Collective.
 
-    With one data rank the tensor ranks are their whole stage, and have a group.
+    With one data-parallel rank the tensor-parallel ranks are the whole stage and have a group.
     """
     purposes: tuple[Purpose, ...] = ("loss", "stage")
     others = (p for p in purposes if share.ranks(p) != share.ranks("tensor"))
@@ -116,25 +117,27 @@ def _groups_of_a_stage(share: Share) -> list[dist.ProcessGroup]:
 def _operations_on_logits(
     plan: Plan, empty: PreTrainedModel
 ) -> tuple[Operations | None, list[dict[str, Any]]]:
-    """Return what the loss in chunks has to know of a model, and events; None without chunks."""
+    """Return the operations that a chunked loss applies to a model's logits, and events; None if
+    the loss is not chunked.
+    """
     if not plan.loss_chunk:
         return None, []
     try:
         return operations_on_logits(empty), []
     except ValueError as error:
-        message = f"the loss holds all logits of a micro-batch (model.loss_chunk): {error}"
+        message = f"the loss is not chunked (model.loss_chunk): {error}"
         return None, [{"kind": "loss_not_chunked", "message": message}]
 
 
 def _parameter_groups(
     plan: Plan, parameters: list[Parameter], model: nn.Module
 ) -> list[dict[str, Any]]:
-    """Return the optimizer groups of this rank's share of the whole model's `parameters`."""
+    """Return the optimizer groups, with this rank's shards of the model's `parameters`."""
     optim = plan.config.optim
     for name, p in model.named_parameters():
         if is_frozen(name, optim.groups):
             p.requires_grad_(False)
-    # A pipeline's last stage has a copy of a tied embedding as its head: stepped as the first is.
+    # The head of the last pipeline stage is a copy of the tied embedding and shares its settings.
     by_name = {
         getattr(p, "tied_to", name): p for name, p in model.named_parameters() if p.requires_grad
     }
@@ -156,20 +159,20 @@ def _parameter_groups(
 
 
 def _set_up_gpu_node(plan: Plan) -> list[dict[str, Any]]:
-    """Set products of fp32 matrices, and the threads of an optimizer on the host. Collective."""
+    """Report the precision of fp32 products, and set the threads of a CPU optimizer. Collective."""
     events = []
     if plan.precision == "fp32":
         events.append(float32_products())
     if offloaded_to(plan.deepspeed, "optimizer") != "none":
         threads = share_cores(plan.world)
-        message = f"the optimizer steps on the host, with {threads} threads on rank 0"
+        message = f"the optimizer runs on the CPU, with {threads} threads on rank 0"
         events.append({"kind": "threads", "message": message})
     return events
 
 
 def _compile_cpu_adam(plan: Plan) -> None:
-    """Compile DeepSpeed's CPU Adam before the model is built, if the plan steps with it; nothing
-    else is compiled. Collective. Raises ConfigError if that fails on any rank.
+    """Compile DeepSpeed's CPU Adam before the model is built, if the plan uses it. No other
+    operator is compiled. Collective. Raises ConfigError if it fails on any rank.
     """
     optimizer = plan.deepspeed["optimizer"]
     if optimizer["type"] in ("Adam", "AdamW") and "torch_adam" not in optimizer["params"]:
@@ -177,7 +180,7 @@ def _compile_cpu_adam(plan: Plan) -> None:
 
 
 def _offload_problem(missing: str | None) -> str | None:
-    """Return why CPU Adam, which is compiled here, cannot step on this rank; else None."""
+    """Return why CPU Adam, which is compiled here, does not work on this rank; else None."""
     needs = "zero_optimization.offload_optimizer needs DeepSpeed's compiled CPU Adam"
     if missing is not None:
         return (

@@ -1,4 +1,4 @@
-"""The model that a plan names, without its weights, checked against what the run asks of it."""
+"""The plan's model without weights (on meta), checked against the run's requirements."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from harness.plan.plan import Plan
 def empty_model(
     plan: Plan, trust_remote_code: bool, document_mask: bool = False
 ) -> PreTrainedModel:
-    """The skeleton of the plan's model, in the run's precision.
+    """Return the plan's model on meta, in the run's precision.
 
-    Raises ConfigError for a model or an attention that transformers refuses or cannot build, and
-    for one that would ignore document boundaries.
+    Raises ConfigError for a model or attention that transformers rejects or cannot build, and for a
+    model that would ignore document boundaries.
     """
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # else every default is logged twice
-    # A model config's values reach all of transformers, which may raise anything.
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it logs every default twice
+    # The values of a model config are used all over transformers, which may raise anything.
     try:
         config = hf_config(plan.model_config, plan.model_source, trust_remote_code)
     except Exception as error:
         raise ConfigError(_unbuildable(plan, error)) from error
     try:
         model = skeleton(config, DTYPES[plan.precision], attention_of(plan), trust_remote_code)
-    except ValueError as error:  # an attention implementation that the architecture lacks
+    except ValueError as error:  # the architecture lacks this attention implementation
         raise ConfigError(f"model.attention={plan.config.model.attention}: {error}") from error
     except Exception as error:
         raise ConfigError(_unbuildable(plan, error)) from error
@@ -38,27 +38,27 @@ def empty_model(
     row = ATTENTIONS[attention]
     if row.takes_bounds and not takes_keywords(model, weights=row.package is not None):
         raise ConfigError(
-            f"model.attention={attention}: the attention of {plan.model_config['model_type']} "
-            "models is not given where documents begin: use sdpa or eager"
+            f"model.attention={attention}: {plan.model_config['model_type']} models do not pass "
+            "document boundaries to their attention: use sdpa or eager"
         )
     if document_mask:
         _require_document_mask(plan, model)
     if plan.grid.sequence > 1 and not takes_keywords(model):
         raise ConfigError(
-            f"sequence_parallel_size is {plan.grid.sequence}: the attention of "
-            f"{plan.model_config['model_type']} models cannot be exchanged over ranks: use 1"
+            f"sequence_parallel_size is {plan.grid.sequence}: sequence parallelism does not "
+            f"support the attention of {plan.model_config['model_type']} models: use 1"
         )
     return model
 
 
 def attention_of(plan: Plan) -> str:
-    """Return the name by which transformers knows the attention of a plan."""
+    """Return the name under which transformers knows a plan's attention."""
     model = plan.config.model
     return function_name(model.attention, model.attention_sizes, plan.config.train.seed)
 
 
 def _unbuildable(plan: Plan, error: Exception) -> str:
-    """Return transformers' words about the model, and the keys that they may be about."""
+    """Return transformers' error about the model, with the config keys that may have caused it."""
     reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     problem = f"model.name={plan.config.model.name}: transformers cannot build it: {reason}"
     if overrides := plan.config.model.overrides:
@@ -67,11 +67,11 @@ def _unbuildable(plan: Plan, error: Exception) -> str:
 
 
 def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
-    """Refuse to train across document boundaries where they were to be kept."""
+    """Raise ConfigError for a model that would attend across document boundaries."""
     model = plan.config.model
     rule = "tokens attend only within their document (data.document_mask, the default with prompts)"
     if not separates_documents(skeleton):
         raise ConfigError(
             f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
-            f"boundaries, but {rule}: set data.document_mask=false, or take another model"
+            f"boundaries, but {rule}: set data.document_mask=false, or use another model"
         )

@@ -1,7 +1,7 @@
-"""Expert parallelism of a model's modules: tokens travel to the ranks that have their experts.
+"""Expert parallelism: sends tokens to the ranks that hold their experts.
 
-The modules stay transformers' own, with their names and a part of the experts; only `forward` is
-another. Routers, shared experts and the balancing loss are what they are without it.
+The modules remain transformers' own, with the same names and a share of the experts; only `forward`
+is replaced. Routers, shared experts and the balancing loss are unchanged.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Forward = Callable[..., torch.Tensor]
 
 
 class Experts:
-    """The divided experts of a rank's model: their groups, and how many tokens each was sent."""
+    """The expert-parallel groups of a rank's model, and the tokens sent to each expert."""
 
     def __init__(self, plan: Plan) -> None:
-        """Make the groups. Collective."""
+        """Create the groups. Collective."""
         self._stage, self._share = plan.zero_stage, plan.share
         self._plan = ExpertPlan.of(plan.model_config)
         made = make_groups(plan.share, "experts", "expert_replicas", "replicas")
@@ -41,7 +41,7 @@ class Experts:
         self._tokens: list[torch.Tensor] = []
 
     def marked(self, cut: Cut) -> Cut:
-        """Return `cut` whose parameters DeepSpeed knows for experts."""
+        """Return `cut`, wrapped to mark the parameters of experts for DeepSpeed."""
 
         def cut_and_mark(name: str, whole: torch.Tensor) -> nn.Parameter:
             parameter = cut(name, whole)
@@ -52,7 +52,7 @@ class Experts:
         return cut_and_mark
 
     def dispatch(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Let a model with this rank's experts compute the whole model's outputs."""
+        """Make a model that holds this rank's experts compute the full model's outputs."""
         ends = tuple(f".{end}" for end in self._plan.modules)
         for name, module in model.named_modules():
             if name.endswith(ends):
@@ -70,8 +70,8 @@ class Experts:
         )
 
     def tokens(self) -> torch.Tensor:
-        """Return (layers, experts) int64: tokens sent to each since the last call, of all data;
-        those of a layer that is computed again count twice. Collective.
+        """Return (layers, experts) int64: tokens that all ranks sent to each expert since the last
+        call. A recomputed layer counts twice. Collective.
         """
         total = torch.stack(self._tokens)
         for tokens in self._tokens:
@@ -81,9 +81,9 @@ class Experts:
 
 
 def dispatched(module: Any, group: dist.ProcessGroup, tokens: torch.Tensor) -> Forward:
-    """Return the forward function of all experts, of which the module has this rank's.
+    """Return a forward function over all experts for a module that holds this rank's experts.
 
-    `tokens` (experts,): counts those of the training batches. No token is dropped.
+    `tokens` (experts,) counts the training tokens sent to each. No token is dropped.
     """
     inner, places = module.forward, group.size()
 
@@ -91,23 +91,23 @@ def dispatched(module: Any, group: dist.ProcessGroup, tokens: torch.Tensor) -> F
         """states (tokens, hidden); index, weights (tokens, chosen experts)."""
         chosen = index.shape[1]
         flat = index.reshape(-1)
-        order = flat.argsort(stable=True)  # by expert, that is by rank
+        order = flat.argsort(stable=True)  # by expert, and so by rank
         counts = torch.zeros_like(tokens).scatter_add_(0, flat, torch.ones_like(flat))
         if module.training:
             tokens.add_(counts)
         counts = counts.view(places, -1)
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group)
-        # The host waits for the device here: it has to know how much it sends.
-        out, back = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
+        # The host waits for the device here, because it needs the message sizes.
+        out, back = torch.stack([counts.sum(1), received.sum(1)]).tolist()
         rows = sent(states[order // chosen], back, out, group)
-        own = torch.arange(counts.shape[1], device=flat.device).repeat(places)
-        own = own.repeat_interleave(theirs.view(-1), output_size=sum(back))
-        # A row of zeros more: a rank without tokens would leave its parameters out, for which
-        # others wait.
+        local_index = torch.arange(counts.shape[1], device=flat.device).repeat(places)
+        local_index = local_index.repeat_interleave(received.view(-1), output_size=sum(back))
+        # One extra row of zeros: without any tokens, this rank's experts would get no gradient, and
+        # other ranks would wait for it.
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        own = torch.cat([own, own.new_zeros(1)])[:, None]
-        outputs = inner(rows, own, torch.ones_like(own, dtype=weights.dtype))[:-1]
+        local_index = torch.cat([local_index, local_index.new_zeros(1)])[:, None]
+        outputs = inner(rows, local_index, torch.ones_like(local_index, dtype=weights.dtype))[:-1]
         outputs = sent(outputs, out, back, group)
         outputs = reordered(outputs, order).view(*index.shape, -1) * weights[..., None]
         return outputs.sum(1).to(states.dtype)

@@ -1,4 +1,4 @@
-"""The forward pass of one micro-batch, from its tokens to its loss, and carried states."""
+"""The forward pass of a micro-batch, from tokens to loss, and carried-over recurrent states."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _STATES, _WINDOWS = "carried.states", "carried.windows"
 
 
 class CarriedStates:
-    """The state of each row of this rank's micro-batches, and the window that it lies behind.
+    """The recurrent state of each row of this rank's micro-batches, carried from step to step.
 
-    A row keeps its place in the global batch from step to step, and so its rank and micro-batch; in
-    a checkpoint it is numbered by that place, for any layout.
+    A row keeps its index in the global batch from step to step, and therefore its rank and
+    micro-batch. Checkpoints number rows by that index, so any layout can read them.
     """
 
     def __init__(self, plan: Plan, model: PreTrainedModel, device: torch.device) -> None:
@@ -42,28 +42,28 @@ class CarriedStates:
         numbers = self._window.numbers(self._config)
         self._states = torch.zeros(*shape, numbers, dtype=torch.float32, device=device)
         self._windows = torch.full(shape, -1)
-        """Of the text, on the host; -1: none."""
+        """Index of the window of text after which each state was taken, on the host; -1 if none."""
         self._evaluated: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Windows, and the states behind them, of the micro-batch that was evaluated last."""
+        """Window indices and states after the last evaluated micro-batch."""
 
     def before(self, number: int, batch: Batch) -> Window:
-        """Return the window of a step's micro-batch of that number. It begins with the states
-        behind the windows before its own, within the same documents; with zeros in other rows.
+        """Return the window of a step's micro-batch `number`. Rows start from the state after their
+        previous window if that belongs to the same document, others from zeros.
 
-        A state that is not finite is none: it would spoil all windows to come.
+        A state that is not finite is dropped: it would spoil all later windows.
         """
-        self._evaluated = None  # its memory is needed again
+        self._evaluated = None  # frees its memory
         return self._begun(batch, self._windows[number], self._states[number])
 
     def keep(self, number: int, batch: Batch, window: Window) -> None:
-        """Keep the states behind the window of a micro-batch."""
+        """Keep the states at the end of a micro-batch's window."""
         assert batch.windows is not None, "training reads contiguous streams"
         self._states[number] = window.after
         self._windows[number] = batch.windows
 
     def before_evaluated(self, batch: Batch) -> Window:
-        """Return the window of a micro-batch that is evaluated. It begins, as `before` says, with
-        the states behind the micro-batch evaluated before it. Those of training stay as they are.
+        """Return the window of an evaluated micro-batch. As in `before`, rows start from the states
+        after the previous evaluated micro-batch. The training states are unchanged.
         """
         rows = len(batch.labels)
         if self._evaluated is None or len(self._evaluated[0]) != rows:
@@ -72,12 +72,14 @@ class CarriedStates:
         return self._begun(batch, *self._evaluated)
 
     def keep_evaluated(self, batch: Batch, window: Window) -> None:
-        """Keep the states behind the window of a micro-batch that was evaluated."""
+        """Keep the states at the end of an evaluated micro-batch's window."""
         assert batch.windows is not None, "other samples begin with zeros"
         self._evaluated = batch.windows, window.after.float()
 
     def _begun(self, batch: Batch, windows: torch.Tensor, states: torch.Tensor) -> Window:
-        """Return the window of a micro-batch behind other windows and their states."""
+        """Return the window of a micro-batch that may continue the given windows and their
+        states.
+        """
         assert batch.windows is not None, "states are carried over contiguous streams"
         assert batch.goes_on is not None, "these know where documents begin"
         goes_on = batch.goes_on & (windows + 1 == batch.windows)
@@ -92,7 +94,9 @@ class CarriedStates:
         ]
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
-        """Fill the states; zeros where none were saved, or those of another number of rows."""
+        """Fill the states; they become zeros if none were saved, or if the global batch size has
+        changed.
+        """
         for name, part, offset, tensor in self._pieces():
             if self._kind in kinds(name):
                 fill(name, self._kind, offset, tensor, part)
@@ -101,7 +105,7 @@ class CarriedStates:
 
     @property
     def _kind(self) -> str:
-        """Kind of the tensors in a checkpoint: states of other rows are others."""
+        """Kind of these tensors in a checkpoint; differs for each global batch size."""
         return f"of_{self._rows}_rows"
 
     def _pieces(self) -> list[tuple[str, Part, int, torch.Tensor]]:
@@ -116,10 +120,10 @@ class CarriedStates:
 
 
 class ForwardPass:
-    """The forward passes of a rank: over whole micro-batches, or over its part of each row."""
+    """The forward passes of a rank, over whole rows or over its section of each row."""
 
     def __init__(self, engine: Any, plan: Plan, row_group: dist.ProcessGroup | None) -> None:
-        """`row_group`: the ranks that have a part of each row of this one's."""
+        """`row_group`: the sequence-parallel ranks that share each row."""
         self._engine, self._plan = engine, plan
         self._device: torch.device = engine.device
         self._rows = None if row_group is None else DividedRows(engine.module, row_group)
@@ -133,12 +137,16 @@ class ForwardPass:
         smoothing: float = 0.0,
         keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss of one micro-batch, copied to the device while the last one still computes."""
+        """Return the loss of a micro-batch. Its tokens are copied to the device while the device is
+        still computing the previous one.
+        """
         keywords = {**self.keywords(batch), **keywords}
         return forward(self._engine, *batch.on(self._device), smoothing, self._rows, keywords)
 
     def in_training(self, number: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The loss of a step's micro-batch; its rows' states are carried on, if they are at all."""
+        """Return the loss of a training micro-batch, carrying its rows' recurrent states if
+        enabled.
+        """
         smoothing = self._plan.config.train.label_smoothing
         if self.carried is None:
             return self(batch, smoothing)
@@ -148,8 +156,8 @@ class ForwardPass:
         return losses
 
     def in_evaluation(self, batch: Batch) -> torch.Tensor:
-        """The summed token loss of a micro-batch; contiguous text begins with the states behind the
-        micro-batch evaluated before it.
+        """Return the summed token loss of a micro-batch. Contiguous text starts from the states
+        after the previous evaluated micro-batch.
         """
         if self.carried is None or batch.windows is None:
             return self(batch)[0]
@@ -159,20 +167,21 @@ class ForwardPass:
         return loss
 
     def targets(self, batch: Batch) -> int:
-        """Return the target tokens that this rank computes; counted on the host."""
+        """Return the number of target tokens that this rank computes; counted on the host."""
         return int((self._own(batch.labels) != -100).sum())
 
     def last_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """(vocab_size,), or this rank's part of them, after the last of (1, tokens)."""
+        """Return the logits after the last of (1, tokens): (vocab_size,), or this rank's slice."""
         whole = self._rows.undivided() if self._rows else contextlib.nullcontext()
-        with whole, _uncompiled(self._plan.config.model.compile):  # it would compile many lengths
+        # Uncompiled: it would compile once per sequence length.
+        with whole, _uncompiled(self._plan.config.model.compile):
             output = self._engine(input_ids=input_ids.to(self._device), use_cache=False)
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
     def by_position(self, batch: Batch, sums: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Within this, the losses of a micro-batch's tokens are added to `sums` (buckets, 2), and
-        their targets counted.
+        """Return a context in which the token losses of a micro-batch and their number of targets
+        are added to `sums` (buckets, 2).
         """
         if sums is None:
             return contextlib.nullcontext()
@@ -183,7 +192,7 @@ class ForwardPass:
         return recording(sums[:, 0], on_device(buckets, self._device))
 
     def keywords(self, batch: Batch) -> dict[str, Any]:
-        """Return what attention is given of a micro-batch."""
+        """Return the attention arguments of a micro-batch."""
         return batch.keywords(self._plan.config.model.attention, self._device)
 
     def _own(self, labels: torch.Tensor) -> torch.Tensor:
@@ -192,5 +201,5 @@ class ForwardPass:
 
 
 def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
-    """Within this, compiled layers run as they are written."""
+    """Return a context in which compiled layers run eagerly."""
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()

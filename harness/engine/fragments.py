@@ -1,4 +1,4 @@
-"""The pieces of weights and gradients that DeepSpeed leaves on each rank: whose they are."""
+"""The slices and shards of weights and gradients that a rank holds under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from harness.layout.grid import Share
 
 
 def part_of(parameter: Any) -> Part:
-    """Return what a parameter, shards of ZeRO put together, is of the whole model's: all of it,
-    unless an axis that cuts parameters left another `part` on it.
+    """Return the slice of the full parameter that a parameter is, disregarding ZeRO's shards: all
+    of it, unless tensor or expert parallelism set its `part`.
     """
     part: Part | None = getattr(parameter, "part", None)
     return part or Part.of(internals.whole_shape(parameter))
 
 
 def cutter(share: Share) -> Callable[[str, torch.Tensor], nn.Parameter]:
-    """Return what makes this rank's parameter of a whole weight, with its `part` noted on it."""
+    """Return a function that makes this rank's parameter of a full weight and records its
+    `part`.
+    """
 
     def cut(name: str, whole: torch.Tensor) -> nn.Parameter:
         part, tensor = share.part(name, tuple(whole.shape)), whole
@@ -46,20 +48,20 @@ def assembled(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor on the CPU) of parameters of which every rank of the group has a
-    part, in the same order on all. Collective.
+    """Yield (name, full tensor on the CPU) of parameters that are sliced over the ranks of a group.
+    All ranks yield them in the same order. Collective.
 
-    `parts_of`: a parameter's parts, by rank of the group.
+    `parts_of` returns a parameter's slices, by rank of the group.
     """
     for name, own in tensors:
         parts = parts_of(name)
         if parts[0].is_whole:
             yield name, own
             continue
-        theirs = [torch.empty(part.shape, dtype=own.dtype, device=device) for part in parts]
-        dist.all_gather(theirs, own.to(device).contiguous(), group=group)
+        slices = [torch.empty(part.shape, dtype=own.dtype, device=device) for part in parts]
+        dist.all_gather(slices, own.to(device).contiguous(), group=group)
         whole = torch.empty(parts[0].whole, dtype=own.dtype)
-        for part, tensor in zip(parts, theirs, strict=True):
+        for part, tensor in zip(parts, slices, strict=True):
             for of_whole, of_part in part.boxes():
                 whole[_slices(of_whole)] = tensor[_slices(of_part)].cpu()
         yield name, whole
@@ -70,8 +72,10 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def note_copies(module: nn.Module, share: Share) -> None:
-    """Note on every parameter whether ranks with other parts of the model have the same, for us and
-    for DeepSpeed, which takes what is not marked for a copy on all tensor-parallel ranks but 0.
+    """Record on every parameter whether another model-parallel rank has the same one.
+
+    `is_copy` is for the harness. `tensor_model_parallel` is for DeepSpeed, which treats unmarked
+    parameters as copies on every tensor-parallel rank but 0.
     """
     parameter: Any
     for name, parameter in module.named_parameters():
@@ -81,28 +85,29 @@ def note_copies(module: nn.Module, share: Share) -> None:
 
 
 def is_copy(parameter: nn.Parameter) -> bool:
-    """Return whether another rank saves the same of a parameter, and counts it in the norm."""
+    """Return True if another rank saves the same parameter and counts it in the norm."""
     return internals.is_pipe_copy(parameter) or bool(getattr(parameter, "is_copy", False))
 
 
-def note_given(model: nn.Module) -> None:
-    """Note on every frozen parameter that its values come from model.init_from."""
+def mark_frozen_base(model: nn.Module) -> None:
+    """Record on every frozen parameter that its values come from model.init_from."""
     parameter: Any
     for parameter in model.parameters():
-        parameter.is_given = not parameter.requires_grad
+        parameter.is_frozen_base = not parameter.requires_grad
 
 
-def is_given(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter's values are read from model.init_from at every start: they are
-    in no checkpoint.
+def is_frozen_base(parameter: nn.Parameter) -> bool:
+    """Return True if a parameter's values are read from model.init_from at every start and are
+    therefore not in checkpoints.
     """
-    return bool(getattr(parameter, "is_given", False))
+    return bool(getattr(parameter, "is_frozen_base", False))
 
 
 def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Parameters, and views of the gradient elements of them that this rank's optimizer will use.
+    """Yield each parameter with a view of the gradient elements that this rank's optimizer will
+    use.
 
-    Valid between the last backward of a step and the step itself. In fp16 they are still
+    Valid between the last backward pass of a step and the optimizer step. In fp16 they are still
     multiplied by the loss scale.
     """
     for parameter in module.parameters():
@@ -119,12 +124,12 @@ def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Ten
 def grad_norm(
     module: nn.Module, group: dist.ProcessGroup | None, device: torch.device
 ) -> torch.Tensor:
-    """The norm of all gradients, over the ranks of `group` where they are spread over several.
+    """Return the norm of all gradients, summed over the ranks of `group` if there is one.
 
-    On the engine's `device`, over which the ranks talk; offloaded gradients are on the host.
+    `device`: the engine's, on which the ranks communicate; offloaded gradients are on the host.
     """
-    mine = [g.detach().float() for p, g in local_gradients(module) if not is_copy(p)]
-    norm = on_device(torch.nn.utils.get_total_norm(mine), device)
+    gradients = [g.detach().float() for p, g in local_gradients(module) if not is_copy(p)]
+    norm = on_device(torch.nn.utils.get_total_norm(gradients), device)
     if group is None:
         return norm
     squares = norm.square()
@@ -133,12 +138,16 @@ def grad_norm(
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those of all ranks together are the model's, each once but for tensor-parallel copies."""
+    """Return (name, parameter) pairs: over all ranks, each parameter of the model once, except for
+    tensor-parallel copies.
+    """
     return ((n, p) for n, p in module.named_parameters() if not internals.is_pipe_copy(p))
 
 
 def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, fp32 gradient on the CPU) of every parameter; all ranks must iterate together."""
+    """Yield (name, fp32 gradient on the CPU) of every parameter; all ranks must iterate
+    together.
+    """
     for name, parameter in _named_parameters(module):
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
@@ -146,7 +155,7 @@ def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, 
 
 
 def full_masters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, fp32 weight on the CPU that the optimizer steps); all ranks must iterate together."""
+    """Yield (name, fp32 master weight on the CPU); all ranks must iterate together."""
     for name, parameter in _named_parameters(module):
         master = safe_get_full_fp32_param(parameter)
         master = parameter if master is None else master  # ZeRO-0 in fp32 has no second copy
@@ -159,18 +168,18 @@ def elements_held(module: nn.Module) -> int:
 
 
 def clip_by_value(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
-    """Clamp every gradient element to [-limit, limit]; all to NaN where `norm` is not finite.
+    """Clamp every gradient element to [-limit, limit]; set all to NaN if `norm` is not finite.
 
-    Infinity would else become the limit, and be trained on.
+    Otherwise an infinite gradient would become the limit and be applied.
     """
     one_or_nan = 1 + 0 * norm
     for _, gradient in local_gradients(module):
-        one_or_nan = one_or_nan.to(gradient.device)  # all are on one: moved once
+        one_or_nan = one_or_nan.to(gradient.device)  # all gradients share a device: moved once
         gradient.clamp_(-limit, limit).mul_(one_or_nan)
 
 
-def weights_here(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """(name, parameter, the elements of it that this rank stores between steps), as views."""
+def stored_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    """Yield (name, parameter, its elements stored on this rank between steps), as views."""
     for name, parameter in module.named_parameters():
         if internals.is_whole(parameter):
             yield name, parameter, parameter.detach()

@@ -1,4 +1,4 @@
-"""The process groups in which a rank sums, counts and compares, by purpose."""
+"""The process groups of a rank, by purpose."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from harness.models.initialize import Send
 
 
 class Groups:
-    """Those of `share`, found among the groups that are `made`: DeepSpeed's, and all ranks'."""
+    """The groups of a `share`, looked up in `made` (groups that DeepSpeed or the engine created)
+    and the world group.
+    """
 
     def __init__(self, share: Share, made: Iterable[dist.ProcessGroup] = ()) -> None:
         self._share = share
-        every = [*made, dist.group.WORLD]  # which stands for others of the same ranks
+        every = [*made, dist.group.WORLD]  # WORLD replaces other groups of all ranks
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {
             tuple(sorted(dist.get_process_group_ranks(group))): group
             for group in every
@@ -27,16 +29,16 @@ class Groups:
         }
 
     def of(self, purpose: Purpose) -> dist.ProcessGroup:
-        """Return this rank's group. KeyError where nobody made it."""
+        """Return this rank's group. Raises KeyError if it was not created."""
         return self._by_ranks[self._share.ranks(purpose)]
 
     def size(self, purpose: Purpose) -> int:
-        """Return how many ranks it has, made or not."""
+        """Return the number of ranks in the group, created or not."""
         return len(self._share.ranks(purpose))
 
 
 def make_groups(share: Share, *purposes: Purpose) -> list[dist.ProcessGroup]:
-    """Make the groups of all ranks for some purposes; return this rank's. Collective."""
+    """Create the groups of all ranks for some purposes; return this rank's. Collective."""
     mine = []
     for purpose in purposes:
         for ranks in share.every(purpose):
@@ -47,21 +49,21 @@ def make_groups(share: Share, *purposes: Purpose) -> list[dist.ProcessGroup]:
 
 
 class ModelParallelUnit:
-    """The answers that `deepspeed.initialize(mpu=...)` asks for where tensors are divided."""
+    """The `mpu` argument of `deepspeed.initialize` for tensor parallelism."""
 
     def __init__(self, groups: Groups) -> None:
         self.tensor_group, self.data_group = groups.of("tensor"), groups.of("replicas")
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return the ranks that hold parts of one weight."""
+        """Return the tensor-parallel group."""
         return self.tensor_group
 
     def get_model_parallel_world_size(self) -> int:
-        """Return how many they are."""
+        """Return the size of the tensor-parallel group."""
         return self.tensor_group.size()
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's place among them."""
+        """Return this rank's number in the tensor-parallel group."""
         return self.tensor_group.rank()
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -69,21 +71,21 @@ class ModelParallelUnit:
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the ranks over which ZeRO divides its states."""
+        """Return the group over which ZeRO shards its states."""
         return self.data_group
 
     def get_data_parallel_world_size(self) -> int:
-        """Return how many they are."""
+        """Return the size of the data-parallel group."""
         return self.data_group.size()
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place among them."""
+        """Return this rank's number in the data-parallel group."""
         return self.data_group.rank()
 
 
 def sender(share: Share) -> Send | None:
-    """Return what sends a tensor from one of the ranks with equal weights, by its place among them,
-    to the others; None where this rank is alone. All ranks make all groups.
+    """Return a function that broadcasts a tensor among the ranks with equal weights, from the one
+    with the given index; None if this rank has no replicas. Collective.
     """
     ranks, group = share.ranks("replicas"), None
     if len(ranks) == 1:
@@ -101,11 +103,11 @@ def sender(share: Share) -> Send | None:
 def gradients_apart(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """Return by how much the gradients of undivided parameters differ over the ranks of `group`, of
-    the largest element; NaN where one is not finite. Collective.
+    """Return, for each parameter that is not sliced, the largest difference of its gradient over
+    the ranks of `group`, relative to its largest element; NaN if one is not finite. Collective.
 
-    They differ where a plan to divide tensors forgets that a rank computes only a part of one.
-    Valid between the last backward of a step and the step itself.
+    The gradients differ if a tensor-parallel plan ignores that each rank computes only a part of
+    them. Valid between the last backward pass of a step and the optimizer step.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     apart = {}

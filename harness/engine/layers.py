@@ -1,4 +1,6 @@
-"""Changes of a model's layers: adapters, left out, fused, computed again, compiled."""
+"""Changes to a model's layers: adapters, stochastic depth, fused kernels, recomputation,
+compilation.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from deepspeed.utils import set_z3_leaf_module, set_z3_leaf_modules
 from transformers import PreTrainedModel
 
 from harness.engine.deepspeed_0_19 import internals
-from harness.engine.fragments import note_given
+from harness.engine.fragments import mark_frozen_base
 from harness.errors import ConfigError
 from harness.layout.optimizer_table import Parameter
 from harness.layout.recompute import REVERSIBLE
@@ -21,8 +23,8 @@ from harness.plan.plan import Plan
 
 
 def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | None) -> None:
-    """Change the layers of `model`. `whole`: the empty model that a stage is of, whose layers are
-    left out at the same rate. Raises ConfigError for an MLP that cannot be tiled.
+    """Change the layers of `model`. `whole`: the empty full model of a pipeline stage; stochastic
+    depth is applied to it, too. Raises ConfigError for an MLP that cannot be tiled.
     """
     if rate := plan.config.model.stochastic_depth:
         for drawn in (model, *([whole] if whole is not None else [])):
@@ -36,15 +38,15 @@ def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | N
         for layer in layers:
             set_z3_leaf_module(layer, True)
     if plan.config.model.compile:
-        for layer in layers:  # each for itself: alike, they are compiled once
+        for layer in layers:  # layer by layer: identical layers share one compilation
             layer.forward = torch.compile(layer.forward)
 
 
 def _recompute(plan: Plan, model: PreTrainedModel, as_a_whole: bool) -> None:
-    """Let layers and MLPs compute again, for their backward pass, what they do not keep.
+    """Set up recomputation of layers and MLPs in the backward pass.
 
-    Under ZeRO-3 an MLP in tiles is gathered as a whole, if not its layer: hooks on the modules in
-    it would gather every weight once for each tile.
+    Under ZeRO-3, a tiled MLP is gathered as one unit unless its layer is: hooks on its submodules
+    would gather every weight once per tile.
     """
     run = plan.config.model
     if plan.checkpointing == REVERSIBLE:
@@ -61,14 +63,15 @@ def _recompute(plan: Plan, model: PreTrainedModel, as_a_whole: bool) -> None:
 
 
 def adapt(model: PreTrainedModel, plan: Plan, parameters: list[Parameter]) -> list[Parameter]:
-    """Put the plan's adapters into a model, in place, and freeze the rest; return what decides the
-    optimizer groups of all that is trained: the model's `parameters` without adapters. Collective.
+    """Add the plan's adapters to a model, in place, and freeze the rest. Return the parameters to
+    train, for their optimizer groups: the model's `parameters` if there are no adapters.
+    Collective.
     """
     lora = plan.config.model.lora
     if lora.rank is None:
         return parameters
     trained = add_adapters(model, lora, plan.config.train.seed, parameters)
-    note_given(model)
+    mark_frozen_base(model)
     partitioned = [p for p in model.parameters() if internals.is_partitioned(p)]
     if partitioned:
         made = [p for p in model.parameters() if not internals.is_partitioned(p)]

@@ -1,4 +1,6 @@
-"""The module that a rank trains: the whole model or a stage, with its parts of the weights."""
+"""The module that a rank trains: the whole model or a pipeline stage, with its slices of the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from harness.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Module:
-    """A model with weights, and the ranks that share it."""
+    """A model with weights, and the groups of ranks that share it."""
 
     model: PreTrainedModel
-    handed: nn.Module
-    """The module that DeepSpeed gets: the model, or a stage around its part of it."""
+    wrapped: nn.Module
+    """The module passed to DeepSpeed: the model, or a pipeline stage that wraps its layers."""
     events: list[dict[str, Any]]
     stage: Stage | None
     unit: ModelParallelUnit | None
@@ -41,12 +43,12 @@ class Module:
 def build_module(
     plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool, blank: bool
 ) -> Module:
-    """Fill `empty`, or a stage of it, with weights on `device`; zeros where it is to be `blank`.
-    Collective. Raises ConfigError where the model or its weights do not fit the plan.
+    """Load or initialise the weights of `empty`, or of a stage of it, on `device`; zeros if
+    `blank`. Collective. Raises ConfigError if the model or its weights do not fit the plan.
     """
     share, grid = plan.share, plan.grid
     cut = cutter(share) if share.cutters else None
-    if quantization := plan.config.model.lora.quantization:  # then no weight is divided
+    if quantization := plan.config.model.lora.quantization:  # then no weight is sliced
         cut = quantize_linear_maps(empty, quantization)
     experts = Experts(plan) if grid.expert > 1 else None
     if experts is not None:
@@ -59,13 +61,13 @@ def build_module(
             unit = ModelParallelUnit(Groups(share, make_groups(share, "tensor", "replicas")))
             tensor_group = unit.tensor_group
         model, events = build_whole(plan, empty, device, trust_remote_code, blank, unit, cut)
-        handed: nn.Module = model
+        wrapped: nn.Module = model
     else:
         stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank, cut)
-        model, handed = stage.model, StageModule(stage, grid, tied)
-        tensor_group = handed.tensor_group if grid.tensor > 1 else None
-    if experts is not None:  # within what tensor-parallel ranks then add up
+        model, wrapped = stage.model, StageModule(stage, grid, tied)
+        tensor_group = wrapped.tensor_group if grid.tensor > 1 else None
+    if experts is not None:  # first: the tensor-parallel wrapper sums its output
         experts.dispatch(model, device)
     if tensor_group is not None:
         divide_forward(model, TensorPlan.of(plan.model_config), share, tensor_group)
-    return Module(model, handed, events, stage, unit, experts, tensor_group, row_group)
+    return Module(model, wrapped, events, stage, unit, experts, tensor_group, row_group)

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled operators: whether they can be built here, and what runs without them."""
+"""Checks that DeepSpeed's compiled operators can be built."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from harness.errors import ConfigError
 
 
 def problem_of(builder: str) -> str | None:
-    """Load the operator of DeepSpeed's `builder`; None, or why this rank cannot."""
+    """Load the operator of DeepSpeed's `builder`; return None, or why this rank cannot."""
     try:
         get_accelerator().create_op_builder(builder).load(verbose=False)
-    except (ConfigError, RuntimeError) as error:  # DeepSpeed's own for what it lacks
+    except (ConfigError, RuntimeError) as error:  # RuntimeError: tools are missing
         return str(error)
     return None

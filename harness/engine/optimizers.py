@@ -1,9 +1,10 @@
-"""The optimizers that DeepSpeed lacks, or gets wrong once ZeRO has cut weights into flat pieces.
+"""Optimizers that DeepSpeed lacks, or gets wrong once ZeRO has split weights into flat pieces.
 
-They see fp32 master weights and gradients that DeepSpeed has summed, unscaled and clipped, in
-whatever pieces: what they do to an element is the same in every layout. DeepSpeed 0.19.8 has a
-Lion for GPUs alone and one for offload alone; an Adagrad that fails with two groups; and a Muon
-whose update is clipped at some stages, its gradient at others (docs/deepspeed_findings.md, 29, 30).
+They receive fp32 master weights and gradients that DeepSpeed has summed, unscaled and clipped, in
+pieces of any size: the update of an element is the same in every layout. DeepSpeed 0.19.8 has a
+Lion for GPUs only and another for offload only; an Adagrad that fails with two parameter groups;
+and a Muon that clips its update at some stages and its gradient at others
+(docs/deepspeed_findings.md, 29, 30).
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ from harness.plan.plan import Plan
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One matrix, or a stack of them: where it lies on which ranks."""
+    """A matrix, or a stack of matrices, and its location: on this rank, `numel` elements from
+    `offset` on are at `start` of the flat tensor.
+    """
 
     shape: tuple[int, ...]
     offset: int
     start: int
-    numel: int  # of it on this rank: elements from `offset` on, at `start` of the flat tensor
-    holders: tuple[int, ...]  # ranks of the group with a piece of it; none where all have all of it
+    numel: int
+    holders: tuple[int, ...]  # ranks of the group with a piece; empty if every rank has all of it
 
 
 class Matrices:
-    """The matrices that `engine` steps with Muon, by the flat tensor that their pieces lie in.
+    """The matrices that `engine` steps with Muon, by the flat tensor that contains their pieces.
 
-    `group`: the ranks that the states are spread over. Collective.
+    `group`: the ranks over which the states are sharded. Collective.
     """
 
     def __init__(
@@ -63,11 +66,12 @@ class Matrices:
     def orthogonalized(
         self, flat: torch.Tensor, update: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Yield (a matrix's orthogonalised piece, its place in `flat`, its longer side) of each.
+        """Yield (orthogonalised piece, its location in `flat`, longer side of the matrix) for each
+        matrix.
 
-        A matrix on one rank is that rank's work; one on several is put together on one of them,
-        turn by turn. Pieces are exchanged in bf16, as the arithmetic is: nothing is lost.
-        Collective if a matrix is split.
+        A matrix on one rank is computed there. One that spans several ranks is assembled on one of
+        them, in turn. Pieces are exchanged in bf16, the precision of the computation, so nothing is
+        lost. Collective if a matrix is split.
         """
         source, target = update.view(-1), flat.detach().view(-1)
         split = []
@@ -77,13 +81,15 @@ class Matrices:
             elif matrix.numel:
                 yield _part(matrix, _orthogonal(self._filled(matrix, source)), target)
         ranks = dist.get_world_size(self._group)
-        for start in range(0, len(split), ranks):  # in which a rank has one to work on, or two
+        for start in range(0, len(split), ranks):  # one or two matrices per rank at a time
             yield from self._of_several(split[start : start + ranks], source, target)
 
     def _of_several(
         self, matrices: list[_Matrix], source: torch.Tensor, target: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Of matrices with pieces on several ranks, each of which works on its own."""
+        """Yield the same for matrices that span several ranks; each rank computes those that it
+        owns. Collective.
+        """
         mine: dict[int, torch.Tensor] = {}
         for number, matrix in enumerate(matrices):
             whole, owner = self._filled(matrix, source), _owner(number, matrix)
@@ -100,7 +106,7 @@ class Matrices:
                 yield _part(matrix, whole, target)
 
     def _filled(self, matrix: _Matrix, source: torch.Tensor) -> torch.Tensor:
-        """A matrix with this rank's piece in it, zeros elsewhere."""
+        """Return a matrix with this rank's piece filled in and zeros elsewhere."""
         whole = torch.zeros(matrix.shape, dtype=torch.bfloat16, device=self._device)
         piece = source.narrow(0, matrix.start, matrix.numel)
         whole.view(-1).narrow(0, matrix.offset, matrix.numel).copy_(piece)
@@ -110,7 +116,7 @@ class Matrices:
 def _part(
     matrix: _Matrix, whole: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return this rank's piece of `whole`, its place in `target`, and the longer side."""
+    """Return this rank's piece of `whole`, its location in `target`, and the longer side."""
     piece = whole.view(-1).narrow(0, matrix.offset, matrix.numel)
     place = target.narrow(0, matrix.start, matrix.numel)
     return piece.to(place.device), place, max(matrix.shape[-2:])
@@ -121,7 +127,7 @@ def _owner(number: int, matrix: _Matrix) -> int:
 
 
 def _orthogonal(whole: torch.Tensor) -> torch.Tensor:
-    """The nearest orthogonal matrix, roughly; of each in a stack of experts."""
+    """Replace a matrix, or each of a stack of experts, by roughly its nearest orthogonal matrix."""
     for matrix in whole.view(-1, *whole.shape[-2:]):
         coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
         matrix.copy_(_zeropower_via_newtonschulz(matrix.clone(), coefficients, 5, 1e-7))
@@ -129,14 +135,16 @@ def _orthogonal(whole: torch.Tensor) -> torch.Tensor:
 
 
 class Lion(Optimizer):
-    """The sign of an interpolated momentum, with decoupled decay (arXiv 2302.06675, program 1)."""
+    """Steps by the sign of an interpolated momentum, with decoupled decay (arXiv 2302.06675,
+    program 1).
+    """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has one
-        """Take one step with the gradients that are there."""
+        """Take one step with the current gradients."""
         for group, p, state in _with_gradients(self):
             if "exp_avg" not in state:
                 state["exp_avg"] = torch.zeros_like(p)
@@ -147,9 +155,9 @@ class Lion(Optimizer):
 
 
 class Adagrad(Optimizer):
-    """Gradients over the root of the sum of all their squares (JMLR 12, 2011); L2 decay.
+    """Divides gradients by the root of the sum of their squares (JMLR 12, 2011); L2 decay.
 
-    torch's own makes its states when it is built, before DeepSpeed cuts the weights up.
+    torch's Adagrad creates its states in the constructor, before DeepSpeed splits the weights.
     """
 
     def __init__(self, params: Any, lr: float, eps: float, weight_decay: float):
@@ -157,7 +165,7 @@ class Adagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has one
-        """Take one step with the gradients that are there."""
+        """Take one step with the current gradients."""
         for group, p, state in _with_gradients(self):
             if "sum" not in state:
                 state["sum"] = torch.zeros_like(p)
@@ -168,18 +176,19 @@ class Adagrad(Optimizer):
 
 
 class Orthogonalizing(AdamW):
-    """Muon: orthogonalised momentum for the layers' matrices, AdamW for the rest.
+    """Muon: orthogonalised momentum for the matrices of the layers, AdamW for the rest.
 
-    The update is torch.optim.Muon's (5 Newton-Schulz steps in bf16, Nesterov momentum), as large as
-    AdamW's (arXiv 2502.16982, section 2.2): one learning rate serves both. `matrices` is to be set
-    once DeepSpeed has cut the weights up, which takes any class called Muon for its own.
+    The update is that of torch.optim.Muon (5 Newton-Schulz steps in bf16, Nesterov momentum),
+    scaled to the size of AdamW's (arXiv 2502.16982, section 2.2), so that one learning rate fits
+    both. Set `matrices` once DeepSpeed has split the weights. Not named Muon, because DeepSpeed
+    mistakes any class of that name for its own.
     """
 
     matrices: Matrices
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has one
-        """Take one step with the gradients that are there."""
+        """Take one step with the current gradients."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
@@ -200,7 +209,7 @@ class Orthogonalizing(AdamW):
 
 
 def _with_gradients(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Any, dict[str, Any]]]:
-    """(group, parameter, its state) of all that has a gradient."""
+    """Yield (group, parameter, its state) of each parameter with a gradient."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
@@ -208,13 +217,13 @@ def _with_gradients(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Any,
 
 
 def _adam8bit(params: Any, **settings: Any) -> Optimizer:
-    from bitsandbytes.optim.adamw import AdamW8bit  # where it is installed
+    from bitsandbytes.optim.adamw import AdamW8bit  # optional dependency
 
-    # All of it: which tensors are small would depend on how ZeRO cuts them.
+    # All tensors in 8 bits: sizes, and so the choice, would depend on how ZeRO splits them.
     return AdamW8bit(params, min_8bit_size=1, **settings)
 
 
-# By the type in the resolved JSON, given parameter groups and its params.
+# Optimizers by the type in the resolved JSON; called with parameter groups and its params.
 BUILT_HERE: dict[str, Callable[..., Optimizer]] = {
     "SGD": torch.optim.SGD,
     "Adagrad": Adagrad,

@@ -1,4 +1,4 @@
-"""The engine with pipeline stages: DeepSpeed's 1F1B schedule over stages of one model."""
+"""The engine with pipeline stages: DeepSpeed's 1F1B schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from harness.data.batch import Batch, on_device
 from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.fragments import is_copy
-from harness.engine.skip import poisoned
+from harness.engine.skip import propagate_nonfinite
 from harness.engine.zero import ZeroEngine
 from harness.models.by_source import recording
 from harness.models.loss import losses
@@ -23,7 +23,7 @@ from harness.plan.plan import Plan
 
 
 class PipelineEngine(ZeroEngine):
-    """One DeepSpeed pipeline engine, driven in the same two halves as the engine without stages."""
+    """A DeepSpeed pipeline engine, split into accumulation and step like the ZeRO engine."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class PipelineEngine(ZeroEngine):
         gradients.add_norms_over_stages_once(engine)
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
-        """(name, weight, the ranks that have it) of what the pipeline's other end holds, too."""
+        """Return (name, weight, group) of each weight that the pipeline's other end holds too."""
         return [(weight.tied_to, weight.detach(), group) for weight, group in self._tied]
 
     @property
@@ -56,11 +56,13 @@ class PipelineEngine(ZeroEngine):
         return self._whole
 
     def undivided(self) -> PreTrainedModel:
-        """The whole model, without its weights."""
+        """Return the whole model, without its weights."""
         return self._whole
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
-        """Forward and backward of all micro-batches; the gradients are then ready, not used."""
+        """Run forward and backward passes of all micro-batches; gradients are ready but not
+        applied.
+        """
         if not self.engine.module.training:  # train() visits every module
             self.engine.module.train()
         total = torch.zeros((), device=self.device)
@@ -75,8 +77,8 @@ class PipelineEngine(ZeroEngine):
             total.add_(share.detach())
             if auxiliary is not None:
                 share = share + auxiliary / (len(batches) * data_ranks)
-            # DeepSpeed averages over data ranks and micro-batches; the shares are to be summed.
-            return poisoned(share) * (self._averaged_over * len(batches))
+            # DeepSpeed averages over data ranks and micro-batches, but the shares must be summed.
+            return propagate_nonfinite(share) * (self._averaged_over * len(batches))
 
         self._expect(len(batches))
         self._run(_WithoutStep(internals.train_schedule(self.engine)), batches, finish)
@@ -87,8 +89,9 @@ class PipelineEngine(ZeroEngine):
     def eval_batch(
         self, batches: list[Batch], by_position: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(summed loss in nats, target tokens) of this rank's micro-batches: zeros but for the last
-        stage, fp64, unreduced; the same by how much a token sees, added to `by_position`.
+        """Return (summed loss in nats, target tokens) of this rank's micro-batches, fp64,
+        unreduced; zeros on all stages but the last. Also add the same per context length to
+        `by_position`.
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels, of_batch = self._labels(batches), iter(batches)
@@ -106,7 +109,9 @@ class PipelineEngine(ZeroEngine):
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all ranks."""
+        """Return logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all
+        ranks.
+        """
         logits = torch.empty(self._vocab_size, device=self.device)
 
         def finish(run: Callable[[], Any]) -> torch.Tensor:
@@ -123,7 +128,7 @@ class PipelineEngine(ZeroEngine):
         return logits
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes that run on this rank, its stages and its parameter elements."""
+        """Return the classes, the ZeRO stage, the pipeline stage and the elements on this rank."""
         place = self.plan.grid.coords(self.plan.world.rank).pipeline
         return {**super().describe(), "pipeline_stage": place}
 
@@ -136,7 +141,7 @@ class PipelineEngine(ZeroEngine):
         return int(self._whole.get_output_embeddings().weight.shape[0])
 
     def _run(self, schedule: Any, batches: list[Batch], finish: Any) -> None:
-        # DeepSpeed agrees once on the shape that travels between stages.
+        # DeepSpeed negotiates the shape that is sent between stages only once.
         shape = batches[0].input_ids.shape if batches else self._shape
         if shape != self._shape:
             internals.forget_shape(self.engine)
@@ -152,7 +157,7 @@ class PipelineEngine(ZeroEngine):
         return [*internals.made_groups(self.engine), *self._made]
 
     def _inputs(self, batch: Batch) -> Any:
-        """Return the first stage's inputs on the device; DeepSpeed's own copies would wait."""
+        """Return the first stage's inputs on the device; DeepSpeed's own copy would block."""
         if not self.engine.is_first_stage():
             return None
         tensors = (batch.input_ids, batch.position_ids)
@@ -160,13 +165,13 @@ class PipelineEngine(ZeroEngine):
         return moved[0] if len(moved) == 1 else tuple(moved)
 
     def _labels(self, batches: list[Batch]) -> Iterator[torch.Tensor]:
-        """The last stage takes the micro-batches in order."""
+        """Return the labels on the device; the last stage consumes them in order."""
         return (on_device(batch.labels, self.device) for batch in batches)
 
     def _of_all_ranks(
         self, own: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Everybody's (name, tensor), on every stage, one tensor at a time, on the CPU."""
+        """Yield (name, tensor) of all ranks, on every stage, one tensor at a time, on the CPU."""
         return super()._of_all_ranks(self._of_all_stages(own))
 
     def _whole_shape(self, name: str) -> tuple[int, ...]:
@@ -190,7 +195,7 @@ class PipelineEngine(ZeroEngine):
 
 
 class _WithoutStep:
-    """A training schedule up to the optimizer step, which is taken apart from it."""
+    """A training schedule without its optimizer step, which is taken separately."""
 
     def __init__(self, schedule: PipeSchedule) -> None:
         self.schedule = schedule

@@ -1,4 +1,4 @@
-"""The process group: joined first, left by all ranks together, or ended by the one that fails."""
+"""The process group: all ranks join and leave it together, or a failing rank ends them all."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from harness.plan.machine import ninja_folder
 from harness.terminal import say
 
 _LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
-_alarm: Alarm | None = None  # one, as torch's default group is
-_BEYOND_THE_WATCHDOG_S = 600.0  # that collectives wait longer than it, to dump stacks and report
+_alarm: Alarm | None = None  # global, as torch's default group is
+# Collectives time out this much later than the watchdog, which must still dump stacks and report.
+_BEYOND_THE_WATCHDOG_S = 600.0
 
 
 def set_environment(world: World) -> None:
-    """Set what torch and DeepSpeed read from the environment, whichever launcher started `world`:
-    who is who, where the ranks meet, and how many threads each has.
+    """Set the environment variables that torch and DeepSpeed read, for any launcher of `world`:
+    rank, rendezvous address and number of threads.
 
-    Raises ConfigError on rank 0 if the port at which they would meet is taken.
+    Raises ConfigError on rank 0 if the rendezvous port is taken.
     """
     address, port = "127.0.0.1", 29500
     if world.world_size == 1:
@@ -45,8 +46,8 @@ def set_environment(world: World) -> None:
         port = slurm_port()
         if world.rank == 0 and "MASTER_PORT" not in os.environ and not is_free(port):
             raise ConfigError(
-                f"port {port} of {socket.gethostname()}, where the ranks would meet, is taken: "
-                "start again (another srun has another port), or set MASTER_PORT to a free one"
+                f"the rendezvous port {port} of {socket.gethostname()} is taken: start again "
+                "(each srun uses another port), or set MASTER_PORT to a free port"
             )
     os.environ.setdefault("MASTER_ADDR", address)
     os.environ.setdefault("MASTER_PORT", str(port))
@@ -54,50 +55,51 @@ def set_environment(world: World) -> None:
     os.environ["WORLD_SIZE"] = str(world.world_size)
     os.environ["LOCAL_RANK"] = str(world.local_rank)
     if world.accelerator == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for devices, and talks
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for devices and logs it
         # Without it DeepSpeed runs `numactl` at each reduction of ZeRO 3 (CPU_Accelerator).
         os.environ["LOCAL_SIZE"] = str(world.local_world_size)
         if "OMP_NUM_THREADS" not in os.environ:
-            # Ranks that share a machine share its cores; torch would give all cores to each.
+            # The ranks of a machine share its cores; torch would give every rank all of them.
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(max(1, cores // world.local_world_size))
 
 
 def own_device(world: World) -> torch.device:
-    """The device that this process computes on, made torch's current one.
+    """Return the device of this process, after making it torch's current device.
 
-    Raises ConfigError where there should be a GPU, but is none.
+    Raises ConfigError if a GPU is expected but torch sees none.
     """
     if world.accelerator == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
         raise ConfigError(
-            "the driver is here, but torch sees no GPU: look at nvidia-smi, CUDA_VISIBLE_DEVICES "
-            "and torch's CUDA version, or set DS_ACCELERATOR=cpu"
+            "the NVIDIA driver is loaded, but torch sees no GPU: check nvidia-smi, "
+            "CUDA_VISIBLE_DEVICES and torch's CUDA version, or set DS_ACCELERATOR=cpu"
         )
-    index = world.local_rank % count  # srun may show each task its GPU alone
+    index = world.local_rank % count  # srun may show each task only its own GPU
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def share_cores(world: World) -> int:
-    """Step on the host with this rank's share of the cores that it may use; returns the threads.
+    """Give CPU optimizer steps this rank's share of the available cores; return the thread count.
 
-    Collective. torchrun gives a rank one thread and `deepspeed` all cores of the node to each, and
-    an optimizer on the host is that much slower. OMP_NUM_THREADS above 1 is the user's choice.
+    Collective. torchrun gives each rank one thread and `deepspeed` gives each all cores of the
+    node; both slow a CPU optimizer down. OMP_NUM_THREADS above 1 is kept as the user's choice.
     """
     cores = meeting.gathered((socket.gethostname(), os.sched_getaffinity(0)))
     threads = meeting.told(threads_for(cores))
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(threads[world.rank])  # OpenMP's, so DeepSpeed's, too
+        torch.set_num_threads(threads[world.rank])  # sets OpenMP's, which DeepSpeed uses, too
     return torch.get_num_threads()
 
 
 def threads_for(cores: Sequence[tuple[str, set[int]]]) -> list[int]:
-    """Return the threads of each rank: its cores over the ranks that may use one of them as well.
+    """Return the thread count of each rank: its cores divided by the number of ranks that share any
+    of them.
 
-    `cores`: of every rank, its host and the cores that it is bound to there.
+    `cores`: for every rank, its host and the cores that it is bound to there.
     """
     on_host = defaultdict[str, list[set[int]]](list)
     for host, own in cores:
@@ -108,19 +110,19 @@ def threads_for(cores: Sequence[tuple[str, set[int]]]) -> list[int]:
 
 
 def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
-    """Join this process to the others of `world`; returns the device that it computes on.
+    """Join this process to the process group of `world`; return its device. Collective.
 
-    Works under any launcher: what DeepSpeed reads from the environment is set from `world`.
-    `hang_first_s` as in guard.hang_first_s: collectives wait longer than that for a rank, so that
-    the watchdog judges it and not NCCL, which aborts without a report.
+    Works with any launcher: DeepSpeed's environment variables are set from `world`. `hang_first_s`
+    is guard.hang_first_s: collectives time out later than that, so that the watchdog detects a hang
+    before NCCL, which aborts without a report.
     """
     set_environment(world)
-    # Before the group is joined: DeepSpeed binds NCCL to LOCAL_RANK, and a rank that sees its own
-    # GPU alone has that GPU as number 0.
+    # Set before joining: DeepSpeed binds NCCL to LOCAL_RANK, and a rank that sees only its own GPU
+    # sees it as number 0.
     device = own_device(world)
     if device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)
-    # The collectives DeepSpeed calls were renamed in torch 2.13; one line per process says so.
+    # torch 2.13 renamed the collectives that DeepSpeed calls, and warns once per process.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     _find_own_ninja()
     import deepspeed
@@ -143,15 +145,15 @@ def _say(text: str) -> None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of Slurm's compressed list: "gpu[07-09,12],cpu1" -> "gpu07"."""
+    """Return the first host of Slurm's compressed list: "gpu[07-09,12],cpu1" -> "gpu07"."""
     match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodelist)
     return match[1] + (match[2] or "") if match else ""
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str | None:
-    """Return the address of rank 0: its host's name, or srun's own address if that is unknown.
+    """Return the address of rank 0: its host name, or srun's address if the name does not resolve.
 
-    srun of a batch script runs on the first node, which is rank 0's.
+    srun in a batch script runs on the first node, which has rank 0.
     """
     host = first_host(environ.get("SLURM_STEP_NODELIST", ""))
     try:
@@ -162,7 +164,7 @@ def _slurm_address(environ: Mapping[str, str]) -> str | None:
 
 
 def raise_together(problem: str | None) -> None:
-    """Raise ConfigError on all ranks where one of them has a problem. Collective."""
+    """Raise ConfigError on all ranks if any of them has a problem. Collective."""
     if first := problem_of_any(problem):
         raise ConfigError(first)
 
@@ -173,7 +175,7 @@ def problem_of_any(problem: str | None) -> str | None:
 
 
 def leave() -> None:
-    """Leave the process group, as all ranks do when all is well."""
+    """Leave the process group, as all ranks do after a normal end."""
     if _alarm is not None:
         _alarm.close()
     if torch.distributed.is_initialized():
@@ -182,12 +184,13 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def ending_together(refusal: str = "cannot go on") -> Iterator[None]:
-    """Leave the process group at the end; a failure of this rank ends all ranks at once instead.
+    """Return a context that leaves the process group at its end; a failure of this rank ends all
+    ranks at once instead.
 
-    A rank that failed prints its traceback (`refusal` and the problems of a ConfigError), tells the
-    others its exit code and never destroys its group: NCCL waits there for kernels in which the
-    other ranks still wait for this one. RunStopped is raised by all ranks together, which leave.
-    Before `join` an exception is nobody else's.
+    A failing rank prints its traceback (for a ConfigError, `refusal` and its problems), broadcasts
+    its exit code and never destroys its group: NCCL would wait there for kernels in which the other
+    ranks wait for this one. RunStopped is raised by all ranks together, and they leave normally.
+    Before `join`, an exception concerns this process only.
     """
     try:
         yield
@@ -202,28 +205,28 @@ def ending_together(refusal: str = "cannot go on") -> Iterator[None]:
 
 
 def alarm() -> Alarm:
-    """The alarm of the group that this process has joined."""
+    """Return the alarm of the process group that this process has joined."""
     assert _alarm is not None, "join comes first"
     return _alarm
 
 
 def _end(error: BaseException, refusal: str) -> NoReturn:
-    """End all ranks with what this one has met."""
+    """End all ranks with this rank's failure."""
     rank, code, text = torch.distributed.get_rank(), 1, f"{type(error).__name__}: {error}"
     if isinstance(error, ConfigError):
         code, text = error.code, str(error)
     elif is_full_disk(error):
         code, text = ExitCode.CANNOT_SAVE, f"cannot save: {error}{_place_of(error)}"
-    mine = Failure(rank, int(code), text, alarm().place)
+    failure = Failure(rank, int(code), text, alarm().place)
 
     def report(first: Failure) -> None:
-        """Print this rank's failure, as a traceback only where nobody else failed before."""
-        if isinstance(error, ConfigError):  # mostly every rank's
-            if first is mine or first.message != text:
+        """Print this rank's failure, with a traceback only if no other rank failed first."""
+        if isinstance(error, ConfigError):  # usually raised on every rank
+            if first is failure or first.message != text:
                 say(f"{refusal}: {error}", sys.stderr)
-        elif first is not mine:  # mostly the echo of a connection that ended with the other rank
+        elif first is not failure:  # usually just the lost connection to the rank that failed first
             print(
-                f"rank {rank}{alarm().place} ends: {first}\nand here: {text}",
+                f"rank {rank}{alarm().place} ends: {first}\nits own error: {text}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -232,11 +235,11 @@ def _end(error: BaseException, refusal: str) -> NoReturn:
         else:
             traceback.print_exception(error)
 
-    alarm().end(mine, report)
+    alarm().end(failure, report)
 
 
 def _place_of(error: BaseException) -> str:
-    """The line of ours that was writing, where the message names no file."""
+    """Return the line of the library that was writing, unless the message names a file."""
     if isinstance(error, CannotSave) or getattr(error, "filename", None):
         return ""
     stack = traceback.extract_tb(error.__traceback__)
@@ -254,7 +257,7 @@ def _listen(world: World) -> None:
 
 
 def _leave_or_end() -> None:
-    """At the end of the interpreter, which would end gloo's threads in the middle of their work."""
+    """Leave the group at interpreter exit, which would stop gloo's threads while they work."""
     if hasattr(sys, "last_value"):  # an uncaught exception, already printed
         exit_now(1)
     leave()
@@ -263,8 +266,8 @@ def _leave_or_end() -> None:
 def _find_own_ninja() -> None:
     """Put the ninja installed for this interpreter first on PATH, where torch looks for it.
 
-    The environment need not be activated. And ninja builds everything again, for minutes, when
-    another version of it wrote the log of a folder: always the same one must be found.
+    The virtual environment may not be activated. Also, ninja rebuilds everything, which takes
+    minutes, if another version of it wrote a folder's log, so the same one must always be found.
     """
     if folder := ninja_folder():
         os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])

@@ -1,7 +1,7 @@
-"""The weights of model.init_from, as transformers reads them: at once, or piece by piece.
+"""Reads the weights of model.init_from with transformers, all at once or layer by layer.
 
-Piece by piece also where they become others as they are read: quantized ones are dequantized, and a
-vocabulary gets rows for new tokens.
+They are read layer by layer if they change on reading, too: quantized weights are dequantized, and
+a vocabulary gets rows for new tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ Event = dict[str, Any]
 
 
 def check_files(plan: Plan, empty: PreTrainedModel) -> None:
-    """Raise ConfigError on all ranks for what one of them finds in the files of model.init_from.
+    """Raise ConfigError on all ranks for problems that any rank finds in the files of
+    model.init_from.
 
-    Before anything is read: under ZeRO-3 ranks talk to each other while they read. The plan has
-    looked, too; but these are the files that are opened next.
+    Called before anything is read, because under ZeRO-3 reading is collective. The plan checks the
+    files too, but these are the ones that are opened next.
     """
     source = plan.config.model.init_from
     assert source is not None
@@ -40,8 +41,8 @@ def check_files(plan: Plan, empty: PreTrainedModel) -> None:
 
 
 def config_of_files(plan: Plan, empty: PreTrainedModel) -> PretrainedConfig | None:
-    """Return the config by which the files of model.init_from are read, if they hold another
-    model than `empty`: of quantized weights, or of fewer rows of the vocabulary.
+    """Return the config for reading the files of model.init_from if it differs from that of
+    `empty`: weights are quantized, or the vocabulary has fewer rows.
     """
     quantization, rows = plan.stored.get("quantization_config"), plan.stored.get("vocab_size")
     if not (isinstance(rows, int) and rows < plan.model_config.get("vocab_size", rows)):
@@ -54,7 +55,7 @@ def config_of_files(plan: Plan, empty: PreTrainedModel) -> PretrainedConfig | No
     if rows is not None:
         config.vocab_size = rows
         if (getattr(config, "pad_token_id", None) or 0) >= rows:
-            config.pad_token_id = None  # it has no row there
+            config.pad_token_id = None  # beyond the vocabulary
     return config
 
 
@@ -65,13 +66,13 @@ def read_weights(
     trust_remote_code: bool,
     config: PretrainedConfig | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`model_class` with the weights of model.init_from, and transformers' report on them.
-    `config`: that of the files, where they hold another model than `empty`.
+    """Return a `model_class` with the weights of model.init_from, and transformers' loading report.
+    `config`: from `config_of_files`, if the files differ from `empty`.
 
-    Raises ConfigError where they cannot be read or have other shapes.
+    Raises ConfigError if the weights cannot be read or have other shapes.
     """
     source = plan.config.model.init_from
-    if plan.world.rank:  # every rank reads; one bar shows it
+    if plan.world.rank:  # every rank reads; one progress bar is enough
         logging.disable_progress_bar()
     try:
         model, report = model_class.from_pretrained(
@@ -84,16 +85,16 @@ def read_weights(
             output_loading_info=True,
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        # RuntimeError: shapes that differ.
+        # RuntimeError: mismatched shapes.
         raise ConfigError(
             f"model.init_from={source}, for model.name={plan.config.model.name}: {error}"
         ) from error
-    empty.generation_config = model.generation_config  # stages have `empty` for the whole model
+    empty.generation_config = model.generation_config  # pipeline stages export `empty`
     return model, report
 
 
 def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) -> list[Event]:
-    """An event for weights that nobody needs. Raises ConfigError for weights that are not there."""
+    """Return an event for unused weights, if any. Raises ConfigError for missing weights."""
     source = plan.config.model.init_from
     missing_names, unused = sorted(missing), sorted(unexpected)
     if missing_names:
@@ -101,15 +102,15 @@ def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) 
         raise ConfigError(f"model.init_from={source} has no weights for {names}")
     if not unused:
         return []
-    message = f"{source} also holds weights that the model lacks: {', '.join(unused[:5])}"
+    message = f"{source} has weights that the model does not use: {', '.join(unused[:5])}"
     return [{"kind": "unused_weights", "message": message, "names": unused}]
 
 
 def reduced_class(
     whole: type[PreTrainedModel], reduce: Callable[[PreTrainedModel], None]
 ) -> type[PreTrainedModel]:
-    """Return the same class with fewer parameters, which `reduce` leaves of a model: transformers
-    then reads only these.
+    """Return a subclass whose models `reduce` strips of some parameters, so that transformers reads
+    only the remaining ones.
     """
 
     class Reduced(whole):  # type: ignore[misc, valid-type]
@@ -119,24 +120,24 @@ def reduced_class(
             self.all_tied_weights_keys: dict[str, str] = {}
 
     Reduced.__name__ = whole.__name__
-    Reduced.__module__ = whole.__module__  # where the balancing loss is looked for
+    Reduced.__module__ = whole.__module__  # where the balancing loss is looked up
     return Reduced
 
 
 def used_elsewhere(empty: PreTrainedModel) -> set[str]:
-    """Return the names under which files may have what a reduced model leaves out."""
+    """Return the names under which files may contain weights that a reduced model lacks."""
     names = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
     names |= {name for name, _ in empty.named_buffers()}
-    # A checkpoint of the model without its head lacks the prefix.
+    # Weights of the model without its head lack the prefix.
     return names | {name.removeprefix(f"{empty.base_model_prefix}.") for name in names}
 
 
 class PieceReader:
-    """Reads the weights of one piece, and its saved buffers, from the files of model.init_from;
-    rows that they lack are the mean of those that they have.
+    """Reads the weights and saved buffers of one piece of a model from the files of
+    model.init_from. Missing rows of the vocabulary are set to the mean of the existing ones.
 
-    `copies`: names of weights that are not in the files; they are zeros. The pieces are those of
-    `empty` or of a part of it: names are the same.
+    `copies`: names of weights that the files do not contain; they become zeros. Pieces may be those
+    of `empty` or of a stage of it, because the names are the same.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class PieceReader:
     def __call__(self, piece: Piece) -> dict[str, torch.Tensor]:
         """Return tensors by qualified name, on the CPU.
 
-        Raises ConfigError where the files lack a weight, or have it in another shape.
+        Raises ConfigError if the files lack a weight or have it in another shape.
         """
         if {name for name, *_ in piece.parameters()} <= {*self._copies}:
             return {name: torch.zeros(p.shape) for name, _, _, p in piece.parameters()}
@@ -169,12 +170,12 @@ class PieceReader:
         return {name: with_rows(t, rows.get(name)) for name, t in read.items()}
 
     def events(self) -> list[Event]:
-        """Return an event for weights in the files that no piece needs."""
+        """Return an event for weights that no piece uses, if any."""
         return check_report(self._plan, (), self._unexpected)
 
 
 def _leave_only(model: PreTrainedModel, name: str) -> None:
-    """Leave nothing of a model but the piece of this name."""
+    """Remove everything from a model but the piece of this name."""
     _, layers = decoder_layers(model)
     for piece in list(pieces(model)):
         if piece.name == name:

@@ -1,6 +1,7 @@
-"""Decides that a step is skipped: its gradients then change neither weights nor moments.
+"""Skips steps: a skipped step's gradients change neither weights nor moments.
 
-DeepSpeed skips steps whose gradients are not finite; the rest is decided here, alike on all ranks.
+DeepSpeed skips steps with gradients that are not finite; other reasons are decided here, alike on
+all ranks.
 """
 
 from __future__ import annotations
@@ -17,37 +18,37 @@ from harness.engine.deepspeed_0_19 import gradients
 from harness.errors import ExitCode, RunStopped
 
 
-def poisoned(share: torch.Tensor) -> torch.Tensor:
-    """The same loss; where it is not finite, its gradients are not either, so that the step is
-    skipped. The host need not know.
+def propagate_nonfinite(share: torch.Tensor) -> torch.Tensor:
+    """Return the same loss, but with gradients that are not finite if the loss is not finite, so
+    that the step is skipped without waiting for the host.
     """
     return share * (1 + 0 * share.detach())
 
 
-def is_unwanted(
+def must_skip(
     targets: int, loss_share: torch.Tensor, norm: torch.Tensor, is_spike: Judge | None
 ) -> bool:
-    """Return whether a step is skipped although its gradients may be finite.
+    """Return True if a step must be skipped although its gradients may be finite.
 
-    Without a target there is no loss: weights would decay, moments fade, and routers learn from the
-    balancing loss alone.
+    Without target tokens there is no loss, but weights would decay, moments fade, and routers learn
+    from the balancing loss alone.
     """
     return not targets or (is_spike is not None and is_spike(loss_share, norm))
 
 
-def is_spoiled(engine: Any, norm: float | torch.Tensor) -> bool:
-    """Return whether the engine's optimizer would take a step that is not finite.
+def has_nonfinite_grads(engine: Any, norm: float | torch.Tensor) -> bool:
+    """Return True if the engine's optimizer would apply a step that is not finite.
 
-    The host waits for `norm` there: applied, NaN would be in every weight. The other optimizers of
-    DeepSpeed read their norm themselves.
+    Only for ZeRO-0 in fp32, whose step would put NaN into every weight: there the host waits for
+    `norm`. DeepSpeed's other optimizers check their norm themselves.
     """
     return gradients.keeps_no_grad_norm(engine) and not math.isfinite(norm)
 
 
 def step_or_skip(engine: Any, step: Callable[[], None], skips: bool) -> None:
-    """Call `step`, which changes nothing but the engine's counts if it `skips`.
+    """Call `step`; if `skips`, it changes only the engine's counters.
 
-    Raises RunStopped (diverged) when fp16's loss scale cannot fall any further.
+    Raises RunStopped (diverged) if fp16's loss scale is already at its minimum.
     """
     try:
         with gradients.discarding(engine) if skips else contextlib.nullcontext():
@@ -56,16 +57,16 @@ def step_or_skip(engine: Any, step: Callable[[], None], skips: bool) -> None:
         if not gradients.is_minimum_loss_scale(error):
             raise
         with gradients.discarding(engine):
-            step()  # which was left half done
+            step()  # complete the interrupted step
         raise RunStopped(ExitCode.DIVERGED, _diagnosis(engine)) from error
     finally:
         gradients.drop_skipped_gradients(engine)
 
 
 def _diagnosis(engine: Any) -> str:
-    least = engine.config["fp16"].get("min_loss_scale", 1)
+    minimum = engine.config["fp16"].get("min_loss_scale", 1)
     return (
-        f"the fp16 loss scale fell to its minimum ({least}) and the gradients still overflow: "
+        f"the fp16 loss scale fell to its minimum ({minimum}) and the gradients still overflow: "
         f"{engine.skipped_steps} steps were skipped. The model has diverged: lower optim.lr or "
         "raise optim.warmup_steps, or train in bf16"
     )

@@ -1,4 +1,4 @@
-"""One pipeline stage of the model that a plan names, and the same model without stages."""
+"""Builds this rank's pipeline stage of the plan's model; computes the same model without stages."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def build_stage(
     blank: bool,
     cut: Cut | None,
 ) -> tuple[Stage, Tied, list[dict[str, Any]]]:
-    """This rank's stage on `device`, what it has in common with another, and events; its weights
-    are zeros where it is to be `blank`. `cut`: makes its parts of weights.
+    """Return this rank's stage on `device`, its tied weights, and events. With `blank`, weights are
+    zeros. `cut` makes this rank's slices of weights. Collective.
 
-    Nothing of the other stages is ever drawn or read. Raises ConfigError for a model that cannot be
-    cut into stages, naming what it lacks, and as `build_whole` does.
+    Weights of other stages are never initialised or read. Raises ConfigError for a model that
+    cannot be split into stages, naming what it lacks, and as `build_whole` does.
     """
     where = f"pipeline.stages={plan.grid.pipeline}, model.name={plan.config.model.name}"
     try:
         flow = trace_flow(empty)
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}; ZeRO 3 needs no stages") from error
+        raise ConfigError(f"{where}: {error}; use ZeRO 3 instead of stages") from error
     if plan.config.model.init_from is not None and not blank:
         check_files(plan, empty)
     built, problem = None, None
@@ -66,7 +66,7 @@ def build_stage(
         problem = str(error)
     except ValueError as error:
         problem = f"{where}: {error}"
-    raise_together(problem)  # a stage may lack what another has
+    raise_together(problem)  # may concern one stage only
     assert built is not None
     stage, events = built
     return stage, _tied(plan, stage.model, flow), events
@@ -115,12 +115,14 @@ def _built(
 
 
 def _copies(flow: Flow) -> set[str]:
-    """Return the names of tied weights' copies, which are in no file; they are sent."""
+    """Return the names of the copies of tied weights, which are in no file but sent over."""
     return {name for _, name in flow.tied}
 
 
 def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
-    """Weights of this stage that the pipeline's other end holds too, with the group of both."""
+    """Return the weights of this stage that the pipeline's other end also holds, with the group of
+    both ranks. Collective.
+    """
     tied: Tied = []
     for names in flow.tied:
         for column in plan.grid.groups("pipeline"):
@@ -129,7 +131,7 @@ def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
             if plan.world.rank in ends:
                 name = names[ends.index(plan.world.rank)]
                 weight: Any = model.get_parameter(name)
-                weight.tied_to = names[0]  # under which checkpoints have it
+                weight.tied_to = names[0]  # its name in checkpoints
                 tied.append((weight, group))
     return tied
 
@@ -142,10 +144,10 @@ def unsplit_loss_and_norm(
     targets: int,
     loss_scale: float,
 ) -> tuple[float, float | None]:
-    """Loss in nats and gradient norm of a global batch before the first step, without randomness;
-    None is the norm of a model whose training steps are random.
+    """Return the loss in nats and the gradient norm of a global batch before the first step,
+    without randomness. The norm is None for a model whose training steps are random.
 
-    Layers are recomputed and gradients summed in fp32: it takes about `bytes_needed` bytes.
+    Layers are recomputed and gradients summed in fp32: this takes about `bytes_needed` bytes.
     """
     reads = plan.config.model.init_from is not None
     if not reads or config_of_files(plan, empty) is not None:
@@ -168,7 +170,7 @@ def unsplit_loss_and_norm(
     for batch in batches:
         keywords = batch.keywords(plan.config.model.attention, device)
         smoothing = plan.config.train.label_smoothing
-        if smoothing or not compares_norm:  # the loss that is compared is an evaluation's
+        if smoothing or not compares_norm:  # the loss is compared with that of an evaluation
             with torch.no_grad():
                 token_loss, _ = forward(model, *batch.on(device), keywords=keywords)
             loss += token_loss / max(targets, 1)
@@ -187,7 +189,7 @@ def unsplit_loss_and_norm(
             parameter.grad = None
     if not compares_norm:
         return float(loss), None
-    # In fp64 as DeepSpeed's: on CPUs torch's own norm of a large fp32 tensor is off by 2e-5.
+    # In fp64, as in DeepSpeed: on CPUs torch's norm of a large fp32 tensor is off by 2e-5.
     norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in sums.values()]
     return float(loss), float(torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -205,8 +207,8 @@ def is_random(model: nn.Module) -> bool:
 
 
 def bytes_needed(plan: Plan, empty: PreTrainedModel) -> int:
-    """Weights, gradients and their fp32 sums; each layer's input, one layer at work (some 32 hidden
-    states), and the logits as the loss needs them (docs/memory.md).
+    """Return the bytes of weights, gradients and their fp32 sums; each layer's input and the peak
+    of one layer (about 32 hidden states); and the logits as the loss needs them (docs/memory.md).
     """
     states = sum(p.numel() * (2 * p.element_size() + 4) for p in trained(empty))
     embedding = empty.get_input_embeddings().get_parameter("weight")
@@ -217,5 +219,5 @@ def bytes_needed(plan: Plan, empty: PreTrainedModel) -> int:
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that get a gradient."""
+    """Return the parameters that get a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

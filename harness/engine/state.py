@@ -1,7 +1,7 @@
-"""The fragments of each parameter that DeepSpeed's optimizers hold on this rank; and back again.
+"""Converts the states of DeepSpeed's optimizers to fragments of parameters and back.
 
-Each of DeepSpeed's wrappers flattens groups of parameters and gives the optimizer one flat fp32
-tensor per group; tests/proofs/test_checkpoints.py holds it to a round trip between all of them.
+Each of DeepSpeed's wrappers flattens groups of parameters and passes one flat fp32 tensor per group
+to the optimizer; tests/proofs/test_checkpoints.py tests round trips between all of them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from harness.checkpoint.index import BUFFER, WEIGHT, Fragment
 from harness.engine import eight_bit, swap
 from harness.engine.api import Fill, Kinds, Scalars
 from harness.engine.deepspeed_0_19 import gradients, internals
-from harness.engine.fragments import is_copy, is_given, part_of
+from harness.engine.fragments import is_copy, is_frozen_base, part_of
 from harness.layout.box import Part
 from harness.layout.grid import Share
 
 _STEP = "step"
-# Adafactor's means over rows and columns, and the dimension that they are taken over.
+# Adafactor's means, and the dimension over which each is taken.
 _MEANS = {"row_var": -1, "col_var": -2}
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a fragment, `flat[start : start + numel]`; `flat` is a key of the state."""
+    """The location of a fragment, `flat[start : start + numel]`; `flat` is a key of the optimizer
+    state.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -36,25 +38,25 @@ class Place:
     flat: torch.Tensor
     start: int
     numel: int
-    replicated: bool  # on all data ranks alike
+    replicated: bool  # equal on all data-parallel ranks
 
     @property
     def part(self) -> Part:
-        """The part of the whole model's parameter; `offset` counts its elements."""
+        """The slice of the full parameter; `offset` counts elements of the slice."""
         return part_of(self.parameter)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fragment of `flat`, or of a state of the same shape."""
+        """Return the fragment of `flat`, or of a state of the same shape."""
         return tensor.detach().view(-1).narrow(0, self.start, self.numel)
 
 
 def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
-    """Return the fragments that this rank saves: together the ranks hold every element once."""
+    """Return the fragments that this rank saves; the ranks together hold every element once."""
     fragments_here = []
     place_among = share.ranks("replicas").index(share.rank)
     flats, states = _held(engine)
     for place in pieces(engine, module, flats):
-        if is_copy(place.parameter) or is_given(place.parameter):
+        if is_copy(place.parameter) or is_frozen_base(place.parameter):
             continue  # another rank saves it, or none
         state = states.get(place.flat, {})
         moments = {k: place.view(v) for k, v in state.items() if _is_per_element(k, v, place.flat)}
@@ -64,7 +66,7 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
             place.offset,
             {WEIGHT: place.view(place.flat), **moments},
         )
-        fragments_here += _dealt_out(fragment, place, share)
+        fragments_here += _split_among_replicas(fragment, place, share)
         if place_among == 0:
             means = {key: state[key] for key in _MEANS if key in state}
             fragments_here += [
@@ -80,18 +82,18 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
 
 
 def weights(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
-    """Return the fragments of weights, without states. Not for those on NVMe."""
-    weights_here = []
+    """Return the fragments of the weights, without optimizer state. Not for states on NVMe."""
+    stored_weights = []
     for place in pieces(engine, module):
-        if not is_copy(place.parameter) and not is_given(place.parameter):
+        if not is_copy(place.parameter) and not is_frozen_base(place.parameter):
             own = Fragment(place.name, place.part, place.offset, {WEIGHT: place.view(place.flat)})
-            weights_here += _dealt_out(own, place, share)
-    return weights_here
+            stored_weights += _split_among_replicas(own, place, share)
+    return stored_weights
 
 
-def _dealt_out(whole: Fragment, place: Place, share: Share) -> list[Fragment]:
-    """Return this rank's part of a fragment, if it has one: what all replicas hold alike is dealt
-    out among them.
+def _split_among_replicas(whole: Fragment, place: Place, share: Share) -> list[Fragment]:
+    """Return this rank's share of a fragment, if any: replicated elements are split among
+    replicas.
     """
     if not place.replicated:
         return [whole]
@@ -102,10 +104,11 @@ def _dealt_out(whole: Fragment, place: Place, share: Share) -> list[Fragment]:
 
 @torch.no_grad()
 def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
-    """Fill everything that `fragments` names, whoever saved it; `refresh_weights` is to follow.
+    """Fill everything that `fragments` returns, whatever layout saved it; `refresh_weights` must
+    follow.
 
-    States that the optimizer has not made yet are made; those that did not exist yet at the save
-    are zeros. Not collective: `fill` may raise on one rank alone.
+    Creates optimizer states that do not exist yet; states that were not saved become zeros. Not
+    collective: `fill` may raise on one rank only.
     """
     inner = internals.inner_optimizer(engine)
     if internals.is_swapped(engine.optimizer):
@@ -113,12 +116,12 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
         swap.make_states(engine.optimizer, kinds(next(trained)))
     flats, states = _held(engine)
     for place in pieces(engine, module, flats):
-        if is_given(place.parameter):
+        if is_frozen_base(place.parameter):
             continue
         name = getattr(place.parameter, "tied_to", place.name)
         fill(name, WEIGHT, place.offset, place.view(place.flat), place.part)
         if place.parameter.requires_grad:
-            wanted = kinds(name)  # none for a weight that never had a gradient
+            wanted = kinds(name)  # empty for a weight that never had a gradient
             for kind, moment in states.get(place.flat, {}).items():
                 if kind not in wanted and _is_per_element(kind, moment, place.flat):
                     place.view(moment).zero_()
@@ -144,7 +147,9 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
 
 
 def scalars(engine: Any) -> Scalars:
-    """Counters, loss scaling and the optimizer's steps: plain numbers, the same on all ranks."""
+    """Return counters, loss scaling and the optimizer's step count: plain numbers, equal on all
+    ranks.
+    """
     inner = internals.inner_optimizer(engine)
     counts = [state[_STEP] for state in inner.state.values() if _STEP in state]
     return {
@@ -155,7 +160,7 @@ def scalars(engine: Any) -> Scalars:
 
 
 def restore_scalars(engine: Any, saved: Scalars) -> None:
-    """Set what `scalars` gave; after `restore`."""
+    """Restore the values returned by `scalars`; call it after `restore`."""
     inner = internals.inner_optimizer(engine)
     internals.write_counters(engine, saved["counters"])
     internals.write_loss_scaling(engine, saved["loss_scaling"])
@@ -164,9 +169,10 @@ def restore_scalars(engine: Any, saved: Scalars) -> None:
 
 
 def set_steps(inner: torch.optim.Optimizer, count: float | None) -> None:
-    """Set the steps that an optimizer has taken; None: none was saved before the first one.
+    """Set the number of steps that an optimizer has taken; None if no step had been taken at the
+    save.
 
-    torch's optimizers count in tensors, fused ones on the device; DeepSpeed's in integers.
+    torch's optimizers count in tensors, fused ones on the device; DeepSpeed's count in integers.
     """
     in_tensors = isinstance(inner, torch.optim.Adam | torch.optim.Adafactor)
     fused = bool(inner.defaults.get("fused"))
@@ -183,9 +189,9 @@ def set_steps(inner: torch.optim.Optimizer, count: float | None) -> None:
 def pieces(
     engine: Any, module: nn.Module, flats: list[torch.Tensor] | None = None
 ) -> Iterator[Place]:
-    """Yield the place of this rank's piece of each parameter, in the module's order; tied once.
+    """Yield the location of this rank's piece of each parameter, in module order; tied ones once.
 
-    `flats`: under ZeRO-3, in the place of the optimizer's own.
+    `flats` replaces the optimizer's own flat tensors under ZeRO-3.
     """
     optimizer = engine.optimizer
     for name, p in module.named_parameters():
@@ -202,8 +208,8 @@ def pieces(
 
 
 def flat_of(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
-    """The flat tensor that the optimizer is given for a parameter's group, whoever has the
-    parameter's elements: all ranks have one of each group.
+    """Return the flat tensor that the optimizer steps for a parameter's group, even if this rank
+    holds no element of the parameter: every rank has one flat tensor per group.
     """
     optimizer = engine.optimizer
     if internals.is_partitioned(parameter):
@@ -217,7 +223,7 @@ def flat_of(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
 
 @torch.no_grad()
 def refresh_weights(engine: Any) -> None:
-    """The weights that the model computes with, from the master weights just read; collective."""
+    """Update the weights used for computing from the restored master weights. Collective."""
     optimizer = engine.optimizer
     if not internals.is_zero3(optimizer):
         internals.refresh_linked(optimizer)
@@ -237,7 +243,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _held(engine: Any) -> tuple[list[torch.Tensor] | None, Any]:
-    """Return the flat weights and the states per element: of files, if states are on NVMe."""
+    """Return the flat weights and the states per element; mapped from files if they are on NVMe."""
     if not internals.is_swapped(engine.optimizer):
         return None, _per_element(engine)
     flats = swap.flats(engine.optimizer)
@@ -245,8 +251,8 @@ def _held(engine: Any) -> tuple[list[torch.Tensor] | None, Any]:
 
 
 def _per_element(engine: Any) -> Any:
-    """The optimizer's states by flat tensor, a value for every element; where it keeps them so,
-    its own.
+    """Return the optimizer's states by flat tensor, with a value for every element; the optimizer's
+    own states if they already have that form.
     """
     inner = internals.inner_optimizer(engine)
     if not eight_bit.is_eight_bit(inner):

@@ -1,7 +1,8 @@
-"""Optimizer states that ZeRO-3 keeps in files on NVMe: the files, as tensors.
+"""Optimizer states that ZeRO-3 keeps in files on NVMe, as memory-mapped tensors.
 
-Between two steps a file holds what is to be saved, element by element: it is mapped, and read and
-written in place. DeepSpeed writes and reads it past the page cache; the kernel keeps both equal.
+Between steps, a file contains the states to be saved, element by element; it is mapped, and read
+and written in place. DeepSpeed's direct I/O bypasses the page cache; the kernel keeps both
+coherent.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _SECTION = "offload_optimizer"
 
 
 def own_folder(config: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the JSON with a folder of this process in the place of nvme_path, and the event that
-    says so; the same JSON and no event if nothing is offloaded to NVMe.
+    """Return the JSON with a folder of this process as nvme_path, and the event that reports it;
+    the same JSON and no event if nothing is offloaded to NVMe.
 
-    DeepSpeed names files by rank alone: two runs on a node would write into each other's.
+    DeepSpeed names files by rank only, so two runs on a node would overwrite each other's.
     """
     section = config["zero_optimization"].get(_SECTION) or {}
     if section.get("device") != "nvme":
@@ -39,13 +40,13 @@ def own_folder(config: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
 
 
 def remove_files(engine: Any) -> None:
-    """Give the room on the drive back, once the engine is done."""
+    """Delete the files once the engine is no longer used."""
     if internals.is_swapped(engine.optimizer):
         shutil.rmtree(engine.zero_offload_optimizer().nvme_path, ignore_errors=True)
 
 
 def make_states(optimizer: Any, kinds: Collection[str]) -> None:
-    """Files of zeros for states that the optimizer makes in its first step."""
+    """Create files of zeros for states that the optimizer would create in its first step."""
     for group, flat in enumerate(internals.zero3_flats(optimizer)):
         has_states = len(optimizer.optimizer.state[flat]) > 1
         if kinds and not has_states and internals.is_group_swapped(optimizer, group):
@@ -54,7 +55,7 @@ def make_states(optimizer: Any, kinds: Collection[str]) -> None:
 
 
 def flats(optimizer: Any) -> list[torch.Tensor]:
-    """The flat master weights of every sub-group, mapped where they are in a file."""
+    """Return the flat master weights of every sub-group, mapped if they are in a file."""
     return [
         _mapped(optimizer, group, flat) if internals.is_group_swapped(optimizer, group) else flat
         for group, flat in enumerate(internals.zero3_flats(optimizer))
@@ -62,7 +63,7 @@ def flats(optimizer: Any) -> list[torch.Tensor]:
 
 
 def states(optimizer: Any, mapped: list[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
-    """The optimizer's states by the tensors that `flats` gave."""
+    """Return the optimizer's states by the tensors that `flats` returned."""
     by_flat = {}
     for group, (flat, key) in enumerate(zip(internals.zero3_flats(optimizer), mapped, strict=True)):
         state = optimizer.optimizer.state[flat]
@@ -86,7 +87,7 @@ def flush(mapped: list[torch.Tensor], optimizer: Any) -> None:
 
 
 def _mapped(optimizer: Any, group: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The file of a sub-group's master weights or one of their states."""
+    """Return the mapped file of a sub-group's master weights or of one of their states."""
     flat = internals.zero3_flats(optimizer)[group]
     files = internals.swapped_tensors(optimizer, flat)
     path = next(path for swapped, path in files if swapped is tensor)

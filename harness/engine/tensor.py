@@ -1,7 +1,7 @@
-"""Tensor parallelism of a model's modules: each computes with its part, and exchanges the rest.
+"""Tensor parallelism: makes modules compute with their slices and exchange the rest.
 
-The modules stay transformers' own, with their names; only `forward` is another where a weight is
-divided, or where what goes in or comes out has to be exchanged (layout/tensor.py has the styles).
+The modules remain transformers' own, with the same names; `forward` is replaced only where a weight
+is sliced or an input or output must be exchanged (layout/tensor.py defines the styles).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Forward = Callable[..., torch.Tensor]
 def divide_forward(
     model: PreTrainedModel, plan: TensorPlan, share: Share, group: dist.ProcessGroup
 ) -> None:
-    """Let the modules of a model with this rank's parts compute the whole model's outputs.
+    """Make a model with this rank's slices compute the full model's outputs.
 
-    Collective: ranks that share a key head make groups of their own.
+    Collective: ranks that share a key head create groups.
     """
     places, named = group.size(), dict(model.named_modules())
     how = {name: style for name, module in named.items() if (style := _style(plan, name, module))}
@@ -65,7 +65,7 @@ def divide_forward(
             if hasattr(owner, "num_kv_heads"):
                 owner.num_kv_heads //= places
         if style == "rowwise" and hasattr(owner, "num_heads"):
-            # OPT views (batch, -1, heads, width): with a part of the width it would halve -1.
+            # OPT views (batch, -1, heads, width): a slice of the hidden size would shrink -1.
             owner.num_heads //= places
         if sharing is not None and style == "colwise" and name.endswith(("k_proj", "v_proj")):
             owner.num_key_value_groups = plan.num_heads // places
@@ -79,13 +79,13 @@ def divide_forward(
 
 
 def _style(plan: TensorPlan, name: str, module: nn.Module) -> str | None:
-    """Return a module's style; None for one without parameters, which a config may leave out."""
+    """Return a module's style; None if it has no parameters, which depends on the config."""
     return plan.style_of(name) if any(True for _ in module.parameters()) else None
 
 
 def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:
-    """Return the modules all of whose weights are divided: what goes in is read by each of their
-    columns, and its gradient is added up once for all.
+    """Return the modules whose weights are all sliced. Each of their column-wise layers reads the
+    module's input, whose gradient is then summed once for all of them.
     """
     within = {*styles.COLUMNS, "rowwise", styles.SUMMED}
     entrances = set()
@@ -98,15 +98,17 @@ def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:
 
 
 def _sharing_a_head(share: Share, copies: int) -> dist.ProcessGroup | None:
-    """Return the group of the ranks with this rank's key head; None if it is alone."""
+    """Return the group of ranks that share this rank's key head; None if it is not shared.
+    Collective.
+    """
     if copies == 1:
         return None
     mine = None
     for ranks in share.grid.groups("tensor"):
         for start in range(0, len(ranks), copies):
-            some = ranks[start : start + copies]
-            group = dist.new_group(some)
-            if share.rank in some:
+            sharing = ranks[start : start + copies]
+            group = dist.new_group(sharing)
+            if share.rank in sharing:
                 mine = group
     return mine
 
@@ -116,7 +118,7 @@ def _set(module: nn.Module, forward: Forward) -> None:
 
 
 def _copying(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """A hook on a module's call: what goes in reaches divided weights."""
+    """Return a pre-forward hook for a module whose input is read by sliced weights."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -127,8 +129,8 @@ def _copying(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def _biasing_own_heads(heads: int, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """A hook on a call of BLOOM's or Falcon's attention: of what ALiBi adds to the scores, given as
-    (batch * heads, 1, keys) or (batch, heads, queries, keys), the part for this rank's heads.
+    """Return a pre-forward hook for BLOOM's or Falcon's attention that selects this rank's heads of
+    the ALiBi biases, given as (batch * heads, 1, keys) or (batch, heads, queries, keys).
     """
     size = heads // group.size()
     own = slice(group.rank() * size, (group.rank() + 1) * size)
@@ -152,7 +154,9 @@ def _linear(module: Any, inputs: torch.Tensor, bias: torch.Tensor | None) -> tor
 
 
 def _column(module: Any, group: dist.ProcessGroup | None) -> Forward:
-    """`group`: adds up the gradient of the input, unless the owner does."""
+    """Return the forward function of a column-wise layer. `group` sums the gradient of the input,
+    unless the owner does (None).
+    """
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         return _linear(module, inputs if group is None else copied(inputs, group), module.bias)
@@ -181,7 +185,7 @@ def _embedding(module: Any, group: dist.ProcessGroup) -> Forward:
     rows = module.num_embeddings // group.size()
     first = group.rank() * rows
     scale, padding = getattr(module, "embed_scale", None), module.padding_idx
-    if padding is not None:  # the row of this id gets no gradient
+    if padding is not None:  # this id's row gets no gradient
         padding = padding - first if first <= padding < first + rows else None
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
@@ -195,7 +199,9 @@ def _embedding(module: Any, group: dist.ProcessGroup) -> Forward:
 
 
 def _experts(module: Any, group: dist.ProcessGroup) -> Forward:
-    """Every expert is here with a part of its width; weights are those that the router gave."""
+    """Return the forward function of experts that are all on this rank with a slice of their width;
+    `weights` are the router's.
+    """
     inner = module.forward
 
     def forward(states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -206,13 +212,13 @@ def _experts(module: Any, group: dist.ProcessGroup) -> Forward:
 
 
 def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Add up the gradients of a weight that every rank has, before DeepSpeed sees them."""
+    """Sum the gradients of a weight that every rank holds, before DeepSpeed sees them."""
     for parameter in module.parameters():
         parameter.register_hook(lambda gradient: summed(gradient, group))
 
 
 def _count_fused_heads(owner: Any, num_heads: int, places: int) -> None:
-    """Let an attention module that cuts one projection into q, k and v count its own heads."""
+    """Make an attention module with a fused projection split it by this rank's number of heads."""
     if hasattr(owner, "split_size"):
         owner.split_size //= places
     if hasattr(owner, "num_key_value_heads"):

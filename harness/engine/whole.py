@@ -1,4 +1,4 @@
-"""A model whose every layer is on every rank, in full or in shares of ZeRO-3."""
+"""Builds a model without pipeline stages: every rank has each layer, in full or ZeRO-3 shards."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def build_whole(
     unit: ModelParallelUnit | None = None,
     cut: Cut | None = None,
 ) -> tuple[PreTrainedModel, list[Event]]:
-    """The model with its weights on `device`, drawn into `empty` or loaded, and events; zeros where
-    it is to be `blank`. `unit`: divides tensors. `cut`: makes this rank's part of each weight.
+    """Return the model on `device`, initialised in `empty` or loaded, and events. With `blank`,
+    weights are zeros. `unit`: for tensor parallelism. `cut` makes this rank's slice of each weight.
+    Collective.
 
-    Raises ConfigError where weights cannot be drawn or do not fit.
+    Raises ConfigError if weights cannot be initialised or do not fit.
     """
     reads = plan.config.model.init_from is not None and not blank
     if reads and cut is None and config_of_files(plan, empty) is None:
@@ -71,7 +72,9 @@ def build_whole(
 def _load_together(
     plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[Event]]:
-    """`_load`; one rank's ConfigError is everybody's. Nodes may see other files."""
+    """Call `_load`; a ConfigError of one rank is raised on all, as nodes may see different
+    files.
+    """
     check_files(plan, empty)
     loaded, problem = None, None
     try:
@@ -86,8 +89,8 @@ def _load_together(
 def _load(
     plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[Event]]:
-    """Read weights from safetensors; transformers partitions them as it reads under ZeRO-3."""
-    # Transformers asks a global for the DeepSpeed config; it must live while the model is read.
+    """Read weights from safetensors; under ZeRO-3 transformers partitions them while reading."""
+    # transformers finds the DeepSpeed config in a weak global: keep it alive while reading.
     zero3 = HfDeepSpeedConfig(plan.deepspeed) if plan.zero_stage == 3 else None
     try:
         model, report = read_weights(AutoModelForCausalLM, plan, empty, trust_remote_code)
@@ -95,14 +98,14 @@ def _load(
         del zero3
     events = check_report(plan, report["missing_keys"], report["unexpected_keys"])
     if plan.zero_stage == 3:
-        # zero.Init has placed the parameters; neither it nor DeepSpeed's engine moves buffers.
+        # zero.Init has moved the parameters; neither it nor DeepSpeed's engine moves buffers.
         move_buffers(model, device)
         return model, events
     return nn.Module.to(model, device), events
 
 
 class _Partition:
-    """Cuts the parameters of one piece after the other into ZeRO-3 partitions."""
+    """Partitions parameters for ZeRO-3, one piece of the model at a time."""
 
     def __init__(self, config: dict[str, Any], unit: ModelParallelUnit | None) -> None:
         self.config, self.unit = config, unit

@@ -26,7 +26,7 @@ from harness.plan.plan import Plan
 
 
 class ZeroEngine:
-    """One DeepSpeed engine: accumulates, scales, clips and steps as its JSON says."""
+    """A DeepSpeed engine that accumulates, scales, clips and steps as configured in its JSON."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class ZeroEngine:
         experts: Experts | None = None,
         row_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`row_group`: the ranks that have a part of each row of this one's."""
+        """`row_group`: the sequence-parallel ranks that share each row."""
         self._unit, self._experts, self._row_group = unit, experts, row_group
         self.engine = engine
         self.plan = plan
         self.share = plan.share
-        self.events = events  # what building it did that the user should know
+        self.events = events  # changes made while building that the user should know of
         self.make_undivided: Callable[[], PreTrainedModel] = lambda: self.module
         self.device: torch.device = engine.device
         self.groups = Groups(self.share, self._made_groups())
@@ -50,34 +50,35 @@ class ZeroEngine:
         self.forward = ForwardPass(engine, plan, row_group)
         gradients.reduce_in_place(engine)
         self.source_sums: torch.Tensor | None = None
-        """Summed training loss of each source of a mixture; None: not wanted."""
+        """Summed training loss of each source of a mixture; None if it is not counted."""
 
     def train_batch(
         self, batches: list[Batch], targets: int, lr: float, is_spike: Judge | None = None
     ) -> StepResult:
         """Take one optimizer step on this rank's micro-batches of a global batch.
 
-        `targets`: target tokens of the whole global batch, over all ranks; a step without any is
-        left out. `is_spike`: says, alike on all ranks, of this rank's part of the loss and the norm
-        whether the step is left out, too.
-        Raises RunStopped (diverged) when fp16's loss scale cannot fall any further.
+        `targets`: target tokens of the global batch, over all ranks; without any, the step is
+        skipped. `is_spike(loss_share, norm)`: True to skip the step; all ranks must agree. Raises
+        RunStopped (diverged) if fp16's loss scale is already at its minimum.
         """
         loss_share = self.accumulate(batches, targets)
         if is_spike is None and targets:
             return StepResult(loss_share, self.apply(lr))
         norm = self.grad_norm()
-        skips = skip.is_unwanted(targets, loss_share, norm, is_spike)
+        skips = skip.must_skip(targets, loss_share, norm, is_spike)
         applied = self.apply(lr, skips)
         return StepResult(loss_share, norm if skips else applied)
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
-        """Forward and backward of all micro-batches; the gradients are then ready, not used."""
+        """Run forward and backward passes of all micro-batches; gradients are ready but not
+        applied.
+        """
         if not self.engine.module.training:  # train() visits every module
             self.engine.train()
         total = torch.zeros((), device=self.device)
         self._expect(len(batches))
         for number, batch in enumerate(batches):
-            # DeepSpeed would count micro-batches over all steps, which need not have equally many.
+            # DeepSpeed counts micro-batches across steps, but their number may vary between steps.
             self.engine.set_gradient_accumulation_boundary(batch is batches[-1])
             with recording(self.source_sums, batch.sources_on(self.device)):
                 token_loss, auxiliary = self.forward.in_training(number, batch)
@@ -85,26 +86,29 @@ class ZeroEngine:
             total += share.detach()
             if auxiliary is not None:
                 share = share + auxiliary / (len(batches) * self.share.data_ranks)
-            # DeepSpeed averages over the data ranks; the shares are to be summed. Its division by
-            # the accumulation steps is off: micro-batches need not hold equally many targets.
-            self.engine.backward(skip.poisoned(share) * self._averaged_over, scale_wrt_gas=False)
+            # DeepSpeed averages over the data ranks, but the shares must be summed. Its division by
+            # the accumulation steps is off, because micro-batches may have different numbers of
+            # targets.
+            self.engine.backward(
+                skip.propagate_nonfinite(share) * self._averaged_over, scale_wrt_gas=False
+            )
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
         gradients.settle_gradients(self.engine)
         return total
 
     def apply(self, lr: float, skips: bool = False) -> float | torch.Tensor:
-        """Clip and step with the accumulated gradients; returns the norm before clipping.
+        """Clip and step with the accumulated gradients; return the norm before clipping.
 
-        A step that `skips` (the same on all ranks), or whose gradients are not finite on any rank,
-        changes neither weights nor moments: `step_applied` is False, `skipped_steps` one more.
+        If `skips` (equal on all ranks), or if gradients are not finite on any rank, neither weights
+        nor moments change: `step_applied` is False and `skipped_steps` is incremented.
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         norm, limit = None, self.plan.config.optim.clip_value
         if limit is not None or gradients.keeps_no_grad_norm(self.engine):
             norm = self.grad_norm()
-            skips = skips or skip.is_spoiled(self.engine, norm)
+            skips = skips or skip.has_nonfinite_grads(self.engine, norm)
         if norm is not None and limit is not None:
             fragments.clip_by_value(self._held, limit * self.loss_scale, norm)
         skip.step_or_skip(self.engine, self._step, skips)
@@ -112,23 +116,25 @@ class ZeroEngine:
         return self.engine.get_global_grad_norm() if norm is None else norm
 
     def grad_norm(self) -> torch.Tensor:
-        """The norm of all gradients, between `accumulate` and `apply`. Collective."""
+        """Return the norm of all gradients, between `accumulate` and `apply`. Collective."""
         norm = fragments.grad_norm(self._held, self._norm_group(), self.device)
         return norm / self.loss_scale
 
     def gradients_apart(self) -> dict[str, float]:
-        """Relative differences of undivided gradients over tensor-parallel ranks. Collective."""
+        """Return the relative differences over tensor-parallel ranks of the gradients of parameters
+        that are not sliced. Collective.
+        """
         if self.groups.size("tensor") == 1:
             return {}
         return gradients_apart(self._held, self.groups.of("tensor"), self.device)
 
     def replicated(self) -> Iterator[Replica]:
-        """Yield the weights that this rank and others of its stage hold alike between steps: under
-        ZeRO-3 whole weights below `stage3_param_persistence_threshold`, and tensor-parallel ranks'
-        shards.
+        """Yield the weights that this rank and others of its stage both hold between steps: under
+        ZeRO-3, full weights below `stage3_param_persistence_threshold` and the shards that
+        tensor-parallel ranks have in common.
         """
         peers = self.share.ranks("tensor")
-        for name, parameter, tensor in fragments.weights_here(self._held):
+        for name, parameter, tensor in fragments.stored_weights(self._held):
             ranks = self.share.alike(name, part_of(parameter).whole)
             if not internals.is_whole(parameter):  # other data ranks have other shards
                 ranks = tuple(rank for rank in ranks if rank in peers)
@@ -136,26 +142,25 @@ class ZeroEngine:
                 yield Replica(name, tensor, ranks, part_of(parameter).is_whole)
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
-        """(name, weight, the ranks that have it) of what another stage holds, too."""
+        """Return an empty list: without stages, no weight is copied."""
         return []
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that differ in their tokens alone, and have equal weights."""
+        """The ranks that differ only in their tokens and have equal weights."""
         return self.groups.of("replicas")
 
     def group_of(self, purpose: Purpose) -> dist.ProcessGroup:
-        """This rank's group for a purpose. KeyError where the layout has no use for it."""
+        """Return this rank's group for a purpose. Raises KeyError if the layout does not use it."""
         return self.groups.of(purpose)
 
     @torch.no_grad()
     def eval_batch(
         self, batches: list[Batch], by_position: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(summed loss in nats, target tokens) of this rank's micro-batches, fp64, unreduced; the
-        same by how much a token sees, added to `by_position` (buckets, 2). With
-        train.carry_state, states are carried from one micro-batch to the next, also of another
-        call.
+        """Return (summed loss in nats, target tokens) of this rank's micro-batches, fp64,
+        unreduced. Also add the same per context length to `by_position` (buckets, 2). With
+        train.carry_state, states are carried from one micro-batch to the next, across calls.
         """
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -167,9 +172,10 @@ class ZeroEngine:
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all ranks.
+        """Return logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all
+        ranks.
 
-        Those of rank 0 on all: ranks that choose another token next would part ways.
+        All ranks get rank 0's logits: ranks that chose different tokens would diverge.
         """
         self.engine.eval()
         logits = self.forward.last_logits(input_ids)
@@ -179,21 +185,23 @@ class ZeroEngine:
         return logits
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor over the data ranks, in place."""
+        """Sum a small tensor over the data-parallel ranks, in place."""
         dist.all_reduce(values, group=self.groups.of("loss"))
         return values
 
     def expert_tokens(self) -> torch.Tensor | None:
-        """(layers, experts) int64: tokens sent to each expert since the last call, by all ranks."""
+        """Return (layers, experts) int64: tokens that all ranks sent to each expert since the last
+        call.
+        """
         return None if self._experts is None else self._experts.tokens()
 
     def count_sources(self, sources: int) -> None:
-        """Sum the training loss of each source of a mixture from here on."""
+        """Start summing the training loss of each source of a mixture."""
         self.source_sums = torch.zeros(sources, dtype=torch.float64, device=self.device)
 
     def source_losses(self) -> torch.Tensor | None:
-        """(sources,) fp64: summed training loss of each source since the last call, of all ranks;
-        None if it is not counted. Collective.
+        """Return (sources,) fp64: the training loss of each source summed over all ranks since the
+        last call; None if it is not counted. Collective.
         """
         if self.source_sums is None:
             return None
@@ -202,11 +210,13 @@ class ZeroEngine:
         return sums
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 gradient) of every parameter, between `accumulate` and `apply`."""
+        """Yield (name, fp32 gradient) of every parameter, between `accumulate` and `apply`.
+        Collective.
+        """
         return self._of_all_ranks(fragments.full_gradients(self._held, self.loss_scale))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 weight) of every parameter as the optimizer holds it."""
+        """Yield (name, fp32 master weight) of every parameter. Collective."""
         return self._of_all_ranks(fragments.full_masters(self._held))
 
     @property
@@ -216,17 +226,17 @@ class ZeroEngine:
         return model
 
     def undivided(self) -> PreTrainedModel:
-        """Return the model of which tensor-parallel ranks have parts, without weights."""
+        """Return the full model of which tensor-parallel ranks hold slices, without weights."""
         return self.make_undivided()
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss before backward: 1 except in fp16."""
+        """Factor by which the loss is multiplied before the backward pass; 1 except in fp16."""
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
     @property
     def skipped_steps(self) -> int:
-        """Steps not applied, since the start."""
+        """Number of steps skipped since the start."""
         return int(self.engine.skipped_steps)
 
     @property
@@ -235,12 +245,12 @@ class ZeroEngine:
         return bool(self.engine.was_step_applied())
 
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
-        """Pass (name, value, samples) to the monitors that the JSON enables; rank 0 only."""
+        """Pass (name, value, samples) to the monitors enabled in the JSON; rank 0 only."""
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(events)
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes that run on this rank, its ZeRO stage and its parameter elements."""
+        """Return the classes, the ZeRO stage and the number of elements on this rank."""
         optimizer = self.engine.optimizer
         inner = internals.inner_optimizer(self.engine)
         return {
@@ -252,13 +262,13 @@ class ZeroEngine:
         }
 
     def close(self) -> None:
-        """Let DeepSpeed give back its hooks and buffers; the engine is unusable afterwards."""
+        """Release DeepSpeed's hooks and buffers; the engine is unusable afterwards."""
         swap.remove_files(self.engine)
         self.engine.destroy()
 
     def fragments(self, states: bool = True) -> list[Fragment]:
-        """Return this rank's fragments of weights and optimizer states, as views of live memory;
-        without `states` weights alone.
+        """Return this rank's fragments of weights, optimizer states and recurrent states, as views
+        of live memory; without `states`, weights only.
         """
         if not states:
             return state.weights(self.engine, self._held, self.share)
@@ -267,36 +277,38 @@ class ZeroEngine:
         return [*state.fragments(self.engine, self._held, self.share), *own]
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
-        """Fill weights, and their `kinds` of optimizer state, from where they are.
+        """Fill the weights, their `kinds` of optimizer state and the recurrent states.
 
-        Raises what `fill` raises, on this rank alone. Once it raised on none, `refresh_weights`.
+        Raises whatever `fill` raises, on this rank only. If no rank raised, call `refresh_weights`.
         """
         state.restore(self.engine, self._held, fill, kinds)
         if self.forward.carried:
             self.forward.carried.restore(fill, kinds)
 
     def refresh_weights(self) -> None:
-        """Compute with what `restore` has filled; collective."""
+        """Update the weights used for computing from those that `restore` filled. Collective."""
         state.refresh_weights(self.engine)
         gradients.gather_after_writing(self.engine)
 
     def scalars(self) -> Scalars:
-        """Counters, loss scaling and the optimizer's steps; the same on all ranks."""
+        """Return counters, loss scaling and the optimizer's step count; equal on all ranks."""
         return state.scalars(self.engine)
 
     def restore_scalars(self, saved: Scalars) -> None:
-        """Set what `scalars` gave; after `restore`."""
+        """Restore the values returned by `scalars`; call it after `restore`."""
         state.restore_scalars(self.engine, saved)
 
     @property
     def _held(self) -> torch.nn.Module:
-        """The part of the model whose weights this rank has, or has its shares of."""
+        """The part of the model whose weights this rank holds, in full or as shards."""
         return self.module
 
     def _of_all_ranks(
         self, own: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors, those of the ranks that hold the rest of the model, too."""
+        """Yield full tensors, including those of ranks that hold other slices of the model.
+        Collective.
+        """
         purpose: Purpose = "expert_parts" if self._experts else "tensor"
         if self.groups.size(purpose) == 1:
             return own
@@ -309,11 +321,13 @@ class ZeroEngine:
         return assembled(own, parts_of, self.groups.of(purpose), self.device)
 
     def _whole_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of all of a parameter of the model."""
+        """Return the full shape of a parameter."""
         return part_of(self._held.get_parameter(name)).whole
 
     def _expect(self, micro_batches: int) -> None:
-        """Tell DeepSpeed how many micro-batches the next step has, at most those of its JSON."""
+        """Set the number of micro-batches of the next step in DeepSpeed, at most that of its
+        JSON.
+        """
         if micro_batches != self.engine.gradient_accumulation_steps():
             samples = micro_batches * self.plan.micro_batch * self._averaged_over
             self.engine.set_train_batch_size(samples)
@@ -322,14 +336,16 @@ class ZeroEngine:
         self.engine.step()
 
     def _made_groups(self) -> list[dist.ProcessGroup]:
-        """The groups of some ranks that have been made."""
+        """Return the process groups that were created for this engine."""
         unit, experts = self._unit, self._experts
         made = [unit.tensor_group, unit.data_group] if unit else []
         made += [experts.parts, experts.group, experts.replicas] if experts else []
         return [*made, *([self._row_group] if self._row_group else [])]
 
     def _norm_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose gradients together are all gradients, each once; None for this alone."""
+        """Return the group over which gradient norms are summed so that every gradient counts once;
+        None if this rank has all gradients.
+        """
         if not gradients.keeps_no_grad_norm(self.engine):
             return self.groups.of("norm")
         return self.groups.of("model") if self.groups.size("model") > 1 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.estimate.inputs import Inputs
-from harness.layout.exclusions import KEYS, apart_problems, sequence_problems
+from harness.layout.exclusions import KEYS, incompatible_axes, sequence_problems
 from harness.layout.tensor import tensor_problems
 
 
@@ -13,7 +13,7 @@ def division_problems(inputs: Inputs) -> list[str]:
     axes = {key: axis for axis, key in KEYS.items()}
     problems = [
         f"{key} is {getattr(grid, axes[key])}: {why}; {use}"
-        for key, why, use in apart_problems(shape, grid, seq_len)
+        for key, why, use in incompatible_axes(shape, grid, seq_len)
     ]
     tensor = tensor_problems(shape, grid.tensor)
     problems += [f"{KEYS['tensor']} is {grid.tensor}: {why}" for why in tensor]

@@ -1,1 +1,1 @@
-"""The guard of a run: stop signals, spikes, divergence, hangs, replicas that differ."""
+"""Guards a run against spikes, divergence, hangs and differing replicas; handles stop signals."""

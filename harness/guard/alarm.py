@@ -1,8 +1,7 @@
-"""The first failure of any rank, passed on to all: they end at once, with its exit code.
+"""Broadcasts the first failure of any rank: all ranks end at once with its exit code.
 
 Otherwise they would wait for that rank in a collective until a timeout, and report the timeout. The
-failure goes through the store at which the ranks met: it exists before the run folder, and needs no
-disk.
+failure is sent through the rendezvous store, which exists before the run folder and needs no disk.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 _RANKS_PER_S = 64  # upper limit of requests to the store
-_STORE_S = 5.0  # if the store takes longer, rank 0 is stopped or lost
+_STORE_S = 5.0  # a store that takes longer means that rank 0 is stopped or lost
 _FIRST, _ENDING = "alarm/first", "alarm/ending"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that ends all ranks: the rank that failed, the exit code of all, the reason."""
+    """The failure that ends all ranks: the rank that failed, the exit code and the reason."""
 
     rank: int
     code: int
     message: str
     place: str = ""
-    """Of the rank in the layout, as Grid.described has it."""
+    """Position of the rank in the layout, from Grid.described."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}{self.place} failed: {self.message}"
 
 
 class Alarm(threading.Thread):
-    """Listens for another rank's failure, and publishes this rank's.
+    """Listens for failures of other ranks, and publishes this rank's.
 
-    Only this thread asks the store: an answer may never come, and the training thread waits at most
-    a few seconds for it. `store`: a connection of its own; None without other ranks.
+    Only this thread queries the store, because a reply may never come; the training thread waits
+    for it at most a few seconds. `store`: a separate connection; None if there are no other ranks.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -51,29 +50,29 @@ class Alarm(threading.Thread):
         self.on_end: Callable[[Failure], None] = lambda _: None
         """Called on every rank before it ends."""
         self.place = ""
-        """Of this rank in the layout, as Grid.described has it."""
+        """Position of this rank in the layout, from Grid.described."""
         self.first: Failure | None = None
         """The first failure of any rank, once this rank has read it."""
         self._mine: Failure | None = None
         self._closed = False
         self._wake, self._answered, self._all_end = (threading.Event() for _ in range(3))
-        self._ends = threading.Lock()  # taken once, by the thread that ends this process
+        self._ends = threading.Lock()  # acquired once, by the thread that ends this process
 
     def close(self) -> None:
-        """Stop listening: from here on this rank needs no other one."""
+        """Stop listening: this rank no longer depends on others."""
         self._closed = True
         self._wake.set()
         if self.is_alive():
             self.join(_STORE_S)
 
     def end(self, failure: Failure, report: Callable[[Failure], None]) -> NoReturn:
-        """End this process, and the other ranks, with the first failure of any.
+        """End this process, and the other ranks, with the first failure of any rank.
 
-        `failure`: this rank's; `report` prints the first one so far.
+        `failure`: this rank's; `report` prints the first failure known so far.
         """
         if self._ends.acquire(blocking=False):
             with contextlib.suppress(OSError):  # a closed terminal
-                report(self.first or failure)  # before anything that may wait
+                report(self.first or failure)  # before anything that may block
             self._mine = failure
             self._wake.set()
             if self.is_alive():
@@ -87,7 +86,7 @@ class Alarm(threading.Thread):
         raise AssertionError("unreachable")
 
     def run(self) -> None:
-        """Ask at every tick, until closed."""
+        """Query the store at every tick, until closed."""
         # The store ends with rank 0; the watchdog or the launcher reports that.
         with contextlib.suppress(RuntimeError):
             while self.first is None and not self._closed:
@@ -126,12 +125,12 @@ class Alarm(threading.Thread):
             if self.store.add(_ENDING, 0) >= enough:
                 break
             time.sleep(0.05)
-        if failed:  # last message to rank 0, whose process may hold the store
+        if failed:  # last message to rank 0, whose process may host the store
             self.store.add(_ENDING, 1)
 
     def _ends_last(self, first: Failure) -> bool:
-        """True on the rank that failed: once it ends, a launcher ends the others with a code of its
-        own. Also True on rank 0, which holds the store.
+        """Return True on the rank that failed, because a launcher ends all others with a different
+        exit code once it ends; also on rank 0, which hosts the store.
         """
         return self.rank in (0, first.rank)
 
@@ -144,7 +143,8 @@ class Alarm(threading.Thread):
             self.on_end(failure)
         except Exception as error:  # must neither hide the failure nor delay the end
             with contextlib.suppress(OSError):
-                print(f"rank {self.rank} could not record it: {error}", file=sys.stderr, flush=True)
+                text = f"rank {self.rank} could not record the failure: {error}"
+                print(text, file=sys.stderr, flush=True)
 
 
 def exit_now(code: int) -> NoReturn:

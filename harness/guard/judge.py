@@ -1,4 +1,4 @@
-"""Judges the losses of a run: spikes, divergence, and patience with a held-out loss."""
+"""Judges the losses of a run: spikes, divergence, and patience for the held-out loss."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 from harness.config.conduct_sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
 
-# Smallest sigma, as a fraction of the mean; absolute for the logarithm of the norm. If nothing
-# varies (one batch over and over), a rounding difference is no spike.
+# Smallest sigma, as a fraction of the mean; absolute for the logarithm of the norm. It keeps
+# rounding differences from being spikes if nothing varies (the same batch again and again).
 _LEAST_SIGMA = 1e-3
 _TINY = 1e-30
 
@@ -32,15 +32,15 @@ class SpikeDetector:
     """Compares every step with the steps before it.
 
     A spike is more than `sigmas` sample standard deviations above the mean of the last `window`
-    steps that were none, as in OLMo-core's SkipStepOptimizer (6 over 128;
-    github.com/allenai/OLMo-core, optim/skip_step_optimizer.py), where mean and deviation follow a
-    falling loss. Steps that spiked stay out of the window, else one would hide the next.
-    The norm is judged by its logarithm: it is positive and skewed, with heavier tails than a normal
-    distribution (Simsekli et al., arXiv 1901.06053); on a linear scale, ordinary values would be
-    called spikes every few thousand steps.
+    steps without spikes, as in OLMo-core's SkipStepOptimizer (6 over 128;
+    github.com/allenai/OLMo-core, optim/skip_step_optimizer.py); mean and deviation follow a falling
+    loss. Spikes are not added to the window, otherwise one would hide the next. The norm is judged
+    by its logarithm: it is positive and skewed, with heavier tails than a normal distribution
+    (Simsekli et al., arXiv 1901.06053), so that on a linear scale ordinary values would be spikes
+    every few thousand steps.
 
-    No step is judged before a quarter of the window is filled. After a quarter of a window of
-    spikes in a row, they are the new level: the window is emptied.
+    No step is judged until a quarter of the window is filled. After a quarter of a window of
+    consecutive spikes, these are taken as the new level, and the window is emptied.
     """
 
     def __init__(self, sigmas: float, window: int) -> None:
@@ -53,7 +53,7 @@ class SpikeDetector:
         self.in_a_row = 0
 
     def see(self, loss: float, grad_norm: float) -> Spike | None:
-        """Judge one step, and add it to the window; ignore one that is not finite."""
+        """Judge a step and add it to the window; a step that is not finite is ignored."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return None
         values = {"loss": loss, "log_grad_norm": math.log(max(grad_norm, _TINY))}
@@ -62,28 +62,28 @@ class SpikeDetector:
         if self.in_a_row >= self.enough:
             self.restore({})
         elif spike is None:
-            for of, value in values.items():
-                self.seen[of].append(value)
+            for name, value in values.items():
+                self.seen[name].append(value)
         return spike
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `restore` takes."""
-        return {"in_a_row": self.in_a_row, **{of: list(seen) for of, seen in self.seen.items()}}
+        """Return the state for `restore`."""
+        return {"in_a_row": self.in_a_row, **{name: list(seen) for name, seen in self.seen.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set a `state`; an empty one resets the detector."""
+        """Restore a `state`; an empty one resets the detector."""
         self.in_a_row = state.get("in_a_row", 0)
-        for of, seen in self.seen.items():
+        for name, seen in self.seen.items():
             seen.clear()
-            seen.extend(state.get(of, ()))
+            seen.extend(state.get(name, ()))
 
-    def _judge(self, of: str, value: float) -> Spike | None:
-        seen = self.seen[of]
+    def _judge(self, name: str, value: float) -> Spike | None:
+        seen = self.seen[name]
         if len(seen) < self.enough:
             return None
         mean, sigma = _mean_and_sigma(seen)
-        sigma = max(sigma, _LEAST_SIGMA * (abs(mean) if of == "loss" else 1.0))
-        return Spike(of, value, mean, sigma) if value > mean + self.sigmas * sigma else None
+        sigma = max(sigma, _LEAST_SIGMA * (abs(mean) if name == "loss" else 1.0))
+        return Spike(name, value, mean, sigma) if value > mean + self.sigmas * sigma else None
 
 
 def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:
@@ -93,7 +93,9 @@ def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Patience:
-    """Counts evaluations since the best one; over after `limit` of them, never for 0."""
+    """Counts evaluations since the best one. It is over after `limit` of them; never if that is
+    0.
+    """
 
     def __init__(self, limit: int, least: float) -> None:
         self._limit = limit
@@ -102,7 +104,7 @@ class Patience:
         self._since = 0
 
     def see(self, loss: float, step: int) -> None:
-        """Note the held-out loss after a step; an improvement is one of more than `least` nats."""
+        """Record the held-out loss after a step; an improvement must exceed `least` nats."""
         if loss < self.best - self._least:
             self.best, self.best_step, self._since = loss, step, 0
         else:
@@ -119,13 +121,13 @@ class Patience:
         return {"best": best, "best_step": self.best_step, "since": self._since}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set a `state` from a checkpoint; missing values are reset."""
+        """Restore a `state` from a checkpoint; missing values are reset."""
         best = state.get("best")
         self.best = math.inf if best is None else best
         self.best_step, self._since = state.get("best_step", 0), state.get("since", 0)
 
 
-ADVICE = "resume from a checkpoint before it, in a new run.dir, with a lower optim.lr"
+ADVICE = "resume from an earlier checkpoint in a new run.dir with a lower optim.lr"
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,14 @@ class Verdict:
     code: ExitCode = ExitCode.DONE
     """Exit code of a run that stops."""
     is_written: bool = False
-    """True once all ranks have written the checkpoint that was under way."""
+    """True once all ranks have written the pending checkpoint."""
 
 
 class Judge:
-    """Reads the losses, norms and evaluations of a run, and does not change it.
+    """Decides about a run from its losses, norms and evaluations; does not change it.
 
-    Its `state` is in every checkpoint: a resumed run is judged like the run that saved it. Ranks
-    that see the same numbers reach the same verdict.
+    Its `state` is in every checkpoint, so that a resumed run is judged like the run that saved it.
+    Ranks with the same inputs reach the same verdict.
     """
 
     def __init__(self, guard: GuardConfig, evaluation: EvalConfig) -> None:
@@ -153,37 +155,37 @@ class Judge:
         self._patience = Patience(evaluation.patience, evaluation.better_by)
         self.rollbacks = 0
         self.loss, self.grad_norm = math.nan, math.nan
-        """Loss (nats) and norm (before clipping) of the last step that was read."""
-        self._bad_steps = 0  # skipped ones, in a row
-        self._reason = ""  # of the last skipped step
+        """Loss (nats) and gradient norm (before clipping) of the last judged step."""
+        self._bad_steps = 0  # consecutive skipped steps
+        self._reason = ""  # why the last step was skipped
         self._goes_back_for = ""
         self._lost = False  # the held-out loss is not finite
 
     def see_step(self, loss: float, grad_norm: float) -> Spike | None:
-        """Judge a step's loss and gradient norm; return a spike."""
+        """Judge a step's loss and gradient norm; return a spike, or None."""
         self.loss, self.grad_norm = loss, grad_norm
         return self._spikes.see(loss, grad_norm)
 
     def see_applied(self) -> None:
-        """Note a step that changed the weights."""
+        """Record a step that changed the weights."""
         self._bad_steps = 0
 
     def see_skipped(self, reason: str, is_bad: bool) -> None:
-        """Note a skipped step; `is_bad`: too many of these in a row are divergence."""
+        """Record a skipped step; too many consecutive ones with `is_bad` are divergence."""
         self._bad_steps += is_bad
         self._reason = reason
 
     def see_evaluation(self, loss: float, step: int) -> None:
-        """Note a held-out loss in nats."""
+        """Record a held-out loss in nats."""
         self._patience.see(loss, step)
         self._lost = step > 0 and not math.isfinite(loss)
 
     def ask_to_go_back(self, reason: str) -> None:
-        """Ask for a rollback in place of the current step, which has changed nothing."""
+        """Request a rollback instead of the current step, which has changed nothing."""
         self._goes_back_for = reason
 
     def verdict(self, step: int, is_last: bool, run_folder: object) -> Verdict:
-        """Return the verdict on a run that is at `step`."""
+        """Return the verdict on a run after step `step`."""
         if self._goes_back_for:
             return Verdict("roll back", self._goes_back_for)
         if self._lost:
@@ -213,7 +215,7 @@ class Judge:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set a `state` from a checkpoint; missing parts are reset."""
+        """Restore a `state` from a checkpoint; missing parts are reset."""
         self._spikes.restore(state.get("seen", {}))
         self._patience.restore(state.get("patience", {}))
         self._bad_steps = state.get("bad_steps", 0)
@@ -224,6 +226,6 @@ class Judge:
         count = self._bad_steps
         return (
             f"{count} steps in a row were skipped (guard.max_bad_steps), the last because "
-            f"{self._reason}. Weights are those of step {step - count}. What it read: "
+            f"{self._reason}. The weights are those of step {step - count}. To see the last batch: "
             f"tools/show_batch.py {run_folder} --step {step}; {ADVICE}"
         )

@@ -1,4 +1,4 @@
-"""Finds ranks with a replica of a weight that silently differs from the others."""
+"""Finds ranks whose replica of a weight silently differs from the others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicasDiffer(RuntimeError):
-    """Replicas that should be equal differ: a crash; resume from an earlier checkpoint."""
+    """Replicas that should be equal differ. Ends the run; resume from an earlier checkpoint."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bit patterns as integers: exact in any order; () int64, no sync.
+    """Return the sum of a tensor's bit patterns as integers, () int64, without waiting for the
+    device. It is exact in any order.
 
-    One flipped bit always changes it; an exchange of two elements never does.
+    A single flipped bit always changes it; swapping two elements never does.
     """
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
@@ -27,14 +28,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def checksums(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[dict[int, int]]:
-    """Return the checksum of each tensor on each rank of `group`. Collective: every rank of it
-    passes tensors of the same meaning in the same order. `device`: over which the ranks talk.
+    """Return the checksums of each tensor by rank of `group`. Collective: all its ranks pass the
+    corresponding tensors in the same order. `device`: the one on which the ranks communicate.
     """
     sums = [checksum(tensor).to(device) for tensor in tensors]
     if not sums:
         return []
     mine = torch.stack(sums)
-    # The largest and, of the complements, the smallest: the values of all ranks only where they
+    # Maximum and, through the complements, minimum: all ranks' values are gathered only where these
     # differ.
     ends = torch.stack([mine, ~mine])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
@@ -50,7 +51,7 @@ def checksums(
 
 
 def outside_majority(sums: Mapping[int, int]) -> list[int]:
-    """Return the ranks whose checksum is not that of most; all of them without a majority."""
+    """Return the ranks whose checksum is not that of the majority; all ranks if there is none."""
     (most_common, count), *_ = Counter(sums.values()).most_common(1)
     majority = most_common if count > len(sums) / 2 else None
     return [rank for rank, value in sums.items() if value != majority]
@@ -59,8 +60,9 @@ def outside_majority(sums: Mapping[int, int]) -> list[int]:
 def largest_difference(
     tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return by how much a tensor differs over the ranks of `group`, of its largest element; NaN
-    where one is not finite. Collective. `device`: over which the ranks talk.
+    """Return the largest difference of a tensor over the ranks of `group`, relative to its largest
+    element; NaN if an element is not finite. Collective. `device`: the one on which the ranks
+    communicate.
     """
     own = tensor.detach().to(device, torch.float32)
     own = torch.nan_to_num(own, nan=torch.inf, posinf=torch.inf, neginf=torch.inf)

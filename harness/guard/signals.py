@@ -1,4 +1,4 @@
-"""Stops that all ranks agree on: signals, and the time that is left of a job."""
+"""Stops the run on all ranks together: stop signals, and the remaining time of the job."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from harness.errors import ExitCode, RunStopped
 from harness.guard.stop_request import StopRequest
 
 T = TypeVar("T")
-_TOGETHER = 64  # ranks that agree in one group
+_TOGETHER = 64  # most ranks in one group
 
 
 class StopGuard:
-    """Agrees between ranks whether any was asked to stop, and whether all have written their save.
+    """Makes the ranks agree whether any was asked to stop, and whether all have written their save.
 
-    Ranks get signals at different times, and a rank that stopped alone would leave the others
-    waiting in a collective. So each step starts an asynchronous reduction of all flags, which is
-    read one step later: no waiting, and all ranks read the same answer. gloo hands the flags from
-    rank to rank, and connects each rank to each: many ranks stand in rows and columns, and the
-    answer of the rows goes through the columns in the next step.
+    Ranks receive signals at different times, and a rank that stopped alone would leave the others
+    waiting in a collective. Therefore each step starts an asynchronous reduction of all flags,
+    which is read one step later: no rank waits, and all read the same result. gloo passes flags
+    from rank to rank and connects every rank with every other. Many ranks are therefore arranged in
+    rows and columns, and the result of the rows is reduced over the columns in the next step.
     """
 
     def __init__(self, world_size: int, request: StopRequest | None = None) -> None:
         self.request = request or StopRequest()
-        # gloo, whatever backend the model uses: the flags are on the host.
-        # The watchdog ends a hang, not this group's timeout.
+        # gloo for any backend of the model, because the flags are on the host. The long timeout
+        # leaves hangs to the watchdog.
         timeout = timedelta(days=30)
         self._groups = [
             dist.new_group(
@@ -43,16 +43,20 @@ class StopGuard:
             for ranks in groups_of(dist.get_rank() if world_size > 1 else 0, world_size)
         ]
         self._flags = [torch.tensor([False, True], dtype=torch.int32) for _ in self._groups]
-        """(asked to stop, not written) of this step, and on their way through rows and columns."""
+        """(asked to stop, not written): of this step, and those being reduced over rows and
+        columns.
+        """
         self._works: list[Any] = []
 
     @property
     def received(self) -> str | None:
-        """Name of the signal or reason that asked this rank to stop; None if none did."""
+        """Name of the signal or the reason that asked this rank to stop; None if there is none."""
         return self.request.received
 
     def stop_if_asked(self) -> None:
-        """Raise RunStopped on all ranks if any was asked to stop. Collective; waits for all."""
+        """Raise RunStopped on all ranks if any was asked to stop. Collective; waits for all
+        ranks.
+        """
         asked = torch.tensor(self.received is not None, dtype=torch.int32)
         for group in self._groups:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=group)
@@ -60,8 +64,9 @@ class StopGuard:
             raise RunStopped(ExitCode.STOPPED, f"asked to stop by {self.received or 'a rank'}")
 
     def agree(self, written: bool = False) -> tuple[bool, bool]:
-        """Return (True if any rank was asked to stop, True if all had `written`) as of the previous
-        call, of many ranks the one before, equal on all ranks. Collective, without waiting.
+        """Return (True if any rank was asked to stop, True if all had `written`), equal on all
+        ranks, as of the previous call, or with many ranks the call before. Collective, without
+        waiting.
         """
         mine = (self.received is not None, not written)
         if not self._groups:
@@ -75,16 +80,17 @@ class StopGuard:
         return stop, not unwritten
 
     def told_by_rank_0(self, message: T) -> T:
-        """Return rank 0's `message` on every rank; waits without a time limit. Collective."""
+        """Return rank 0's `message` on every rank; waits without a timeout. Collective."""
         messages = [message]
-        for group in self._groups:  # along rank 0's row, then from it down all columns
+        for group in self._groups:  # first along rank 0's row, then down the columns
             dist.broadcast_object_list(messages, group=group, group_src=0)
         return messages[0]
 
     def close(self, wait: bool = True) -> None:
         """Restore the signal handlers.
 
-        `wait`: for the pending reduction; not after a failure: other ranks may never join it.
+        `wait` for the pending reduction; False after a failure, because other ranks may never join
+        it.
         """
         if wait:
             self._read()
@@ -99,8 +105,9 @@ class StopGuard:
 
 
 def groups_of(rank: int, ranks: int) -> list[list[int]]:
-    """Return the groups in which a rank agrees with all, one after the other: all ranks, or of more
-    than 64 its row and its column of as square a table as their number allows; none for one rank.
+    """Return the groups over which a rank's flags are reduced in turn: a single one of up to 64
+    ranks; otherwise its row and its column of a table that is as square as possible. Empty for one
+    rank.
     """
     columns = math.isqrt(ranks)
     while ranks % columns:
@@ -111,14 +118,14 @@ def groups_of(rank: int, ranks: int) -> list[list[int]]:
     return [[*range(first, first + columns)], [*range(rank % columns, ranks, columns)]]
 
 
-_SLOW_DISK = 50e6  # bytes/s per rank that any disk should reach; a guess
-_MARGIN_S = 15.0  # for leaving the process group, and for the batch script to requeue the job
+_SLOW_DISK = 50e6  # bytes/s per rank that any disk should reach; an assumption
+_MARGIN_S = 15.0  # to leave the process group, and for the batch script to requeue the job
 
 
 class TimeLeft:
     """The time until this process must have ended; unlimited if `limit_s` is None.
 
-    `save_bytes`: bytes that each rank writes in a save, used until a save was timed.
+    `save_bytes`: bytes that each rank writes in a save, used until a save has been timed.
     """
 
     def __init__(self, limit_s: float | None, save_bytes: float) -> None:
@@ -131,8 +138,8 @@ class TimeLeft:
         return None if self._end is None else self._end - time.monotonic()
 
     def is_last_step(self, step_s: float | None, save_s: float | None) -> bool:
-        """Return True if another step, then the step in which all ranks learn of the stop, then a
-        save would end too late. `step_s`, `save_s`: the longest so far.
+        """Return True if there is no time for another step, the step in which all ranks learn of
+        the stop, and a save. `step_s`, `save_s`: the longest so far.
         """
         left_s = self.seconds
         needed = 2 * (step_s or 0.0) + 1.5 * (save_s or self._first_save_s) + _MARGIN_S
@@ -140,7 +147,7 @@ class TimeLeft:
 
 
 def slurm_seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the seconds left to this process's Slurm job; None without a job or a limit."""
+    """Return the seconds left of this process's Slurm job; None without a job or limit."""
     if "SLURM_JOB_END_TIME" in environ:  # Slurm 23.02 and later
         return float(environ["SLURM_JOB_END_TIME"]) - time.time()
     if "SLURM_JOB_ID" not in environ:

@@ -1,5 +1,5 @@
-"""Signals that ask this process to stop, noted from its first line on. Standard library only: it
-is loaded before the imports that take seconds.
+"""Records signals that ask this process to stop, from its first line on. Standard library only,
+because it is loaded before the slow imports.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from types import FrameType
 
 from harness.errors import ExitCode
 
-# Ctrl-C; a batch system's end; a batch system's early warning; a terminal that is closed.
+# Ctrl-C; a batch system's end and its early warning; a closed terminal.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _IMPATIENT = (signal.SIGINT, signal.SIGTERM)
-_JOINING_S = 10.0  # for ranks that are asked to stop while they join, to agree on it
+_JOINING_S = 10.0  # for ranks that are asked to stop while joining to agree on it
 
 
 class StopAsked(BaseException):
-    """Interrupts work that may be interrupted: the process was asked to stop."""
+    """Interrupts interruptible work after a stop request."""
 
 
 class StopRequest:
     """A request to stop this process, by a signal or by `ask`; `received` names it.
 
-    While ranks start, a second Ctrl-C or SIGTERM ends the process at once, and so does the first if
-    the other ranks do not join: nothing is lost yet. Once they train, a second signal has no
-    effect.
+    During start-up, a second Ctrl-C or SIGTERM ends the process at once, and so does the first if
+    the other ranks do not join: there is nothing to lose yet. During training, a second signal has
+    no effect.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
         self.give_up: Callable[[], object] = lambda: os._exit(ExitCode.STOPPED)
-        """Ends this process at once; also the other ranks, once it has joined them."""
+        """Ends this process at once, and the other ranks if they have joined."""
         self._breaks_off = False
         self._starting = True
         self._joins = False
-        # A process that ignores SIGHUP was started to outlive its terminal (nohup).
+        # A process that ignores SIGHUP is meant to outlive its terminal (nohup).
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [n for n in STOP_SIGNALS if not (ignored and n == signal.SIGHUP)]
-        # Python runs handlers between two of its own instructions, and a rank that waits for the
-        # others executes none: the system writes the signals' numbers here at once.
+        # Python runs handlers only between its instructions, and a rank that waits for others
+        # executes none. The signal numbers are written to this pipe at once.
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._wakes_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -58,20 +58,22 @@ class StopRequest:
             signal.signal(number, handler)
         if self._before:
             signal.set_wakeup_fd(self._wakes_before)
-            os.close(self._write_end)  # which ends the thread
+            os.close(self._write_end)  # ends the thread
         self._before = {}
 
     def ask(self, reason: str) -> None:
-        """Request a stop as a signal would; the first reason stays."""
+        """Request a stop like a signal; the first reason is kept."""
         self.received = self.received or reason
 
     def trains(self) -> None:
-        """Note that training begins: a request now leads to a save, a second one to nothing."""
+        """Record that training begins: a request now leads to a save, and further ones have no
+        effect.
+        """
         self._starting = False
 
     @contextlib.contextmanager
     def breaks_off(self) -> Iterator[None]:
-        """Return a context in which a request raises StopAsked, also an earlier one."""
+        """Return a context in which a stop request, even an earlier one, raises StopAsked."""
         self._breaks_off = True
         try:
             if self.received is not None:
@@ -82,7 +84,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def joins(self) -> Iterator[None]:
-        """Return a context in which this rank waits for the others, one of which may have ended."""
+        """Return a context in which this rank waits for others, which may have ended."""
         self._joins = True
         try:
             yield

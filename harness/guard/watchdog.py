@@ -1,4 +1,4 @@
-"""Hangs: the pulse of a rank, who holds the others up, and the end of a run that stands still."""
+"""Detects hangs, reports which ranks hold up the others, and ends the run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from typing import Any
 
 from harness.errors import ExitCode
 
-_ENOUGH = 3  # durations; the first ones include compiling, allocating, filling caches
+_ENOUGH = 3  # durations; the first include compiling, allocating and filling caches
 _REMEMBERED = 32
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of progress. `count`: number of earlier beats, equal on all ranks at one place of
+    """A sign of progress. `count`: number of earlier beats, equal on all ranks at the same point of
     the loop.
     """
 
@@ -40,8 +40,8 @@ class Beat:
 class Limits:
     """Seconds without progress after which a rank counts as hanging.
 
-    `first_s` for a phase with fewer than three durations; then `factor` times the longest of the
-    last ones, but at least `floor_s`.
+    `first_s` for a phase with fewer than three durations; otherwise `factor` times the longest
+    recent duration, but at least `floor_s`.
     """
 
     floor_s: float
@@ -50,7 +50,9 @@ class Limits:
 
 
 class Pulse:
-    """Written by the training thread at the begin of each phase; other threads only read."""
+    """Records the phases of the training thread, which calls it at each start; others only read
+    it.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -58,13 +60,13 @@ class Pulse:
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
     def __call__(self, phase: str, step: int) -> None:
-        """Begin `phase`, and end the one before."""
+        """Start `phase`, which ends the previous one."""
         now, before = time.monotonic(), self.beat
         self._seconds[before.phase].append(now - before.since)
         self.beat = Beat(phase, step, before.count + 1, now)
 
     def longest_s(self, phase: str) -> float | None:
-        """Return the longest of a phase's last durations; None before the first."""
+        """Return the longest recent duration of a phase; None before the first."""
         return max(self._seconds[phase], default=None) if phase in self._seconds else None
 
     def limit_s(self, phase: str) -> float:
@@ -87,12 +89,11 @@ def judge(
     rank: int,
     place: Callable[[int], str] = lambda rank: "",
 ) -> Report:
-    """Return a report on the ranks that hold the others up, from two readings of all heartbeats.
+    """Return a report on the ranks that hold up the others, from two readings of all heartbeats.
 
-    `silent`: ranks that no longer write: stopped, gone with their node, or blocked outside Python.
-    `behind`: if all write, the ranks that have made less progress. If both are empty, all wait at
-    the same place for the network, a device or a disk. `place`: text that follows the number of a
-    rank that is named.
+    `silent`: ranks that no longer write: stopped, lost with their node, or blocked outside Python.
+    `behind`: if all write, the ranks with less progress. If both are empty, all wait at the same
+    point for the network, a device or a disk. `place`: returns text to append to a rank's number.
     """
     silent = [
         now["rank"]
@@ -105,9 +106,10 @@ def judge(
     behind = [beat["rank"] for beat in talking if beat["count"] < furthest]
     held_up_by = silent or behind
     lines = [f"hang: {why} (guard.hang_*)"]
-    lines += [f"  {_named(after[n], place)}: stopped, gone, or held outside Python" for n in silent]
+    gone = "stopped, gone or blocked outside Python"
+    lines += [f"  {_named(after[n], place)}: {gone}" for n in silent]
     lines += [
-        f"  {_named(after[n], place)}, for {after[n]['seconds']:.0f} s is behind" for n in behind
+        f"  {_named(after[n], place)}, for {after[n]['seconds']:.0f} s: behind" for n in behind
     ]
     named, places = {*silent, *behind}, defaultdict[str, list[int]](list)
     for beat in after:
@@ -127,7 +129,9 @@ def judge(
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Return a thread's place: its innermost line in this library, and the call it waits in."""
+    """Return a thread's location: its innermost line in this library, and the call in which it
+    waits.
+    """
     innermost, own = frame, frame
     while own is not None and not own.f_code.co_filename.startswith(_LIBRARY):
         own = own.f_back
@@ -162,10 +166,10 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, pair)) for pair in edges)
 
 
-# A heartbeat is a handful of metadata operations on the file system of the run folder, which all
-# jobs share: few a second, as long as each rank still writes every 5 s. A report waits for two.
+# A heartbeat takes a few metadata operations on the run folder's file system, which all jobs share.
+# They are limited per second, as long as each rank still writes every 5 s. A report waits for two.
 _FEW_PER_S, _RARE_S, _MOST_PER_S = 8, 5.0, 64
-_ROOM = 256  # bytes: a heartbeat is written over the one before, which may have been longer
+_ROOM = 256  # bytes; a heartbeat overwrites the one before, which may have been longer
 
 
 class Watchdog(threading.Thread):
@@ -178,23 +182,25 @@ class Watchdog(threading.Thread):
         world_size: int,
         place: Callable[[int], str] = lambda rank: "",
     ) -> None:
-        """`place`: text that follows the number of a rank in the report."""
+        """`place`: returns text to append to a rank's number in the report."""
         super().__init__(name="watchdog", daemon=True)
         self.pulse, self.rank, self.world_size, self.place = pulse, rank, world_size, place
         self._on_hang: Callable[[Report | None], None] = lambda _: None
         few = min(math.ceil(world_size / _FEW_PER_S), _RARE_S)
         self.tick_s = float(max(few, math.ceil(world_size / _MOST_PER_S)))
         self.folder: Path | None = None
-        """RUN/heartbeats; None until there is a run folder, and a rank reports on itself alone."""
+        """RUN/heartbeats; None before there is a run folder, when a rank reports only on itself."""
         self.hung = False
-        """True once a hang ends this process; errors of the watched thread then follow from it."""
+        """True once a hang ends this process; errors of the watched thread are then consequences of
+        it.
+        """
         self._watched = threading.get_ident()
         self._closed = threading.Event()
         self._ticks = 0
 
     def write_to(self, folder: Path, on_hang: Callable[[Report | None], None]) -> None:
-        """Write heartbeats to `folder` from now on, the first one at once: a rank that stops before
-        its next tick is still known by its host and process.
+        """Write heartbeats to `folder` from now on, the first immediately, so that host and process
+        of a rank that stops before its next tick are known.
 
         `on_hang` is called on every rank before it ends; the rank that detected the hang gets the
         report.
@@ -204,7 +210,7 @@ class Watchdog(threading.Thread):
             self._write()
 
     def close(self) -> None:
-        """Stop watching: from here on there is no time limit."""
+        """Stop watching: from now on there is no time limit."""
         self._closed.set()
         if self.is_alive():
             self.join()
@@ -219,14 +225,14 @@ class Watchdog(threading.Thread):
             beat = self.pulse.beat
             waited_s, limit_s = time.monotonic() - beat.since, self.pulse.limit_s(beat.phase)
             if waited_s > limit_s:
-                self._hang(f"no progress for {waited_s:.0f} s, {limit_s:.0f} s is the limit")
-            with contextlib.suppress(OSError):  # the folder may be out of reach for a moment
+                self._hang(f"no progress for {waited_s:.0f} s (limit: {limit_s:.0f} s)")
+            with contextlib.suppress(OSError):  # the folder may be temporarily unavailable
                 if self.tick():
                     self._hang("another rank reported a hang")
 
     @property
     def grace_s(self) -> float:
-        """Seconds by the end of which every rank that can has written again."""
+        """Seconds after which every rank that is able to has written again."""
         return 2.5 * self.tick_s + 1
 
     def tick(self) -> bool:
@@ -235,7 +241,7 @@ class Watchdog(threading.Thread):
         return self.folder is not None and (self.folder / "hang.json").exists()
 
     def _hang(self, why: str) -> None:
-        """Report and end this process, or only end it if another rank reports."""
+        """Report the hang and end this process; only end it if another rank reports."""
         self.hung = True
         try:
             self._dump_stacks(why)
@@ -253,10 +259,10 @@ class Watchdog(threading.Thread):
                 self._on_hang(None)
         finally:
             sys.stdout.flush()
-            os._exit(ExitCode.HANG)  # the other threads cannot be reached
+            os._exit(ExitCode.HANG)  # the other threads cannot be interrupted
 
     def _reports(self) -> bool:
-        """Return True if this rank is the first to detect the hang; without a folder, always."""
+        """Return True if this rank is the first to detect the hang, or there is no folder."""
         try:
             if self.folder is not None:
                 (self.folder / "hang.json").open("x").close()
@@ -272,12 +278,14 @@ class Watchdog(threading.Thread):
                 (self.folder / "hang.json").write_text(json.dumps(report, indent=2))
 
     def _wait_for_report(self, most_s: float) -> None:
-        """Wait until another rank has reported: a launcher kills all ranks once one ends."""
+        """Wait until another rank has reported, because a launcher kills all ranks once one
+        ends.
+        """
         assert self.folder is not None
         end = time.monotonic() + most_s
         with contextlib.suppress(OSError):
             while time.monotonic() < end and not (self.folder / "hang.json").stat().st_size:
-                time.sleep(self.tick_s / 10)  # as few looks a second as ranks have ticks
+                time.sleep(self.tick_s / 10)  # ticks grow with the ranks, which limits the load
 
     def _dump_stacks(self, why: str) -> None:
         print(
@@ -294,7 +302,7 @@ class Watchdog(threading.Thread):
         self._ticks += 1
         if self.folder is not None:
             text = json.dumps(self._heartbeat(with_place))
-            # Over the last one, without emptying the file: a rank may be stopped between the two.
+            # Overwrite without truncating first: a rank may be stopped in between.
             descriptor = os.open(self._file(self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
             with os.fdopen(descriptor, "w") as file:
                 file.write(f"{text:<{_ROOM}}\n")
@@ -316,7 +324,7 @@ class Watchdog(threading.Thread):
         return {**heartbeat, "at": place_of(frame)} if frame is not None else heartbeat
 
     def all_ranks(self) -> list[Report]:
-        """Return every rank's last heartbeat; only its number if it has none."""
+        """Return every rank's last heartbeat, or only its number if it has none."""
         if self.folder is None:
             return [self._heartbeat(with_place=True)]
         return [
@@ -332,7 +340,7 @@ class Watchdog(threading.Thread):
 
 
 def _read(path: Path) -> Report | None:
-    for _ in range(5):  # it may be half-written this very moment
+    for _ in range(5):  # it may be being written
         try:
             value: Report = json.loads(path.read_text())
         except FileNotFoundError:

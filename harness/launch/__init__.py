@@ -1,1 +1,1 @@
-"""Groups of ranks on this machine, each a process started anew or forked from one that is ready."""
+"""Starts ranks on this machine, as new processes or forked from a warm one."""

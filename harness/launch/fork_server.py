@@ -1,9 +1,9 @@
-"""Real runs of several ranks within two seconds: processes that have imported everything, forked.
+"""Starts real multi-rank runs within two seconds by forking a process that has imported everything.
 
-`python -m harness.launch.fork_server FD` reads a job per line, as `Zygote.run` writes it, forks its
-ranks, and answers on the file descriptor FD: their exit codes (-9 is a kill, None a rank that had
-to be ended), how long each took, the port where they met, and what they left behind. As
-`Zygote.start` writes it: the port and the processes, which it is asked for one by one from then on.
+`python -m harness.launch.fork_server FD` reads one job per line, forks its ranks, and replies on
+file descriptor FD. For a job of `Zygote.run`: exit codes (-9 is a kill, None a rank that had to be
+killed), seconds of each rank, the rendezvous port and processes left behind. For a job of
+`Zygote.start`: the port and the pids, which are then polled one by one.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from harness.launch.ranks import (
     python_path,
 )
 
-# What a bounded rank may use. RLIMIT_DATA counts memory that is written to, and not the libraries.
+# Resource limits of a bounded rank. RLIMIT_DATA counts writable memory, without the libraries.
 BOUNDS = {
-    resource.RLIMIT_CPU: 30,  # seconds; ended by OVERRAN
+    resource.RLIMIT_CPU: 30,  # seconds, then OVERRAN is sent
     resource.RLIMIT_DATA: 4 * 2**30,
     resource.RLIMIT_FSIZE: 2**30,
     resource.RLIMIT_CORE: 0,
 }
 OVERRAN = signal.SIGXCPU
 _TO_PRINT_STACKS_S = 2.0
-# Of prctl(2).
+# Options of prctl(2).
 _SET_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of the ranks of one run."""
+    """The result of a run's ranks."""
 
     codes: list[int | None]
     outputs: list[str]
-    seconds: list[float]  # until each ended
+    seconds: list[float]  # duration of each
 
     @property
     def output(self) -> str:
@@ -73,15 +73,15 @@ class Outcome:
 
 
 class Zygote:
-    """The process that forks; a context that ends it."""
+    """The process that forks ranks; as a context manager, ends it."""
 
     def __init__(self, env: Mapping[str, str | None] = ON_CPU, planter: str = "") -> None:
-        """`env` changes this process's environment; None removes a variable.
+        """`env` overrides this process's environment; None removes a variable.
 
-        `planter`: a module whose `plant(fault, rank)` acts in each rank of a run with a fault.
+        `planter`: a module whose `plant(fault, rank)` is called in each rank of a run with a fault.
         """
-        self.ports: list[int] = []  # where its runs met, which is in the names of what they share
-        self.left: list[str] = []  # processes that outlived their ranks: command, folder of logs
+        self.ports: list[int] = []  # rendezvous ports, which are in the names of shared files
+        self.left: list[str] = []  # processes that outlived their ranks: command (log folder)
         self._planter = planter
         answers, to_answer = os.pipe()
         self._answers = os.fdopen(answers)
@@ -112,10 +112,10 @@ class Zygote:
     ) -> Outcome:
         """Train with `args` on `ranks` ranks, and wait for all of them.
 
-        `main`: another module whose main(argv) is called. `bounded`: within BOUNDS, with `cwd` as
-        its home; a rank that exceeds its time prints its stacks and ends by OVERRAN. `patience_s`:
-        how long ranks may outlive one that failed. Without `logs` they write where this process
-        does.
+        `main`: another module whose main(argv) is called. `bounded`: apply BOUNDS, with `cwd` as
+        HOME; a rank that exceeds its CPU time prints its stacks and ends with OVERRAN.
+        `patience_s`: how long ranks may outlive one that failed. Without `logs`, ranks inherit this
+        process's output.
         """
         if logs:
             logs.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class Zygote:
         }
         codes, seconds, port, left = self._ask(job)
         self.ports.append(port)
-        if None not in codes:  # a rank that is ended here cannot end its compiler
+        if None not in codes:  # a killed rank cannot end its compiler
             self.left += [f"{command} ({logs})" for command in left]
         texts = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in texts]
@@ -142,10 +142,10 @@ class Zygote:
     def start(
         self, main: str, args: list[str], ranks: int, cwd: Path, logs: Path, env: dict[str, str]
     ) -> Ranks:
-        """Fork `ranks` ranks that call the main() of module `main`, and do not wait for them.
+        """Fork `ranks` ranks that call main() of module `main`, without waiting for them.
 
-        `env` is all of their environment but for their places; what a module reads of it when it is
-        imported, it has read already.
+        `env` is their complete environment except for the rank variables. Variables that modules
+        read on import have no effect: the imports are done.
         """
         logs.mkdir(parents=True, exist_ok=True)
         job = {"main": main, "args": args, "ranks": ranks, "cwd": str(cwd), "logs": str(logs)}
@@ -159,7 +159,8 @@ class Zygote:
     ) -> int:
         """Fork a process that runs a script as the interpreter would, and return its exit code.
 
-        It reads `in` in the folder `logs`, if that is there, and writes `out` and `err`.
+        Its stdin is the file `in` of the folder `logs`, if that exists; stdout and stderr go to
+        `out` and `err`.
         """
         job = {"main": str(path), "args": args, "ranks": 1, "cwd": str(cwd), "logs": str(logs)}
         _, (pid,) = self._ask({"start": {**job, "env": env, "fault": None, "bounded": False}})
@@ -176,7 +177,7 @@ class Zygote:
         return json.loads(self._answers.readline())
 
     def close(self) -> None:
-        """Let it end; it has no ranks."""
+        """End the process; it must have no ranks."""
         assert self._process.stdin
         self._process.stdin.close()
         self._answers.close()
@@ -186,26 +187,26 @@ class Zygote:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # its ranks end with it
+        if kind is not None:  # killing it ends its ranks
             self._process.kill()
         self.close()
 
 
 def main() -> None:
-    """Import, then fork for every line."""
+    """Import everything, then serve one job per line."""
     import cpuinfo  # type: ignore[import-untyped]
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # and with it all of inductor
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imports all of inductor
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import harness.engine.build
     import harness.loop  # noqa: F401
 
-    # DeepSpeed asks it twice for every engine whose optimizer is on the CPU, which takes 3 s.
-    known = cpuinfo.get_cpu_info()
-    cpuinfo.get_cpu_info = lambda: known
-    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whoever a rank leaves is ours
+    # DeepSpeed calls this twice for every engine with a CPU optimizer, which takes 3 s.
+    cpu_info = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: cpu_info
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt children that ranks leave
     gc.collect()
-    gc.freeze()  # what is imported need not be searched for tensors in every run
+    gc.freeze()  # exclude the imports from searches for tensors
     with os.fdopen(int(sys.argv[1]), "w") as answers:
         for line in sys.stdin:
             print(json.dumps(_answer(json.loads(line), answers.fileno())), file=answers, flush=True)
@@ -233,7 +234,9 @@ def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
     seconds: dict[int, float] = {}
 
     def collect(until: float) -> None:
-        """Wait for ranks that end, until all have, a time, or the patience after a failure."""
+        """Wait for ranks until all have ended, or the given time, or the patience after a
+        failure.
+        """
         while len(codes) < len(pids) and time.monotonic() < until:
             if failed := [seconds[pid] for pid, code in codes.items() if code]:
                 until = min(until, began + min(failed) + job["patience_s"])
@@ -253,7 +256,7 @@ def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if job["bounded"]:
-        for pid in pids:  # each began a group of its own: nothing that it started outlives it
+        for pid in pids:  # each leads a process group: kill whatever it started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
     left = _left_behind()
@@ -266,7 +269,7 @@ _started: set[int] = set()
 
 
 def _left_behind() -> list[str]:
-    """Commands of processes that ranks began and that did not end with them; ends those."""
+    """Kill processes that ranks started and left behind; return their commands."""
     begun = []
     for child in psutil.Process().children():
         if child.pid not in _started:
@@ -275,7 +278,7 @@ def _left_behind() -> list[str]:
     _, alive = psutil.wait_procs(begun, timeout=2)
     left = []
     for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             left.append(f"{process.pid}: {' '.join(process.cmdline())}")
             process.kill()
             process.wait()
@@ -283,12 +286,12 @@ def _left_behind() -> list[str]:
 
 
 def _bound(home: str) -> None:
-    """Limit this process to BOUNDS, in a process group of its own."""
+    """Apply BOUNDS to this process, in a new process group."""
     os.setpgid(0, 0)
     os.environ["HOME"] = home
     faulthandler.register(OVERRAN, all_threads=True, chain=True)
-    for limit, most in BOUNDS.items():
-        resource.setrlimit(limit, (most, most + 5))  # at the second, CPU time ends without a word
+    for limit, value in BOUNDS.items():
+        resource.setrlimit(limit, (value, value + 5))  # the hard CPU limit kills silently
 
 
 def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
@@ -308,7 +311,7 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
     if "env" in job:
         os.environ.clear()
         os.environ.update(job["env"])
-        tempfile.tempdir = None  # that of the environment
+        tempfile.tempdir = None  # read it from the new environment
     if not is_script:
         os.environ.update(place_of(rank, job["ranks"], port))
     code = 1
@@ -319,9 +322,9 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
             _bound(job["cwd"])
         if job["fault"]:
             importlib.import_module(job["planter"]).plant(job["fault"], rank)
-        sys.argv = [job["main"], *job["args"]]  # some tools look there
+        sys.argv = [job["main"], *job["args"]]  # some tools read it
         if is_script:
-            atexit._clear()  # what was imported left there
+            atexit._clear()  # registered by the imports
             try:
                 runpy.run_path(job["main"], run_name="__main__")
             finally:

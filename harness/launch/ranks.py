@@ -1,4 +1,4 @@
-"""Process groups of CPU ranks on this machine, for all that drives the real engine."""
+"""Starts process groups of CPU ranks on this machine, for everything that runs the real engine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
-PATIENCE_S = 30.0  # how long ranks may take to end once one has failed: they wait for it
-ENDING_S = 5.0  # how long a rank may take over a SIGTERM
+PATIENCE_S = 30.0  # for ranks to end after one has failed
+ENDING_S = 5.0  # for a rank to end after SIGTERM
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 ON_CPU = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
 
 
 class Forked:
-    """As much of subprocess.Popen as a group of ranks needs."""
+    """The part of subprocess.Popen's interface that a group of ranks needs."""
 
     def __init__(self, pid: int, code_of: Callable[[int], int | None]) -> None:
-        """`code_of`: returns a process's exit code, once, when it has ended."""
+        """`code_of` returns a process's exit code, once, when it has ended."""
         self.pid = pid
         self.returncode: int | None = None
         self._code_of = code_of
 
     def poll(self) -> int | None:
-        """Return the exit code, a signal's as a negative number; None while it runs."""
+        """Return the exit code (negative for a signal); None while the process runs."""
         if self.returncode is None:
             self.returncode = self._code_of(self.pid)
         return self.returncode
@@ -48,28 +48,28 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal if it still runs."""
+        """Send a signal if the process is running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask the process to end."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         self.send_signal(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes that run one command, a rank each."""
+    """Processes that run the same command, one per rank."""
 
     processes: Sequence[subprocess.Popen[bytes] | Forked]
     logs: list[Path]
-    """Output of each process; empty if it is not kept."""
+    """Output file of each process; empty if output is not captured."""
     port: int
-    """The rendezvous' port, also part of the names of files that the ranks share."""
+    """The rendezvous port, which is also part of the names of shared files."""
 
     @property
     def ended(self) -> bool:
@@ -82,12 +82,12 @@ class Ranks:
         meanwhile: Callable[[], None] = lambda: None,
         patience_s: float = PATIENCE_S,
     ) -> list[int]:
-        """Exit codes of all ranks, a signal's as a negative number; `meanwhile` is called often.
+        """Return the exit codes of all ranks, negative for a signal; calls `meanwhile` frequently.
 
-        Ends those that outlive `limit_s`, or a rank that failed by more than `patience_s`.
+        Ends ranks that outlive `limit_s`, or a failed rank by more than `patience_s`.
         """
         deadline = time.monotonic() + limit_s
-        while None in [process.poll() for process in self.processes]:  # `any` would skip some
+        while None in [process.poll() for process in self.processes]:  # must poll all of them
             if any(process.returncode for process in self.processes):
                 deadline = min(deadline, time.monotonic() + patience_s)
             if time.monotonic() > deadline:
@@ -97,7 +97,7 @@ class Ranks:
         return [process.wait() for process in self.processes]
 
     def end(self) -> None:
-        """End what still runs, kindly first."""
+        """End the running processes: SIGTERM first, SIGKILL later."""
         for process in self.processes:
             process.terminate()
         deadline = time.monotonic() + ENDING_S
@@ -110,14 +110,14 @@ class Ranks:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def place_of(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables by which a rank finds the others, as torchrun sets them."""
+    """Return the environment variables of a rank, as torchrun sets them."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -130,7 +130,7 @@ def place_of(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def environment(*changes: Mapping[str, str | None]) -> dict[str, str]:
-    """This process's environment with `changes`, of which None removes a variable."""
+    """Return this process's environment with `changes`; None removes a variable."""
     changed: dict[str, str | None] = {**os.environ}
     for values in changes:
         changed |= values
@@ -138,8 +138,8 @@ def environment(*changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def python_path(before: str | None) -> str:
-    """Return a PYTHONPATH that finds this repository first, and all that `before` found: packages
-    of a container or a module system may come by it.
+    """Return a PYTHONPATH with this repository first, followed by `before`, which may be needed for
+    packages of a container or module system.
     """
     return os.pathsep.join(filter(None, [str(REPOSITORY), before]))
 
@@ -154,9 +154,9 @@ def start(
 ) -> Ranks:
     """Start `command` once per rank, as torchrun would.
 
-    Rank N writes to `logs`/rank-N.log; without a folder all write where this process does. `env`
-    changes this process's environment; None removes a variable. `stop_with_parent`: ranks get
-    SIGUSR1 if this process is killed, and save.
+    Rank N writes to `logs`/rank-N.log; without `logs`, ranks inherit this process's output. `env`
+    overrides this process's environment; None removes a variable. `stop_with_parent`: ranks get
+    SIGUSR1, and save, if this process is killed.
     """
     paths = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
     if logs:
@@ -185,7 +185,7 @@ def start(
 
 
 def _stop_with_parent() -> None:
-    """Ask the kernel for a SIGUSR1 when the parent ends, however it ends."""
+    """Request SIGUSR1 from the kernel when the parent process ends for any reason."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGUSR1), 0, 0, 0)
 
 
@@ -197,7 +197,7 @@ def started(
     logs: Path | None = None,
     env: Mapping[str, str | None] = ON_CPU,
 ) -> Iterator[Ranks]:
-    """`start`; whatever happens, no rank outlives the block."""
+    """Start ranks as `start` does; none of them outlives the block."""
     group = start(command, ranks, cwd, logs, env)
     try:
         yield group
@@ -207,8 +207,10 @@ def started(
 
 @contextlib.contextmanager
 def _deferred(*numbers: signal.Signals) -> Iterator[None]:
-    """Signals come when the block is done: one in the middle of a start would lose a process."""
-    if threading.current_thread() is not threading.main_thread():  # which alone gets them
+    """Defer signals until the end of the block: one during a start would lose track of a
+    process.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only that gets signals
         yield
         return
     come: list[int] = []
@@ -231,7 +233,7 @@ def run_module(
 ) -> None:
     """Run `python -m module` once per rank and wait for all; Ctrl-C ends them.
 
-    Raises SystemExit with what the ranks wrote to `errors`/*.error when one of them fails.
+    If a rank fails, raises SystemExit with the contents of `errors`/*.error.
     """
     for stale in errors.glob("*.error"):
         stale.unlink()
@@ -240,7 +242,7 @@ def run_module(
 
 
 def raise_errors(codes: Sequence[int | None], errors: Path) -> None:
-    """Raise SystemExit with what ranks wrote to `errors`/*.error, where one did not end with 0."""
+    """Raise SystemExit with the contents of `errors`/*.error if any exit code is not 0."""
     if any(code != 0 for code in codes):
         texts = [path.read_text() for path in sorted(errors.glob("*.error"))]
         raise SystemExit("\n".join(texts) or f"the process group ended with {codes}")

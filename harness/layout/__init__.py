@@ -1,1 +1,1 @@
-"""Models, and their division over ranks, from the standard library alone."""
+"""Models and their distribution over ranks. Standard library only."""

@@ -1,4 +1,4 @@
-"""Adapters of low rank (arXiv 2106.09685), and 4-bit weights beside them (arXiv 2305.14314)."""
+"""Low-rank adapters (arXiv 2106.09685) and 4-bit frozen weights (arXiv 2305.14314)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from harness.layout.shape import Seen, Shape, Tensor, active_parameters, all_tok
 
 Kind = Literal["nf4", "fp4"]
 BLOCK = 64
-"""Weights that share a scale, in the order of memory."""
+"""Consecutive weights that share a scale."""
 DESCRIPTION = "quantization_config.json"
-"""The file beside exported adapters with what BitsAndBytesConfig of transformers reads."""
-_SCALES_BLOCK = 256  # scales that share one of their own
+"""The file beside exported adapters that transformers' BitsAndBytesConfig reads."""
+_SCALES_BLOCK = 256  # quantized scales that share a scale
 _FP32 = 4  # bytes
-_CODES, _SCALES_CODES = 16, 256  # entries of the tables that each weight has a copy of
+_CODES, _SCALES_CODES = 16, 256  # entries of the lookup tables stored with each weight
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Quantization:
 
     kind: Kind
     doubles: bool = True
-    """True if the scales are quantized, too, to 8 bits."""
+    """True if the scales are also quantized, to 8 bits."""
 
     def weight_bytes(self, elements: int) -> int:
         """Return the bytes of a weight: codes, scales and tables (bitsandbytes' QuantState)."""
@@ -32,20 +32,20 @@ class Quantization:
         size = -(-elements // 2) + _FP32 * _CODES
         if not self.doubles:
             return size + _FP32 * scales
-        own = -(-scales // _SCALES_BLOCK) + 1  # with the mean that is taken off first
+        own = -(-scales // _SCALES_BLOCK) + 1  # plus the mean, which is subtracted first
         return size + scales + _FP32 * (own + _SCALES_CODES)
 
     def temporary_bytes(self, elements: int, element_bytes: int) -> int:
-        """Return the bytes of a weight while something is multiplied by it: its values, and its
-        scales in fp32.
+        """Return the temporary bytes of a weight during a matrix product: its dequantized values,
+        and its scales in fp32.
         """
         scales = _FP32 * -(-elements // BLOCK) if self.doubles else 0
         return element_bytes * elements + scales
 
 
 NAME = "default"
-"""peft's name of the adapters, a part of their parameters' names."""
-# Kinds of tensors that modules of torch's Linear hold; experts and routers are bare parameters.
+"""peft's adapter name, which is part of its parameter names."""
+# Kinds of tensors in torch's Linear modules; experts and routers are bare parameters.
 _LINEAR = ("attention", "states", "mlp")
 
 
@@ -59,15 +59,17 @@ class Adapters:
     has_magnitudes: bool = False
     """True for DoRA (arXiv 2402.09353), which also learns the norm of each row of W + B A."""
     quantization: Quantization | None = None
-    """Of the weights of all linear maps, those without an adapter, too; None: as the run."""
+    """Applies to the weights of all linear maps, even without an adapter; None keeps the run's
+    dtype.
+    """
     whole: tuple[str, ...] = ()
-    """Last parts of the names of modules that are trained themselves, beside the adapters."""
+    """Last parts of the names of modules that are trained in full, beside the adapters."""
 
     def tensors(self, shape: Shape) -> Iterator[Tensor]:
-        """Yield the parameters that are trained: those of the adapters, as peft names them, in the
-        model's order, then those of modules that are trained whole.
+        """Yield the trained parameters: first those of the adapters, named as in peft, in model
+        order; then those of modules trained in full.
 
-        A (rank, inputs) and B (outputs, rank); with magnitudes a row (outputs,) before them.
+        A (rank, inputs) and B (outputs, rank), preceded by (outputs,) magnitudes if there are any.
         """
         for name, inputs, outputs in self.linear_maps(shape):
             if self.has_magnitudes:
@@ -78,7 +80,7 @@ class Adapters:
         yield from self.trained_whole(shape)
 
     def trained_whole(self, shape: Shape) -> Iterator[Tensor]:
-        """Yield the parameters of the model that are trained themselves."""
+        """Yield the parameters of the model that are trained in full."""
         for tensor in shape.tensors():
             if module_of(tensor.name) in self.whole:
                 yield tensor
@@ -94,29 +96,29 @@ class Adapters:
                 yield name, inputs, outputs
 
     def flops_per_token(self, shape: Shape, seq_len: int, seen: Seen = all_tokens) -> float:
-        """Floating-point operations that training spends on one token of `seq_len`, counted as
-        layout.shape counts them: frozen weights have no gradient, a third of their operations.
+        """Return the training FLOPs per token of a sequence of `seq_len` tokens, counted as in
+        layout.shape. Frozen weights have no gradient, which saves a third of their operations.
         """
         whole = {tensor.name: tensor for tensor in self.trained_whole(shape)}
         added = sum(tensor.numel for tensor in self.tensors(shape) if tensor.name not in whole)
-        # An embedding is looked up: its gradient multiplies nothing.
+        # An embedding is a lookup: its gradient needs no matrix product.
         own = sum(tensor.numel for tensor in whole.values() if tensor.kind != "embedding")
         frozen = active_parameters(shape) - own
         return flops_per_token(shape, seq_len, seen) - 2 * frozen + 6 * added
 
 
 def module_of(name: str) -> str:
-    """Return the last part of the name of the module that has a parameter."""
+    """Return the last part of the name of a parameter's module."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def linear_weights(shape: Shape) -> Iterator[Tensor]:
-    """Yield the weights of the linear maps in a model's decoder layers."""
+    """Yield the weights of all linear maps in the decoder layers."""
     for tensor in shape.tensors():
         if tensor.name.startswith(shape.body.layer_prefix) and is_linear(tensor):
             yield tensor
 
 
 def is_linear(tensor: Tensor) -> bool:
-    """Return True for the weight of a linear map, if the tensor is one of a decoder layer."""
+    """Return True if a tensor of a decoder layer is the weight of a linear map."""
     return len(tensor.shape) == 2 and tensor.kind in _LINEAR and tensor.name.endswith(".weight")

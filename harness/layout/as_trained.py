@@ -1,4 +1,4 @@
-"""config.json of an export whose code travels with it: what it has beside the family's own."""
+"""config.json of exports that include their model code: its keys beyond those of the family."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 from harness.layout.recompute import REVERSIBLE
 
 CODE = "modeling_as_trained"
-"""The file beside the weights that transformers runs with trust_remote_code=True."""
+"""The module beside the weights that transformers runs with trust_remote_code=True."""
 ATTENTION = "trained_attention"
-"""Key of the kind of attention, its sizes and its seed; beside adapters, a file of that name."""
+"""Config key for the kind of attention, its sizes and seed; for adapters, a file of that name."""
 _PREFIX = f"{REVERSIBLE}_"
 
 
 def reversible_type(model_type: str) -> str:
-    """Return the model_type of reversible layers, which none but their own code opens: readers of
-    the family's would compute another function of the weights.
+    """Return the model_type of reversible layers. Only their own code opens it: readers of the
+    original family would compute a different function of the weights.
     """
     return f"{_PREFIX}{model_type}"
 
 
 def is_as_trained(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of an export with such code."""
+    """Return True if a config.json belongs to an export with such code."""
     codes = config.get("auto_map")
     code = codes.get("AutoModelForCausalLM") if isinstance(codes, Mapping) else None
     return isinstance(code, str) and code.startswith(f"{CODE}.")
 
 
 def as_plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the same weights without the code; any other as it is."""
+    """Return the config.json of the same weights without the code; any other unchanged."""
     if not is_as_trained(config):
         return dict(config)
     plain = {key: value for key, value in config.items() if key not in ("auto_map", ATTENTION)}

@@ -1,4 +1,4 @@
-"""The attention implementations: a row for each value of model.attention."""
+"""The attention implementations, one row for each value of model.attention."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Attention:
-    """An implementation, by its Hugging Face name."""
+    """An attention implementation, by its Hugging Face name."""
 
     package: str | None = None
-    """The package that brings it, for GPUs alone."""
+    """The package that provides it, on GPUs only."""
     takes_bounds: bool = False
-    """True if it is given the bounds of documents (models/attention.py) rather than a mask."""
+    """True if it takes document boundaries (models/attention.py) instead of a mask."""
     has_dropout: bool = True
-    """True if it can drop attention weights."""
+    """True if it supports dropout of attention weights."""
     is_traced: bool = False
     """True if its saved activations were compared with a trace."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of a kind that computes less than exact attention, model.attention_NAME, and their
-    defaults; {} for exact attention."""
+    """Sizes of an approximate attention (model.attention_NAME) with their defaults; {} if exact."""
     keys: Callable[[Mapping[str, int], float], float] = lambda sizes, half: half
-    """Keys that a token is computed with on average, of the sizes and half the sequence's tokens:
-    products with one key and its value."""
+    """Average number of keys per query, from the sizes and half the sequence length; each key
+    stands for its products with the query and the value.
+    """
 
     @property
     def is_exact(self) -> bool:
-        """True if it computes the softmax over all tokens that a mask lets through."""
+        """True if it computes the softmax over all tokens that the mask admits."""
         return not self.sizes
 
 
 def _kind(keys: Callable[[Mapping[str, int], float], float], **sizes: int) -> Attention:
-    """Return a row of models/efficient_attention, which keeps queries, keys and values alone."""
+    """Return a row for models/efficient_attention, which saves only queries, keys and values."""
     return Attention(takes_bounds=True, has_dropout=False, is_traced=True, sizes=sizes, keys=keys)
 
 
 def seen_by(attention: str, sizes: Mapping[str, int]) -> Callable[[int], float]:
-    """Return the tokens that MFU counts for one token of so many: all of them where attention is
-    exact, whatever a mask hides (layout/shape.py), and else those that it is computed with.
+    """Return a function from sequence length to the number of tokens that MFU counts per token: all
+    of them for exact attention, regardless of the mask (layout/shape.py), otherwise the average
+    number of keys per query.
     """
     row = ATTENTIONS[attention]
     return lambda seq_len: seq_len if row.is_exact else min(seq_len, row.keys(sizes, seq_len / 2))
@@ -62,9 +63,10 @@ ATTENTIONS = {
         window=256,
         features=32,
     ),
-    # A product with each feature makes those of query and key, and the sums, and takes from them.
+    # Per feature, a product each for the query, for the key, for adding to the sums and for reading
+    # them: those of two keys.
     "performer": _kind(lambda sizes, half: 2 * sizes["features"], features=256),
     "reformer": _kind(lambda sizes, half: 2 * sizes["window"] + 1, buckets=32, window=64),
 }
 SIZES = sorted({name for row in ATTENTIONS.values() for name in row.sizes})
-"""Keys model.attention_NAME."""
+"""Names of all sizes, as in model.attention_NAME."""

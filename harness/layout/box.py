@@ -1,8 +1,8 @@
-"""The elements of a parameter that a rank holds: boxes of the whole, and flat ranges within them.
+"""The elements of a parameter that a rank holds: boxes of the full tensor, and flat ranges in them.
 
-A parameter is cut along its dimensions, each into one range or, where projections are fused, into
-two or three that are laid end to end: `[q | k | v]` in two is the first half of each.  All counts
-are of elements, all ranges half open.
+A parameter is sliced along its dimensions. A slice of a dimension is one range, or two or three
+concatenated ranges if projections are fused: half of `[q | k | v]` is the first half of each. All
+counts are in elements; all ranges are half-open.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Box:
-    """The elements from `start` up to `stop`, in every dimension."""
+    """The elements from `start` to `stop` (exclusive) in every dimension."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements along each dimension."""
+        """Number of elements along each dimension."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return prod(self.shape)
 
     def meet(self, other: Box) -> Box | None:
-        """Return what both hold; None for nothing."""
+        """Return the intersection; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(int.__lt__, start, stop)) else None
 
     def moved(self, origin: tuple[int, ...], to: tuple[int, ...]) -> Box:
-        """Return the same elements where `origin` is called `to`."""
+        """Return the box shifted so that point `origin` becomes `to`."""
         steps = [new - old for old, new in zip(origin, to, strict=True)]
         return Box(
             tuple(at + step for at, step in zip(self.start, steps, strict=True)),
@@ -49,51 +49,51 @@ class Box:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a parameter of the shape `whole`: the product of its ranges.
+    """A rank's slice of a parameter of shape `whole`: the product of its ranges.
 
-    `ranges`: per dimension, those that it holds, ascending, laid end to end. A rank's own tensor
-    has the part's `shape`.
+    `ranges`: for each dimension, the ranges that it contains, ascending and concatenated. The
+    rank's tensor has the slice's `shape`.
     """
 
     whole: tuple[int, ...]
     ranges: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
-        """Join ranges that touch: equal parts compare equal."""
+        """Join adjacent ranges, so that equal slices compare equal."""
         if len(self.ranges) != len(self.whole):
-            raise ValueError(f"{len(self.ranges)} dimensions are cut of {list(self.whole)}")
+            raise ValueError(f"ranges of {len(self.ranges)} dimensions for {list(self.whole)}")
         joined = []
         for dimension, (size, ranges) in enumerate(zip(self.whole, self.ranges, strict=True)):
             edges = [0, *(edge for each in ranges for edge in each), size]
             if any(one > other for one, other in pairwise(edges)):
                 raise ValueError(
-                    f"{list(ranges)} are no ranges of dimension {dimension} of {list(self.whole)}"
+                    f"{list(ranges)} are not ranges of dimension {dimension} of {list(self.whole)}"
                 )
             joined.append(_joined(ranges))
         object.__setattr__(self, "ranges", tuple(joined))
 
     @classmethod
     def of(cls, whole: Sequence[int]) -> Part:
-        """Return all of a parameter."""
+        """Return the whole of a parameter as a slice."""
         return cls(tuple(whole), tuple(((0, size),) for size in whole))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor that the rank has."""
+        """Shape of the rank's tensor."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def is_whole(self) -> bool:
-        """True if it is all of the parameter."""
+        """True if it contains the whole parameter."""
         return self.numel == prod(self.whole)
 
     def cut(self, dimension: int, ranges: Sequence[Range]) -> Part:
-        """Return what `ranges` of one of its own dimensions leave of it."""
+        """Return the slice cut to `ranges` along one of its dimensions."""
         left = []
         for (start, stop), at in zip(self.ranges[dimension], self._ends(dimension), strict=True):
             for first, last in ranges:
@@ -105,7 +105,9 @@ class Part:
         return Part(self.whole, tuple(cut))
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yield (box of the whole, the same elements as a box of the part) of all that it holds."""
+        """Yield (box of the full tensor, the same elements as a box of the slice) for all its
+        elements.
+        """
         of_dimensions = [
             list(zip(ranges, self._ends(dimension), strict=True))
             for dimension, ranges in enumerate(self.ranges)
@@ -115,28 +117,30 @@ class Part:
             yield box, box.moved(box.start, tuple(at for _, at in ranges))
 
     def meets(self, other: Part) -> bool:
-        """Return whether two parts of one parameter have an element in common."""
+        """Return True if two slices of a parameter have an element in common."""
         return all(
             any(max(a, c) < min(b, d) for a, b in mine for c, d in theirs)
             for mine, theirs in zip(self.ranges, other.ranges, strict=True)
         )
 
     def _ends(self, dimension: int) -> list[int]:
-        """Return the begin of each range of a dimension in the part."""
+        """Return the start of each range of a dimension within the slice."""
         lengths = [stop - start for start, stop in self.ranges[dimension]]
         return [0, *accumulate(lengths)][: len(lengths)]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [offset, offset + numel) of a part, flattened: what a rank of ZeRO has of it."""
+    """Elements [offset, offset + numel) of a flattened slice: a shard of ZeRO."""
 
     part: Part
     offset: int
     numel: int
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yield (box of the whole, the same elements as a box of the part) of all that it holds."""
+        """Yield (box of the full tensor, the same elements as a box of the slice) for all its
+        elements.
+        """
         for flat in flat_boxes(self.part.shape, self.offset, self.offset + self.numel):
             for whole, own in self.part.boxes():
                 if both := own.meet(flat):
@@ -145,10 +149,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Elements of two pieces that are the same elements of the parameter.
+    """Elements of the parameter that two pieces have in common.
 
-    They are a box of `shape`, with as few dimensions as it can have. Element (i, j, ...) is number
-    `first` + i x `strides[0]` + j x `strides[1]` + ... of either piece.
+    They form a box of `shape`, with as few dimensions as possible. Element (i, j, ...) has index
+    `first` + i x `strides[0]` + j x `strides[1]` + ... in each piece.
     """
 
     shape: tuple[int, ...]
@@ -157,22 +161,24 @@ class Overlap:
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def is_flat(self) -> bool:
-        """Return True if they follow each other in both pieces."""
+        """True if the elements are contiguous in both pieces."""
         return self.strides == ((1,), (1,))
 
     def span(self, side: int) -> int:
-        """Return the elements of one piece from the first of these to the last."""
+        """Return the number of elements of one piece from the first of these to the last,
+        inclusive.
+        """
         steps = zip(self.shape, self.strides[side], strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def overlaps(one: Piece, other: Piece) -> Iterator[Overlap]:
-    """Yield what two pieces of one parameter have in common, every element once."""
+    """Yield the overlaps of two pieces of a parameter; each common element once."""
     if one.part == other.part:
         start = max(one.offset, other.offset)
         numel = min(one.offset + one.numel, other.offset + other.numel) - start
@@ -192,7 +198,7 @@ def overlaps(one: Piece, other: Piece) -> Iterator[Overlap]:
 
 
 def _overlap(shape: tuple[int, ...], places: Sequence[tuple[Piece, Box]]) -> Overlap:
-    """Of boxes of one shape in two pieces."""
+    """Return the overlap of boxes of one shape in two pieces."""
     strides = [_strides(piece.part.shape) for piece, _ in places]
     firsts = [
         sum(map(int.__mul__, box.start, steps)) - piece.offset
@@ -204,7 +210,7 @@ def _overlap(shape: tuple[int, ...], places: Sequence[tuple[Piece, Box]]) -> Ove
         step = (mine, theirs)
         if size == 1:
             continue
-        if sizes and steps[-1] == (mine * size, theirs * size):  # both go on where the row ends
+        if sizes and steps[-1] == (mine * size, theirs * size):  # contiguous in both: merge
             sizes[-1], steps[-1] = sizes[-1] * size, step
         else:
             sizes.append(size)
@@ -226,10 +232,10 @@ def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes that elements [start, stop) of a flattened tensor come to, in their order.
+    """Yield the boxes that elements [start, stop) of a flattened tensor form, in order.
 
-    There are at most twice as many as dimensions, less one: the end of a row, whole rows, the
-    beginning of one, and so on in these.
+    There are at most 2 x dimensions - 1: the end of a row, full rows and the start of a row,
+    recursively.
     """
     if start >= stop:
         return
@@ -258,8 +264,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def share_of(size: int, place: int, places: int) -> tuple[Range, ...]:
-    """Return the `place`-th of `places` ranges of about equal length, the longer ones first; none
-    where there are fewer elements.
+    """Return range number `place` of `places` ranges of nearly equal length, longer ones first;
+    empty if there are too few elements.
     """
     each, left = divmod(size, places)
     start = place * each + min(place, left)
@@ -268,7 +274,7 @@ def share_of(size: int, place: int, places: int) -> tuple[Range, ...]:
 
 
 def share_of_fused(sizes: Sequence[int], place: int, places: int) -> tuple[Range, ...]:
-    """Return the same of each of several blocks that lie end to end, such as q, k and v."""
+    """Return the same range of each of several concatenated blocks, such as q, k and v."""
     starts = [0, *accumulate(sizes)]
     return tuple(
         (at + start, at + stop)
@@ -278,18 +284,18 @@ def share_of_fused(sizes: Sequence[int], place: int, places: int) -> tuple[Range
 
 
 def uncovered(parts: Sequence[Part]) -> str | None:
-    """Return why the parts of one parameter are not all of its elements, each once; None where
-    they are.
+    """Return why the slices of a parameter do not cover each element exactly once; None if they
+    do.
     """
     for number, part in enumerate(parts):
         for other in parts[:number]:
             if part.meets(other):
                 return f"{describe(other)} and {describe(part)} overlap"
     missing = prod(parts[0].whole) - sum(part.numel for part in parts)
-    return f"{missing} elements are in none of its {len(parts)} parts" if missing else None
+    return f"{missing} elements are in none of its {len(parts)} slices" if missing else None
 
 
 def describe(part: Part) -> str:
-    """Return a part as people write it: `[0:4, 24:48+72:96]`."""
+    """Return a slice in Python notation: `[0:4, 24:48+72:96]`."""
     cuts = ("+".join(f"{start}:{stop}" for start, stop in ranges) for ranges in part.ranges)
     return f"[{', '.join(cuts)}]"

@@ -1,4 +1,4 @@
-"""The state that a model has behind a row of text: how many numbers training carries on of it."""
+"""Size of the recurrent state that training carries over from one window of text to the next."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 CELL_STATES = {"lstm": 2, "gru": 1}
-"""Tensors of the state of a recurrent layer, by config key `cell`."""
+"""Number of state tensors of a recurrent layer, by config key `cell`."""
 
 
 def carried_numbers(config: Mapping[str, Any]) -> int:
-    """Return the fp32 numbers of a row's state by a Hugging Face config; 0 of models without one.
+    """Return the number of fp32 values of a row's state, from a Hugging Face config; 0 for models
+    without one.
 
-    Sizes that a config leaves out are its class's defaults.
+    Missing sizes take the defaults of the config class.
     """
     count = CARRIED.get(config["model_type"])
     return count(config) if count else 0
@@ -24,7 +25,7 @@ def _recurrent(config: Mapping[str, Any]) -> int:
 
 
 def _mamba2(config: Mapping[str, Any]) -> int:
-    """Return the last inputs of each layer's convolution, and the state of its scan."""
+    """Return the size of the convolution inputs and scan states of all layers."""
     state = config.get("state_size", 128)
     channels = int(config.get("expand", 2) * config.get("hidden_size", 4096))
     channels += 2 * config.get("n_groups", 8) * state
@@ -37,4 +38,4 @@ CARRIED: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "recurrent": _recurrent,
     "mamba2": _mamba2,
 }
-"""By model_type; harness/models/carried.py has the states themselves."""
+"""Functions by model_type; the states themselves are in harness/models/carried.py."""

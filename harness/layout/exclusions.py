@@ -1,4 +1,4 @@
-"""Axes that no run has together: the reasons, and the nearest layout that can be run."""
+"""Axes that cannot be combined: the reasons, and the nearest layout that works."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def sequence_problems(
     ranks: int | None = None,
     unit: str = "tokens",
 ) -> list[str]:
-    """Return why so many ranks cannot divide rows of `seq_len` tokens, and the numbers that can.
+    """Return why `places` ranks cannot split rows of `seq_len` tokens, with the numbers that can.
 
-    `shape`: the undivided model's; `tensor`: ranks that divide its heads; `ranks`: that the other
-    axes leave, which these numbers must divide, too; None for `places`; `unit`: of `seq_len`.
+    `shape`: the full model's; `tensor`: tensor-parallel size; `ranks`: the ranks left by the other
+    axes, which the suggested numbers must divide (None: `places`); `unit`: of `seq_len`.
     """
     ranks = ranks or places
     problems = [*_problems(shape, places, seq_len, tensor)]
@@ -34,7 +34,7 @@ def sequence_problems(
     ]
     use = " or ".join(map(str, legal))
     below = seq_len // places * places
-    if below and not [*_problems(shape, places, below, tensor)]:  # the tokens alone are wrong
+    if below and not [*_problems(shape, places, below, tensor)]:  # only seq_len is wrong
         use += f", or {below} or {below + places} {unit}"
     return [f"{' and '.join(problems)}: use {use}"]
 
@@ -43,11 +43,11 @@ def _problems(shape: Shape, places: int, seq_len: int, tensor: int) -> Iterator[
     if places == 1:
         return
     if not shape.family.divides_rows:
-        yield f"nobody has divided the rows of {shape.model_type}"
+        yield f"sequence parallelism does not support {shape.model_type}"
     if seq_len % places:
         yield f"{seq_len} tokens cannot be divided over {places} ranks"
     heads, kv = shape.num_heads // tensor, max(1, shape.num_kv_heads // tensor)
-    each = f" of each of {tensor} tensor ranks" if tensor > 1 else ""
+    each = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
     if heads % places:
         yield f"{heads} attention heads{each} cannot be divided over {places}"
     if kv % places and places % kv:
@@ -60,17 +60,18 @@ KEYS = {
     "sequence": "sequence_parallel_size",
     "expert": "expert_parallel.autoep_size",
 }
-"""The key of the JSON that sizes each axis."""
+"""JSON key of each axis's size."""
 _NOT_IN_STAGES = {
-    "sequence": "stages hand on hidden states alone, and attention over parts of rows needs the "
-    "masks of whole rows in every stage",
-    "expert": "ZeRO sums the norm over all stages group by group, and would wait for ever for a "
-    "stage that has no experts",
+    "sequence": "stages pass on only hidden states, but sequence parallelism needs the masks of "
+    "whole rows in every stage",
+    "expert": "ZeRO sums the norm over all stages group by group, and would wait forever for a "
+    "stage without experts",
 }
 
 
-def apart_problems(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[str, str, str]]:
-    """Return (key, reason, replacement) of each axis of a grid that does not go with its stages.
+def incompatible_axes(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[str, str, str]]:
+    """Return (key, reason, replacement) for each axis of a grid that cannot be combined with
+    pipeline stages.
 
     `seq_len`: of the shortest rows.
     """
@@ -79,7 +80,7 @@ def apart_problems(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[
     return [
         (
             KEYS[axis],
-            f"not built together with pipeline.stages={grid.pipeline}: {why}",
+            f"cannot be combined with pipeline.stages={grid.pipeline}: {why}",
             f"use {_nearest(shape, grid, seq_len, getattr(grid, axis))}",
         )
         for axis, why in _NOT_IN_STAGES.items()
@@ -88,7 +89,7 @@ def apart_problems(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[
 
 
 def _nearest(shape: Shape | None, grid: Grid, seq_len: int, size: int) -> str:
-    """Return the keys of the nearest layout of the same ranks; `size`: of the other axis."""
+    """Return the keys of the nearest layout of the same ranks; `size`: that of the other axis."""
     for nearest in _candidates(grid, size):
         if _can_be_run(shape, nearest, seq_len):
             sizes = {key: getattr(nearest, axis) for axis, key in KEYS.items()}
@@ -103,8 +104,8 @@ def _nearest(shape: Shape | None, grid: Grid, seq_len: int, size: int) -> str:
 
 
 def _candidates(grid: Grid, size: int) -> Iterator[Grid]:
-    """Yield layouts, the nearest first: tensor ranks in place of the stages, or of the other axis;
-    then data ranks.
+    """Yield layouts, nearest first: tensor parallelism instead of stages or of the other axis, then
+    data parallelism instead.
     """
     for sizes in (
         {"pipeline": 1, "tensor": grid.tensor * grid.pipeline},
@@ -114,7 +115,7 @@ def _candidates(grid: Grid, size: int) -> Iterator[Grid]:
     ):
         try:
             yield replace(grid, **sizes)
-        except ValueError:  # too few ranks are left for the experts
+        except ValueError:  # too few ranks remain for the experts
             continue
 
 

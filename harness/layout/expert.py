@@ -1,7 +1,7 @@
-"""Expert parallelism: which experts of a layer a rank holds.
+"""Expert parallelism: which experts of a layer each rank holds.
 
-Transformers' own plans (plans.json) name the parameters that have the experts in dimension 0; the
-router and shared experts are in none, and whole on every rank.
+transformers' plans (plans.json) name the parameters with experts in dimension 0. Routers and shared
+experts are not among them; every rank holds them in full.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from harness.layout.tensor import expert_plan
 
 _DIVIDED, _MODULE = "grouped_gemm", "ep_dispatch_experts"
 EXPERTS = "experts"
-"""The kind of their tensors."""
+"""The kind of expert tensors."""
 Ranges = tuple[Range, ...]
 FAMILIES = compared_families("divided experts")
-"""Those whose divided experts were compared with the undivided ones."""
+"""Families whose expert-parallel results were compared with those without."""
 
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """The division of one model's experts over neighbouring data ranks."""
+    """The distribution of one model's experts over neighbouring data-parallel ranks."""
 
     names: tuple[str, ...]
-    """Ends of the divided parameters' names."""
+    """Suffixes of the names of the split parameters."""
     num_experts: int
-    """Of each layer that has any."""
+    """Number per layer with experts."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ExpertPlan:
-        """Return the plan of a model from its HF `config.json`; raises ValueError as `make`."""
+        """Return the plan of a model from its HF `config.json`. Raises ValueError like `make`."""
         model_type = str(config["model_type"])
         values = (config.get(key) for key in family_of(model_type).size_keys("experts"))
         return cls.make(model_type, next((v for v in values if isinstance(v, int)), 0))
 
     @classmethod
     def make(cls, model_type: str, num_experts: int) -> ExpertPlan:
-        """Return the plan of a family's model with so many experts.
+        """Return the plan of a model of a family with this number of experts.
 
-        Raises ValueError naming the family if its experts are not divided.
+        Raises ValueError naming the family if it does not support expert parallelism.
         """
         plan = expert_plan(model_type) or {}
         if model_type not in FAMILIES or not num_experts:
-            reason = "has experts that nobody compared" if plan else "has no experts to divide"
-            raise ValueError(f"{model_type} {reason}: only {', '.join(FAMILIES)} are divided")
+            reason = "has experts that were never tested divided" if plan else "has no experts"
+            families = ", ".join(FAMILIES)
+            raise ValueError(f"{model_type} {reason}: expert parallelism supports {families}")
         others = {style for style in plan.values() if style not in (_DIVIDED, _MODULE)}
         if others:
             raise ValueError(f"{model_type} has experts of unknown styles: {sorted(others)}")
@@ -57,21 +58,21 @@ class ExpertPlan:
         return cls(tuple(sorted(ends)), num_experts)
 
     def divides(self, name: str) -> bool:
-        """Return whether a parameter is one of the experts', by its qualified name."""
+        """Return True if a parameter, by its qualified name, contains experts."""
         return any(name.endswith(f".{end}") for end in self.names)
 
     @property
     def modules(self) -> frozenset[str]:
-        """Ends of the names of the modules that own the experts."""
+        """Suffixes of the names of the modules that own the experts."""
         return frozenset(name.rpartition(".")[0] for name in self.names)
 
     def legal(self, ranks: int) -> list[int]:
-        """Return the numbers of ranks, of so many data ranks, that can share the experts."""
+        """Return the possible expert-parallel sizes for this number of data-parallel ranks."""
         return [n for n in range(1, ranks + 1) if not ranks % n and not self.num_experts % n]
 
     def problem(self, places: int, ranks: int) -> str:
-        """Return why `places` of so many data ranks cannot share the experts, and the numbers that
-        can; "" if they can.
+        """Return why `places` of `ranks` data-parallel ranks cannot share the experts, with the
+        numbers that can; "" if they can.
         """
         legal = self.legal(ranks)
         if places in legal:
@@ -81,7 +82,7 @@ class ExpertPlan:
         return f"it does not divide {' and '.join(whole)}: use {' or '.join(map(str, legal))}"
 
     def cut(self, name: str, shape: tuple[int, ...], place: int, places: int) -> dict[int, Ranges]:
-        """Return the ranges of each divided dimension of a parameter, as a `share.Cutter` does."""
+        """Return the ranges of each sliced dimension of a parameter, as a `grid.Cutter`."""
         if places == 1 or not self.divides(name):
             return {}
         return {0: share_of(shape[0], place, places)}
@@ -89,8 +90,8 @@ class ExpertPlan:
 
 @lru_cache(maxsize=64)
 def expert_shard(shape: Shape, ranks: int) -> Shape:
-    """Return the part of a model on each of `ranks` that share its experts; its router still knows
-    all of them.
+    """Return the shape of a model on each of `ranks` expert-parallel ranks; the router still knows
+    all experts.
     """
     if ranks == 1:
         return shape
@@ -100,7 +101,7 @@ def expert_shard(shape: Shape, ranks: int) -> Shape:
             return tensor
         return replace(tensor, shape=(tensor.shape[0] // ranks, *tensor.shape[1:]))
 
-    # Layers that are alike are one object, before and after.
+    # Identical layers are one object, before and after.
     kinds = {id(layer): layer for layer in shape.body.layers}
     parts = {kind: tuple(map(cut, layer)) for kind, layer in kinds.items()}
     layers = tuple(parts[id(layer)] for layer in shape.body.layers)

@@ -1,7 +1,7 @@
-"""Families of decoders, from families.toml, and their sizes whatever they call the keys.
+"""Decoder families from families.toml, and model sizes regardless of the config keys' names.
 
-A key that a `config.json` leaves out means what it means in transformers 5's config class of that
-model type: families.toml holds those meanings.
+A key missing from `config.json` has the default of the model type's config class in transformers 5;
+families.toml contains these defaults.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-# Keys of any config that hold a size; the first is the one that transformers usually takes.
+# Config keys of each size; the first is the one most common in transformers.
 SIZE_KEYS: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -27,36 +27,36 @@ SIZE_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 _FILE = Path(__file__).with_name("families.toml")
-_NOT_INHERITED = {"like", "compared"}  # what was compared for one family says nothing of another
+_NOT_INHERITED = {"like", "compared"}  # comparisons apply to one family only
 _COMPARISONS = {"activations", "divided activations", "divided experts", "liger", "halves"}
 _WINDOW_RULES = {"every", "even", "asked", "upper"}
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module and its parameters, as one line of the table describes them."""
+    """A module and its parameters, parsed from one line of a table."""
 
     kind: str
     name: str
-    """Within the model, or within the layer."""
+    """Relative to the model or to the layer."""
     sizes: tuple[str, ...]
     transposed: bool = False
     """True if a linear layer's weight is (in, out)."""
     bias: tuple[str, ...] | None = None
-    """Conditions of which one gives it a bias; empty for always, None for never."""
+    """Conditions for a bias, any of which suffices; empty for always, None for never."""
     conditions: tuple[str, ...] = ()
-    """Conditions that all hold where the module is there."""
+    """Conditions for the module to exist, all of which must hold."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One `model_type`; families.toml explains each key.
 
-    The defaults are those of a family that has no table.
+    The defaults apply to a family without a table.
     """
 
     name: str
-    # The config class: its keys, and what it assumes where they are absent
+    # The config class: its keys and defaults
     keys: Mapping[str, list[str]] = field(default_factory=dict)
     tied: bool = False
     head_dim: int | None = None
@@ -93,9 +93,9 @@ class Family:
     compared: frozenset[str] = frozenset()
 
     def size_keys(self, size: str) -> tuple[str, ...]:
-        """Keys of its config that hold a size, which SIZE_KEYS names.
+        """Return the config keys of a size, which is named as in SIZE_KEYS.
 
-        All that any config has for it, where the family is not known tensor by tensor.
+        Without a table of tensors, these are the keys that any config uses for it.
         """
         if size in self.keys:
             return tuple(self.keys[size])
@@ -103,17 +103,17 @@ class Family:
 
     @property
     def layer_norm(self) -> bool:
-        """True if its norms are LayerNorms, which have a bias, rather than RMSNorms."""
+        """True if its norms are LayerNorms, which have a bias, instead of RMSNorms."""
         return any(module.kind == "norm" and module.bias is not None for module in self.layers)
 
     @property
     def learned_positions(self) -> bool:
-        """True if positions are looked up in an embedding."""
+        """True if it has a position embedding."""
         return any("positions" in size for module in self.before for size in module.sizes)
 
     @property
     def fused_projections(self) -> bool:
-        """True if one module projects queries, keys and values."""
+        """True if a single module projects queries, keys and values."""
         return sum(module.kind == "attention" for module in self.layers) == 2
 
     @property
@@ -124,12 +124,12 @@ class Family:
 
 
 def family_of(model_type: str) -> Family:
-    """Return the family of a model type: all defaults and no layers if it has no table."""
+    """Return the family of a model type; without a table, all defaults and no layers."""
     return _TABLES.get(model_type) or Family(model_type)
 
 
 def compared_families(comparison: str) -> tuple[str, ...]:
-    """Return the model types of which something was held equal to real runs, in order."""
+    """Return the model types for which a property was compared with real runs, sorted."""
     return tuple(sorted(name for name, each in _TABLES.items() if comparison in each.compared))
 
 
@@ -142,26 +142,26 @@ def read_families(text: str) -> dict[str, Family]:
     for name, table in tomllib.loads(text).items():
         parent = table.get("like")
         if parent is not None and parent not in raw:
-            raise ValueError(f"[{name}] is like {parent!r}, which is no table above it")
+            raise ValueError(f"[{name}] is like {parent!r}, which is not a table above it")
         inherited = raw[parent] if parent is not None else {}
         raw[name] = {k: v for k, v in inherited.items() if k not in _NOT_INHERITED} | table
     return {name: _family(name, table) for name, table in raw.items()}
 
 
 def holds(condition: str, flags: Collection[str]) -> bool:
-    """Return whether a flag is on, or off where the condition begins with "!"."""
+    """Return True if a flag is on; a condition starting with "!" requires it to be off."""
     return condition[1:] not in flags if condition.startswith("!") else condition in flags
 
 
 def _family(name: str, table: Mapping[str, Any]) -> Family:
-    """Return one table as a Family, each value checked against the type of its field."""
+    """Return a table as a Family, after checking each value against the type of its field."""
     types = {each.name: str(each.type) for each in fields(Family) if each.name != "name"}
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key == "like":
             continue
         if key not in types:
-            raise ValueError(f"[{name}] has {key!r}, which no family has")
+            raise ValueError(f"[{name}] has the unknown key {key!r}")
         kind = types[key]
         if not isinstance(value, _toml_type(kind)):
             raise ValueError(f"[{name}] {key} = {value!r} is not a {kind}")
@@ -185,7 +185,7 @@ def _toml_type(kind: str) -> type[Any]:
 
 
 def _problems(family: Family) -> Iterator[str]:
-    """Yield the values that no reader of the table understands."""
+    """Yield problems with the values of a family."""
     if others := family.compared - _COMPARISONS:
         yield f"compared has {sorted(others)}: only {sorted(_COMPARISONS)} are compared"
     if unknown_sizes := family.keys.keys() - SIZE_KEYS.keys():
@@ -193,7 +193,7 @@ def _problems(family: Family) -> Iterator[str]:
     if family.slides is not None and family.slides not in _WINDOW_RULES:
         yield f"slides is {family.slides!r}: it must be one of {sorted(_WINDOW_RULES)}"
     if family.layers and bool(family.activation) == family.gated_mlp:
-        yield "activation is for an MLP without a gate, and every one of those needs it"
+        yield "activation is required for an MLP without a gate, and only allowed there"
     if bool(family.layers) != bool(family.layer_prefix):
         yield "layers and layer_prefix go together"
 
@@ -221,23 +221,25 @@ def _module(family: str, line: str) -> Module:
 
 _TABLES = read_families(_FILE.read_text(encoding="utf-8"))
 
-# The families that are known tensor by tensor.
+# The families with a table of tensors.
 FAMILIES = {name: family for name, family in _TABLES.items() if family.layers}
 
 
 class UnknownArchitecture(ValueError):
-    """A model type whose tensors nobody has written down here; callers do without a shape."""
+    """A model type without a table of tensors; callers work without a shape."""
 
 
 class Keys:
-    """Typed access to an HF config that gathers every problem instead of stopping at the first."""
+    """Typed access to an HF config; collects problems instead of stopping at the first."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.problems: list[str] = []
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` (synonyms) that is set, an integer of at least 1."""
+        """Return the value of the first of `names` (synonyms) that is set, an integer of at least
+        1.
+        """
         for name in names:
             value = self.config.get(name)
             if value is None:
@@ -252,14 +254,14 @@ class Keys:
         return default
 
     def flag(self, name: str, default: bool) -> bool:
-        """The boolean `name`."""
+        """Return the boolean `name`."""
         value = self.config.get(name)
         return default if value is None else bool(value)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a decoder's tensors, in elements; lengths, in tokens."""
+    """Sizes of a decoder's tensors in elements, and lengths in tokens."""
 
     model_type: str
     vocab_size: int
@@ -275,9 +277,9 @@ class Sizes:
     tied: bool
     """True if the output head is the embedding matrix."""
     sliding_windows: tuple[int | None, ...]
-    """Per layer, how many tokens attention looks back over; None where it sees them all."""
+    """For each layer, the number of tokens that attention looks back; None for full attention."""
     num_experts: int
-    """Experts of a mixture-of-experts layer; 0 for a dense model."""
+    """Number of experts per mixture-of-experts layer; 0 for a dense model."""
     experts_per_token: int
     expert_size: int
     """Width of one expert."""
@@ -289,25 +291,25 @@ class Sizes:
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads together."""
+        """Total width of all query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together, and of all value heads together."""
+        """Total width of all key heads, which is also that of all value heads."""
         return self.num_kv_heads * self.head_dim
 
 
 def read_sizes(keys: Keys) -> Sizes:
-    """Return the sizes in an HF config, and add what contradicts itself to `keys.problems`.
+    """Return the sizes of an HF config; contradictions are added to `keys.problems`.
 
     Raises UnknownArchitecture for a `model_type` that is not in FAMILIES.
     """
     model_type = keys.config.get("model_type")
     if model_type not in FAMILIES:
         raise UnknownArchitecture(
-            f"model_type {model_type!r} is traced from its class, where torch is installed: it "
-            f"is not counted tensor by tensor, as are {', '.join(FAMILIES)}"
+            f"model_type {model_type!r} has no table of tensors: its shape is traced from its "
+            f"class, which needs torch. There are tables for {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     hidden_size = keys.size(*family.size_keys("hidden"))
@@ -355,7 +357,7 @@ def read_sizes(keys: Keys) -> Sizes:
 
 
 def flags_on(keys: Keys, family: Family) -> set[str]:
-    """The family's flags that are on in a config."""
+    """Return the family's flags that are on in a config."""
     equal = {
         flag
         for flag, values in family.equal.items()
@@ -366,7 +368,7 @@ def flags_on(keys: Keys, family: Family) -> set[str]:
 
 
 def kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
-    """Return the number of key heads, which a family may not name."""
+    """Return the number of key heads, which a config may not specify."""
     named = keys.size(*family.size_keys("kv_heads"), default=num_heads)
     on = flags_on(keys, family)
     for rule in family.kv_heads:
@@ -377,7 +379,7 @@ def kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
 
 
 def _sliding_windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    # An explicit null switches the window off; an absent key leaves the family's default.
+    # An explicit null disables the window; a missing key means the family's default.
     default, rule = family.sliding_window, family.slides
     if rule is None or keys.config.get("sliding_window", default) is None:
         return (None,) * num_layers
@@ -385,10 +387,10 @@ def _sliding_windows(keys: Keys, family: Family, num_layers: int) -> tuple[int |
     if layer_types := keys.config.get("layer_types"):
         slides = [kind == "sliding_attention" for kind in layer_types]
     else:
-        asked = rule in ("every", "even") or keys.flag("use_sliding_window", False)
+        enabled = rule in ("every", "even") or keys.flag("use_sliding_window", False)
         first = keys.config.get("max_window_layers", 28) if rule == "upper" else 0
         step = 2 if rule == "even" else 1
-        slides = [asked and layer >= first and layer % step == 0 for layer in range(num_layers)]
+        slides = [enabled and layer >= first and layer % step == 0 for layer in range(num_layers)]
     if len(slides) != num_layers:
         keys.problems.append(f"layer_types has {len(slides)} entries for {num_layers} layers")
     return tuple(window if slide else None for slide in slides)

@@ -1,13 +1,13 @@
-"""Place of a rank in the grid, and its share of tokens and of every parameter.
+"""The position of a rank in the grid, and its share of tokens and of every parameter.
 
-Pipeline is the outermost axis and tensor the innermost, so that the ranks that talk most are
-neighbours on one node.  This is the order of DeepSpeed's `PipeModelDataParallelTopology` (axes
-pipe, data, model), with sequence parallelism, which DeepSpeed lays over consecutive ranks, between
-data and tensor.
+Pipeline is the outermost axis and tensor the innermost, so that the ranks that communicate most are
+neighbours on one node. This is the order of DeepSpeed's `PipeModelDataParallelTopology` (axes pipe,
+data, model), with sequence parallelism, which DeepSpeed maps to consecutive ranks, between data and
+tensor.
 
-Data, engine, checkpoints and estimator ask a Share which part is theirs and with whom they talk:
-they name a purpose, never an axis.  A further axis is a row in GROUPS, and an entry in a Share's
-`cutters` where it cuts parameters.
+Data, engine, checkpoints and estimator ask a Share for their slice and their group by purpose,
+never by axis. To add an axis, add a row to GROUPS, and an entry to a Share's `cutters` if the axis
+slices parameters.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, Literal
 from harness.layout.box import Part, Range, share_of
 
 Axis = Literal["pipeline", "data", "sequence", "tensor"]
-# "expert": among the ranks that hold all experts between them; "experts": which of their groups.
+# "expert": index among the ranks that together hold all experts; "experts": index of that group.
 Place = Axis | Literal["expert", "experts"]
 
 
 @dataclass(frozen=True)
 class Coords:
-    """One rank's place on every axis, each counted from 0."""
+    """A rank's position on every axis, each counted from 0."""
 
     pipeline: int
     data: int
@@ -38,10 +38,11 @@ class Coords:
 class Grid:
     """`world_size` ranks as a box: pipeline x data x sequence x tensor.
 
-    Experts are no axis of their own: `expert` neighbours on the line of data x sequence ranks hold
-    all of them between them, and the next ones the same again.
-    Raises ValueError when a size is below 1, the three sizes do not divide `world_size`, or
-    `expert` not that line.
+    Expert parallelism is not a separate axis: on the line of data x sequence ranks, each group of
+    `expert` neighbours together holds all experts.
+
+    Raises ValueError if a size is below 1, if pipeline x tensor x sequence does not divide
+    `world_size`, or if `expert` does not divide data x sequence.
     """
 
     world_size: int
@@ -85,11 +86,11 @@ class Grid:
 
     @property
     def data(self) -> int:
-        """Data-parallel size: how many different micro-batches are read at a time."""
+        """Data-parallel size: the number of micro-batches that are read at a time."""
         return self.world_size // self._ranks_per_replica
 
     def coords(self, rank: int) -> Coords:
-        """The coordinates of a global rank; IndexError when there is no such rank."""
+        """Return the coordinates of a global rank. Raises IndexError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not one of {self.world_size} ranks")
         rest, tensor = divmod(rank, self.tensor)
@@ -98,7 +99,9 @@ class Grid:
         return Coords(pipeline=pipeline, data=data, sequence=sequence, tensor=tensor)
 
     def place(self, axis: Place, rank: int) -> int:
-        """The coordinate of a global rank on an axis, or among the holders of experts."""
+        """Return the coordinate of a global rank on an axis, or its index for expert
+        parallelism.
+        """
         here = self.coords(rank)
         line = here.data * self.sequence + here.sequence
         if axis == "expert":
@@ -109,7 +112,7 @@ class Grid:
         return place
 
     def described(self, rank: int) -> str:
-        """Return a rank's place as text to follow its number, " (data 0, pipeline 1, tensor 1)"; ""
+        """Return a rank's position as a suffix to its number, " (data 0, pipeline 1, tensor 1)"; ""
         if every rank is a data rank.
         """
         axes: tuple[Place, ...] = ("pipeline", "sequence", "tensor", "expert")
@@ -119,23 +122,27 @@ class Grid:
         return f" ({', '.join(f'{axis} {self.place(axis, rank)}' for axis in ('data', *divided))})"
 
     def rank(self, coords: Coords) -> int:
-        """The global rank at these coordinates; the inverse of `coords`."""
+        """Return the global rank at these coordinates; the inverse of `coords`."""
         outer = coords.pipeline * self.data + coords.data
         return (outer * self.sequence + coords.sequence) * self.tensor + coords.tensor
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, itself included, ascending."""
-        here = self.coords(rank)
+        """Return the ranks that differ from `rank` only along `axis`, itself included,
+        ascending.
+        """
+        coords = self.coords(rank)
         return tuple(
-            self.rank(replace(here, **{axis: place})) for place in range(getattr(self, axis))
+            self.rank(replace(coords, **{axis: place})) for place in range(getattr(self, axis))
         )
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Every group along `axis`, ordered by first rank: what `new_group` is called with."""
+        """Return every group along `axis`, ordered by first rank, as `new_group` is called for
+        them.
+        """
         return tuple(sorted({self.group(axis, rank) for rank in range(self.world_size)}))
 
     def alike(self, axes: Collection[Place]) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks that are at the same place on all of `axes`, ordered by first
+        """Return the groups of ranks with equal positions on all of `axes`, ordered by first
         rank.
         """
         return _alike(self, tuple(axes))
@@ -144,7 +151,7 @@ class Grid:
 def axes_json(
     pipeline: int = 1, tensor: int = 1, sequence: int = 1, expert: int = 1
 ) -> dict[str, Any]:
-    """Return the keys of the DeepSpeed JSON that divide ranks so; none for an axis of one rank."""
+    """Return the DeepSpeed JSON keys for these sizes; an axis of size 1 is omitted."""
     keys = {
         "pipeline": (pipeline, {"stages": pipeline}),
         "tensor_parallel": (tensor, {"autotp_size": tensor}),
@@ -166,8 +173,8 @@ def _alike(grid: Grid, axes: tuple[Place, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-# The ranges of each dimension that a cut leaves to place 2 of 4 of an axis, given a parameter's
-# name and shape: cutter(name, shape, 2, 4). Dimensions that are not cut are not there.
+# cutter(name, shape, 2, 4) returns the ranges of each sliced dimension of a parameter at index 2 of
+# 4 on an axis. Dimensions that are not sliced are omitted.
 Cutter = Callable[[str, tuple[int, ...], int, int], Mapping[int, tuple[Range, ...]]]
 Purpose = Literal[
     "loss",
@@ -184,40 +191,42 @@ Purpose = Literal[
     "dropout",
 ]
 
-# The axes on which the ranks of a group are at one place; they differ on all others.
+# The axes on which all ranks of a group have the same position; they differ on all others.
 GROUPS: dict[Purpose, tuple[Place, ...]] = {
-    # Sum the loss and count its targets: tensor-parallel ranks have the same ones.
+    # Sum the loss and its targets, which are the same on tensor-parallel ranks.
     "loss": ("tensor",),
-    # Add up squares of gradients of which every rank has a shard.
+    # Sum squared gradients if every rank has a shard of them.
     "norm": (),
-    # The same of whole gradients: the ranks that hold the model once between them.
+    # Sum squared unsharded gradients: the ranks that together hold the model once.
     "model": ("data", "sequence"),
-    # Hold the same layers: all of what no axis divides.
+    # Hold the same layers.
     "stage": ("pipeline",),
-    # Hold the parts of one weight that tensor parallelism divides.
+    # Hold the tensor-parallel slices of the same weights.
     "tensor": ("pipeline", "data", "sequence"),
-    # Compute the tokens of one row.
+    # Compute the tokens of the same rows.
     "sequence": ("pipeline", "data", "tensor"),
-    # Hold all experts of a layer, each some of them.
+    # Together hold all experts of a layer.
     "experts": ("pipeline", "experts", "tensor"),
-    # Hold the parts of all experts of a layer, whose width tensor parallelism may divide, too.
+    # Together hold all experts of a layer when tensor parallelism may also split their width.
     "expert_parts": ("pipeline", "experts"),
-    # Hold equal weights, or shards of them.
+    # Hold equal weights, or shards of equal weights.
     "replicas": ("pipeline", "tensor"),
-    # The same of experts.
+    # Hold equal experts, or shards of them.
     "expert_replicas": ("pipeline", "expert", "tensor"),
-    # Read other samples.
+    # Read different samples.
     "data": ("pipeline", "sequence", "tensor"),
-    # Draw the same dropout: it falls on hidden states that all of them have.
+    # Draw the same dropout, because they share hidden states.
     "dropout": ("pipeline", "data", "sequence"),
 }
-# Ranks along these axes hold equal shards of a parameter that is not cut; along others they have
-# other layers, or other shards of ZeRO.
+# Ranks along these axes hold equal shards of a parameter that is not sliced; along others they hold
+# different layers or different ZeRO shards.
 _COPIED: tuple[Axis, ...] = ("tensor",)
 
 
 def starts_of(data_rank: int, data_ranks: int, samples: int, micro_batch: int) -> range:
-    """Return the first sample of each micro-batch of one data rank: they are dealt out in turn."""
+    """Return the first sample of each micro-batch of a data rank; micro-batches are assigned
+    round-robin.
+    """
     together = micro_batch * data_ranks
     rounds = -(-samples // together)
     first = data_rank * micro_batch
@@ -226,7 +235,7 @@ def starts_of(data_rank: int, data_ranks: int, samples: int, micro_batch: int) -
 
 @dataclass(frozen=True)
 class Share:
-    """The share of `rank` in everything. `cutters`: by axis, in the order in which they cut."""
+    """The share of `rank` in tokens and parameters. `cutters`: by axis, applied in order."""
 
     grid: Grid
     rank: int
@@ -234,23 +243,24 @@ class Share:
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank among those that read other samples."""
+        """Index of this rank among those that read different samples."""
         return self.grid.coords(self.rank).data
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that read other samples at a time, this one included."""
+        """Number of ranks that read different samples."""
         return self.grid.data
 
     def starts(self, samples: int, micro_batch: int) -> range:
-        """Return the first sample of each micro-batch that this rank reads of `samples`, from 0.
+        """Return the first sample of each of this rank's micro-batches in a global batch of
+        `samples`.
 
-        All ranks read equally many: the last may begin, or end, beyond the samples.
+        All ranks get the same number of micro-batches; the last may start or end beyond `samples`.
         """
         return starts_of(self.data_rank, self.data_ranks, samples, micro_batch)
 
     def positions(self, seq_len: int) -> Range:
-        """Return the range of tokens that it computes of each of its samples."""
+        """Return the range of tokens that this rank computes of each sample."""
         places = self.grid.sequence
         if seq_len % places:
             raise ValueError(f"{seq_len} tokens cannot be divided over {places} sequence ranks")
@@ -259,7 +269,7 @@ class Share:
 
     @property
     def dropout_rank(self) -> int:
-        """Return the rank in whose name dropout is drawn: it is drawn alike by those of a name."""
+        """Rank used to seed dropout; equal on ranks that must draw the same dropout."""
         return self.ranks("dropout")[0]
 
     def ranks(self, purpose: Purpose) -> tuple[int, ...]:
@@ -267,13 +277,13 @@ class Share:
         return next(group for group in self.every(purpose) if self.rank in group)
 
     def every(self, purpose: Purpose) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of all ranks for a purpose, ordered by first rank: all make all."""
+        """Return every rank's group for a purpose, ordered by first rank. All ranks must create all
+        groups.
+        """
         return self.grid.alike(GROUPS[purpose])
 
     def part(self, name: str, shape: tuple[int, ...]) -> Part:
-        """Return what this rank holds of a parameter of the whole `shape`, ZeRO's shards put
-        together.
-        """
+        """Return this rank's slice of a parameter of full `shape`, before ZeRO shards it."""
         part = Part.of(shape)
         for axis, cutter in self.cutters.items():
             place, places = self.grid.place(axis, self.rank), getattr(self.grid, axis)
@@ -283,13 +293,15 @@ class Share:
         return part
 
     def holders(self, name: str, shape: tuple[int, ...]) -> Purpose:
-        """Return the purpose of the group that holds the same of a parameter, or shards of it."""
+        """Return the purpose of the group that holds the same slice of a parameter, or shards of
+        it.
+        """
         cutter = self.cutters.get("expert")
         is_divided = cutter is not None and cutter(name, shape, 0, self.grid.expert)
         return "expert_replicas" if is_divided else "replicas"
 
     def alike(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the ranks that hold the same of a parameter, or shards of it, ascending."""
+        """Return the ranks that hold the same slice of a parameter, or shards of it, ascending."""
         own, by_places = self.part(name, shape), dict[tuple[int, ...], bool]()
         ranks = []
         for rank in self.ranks("stage"):
@@ -301,8 +313,8 @@ class Share:
         return tuple(ranks)
 
     def is_first(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether it is this rank, of those that hold the same of a parameter beside ZeRO's
-        shards, that saves it and counts it in the norm.
+        """Return True if this rank, of those with equal copies of a parameter apart from ZeRO's
+        shards, is the one that saves it and counts it in the norm.
         """
         peers = (rank for axis in _COPIED for rank in self.grid.group(axis, self.rank))
         earlier = [replace(self, rank=rank) for rank in peers if rank < self.rank]

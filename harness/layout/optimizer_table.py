@@ -1,7 +1,8 @@
-"""The optimizers: what each takes, keeps and can be spread over; and the groups it steps.
+"""The optimizers (settings, state size, possible layouts) and the parameter groups they step.
 
-A ZeRO stage hands an optimizer flat pieces of weights. Most treat every element alike, and do not
-notice; those that look at a whole matrix have to be given one, or would learn something else.
+A ZeRO stage passes flat pieces of weights to an optimizer. Most optimizers treat elements
+independently, so this makes no difference; those that use whole matrices must be given them, or the
+result would change.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ class Optimizer:
     """One value of optim.name."""
 
     json_type: str
-    """Its name in a DeepSpeed JSON."""
+    """Its type in a DeepSpeed JSON."""
     takes: tuple[str, ...]
-    """Keys of optim.*, beside lr and weight_decay."""
+    """Its keys of optim.*, besides lr and weight_decay."""
     state_bytes: int
-    """Of an element, beside the master weight, where states are fp32."""
+    """fp32 state bytes per element, without the master weight."""
     momentum: float = 0.0
-    """optim.momentum, where it is not given."""
+    """Default value of optim.momentum."""
     by_deepspeed: bool = False
-    """Built and compiled by DeepSpeed; else by engine/optimizers.py, on top of torch."""
+    """True if DeepSpeed builds and compiles it; otherwise engine/optimizers.py does, based on
+    torch.
+    """
     layouts: str = "any"
-    """any; unoffloaded: not with its states on the host; whole: ZeRO 0 alone, in fp32."""
+    """"any"; "unoffloaded": states must not be on the host; "whole": only ZeRO 0 in fp32."""
     package: str | None = None
-    """The Python package that it needs."""
+    """Required Python package."""
 
 
 _ADAM = ("betas", "eps")
@@ -44,7 +47,7 @@ OPTIMIZERS = {
     "adafactor": Optimizer("Adafactor", (), 0, layouts="whole"),
     "adam8bit": Optimizer("AdamW8bit", _ADAM, 2, layouts="unoffloaded", package="bitsandbytes"),
 }
-"""Each has its reference in tests/engine/test_optimizers.py."""
+"""Each is compared with a reference in tests/engine/test_optimizers.py."""
 
 
 class GroupRule(Protocol):
@@ -52,15 +55,15 @@ class GroupRule(Protocol):
 
     @property
     def pattern(self) -> str:
-        """Regular expression, searched for in names."""
+        """Regular expression, searched for in parameter names."""
 
     @property
     def lr_multiplier(self) -> float:
-        """Their learning rate, in units of the others'."""
+        """Factor of the learning rate."""
 
     @property
     def weight_decay(self) -> float | None:
-        """Their weight decay; None keeps what they would have."""
+        """Weight decay; None keeps the default."""
 
     @property
     def frozen(self) -> bool:
@@ -74,26 +77,26 @@ class Group:
     weight_decay: float
     lr_multiplier: float = 1.0
     muon: bool = False
-    """Stepped by Muon's rule: matrices of the layers; the rest of a Muon run is AdamW's."""
+    """True if stepped by Muon: matrices of the layers. The rest of a Muon run uses AdamW."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The properties of a parameter that decide its group."""
+    """The properties of a parameter that determine its group."""
 
     name: str
     matrix: bool
-    """True if it decays: a matrix, and no embedding."""
+    """True if it gets weight decay: a matrix that is not an embedding."""
     head: bool = False
 
 
 def first_match(name: str, rules: Iterable[GroupRule]) -> GroupRule | None:
-    """Return the rule that applies to a parameter."""
+    """Return the first rule that matches a parameter's name, or None."""
     return next((rule for rule in rules if re.search(rule.pattern, name)), None)
 
 
 def is_frozen(name: str, rules: Iterable[GroupRule]) -> bool:
-    """Return whether a rule keeps a parameter from being trained."""
+    """Return True if a rule freezes a parameter."""
     rule = first_match(name, rules)
     return rule is not None and rule.frozen
 
@@ -104,8 +107,8 @@ def optimizer_groups(
     rules: Iterable[GroupRule] = (),
     muon: bool = False,
 ) -> list[tuple[Group, list[str]]]:
-    """Return groups and the names in them: first matrices, then biases, norms and embeddings, then
-    those of the rules. Of the rules that match a name, the first counts.
+    """Return groups with the names of their parameters: first matrices, then biases, norms and
+    embeddings, then those of the rules. If several rules match a name, the first applies.
     """
     rules = tuple(rules)
     groups: dict[tuple[int, bool, bool], tuple[Group, list[str]]] = {}

@@ -1,4 +1,4 @@
-"""What is computed again: which decoder layers, and logits a part of the vocabulary at a time."""
+"""Recomputation: activation checkpointing of decoder layers, and the loss in vocabulary chunks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from harness.layout.shape import Shape, Tensor, flops_per_unit
 
 WAYS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 REVERSIBLE: Literal["reversible"] = "reversible"
-"""Key of a model config that is true if its decoder layers have two streams, from which the
-backward pass computes their inputs (model.reversible); and that way of checkpointing."""
+"""The value of reversible checkpointing, and a model config key: true if the decoder layers have
+two streams, from which the backward pass reconstructs their inputs (model.reversible).
+"""
 Checkpointing = Literal["none", "selective", "full", "reversible"] | int
-"""Activation checkpointing of no decoder layer, of all but the costly results of every layer, of
-every layer, with and without its input, or of every N-th layer."""
+"""Activation checkpointing: of no layer; of all but the expensive results of every layer; of every
+layer; of every layer, even without its input; or (int) of every N-th layer.
+"""
 
 
 def is_checkpointed(checkpointing: Checkpointing, layer: int) -> bool:
-    """Return True if a layer, counted from 0 over the whole model, keeps not all that its backward
-    pass needs.
+    """Return True if a layer, counted from 0 over the whole model, does not save everything that
+    its backward pass needs.
     """
     if isinstance(checkpointing, int):
         return layer % checkpointing == 0
@@ -25,17 +27,17 @@ def is_checkpointed(checkpointing: Checkpointing, layer: int) -> bool:
 
 
 def runs_again(checkpointing: Checkpointing, layer: int) -> bool:
-    """Return True if a layer's matrix products are computed again in the backward pass."""
+    """Return True if the backward pass recomputes a layer's matrix products."""
     return checkpointing != "selective" and is_checkpointed(checkpointing, layer)
 
 
 def flops_again(
     shape: Shape, seq_len: int, checkpointing: Checkpointing, mlp_tiles: int = 1
 ) -> list[int]:
-    """Return the operations per token of each of `Body.units` that the backward pass repeats.
+    """Return the FLOPs per token of each of `Body.units` that the backward pass recomputes.
 
-    A layer's forward pass is a third of its operations.  An MLP in tiles is repeated tile by tile;
-    where its layer is checkpointed, too, that repeats all but the last tile once more.
+    A layer's forward pass is a third of its FLOPs. A tiled MLP is recomputed tile by tile; if its
+    layer is also checkpointed, all but the last tile are recomputed once more.
     """
     again = [0]
     for index, (flops, tensors) in enumerate(
@@ -45,7 +47,7 @@ def flops_again(
         if mlp_tiles > 1:
             mlp = 2 * matrix_elements(tensors)
             layer += mlp
-            if checkpointing == REVERSIBLE:  # runs to its end
+            if checkpointing == REVERSIBLE:  # recomputes the last tile, too
                 pass
             elif runs_again(checkpointing, index):
                 layer -= mlp // mlp_tiles
@@ -56,24 +58,27 @@ def flops_again(
 
 
 def matrix_elements(layer: tuple[Tensor, ...]) -> int:
-    """Return the elements of the matrices of a layer's dense MLP."""
+    """Return the number of elements of the dense MLP's matrices in a layer."""
     return sum(t.numel for t in layer if t.kind == "mlp" and len(t.shape) == 2)
 
 
 _FP32 = 4  # bytes
 MOST_WHOLE_BYTES = 2**30
-"""The largest fp32 logits of a rank's micro-batch that are held whole; the loss needs three times
-as much in its backward pass."""
+"""Largest fp32 logits of a rank's micro-batch that are not chunked; the loss needs three times as
+much in its backward pass.
+"""
 CHUNK_BYTES = 2**28
-"""fp32 logits of a chunk: small beside a layer's activations of as many tokens, and products still
-large enough for a GPU. A chunk's logits are computed twice, a third of the head's work more."""
-_MULTIPLE = 128  # columns, as matrix products like them
+"""Bytes of a chunk's fp32 logits: small compared with a layer's activations for as many tokens, yet
+large enough for efficient matrix products. A chunk's logits are computed twice, which adds a third
+to the head's FLOPs.
+"""
+_MULTIPLE = 128  # columns, for efficient matrix products
 
 
 def loss_chunk(wanted: int | None, vocab_size: int, tokens: int) -> int:
-    """Return how many entries of a rank's vocabulary a chunk has; 0 where all are taken at once.
+    """Return the number of vocabulary entries per chunk of the loss; 0 for no chunks.
 
-    `wanted`: model.loss_chunk. `tokens`: of a micro-batch on the rank.
+    `wanted`: model.loss_chunk. `vocab_size`: on this rank. `tokens`: of a micro-batch on this rank.
     """
     if wanted is not None:
         return wanted

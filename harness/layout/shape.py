@@ -1,6 +1,6 @@
-"""A decoder's shape: its sizes and every parameter by name, shape and kind.
+"""A decoder's shape: its sizes, and the name, shape and kind of every parameter.
 
-Names and shapes, not totals, because DeepSpeed shards, buckets and pads whole parameters.
+Totals would not suffice, because DeepSpeed shards, buckets and pads whole parameters.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from harness.layout.families import Keys, Module, Sizes, flags_on, holds, read_s
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its name within the model (or within its layer) and its shape."""
+    """A parameter: its name in the model or in its layer, and its shape."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
-    """embedding, attention, states, mlp, router, experts, norm, projection or head; a bias has the
-    kind of its weight. `states`: of layers that carry a state from token to token."""
+    """embedding, attention, states (recurrent layers), mlp, router, experts, norm, projection or
+    head; a bias has the kind of its weight.
+    """
 
     @cached_property
     def numel(self) -> int:
@@ -32,27 +33,29 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Body:
-    """A model's tensors in the order in which a forward pass meets them."""
+    """A model's tensors in the order in which the forward pass uses them."""
 
     before: tuple[Tensor, ...]
-    """Embeddings and what follows them; names within the model."""
+    """Embeddings and anything before the layers; full names."""
     layer_prefix: str
-    """Beginning of a layer's name, before its index, such as "model.layers."."""
+    """Prefix of a layer's name before its index, such as "model.layers."."""
     layers: tuple[tuple[Tensor, ...], ...]
-    """Per layer; names within the layer."""
+    """Tensors of each layer; names within the layer."""
     after: tuple[Tensor, ...]
-    """Final norm and head; names within the model.  A tied head has no tensor of its own."""
+    """Final norm and head; full names. A tied head has no tensor."""
     first_layer: int = 0
     """Index of the first of `layers` in the whole model."""
 
     @property
     def units(self) -> tuple[tuple[Tensor, ...], ...]:
-        """Tensors that a pipeline keeps together: before the layers, every layer, after them."""
+        """The tensors that a pipeline does not separate: before the layers, each layer, after the
+        layers.
+        """
         return self.before, *self.layers, self.after
 
 
 def build_body(sizes: Sizes, keys: Keys) -> Body:
-    """The tensors that the modules of the model's family come to; families.toml has the grammar."""
+    """Return the tensors of the model's family; families.toml describes the grammar."""
     family = sizes.family
     on = flags_on(keys, family) | (set() if sizes.tied else {"untied"})
     embedded = keys.size("word_embed_proj_dim", default=sizes.hidden_size)
@@ -79,17 +82,17 @@ def build_body(sizes: Sizes, keys: Keys) -> Body:
 
 
 def _sparse(sizes: Sizes, keys: Keys) -> list[bool]:
-    """Return, for each layer, whether it has experts instead of an MLP (Qwen3-MoE mixes both)."""
-    every = keys.size("decoder_sparse_step", default=1)
+    """Return, for each layer, True if it has experts instead of an MLP (Qwen3-MoE mixes both)."""
+    sparse_step = keys.size("decoder_sparse_step", default=1)
     dense = keys.config.get("mlp_only_layers") or ()
     return [
-        sizes.num_experts > 0 and layer not in dense and (layer + 1) % every == 0
+        sizes.num_experts > 0 and layer not in dense and (layer + 1) % sparse_step == 0
         for layer in range(sizes.num_layers)
     ]
 
 
 def _tensors(module: Module, on: set[str], widths: dict[str, int]) -> Iterator[Tensor]:
-    """The weight and perhaps the bias of one module, given the flags that are on."""
+    """Yield the weight and, if any, the bias of a module, given the flags that are on."""
     if not all(holds(condition, on) for condition in module.conditions):
         return
     sizes = tuple(_evaluate(size, widths) for size in module.sizes)
@@ -104,14 +107,14 @@ def _tensors(module: Module, on: set[str], widths: dict[str, int]) -> Iterator[T
 
 
 def _evaluate(expression: str, widths: dict[str, int]) -> int:
-    """A sum of products of numbers and widths, such as "q+2*kv"."""
+    """Return the value of a sum of products of numbers and widths, such as "q+2*kv"."""
     terms = (term.split("*") for term in expression.split("+"))
     return sum(prod(widths[f] if f in widths else int(f) for f in term) for term in terms)
 
 
 @dataclass(frozen=True)
 class Shape(Sizes):
-    """Sizes, and the tensors that they come to."""
+    """Sizes and the tensors that result from them."""
 
     body: Body = field(repr=False)
 
@@ -120,20 +123,20 @@ class Shape(Sizes):
 
     @cached_property
     def _hash(self) -> int:
-        """Hash of all sizes and tensors, of which there are thousands: taken once."""
+        """Hash of all sizes and of thousands of tensors, computed once."""
         return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters of all tensors; a tied embedding has one tensor, and counts once."""
+        """Number of parameters; a tied embedding counts once."""
         return sum(tensor.numel for unit in self.body.units for tensor in unit)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Shape:
-        """The shape of a model from the keys of its HF `config.json`.
+        """Return the shape of a model from the keys of its HF `config.json`.
 
         Raises UnknownArchitecture for a `model_type` that families.toml lacks, and ValueError
-        naming every key that is missing or makes no sense.
+        naming every missing or invalid key.
         """
         keys = Keys(config)
         sizes = read_sizes(keys)
@@ -143,7 +146,7 @@ class Shape(Sizes):
         return cls(**vars(sizes), body=body)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every parameter under its full name, in the order of the forward pass."""
+        """Yield every parameter under its full name, in forward order."""
         yield from self.body.before
         for index, layer in enumerate(self.body.layers, self.body.first_layer):
             for tensor in layer:
@@ -153,22 +156,23 @@ class Shape(Sizes):
 
 
 Seen = Callable[[int], float]
-"""Tokens that attention counts for one token of so many, before a layer's window
-(layout/attention_table.py: seen_by)."""
+"""Number of tokens that attention counts per token of a sequence of this length, before a layer's
+sliding window (layout/attention_table.py: seen_by).
+"""
 
 
 def all_tokens(seq_len: int) -> float:
-    """Exact attention's."""
+    """Return `seq_len`: exact attention counts every token."""
     return seq_len
 
 
 def num_parameters(shape: Shape) -> int:
-    """Parameters of the whole model, a tied embedding counted once."""
+    """Return the number of parameters of the whole model; a tied embedding counts once."""
     return shape.parameters
 
 
 def parameters_by_kind(shape: Shape) -> dict[str, int]:
-    """Parameters per kind (`Tensor.kind`); a kind that the model lacks is not there."""
+    """Return the number of parameters of each kind (`Tensor.kind`) that the model has."""
     totals: dict[str, int] = {}
     for tensor in shape.tensors():
         totals[tensor.kind] = totals.get(tensor.kind, 0) + tensor.numel
@@ -176,21 +180,22 @@ def parameters_by_kind(shape: Shape) -> dict[str, int]:
 
 
 def parameters_per_layer(shape: Shape) -> tuple[int, ...]:
-    """Parameters of each decoder layer; embeddings, final norm and head are in none of them."""
+    """Return the parameters of each decoder layer, without embeddings, final norm and head."""
     return tuple(sum(tensor.numel for tensor in layer) for layer in shape.body.layers)
 
 
 def active_parameters(shape: Shape) -> int:
-    """Weights that multiply one token: matrices, the head even if tied, the chosen experts.
+    """Return the number of weights multiplied per token: matrices, the head even if tied, and the
+    chosen experts.
 
-    Lookups (embeddings, positions), norms and biases do no multiplication worth counting.
+    Lookups (embeddings, positions), norms and biases are negligible.
     """
     return sum(_active_per_unit(shape))
 
 
 @lru_cache(maxsize=256)
 def _active_per_unit(shape: Shape) -> list[int]:
-    """Return the active parameters of each of `Body.units`; a tied head is work of the last."""
+    """Return the active parameters of each of `Body.units`; a tied head counts in the last."""
     totals = []
     for unit in shape.body.units:
         experts = sum(tensor.numel for tensor in unit if tensor.kind == "experts")
@@ -211,17 +216,17 @@ def _active_per_unit(shape: Shape) -> list[int]:
 
 
 def is_stacked(tensor: Tensor) -> bool:
-    """Return True for the matrices of all experts of a family that is not known tensor by tensor,
-    of which a token is multiplied by those that it chose.
+    """Return True for the stacked matrices of all experts in a family without a table of tensors; a
+    token uses only those of its chosen experts.
     """
     return tensor.kind == "mlp" and len(tensor.shape) == 3 and "experts" in tensor.name
 
 
 def attention_width(shape: Shape, layer: tuple[Tensor, ...]) -> int:
-    """Return the width of all queries of a layer together; 0 of a layer without attention.
+    """Return the total width of a layer's queries; 0 without attention.
 
-    Where keys and values come from one latent vector, heads have two widths: the mean of both
-    (arXiv 2405.04434, 2.1: queries of `q_b_proj` or `q_proj`, values of `o_proj`).
+    With multi-head latent attention, query-key and value heads differ in width; the mean is
+    returned (arXiv 2405.04434, 2.1: queries of `q_b_proj` or `q_proj`, values of `o_proj`).
     """
     attention = (t for t in layer if t.kind == "attention" and len(t.shape) == 2)
     matrices = {t.name.removesuffix(".weight").rpartition(".")[2]: t for t in attention}
@@ -239,26 +244,28 @@ def _widths(shape: Shape) -> tuple[int, ...]:
 
 
 def flops_per_token(shape: Shape, seq_len: int, seen: Seen = all_tokens) -> float:
-    """Floating-point operations that training spends on one token of a `seq_len`-token sequence.
+    """Return the training FLOPs per token of a sequence of `seq_len` tokens.
 
     `6 * active_parameters + 12 * sum over layers of q_size * context`: a multiply and an add per
-    weight, once forward and twice backward; for attention, scores and weighted values likewise.
-    PaLM's convention (arXiv 2204.02311, appendix B): attention counts as if each token saw
+    weight, once forward and twice backward; the same for attention scores and weighted values. This
+    is PaLM's convention (arXiv 2204.02311, appendix B): attention counts as if each token saw
     `context` tokens, **without halving for the causal mask**, and recomputation under activation
-    checkpointing is not counted.  `context` is what `seen` says of seq_len, or a layer's sliding
-    window if shorter; layers without attention have none, and the few operations of their states
-    are left out.
+    checkpointing is not counted. `context` is `seen(seq_len)`, or a layer's sliding window if that
+    is shorter. Layers without attention have none, and the few operations on their states are
+    omitted.
 
-    MFU = tokens per second x this / peak operations per second.
+    MFU = tokens per second x this / peak FLOP/s.
     """
     return float(sum(flops_per_unit(shape, seq_len, seen)))
 
 
 def flops_per_unit(shape: Shape, seq_len: int, seen: Seen = all_tokens) -> list[int]:
-    """Return the operations of each of `Body.units`: before the layers, every layer, after them."""
-    most = seen(seq_len)
+    """Return the FLOPs per token of each of `Body.units`: before the layers, each layer, after
+    them.
+    """
+    context = seen(seq_len)
     attention = (
-        int(12 * width * min(most, window or most))
+        int(12 * width * min(context, window or context))
         for width, window in zip(_widths(shape), shape.sliding_windows, strict=True)
     )
     weights = _active_per_unit(shape)

@@ -1,9 +1,9 @@
-"""Splits of decoder layers over pipeline stages, and the schedule of the stages.
+"""Splits decoder layers over pipeline stages; the pipeline schedule.
 
-A pipelined model is a list of units in forward order (`Body.units`): unit 0 is all before the
-decoder layers, units 1 to L are those layers, unit L + 1 is all after them.  A split is a tuple of
-bounds, as long as there are stages and one more: stage s holds units [bounds[s], bounds[s + 1]),
-(0, 9, 18) being 8 of 16 layers on either side.  Every stage holds at least one decoder layer.
+A pipelined model is a list of units in forward order (`Body.units`): unit 0 is everything before
+the decoder layers, units 1 to L are the layers, and unit L + 1 is everything after them. A split is
+a tuple of stages + 1 bounds: stage s holds units [bounds[s], bounds[s + 1]). For example, (0, 9,
+18) splits 16 layers into 8 and 8. Every stage holds at least one decoder layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.layout.shape import Body, Shape, flops_per_unit, num_parameters
 
 Bounds = tuple[int, ...]
 Work = tuple[Literal["forward", "backward"], int] | None
-"""A pass and the micro-batch that it is for; None while a stage waits."""
+"""A pass and its micro-batch; None while a stage is idle."""
 
 
 def split(
@@ -29,8 +29,8 @@ def split(
     checkpointing: Checkpointing = "none",
     mlp_tiles: int = 1,
 ) -> Bounds:
-    """The split in which the slowest stage has least to do: FLOPs of forward and backward pass, and
-    of what is computed again.  Raises ValueError for more stages than decoder layers.
+    """Return the split that minimises the FLOPs of the slowest stage, including recomputation.
+    Raises ValueError if there are more stages than decoder layers.
     """
     again = flops_again(shape, seq_len, checkpointing, mlp_tiles)
     flops = map(sum, zip(flops_per_unit(shape, seq_len), again, strict=True))
@@ -44,27 +44,27 @@ def _balanced_sums(ends: tuple[int, ...], stages: int) -> Bounds:
 
 
 def balanced(num_layers: int, stages: int, cost: Callable[[int, int, int], int]) -> Bounds:
-    """The split whose costliest stage costs least; `cost(stage, begin, end)` of units [begin, end).
+    """Return the split that minimises the highest `cost(stage, begin, end)` of units [begin, end).
 
-    Exact: dynamic programming over stages.  Of several, that with the least sum of squares, then
-    that with fewer layers on earlier stages, which keep more micro-batches in flight.  Raises
-    ValueError for more stages than layers.
+    Exact: dynamic programming over stages. Ties are broken by the least sum of squares, then by
+    fewer layers on earlier stages, which keep more micro-batches in flight. Raises ValueError if
+    there are more stages than layers.
     """
     _check_each_has_a_layer(num_layers, stages)
 
     def search(most: int, squares: bool) -> tuple[int, Bounds]:
-        """By the largest cost, or by the sum of squares; none above `most`."""
-        best: dict[int, tuple[int, Bounds]] = {0: (0, (0,))}  # by the unit that comes next
+        """Minimise the largest cost or the sum of squares; no stage may cost more than `most`."""
+        best: dict[int, tuple[int, Bounds]] = {0: (0, (0,))}  # by next unit
         for stage in range(stages):
-            # The stages after this one need a layer each.
+            # Later stages need at least one layer each.
             ends = range(stage + 2, num_layers - stages + stage + 3)
             options: dict[int, tuple[int, Bounds]] = {}
             for end in ends if stage < stages - 1 else (num_layers + 2,):
                 for begin, (value, bounds) in best.items():
-                    here = cost(stage, begin, end) if begin < end else None
-                    if here is None or here > most:
+                    stage_cost = cost(stage, begin, end) if begin < end else None
+                    if stage_cost is None or stage_cost > most:
                         continue
-                    total = value + here * here if squares else max(value, here)
+                    total = value + stage_cost * stage_cost if squares else max(value, stage_cost)
                     option = (total, (*bounds, end))
                     options[end] = min(option, options.get(end, option))
             best = options
@@ -76,10 +76,10 @@ def balanced(num_layers: int, stages: int, cost: Callable[[int, int, int], int])
 
 
 def split_evenly(num_layers: int, stages: int) -> Bounds:
-    """Return equal numbers of layers for all stages, for models of which nothing else is known.
+    """Return a split with equal numbers of layers, for models of which nothing else is known.
 
-    A remainder goes to the stages after the first, which has the embedding, and before the last,
-    which has the head. Raises ValueError for more stages than layers.
+    Extra layers go to the middle stages first, because the first stage has the embedding and the
+    last has the head. Raises ValueError if there are more stages than layers.
     """
     _check_each_has_a_layer(num_layers, stages)
     each, left = divmod(num_layers, stages)
@@ -89,9 +89,9 @@ def split_evenly(num_layers: int, stages: int) -> Bounds:
 
 
 def bounds_of(layers_per_stage: Sequence[Any], num_layers: int, stages: int) -> Bounds:
-    """The split with these numbers of decoder layers on the stages, in order.
+    """Return the split with these numbers of decoder layers per stage.
 
-    Raises ValueError for numbers that are no such split.
+    Raises ValueError if they do not form a split.
     """
     layers = list(layers_per_stage)
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in layers):
@@ -107,16 +107,16 @@ def bounds_of(layers_per_stage: Sequence[Any], num_layers: int, stages: int) -> 
 
 
 def layers_per_stage(bounds: Bounds) -> tuple[int, ...]:
-    """Decoder layers on each stage; the inverse of `bounds_of`."""
+    """Return the number of decoder layers on each stage; the inverse of `bounds_of`."""
     ends = [1, *bounds[1:-1], bounds[-1] - 1]
     return tuple(end - begin for begin, end in pairwise(ends))
 
 
 @lru_cache(maxsize=4096)
 def stage_shape(shape: Shape, bounds: Bounds, stage: int) -> Shape:
-    """The part of a model that one stage holds.
+    """Return the shape of one stage's part of a model.
 
-    A tied embedding is on the first stage and, as the head, on the last: each keeps a copy.
+    A tied embedding is on the first stage and, as the head, on the last; each keeps a copy.
     """
     begin, end, last = bounds[stage], bounds[stage + 1], bounds[-1] - 1
     layers = slice(max(begin, 1) - 1, min(end, last) - 1)
@@ -130,14 +130,16 @@ def stage_shape(shape: Shape, bounds: Bounds, stage: int) -> Shape:
 
 
 def stage_parameters(shape: Shape, bounds: Bounds) -> tuple[int, ...]:
-    """Parameters on each stage; a tied embedding counts on both of its."""
+    """Return the number of parameters on each stage; a tied embedding counts on both of its
+    stages.
+    """
     return tuple(
         num_parameters(stage_shape(shape, bounds, stage)) for stage in range(len(bounds) - 1)
     )
 
 
 def in_flight(stages: int, stage: int, micro_batches: int) -> int:
-    """Micro-batches whose forward pass a stage has done and whose backward pass not, at most.
+    """Return the largest number of micro-batches that a stage has run forward but not yet backward.
 
     The warm-up of 1F1B (PipeDream-Flush, arXiv 2006.09503); DeepSpeed's num_pipe_buffers.
     """
@@ -145,17 +147,17 @@ def in_flight(stages: int, stage: int, micro_batches: int) -> int:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Share of a step that every stage waits, were all stages equally fast.
+    """Return the fraction of a step for which each stage is idle if all stages are equally fast.
 
-    (p - 1) / (m + p - 1): GPipe, arXiv 1811.06965, section 2.3; 1F1B has the same.
+    (p - 1) / (m + p - 1): GPipe, arXiv 1811.06965, section 2.3; the same for 1F1B.
     """
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def schedule(stages: int, micro_batches: int) -> tuple[tuple[Work, ...], ...]:
-    """Return the work of each stage at each tick of one step: DeepSpeed's TrainSchedule, 1F1B.
+    """Return the work of each stage at each tick of a step: DeepSpeed's TrainSchedule, 1F1B.
 
-    Forward and backward pass take a tick each; a stage's peers one further are one tick apart.
+    Forward and backward passes take one tick each; adjacent stages are offset by one tick.
     """
     rows: list[list[Work]] = []
     for stage in range(stages):

@@ -1,13 +1,12 @@
-"""Tensor parallelism: which rows, columns or experts' widths of each weight a rank holds.
+"""Tensor parallelism: which rows, columns or expert widths of each weight a rank holds.
 
-tools/proofs/generate_plans.py writes that file.
+A style says how a module is sliced. transformers' plans (plans.json, written by
+tools/proofs/generate_plans.py) give a style for each module; families.toml has rows for families
+without a plan or with a better one. Shapes alone determine the slices, so the same table serves
+building, checkpoints and the estimate.
 
-Modules are named within the base model, "layers.*.mlp.up_proj" being that of every layer; the head
-is in no plan.  Modules that a config leaves out may be named: a dense model's plan lists experts.
-
-A style says how a module is divided: transformers' own plans name one for each (plans.json), rows
-of families.toml where there is no plan or a better one.  Shapes alone decide the cuts, so the table
-serves building, checkpoints and the estimate.
+Module names are relative to the base model; "layers.*.mlp.up_proj" is that of every layer. The head
+is in no plan. A plan may name modules that a config omits: a dense model's plan lists experts.
 """
 
 from __future__ import annotations
@@ -24,32 +23,38 @@ from harness.layout.families import Keys, family_of, kv_heads
 from harness.layout.shape import Shape, Tensor
 
 Ends = tuple[list[str], list[str]]
-"""Names of a module's inputs, and of its outputs."""
+"""Names of a module's inputs and of its outputs."""
 
 
 def tensor_plan(model_type: str) -> dict[str, str] | None:
-    """Return the style in which tensor-parallel ranks divide each module, such as "colwise"."""
+    """Return transformers' tensor-parallel style of each module, such as "colwise"; None if it has
+    none.
+    """
     return _plan("tensor", model_type)
 
 
 def expert_plan(model_type: str) -> dict[str, str] | None:
-    """Return the style in which expert-parallel ranks divide each module: "grouped_gemm"."""
+    """Return transformers' expert-parallel style of each module, such as "grouped_gemm", or
+    None.
+    """
     return _plan("expert", model_type)
 
 
 def pipeline_plan(model_type: str) -> dict[str, Ends] | None:
-    """Return the inputs and outputs of the modules between which a pipeline is cut, in order."""
+    """Return the inputs and outputs of the modules between which a pipeline can be split, in order;
+    None if transformers has no plan.
+    """
     plan = _plan("pipeline", model_type)
     return plan and {module: (takes, returns) for module, (takes, returns) in plan.items()}
 
 
 def without_sdpa(model_type: str) -> bool:
-    """Return whether transformers refuses torch's attention for a decoder."""
+    """Return True if transformers does not support torch's SDPA for a decoder."""
     return model_type in _table()["without_sdpa"]
 
 
 def keys_read(model_type: str) -> frozenset[str] | None:
-    """Return the keys of a config.json that change a decoder or its export."""
+    """Return the config.json keys that affect a decoder or its export; None if unknown."""
     table = _table()
     entries = (e["plan"].split() for e in table["keys"] if model_type in e["families"])
     signed = next(entries, None)
@@ -60,14 +65,14 @@ def keys_read(model_type: str) -> frozenset[str] | None:
 
 
 def every_key() -> frozenset[str]:
-    """Return the keys of a config.json that any decoder reads."""
+    """Return all config.json keys that any decoder reads."""
     table = _table()
     more = {key[1:] for entry in table["keys"] for key in entry["plan"].split() if key[0] == "+"}
     return frozenset({*table["most_keys"], *more})
 
 
 def _plan(kind: str, model_type: str) -> dict[str, Any] | None:
-    """Return a copy of the plan, None if transformers has none."""
+    """Return a copy of transformers' plan; None if it has none."""
     entries = (e["plan"] for e in _table()[kind] if model_type in e["families"])
     plan: dict[str, Any] | None = next(entries, None)
     return None if plan is None else dict(plan)
@@ -83,16 +88,16 @@ def _table() -> dict[str, Any]:
 Ranges = tuple[Range, ...]
 
 GROUPED = "grouped_qkv"
-"""One projection, in which the queries of a key head, the head and its value are neighbours."""
-# Modules that read whole hidden states and give a part of the output, each by its own cut.
+"""A projection in which each key head follows its queries and precedes its value."""
+# Styles of modules that read full hidden states and return a slice of the output.
 COLUMNS = ("colwise", "packed_colwise", "fused_qkv", GROUPED)
 GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
 ROWS = ("rowwise", SPLIT)
 EXPERTS = "moe_tp_experts"
 SUMMED = "replicated_with_grad_allreduce"
-"""Whole on every rank, which computes a part of its gradient."""
+"""Replicated on every rank, each of which computes a part of its gradient."""
 EMBEDDING, HEAD = "embedding", "head"
-"""Divided by the vocabulary, if that divides."""
+"""Sliced by vocabulary, if the number of ranks divides its size."""
 STYLES = (*COLUMNS, *ROWS, GATHERED, EXPERTS, SUMMED, EMBEDDING, HEAD)
 
 _QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")
@@ -105,9 +110,9 @@ _VOCABULARY = {
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The division of one model over tensor-parallel ranks.
+    """The distribution of one model over tensor-parallel ranks.
 
-    `styles`: by the end of a module's name, in which "*" stands for a number.
+    `styles`: by suffix of the module name, in which "*" stands for a number.
     """
 
     styles: Mapping[str, str]
@@ -119,7 +124,7 @@ class TensorPlan:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> TensorPlan:
-        """Return the plan of a model from its HF `config.json`; raises ValueError as `make`."""
+        """Return the plan of a model from its HF `config.json`. Raises ValueError like `make`."""
         model_type = str(config["model_type"])
         family = family_of(model_type)
 
@@ -140,25 +145,25 @@ class TensorPlan:
     def make(
         cls, model_type: str, num_heads: int, num_kv_heads: int, vocab_size: int
     ) -> TensorPlan:
-        """Return the plan of a family's model with these sizes.
+        """Return the plan of a model of a family with these sizes.
 
         Raises ValueError naming the family if it has no plan, or one with an unknown style.
         """
         family = family_of(model_type)
         styles = dict(family.tensor_plan) or tensor_plan(model_type) or {}
-        # Of experts plans name the weights, too; their module's style says all, unless these
+        # Plans also name the weights of experts; the style of their module suffices, unless the
         # weights are (in, out).
         styles = {n: s for n, s in styles.items() if ".experts." not in n or s == "packed_rowwise"}
         unknown = sorted({style for style in styles.values() if style not in STYLES})
         if not styles or unknown:
-            reason = f"the styles {', '.join(unknown)} are unknown" if styles else "there is none"
-            raise ValueError(f"{model_type} has no plan to divide its tensors: {reason}")
+            reason = f": unknown styles {', '.join(unknown)}" if styles else ""
+            raise ValueError(f"{model_type} has no usable tensor-parallel plan{reason}")
         for name in [name for name, style in styles.items() if name.endswith("self_attn.q_proj")]:
-            if styles[name] == "colwise":  # a norm of each head, which some plans forget
+            if styles[name] == "colwise":  # per-head norms, which some plans omit
                 head = name.removesuffix("q_proj")
                 styles |= {f"{head}q_norm": SUMMED, f"{head}k_norm": SUMMED}
         for name in [name for name in styles if name.endswith("mlp.up_proj")]:
-            if styles[name] == "colwise":  # an activation that is trained, such as Apertus's
+            if styles[name] == "colwise":  # a trainable activation, such as Apertus's
                 styles[f"{name.removesuffix('up_proj')}act_fn"] = SUMMED
         return cls(
             {**styles, **_VOCABULARY},
@@ -169,29 +174,31 @@ class TensorPlan:
         )
 
     def style_of(self, module: str) -> str | None:
-        """Return the style of a module by its qualified name; None if it is whole on every rank."""
+        """Return the style of a module by its qualified name; None if it is replicated."""
         parts = ["*" if part.isdigit() else part for part in module.split(".")]
         ends = (".".join(parts[start:]) for start in range(len(parts)))
         return next((self.styles[end] for end in ends if end in self.styles), None)
 
     @property
     def divides_attention(self) -> bool:
-        """True if a rank computes some heads alone, False if all of them."""
+        """True if each rank computes only some of the heads."""
         return any(
             style in ("colwise", "fused_qkv", GROUPED) and name.endswith(_QUERIES)
             for name, style in self.styles.items()
         )
 
     def divides_vocabulary(self, places: int) -> bool:
-        """Return whether a rank has a part of the embedding, of the head and of the logits."""
+        """Return True if embedding, head and logits are sliced by vocabulary."""
         return places > 1 and self.vocab_size % places == 0
 
     def kv_copies(self, places: int) -> int:
-        """Return how many ranks have the same key head: 1 unless there are fewer than ranks."""
+        """Return the number of ranks that share a key head; above 1 only if there are more ranks
+        than heads.
+        """
         return max(1, places // self.num_kv_heads)
 
     def problems(self, places: int) -> list[str]:
-        """Return the reasons why heads cannot be divided over so many ranks."""
+        """Return the reasons why the heads cannot be split over this number of ranks."""
         if not self.divides_attention:
             return []
         problems, kv = [], self.num_kv_heads
@@ -207,9 +214,9 @@ class TensorPlan:
         return problems
 
     def cut(self, name: str, shape: tuple[int, ...], place: int, places: int) -> dict[int, Ranges]:
-        """Return the ranges of each divided dimension of a parameter, as a `share.Cutter` does.
+        """Return the ranges of each sliced dimension of a parameter, as a `grid.Cutter`.
 
-        Raises ValueError naming the parameter if a dimension does not divide.
+        Raises ValueError naming the parameter if a dimension is not divisible.
         """
         if places == 1:
             return {}
@@ -224,7 +231,7 @@ class TensorPlan:
         out = len(shape) - 1 if self.transposed else 0
         if style in ROWS:
             if key == "bias":
-                return {}  # added once, after the sum
+                return {}  # replicated; added once, after the sum
             dimension = 1 - out
             sizes = [shape[dimension]]
         else:
@@ -242,7 +249,9 @@ class TensorPlan:
     def _of_experts(
         self, name: str, shape: tuple[int, ...], place: int, places: int
     ) -> dict[int, Ranges]:
-        """Every expert is on every rank, with a part of its width."""
+        """Return the ranges of an expert parameter: every rank has a slice of each expert's
+        width.
+        """
         if name.endswith("gate_up_proj"):
             return {1: _even(name, 1, [shape[1] // 2] * 2, place, places)}
         if name.endswith("down_proj"):
@@ -264,14 +273,14 @@ def _even(
 
 @lru_cache(maxsize=64)
 def plan_of(shape: Shape) -> TensorPlan:
-    """Return the plan of a model by its shape. Raises ValueError if its family has none."""
+    """Return the plan of a model from its shape. Raises ValueError if its family has none."""
     return TensorPlan.make(shape.model_type, shape.num_heads, shape.num_kv_heads, shape.vocab_size)
 
 
 def tensor_problems(shape: Shape, places: int, ranks: int | None = None) -> list[str]:
-    """Return the reason why so many ranks cannot divide a model, and the numbers that can.
+    """Return the reason why `places` ranks cannot split a model, with the numbers that can.
 
-    `ranks`: that the other axes leave, which these numbers must divide, too; None for `places`.
+    `ranks`: the ranks left by the other axes, which these numbers must divide (None: `places`).
     """
     problems = list(_problems(shape, places))
     if not problems:
@@ -301,7 +310,7 @@ def _problems(shape: Shape, places: int) -> Iterator[str]:
 
 @lru_cache(maxsize=64)
 def tensor_shard(shape: Shape, ranks: int) -> Shape:
-    """Return the part of a model on each of `ranks` tensor-parallel ranks."""
+    """Return the shape of a model on each of `ranks` tensor-parallel ranks."""
     if ranks == 1:
         return shape
     plan, body = plan_of(shape), shape.body
@@ -312,7 +321,7 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
             part = part.cut(dimension, ranges)
         return replace(tensor, shape=part.shape)
 
-    # Layers that are alike are one object, before and after; their numbers decide nothing.
+    # Identical layers are one object, before and after; the layer index does not matter.
     kinds = {id(layer): layer for layer in body.layers}
     parts = {
         kind: tuple(cut(tensor, f"{body.layer_prefix}0.") for tensor in layer)
@@ -339,5 +348,5 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
 
 
 def divides_vocabulary(shape: Shape, ranks: int) -> bool:
-    """Return True if each of `ranks` tensor-parallel ranks has a part of the logits alone."""
+    """Return True if each of `ranks` tensor-parallel ranks has only a slice of the logits."""
     return ranks > 1 and plan_of(shape).divides_vocabulary(ranks)

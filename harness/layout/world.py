@@ -1,4 +1,4 @@
-"""The rank of this process and the number of all, and the port at which they meet."""
+"""The rank of this process, the number of ranks, and the rendezvous port."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-_FIRST, _COUNT = 20000, 10000  # below those that Linux gives to outgoing connections
-_PER_JOB, _PER_RESTART = 101, 13  # steps of jobs that share a node do not meet at one port
+_FIRST, _COUNT = 20000, 10000  # below Linux's range for outgoing connections
+_PER_JOB, _PER_RESTART = 101, 13  # so that steps of jobs on the same node use different ports
 
 
 def slurm_port(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the port that all ranks of a step compute alike, another one for each job, restart
-    and step: what failed at a port that was taken succeeds when it is started again.
+    """Return the rendezvous port of a Slurm step, which all its ranks compute alike. It differs for
+    each job, restart and step, so that restarting after a port conflict uses another port.
     """
     job, restart, step = (
         int(environ.get(name, "0"))
@@ -29,9 +29,9 @@ def slurm_port(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def free_port(first: int) -> int:
-    """Return `first`, or the next port that nobody listens on here.
+    """Return `first`, or the next port on which no process of this host listens.
 
-    Raises OSError where there is none.
+    Raises OSError if there is none.
     """
     for number in range(_COUNT):
         port = _FIRST + (first - _FIRST + number) % _COUNT
@@ -41,7 +41,7 @@ def free_port(first: int) -> int:
 
 
 def is_free(port: int) -> bool:
-    """Return whether torch's store could listen on `port` here: on all interfaces, as it does."""
+    """Return True if torch's store could listen on `port` here, on all interfaces."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
@@ -56,13 +56,15 @@ NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
 CPU_INFO = Path("/proc/cpuinfo")
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 STATE_KERNELS = ("causal_conv1d", "mamba_ssm", "fla")
-"""Packages with a GPU's kernels for layers that carry a state, as they are imported."""
+"""Import names of packages with GPU kernels for recurrent layers."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One process of the job. `gpu` is the model name the driver reports, None where unknown;
-    `allocators` the user's own settings of torch's allocators, which are then left alone.
+    """A process of the job.
+
+    `gpu`: the model name that the driver reports, None if unknown. `allocators`: the user's
+    settings of torch's allocators, which are then left unchanged.
     """
 
     rank: int = 0
@@ -74,19 +76,19 @@ class World:
     gpu: str | None = None
     allocators: str | None = None
     kernels: tuple[str, ...] = ()
-    """Those of STATE_KERNELS that are installed, where ranks compute on GPUs."""
+    """The installed packages of STATE_KERNELS; on GPUs only."""
     torch: str | None = None
-    """torch's version, where ranks compute on GPUs and it is installed."""
+    """The installed torch version; on GPUs only."""
 
     def has_torch(self, *version: int) -> bool:
-        """Return True if torch is of at least this version, as that of a machine elsewhere is."""
+        """Return True if torch has at least this version; assumed if it is unknown."""
         numbers = re.findall(r"\d+", self.torch or "")
         return not numbers or tuple(map(int, numbers[: len(version)])) >= version
 
     @property
     def rounds_pinned(self) -> bool:
-        """True if torch rounds blocks of pinned host memory up to powers of two: since the user's
-        settings of its allocators leave that on, or since it has no setting (until 2.13).
+        """True if torch rounds blocks of pinned host memory up to powers of two: torch before 2.13
+        has no setting against it, and the user's allocator settings may lack it.
         """
         if not self.has_torch(2, 13):
             return True
@@ -94,16 +96,17 @@ class World:
 
     @property
     def expands_segments(self) -> bool:
-        """True if segments of GPU memory grow: the harness's own setting, or the user's."""
+        """True if GPU memory uses expandable segments, set by the harness or the user."""
         return self.allocators is None or "expandable_segments:True" in self.allocators
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> World:
-        """Understands deepspeed, torchrun and accelerate, then srun.
+        """Return the world from the environment of deepspeed, torchrun and accelerate, else of
+        srun.
 
-        Raises ValueError for numbers that cannot be (rank 3 of 2). Without a launcher this is the
-        only process. The order matters: inside a Slurm step `deepspeed` sets RANK for its own
-        children, and that is the finer truth.
+        Without a launcher, this is the only process. The order matters: inside a Slurm step,
+        `deepspeed` sets RANK for its children, which is more specific. Raises ValueError for
+        impossible numbers (rank 3 of 2).
         """
         launcher, rank, world_size, local_rank, local_world_size = (
             _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
@@ -128,7 +131,7 @@ _Place = tuple[str, int, int, int, int]
 
 
 def _from_torch_names(environ: Mapping[str, str]) -> _Place | None:
-    """RANK, WORLD_SIZE, LOCAL_RANK; torchrun adds LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE."""
+    """Read RANK, WORLD_SIZE, LOCAL_RANK; torchrun adds LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE."""
     if not {"RANK", "WORLD_SIZE"} <= environ.keys():
         return None
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
@@ -138,9 +141,11 @@ def _from_torch_names(environ: Mapping[str, str]) -> _Place | None:
 
 
 def _from_slurm_step(environ: Mapping[str, str]) -> _Place | None:
-    """Only inside a step: a batch script sees SLURM_PROCID=0 too, without being started by srun.
+    """Read srun's variables. Only inside a step: a batch script has SLURM_PROCID=0, too, although
+    srun did not start it.
 
-    The local size is that of the node with most tasks: "2(x3),1" is three nodes of 2 and one of 1.
+    The local size is that of the node with most tasks: "2(x3),1" means three nodes of 2 and one of
+    1.
     """
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
         return None
@@ -165,7 +170,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def find_accelerator(environ: Mapping[str, str] = os.environ) -> Literal["cuda", "cpu"]:
-    """Return the kind of device that the ranks compute on, without importing torch."""
+    """Return the type of device that the ranks use, without importing torch."""
     if environ.get("DS_ACCELERATOR") == "cuda":
         return "cuda"
     if environ.get("DS_ACCELERATOR") == "cpu" or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -182,20 +187,20 @@ class Gpu:
 
 
 def find_gpu_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the model name of the first GPU that ranks may use: of CUDA_VISIBLE_DEVICES, where it
-    is set, the first; numbers are taken in the order of the PCI bus.
+    """Return the model name of the first usable GPU: the first of CUDA_VISIBLE_DEVICES if that is
+    set. Numbers follow PCI bus order.
     """
     gpus = published_gpus() or listed_gpus()
     first = environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
     if first.isdigit():
-        gpus = gpus[int(first) :] or gpus  # a control group may hide some
+        gpus = gpus[int(first) :] or gpus  # a cgroup may hide some
     elif first:
         gpus = [gpu for gpu in gpus if gpu.uuid.startswith(first)] or gpus
     return gpus[0].name if gpus else None
 
 
 def published_gpus() -> list[Gpu]:
-    """Return the GPUs that the driver publishes under /proc, by their place on the PCI bus."""
+    """Return the GPUs that the driver lists in /proc, in PCI bus order."""
     gpus = []
     for path in sorted(NVIDIA_PROC.glob("*/information")):
         text = path.read_text(errors="replace")
@@ -206,7 +211,7 @@ def published_gpus() -> list[Gpu]:
 
 
 def listed_gpus() -> list[Gpu]:
-    """Return the GPUs that nvidia-smi lists, also where /proc has none: some containers, WSL."""
+    """Return the GPUs that nvidia-smi lists, even without /proc entries (some containers, WSL)."""
     try:
         command = ["nvidia-smi", "--list-gpus"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -217,7 +222,9 @@ def listed_gpus() -> list[Gpu]:
 
 
 def torch_version() -> str | None:
-    """Return the version of the torch that is installed here, without importing it."""
+    """Return the version of the installed torch, without importing it; None if it is not
+    installed.
+    """
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -225,14 +232,14 @@ def torch_version() -> str | None:
 
 
 def state_kernels() -> tuple[str, ...]:
-    """Return those of STATE_KERNELS that are installed here."""
+    """Return the installed packages of STATE_KERNELS."""
     return tuple(name for name in STATE_KERNELS if importlib.util.find_spec(name))
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16, AMX, Arm BF16).
+    """Return True if this CPU has bfloat16 products in hardware (AVX-512 BF16, AMX, Arm BF16).
 
-    Others emulate it: right, but here 5 times slower than fp32.
+    Others emulate it correctly, but 5 times slower than fp32 as measured here.
     """
     try:
         words = set(CPU_INFO.read_text().split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.layout.exclusions import apart_problems
+from harness.layout.exclusions import incompatible_axes
 from harness.plan.draft import Draft
 from harness.plan.parallelism import asked_experts
 from harness.plan.plan import NOT_TRAINED
@@ -17,7 +17,7 @@ def check_together(draft: Draft) -> None:
         grid = replace(grid, world_size=grid.world_size * experts)
     grid = replace(grid, expert=experts)
     shortest = draft.config.data.seq_len // draft.curriculum.most_pieces
-    for key, why, use in apart_problems(draft.shape, grid, shortest):
+    for key, why, use in incompatible_axes(draft.shape, grid, shortest):
         if draft.estimating:
             draft.note(NOT_TRAINED, draft.problems.worded(key, why, use))
         else:

@@ -215,4 +215,4 @@ def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
     elif draft.model_config and not family_of(draft.model_config["model_type"]).divides_rows:
         # The first batch would not reveal an error: small states of a recurrent layer disappear in
         # rounding.
-        yield f"nobody has divided the rows of {draft.model_config['model_type']}: use 1"
+        yield f"sequence parallelism does not support {draft.model_config['model_type']}: use 1"

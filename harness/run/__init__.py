@@ -1,1 +1,1 @@
-"""A run: built, begun, watched, saved, measured, ended."""
+"""A run from start to end: build, steps, metrics, saves, resume, export."""

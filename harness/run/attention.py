@@ -1,8 +1,9 @@
-"""The attention of a run: kept, fit for its data, compared as it starts, probed by layer.
+"""The attention of a run: choice, comparison at the start, and metrics by layer.
 
-Two batches of documents through a small model of the run's architecture: its heads, key heads and
-head width, in its precision, with short windows.  Both implementations are held against the same
-model in fp32; the compared one may be off by a few times what rounding costs the other.
+The comparison sends two batches of documents through a small model of the run's architecture, with
+its head width, its ratio of heads to key heads, and its precision, but short windows. Both
+implementations are compared with the same model in fp32. The compared one may differ by a few times
+the rounding error of the other.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ SAMPLES = 4
 
 
 def attention_metrics(run: Run) -> dict[str, float]:
-    """Return attention_entropy/LAYER and attention_coverage/LAYER, LAYER from 0; none where this
-    attention cannot be looked into, which is an event. Collective; waits for the device.
+    """Return attention_entropy/LAYER and attention_coverage/LAYER, with LAYER from 0; empty, with
+    an event, if this attention cannot be inspected. Collective; waits for the device.
 
-    On the first SAMPLES held-out samples, or on as many as a step trains on: the look is a forward
-    pass of at most one step's samples.
+    Computed on the first SAMPLES held-out samples, or as many as a step trains on if fewer, so that
+    it costs at most the forward pass of one step.
     """
     if not run.attention_is_seen:
         return {}
     run.pulse("evaluation", run.state.step)
-    rows, why = list[list[float]](), "rows are divided over sequence ranks"
+    rows, why = list[list[float]](), "rows are split over sequence-parallel ranks"
     if run.plan.grid.sequence == 1:
         rows = _sums(run).tolist()
-        why = f"{type(run.engine.module).__name__} has another attention"
+        why = f"{type(run.engine.module).__name__} has an attention that cannot be inspected"
     run.meter.restart()
-    seen = {layer: row for layer, row in enumerate(rows) if row[2]}  # others have no attention
+    seen = {layer: row for layer, row in enumerate(rows) if row[2]}  # only layers with attention
     if not seen or any(math.isnan(value) for row in rows for value in row):
         run.attention_is_seen = False
-        run.event("attention_unseen", step=run.state.step, message=f"no attention_*: {why}")
+        run.event("attention_unseen", step=run.state.step, message=f"no attention_* metrics: {why}")
         return {}
     return {
         f"attention_{name}/{layer}": row[number] / row[2]
@@ -70,14 +71,14 @@ def _sums(run: Run) -> torch.Tensor:
 
 
 def attention_sums(engine: Engine, batches: list[tuple[Batch, torch.Tensor]]) -> torch.Tensor:
-    """Return (layers, 3): entropy, coverage, and how many (sample, head, query) they are sums of,
+    """Return (layers, 3): entropy, coverage, and the number of (sample, head, query) summed over,
     over all ranks. Collective.
 
-    `batches`: this rank's, each with the samples (micro_batch,) of it that count.
+    `batches`: this rank's, each with a mask (micro_batch,) of the samples to count.
     """
     layers = engine.module.config.get_text_config(decoder=True).num_hidden_layers
     total = torch.zeros(layers, 3, dtype=torch.float64, device=engine.device)
-    compiled = engine.plan.config.model.compile  # which would compile this once more
+    compiled = engine.plan.config.model.compile  # run eagerly, or this would be compiled separately
     as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     with as_written:
         for batch, counted in batches:
@@ -90,19 +91,19 @@ def attention_sums(engine: Engine, batches: list[tuple[Batch, torch.Tensor]]) ->
 
 
 FACTOR = 5.0
-"""Largest distance from fp32, over that of the implementation that takes a mask."""
+"""Largest allowed distance from fp32, relative to that of the implementation with a mask."""
 ROUNDING = 1e-5
-"""Distance that counts as none, relative to the norm of all gradients."""
+"""Negligible distance, relative to the norm of all gradients."""
 _VOCAB_SIZE, _WINDOW, _WIDTH = 64, 8, 64
-_DOCUMENTS = ((1, 11, 2, 9, 25), (23, 7, 1, 17))  # tokens, 48 in each row
+_DOCUMENTS = ((1, 11, 2, 9, 25), (23, 7, 1, 17))  # lengths in tokens, 48 per row
 
 
 class Different(ValueError):
-    """Raised for an implementation that computes something else."""
+    """Raised for an implementation with different results."""
 
 
 def compare(plan: Plan, attention: str, masked: str, device: torch.device) -> None:
-    """Raise Different if the losses or gradients of `attention` are not those of `masked`."""
+    """Raise Different if the losses or gradients of `attention` differ from those of `masked`."""
     config, dtype = small_config(plan.model_config), DTYPES[plan.precision]
     batch = _batch()
     reference = _measured(config, torch.float32, masked, batch, device, dtype)
@@ -116,13 +117,15 @@ def compare(plan: Plan, attention: str, masked: str, device: torch.device) -> No
         if not apart <= limit:  # nor NaN
             what = "token losses" if name == "losses" else f"gradient of {name}"
             raise Different(
-                f"in a small model of this architecture the {what} is off by {float(apart):.3g}, "
-                f"where rounding explains {float(limit):.3g}"
+                f"in a small model of this architecture the {what} differs by {float(apart):.3g}, "
+                f"but rounding explains only {float(limit):.3g}"
             )
 
 
 def small_config(model_config: dict[str, Any]) -> dict[str, Any]:
-    """Return an architecture with a layer of each kind, few heads, and no random or rare paths."""
+    """Return a small model config with each kind of layer, few heads, and no dropout or rare
+    paths.
+    """
     family = family_of(model_config["model_type"])
     small = {**model_config, **_sizes(family, model_config)}
     kinds = [*dict.fromkeys(model_config.get("layer_types") or ())]
@@ -134,12 +137,12 @@ def small_config(model_config: dict[str, Any]) -> dict[str, Any]:
         "attention_chunk_size": _WINDOW,
         "output_router_logits": False,
     }
-    # A key that is absent or null means something, too.
+    # Keys that are missing or null have a meaning, so they are not set.
     return small | {k: v for k, v in changed.items() if model_config.get(k) is not None}
 
 
 def _sizes(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes that keep the width of heads, and how many of them share a key head."""
+    """Return sizes that keep the head width and the ratio of heads to key heads."""
 
     def size(kind: str) -> int | None:
         keys = family.size_keys(kind)
@@ -179,7 +182,7 @@ def _measured(
     device: torch.device,
     rounded: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Return the loss of each token and all gradients, of weights rounded to a type."""
+    """Return each token's loss and all gradients, with weights rounded to dtype `rounded`."""
     model = skeleton(hf_config(config), dtype, attention)
     materialize(model, 0, device)
     with torch.no_grad():
@@ -200,19 +203,20 @@ def _measured(
 
 
 def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple[Plan, list[Event]]:
-    """Return the plan with the attention that the run computes with, and events. Collective.
+    """Return the plan with the attention that the run uses, and events. Collective.
 
-    `documents`: the batches have document boundaries, which "auto" may not have known. Raises
-    ConfigError if the user's own implementation differs from the one that takes a mask.
+    `documents`: the batches have document boundaries, which "auto" may not have known when
+    planning. Raises ConfigError if the implementation that the user chose differs from the one with
+    a mask.
     """
     events: list[Event] = []
-    asked, is_free = Asked.by(plan, documents), bool(plan.attention_why)
+    options, is_free = Asked.by(plan, documents), bool(plan.attention_why)
     if is_free:
-        attention, why = asked.chosen()
+        attention, why = options.chosen()
         before = _before(plan)
         is_exact = before in ATTENTIONS and ATTENTIONS[before].is_exact
-        if before and is_exact and before != attention and not asked.problems(before):
-            attention, why = before, "as the run began"
+        if before and is_exact and before != attention and not options.problems(before):
+            attention, why = before, "as at the start of the run"
         if attention != plan.config.model.attention:
             plan = with_attention(plan, attention, why)
             events.append(_event("attention", attention, why))
@@ -221,28 +225,28 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
         return plan, events
     different, unknown = None, None
     try:
-        compare(plan, attention, asked.masked, device)
+        compare(plan, attention, options.masked, device)
     except Different as error:
         different = str(error)
-    except Exception as error:  # of transformers or a kernel, of any kind
+    except Exception as error:  # any error of transformers or a kernel
         unknown = f"{type(error).__name__}: {error}"
     different, unknown = problem_of_any(different), problem_of_any(unknown)
     problem = different or unknown
     if problem is None:
         return plan, events
-    why = f"{attention} was not equal to {asked.masked} on this device: {problem}"
+    why = f"{attention} did not match {options.masked} on this device: {problem}"
     if is_free:
         return (
-            with_attention(plan, asked.masked, why),
-            [*events, _event("fallback", asked.masked, why)],
+            with_attention(plan, options.masked, why),
+            [*events, _event("fallback", options.masked, why)],
         )
     if different:
-        raise ConfigError(f"model.attention={attention}: {why}; use {asked.masked}, or auto")
+        raise ConfigError(f"model.attention={attention}: {why}; use {options.masked}, or auto")
     return plan, [*events, {"kind": "not_compared", "message": f"{attention}: {unknown}"}]
 
 
 def _before(plan: Plan) -> str | None:
-    """Return the implementation that the run in run.dir computes with; None for a new run."""
+    """Return the attention of the run in run.dir; None for a new run."""
     saved = saved_plan(plan)
     name = saved and saved["run"].get("model", {}).get("attention")
     return name if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""From a plan to a run that is ready to train."""
+"""Builds a run from a plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
 from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
 from harness.run.progress import Progress, clock
-from harness.run.resumption import Beginning, find_beginning, load_into
+from harness.run.resumption import ResumePoint, find_resume_point, load_into
 from harness.run.run import Profiler, Run
 from harness.run.saving import check_probe
 from harness.run.settle_data import settle_data
@@ -49,13 +49,13 @@ from harness.runfolder import RunFolder
 from harness.steps import Steps
 
 
-def begin(
+def start_run(
     run: Run,
     record: dict[str, Any],
     events: list[dict[str, Any]],
-    beginning: Beginning,
+    resume_point: ResumePoint,
 ) -> None:
-    """Record the run, and load the checkpoint that it begins with. Collective."""
+    """Record the run and load its checkpoint, if any. Collective."""
     if run.is_writer:
         run.folder.write_plan(record)
     for event in events:
@@ -63,42 +63,42 @@ def begin(
     run.progress.say(f"run folder {run.folder.path}")
     if (left_s := run.time_left.seconds) is not None:
         run.event("time_limit", seconds_left=left_s)
-        run.progress.say(f"time limit in {clock(left_s)}: saved and ended before")
-    for damage in beginning.damages:
+        run.progress.say(f"time limit in {clock(left_s)}: the run saves and stops before")
+    for damage in resume_point.damages:
         run.event("damaged_record", message=damage)
-        run.progress.say(f"not needed, not used: {damage}")
-    for problem in beginning.problems:
+        run.progress.say(f"ignored, not needed: {damage}")
+    for problem in resume_point.problems:
         run.event("unusable_checkpoint", message=problem)
-        run.progress.say(f"not used: {problem}")
-    if run.is_writer and not run.folder.tokenizer_dir.exists():  # so that exports need no data
+        run.progress.say(f"ignored: {problem}")
+    if run.is_writer and not run.folder.tokenizer_dir.exists():  # exports then need no data
         parent = None
-        if beginning.checkpoint is not None:
-            parent = RunFolder(beginning.checkpoint.path.parents[1]).tokenizer_dir
-        sweep(run.folder.tokenizer_dir, alone=True)  # after a kill while it was written
+        if resume_point.checkpoint is not None:
+            parent = RunFolder(resume_point.checkpoint.path.parents[1]).tokenizer_dir
+        sweep(run.folder.tokenizer_dir, alone=True)  # leftovers of a killed process
         with replacing(run.folder.tokenizer_dir) as unfinished:
             save_tokenizer(run.data.tokenizer, unfinished)
             save_generation(run.engine.module, unfinished, parent)
-    _load(run, beginning)
+    _load(run, resume_point)
     if run.is_writer:
         run.trackers.open(run.plan.config.log, run.folder, record, run.state.step)
 
 
-def _load(run: Run, beginning: Beginning) -> None:
-    """Load the checkpoint that the run begins with, if there is one. Collective."""
-    checkpoint, kind = beginning.checkpoint, beginning.kind
+def _load(run: Run, resume_point: ResumePoint) -> None:
+    """Load the checkpoint from which the run starts, if there is one. Collective."""
+    checkpoint, kind = resume_point.checkpoint, resume_point.kind
     if checkpoint is None:
         if run.plan.config.model.init_from is not None and question_of(run):
             show_sample(run, "sample before training")
         if run.folder.attempt > 1:
-            run.event("began_again", message="no checkpoint was saved before")
-            run.progress.say("no checkpoint was saved yet: begins at step 0 again")
+            run.event("began_again", message="no checkpoint was saved")
+            run.progress.say("no checkpoint was saved: starts at step 0 again")
         return
     load_into(run.engine, checkpoint, weights_only=kind == "weights")
     check_probe(run.engine, checkpoint, run.plan)
     if kind != "weights":
         run.steps.move(checkpoint.state)
         watch = dict(checkpoint.manifest.watch)
-        if kind == "branched":  # to try something else, with as much patience
+        if kind == "branched":  # a branch starts with full patience
             watch.pop("patience", None)
         run.judge.restore(watch)
         run.held_out_nats = checkpoint.manifest.held_out_loss
@@ -107,17 +107,17 @@ def _load(run: Run, beginning: Beginning) -> None:
         step=run.state.step,
         path=str(checkpoint.path),
         manifest=checkpoint.manifest.checksum,
-        changes=beginning.changes,
+        changes=resume_point.changes,
     )
     step, source = checkpoint.state.step, checkpoint.path.parents[1]
     if kind == "weights":
-        run.progress.say(f"begins with the weights of step {step:,} of {source}")
+        run.progress.say(f"starts with the weights of step {step:,} of {source}")
     else:
         run.progress.say(f"{kind} {checkpoint.path.name} of {run.steps.total} steps")
 
 
 def _give_up(rank: int) -> None:
-    """End all ranks: this one was asked twice to stop while it started."""
+    """End all ranks, because this one was asked to stop twice during start-up."""
     failure = Failure(rank, ExitCode.STOPPED, "asked twice to stop", alarm().place)
     alarm().end(failure, lambda first: print(first, file=sys.stderr, flush=True))
 
@@ -128,11 +128,12 @@ def build(
     data: Data | None = None,
     request: StopRequest | None = None,
 ) -> Run:
-    """Make everything that the loop needs; resume the run that `run.dir` already holds. Collective.
+    """Build everything that the loop needs; resume the run in `run.dir` if there is one.
+    Collective.
 
     Raises ConfigError on every rank for problems with data, model or folder, before the run folder
-    is written. `data` replaces the data that the plan names. `request` already receives signals;
-    after one, all ranks raise RunStopped as soon as they meet.
+    is written. `data` replaces the plan's data. `request` already receives signals; after one, all
+    ranks raise RunStopped as soon as they have joined.
     """
     request = request or StopRequest()
     progress = Progress(enabled=plan.world.rank == 0)
@@ -150,15 +151,15 @@ def build(
     pulse, watchdog = _start_watchdog(plan)
     with contextlib.ExitStack() as unless_built:
         unless_built.callback(watchdog.close)
-        beginning = find_beginning(plan, record)
-        from harness.engine.build import build_engine  # imports DeepSpeed, which looks for devices
+        resume_point = find_resume_point(plan, record)
+        from harness.engine.build import build_engine  # imports DeepSpeed, which probes for devices
 
-        # Beside adapters the weights are model.init_from's, and in no checkpoint.
-        blank = beginning.checkpoint is not None and plan.config.model.lora.rank is None
+        # With adapters, the frozen weights are read from model.init_from, not from a checkpoint.
+        blank = resume_point.checkpoint is not None and plan.config.model.lora.rank is None
         masked, padded = data.train.document_mask, data.train.holds_whole_documents
         engine = build_engine(plan, device, trust_remote_code, masked, blank, padded)
         memory = MemoryCheck(plan, device)
-        guard.stop_if_asked()  # a large model takes minutes; the folder is as it was
+        guard.stop_if_asked()  # a large model takes minutes; the folder is still untouched
         folder = open_folder(plan, progress.say)
         progress.total_steps = total_steps
         run = Run(
@@ -185,14 +186,14 @@ def build(
         watchdog.write_to(folder.heartbeats_dir, run.hangs)
         alarm().on_end = run.fails
         events = [*plan.events, *forced, *settled.events, *engine.events]
-        begin(run, record, events, beginning)
+        start_run(run, record, events, resume_point)
         run.profiler = _profiler(run)
         unless_built.pop_all()
     return run
 
 
 def _with_new_rows(plan: Plan, data: Data, progress: Progress) -> Plan:
-    """Return the plan with rows for the ids that the tokenizer has beyond the model's."""
+    """Return the plan with vocabulary rows for token ids that the model lacks."""
     grown = with_rows_for(plan, data.vocab_size)
     for event in grown.events:
         if event not in plan.events:
@@ -207,7 +208,9 @@ def _joined(
     request: StopRequest,
     progress: Progress,
 ) -> tuple[Data, torch.device, StopGuard]:
-    """Read the data, then join the other ranks. Raises RunStopped on all if one was asked to."""
+    """Read the data, then join the other ranks. Raises RunStopped on all if any was asked to
+    stop.
+    """
     spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
     spec = replace(spec, pad_to=math.lcm(spec.pad_to, plan.grid.sequence))
     with contextlib.suppress(StopAsked), request.breaks_off():
@@ -223,9 +226,9 @@ def _joined(
 
 
 def _counted_sources(plan: Plan, data: Data, engine: Engine) -> SourceLosses:
-    """Count the training loss of each source, if there are several and the loss shows its tokens'.
+    """Start counting the training loss of each source, if there are several.
 
-    Liger's fused loss shows only its sum.
+    Not with Liger's fused loss, which returns only the sum.
     """
     names = data.names if plan.config.model.kernels != "liger" else []
     if names:
@@ -244,7 +247,7 @@ def _start_watchdog(plan: Plan) -> tuple[Pulse, Watchdog]:
 
 
 def _time_left(plan: Plan) -> TimeLeft:
-    """Return the time limit, read from Slurm once, on rank 0: its clock counts."""
+    """Return the remaining time, which only rank 0 reads from Slurm and checks."""
     limit_s = plan.config.guard.time_limit_s
     if limit_s is None and plan.world.rank == 0:
         limit_s = slurm_seconds_left()
@@ -253,7 +256,7 @@ def _time_left(plan: Plan) -> TimeLeft:
 
 
 def _foreign_export(plan: Plan) -> list[str]:
-    """Return the problems that would keep the run from being exported at its end."""
+    """Return the problems that would prevent the export at the end of the run."""
     run_dir = plan.config.run.dir
     if not plan.config.save.export or run_dir is None:
         return []
@@ -263,7 +266,7 @@ def _foreign_export(plan: Plan) -> list[str]:
 
 def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     """Raise ConfigError if this machine's memory is too small even for the smallest batch that the
-    data may leave; under plan.force return events.
+    data may allow; with plan.force, return events instead.
     """
     problems = _shortages(plan) and _shortages(with_least_batch(plan))
     if problems and not plan.config.plan.force:
@@ -279,7 +282,7 @@ def _shortages(plan: Plan) -> list[str]:
 
 
 def _profiler(run: Run) -> Profiler | None:
-    """Return the profiler; None if this process takes no step of profile.steps."""
+    """Return the profiler; None if this process takes none of profile.steps."""
     window = run.plan.config.profile.window
     if window is None or window[1] <= run.state.step:
         return None
@@ -291,5 +294,5 @@ def _profiler(run: Run) -> Profiler | None:
 def _saver(plan: Plan, folder: RunFolder) -> Saver:
     config = plan.config.save
     keep = Retention(config.keep, config.keep_every, config.keep_best)
-    # Lines of steps before a checkpoint are never written again: they must be on disk with it.
+    # A resumed run does not rewrite lines of earlier steps: sync them before the checkpoint.
     return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep, folder.sync)

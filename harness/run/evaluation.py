@@ -1,4 +1,4 @@
-"""The held-out loss of a run."""
+"""Evaluates a run on held-out data."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from harness.data.batches import Stream
 from harness.data.needles import DEPTHS, SAMPLES, needles
 from harness.run.run import Run
 
-EVALUATED_AT_ONCE = 8  # micro-batches between two checks for a stop
+EVALUATED_AT_ONCE = 8  # micro-batches between checks for a stop
 POSITIONS = 64
-"""Most ranges of positions whose loss is told apart."""
+"""Largest number of position ranges with separate losses."""
 
 
 def evaluate(run: Run) -> float | None:
-    """Return the held-out loss, as `mean_losses` does, and note it. Collective."""
+    """Return the held-out loss from `mean_losses`, and record it in the run. Collective."""
     run.held_out_nats, _ = mean_losses(run, run.data.held_out)
     return run.held_out_nats
 
 
 def evaluate_by_position(run: Run) -> tuple[float | None, list[float | None]]:
-    """Return the held-out loss, noted, and the loss of equal ranges of positions, from targets that
-    see the fewest tokens to those that see the most, up to eval.seq_len. Collective.
+    """Return the held-out loss, recorded in the run, and the loss of equal ranges of positions up
+    to eval.seq_len, in order of increasing context. Collective.
     """
     longer = run.data.long_held_out
     buckets = min(POSITIONS, run.plan.config.data.seq_len)
@@ -36,10 +36,10 @@ def evaluate_by_position(run: Run) -> tuple[float | None, list[float | None]]:
 
 
 def evaluate_needles(run: Run) -> dict[str, list[float]]:
-    """Return by its metric, for each length of eval.needle_lengths, the probability of a token of
-    the numbers asked for, as a geometric mean, at each of DEPTHS. Collective.
+    """Return, by metric, the probability of the tokens of the requested numbers at each of DEPTHS
+    (geometric mean), for each length of eval.needle_lengths. Collective.
 
-    Lengths after a stop are missing.
+    After a stop, the remaining lengths are missing.
     """
     plan, probabilities = run.plan, dict[str, list[float]]()
     for length in plan.config.eval.needle_lengths:
@@ -56,10 +56,10 @@ def evaluate_needles(run: Run) -> dict[str, list[float]]:
 
 
 def evaluate_sets(run: Run) -> dict[str, float]:
-    """Return the loss of each named held-out set by its metric, of which the first was evaluated.
+    """Return the loss of each named held-out set by metric. The first has already been evaluated.
     Collective.
 
-    Sets after a stop are missing.
+    After a stop, the remaining sets are missing.
     """
     losses = dict[str, float]()
     for name, stream in run.data.eval_sets.items():
@@ -73,7 +73,7 @@ def evaluate_sets(run: Run) -> dict[str, float]:
 
 
 def evaluate_old(run: Run) -> dict[str, float]:
-    """Return the held-out loss on the data of data.rehearse by its metric; nothing without it, or
+    """Return the held-out loss on the data of data.rehearse by metric; empty without such data or
     after a stop. Collective.
     """
     if run.data.old is None:
@@ -85,18 +85,19 @@ def evaluate_old(run: Run) -> dict[str, float]:
 def mean_losses(
     run: Run, stream: Stream, buckets: int = 0
 ) -> tuple[float | None, list[float | None]]:
-    """Return the mean loss, in nats over the target tokens of the first samples of a stream, which
-    is the same in any layout; and that of each of so many ranges of positions, None of one without
-    a target. Collective.
+    """Return the mean loss in nats per target token over the first samples of a stream, equal in
+    any layout; and that of each of `buckets` ranges of positions, None for one without targets.
+    Collective.
 
-    (None, []) if a stop interrupted the evaluation.
+    Returns (None, []) if a stop interrupted the evaluation.
     """
     plan, batches, at_once = run.plan, list[Batch](), stream.at_once
     rows = rows_of(run, stream.seq_len)
     tokens = plan.config.eval.samples * plan.config.data.seq_len
     samples = min(-(-tokens // stream.seq_len), stream.samples)
     at_once = min(at_once, samples)
-    # All ranks run equally often (ZeRO-3 gathers weights together): padding samples are masked out.
+    # All ranks run the same number of passes (ZeRO-3 gathers are collective): padding samples are
+    # masked out.
     for start in plan.share.starts(at_once, rows):
         for first in range(start, start + samples, at_once):
             batch = stream.batch(first, rows)
@@ -111,15 +112,15 @@ def mean_losses(
 
 
 def rows_of(run: Run, length: int) -> int:
-    """Return the samples of a length that a rank computes at a time: no more tokens than it trains
-    with, but for one sample alone.
+    """Return the number of samples of this length per micro-batch: no more tokens than in training,
+    but at least one sample.
     """
     return max(1, run.plan.micro_batch * run.plan.config.data.seq_len // length)
 
 
 def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, float]] | None:
-    """Return (nats, targets) of this rank's micro-batches and those of all others, and of each of
-    so many of their buckets; None if a stop interrupted the evaluation. Collective.
+    """Return (nats, targets) summed over all ranks' micro-batches, followed by those of each of
+    `buckets` ranges of positions; None if a stop interrupted the evaluation. Collective.
     """
     run.pulse("evaluation", run.state.step)
     sums = torch.zeros(1 + buckets, 2, dtype=torch.float64, device=run.engine.device)
@@ -128,8 +129,8 @@ def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, fl
         if first and run.stop_asked()[0]:
             return None
         run.pulse("evaluation", run.state.step)
-        some = batches[first : first + EVALUATED_AT_ONCE]
-        sums[0] += run.engine.eval_batch(some, by_position)
+        chunk = batches[first : first + EVALUATED_AT_ONCE]
+        sums[0] += run.engine.eval_batch(chunk, by_position)
     values = run.sum(sums.flatten())
     run.meter.restart()
     return [*zip(values[::2], values[1::2], strict=True)]

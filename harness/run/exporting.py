@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face model, and checks the export's loss."""
+"""Exports a checkpoint as a Hugging Face model and checks the loss of the export."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ _MOST_GENERATION_BYTES = 2**24
 
 
 class ExportDiffers(Exception):
-    """The exported model is not the one that was saved."""
+    """The exported model differs from the saved one."""
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """Options of an export.
 
-    `dtype`: one of DTYPES; None for the run's own precision. `merge`: write weights with adapters
-    added to them, and the adapters in a folder within. `source`: the folder or hub id of the
-    model, read only if the model has its own code and may run it. `check`: compare the probe's
-    loss; opens the model on the CPU. `most_checked`: parameters of the largest model that is
-    checked; None: any.
+    `dtype`: one of DTYPES; None for the run's precision. `merge`: write weights with the adapters
+    merged into them, and the adapters in a subfolder. `source`: folder or hub id of the model, read
+    only if the model has custom code that may run. `check`: compare the loss on the probe batch;
+    loads the model on the CPU. `most_checked`: largest number of parameters to check; None for no
+    limit.
     """
 
     dtype: str | None = None
@@ -85,11 +85,12 @@ def export(
     options: ExportOptions,
     progress: Progress = lambda done, total: None,
 ) -> str:
-    """Export to `folder`, which appears whole; return notes and the result of the check, as text.
+    """Export to `folder`, which appears only when complete; return notes and the result of the
+    check as text.
 
-    `tokenizer`: a folder to copy files from, if it exists; the model gets its special ids. Not
-    collective; needs no GPU and no DeepSpeed. Raises ExportDiffers with both losses, ConfigError,
-    and CannotSave if there is no room.
+    `tokenizer`: a folder whose files are copied if it exists; its special ids are set in the model.
+    Not collective; needs neither GPU nor DeepSpeed. Raises ExportDiffers with both losses,
+    ConfigError, and CannotSave if there is not enough space.
     """
     manifest = checkpoint.manifest
     dtype = options.dtype or manifest.precision
@@ -122,10 +123,10 @@ def export(
 
 
 def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the kind, sizes and seed of the attention that the weights of a checkpoint were
-    trained with; {} for exact attention, which is any implementation's.
+    """Return the kind, sizes and seed of the attention that a checkpoint was trained with; {} for
+    exact attention, whose implementation does not matter.
 
-    Raises ConfigError if the run's plan.json is damaged there.
+    Raises ConfigError if the run's plan.json is damaged.
     """
     folder = RunFolder(checkpoint.path.parents[1])
     run = (folder.read_plan() or {}).get("run", {})
@@ -145,7 +146,7 @@ def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
 def _put_code(
     folder: Path, model: Any, attention: dict[str, Any], model_config: Mapping[str, Any]
 ) -> list[str]:
-    """Put the code of a model beside its weights, if it computes another function of them than
+    """Write a model's code beside its weights if it computes a different function of them than
     transformers does; return a note.
     """
     is_reversible = bool(model_config.get(REVERSIBLE))
@@ -154,7 +155,7 @@ def _put_code(
     write_code(folder, model, attention)
     kind = [f"{attention['kind']} attention"] if attention else []
     what = " and ".join([*kind, *["two streams"] * is_reversible])
-    return [f"its code is beside it: trust_remote_code=True computes {what}, as in training"]
+    return [f"its code is included: trust_remote_code=True computes {what}, as in training"]
 
 
 def _export_adapters(
@@ -165,7 +166,7 @@ def _export_adapters(
     dtype: str,
     attention: dict[str, Any],
 ) -> str:
-    """`export` of a run that trained adapters: of them alone, or added to the weights."""
+    """Export a run that trained adapters: only the adapters, or weights merged with them."""
     manifest = checkpoint.manifest
     with replacing(folder) as unfinished:
         within = unfinished / ADAPTERS if options.merge else unfinished
@@ -188,7 +189,7 @@ def _export_adapters(
 
         def model() -> Any:
             base = base_model()
-            if manifest.quantization:  # adapters are added to what they were trained beside
+            if manifest.quantization:  # the adapters were trained on quantized weights
                 quantization = of_description(manifest.quantization)
                 round_linear_maps(base, quantization, DTYPES[manifest.precision])
             if attention:
@@ -207,15 +208,18 @@ def _export_adapters(
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)
         base = manifest.adapters["base_model_name_or_path"]
-        quantized = f" with its linear maps as in {DESCRIPTION}" if manifest.quantization else ""
-        first = f", after its resize_token_embeddings({rows})" if rows else ""
-        kind = f", computed with {attention['kind']} attention" if attention else ""
+        how = f" with linear layers quantized as in {DESCRIPTION}"
+        quantized = how if manifest.quantization else ""
+        first = f", after resize_token_embeddings({rows})" if rows else ""
+        kind = f", with {attention['kind']} attention" if attention else ""
         checked = _checked(checkpoint, model, dtype, options)
         return f"adapters of {base}{quantized}{first}{kind}; {checked}"
 
 
 def _new_rows(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
-    """Return the rows of the vocabulary beside adapters, if their base has fewer; else None."""
+    """Return the vocabulary size of a run with adapters if the base model's is smaller; else
+    None.
+    """
     rows = checkpoint.manifest.model_config.get("vocab_size")
     own = rows_of_base(checkpoint, trust_remote_code)
     return rows if isinstance(rows, int) and own is not None and rows > own else None
@@ -224,8 +228,8 @@ def _new_rows(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
 def _put_tokenizer(
     source: Path, folder: Path, model: Any, options: ExportOptions
 ) -> tuple[list[str], dict[str, Any] | None]:
-    """Copy a tokenizer to `folder`, and set its special ids in the model's configs. Return notes,
-    and generation_config.json if the model's initial weights came with one.
+    """Copy a tokenizer to `folder` and set its special ids in the model's configs. Return notes,
+    and the generation_config.json of the initial weights, if any.
     """
     if not source.is_dir():
         return [], None
@@ -237,21 +241,21 @@ def _put_tokenizer(
 
 
 def _copy_tokenizer(source: Path, folder: Path, options: ExportOptions) -> tuple[list[str], Any]:
-    """Copy a tokenizer to `folder`, for readers of both versions. Return notes and the tokenizer;
-    None if it does not open, as the weights can be exported all the same.
+    """Copy a tokenizer to `folder`, readable by both transformers versions. Return notes and the
+    tokenizer; None if it cannot be loaded, which does not prevent exporting the weights.
     """
     skipped = copy_tokenizer(source, folder, options.trust_remote_code)
     notes = [f"not copied from {source}: {', '.join(skipped)}"] if skipped else []
     try:
         tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
     except ConfigError as error:
-        return [*notes, f"special ids are those of the config, as {error}"], None
+        return [*notes, f"special ids are those of the model config, because {error}"], None
     rewrite_tokenizer_config(folder, tokenizer)
     return notes, tokenizer
 
 
 def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:
-    """Set a tokenizer's ids in the model's configs; return a note on those that changed."""
+    """Set a tokenizer's ids in the model's configs; return a note about those that changed."""
     before = model.config.to_dict()
     after = ids.in_place_of(before)
     for name, value in after.items():
@@ -259,11 +263,13 @@ def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:
         if model.generation_config is not None:
             setattr(model.generation_config, name, value)
     changed = [f"{n} {after[n]} (was {before.get(n)})" for n in after if after[n] != before.get(n)]
-    return [f"special ids are the tokenizer's: {', '.join(changed)}"] if changed else []
+    return [f"special ids are set to the tokenizer's: {', '.join(changed)}"] if changed else []
 
 
 def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
-    """Return generation_config.json of the initial weights, with the tokenizer's ids, if any."""
+    """Return the initial weights' generation_config.json with the tokenizer's ids; None if there is
+    none.
+    """
     path = folder / GENERATION
     if not path.exists():
         return None
@@ -275,7 +281,7 @@ def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
 
 
 def _write_generation(folder: Path, generation: dict[str, Any] | None) -> None:
-    """Write generation_config.json in place of the one that a model's own writing left."""
+    """Write generation_config.json over the one written with the model."""
     if generation is not None:
         text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
         (folder / GENERATION).write_text(text, encoding="utf-8")
@@ -285,15 +291,15 @@ def _checked(
     checkpoint: Checkpoint, model: Callable[[], Any], dtype: str, options: ExportOptions
 ) -> str:
     """Return the result of comparing the loss of `model` with the checkpoint's, as text."""
-    expected, most = checkpoint.manifest.probe_loss, options.most_checked
+    expected, limit = checkpoint.manifest.probe_loss, options.most_checked
     if not options.check:
-        return "its loss was not checked: not asked for"
+        return "its loss was not checked: not requested"
     if expected is None:
         return "its loss was not checked: the checkpoint has no probe"
-    if most is not None and _parameters(checkpoint, options) > most:
-        return f"its loss was not checked: it has more than {most:,} parameters"
-    there = model().eval()
-    loss = _loss(checkpoint, there)
+    if limit is not None and _parameters(checkpoint, options) > limit:
+        return f"its loss was not checked: it has more than {limit:,} parameters"
+    exported = model().eval()
+    loss = _loss(checkpoint, exported)
     tolerance = max(TOLERANCES[dtype], TOLERANCES[checkpoint.manifest.precision])
     same = math.isclose(loss, expected, rel_tol=tolerance)
     if not same and not (math.isnan(loss) and math.isnan(expected)):
@@ -302,14 +308,14 @@ def _checked(
             f"the exported model has {loss:.7g} (relative tolerance {tolerance:g}): not exported"
         )
     exact = ""
-    if is_kind(there.config._attn_implementation):
-        attend_with("eager", there)
-        exact = f"; with exact attention it would be {_loss(checkpoint, there):.6g}"
+    if is_kind(exported.config._attn_implementation):
+        attend_with("eager", exported)
+        exact = f"; with exact attention it would be {_loss(checkpoint, exported):.6g}"
     return f"its probe loss is {loss:.6g}, and was {expected:.6g} in training{exact}"
 
 
 def _parameters(checkpoint: Checkpoint, options: ExportOptions) -> int:
-    """Return the parameters of a checkpoint's model, with frozen ones."""
+    """Return the number of parameters of a checkpoint's model, including frozen ones."""
     how = options.source, options.trust_remote_code
     config = hf_config(checkpoint.manifest.model_config, *how)
     model = skeleton(config, DTYPES["fp32"], "eager", options.trust_remote_code)

@@ -1,4 +1,4 @@
-"""Finishes a run after its last step: the held-out loss, a sample, the export."""
+"""Finishes a run after its last step: held-out loss, sample text, export."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from harness.run.run import Run
 from harness.run.saving import save
 
 TEMPERATURE = 0.8
-LIMIT_S = 30.0  # of one sample: each token is a forward pass, for which every rank works
+LIMIT_S = 30.0  # per sample: each token takes a forward pass on all ranks
 
 
 def show_sample(run: Run, title: str = "sample") -> None:
-    """Show and record how the model continues sample.prompt, or answers the first question of the
-    held-out data, or begins a document. Collective.
+    """Show and record a text that the model generates: a continuation of sample.prompt, an answer
+    to the first held-out question, or the start of a document. Collective.
     """
     config, tokenizer = run.plan.config, run.data.tokenizer
     if not config.sample.tokens:
@@ -46,16 +46,16 @@ def show_sample(run: Run, title: str = "sample") -> None:
         config.train.seed,
         _clock(LIMIT_S),
     )
-    asked, answered = str(tokenizer.decode(question)), str(tokenizer.decode(answer))
-    run.event("sample", step=run.state.step, title=title, prompt=asked, text=answered)
+    prompt_text, answer_text = str(tokenizer.decode(question)), str(tokenizer.decode(answer))
+    run.event("sample", step=run.state.step, title=title, prompt=prompt_text, text=answer_text)
     if config.sample.prompt is None and question:
-        run.progress.say(f"{title}: {asked!r} is answered {answered!r}")
+        run.progress.say(f"{title}: {prompt_text!r} -> {answer_text!r}")
     else:
-        run.progress.say(f"{title}:\n{_as_block(asked + answered)}")
+        run.progress.say(f"{title}:\n{_as_block(prompt_text + answer_text)}")
 
 
 def question_of(run: Run) -> list[int]:
-    """Return the ids of what the model is asked; [] where it begins a document."""
+    """Return the token ids of the prompt; [] to start a document."""
     prompt = run.plan.config.sample.prompt
     if prompt is None:
         return first_question(run.data)
@@ -64,7 +64,9 @@ def question_of(run: Run) -> list[int]:
 
 
 def _clock(limit_s: float) -> Callable[[], bool]:
-    """Return what tells all ranks alike whether the first one's time is up. Collective."""
+    """Return a function that returns, equally on all ranks, whether rank 0's time is up.
+    Collective.
+    """
     end = time.monotonic() + limit_s
 
     def is_up() -> bool:
@@ -76,14 +78,14 @@ def _clock(limit_s: float) -> Callable[[], bool]:
 
 
 def _as_block(text: str) -> str:
-    """Return a text as it reads, indented; characters that could drive a terminal are escaped."""
+    """Return a text indented; characters that could control a terminal are escaped."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     return "\n".join(f"  | {line}" for line in shown.strip("\n").split("\n"))
 
 
 def first_question(data: Data) -> list[int]:
-    """Return the ids of the first held-out sample before the first that is learned; [] where all
-    are learned.
+    """Return the ids of the first held-out sample before its first target; [] if all are
+    targets.
     """
     if not data.held_out.is_masked:
         return []
@@ -106,11 +108,11 @@ def continued(
     is_up: Callable[[], bool],
 ) -> list[int]:
     """Return up to `tokens` ids that follow `ids`, the same on every rank, without the one of
-    `stops` that ends them; fewer where the time `is_up`.
+    `stops` that ends them; fewer if the time `is_up`.
 
-    `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is run again for each token:
-    no cache, so it works under every layout, and the text is short. `seq_len`: the model sees so
-    many latest tokens; None: all.
+    `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is recomputed for each token:
+    without a cache it works in every layout, and the text is short. `seq_len`: number of latest
+    tokens that the model sees; None for all.
     """
     generator, made = torch.Generator().manual_seed(seed), list[int]()
     for _ in range(tokens):
@@ -127,12 +129,12 @@ def continued(
     return made
 
 
-CHECKED_PARAMETERS = 2 * 10**9  # up to here, a forward pass on the host takes minutes
-SMALL_CORPUS_TOKENS = 50_000_000  # up to here, counting tokens for the baselines takes seconds
+CHECKED_PARAMETERS = 2 * 10**9  # a forward pass on the CPU then takes minutes
+SMALL_CORPUS_TOKENS = 50_000_000  # counting tokens for the baselines then takes seconds
 
 
 def finish(run: Run) -> None:
-    """Show the held-out loss and a sample of text, and export the weights. Collective."""
+    """Show the held-out loss and a sample of text, then export the weights. Collective."""
     plan = run.plan
     loss = evaluate(run) if run.held_out_nats is None else run.held_out_nats
     _say_loss(run, loss)
@@ -142,8 +144,8 @@ def finish(run: Run) -> None:
 
 
 def _say_loss(run: Run, loss: float | None) -> None:
-    """Show and record the held-out loss beside the start's and those of models that count tokens;
-    repeat why the run was too short to learn.
+    """Show and record the held-out loss, beside the initial one and those of unigram and bigram
+    models; repeat the notes on runs that are too short to learn.
     """
     if not run.is_writer or loss is None:
         return
@@ -163,21 +165,21 @@ def _say_loss(run: Run, loss: float | None) -> None:
 
 
 def _first_held_out(run: Run) -> float | None:
-    """Return the held-out loss before the first step, nats; None where it is not on record."""
+    """Return the held-out loss before the first step in nats; None if it was not recorded."""
     line = next(iter(read_lines(run.folder.metrics_path, "step")), {})
     value = line.get("eval_loss")
     return value if line.get("step") == 0 and isinstance(value, float) else None
 
 
 def _export(run: Run) -> None:
-    """Export the last checkpoint on rank 0; the others wait without a time limit. Collective.
+    """Export the last checkpoint on rank 0; the others wait without a timeout. Collective.
 
     Raises RunStopped on all ranks if the disk is full (cannot save; the weights are saved), or if
-    the export's loss is not the checkpoint's (no checkpoint, as from tools/export_hf.py).
+    the export's loss differs from the checkpoint's (no checkpoint, as in tools/export_hf.py).
     """
     plan, folder, failure = run.plan, run.folder.export_dir, None
     checkpoint = _last_checkpoint(run)
-    run.watchdog.close()  # an export takes its time
+    run.watchdog.close()  # an export has no time limit
     if run.is_writer:
         options = ExportOptions(
             most_checked=CHECKED_PARAMETERS,
@@ -193,7 +195,7 @@ def _export(run: Run) -> None:
                 raise
             failure = error
     stop = None if failure is None else _stop(failure, run, checkpoint)
-    # srun ends those that are left a minute after the first: all ranks end together.
+    # End all ranks together: srun kills the rest a minute after the first has ended.
     if (stop := run.guard.told_by_rank_0(stop)) is not None:
         raise RunStopped(*stop)
 
@@ -205,13 +207,13 @@ def _stop(failure: Exception, run: Run, checkpoint: Checkpoint) -> tuple[ExitCod
         problem = f"all steps are done, but {failure}; {command} --no-check exports it anyway"
         return ExitCode.NO_CHECKPOINT, problem
     return ExitCode.CANNOT_SAVE, (
-        f"all steps are done, and {checkpoint.path} is whole, but it could not be exported "
-        f"({failure}): make room, then run: {command}"
+        f"all steps are done and {checkpoint.path} is complete, but it could not be exported "
+        f"({failure}): free disk space, then run: {command}"
     )
 
 
 def _last_checkpoint(run: Run) -> Checkpoint:
-    """Return the checkpoint of the run's step, verified; saved now if no step was taken.
+    """Return the verified checkpoint of the run's current step, saving one if there is none.
 
     Collective.
     """

@@ -1,4 +1,4 @@
-"""Measured memory of a run, compared with the estimate."""
+"""Measures the memory of a run and compares it with the estimate."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from harness.estimate.rank_timeline import rank_timeline
 from harness.plan.plan import Plan
 
 STEPS = 3
-"""Steps to watch: in the first, Adam allocates moments and ZeRO-3 learns its parameter order."""
+"""Steps to watch. In the first, Adam allocates moments and ZeRO-3 learns its parameter order."""
 TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One number of this rank, in bytes."""
+    """A predicted and a measured number of this rank, in bytes."""
 
     point: str
-    """built | between_steps: allocated at that point; peak: the maximum at any time."""
+    """built | between_steps: allocated at that point; peak: maximum at any time."""
     predicted: int
     measured: int
 
     def __str__(self) -> str:
         error = self.predicted / max(self.measured, 1) - 1
         warning = " (!)" if abs(error) > TOLERANCE else ""
-        # z: a difference that rounds to zero has no sign.
+        # "z": no sign for a difference that rounds to zero.
         return f"{self.point} {self.measured / GIB:.3f} GiB, predicted {error:+z.1%}{warning}"
 
 
 class MemoryCheck:
-    """Counts this rank's memory over the first steps; on CUDA without syncing with the host."""
+    """Measures this rank's memory over the first steps; on CUDA, without synchronising with the
+    host.
+    """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -43,7 +45,7 @@ class MemoryCheck:
         self._measured: dict[str, int] = {"built": self._allocated()} if inputs else {}
         self._steps = 0
         self.compared: list[Compared] = []
-        """The comparison, filled after the last watched step; the reader empties it."""
+        """The comparison, filled after the last watched step; its reader clears it."""
 
     def step_done(self) -> None:
         """Measure after a step, before its metrics line resets the peak."""
@@ -69,17 +71,17 @@ class MemoryCheck:
         assert self._timeline is not None
         if self._cuda:
             return self._timeline.peak if point == "peak" else self._timeline.total(point)
-        host = self._timeline.phase(point, "host")  # on a CPU rank everything is host memory
+        host = self._timeline.phase(point, "host")  # CPU ranks have only host memory
         return self._timeline.total(point) + sum(host.values()) - host["process"]
 
 
 def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
-    """Return every storage that a Python tensor or a leaf's gradient refers to: by id, with its
+    """Return every storage referenced by a Python tensor or a leaf's gradient, by id, with its
     dtype.
 
-    Tensors on meta have no memory. Storages that only C++ refers to (saved activations) are not
-    seen, so the result is exact between phases, not inside them. It keeps the storages alive: as
-    long as it exists, no other storage can get the id of one of them.
+    Tensors on meta have no memory. Storages referenced only from C++ (saved activations) are not
+    found, so the result is exact between phases, not within them. It keeps the storages alive, so
+    that no other storage can get one of their ids while it exists.
     """
     gc.collect()
     storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
@@ -93,7 +95,7 @@ def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
 
 def _tensors() -> Iterator[torch.Tensor]:
     for thing in gc.get_objects():
-        # A sparse tensor has no storage of its own; no run uses one.
+        # Sparse tensors have no storage; no run uses them.
         if not issubclass(type(thing), torch.Tensor) or thing.layout != torch.strided:
             continue
         yield thing

@@ -1,4 +1,4 @@
-"""What is measured for a line of metrics.jsonl: rates, losses by source, experts, weights."""
+"""Measures the values of a metrics.jsonl line: rates, losses by source, expert load, weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Leave out what just happened (evaluation, saving) from the next step time."""
+        """Exclude what just happened (evaluation, saving) from the next step time."""
         self._since = time.perf_counter()
         self._steps = self._tokens = self._positions = 0
         self._flops = self._waited_s = 0.0
@@ -66,11 +66,11 @@ class Meter:
         scalars: Mapping[str, torch.Tensor],
         **fields: Any,
     ) -> dict[str, Any]:
-        """Return the metrics of the steps since the last line. Collective; waits for the device,
+        """Return the metrics of the steps since the last line. Collective; waits for the device
         once.
 
-        Loss and norm are those of the last step, of all ranks; None if it has no `targets`.
-        `scalars`: further metrics on the device.
+        Loss and norm are those of the last step, over all ranks; None if it has no `targets`.
+        `scalars`: additional metrics on the device.
         """
         read = {"loss": loss, "grad_norm": grad_norm, **scalars}
         if loss.device.type == "cuda":
@@ -80,7 +80,7 @@ class Meter:
         rates = {
             "step_time_s": elapsed_s / max(self._steps, 1),
             "tokens_per_s": self._tokens / elapsed_s,
-            # Model FLOPs utilisation: the model's own FLOPs over the devices' peak.
+            # Model FLOPs utilisation: the model's FLOPs over the devices' peak.
             "mfu": self._peak_flops and self._flops / elapsed_s / self._peak_flops,
             "data_wait_share": min(1.0, self._waited_s / elapsed_s),
         }
@@ -96,14 +96,16 @@ class Meter:
 
 
 def _peak_flops(plan: Plan) -> float | None:
-    """Return the dense FLOP/s of all devices together in the run's precision; None if unknown."""
+    """Return the peak dense FLOP/s of all devices in the run's precision; None if unknown."""
     gpu = known_gpu(plan.world.gpu)
     tflops = gpu.peak_tflops(plan.precision) if gpu else None
     return tflops * 1e12 * plan.world.world_size if tflops else None
 
 
 def _peak_allocated_gib(device: torch.device) -> torch.Tensor:
-    """Return the peak of any rank's allocator since the last call, on the device. Collective."""
+    """Return the highest allocator peak of any rank since the last call, on the device.
+    Collective.
+    """
     peak = torch.full((), torch.cuda.max_memory_allocated(device) / GIB, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -113,18 +115,20 @@ def _peak_allocated_gib(device: torch.device) -> torch.Tensor:
 def _read(
     scalars: Mapping[str, float | torch.Tensor], device: torch.device
 ) -> dict[str, float | None]:
-    """Return the values of scalars by name: those on the device together, in one wait for it."""
-    there = {
+    """Return the values of scalars by name, reading those on the device with a single wait."""
+    device_values = {
         name: value.double()
         for name, value in scalars.items()
         if isinstance(value, torch.Tensor) and value.device == device
     }
-    read = dict(zip(there, torch.stack([*there.values()]).tolist(), strict=True))
+    read = dict(zip(device_values, torch.stack([*device_values.values()]).tolist(), strict=True))
     return {name: float(read.get(name, value)) for name, value in scalars.items()}
 
 
 def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """Return a metrics line as (name, value, samples) for the JSON's monitors, like TensorBoard."""
+    """Return a metrics line as (name, value, samples) for the JSON's monitors, such as
+    TensorBoard.
+    """
     names = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "eval_loss")
     of_sources = [name for name in line if name.startswith(("loss/", "eval_loss/"))]
     shown = [name for name in (*names, *of_sources) if line.get(name) is not None]
@@ -132,21 +136,21 @@ def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
 
 
 class SourceLosses:
-    """Target tokens of each source since the last metrics line, and their mean loss."""
+    """Target tokens of each source since the last metrics line, for its mean loss."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self._targets = [0] * len(names)
 
     def step_taken(self, targets: Sequence[int]) -> None:
-        """Count the targets of an optimizer step, also of one that is then skipped."""
+        """Count the targets of an optimizer step, even if it is then skipped."""
         self._targets = [sum(both) for both in zip(self._targets, targets, strict=True)]
 
     def taken(self, sums: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return loss/NAME, in nats and on the device, of the steps since the last call.
+        """Return loss/NAME in nats, on the device, for the steps since the last call.
 
-        `sums`: the summed losses of the same steps, of all ranks; None: of a run without sources. A
-        source without a target in these steps has no loss.
+        `sums`: the summed losses of the same steps over all ranks; None for a run without sources.
+        A source without targets in these steps has no loss.
         """
         if sums is None:
             return {}
@@ -160,12 +164,12 @@ class SourceLosses:
 
 
 def expert_load(tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return scalars, on the device, of (layers, experts) tokens sent to each expert; none without
-    any.
+    """Return scalars on the device from (layers, experts) tokens sent to each expert; {} for None.
 
-    `expert_load_max`: tokens of the busiest expert over the mean of its layer, of the worst layer:
-    1 if all are equal, the number of experts if one has all. `expert_load_entropy`: of a layer's
-    shares, over that of equal ones; the mean over layers: 1 if all are equal, 0 if one has all.
+    `expert_load_max`: tokens of the busiest expert relative to the mean of its layer, in the worst
+    layer; 1 if all are equal, the number of experts if one gets all. `expert_load_entropy`: entropy
+    of a layer's shares relative to equal shares, mean over layers; 1 if all are equal, 0 if one
+    gets all.
     """
     if tokens is None:
         return {}
@@ -177,18 +181,18 @@ def expert_load(tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 TOLERANCE = 0.1
 _STARTING = 1
-"""Metrics lines of a process that are left out: memory is allocated, kernels are loaded."""
+"""Metrics lines ignored at the start of a process: memory is being allocated, kernels loaded."""
 _LARGE = 0.1
-"""Share of a step from which on a term is named."""
+"""Fraction of a step from which a term is named."""
 
 
 _LOOKED_AT = 32
-"""Samples whose documents are looked at."""
+"""Number of samples whose documents are inspected."""
 
 
 def seen_tokens(stream: Stream) -> float | None:
-    """Return the tokens that one attends to on average within its document, itself among them, in
-    the first samples; None where rows are not divided into documents, or steps differ.
+    """Return the average number of tokens that a token attends to in its document, itself included,
+    in the first samples; None if rows are not split into documents or steps differ.
     """
     if not stream.document_mask or isinstance(stream, Padded):
         return None
@@ -198,7 +202,7 @@ def seen_tokens(stream: Stream) -> float | None:
 
 
 class StepClock:
-    """Compares the second metrics line of a process with the plan's estimate: once."""
+    """Compares the second metrics line of a process with the estimated step time, once."""
 
     def __init__(self, plan: Plan, seen_tokens: float | None = None) -> None:
         self.predicted: StepTime | None = step_time(plan, seen_tokens=seen_tokens)
@@ -214,11 +218,11 @@ class StepClock:
         return self.predicted is not None and self._lines == _STARTING + 1
 
     def text(self, seconds: float, data_seconds: float) -> str:
-        """Return both times in one line, and which terms may be off if they differ."""
+        """Return both times in one line and, if they differ, the terms that may be off."""
         assert self.predicted is not None, "there is an estimate"
         step = self.predicted
         error = step.seconds / seconds - 1
-        text = f"{seconds:.3g} s a step, predicted {error:+z.1%} ({step.machine.evidence} rates)"
+        text = f"{seconds:.3g} s per step, predicted {error:+z.1%} ({step.machine.evidence} rates)"
         if abs(error) <= TOLERANCE:
             return text
         terms = sorted(step.terms.items(), key=lambda term: -term[1])
@@ -227,21 +231,21 @@ class StepClock:
             for name, value in terms
             if value >= _LARGE * step.seconds
         ]
-        why = f"{text} (!): predicted were {', '.join(large)}"
+        why = f"{text} (!): the prediction has {', '.join(large)}"
         if error < 0 and data_seconds >= _LARGE * seconds:
-            why += f"; {data_seconds:.3g} s waited for data, which is not predicted"
+            why += f"; {data_seconds:.3g} s of waiting for data are not predicted"
         return why
 
 
 SAMPLED = 2**20
-"""Weights of a rank of which the change is measured, evenly distributed; all of fewer."""
+"""Number of a rank's weights whose change is measured, evenly spaced; all if there are fewer."""
 
 
 class WeightChange:
-    """Measures single steps: the norm of all weights, and that of their change over it.
+    """Measures single steps: the norm of all weights, and the relative norm of their change.
 
-    Nothing waits for the device. A copy of all weights would not fit where the plan is tight: the
-    change is that of every n-th weight. Weights on NVMe are not read for this.
+    Does not wait for the device. A copy of all weights might not fit, so the change is measured on
+    every n-th weight. Weights on NVMe are not read.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -252,14 +256,14 @@ class WeightChange:
 
     @torch.no_grad()
     def step_begins(self, step: int) -> None:
-        """Keep what a step will change."""
+        """Copy the sampled weights before a step."""
         if not self._on_nvme:
             self._step, self._before = step, _sample(self._weights())
 
     @torch.no_grad()
     def taken(self, step: int) -> dict[str, torch.Tensor]:
-        """Return `param_norm` and `update_ratio`, on the device, after a step that was announced;
-        otherwise nothing. Collective.
+        """Return `param_norm` and `update_ratio`, on the device, after a step that `step_begins`
+        announced; {} otherwise. Collective.
         """
         before, self._before = self._before, []
         if step != self._step:
@@ -282,7 +286,7 @@ def _stride(weights: list[torch.Tensor]) -> int:
 
 
 def _sample(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return every n-th element of each, copied, in fp32."""
+    """Return a copy of every n-th element of each weight, in fp32."""
     stride = _stride(weights)
     return [weight[::stride].to(torch.float32, copy=True) for weight in weights]
 

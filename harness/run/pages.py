@@ -1,4 +1,4 @@
-"""Keeps report.html in the run folder up to date, in a process of its own."""
+"""Keeps report.html in the run folder up to date, in a separate process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from harness.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 BETWEEN_S = 60.0
-"""Least seconds between two pages of a running run."""
+"""Minimum seconds between two pages while the run is in progress."""
 PATIENCE_S = 60.0
-"""Most seconds that the end of a run waits for its last page."""
+"""Maximum seconds to wait for the last page at the end of a run."""
 
 
 class Pages:
-    """The page of a run, on rank 0; on other ranks, and with log.report=false, it does nothing.
+    """The report page of a run, on rank 0; does nothing on other ranks or with log.report=false.
 
-    A page is written by a process at the lowest priority: it shares neither the loop's interpreter
-    lock nor its memory, and the loop does not wait for it. At most one is under way; it never
-    outlives the run. A failure is an event.
+    A page is written by a process of the lowest priority. It shares neither the interpreter lock
+    nor the memory of the loop, which does not wait for it. At most one such process runs, and it
+    never outlives the run. A failure is recorded as an event.
     """
 
     def __init__(self, folder: RunFolder, enabled: bool) -> None:
@@ -33,7 +33,7 @@ class Pages:
         self._last: float | None = None
 
     def update(self) -> None:
-        """Begin a page, unless one is under way or is young."""
+        """Start writing a page, unless one is in progress or recent."""
         if self._process is not None and self._process.poll() is not None:
             self._ended(PATIENCE_S)
         now = time.monotonic()
@@ -42,8 +42,8 @@ class Pages:
             self._last = now
 
     def finish(self, patience_s: float = PATIENCE_S) -> Path | None:
-        """Write the last page, and wait for it: so long at most. Return its path if it is there."""
-        self._ended(patience_s)  # it has begun before the run ended
+        """Write the last page, waiting for at most this long. Return its path if it was written."""
+        self._ended(patience_s)  # it started before the run ended
         self._begin()
         return self._folder.path / "report.html" if self._ended(patience_s) else None
 
@@ -60,13 +60,13 @@ class Pages:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C is for the run
+                start_new_session=True,  # Ctrl-C must only reach the run
             )
         except OSError as error:
             self._note(str(error))
 
     def _ended(self, patience_s: float) -> bool:
-        """Wait for the page under way; record a failure. Return True if it was written."""
+        """Wait for the page in progress and record a failure. Return True if it was written."""
         process, self._process = self._process, None
         if process is None:
             return False
@@ -83,5 +83,5 @@ class Pages:
         return process.returncode == 0
 
     def _note(self, problem: str) -> None:
-        with contextlib.suppress(CannotSave):  # a page is never the reason why a run ends
+        with contextlib.suppress(CannotSave):  # a failed page must not end the run
             self._folder.append_event("no_report", message=f"report.html: {problem}")

@@ -1,4 +1,4 @@
-"""The run folder as it is opened, and the plan that is kept in it."""
+"""Opens the run folder, and builds the plan record that is stored in it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
             "pairs": {source.name: source.pairs for source in data.sources if source.pairs},
         },
         "versions": {name: version(name) for name in packages},
-        "git_commit": git_commit() if plan.world.rank == 0 else None,  # which writes it
+        "git_commit": git_commit() if plan.world.rank == 0 else None,  # rank 0 writes the file
     }
 
 
 def _held_out_set(plan: Plan, data: Data) -> str:
-    """Return a hash of what the held-out loss is measured on: the number and length of its windows,
-    and the ids and targets of the first ones.
+    """Return a hash of the held-out set: number and length of its windows, and the ids and targets
+    of the first ones.
     """
     stream, samples = data.held_out, plan.config.eval.samples
     samples = min(samples, stream.samples)
@@ -64,7 +64,7 @@ def _held_out_set(plan: Plan, data: Data) -> str:
 
 
 def git_commit() -> str | None:
-    """Return the commit of the running code, with "+" if files differ from it."""
+    """Return the commit of the running code, with "+" if files differ from it; None without git."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -80,9 +80,10 @@ def git_commit() -> str | None:
 
 
 def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
-    """Choose and open the run folder on rank 0; every rank gets its path and attempt.
+    """Choose and open the run folder on rank 0; pass its path and attempt to every rank.
+    Collective.
 
-    Raises ConfigError or CannotSave on every rank if rank 0 cannot open it. Collective.
+    Raises ConfigError or CannotSave on every rank if rank 0 cannot open it.
     """
     folder: RunFolder | None = None
     outcome: list[Any] = [None, 0, None, ExitCode.BAD_CONFIG]
@@ -114,5 +115,5 @@ def _chosen(plan: Plan, say: Callable[[str], None]) -> RunFolder:
         folder.append_event("stale_lock", owner=str(stale_owner))
     for problem in folder.damaged:
         folder.append_event("damaged_record", message=problem)
-        say(f"not needed, not used: {problem}")
+        say(f"ignored, not needed: {problem}")
     return folder

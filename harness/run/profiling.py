@@ -1,4 +1,4 @@
-"""Traces of some steps, and the FLOPs of a forward pass by operation and module."""
+"""Traces some steps, and counts the FLOPs of a forward pass by operation and module."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from harness.errors import RunStopped
 from harness.layout.shape import flops_per_unit
 from harness.plan.plan import Plan
 
-DEPTH = 6  # of the modules in the table: down to the parts of a decoder layer
+DEPTH = 6  # of module names in the table: down to the submodules of a decoder layer
 
 
 def flop_counter() -> FlopCounterMode:
     """Return a context that counts the FLOPs of matrix products, convolutions and attention.
 
-    ZeRO gathers weights before they are used: counts are those of the unsharded model. Kernels that
-    torch does not dispatch as operators (Triton's, an extension's) are missing.
+    ZeRO gathers weights before their use, so the counts are those of the unsharded model. Kernels
+    that torch does not dispatch as operators (Triton's, an extension's) are missing.
     """
     aten: Any = torch.ops.aten
-    # Attention on CPUs: torch has no formula for it. The arguments are shapes.
+    # torch has no formula for attention on CPUs. The arguments are shapes.
     attention = {
         aten._scaled_dot_product_flash_attention_for_cpu: (
             lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
@@ -38,7 +38,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 def flop_table(counter: FlopCounterMode, title: str) -> str:
-    """Return the counts as text: the total, each operation, each module as deep as DEPTH."""
+    """Return the counts as text: the total, by operation, and by module down to DEPTH."""
     total, by_module = counter.get_total_flops(), counter.get_flop_counts()
     operations = [(str(name), count) for name, count in by_module.get("Global", {}).items()]
     modules = [
@@ -61,12 +61,12 @@ def _lines(rows: Iterable[tuple[str, int]], total: int) -> Iterable[str]:
 
 
 LARGEST = 10
-"""Operations in the summary."""
+"""Number of operations in the summary."""
 
 
 class Profiler:
     """Traces steps [first, last) on rank 0, and counts the FLOPs of a forward pass after step
-    `last`. Does not change the training.
+    `last`. Does not affect the training.
 
     A stop writes the steps traced so far, and the resumed run traces the rest. A rollback drops
     them, and they are traced again.
@@ -75,7 +75,7 @@ class Profiler:
     def __init__(
         self, plan: Plan, engine: Engine, folder: Path, say: Callable[[str], None]
     ) -> None:
-        """`folder` gets all files; `say` shows a line."""
+        """All files are written to `folder`; `say` prints a line."""
         assert plan.config.profile.window is not None
         self.first, self.last = plan.config.profile.window
         self.plan, self.engine, self.say = plan, engine, say
@@ -87,7 +87,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surround a training step."""
+        """Return a context that traces a training step if it is one of the profiled steps."""
         if not (self.folder and self.first <= step < self.last):
             yield
             return
@@ -107,7 +107,8 @@ class Profiler:
         if step == self.last - 1:
             self._write_trace()
         elif step == self.last:
-            # No backward pass: torch's hooks would change the order of its sums, hence rounding.
+            # No backward pass: the counter's hooks would change its summation order, and so the
+            # rounding.
             with flop_counter() if self.folder else contextlib.nullcontext() as counter:
                 self.engine.eval_batch([batch])
             if counter is not None:
@@ -125,10 +126,10 @@ class Profiler:
             self.drop()
 
     def drop(self) -> None:
-        """Throw away an unfinished trace; after a rollback its steps are traced again."""
+        """Discard an unfinished trace; after a rollback its steps are traced again."""
         trace, self._trace, self._traced = self._trace, None, []
         if trace is not None:
-            with contextlib.suppress(RuntimeError):  # must not hide the error that lost the device
+            with contextlib.suppress(RuntimeError):  # must not hide the original error
                 trace.stop()
 
     def _write_trace(self) -> None:
@@ -142,24 +143,28 @@ class Profiler:
         self.say("\n".join([f"profile        {path}", *largest(trace, len(steps))]))
 
     def _write_flops(self, counter: FlopCounterMode, batch: Batch) -> None:
-        """Write torch's count; show it beside the formula's (its forward pass: a third)."""
+        """Write torch's count, and show it relative to the formula's (a third of the training
+        FLOPs).
+        """
         if self.folder is None:
             return
         title, total = "a forward pass of a micro-batch", counter.get_total_flops()
         path = self.folder / f"flops-{self.last}.txt"
         path.write_text(flop_table(counter, title), encoding="utf-8")
-        text = f"{title}: {total:,} FLOPs as torch counts"
+        text = f"{title}: {total:,} FLOPs counted by torch"
         if self.plan.shape is not None:
             samples, tokens = batch.input_ids.shape
             first, end = (self.plan.stages or (0, None))[:2]  # rank 0 has the first stage
             units = flops_per_unit(self.plan.shape, tokens)[first:end]
             expected = sum(units) * samples * tokens // 3
-            text += f", {total / expected:.3f} of what mfu is reckoned with"
+            text += f", {total / expected:.3f} of those used for mfu"
         self.say(f"profile        {path}: {text}")
 
 
 def largest(trace: Any, steps: int) -> list[str]:
-    """Return lines on the operations with most time of their own, per step: on the GPU if any."""
+    """Return lines on the operations with the highest self time per step, on the GPU if there is
+    one.
+    """
     entries = [entry for entry in trace.key_averages() if not entry.is_user_annotation]
     place = "device" if any(entry.self_device_time_total for entry in entries) else "cpu"
     times = [(getattr(entry, f"self_{place}_time_total") / 1e3, entry) for entry in entries]  # ms

@@ -1,4 +1,4 @@
-"""Progress of a run: a line that lives on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _KEPT_SHARE = 0.05
 
 
 class Progress:
-    """A live line on a terminal, one of which stays every 10 minutes, every 5 % of the steps and at
-    each evaluation; elsewhere one plain line per metrics line.
+    """A live line on a terminal, which is kept every 10 minutes, every 5 % of the steps and at each
+    evaluation; elsewhere a plain line per metrics line.
     """
 
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
-        self.total_steps = 0  # set once the data is counted
+        self.total_steps = 0  # set once the data has been counted
         self.enabled = enabled
         self.stream = stream or sys.stdout
         self._average_s: float | None = None
-        self._covered = 0  # columns of the line that lives
+        self._covered = 0  # columns of the live line
         self._kept_at = time.monotonic()
         self._kept_step: int | None = None
 
@@ -35,7 +35,7 @@ class Progress:
         elif "eval_loss" in line:
             parts.append(_held_out(line))
         width = terminal.columns(self.stream)
-        # The last column stays free: some terminals begin a new line in it.
+        # The last column stays free: some terminals wrap there.
         while width is not None and len(parts) > 1 and len(" | ".join(parts)) >= width:
             parts.pop()
         self._write(" | ".join(parts), keep=width is None or self._stays(line))
@@ -51,7 +51,9 @@ class Progress:
         return True
 
     def _training_parts(self, line: dict[str, Any]) -> list[str]:
-        """Return what a line says, the most wanted first: a narrow terminal drops the last."""
+        """Return the parts of a line, most important first: a narrow terminal drops the last
+        ones.
+        """
         seconds = line["step_time_s"]
         average = seconds if self._average_s is None else 0.9 * self._average_s + 0.1 * seconds
         self._average_s = average
@@ -71,7 +73,7 @@ class Progress:
         return parts
 
     def say(self, text: str) -> None:
-        """Print a text that stays."""
+        """Print a text permanently."""
         width = terminal.columns(self.stream) if self.enabled else None
         self._write(text if width is None else terminal.wrapped(text, width), keep=True)
 
@@ -87,9 +89,9 @@ class Progress:
         try:
             self.stream.write(text + ("\n" if keep else ""))
             self.stream.flush()
-        except OSError:  # a closed terminal, a log on a full disk: the records say the same
+        except OSError:  # closed terminal, or log on a full disk: the run folder has it all
             self.enabled = False
-            # Text left in the buffer would make Python exit with a code of its own.
+            # Text left in the buffer would change Python's exit code.
             with open(os.devnull, "w") as nowhere:  # noqa: PTH123
                 os.dup2(nowhere.fileno(), self.stream.fileno())
 

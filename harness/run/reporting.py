@@ -1,4 +1,4 @@
-"""Reports a run's steps: metrics lines, evaluations, memory and profile."""
+"""Reports steps of a run: metrics lines, evaluations, memory and profile."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.engine.api import StepResult
 from harness.run.attention import attention_metrics
+from harness.run.diagnostics import record_memory, record_time
 from harness.run.evaluation import (
     evaluate_by_position,
     evaluate_needles,
@@ -14,14 +15,13 @@ from harness.run.evaluation import (
     evaluate_sets,
 )
 from harness.run.meter import expert_load, monitor_events
-from harness.run.noting import note_memory, note_time
 from harness.run.run import Run, is_due
 from harness.run.step import look_for_spike
 from harness.steps import Step
 
 
 def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
-    """Evaluate and write a metrics line if either is due. Collective, and waits for the device."""
+    """Evaluate and write a metrics line if due. Collective; then also waits for the device."""
     if result is None:
         return
     config = run.plan.config
@@ -36,18 +36,20 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
             line |= attention_metrics(run)
         line |= evaluated(run) if evaluates else {}
         write_line(run, line)
-        note_time(run, line)
+        record_time(run, line)
         if config.guard.spikes == "log" and run.engine.step_applied:
             look_for_spike(run, step.number, step.reads, line["loss"], line["grad_norm"])
-    note_memory(run)
+    record_memory(run)
     if run.profiler:
-        run.pulse("profile", step.number)  # the profile is no part of a step
+        run.pulse("profile", step.number)  # not part of the step time
         if run.profiler.after(step.number, step.batches[0]):
             run.meter.restart()
 
 
 def evaluate_at_start(run: Run) -> None:
-    """Evaluate before the first step, or if a stop interrupted an evaluation. Collective."""
+    """Evaluate before the first step, or after a stop that interrupted an evaluation.
+    Collective.
+    """
     step = run.state.step
     due = step == 0 or is_due(step, run.plan.config.eval.every)
     if due and run.held_out_nats is None and (line := evaluated(run)):
@@ -55,7 +57,7 @@ def evaluate_at_start(run: Run) -> None:
 
 
 def evaluated(run: Run) -> dict[str, Any]:
-    """Evaluate; return the fields for a metrics line, none if it was interrupted. Collective."""
+    """Evaluate and return the fields of a metrics line; {} if interrupted. Collective."""
     loss, by_position = evaluate_by_position(run)
     if loss is None:
         return {}
@@ -66,7 +68,9 @@ def evaluated(run: Run) -> dict[str, Any]:
 
 
 def write_line(run: Run, line: dict[str, Any]) -> None:
-    """Complete a metrics line, write it, show it, and pass it to the JSON's monitors."""
+    """Complete a metrics line, write it, show it, and pass it to trackers and the JSON's
+    monitors.
+    """
     line = {
         "unix_time_s": round(time.time(), 3),
         "step": run.state.step,

@@ -1,4 +1,4 @@
-"""What a run goes on from: its checkpoint, its plan, and its data as they were."""
+"""Finds and loads the checkpoint from which a run continues; keeps a sample of its data."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ from harness.runfolder import RunFolder
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The checkpoint that a run begins with. `kind`: new (none), resumed (this run's), branched
-    (another run's) or weights (another run's, for a run that begins at step 0). `problems`: newer
-    checkpoints that are unusable. `damages`: unreadable records that the run does without.
+class ResumePoint:
+    """The checkpoint from which a run starts.
+
+    `kind`: new (no checkpoint), resumed (this run's), branched (another run's) or weights (another
+    run's weights, starting at step 0). `problems`: newer checkpoints that are unusable. `damages`:
+    unreadable records that are not needed.
     """
 
     checkpoint: Checkpoint | None = None
@@ -43,31 +45,33 @@ class Beginning:
     damages: list[str] = field(default_factory=list)
 
 
-def find_beginning(plan: Plan, record: dict[str, Any]) -> Beginning:
-    """Return the checkpoint that `plan` begins with; `record` is its plan.json. Collective.
+def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
+    """Return the checkpoint from which `plan` starts; `record` is its plan.json. Collective.
 
-    Raises ConfigError on all ranks if this plan may not resume from it, and NoCheckpoint if there
-    are checkpoints but none is usable: a run with checkpoints never starts over by itself.
+    Raises ConfigError on all ranks if this plan may not resume from it, and NoCheckpoint if
+    checkpoints exist but none is usable: a run with checkpoints never starts over silently.
     """
     own = plan.config.run.dir
-    if own is not None and (beginning := _own(plan, RunFolder(own), record)) is not None:
-        return beginning
+    if own is not None and (resume_point := _own(plan, RunFolder(own), record)) is not None:
+        return resume_point
     if plan.config.resume.from_ is not None:
         return _branch(plan, plan.config.resume.from_, record)
     if plan.config.model.init_from is not None and is_run(plan.config.model.init_from):
         if plan.config.model.lora.rank is not None:
             source = plan.config.model.init_from
-            problem = "adapters are learned beside exported weights: set model.init_from"
+            problem = "adapters need exported weights: set model.init_from"
             raise ConfigError(f"model.init_from={source} is a run, but {problem}={source}/export")
-        return Beginning(_checkpoint_of(plan.config.model.init_from, "model.init_from"), "weights")
-    return Beginning()
+        return ResumePoint(
+            _checkpoint_of(plan.config.model.init_from, "model.init_from"), "weights"
+        )
+    return ResumePoint()
 
 
-def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | None:
+def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint | None:
     """Return the newest usable checkpoint of the run in run.dir; None if it has none yet."""
     saved, damage = _read_plan(folder)
     checkpoint, unusable = newest_usable(folder.checkpoints_dir)
-    if damage is not None and checkpoint is not None:  # the manifest has the essentials
+    if damage is not None and checkpoint is not None:  # the manifest has the essential settings
         manifest = checkpoint.manifest
         data = {
             "model_config": manifest.model_config,
@@ -78,7 +82,8 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
     if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
         problems.append(
             f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
-            f"{checkpoint.state.step}: set train.steps to that or more, or remove later checkpoints"
+            f"{checkpoint.state.step}: raise train.steps to that or more, or remove later "
+            "checkpoints"
         )
     if problems:
         raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
@@ -88,10 +93,10 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> Beginning | N
         return None
     changes = changed_keys(saved, record) if saved else []
     damages = [damage] if damage else []
-    return Beginning(checkpoint, "resumed", changes, unusable, damages)
+    return ResumePoint(checkpoint, "resumed", changes, unusable, damages)
 
 
-def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
+def _branch(plan: Plan, text: str, record: dict[str, Any]) -> ResumePoint:
     """Return a checkpoint of another run, to continue with other hyperparameters."""
     run, _ = run_and_step(text)
     own = plan.config.run.dir
@@ -108,12 +113,12 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> Beginning:
     problems = branch_problems(before, record, plan.config.resume.allow)
     if checkpoint.state.step > record["total_steps"]:
         problems.append(
-            f"it has {checkpoint.state.step} steps behind it, train.steps={record['total_steps']}"
+            f"its step {checkpoint.state.step} is beyond train.steps={record['total_steps']}"
         )
     if problems:
         raise ConfigError([f"resume.from={text}: {problem}" for problem in problems])
     damages = [damage] if damage else []
-    return Beginning(checkpoint, "branched", changed_keys(before, record), damages=damages)
+    return ResumePoint(checkpoint, "branched", changed_keys(before, record), damages=damages)
 
 
 def _checkpoint_of(text: str, key: str) -> Checkpoint:
@@ -126,7 +131,7 @@ def _checkpoint_of(text: str, key: str) -> Checkpoint:
 def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False) -> None:
     """Load a checkpoint's weights and, unless `weights_only`, the optimizer states. Collective.
 
-    Raises NoCheckpoint on all ranks if it lacks something that this model has.
+    Raises NoCheckpoint on all ranks if the checkpoint lacks something that this model has.
     """
     problem = None
     try:
@@ -134,7 +139,7 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
         engine.restore(reader.fill, reader.optimizer_kinds if not weights_only else lambda _: ())
     except Unusable as error:
         problem = f"{error}: it was saved from another model"
-    except Exception as error:  # of any kind: the other ranks wait in the next line
+    except Exception as error:  # any error: the other ranks wait in the next line
         problem = f"{checkpoint.path} cannot be loaded: {type(error).__name__}: {error}"
     if (problem := first_problem(problem)) is not None:
         raise NoCheckpoint(problem)
@@ -144,15 +149,16 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
 
 
 def saved_plan(plan: Plan) -> dict[str, Any] | None:
-    """Return the plan.json of the run that run.dir already holds; None without. Collective."""
+    """Return the plan.json of the run in run.dir; None without one. Collective."""
     own = plan.config.run.dir
     return None if own is None else _read_plan(RunFolder(own))[0]
 
 
 def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
-    """Return a run's plan.json, or the damage to it: a checkpoint is usable without.
+    """Return (plan.json, None), or (None, the problem) if it is damaged; a checkpoint is usable
+    without it.
 
-    Rank 0's: ranks may see a folder differently. Collective.
+    Read by rank 0 for all ranks, because they may see different folder contents. Collective.
     """
     return told(_plan_in(folder) if dist.get_rank() == 0 else (None, None))
 
@@ -164,11 +170,11 @@ def _plan_in(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
         return None, str(error)
     if plan is None or _has_sections(plan):
         return plan, None
-    return None, f"{folder.plan_path} is damaged: it is no plan of a run"
+    return None, f"{folder.plan_path} is damaged: it is not the plan of a run"
 
 
 def _has_sections(plan: dict[str, Any]) -> bool:
-    """Return True if the sections that a resume compares have the types of a plan."""
+    """Return True if the sections that a resume compares have the right types."""
     run, ds = plan.get("run"), plan.get("deepspeed", {})
     sections = [run, ds, *(run.values() if isinstance(run, dict) else ())]
     if not all(isinstance(section, dict) for section in sections):
@@ -177,47 +183,47 @@ def _has_sections(plan: dict[str, Any]) -> bool:
 
 
 MOST_TOKENS = 1 << 23
-"""Tokens of either side that are kept at most."""
+"""Maximum number of tokens to keep of each split."""
 
 
 def keep_sample(run: Run) -> None:
-    """Write the sample of all that was read so far, on rank 0; an event says if that fails."""
+    """Write a sample of all data read so far, on rank 0; a failure is recorded as an event."""
     if not (run.plan.config.data.reservoir and run.state.samples):
         return
-    run.pulse("save", run.state.step)  # on all ranks: the hang report compares their counts
+    run.pulse("save", run.state.step)  # on all ranks: hang reports compare beat counts
     if not run.is_writer:
         return
     folder = run.folder.reservoir_dir
     try:
         _write(run, folder)
     except (OSError, ConfigError) as error:
-        message = f"no sample of the data was kept in {folder}: {error}"
+        message = f"no sample of the data was saved in {folder}: {error}"
         run.event("sample_not_kept", step=run.state.step, message=message)
         run.progress.say(message)
     run.meter.restart()
 
 
 def _write(run: Run, folder: Path) -> None:
-    """Write the folder anew, and put it in the place of the last one.
+    """Write the folder anew and replace the previous one.
 
-    Raises ConfigError if that is of other data (resume.allow=data_fingerprint), which it may be all
-    that is left of.
+    Raises ConfigError if that one contains other data (resume.allow=data_fingerprint), of which it
+    may be the only remaining sample.
     """
-    unfinished, replaced = (folder.with_name(f".{of}-{folder.name}") for of in ("new", "old"))
+    unfinished, replaced = (folder.with_name(f".{age}-{folder.name}") for age in ("new", "old"))
     if replaced.exists() and not folder.exists():  # killed between the two renames
         replaced.rename(folder)
     data, seen = run.data, run.state.samples
     key = f"{run.plan.config.train.seed}:{data.fingerprint}"
     if folder.exists() and kept_facts(folder).get("of") != key:
-        raise ConfigError("it holds a sample of other data, read before: move it to keep another")
+        raise ConfigError("it holds a sample of other data: move it so that a new one can be saved")
     for path in (unfinished, replaced):
         shutil.rmtree(path, ignore_errors=True)
     unfinished.mkdir()
-    if data.mixture() is None:  # after an epoch the same documents come again
+    if data.mixture() is None:  # after an epoch the documents repeat
         seen = min(seen, data.train.samples)
-    config, most = run.plan.config, max(1, MOST_TOKENS // (run.plan.config.data.seq_len + 1))
-    kept = reservoir(min(config.data.reservoir, most), seen, key).tolist()
-    held_out = range(min(config.eval.samples, most, data.held_out.samples))
+    config, max_samples = run.plan.config, max(1, MOST_TOKENS // (run.plan.config.data.seq_len + 1))
+    kept = reservoir(min(config.data.reservoir, max_samples), seen, key).tolist()
+    held_out = range(min(config.eval.samples, max_samples, data.held_out.samples))
     facts: dict[str, Any] = {"of": key, "tokenizer": tokenizer_hash(data.tokenizer)}
     for side, stream, samples in (
         (TRAIN, data.train, kept),
@@ -237,7 +243,9 @@ def _write(run: Run, folder: Path) -> None:
 def _write_side(
     prefix: Path, stream: Stream, samples: Iterable[int], vocab_size: int
 ) -> int | None:
-    """Write samples as a .bin/.idx pair; return the tokens of each, None if they differ."""
+    """Write samples as a .bin/.idx pair; return the number of tokens per sample, None if they
+    differ.
+    """
     sizes = set[int]()
 
     def documents() -> Iterator[Document]:

@@ -1,4 +1,4 @@
-"""A run: all its parts on this rank."""
+"""A run: all its components on this rank."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ from harness.runfolder import Outcome, RunFolder
 from harness.steps import Steps
 
 FAILURE_PATIENCE_S = 10.0
-"""Most seconds that a failing run waits for its last page: the other ranks end, too."""
+"""Maximum seconds that a failing run waits for its last page, as other ranks must end, too."""
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return True at every multiple of `every` steps; never for 0."""
+    """Return True at every multiple of `every` steps; never if that is 0."""
     return every > 0 and step % every == 0
 
 
 @dataclass(frozen=True)
 class Undivided:
-    """Loss and gradient norm of the first global batch, computed by the undivided model."""
+    """Loss and gradient norm of the first global batch, computed by the undivided model on one
+    rank.
+    """
 
     loss: float
     grad_norm: float | None
-    """None if a training step is random."""
+    """None if training steps are random."""
 
 
 class Profiler(Protocol):
-    """Profiles a few steps (run/profiling.py, which loads torch's profiler)."""
+    """Profiles a few steps (implemented in run/profiling.py, which loads torch's profiler)."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Surround a training step."""
+        """Return a context for a training step."""
         ...
 
     def after(self, step: int, batch: Batch) -> bool:
@@ -59,7 +61,7 @@ class Profiler(Protocol):
         ...
 
     def drop(self) -> None:
-        """Throw away an unfinished trace."""
+        """Discard an unfinished trace."""
         ...
 
     def __enter__(self) -> object: ...
@@ -69,7 +71,7 @@ class Profiler(Protocol):
 
 @dataclass
 class Run:
-    """All parts of a run on this rank. Only rank 0's folder is open for writing."""
+    """All components of a run on this rank. Only rank 0's folder is open for writing."""
 
     plan: Plan
     data: Data
@@ -91,17 +93,19 @@ class Run:
     weights: WeightChange
     trackers: Trackers
     profiler: Profiler | None = None
-    """None if this process takes no step of profile.steps."""
+    """None if this process takes none of profile.steps."""
     held_out_nats: float | None = None
-    """The last evaluation's loss; None before the first of this process."""
+    """Loss of the last evaluation; None before this process's first."""
     first_step: int = 1
-    """Number of the first step that this process takes."""
+    """Number of the first step of this process."""
     undivided: Undivided | None = None
-    """None if the first step is compared with nothing."""
+    """None if the first step is not compared with the undivided model."""
     attention_is_seen: bool = True
-    """False once the model's attention could not be looked into."""
+    """False once the model's attention could not be inspected."""
     gradients_agree: bool = False
-    """True once tensor-parallel ranks were seen to agree on gradients that all of them have."""
+    """True once tensor-parallel ranks were found to agree on the gradients of weights that all of
+    them hold.
+    """
 
     @property
     def state(self) -> TrainState:
@@ -125,14 +129,16 @@ class Run:
             self.folder.append_event(kind, **fields)
 
     def stop_asked(self) -> tuple[bool, bool]:
-        """Return the result of `guard.agree`, after checking rank 0's clock. Collective."""
+        """Return the result of `guard.agree`, after checking the time limit on rank 0.
+        Collective.
+        """
         longest = self.pulse.longest_s
         if self.is_writer and self.time_left.is_last_step(longest("step"), longest("save")):
             self.guard.request.ask("the time limit")
         return self.guard.agree(self.saver.written)
 
     def hangs(self, report: dict[str, Any] | None) -> None:
-        """Final report, written from the watchdog's thread: this process ends next."""
+        """Write the final report, on the watchdog's thread. This process ends next."""
         rank, step, message = self.plan.world.rank, self.state.step, "the ranks hang"
         if report is not None:
             message = report["message"]
@@ -142,8 +148,8 @@ class Run:
         self.pages.finish(FAILURE_PATIENCE_S)
 
     def fails(self, failure: Failure) -> None:
-        """Record the failure that ends all ranks, on the rank that failed and on rank 0, which sees
-        the folder even if the failed rank does not. This process ends next.
+        """Record the failure that ends all ranks, on the rank that failed and on rank 0, which has
+        access to the folder even if the failed rank does not. This process ends next.
         """
         step = self.state.step
         if failure.rank == self.plan.world.rank:

@@ -1,4 +1,4 @@
-"""Saves: when they are due, what goes into a checkpoint, and the probe that proves a resume."""
+"""Saves checkpoints when due; the probe batch that verifies a resume; checks of replicas."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from harness.plan.plan import Plan
 from harness.run.resumption import keep_sample
 from harness.run.run import Run, is_due
 
-SAMPLES = 8  # a forward pass of one micro-batch on most layouts
-# Relative tolerance of the loss: wider than rounding between layouts in the parity gate, narrower
-# than the effect of one lost layer.
+SAMPLES = 8  # takes a forward pass of one micro-batch in most layouts
+# Relative tolerance of the loss: above the rounding between layouts in the parity gate, below the
+# effect of a lost layer.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 
 
 def probe_batch(data: Data) -> Batch:
-    """Return the first held-out samples; with a carried state, those of one text."""
+    """Return the first held-out samples; with recurrent states, those of one text."""
     return data.held_out.first(SAMPLES)
 
 
 def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
-    """Return a batch as the tensors that a checkpoint stores."""
+    """Return a batch as the tensors stored in a checkpoint."""
     tensors = {"input_ids": batch.input_ids, "labels": batch.labels}
     if batch.position_ids is not None:
         tensors["position_ids"] = batch.position_ids
@@ -48,7 +48,7 @@ def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def stored_probe(checkpoint: Checkpoint) -> Batch:
-    """Return the probe batch that a checkpoint stores."""
+    """Return the probe batch stored in a checkpoint."""
     tensors = checkpoint.probe()
     ids, labels, positions = (tensors.get(n) for n in ("input_ids", "labels", "position_ids"))
     assert ids is not None, "a probe has tokens"
@@ -60,9 +60,7 @@ def stored_probe(checkpoint: Checkpoint) -> Batch:
 
 
 def texts_of(probe: Batch) -> Iterator[Batch]:
-    """Yield the rows of a probe batch one by one, those of one text as one long row: what a model
-    computes that carries no state.
-    """
+    """Yield the texts of a probe batch, each as one long row, for models without carried state."""
     begins, rows = torch.ones(len(probe.labels), dtype=torch.bool), len(probe.labels)
     if probe.goes_on is not None:
         begins = ~probe.goes_on
@@ -78,10 +76,10 @@ def texts_of(probe: Batch) -> Iterator[Batch]:
 
 
 def loss_of(engine: Engine, batch: Batch) -> float | None:
-    """Return the mean loss in nats over a batch's targets, None without any. Collective.
+    """Return the mean loss in nats over a batch's targets; None without targets. Collective.
 
-    All data ranks run equally often: padding samples are masked out. Samples of one text are
-    computed one after the other.
+    All data ranks run the same number of passes: padding samples are masked out. Samples of one
+    text are computed in sequence.
     """
     plan, samples, parts = engine.plan, len(batch.labels), list[Batch]()
     at_once = samples if batch.goes_on is None else 1
@@ -100,7 +98,7 @@ def loss_of(engine: Engine, batch: Batch) -> float | None:
 
 
 def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
-    """Compare the probe's loss with the one that the loaded checkpoint recorded. Collective.
+    """Compare the probe batch's loss with the one recorded in the loaded checkpoint. Collective.
 
     Raises NoCheckpoint with both numbers if they differ.
     """
@@ -115,13 +113,13 @@ def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
     if not math.isclose(loss, expected, rel_tol=tolerance):
         raise NoCheckpoint(
             f"{checkpoint.path} was saved with a loss of {expected:.7g} on its probe batch, but it "
-            f"is {loss:.7g} here (relative tolerance {tolerance:g}): this is not the model that "
-            "was saved, or other versions compute otherwise; resume.allow=probe goes on anyway"
+            f"is {loss:.7g} here (relative tolerance {tolerance:g}): this is not the saved model, "
+            "or library versions differ in their results; set resume.allow=probe to resume anyway"
         )
 
 
 def save(run: Run, background: bool = False) -> None:
-    """Save the run as it is, once the last save is finished. Raises RunStopped (cannot save)."""
+    """Save the run, after finishing the last save. Collective. Raises RunStopped (cannot save)."""
     run.pulse("save", run.state.step)
     finish_save(run)
     plan, probe = run.plan, probe_batch(run.data)
@@ -152,7 +150,7 @@ def save(run: Run, background: bool = False) -> None:
 
 
 def finish_save(run: Run) -> None:
-    """Wait for the save under way, if there is one, and record it. Raises RunStopped."""
+    """Wait for the pending save, if any, and record it. Collective. Raises RunStopped."""
     if run.saver.is_busy:
         run.pulse("save", run.state.step)
     saved = run.saver.finish()
@@ -185,8 +183,8 @@ def _record(run: Run, saved: Saved) -> None:
         )
 
 
-# Largest relative difference of an undivided weight over tensor-parallel ranks on GPUs: each
-# computes its gradient itself, and may sum in another order. On CPUs there is none.
+# Largest relative difference of a replicated weight over tensor-parallel ranks on GPUs: each
+# computes the gradient itself and may sum in a different order. On CPUs there is no difference.
 ROUNDING = 1e-2
 
 
@@ -207,31 +205,31 @@ def check_replicas(run: Run, saves: bool) -> None:
             run.event("replicas_equal", step=run.state.step, tensors=result.weights)
         return
     run.event("replicas_differ", step=run.state.step, ranks_by_parameter=different)
-    finish_save(run)  # they were equal when it began
+    finish_save(run)  # the replicas were equal when it began
     newest, (name, ranks) = run.saver.store.all()[-1:], next(iter(different.items()))
     owners = f"rank {', '.join(f'{rank}{run.plan.grid.described(rank)}' for rank in ranks)}"
     if name in result.undecided:
-        owners += " (among which there is no majority)"
-    advice = "No checkpoint predates it: begin the run again"
+        owners += " (no majority)"
+    advice = "No checkpoint predates this: restart the run"
     if newest:
-        advice = f"{newest[0].name} predates it: start again from there"
+        advice = f"{newest[0].name} predates this: resume from it"
     raise ReplicasDiffer(
-        f"after step {run.state.step} ranks differ in {len(different)} weights that should be the "
-        f"same, {name} on {owners}: faulty memory or links there. {advice}"
+        f"after step {run.state.step}, ranks differ in {len(different)} weights that should be "
+        f"equal, {name} on {owners}: suspect faulty memory or links there. {advice}"
     )
 
 
 @dataclass
 class _Compared:
-    """Differences that one rank, or all of them together, have found."""
+    """Differences found by one rank, or by all ranks together."""
 
     weights: int = 0
     differing: dict[str, list[int]] = field(default_factory=dict)
-    """The ranks that hold another than most, by the weight's name."""
+    """Ranks that differ from the majority, by weight name."""
     undecided: set[str] = field(default_factory=set)
-    """Names of those without a majority."""
+    """Names of weights without a majority."""
     drifted: dict[str, float] = field(default_factory=dict)
-    """Relative differences that are rounding."""
+    """Relative differences attributed to rounding."""
 
 
 def _together(results: Iterable[_Compared]) -> _Compared:
@@ -246,7 +244,7 @@ def _together(results: Iterable[_Compared]) -> _Compared:
 
 
 def _compared(run: Run) -> _Compared:
-    """Compare what this rank holds alike with others. Collective."""
+    """Compare the weights that this rank and others both hold. Collective."""
     engine = run.engine
     replicas = list(engine.replicated())
     sums = checksums((r.tensor for r in replicas), engine.group_of("stage"), engine.device)
@@ -274,8 +272,8 @@ def _compared(run: Run) -> _Compared:
 
 
 def _may_drift(grid: Grid, device: str, replica: Replica, of_rank: Mapping[int, int]) -> bool:
-    """Return whether an undivided weight differs between tensor-parallel ranks alone, on a device
-    that rounds differently from time to time. The same on all ranks that hold it.
+    """Return True if a replicated weight differs only between tensor-parallel ranks, on a device
+    that may round differently each time. Equal on all ranks that hold it.
     """
     if device == "cpu" or grid.tensor == 1 or not replica.is_whole:
         return False

@@ -1,4 +1,6 @@
-"""Decisions that the data of a run makes: its steps and attention, and whether it will do."""
+"""Decisions that depend on the data (steps, attention, batches), and checks that the data
+suffices.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ class Settled:
 
 
 def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress) -> Settled:
-    """Say what the data is; return what follows from it. Collective.
+    """Report on the data; return the resolved plan, number of steps and events. Collective.
 
-    Raises ConfigError, on every rank, if a run cannot be made of it.
+    Raises ConfigError on every rank if the data is not suitable for the run.
     """
     for line in data.summary():
         progress.say(row("data", line))
@@ -64,13 +66,13 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
 
 
 def _require_same_data(rank: int, data: Data) -> None:
-    """Raise ConfigError on all ranks if one has other token ids than rank 0. Collective."""
+    """Raise ConfigError on all ranks if one has different token ids from rank 0. Collective."""
     sources = (*data.sources, *data.set_sources)
-    own = [of.facts.fingerprint for of in sources], [of.day for of in sources if of.day]
+    own = [s.facts.fingerprint for s in sources], [s.day for s in sources if s.day]
     first, problem = told(own), None
     if own[0] != first[0]:
         problem = f"rank {rank} has other token ids than rank 0: "
-        if own[1] != first[1]:  # the ranks were started around midnight
+        if own[1] != first[1]:  # the ranks started around midnight
             dates = [next(iter(days), "none") for _, days in (own, first)]
             problem += (
                 f"its chat template writes the date {dates[0]}, that of rank 0 {dates[1]}: start "
@@ -78,20 +80,20 @@ def _require_same_data(rank: int, data: Data) -> None:
             )
         else:
             problem += (
-                "documents or tokenizer differ there (of a .bin above 32 GiB, perhaps its time of "
-                "modification alone): give every node the same files"
+                "documents or tokenizer differ there (for a .bin above 32 GiB, perhaps only its "
+                "modification time): give every node the same files"
             )
-    if (found := first_problem(problem)) is not None:
-        raise ConfigError(found)
+    if (failure := first_problem(problem)) is not None:
+        raise ConfigError(failure)
 
 
 def _require_date_is_written(plan: Plan, data: Data) -> None:
-    """Raise ConfigError if the user set a date that nothing writes."""
+    """Raise ConfigError if the user set a date that no chat template uses."""
     sources = (*data.sources, *data.set_sources)
     is_users = plan.config.origin("data.date") != "default"
     if is_users and not any(source.day for source in sources):
         has_chats = any(source.corpus.holds_chats for source in sources)
-        other = ", or name such a template by data.template" if has_chats else ""
+        other = ", or set data.template to one that does" if has_chats else ""
         raise ConfigError(
             f"data.date is {plan.config.data.date}, but no chat template here calls "
             f"strftime_now: remove data.date{other}"
@@ -99,34 +101,34 @@ def _require_date_is_written(plan: Plan, data: Data) -> None:
 
 
 def _require_targets(plan: Plan, data: Data) -> None:
-    """Raise ConfigError if the held-out samples have no target: their mean would be undefined."""
+    """Raise ConfigError if held-out samples have no targets: their mean loss would be undefined."""
     old = {} if data.old is None else {REHEARSED: data.old}
     for name, stream in {"": data.held_out, **data.eval_sets, **old}.items():
         samples = min(plan.config.eval.samples, stream.samples)
         if not stream.targets_in(0, samples):
-            of = f" of {name}" if name else ""
+            of_set = f" of {name}" if name else ""
             use = f"raise eval.samples (now {plan.config.eval.samples}), or data.seq_len"
             if samples == stream.samples:
                 use = (
                     "raise data.seq_len, or give more held-out text (data.held_out, data.eval_path)"
                 )
             raise ConfigError(
-                f"the {samples} held-out windows{of} hold no target, only prompts: {use}"
+                f"the {samples} held-out windows{of_set} contain no target, only prompts: {use}"
             )
 
 
 def _require_whole_samples(plan: Plan, data: Data) -> None:
-    """Raise ConfigError if ramp.* would cut samples whose documents are to be whole."""
+    """Raise ConfigError if ramp.* would split samples that must contain whole documents."""
     if data.train.holds_whole_documents and plan.config.ramp.length_from is not None:
         raise ConfigError(
-            f"ramp.length_from is {plan.config.ramp.length_from}, which cuts windows, but they "
-            "hold whole documents (data.packing, the default where prompts are masked): remove "
+            f"ramp.length_from is {plan.config.ramp.length_from}, which splits windows, but they "
+            "contain whole documents (data.packing, the default if prompts are masked): remove "
             "ramp.length_from, or set data.packing=stream"
         )
 
 
 def _batched(plan: Plan, data: Data, steps: int) -> list[dict[str, Any]]:
-    """Return an event with the padding of micro-batches of documents, beside that of others."""
+    """Return an event with the padding of micro-batches, compared with other ways of batching."""
     if not isinstance(data.train, Padded) or not steps:
         return []
     how = plan.curriculum, plan.micro_batch, plan.share.data_ranks, steps
@@ -141,38 +143,40 @@ def _batched(plan: Plan, data: Data, steps: int) -> list[dict[str, Any]]:
 
 
 def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
-    """Return an event where given weights have many more rows than the tokenizer has ids."""
+    """Return an event if pretrained weights have many more vocabulary rows than the tokenizer has
+    ids.
+    """
     source, rows = plan.config.model.init_from, plan.model_config.get("vocab_size")
     if source is None or not isinstance(rows, int) or data.vocab_size > 0.9 * rows:
         return []
-    message = f"{data.vocab_size:,} of {rows:,} rows of the vocabulary are used"
+    message = f"only {data.vocab_size:,} of {rows:,} vocabulary rows are used"
     advice = _fitting_tokenizer(plan.config.data.tokenizer, str(tokenizer_of(source)))
     return [{"kind": "unused_rows", "message": f"{message}: {advice}"}]
 
 
 def _fitting_tokenizer(tokenizer: str | None, own: str) -> str:
-    """Return the advice: which tokenizer belongs to weights that came from `own`."""
+    """Return advice on which tokenizer belongs to weights that came from `own`."""
     if tokenizer in (None, own):
-        return f"{own}, which brought the weights, has no larger one: no text uses the other rows"
+        return f"{own}, where the weights are from, has no larger tokenizer: the rest is unused"
     if Path(own).is_dir() and not has_tokenizer(Path(own)):
         return (
-            f"data.tokenizer is {tokenizer}, and {own}, which brought the weights, has none: set "
+            f"data.tokenizer is {tokenizer}, and {own}, where the weights are from, has none: set "
             "data.tokenizer to the one that they were trained with"
         )
     return (
         f"data.tokenizer is {tokenizer}; the weights were trained with {own}'s: set "
-        f"data.tokenizer={own}, or leave the key away"
+        f"data.tokenizer={own}, or leave the key out"
     )
 
 
 def counts_of(data: Data) -> Counts:
-    """Return the counts of what a run trains on."""
+    """Return the counts of a run's training data."""
     train = data.train
     return Counts(train.documents, train.samples, train.is_masked, train.length)
 
 
 def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:
-    """Return the samples of the run. Raises ConfigError if the data ends before."""
+    """Return the number of samples of the run. Raises ConfigError if the data ends earlier."""
     samples, length = plan.curriculum.samples_after(total_steps), data.train.length
     if length is not None and samples > length:
         of_run = next((key for key in LENGTHS if plan.config.is_set(key)), LENGTHS[0])
@@ -184,8 +188,8 @@ def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:
 
 
 def _uncounted_sources(plan: Plan, data: Data) -> list[dict[str, Any]]:
-    """Return an event where the sources' losses are not seen."""
+    """Return an event if the losses of the sources cannot be reported."""
     if not data.names or plan.config.model.kernels != "liger":
         return []
-    why = "model.kernels=liger gives the sum of the losses of all sources alone: no loss/NAME"
+    why = "model.kernels=liger returns only the total loss of all sources: no loss/NAME"
     return [{"kind": "sources_unseen", "message": why}]

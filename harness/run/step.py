@@ -1,4 +1,4 @@
-"""One optimizer step: its batches, the engine's step, and what is decided by its outcome."""
+"""Takes optimizer steps: batches, the engine's step, and the decisions after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.config.batch import Slice
 from harness.engine.api import StepResult
 from harness.errors import ExitCode, RunStopped
 from harness.guard.judge import ADVICE, Spike, Verdict
-from harness.run.noting import note_what_runs
+from harness.run.diagnostics import record_engine
 from harness.run.resumption import load_into
 from harness.run.run import Run
 from harness.run.saving import finish_save
@@ -28,16 +28,16 @@ def before_first_step(run: Run) -> None:
 
 
 def after_first_step(run: Run, step: Step, result: StepResult) -> None:
-    """Note the classes that ran, and compare the gradient norm of a divided model. Collective."""
+    """Record the classes in use, and compare the gradient norm of a divided model. Collective."""
     if step.number != run.first_step:
         return
-    note_what_runs(run)
+    record_engine(run)
     if run.undivided is not None:
         check_norm(run, run.undivided, result.grad_norm)
 
 
 def next_step(run: Run) -> Step:
-    """Return the next optimizer step; the pulse times its data."""
+    """Return the next optimizer step; its data has a separate phase of the pulse."""
     number = run.state.step + 1
     run.pulse("data", number)
     step = run.steps.take()
@@ -48,15 +48,15 @@ def next_step(run: Run) -> Step:
 def take_step(run: Run, step: Step) -> StepResult | None:
     """Take an optimizer step; skip it if it is a spike and guard.spikes says so. Collective.
 
-    Return None if nothing was changed because the run is to roll back instead. Raises RunStopped
-    (diverged) if fp16's loss scale cannot fall any further.
+    Returns None if the run must roll back instead; nothing has changed then. Raises RunStopped
+    (diverged) if fp16's loss scale is already at its minimum.
     """
     policy, spikes = run.plan.config.guard.spikes, list[Spike]()
 
     def is_spike(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
         """Judge loss and norm, equal on all ranks. Collective.
 
-        Over all ranks: were tensor-parallel ranks to judge each its own loss, one that differs
+        Summed over all ranks: if each tensor-parallel rank judged its own loss, a rank that differs
         would skip a step that the others take.
         """
         grid = run.plan.grid
@@ -103,7 +103,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
 def look_for_spike(
     run: Run, number: int, reads: Slice, loss: float, grad_norm: float
 ) -> Spike | None:
-    """Judge a step's loss and gradient norm; record and return a spike."""
+    """Judge a step's loss and gradient norm; record and return a spike, if any."""
     spike = run.judge.see_step(loss, grad_norm)
     if spike is not None:
         values = {"loss": loss, "grad_norm": grad_norm, "samples": reads.samples, **asdict(spike)}
@@ -114,8 +114,8 @@ def look_for_spike(
 def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | None) -> None:
     """Record a step that was not applied.
 
-    The host waits for the device only after such a step. A step without a target says nothing about
-    the weights: it is not counted.
+    The host waits for the device only after such a step. A step without targets says nothing about
+    the weights and is not counted.
     """
     if not step.targets:
         reason = "none of its samples has a target token"
@@ -134,7 +134,7 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     elif not math.isfinite(loss):
         reason = "the loss is not finite"
     elif is_scaled:
-        reason = "fp16 overflowed: the loss scale falls"
+        reason = "fp16 overflowed: the loss scale is reduced"
     scale = run.engine.loss_scale
     run.event(
         "skipped_step", step=step.number, reason=reason, loss=loss, grad_norm=norm, loss_scale=scale
@@ -144,8 +144,8 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     run.judge.see_skipped(f"{reason} (loss {loss:.4g}, norm {norm:.4g})", is_bad)
 
 
-def ask(run: Run) -> Verdict:
-    """Return one verdict on the run, the same on all ranks. Collective."""
+def decide(run: Run) -> Verdict:
+    """Return a verdict on the run, the same on all ranks. Collective."""
     is_last = not run.steps.are_left
     verdict = run.judge.verdict(run.state.step, is_last, run.folder.path)
     if verdict.kind not in ("go on", "end early"):
@@ -158,14 +158,16 @@ def ask(run: Run) -> Verdict:
 
 
 def end_early_at_start(run: Run) -> None:
-    """End a resumed run that had already ended early, unless its patience was raised."""
+    """End a resumed run that had already ended early, unless eval.patience was raised."""
     verdict = run.judge.verdict(run.state.step, not run.steps.are_left, run.folder.path)
     if verdict.kind == "end early":
         end_early(run, verdict)
 
 
-def carry_out(run: Run, verdict: Verdict) -> None:
-    """End the run early, roll it back, raise RunStopped, or do nothing. Collective."""
+def apply_verdict(run: Run, verdict: Verdict) -> None:
+    """Apply a verdict: end the run early, roll it back, raise RunStopped, or continue.
+    Collective.
+    """
     if verdict.kind == "end early":
         end_early(run, verdict)
     elif verdict.kind == "roll back":
@@ -178,15 +180,15 @@ def end_early(run: Run, verdict: Verdict) -> None:
     """Make the current step the last one (eval.patience)."""
     best_step, best = run.judge.best
     run.event("ended_early", step=run.state.step, best_step=best_step, best=best)
-    message = f"ends at step {run.state.step}, early (eval.patience): {verdict.message}"
+    message = f"ended early at step {run.state.step} (eval.patience): {verdict.message}"
     run.progress.say(message)
     run.steps.total = run.state.step
 
 
 def roll_back(run: Run, reason: str) -> None:
-    """Load the newest checkpoint, and continue with the samples after the failed step.
+    """Load the newest checkpoint, and continue with the samples after the failed step. Collective.
 
-    Raises RunStopped (diverged) if there is none, or after guard.max_rollbacks. Collective.
+    Raises RunStopped (diverged) if there is no checkpoint, or after guard.max_rollbacks.
     """
     judge, number, samples = run.judge, run.state.step + 1, run.steps.next_slice.samples
     rollbacks = judge.rollbacks
@@ -199,7 +201,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.pulse("load", run.state.step)
     checkpoint, _ = newest_usable(run.saver.store.folder)
     if checkpoint is None:
-        problem = "there is no checkpoint to go back to: set save.every"
+        problem = "there is no checkpoint to roll back to: set save.every"
         raise RunStopped(ExitCode.DIVERGED, f"{failure}, and {problem}; {ADVICE}")
     load_into(run.engine, checkpoint)
     state, end = checkpoint.state, samples[1]
@@ -221,4 +223,4 @@ def roll_back(run: Run, reason: str) -> None:
         loss=loss,
         grad_norm=norm,
     )
-    run.progress.say(f"{failure}: back to step {state.step}, past samples {skipped}")
+    run.progress.say(f"{failure}: rolled back to step {state.step}, skipping samples {skipped}")

@@ -1,4 +1,6 @@
-"""Metrics lines for TensorBoard, Weights & Biases and MLflow: named as the run, by steps."""
+"""Sends metrics lines to TensorBoard, Weights & Biases and MLflow, under the run's name, by
+step.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ _COUNTERS = ("step", "attempt", "unix_time_s")
 
 
 class Tracker(Protocol):
-    """One curve of a run, which goes on where the run does."""
+    """A run in an external tracker; a resumed run continues it."""
 
     def write(self, values: Values, step: int, unix_time_s: float) -> None:
-        """Add the values of a step."""
+        """Send the values of a step."""
 
     def close(self, outcome: Outcome) -> None:
-        """Write what is left."""
+        """Flush and close the tracker."""
 
 
 def metrics_of(line: Mapping[str, Any]) -> Values:
-    """Return the numbers of a metrics line by their names in a tracker: eval/loss, train/loss."""
+    """Return the numbers of a metrics line under tracker names: eval/loss, train/loss."""
     values = {}
     for name, value in line.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -43,29 +45,31 @@ def _name(name: str) -> str:
 
 
 class Trackers:
-    """Those that log.* asks for, on rank 0. One that fails is left out: the run goes on."""
+    """The trackers enabled by log.*, on rank 0. A tracker that fails is disabled; the run
+    continues.
+    """
 
     def __init__(self, event: Callable[..., None]) -> None:
-        """`event`: records an event."""
+        """`event` records an event."""
         self._event = event
         self._trackers: dict[str, Tracker] = {}
 
     def open(self, log: LogConfig, folder: RunFolder, plan: dict[str, Any], step: int) -> None:
-        """Open them in a run folder, after `step` steps."""
+        """Open the trackers for a run folder, after `step` steps."""
         for name, opened in _OPENED.items():
-            if asked := getattr(log, name):
+            if setting := getattr(log, name):
                 with self._leaving_out(name):
-                    self._trackers[name] = opened(asked, folder, plan, step)
+                    self._trackers[name] = opened(setting, folder, plan, step)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Pass on a metrics line."""
+        """Send a metrics line."""
         values = metrics_of(line)
         for name, tracker in [*self._trackers.items()]:
             with self._leaving_out(name):
                 tracker.write(values, line["step"], line["unix_time_s"])
 
     def close(self, outcome: Outcome) -> None:
-        """Write what is left."""
+        """Flush and close all trackers."""
         for name, tracker in [*self._trackers.items()]:
             with self._leaving_out(name):
                 tracker.close(outcome)
@@ -75,9 +79,9 @@ class Trackers:
     def _leaving_out(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # of a network, a server, a disk; metrics.jsonl has everything
+        except Exception as error:  # any error of a network, server or disk
             self._trackers.pop(name, None)
-            message = f"log.{name} is off from here on: {type(error).__name__}: {error}"
+            message = f"log.{name} is disabled from now on: {type(error).__name__}: {error}"
             self._event("tracker_failed", message=message)
 
 
@@ -86,7 +90,7 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         writer: Any = SummaryWriter
-        # Steps that are done again replace those of before.
+        # Repeated steps replace the earlier ones.
         self._writer = writer(folder.path / "tensorboard", purge_step=step + 1, flush_secs=10)
         self._writer.add_text("plan", f"```\n{json.dumps(plan, indent=2)}\n```", step)
 
@@ -113,10 +117,10 @@ class _WandB:
             resume="allow",
             dir=str(folder.path),
             config=plan,
-            # It would put pipes in the place of the terminal.
+            # wandb would otherwise replace the terminal with pipes.
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # Its own count of steps never goes back, as that of a resumed run does.
+        # wandb's own step counter cannot go back, as a resumed run's may.
         self._run.define_metric("*", step_metric="step")
         folder.write_trackers({**ids, "wandb": identity})
 
@@ -142,8 +146,8 @@ class _MLflow:
             self._id = ids["mlflow"]
             self._client.update_run(self._id, status="RUNNING")
         else:
-            there = self._client.get_experiment_by_name(experiment)
-            number = there.experiment_id if there else self._client.create_experiment(experiment)
+            old = self._client.get_experiment_by_name(experiment)
+            number = old.experiment_id if old else self._client.create_experiment(experiment)
             name = folder.path.resolve().name
             self._id = self._client.create_run(number, run_name=name).info.run_id
             self._client.log_dict(self._id, plan, "plan.json")

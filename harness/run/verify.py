@@ -1,4 +1,6 @@
-"""Compares the first step of a divided model with the undivided one's, and its ranks' gradients."""
+"""Compares the first step of a divided model with the undivided one's, and gradients between
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,30 @@ from harness.layout.grid import Grid, Share
 from harness.run.live_memory import is_out_of_memory
 from harness.run.run import Run, Undivided
 
-# Relative differences of loss and gradient norm: wider than rounding in the parity gate. In 16
-# bits a defect may stay below them: a lost mask that moves the loss by 3e-4 passes the loss check.
+# Relative tolerances of loss and gradient norm: above the rounding in the parity gate. In 16 bits a
+# defect may stay below them: a lost mask that changes the loss by 3e-4 passes the loss check.
 TOLERANCES = {"fp32": (1e-5, 1e-3), "bf16": (1e-3, 5e-2), "fp16": (1e-3, 2e-2)}
-# Largest relative difference of gradients that ranks should have alike: on CPUs there is none, on
-# GPUs sums are taken in another order. Where a plan forgets a weight it is about 1.
+# Largest relative difference of gradients that should be equal on all ranks: zero on CPUs, while
+# GPUs sum in varying order. If a plan ignores a weight it is about 1.
 AGREEMENT = 1e-2
-# Largest first batch that layout.verify = "auto" checks, in FLOP: 3 s of an H200's matrix
-# products (790 TFLOP/s), or 8 s of each CPU thread, at the 127 GFLOP/s measured in fp32 on a Xeon.
+# Largest first batch that layout.verify = "auto" checks, in FLOPs: 3 s of an H200's matrix products
+# (790 TFLOP/s), or 8 s per CPU thread at the 127 GFLOP/s measured in fp32 on a Xeon.
 _AUTO_FLOPS = {"cuda": 2e15, "cpu": 1e12}
 
 
 def undivided_start(run: Run) -> Undivided | None:
-    """Return the undivided model's loss and gradient norm before the first step, from rank 0;
-    compare the divided model's loss at once. `check_norm` compares the norm after the step.
-    Collective.
+    """Compute the undivided model's loss and gradient norm before the first step, on rank 0, and
+    compare the divided model's loss. `check_norm` compares the norm after the step. Collective.
 
-    None for a run of whole models, a resumed run, and a run that is not compared (an event says
-    so). Raises ConfigError if the losses differ.
+    Returns None if the model is not divided, for a resumed run, and if the comparison is skipped,
+    which is recorded as an event. Raises ConfigError if the losses differ.
     """
     plan = run.plan
     if not _division(run) or run.state.step > 0:
         return None
     targets = run.data.train.targets_in(0, plan.curriculum.at(0).global_batch)
     answer: list[Any] = [None, None]
-    if run.is_writer:  # rank 0 decides for all: free memory differs
+    if run.is_writer:  # rank 0 decides for all, because free memory differs
         answer = _computed(run, targets)
     dist.broadcast_object_list(answer)
     undivided: Undivided | None = answer[0]
@@ -72,14 +73,14 @@ def _check(name: str, value: float, expected: float, tolerance: float, run: Run)
         return
     how = "in stages" if _division(run).endswith("stages") else "divided"
     raise ConfigError(
-        f"the first batch's {name} is {value:.7g} over {_division(run)}, "
+        f"the first batch's {name} is {value:.7g} with {_division(run)}, "
         f"but {expected:.7g} without (relative tolerance {tolerance:g}): "
-        f"{run.plan.config.model.name} does not train right {how}; use ZeRO 3, and report this"
+        f"{run.plan.config.model.name} does not train correctly {how}; use ZeRO 3, and report this"
     )
 
 
 def _division(run: Run) -> str:
-    """Return the numbers of ranks that have one model between them, as text; "" for one rank."""
+    """Return the sizes of the axes that divide the model, as text; "" if it is not divided."""
     grid = run.plan.grid
     sizes = {
         "pipeline stages": grid.pipeline,
@@ -91,7 +92,7 @@ def _division(run: Run) -> str:
 
 
 def _computed(run: Run, targets: int) -> list[Any]:
-    """Return [the undivided model's loss and norm, None] or [None, the reason for none]."""
+    """Return [the undivided model's loss and norm, None], or [None, the reason for skipping]."""
     from harness.engine.stages import unsplit_loss_and_norm  # imports DeepSpeed
     from harness.engine.zero import ZeroEngine
 
@@ -108,22 +109,22 @@ def _computed(run: Run, targets: int) -> list[Any]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return [None, "the undivided model does not fit one rank"]
+        return [None, "the undivided model does not fit on one rank"]
     finally:
-        if engine.device.type == "cuda":  # from here on the peak is the run's own
+        if engine.device.type == "cuda":  # exclude this from the run's peak
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     if not math.isfinite(loss):
-        return [None, f"the undivided model's own loss is {loss}"]
+        return [None, f"the undivided model's loss is {loss}"]
     return [Undivided(loss, norm), None]
 
 
 def _reason_to_skip(run: Run, model: Any) -> str | None:
-    """Return the reason to skip the comparison; None if it is to be made."""
+    """Return the reason to skip the comparison, or None."""
     from harness.engine.stages import bytes_needed, trained  # imports DeepSpeed
 
     if is_run(run.plan.config.model.init_from or ""):
-        return "the weights are those of a checkpoint, whose probe was compared"
+        return "the weights are from a checkpoint, whose probe loss was compared"
     verify, device = run.plan.config.layout.verify, run.engine.device
     if verify is False:
         return "layout.verify is false"
@@ -143,7 +144,7 @@ def _reason_to_skip(run: Run, model: Any) -> str | None:
 
 
 def _micro_batches(run: Run, share: Share) -> list[Batch]:
-    """Return the micro-batches that one share has of the first global batch."""
+    """Return the micro-batches of a share of the first global batch."""
     first = run.plan.curriculum.at(0)
     return run.data.train.micro_batches(
         first, run.plan.micro_batch, share.data_rank, share.data_ranks
@@ -151,14 +152,16 @@ def _micro_batches(run: Run, share: Share) -> list[Batch]:
 
 
 def gradients_unchecked(run: Run) -> bool:
-    """Return whether gradients are still to be compared between tensor-parallel ranks."""
+    """Return True if gradients must still be compared between tensor-parallel ranks."""
     return run.plan.grid.tensor > 1 and not run.gradients_agree
 
 
 def check_gradients(run: Run) -> None:
-    """Compare the gradients of weights that tensor-parallel ranks all have, once they are finite.
+    """Compare the gradients of weights that all tensor-parallel ranks hold, until they are finite
+    once.
 
-    Between the backward pass and the step. Collective. Raises ConfigError naming the weights.
+    Called between the backward pass and the step. Collective. Raises ConfigError naming the
+    weights.
     """
     if not gradients_unchecked(run):
         return
@@ -176,9 +179,9 @@ def check_gradients(run: Run) -> None:
     if worst and apart[worst[0]] > AGREEMENT:
         named = ", ".join(f"{name} by {apart[name]:.1%}" for name in worst[:4])
         raise ConfigError(
-            f"gradients that {run.plan.grid.tensor} tensor-parallel ranks should have alike "
-            f"differ, {named} of the largest element: the plan to divide "
-            f"{run.plan.config.model.name} forgets these weights; use ZeRO 3, and report this"
+            f"gradients that should be equal on {run.plan.grid.tensor} tensor-parallel ranks "
+            f"differ, {named} of the largest element: the tensor-parallel plan of "
+            f"{run.plan.config.model.name} omits these weights; use ZeRO 3, and report this"
         )
     run.gradients_agree = True
     largest = apart[worst[0]] if worst else 0.0

@@ -96,7 +96,7 @@ def test_a_run_and_a_step_name_a_checkpoint(tmp_path: Path) -> None:
     assert not is_run("gpt2")
     assert checkpoint_of(str(run)).state.step == 12
     assert checkpoint_of(f"{run}@3").state.step == 3
-    with pytest.raises(Unusable, match="holds no step 4, but step-00000003, step-00000012"):
+    with pytest.raises(Unusable, match="has no step 4, only step-00000003, step-00000012"):
         checkpoint_of(f"{run}@4")
 
 
@@ -202,16 +202,16 @@ FILE = "rank-00000-000.safetensors"
 @pytest.mark.parametrize(
     ("pieces", "reason"),
     [
-        ([[0, 45, FILE], [0, 46, FILE]], "begins at element 0"),  # sums up to all 91
-        ([[0, 46, FILE], [45, 45, FILE]], "begins at element 45"),
-        ([[0, 45, FILE], [46, 45, FILE]], "begins at element 46"),
-        ([[1, 90, FILE]], "begins at element 1"),
+        ([[0, 45, FILE], [0, 46, FILE]], "starts at element 0"),  # sums up to all 91
+        ([[0, 46, FILE], [45, 45, FILE]], "starts at element 45"),
+        ([[0, 45, FILE], [46, 45, FILE]], "starts at element 46"),
+        ([[1, 90, FILE]], "starts at element 1"),
         ([[0, 90, FILE]], "end at element 90"),
         ([[0, 92, FILE]], "end at element 92"),
-        ([[0, 91, FILE], [91, 0, FILE]], "begins at element 91"),
+        ([[0, 91, FILE], [91, 0, FILE]], "starts at element 91"),
         ([], "end at element 0"),
-        ([[0, 91, "../../elsewhere.safetensors"]], "not the manifest's"),
-        ([[0, 91, "index.json"]], "not the manifest's"),
+        ([[0, 91, "../../elsewhere.safetensors"]], "the manifest does not list"),
+        ([[0, 91, "index.json"]], "the manifest does not list"),
         ([[0, "91", FILE]], "not [offset, elements, file]"),
         ([[0, 91]], "not [offset, elements, file]"),
         ([7], "not [offset, elements, file]"),
@@ -227,7 +227,7 @@ def test_an_index_that_does_not_cover_a_parameter_once_is_passed_over(
     sign(newest)
     problem = passed_over(newest)
     assert reason in problem
-    assert "embed" in problem or "not the manifest's" in problem
+    assert "embed" in problem or "the manifest does not list" in problem
 
 
 @pytest.mark.parametrize(

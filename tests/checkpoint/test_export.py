@@ -230,7 +230,7 @@ def interrupted(folder: Path) -> None:
 
 def test_a_folder_of_the_user_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="no exported model"), replacing(tmp_path):
+    with pytest.raises(ConfigError, match="not an exported model"), replacing(tmp_path):
         pass
     assert (tmp_path / "thesis.tex").exists()
 

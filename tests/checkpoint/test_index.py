@@ -132,7 +132,7 @@ def test_two_ranks_that_save_the_same_elements_are_refused() -> None:
 
 
 def test_a_shape_that_ranks_disagree_on_is_refused() -> None:
-    with pytest.raises(Unusable, match=r"w is .2, 4. on one rank, .4, 2. on another"):
+    with pytest.raises(Unusable, match=r"w has shape .2, 4. on one rank, .4, 2. on another"):
         merged([of_one_rank(0, Part.of((2, 4))), of_one_rank(1, Part.of((4, 2)))])
 
 
@@ -185,17 +185,17 @@ def spoilt(index: dict[str, Any], what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "problem"),
     [
-        ("beyond the shape", "no part of"),
-        ("backwards", "no part of"),
+        ("beyond the shape", "not a slice of"),
+        ("backwards", "not a slice of"),
         ("no number", "not .offset, elements, file"),
         ("another part", "not .offset, elements, file"),
         ("a part twice", "overlap"),
         ("overlapping", "overlap"),
-        ("less", "the pieces of w .* end at element 60"),
-        ("too few dimensions", "no part of"),
-        ("no ranges", "no part of"),
-        ("too many edges", "no part of"),
-        ("a flag", "no part of"),
+        ("less", "the fragments of w .* end at element 60"),
+        ("too few dimensions", "not a slice of"),
+        ("no ranges", "not a slice of"),
+        ("too many edges", "not a slice of"),
+        ("a flag", "not a slice of"),
         ("no piece", "end at element 0"),
     ],
 )
@@ -261,5 +261,5 @@ def test_parts_in_format_1_are_refused(tmp_path: Path) -> None:
     path = save_divided(tmp_path)
     content = replace(read_manifest(path), format=1)
     (path / MANIFEST).write_bytes(content.to_bytes())
-    with pytest.raises(Unusable, match="has parts of parameters, which format 1 has not"):
+    with pytest.raises(Unusable, match="has sliced parameters, but format 1 has none"):
         verified(path).reader()

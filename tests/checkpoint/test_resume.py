@@ -63,7 +63,7 @@ def test_pairs_of_a_folder_that_have_changed_are_named() -> None:
     before = planned(("a.bin", 3, 9), ("b.bin", 4, 8), ("c.bin", 1, 2))
     after = planned(("a.bin", 3, 9), ("c.bin", 1, 5), ("d.bin", 1, 2))
     (problem,) = resume_problems(before, after, [])
-    assert "; b.bin gone; d.bin new; c.bin of another size: bring back" in problem
+    assert "; b.bin removed; d.bin new; c.bin resized: restore" in problem
 
 
 def test_adapters_of_earlier_versions_were_beside_weights_as_they_are() -> None:

@@ -82,9 +82,9 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     half = Fragment("w", Part.of((8,)), 0, {"weight": torch.zeros(4)})
     _, entries = write_fragments(tmp_path, 0, [half])
     reader = Reader(tmp_path, Index(to_index(entries)))
-    with pytest.raises(Unusable, match="has 2 of elements 2 to 8 of w/weight"):
+    with pytest.raises(Unusable, match="has only 2 of elements 2 to 8 of w/weight"):
         reader.fill("w", "weight", 2, torch.zeros(6))
-    with pytest.raises(Unusable, match="has 0 of elements 0 to 3 of other/weight"):
+    with pytest.raises(Unusable, match="has only 0 of elements 0 to 3 of other/weight"):
         reader.fill("other", "weight", 0, torch.zeros(3))
     with pytest.raises(Unusable, match="w/exp_avg"):
         reader.fill("w", "exp_avg", 0, torch.zeros(3))

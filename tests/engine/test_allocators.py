@@ -35,7 +35,7 @@ OURS = "expandable_segments:True,pinned_max_cached_size_mb:64"
             (None, f"torch's allocators are set to {OURS} (PYTORCH_ALLOC_CONF)", OURS),
             (
                 "max_split_size_mb:512",
-                "PYTORCH_ALLOC_CONF=max_split_size_mb:512 is the user's, and left as it is",
+                "PYTORCH_ALLOC_CONF=max_split_size_mb:512 is set by the user and left unchanged",
                 "max_split_size_mb:512",
             ),
         ],
@@ -57,7 +57,7 @@ def test_torch_takes_the_settings_unless_the_user_has_some(
 
 @pytest.mark.parametrize(
     ("unknown", "expected"),
-    [("pinned", "set to expandable_segments:True ("), ("expandable", "as they were: this torch")],
+    [("pinned", "set to expandable_segments:True ("), ("expandable", "unchanged: this torch")],
 )
 def test_an_older_torch_gets_what_it_knows(
     unknown: str, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -109,20 +109,20 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     rest_in_gate(
         "engine",
         [
-            ({}, "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)", 100),
+            ({}, "malloc keeps freed memory for the next step (MALLOC_TRIM_THRESHOLD_)", 100),
             (
                 {"MALLOC_TRIM_THRESHOLD_": "131072"},
-                "MALLOC_TRIM_THRESHOLD_=131072 is the user's, and malloc left as it is",
+                "malloc is unchanged: MALLOC_TRIM_THRESHOLD_=131072 is set by the user",
                 None,
             ),
             (
                 {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"},
-                "GLIBC_TUNABLES=glibc.malloc.perturb=0 is the user's, and malloc left as it is",
+                "malloc is unchanged: GLIBC_TUNABLES=glibc.malloc.perturb=0 is set by the user",
                 None,
             ),
             (
                 {"GLIBC_TUNABLES": "glibc.rtld.nns=4", "LD_PRELOAD": ""},
-                "malloc keeps what a step frees, for the next (MALLOC_TRIM_THRESHOLD_)",
+                "malloc keeps freed memory for the next step (MALLOC_TRIM_THRESHOLD_)",
                 100,
             ),
         ],

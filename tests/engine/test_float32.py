@@ -20,8 +20,8 @@ print(float32_products()["message"])
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ("1", "products of fp32 are rounded to TF32"),
-        (None, "products of fp32 are computed in fp32"),
+        ("1", "fp32 matrix products run in TF32"),
+        (None, "fp32 matrix products run in fp32"),
     ],
 )
 def test_an_event_says_whether_fp32_is_tf32(value: str | None, expected: str) -> None:

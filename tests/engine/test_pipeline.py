@@ -168,4 +168,4 @@ def test_a_family_that_cannot_be_cut_is_refused_by_name(family: str) -> None:
     with pytest.raises(ConfigError, match="cannot be traced") as caught:
         engine_of(pipeline(), model=model_of(family))
     assert f"{family}.rank-" in str(caught.value)
-    assert "ZeRO 3 needs no stages" in str(caught.value)
+    assert "use ZeRO 3 instead of stages" in str(caught.value)

@@ -343,7 +343,7 @@ def test_divisions_that_cannot_be_run_are_named() -> None:
     for grid, start in (
         (Grid(3, sequence=3), "sequence_parallel_size is 3: 64 tokens cannot be divided over 3"),
         (Grid(3, tensor=3), "tensor_parallel.autotp_size is 3: 8 attention heads cannot be"),
-        (Grid(4, pipeline=2, sequence=2), "sequence_parallel_size is 2: not built together with"),
+        (Grid(4, pipeline=2, sequence=2), "sequence_parallel_size is 2: cannot be combined with"),
     ):
         assert division_problems(run_of(FAMILIES["llama"], grid=grid, seq_len=64))[0].startswith(
             start

@@ -62,7 +62,7 @@ def test_nan_k_times_in_a_row_ends_the_run_with_code_76_and_a_diagnosis(
     (event,) = events(run, "diverged")
     assert "3 steps in a row were skipped (guard.max_bad_steps)" in event["message"]
     assert "the last because the loss is not finite" in event["message"]
-    assert "Weights are those of step 3" in event["message"]
+    assert "The weights are those of step 3" in event["message"]
     skipped = events(run, "skipped_step")
     assert [(e["step"], e["reason"]) for e in skipped] == [
         (step, "the loss is not finite") for step in (2, 4, 5, 6)
@@ -215,7 +215,7 @@ def test_what_a_step_read_is_shown_past_the_samples_left_out(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["save.every=0"], "there is no checkpoint to go back to"),
+        (["save.every=0"], "there is no checkpoint to roll back to"),
         (["guard.max_rollbacks=0"], "0 rollbacks did not help (guard.max_rollbacks)"),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_silently_differing_rank_stops_the_run_before_it_saves(
     assert event["step"] == 8
     assert event["ranks_by_parameter"]["lm_head.weight"] == [0, 1]
     failures = [event["message"] for event in events(run, "failed")]
-    assert all("step-00000005 predates it" in message for message in failures)
+    assert all("step-00000005 predates this" in message for message in failures)
     assert [event["step"] for event in events(run, "replicas_equal")] == [4, 5]
 
 
@@ -269,7 +269,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 @pytest.mark.parametrize(
     ("ranks", "stage", "more", "weight", "differing", "named"),
     [
-        (4, 1, (), NORM, [3], "rank 3 (data 1, tensor 1): faulty"),
+        (4, 1, (), NORM, [3], "rank 3 (data 1, tensor 1): suspect faulty"),
         # One data rank, whose shards are whole weights, and split weights.
         (2, 3, ("ds.zero_optimization.stage3_param_persistence_threshold=0",), NORM, [0, 1], ""),
         # Tied ends of a pipeline: nobody else has this part.

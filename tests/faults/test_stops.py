@@ -118,7 +118,7 @@ def check_report(run: RunFolder, named: str) -> dict[str, Any]:
     """The one report names who holds the others up."""
     (event,) = events(run, "hang")
     assert re.search(named, event["message"]), event["message"]
-    seconds = re.search(r"no progress for (\d+) s, (\d+) s is the limit", event["message"])
+    seconds = re.search(r"no progress for (\d+) s \(limit: (\d+) s\)", event["message"])
     assert seconds, event["message"]
     assert int(seconds[1]) >= int(seconds[2]) >= LIMIT_S
     return event

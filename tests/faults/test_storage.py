@@ -60,7 +60,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Tri
         flip(path / "index.json")
     before = run.metrics_path.read_text()
     refused = finished.start(code=77)
-    assert "index.json is damaged: its SHA-256 is not the manifest's" in refused.output
+    assert "index.json is damaged: its SHA-256 has changed" in refused.output
     assert run.metrics_path.read_text() == before
 
 
@@ -71,7 +71,7 @@ def test_weights_that_compute_something_else_are_refused(finished: Trial) -> Non
     off = replace(manifest, probe_loss=manifest.probe_loss + 0.01)
     (newest(finished.run) / "manifest.json").write_bytes(off.to_bytes())
     refused = finished.start(code=77)
-    assert "resume.allow=probe goes on anyway" in refused.output
+    assert "set resume.allow=probe to resume anyway" in refused.output
 
 
 @pytest.mark.gate("faults")
@@ -79,7 +79,7 @@ def test_a_renamed_checkpoint_is_refused(finished: Trial) -> None:
     newest(finished.run).rename(finished.run.checkpoints_dir / "step-00000009")
     finished.start()
     (event,) = events(finished.run, "unusable_checkpoint")
-    assert "step-00000009 says that it is of step 8" in event["message"]
+    assert "step-00000009 contains step 8" in event["message"]
 
 
 @pytest.mark.parametrize("background", rest_in_gate("faults", ["false", "true"]))
@@ -90,7 +90,7 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
     words = ["save.keep=9", f"save.async={background}"]
     stopped = trial.start(*words, code=74)
     assert "could not be saved" in stopped.output
-    assert "make room or lower save.keep" in stopped.output
+    assert "free space or lower save.keep" in stopped.output
     run, status = trial.run, trial.run.read_status() or {}
     assert (status["outcome"], status["code"]) == ("failed", 74)
     assert not list(run.checkpoints_dir.glob(".unfinished*"))
@@ -181,7 +181,7 @@ def test_held_out_samples_without_a_target_are_refused_before_anything_is_writte
     more = (f"data.path={write_jsonl(*values)}", f"data.tokenizer={tokenizer}")
     more = (*more, "data.packing=stream")
     refused = trial.start(*more, code=2)
-    assert "the 8 held-out windows hold no target, only prompts: raise eval" in refused.output
+    assert "the 8 held-out windows contain no target, only prompts: raise eval" in refused.output
     assert not trial.path.exists()
 
 
@@ -302,7 +302,9 @@ def test_a_file_named_export_is_found_before_training(trial: Trial) -> None:
     trial.path.mkdir()
     trial.run.export_dir.write_text("mine")
     ended = trial.start("save.export=true", code=2)
-    assert f"save.export: {trial.run.export_dir} exists and is no exported model" in ended.output
+    assert (
+        f"save.export: {trial.run.export_dir} exists and is not an exported model" in ended.output
+    )
     assert [path.name for path in trial.path.iterdir()] == ["export"]
 
 
@@ -317,6 +319,6 @@ def test_damaged_records_do_not_keep_a_run_from_going_on(finished: Trial, undist
     ended = finished.start()
     assert "Traceback" not in ended.output
     for path in (run.status_path, run.plan_path):
-        assert f"not needed, not used: {path}" in ended.outputs[0]
+        assert f"ignored, not needed: {path}" in ended.outputs[0]
     assert curve(run) == curve(undisturbed)
     assert (run.read_status() or {})["attempt"] == 2

@@ -159,7 +159,7 @@ def test_a_rank_that_writes_but_is_behind_is_named() -> None:
     report = judge(before, [heartbeat(0, 9, 5, at="x"), heartbeat(1, 8, 5, **late)], "why", 0)
     assert (report["held_up_by"], report["silent"]) == ([1], [])
     assert (
-        "rank 1 on n1 (process 11), in 'data' of step 5, y, for 30 s is behind" in report["message"]
+        "rank 1 on n1 (process 11), in 'data' of step 5, y, for 30 s: behind" in report["message"]
     )
 
 

@@ -145,9 +145,9 @@ def test_parts_that_are_equal_compare_equal() -> None:
     "ranges", [((0, 7),), ((2, 1),), ((0, 3), (2, 4)), ((3, 4), (0, 1)), ((-1, 2),)], ids=str
 )
 def test_ranges_that_cannot_be_are_refused(ranges: tuple[Range, ...]) -> None:
-    with pytest.raises(ValueError, match="are no ranges of dimension 0 of"):
+    with pytest.raises(ValueError, match="are not ranges of dimension 0 of"):
         Part((6,), (ranges,))
-    with pytest.raises(ValueError, match="1 dimensions are cut of"):
+    with pytest.raises(ValueError, match="ranges of 1 dimensions for"):
         Part((6, 2), (ranges,))
 
 
@@ -199,6 +199,6 @@ def test_parts_that_are_not_the_whole_are_named() -> None:
     top = whole.cut(0, ((0, 2),))
     assert uncovered([whole]) is None
     assert uncovered([right, left]) is None
-    assert uncovered([left]) == "12 elements are in none of its 1 parts"
+    assert uncovered([left]) == "12 elements are in none of its 1 slices"
     assert uncovered([left, right, top]) == "[0:4, 0:3] and [0:2, 0:6] overlap"
     assert uncovered([left, left]) == "[0:4, 0:3] and [0:4, 0:3] overlap"

@@ -104,10 +104,10 @@ def test_what_was_compared_is_not_inherited() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[a]\nsdpa = false", r"\[a\] has 'sdpa', which no family has"),
+        ("[a]\nsdpa = false", r"\[a\] has the unknown key 'sdpa'"),
         ("[a]\ntied = 1", r"\[a\] tied = 1 is not a bool"),
         ('[a]\ndropouts = "p"', r"\[a\] dropouts = 'p' is not a tuple"),
-        ('[a]\nlike = "b"\n[b]', r"\[a\] is like 'b', which is no table above it"),
+        ('[a]\nlike = "b"\n[b]', r"\[a\] is like 'b', which is not a table above it"),
         ('[a]\ncompared = ["all"]', r"\[a\] compared has \['all'\]: only \['activations'"),
         ('[a]\nkeys.depth = ["n"]', r"\[a\] keys has \['depth'\]: the sizes are hidden, layers"),
         ('[a]\nslides = "some"', r"\[a\] slides is 'some': it must be one of"),
@@ -115,7 +115,7 @@ def test_what_was_compared_is_not_inherited() -> None:
         ('[a]\nlayer_prefix = "h."', r"\[a\] layers and layer_prefix go together"),
         (
             '[a]\nlayers = ["mlp fc hidden width"]\nlayer_prefix = "h."',
-            r"\[a\] activation is for an MLP without a gate",
+            r"\[a\] activation is required for an MLP without a gate",
         ),
     ],
 )

@@ -95,7 +95,7 @@ def test_stages_send_whole_states_where_ranks_cannot_divide_them_evenly(planned:
 
 def test_an_estimate_of_what_is_not_built_is_refused_too() -> None:
     ds = {"pipeline": {"stages": 2}, "sequence_parallel_size": 2}
-    with pytest.raises(ConfigError, match=r"not built together with pipeline\.stages=2"):
+    with pytest.raises(ConfigError, match=r"cannot be combined with pipeline\.stages=2"):
         make_plan(load_run_config(None), ds, World(0, 4, 0, 4), estimating=True)
 
 

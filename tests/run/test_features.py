@@ -368,7 +368,7 @@ def test_regularisation_is_in_the_loss_and_not_in_the_held_out_loss(name: str, r
 
 
 def test_a_run_keeps_its_attention(runs: Runs, tmp_path: Path) -> None:
-    """The kernel as the run began, and no other window."""
+    """The kernel as at the start of the run, and no other window."""
     trained_in = "stages model.attention=varlen model.checkpointing=full"
     whole = runs.whole("documents", trained_in)
     run = runs.resumed(
@@ -376,7 +376,7 @@ def test_a_run_keeps_its_attention(runs: Runs, tmp_path: Path) -> None:
     )
     plan = run.read_plan() or {}
     assert plan["run"]["model"]["attention"] == "varlen"
-    assert plan["attention_why"] == "as the run began"
+    assert plan["attention_why"] == "as at the start of the run"
     path = runs.whole("longformer").path
     output = runs.train("longformer", "stages", path, "model.attention_window=8", code=2)
     assert "attention_window is 8, but the run in this folder has 16" in output
@@ -395,7 +395,7 @@ def test_what_was_trained_begins_another_run(
     words = (f"model.init_from={weights}", "train.steps=1")
     output = runs.train(name, layout, tmp_path / "begun", *words)
     if source == "run":
-        assert f"begins with the weights of step {FEATURES[name].steps} of {whole.path}" in output
+        assert f"starts with the weights of step {FEATURES[name].steps} of {whole.path}" in output
     last = lines_of(whole)[FEATURES[name].steps]["eval_loss"]
     first = lines_of(RunFolder(tmp_path / "begun"))[0]["eval_loss"]
     assert first == pytest.approx(last, rel=1e-5)

@@ -249,10 +249,10 @@ def test_unused_rows_name_the_tokenizer_that_fits(tmp_path: Path, source: str) -
     (event,) = unused_rows(own, "other")
     message = event["message"]
     assert event["kind"] == "unused_rows"
-    assert message.startswith("8,192 of 50,257 rows of the vocabulary are used: data.tokenizer is ")
+    assert message.startswith("only 8,192 of 50,257 vocabulary rows are used: data.tokenizer is ")
     if source == "bare":
-        assert f"{own}, which brought the weights, has none: set data.tokenizer to" in message
+        assert f"{own}, where the weights are from, has none: set data.tokenizer to" in message
     else:
-        assert f"set data.tokenizer={fits}, or leave the key away" in message
-    assert "has no larger one: no text uses the other rows" in unused_rows(own, None)[0]["message"]
+        assert f"set data.tokenizer={fits}, or leave the key out" in message
+    assert "has no larger tokenizer: the rest is unused" in unused_rows(own, None)[0]["message"]
     assert unused_rows(own, "other", used=50_000) == []

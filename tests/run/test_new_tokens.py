@@ -77,7 +77,7 @@ def test_adapters_bring_the_rows_that_their_base_lacks(
 
     run = RunFolder(tmp_path / "run")
     output = train(base, run.path, "train.steps=2", *words).output
-    assert f"after its resize_token_embeddings({IDS})" in output
+    assert f"after resize_token_embeddings({IDS})" in output
     (event,) = events(run, "new_rows")
     is_trained = WHOLE in words
     expected = "are trained (model.lora.modules_to_save)" if is_trained else "stay frozen"

@@ -121,7 +121,7 @@ def test_profiling_shows_the_steps_of_its_window_and_changes_nothing(
     assert any(name.startswith("aten::") for *_, name in rows)
     # Torch counts the FLOPs that mfu is reckoned with: under ZeRO 3 those of the unsharded model,
     # of a pipeline those of the first stage.
-    assert float(*re.findall(r"FLOPs as torch counts, ([\d.]+) of", ended.output)) == 1.0
+    assert float(*re.findall(r"FLOPs counted by torch, ([\d.]+) of", ended.output)) == 1.0
     text = (run.profile_dir / "flops-6.txt").read_text()
     assert re.search(r"^ +[\d,]+ +[\d.]+% aten\.mm$", text, re.M), text
     assert re.search(r"^ +[\d,]+ +[\d.]+% \S+\.layers\.0$", text, re.M), text

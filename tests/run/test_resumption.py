@@ -93,11 +93,11 @@ def test_a_branch_goes_back_and_on_with_another_learning_rate(
 @pytest.mark.parametrize(
     ("source", "more", "code", "message"),
     [
-        ("{run}@5", (), 77, "holds no step 5, but step-"),
-        in_gate("{run}@6", ("train.steps=5",), 2, "it has 6 steps behind it, train.steps=5"),
+        ("{run}@5", (), 77, "has no step 5, only step-"),
+        in_gate("{run}@6", ("train.steps=5",), 2, "its step 6 is beyond train.steps=5"),
         in_gate("{run}@4", ("model.overrides.hidden_size=32",), 2, "model_config is"),
         ("{run}@4", ("data.seq_len=16",), 2, "data.seq_len is 16, but that run has 32"),
-        in_gate("/nowhere/at/all", (), 77, "/nowhere/at/all/checkpoints holds no checkpoint"),
+        in_gate("/nowhere/at/all", (), 77, "/nowhere/at/all/checkpoints has no checkpoint"),
     ],
 )
 def test_what_cannot_be_branched_from_is_refused(

@@ -110,12 +110,12 @@ def test_terms_are_named_where_the_time_is_off(site: Path) -> None:
     clock = StepClock(plan(site))
     assert clock.predicted is not None
     seconds = clock.predicted.seconds
-    assert clock.text(seconds, 0.0).endswith("s a step, predicted +0.0% (measured rates)")
+    assert clock.text(seconds, 0.0).endswith("s per step, predicted +0.0% (measured rates)")
     late = clock.text(2 * seconds, seconds)
-    assert "predicted -50.0% (measured rates) (!): predicted were " in late
+    assert "predicted -50.0% (measured rates) (!): the prediction has " in late
     assert "matrix products" in late
-    assert "waited for data, which is not predicted" in late
-    assert "waited for data" not in clock.text(seconds / 2, seconds)
+    assert "of waiting for data are not predicted" in late
+    assert "waiting for data" not in clock.text(seconds / 2, seconds)
 
 
 def test_a_run_says_both_times_and_a_site_is_fitted_to_it(

@@ -131,7 +131,7 @@ def ending(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> RunFolde
         *(f"data.path={texts}", f"data.cache_dir={run.path.with_name('cache')}"),
         *("train.steps=60", "train.global_batch=16", "train.micro_batch=8", "optim.lr=0.01"),
     )
-    assert "special ids are the tokenizer's: bos_token_id 1 (was 300)" in output
+    assert "special ids are set to the tokenizer's: bos_token_id 1 (was 300)" in output
     return run
 
 

@@ -102,7 +102,7 @@ def test_a_tracker_that_fails_is_an_event_and_the_run_goes_on(folder: RunFolder)
     pytest.importorskip("tensorboard")
     (folder.path / "tensorboard").write_text("a file where the folder would be")
     (problem,) = write(folder, LogConfig(tensorboard=True), 0, range(1, 3), loss=1.0)
-    assert problem.startswith("log.tensorboard is off from here on: ")
+    assert problem.startswith("log.tensorboard is disabled from now on: ")
 
 
 def test_names_of_a_line() -> None:

@@ -1,1 +1,1 @@
-"""Everything that is true of DeepSpeed 0.19 alone: its defects, and its private names."""
+"""Everything specific to DeepSpeed 0.19: its defects and its private names."""

@@ -1,4 +1,4 @@
-"""Builds of compiled operators: by one process at a time, announced, and safe from a kill."""
+"""Builds compiled operators: one process at a time, with progress messages, and safe from kills."""
 
 from __future__ import annotations
 
@@ -17,50 +17,51 @@ from torch.utils import cpp_extension, file_baton
 from harness.errors import ConfigError
 
 Say = Callable[[str], None]
-PATIENCE_S = 5.0  # until a line says why nothing happens
-TOLD_LINES, TOLD_COLUMNS = 12, 200  # of a compiler's output; a command alone has thousands
-_torch: Any = cpp_extension  # whose names are replaced
+PATIENCE_S = 5.0  # before a message explains the delay
+# Shown of a compiler's output, in which a single command line has thousands of characters.
+TOLD_LINES, TOLD_COLUMNS = 12, 200
+_torch: Any = cpp_extension  # untyped, to replace its names
 _torch_load = cpp_extension.load
 
 
 def watch_builds(say: Say) -> None:
-    """Let `say` hear of every operator that is compiled, here or by another process.
+    """Report through `say` every operator that is compiled, by this process or another.
 
-    torch compiles without a word, and takes the presence of a file for a lock: after a kill every
-    later run on the machine waits for it to vanish, for ever.
+    torch compiles silently and uses the existence of a file as a lock: after a kill, every later
+    run on the machine would wait forever for that file to be removed.
     """
     _torch.load = functools.partial(_load, say)
-    _torch.FileBaton = _Baton
+    _torch.FileBaton = _BuildLock
 
 
 def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's `load`. Raises ConfigError with the compiler's last lines where it fails."""
+    """Wrap torch's `load`. Raises ConfigError with the compiler's last lines if the build fails."""
     folder = kwargs.get("build_directory") or cpp_extension._get_build_directory(name, False)
-    # One that was built is there at once, unless another installation built it.
-    teller = _Teller(say, PATIENCE_S if Path(folder, f"{name}.so").exists() else 0)
-    teller(f"compiling DeepSpeed's {name} in {folder}: some minutes, the first time on a machine")
-    _torch.FileBaton = functools.partial(_Baton, say=teller)
+    # An operator that is already built loads at once, unless another installation built it.
+    teller = _BuildLog(say, PATIENCE_S if Path(folder, f"{name}.so").exists() else 0)
+    teller(f"compiling DeepSpeed's {name} in {folder}: takes some minutes, once per machine")
+    _torch.FileBaton = functools.partial(_BuildLock, say=teller)
     began = time.monotonic()
     try:
         module = _torch_load(name, *args, **kwargs)
     except (RuntimeError, ImportError, OSError, CalledProcessError) as error:
-        output = getattr(error, "output", None) or b""  # of a compiler that does not even start
+        output = getattr(error, "output", None) or b""  # if the compiler does not even start
         output_text = f"{error}\n{output.decode(errors='replace')}"
         raise ConfigError(
-            f"DeepSpeed's {name} could not be built in {folder} (CXX names another compiler, "
-            f"TORCH_EXTENSIONS_DIR another folder). The last lines of what the compiler said:\n"
+            f"DeepSpeed's {name} could not be built in {folder} (set CXX to use another compiler, "
+            f"TORCH_EXTENSIONS_DIR to use another folder). Last lines of the compiler output:\n"
             f"{_last_lines(output_text)}"
         ) from error
     finally:
-        _torch.FileBaton = _Baton
+        _torch.FileBaton = _BuildLock
         teller.stop()
     if teller.has_told:
         say(f"{name} was ready after {time.monotonic() - began:.0f} s")
     return module
 
 
-class _Teller:
-    """Says what is being done if it is still being done after so many seconds."""
+class _BuildLog:
+    """Says what is being done if it takes longer than a given number of seconds."""
 
     def __init__(self, say: Say, after_s: float) -> None:
         self._say, self._after_s, self._timer = say, after_s, threading.Timer(0, lambda: None)
@@ -76,7 +77,7 @@ class _Teller:
             self._tell(text)
 
     def stop(self) -> None:
-        """Say no more."""
+        """Cancel the pending message."""
         self._timer.cancel()
 
     def _tell(self, text: str) -> None:
@@ -89,11 +90,11 @@ def _last_lines(text: str) -> str:
     return "\n".join(f"  {line[:TOLD_COLUMNS]}" for line in lines[-TOLD_LINES:])
 
 
-class _Baton:
-    """torch's FileBaton, held by the kernel, which lets go of it with the process.
+class _BuildLock:
+    """A replacement for torch's FileBaton that uses a kernel lock, released when the process ends.
 
-    Whoever waited builds, too: a builder that was killed has built nothing, and after one that was
-    not, ninja finds nothing to do.
+    A process that has waited builds, too: a killed builder has built nothing, and after a finished
+    build ninja has nothing to do.
     """
 
     def __init__(self, lock_file_path: str, say: Say = lambda text: None) -> None:
@@ -101,33 +102,35 @@ class _Baton:
         self._file: IO[str] | None = None
 
     def try_acquire(self) -> bool:
-        """True once this process may build; False where another one does, and locks are unknown."""
+        """Return True once this process may build; False if another process builds and the file
+        system has no locks.
+        """
         while True:
             try:
                 file, is_new = self._path.open("x"), True
             except FileExistsError:
                 try:
                     file, is_new = self._path.open("r+"), False
-                except FileNotFoundError:  # its holder has just let go
+                except FileNotFoundError:  # its holder has just released it
                     continue
             try:
                 self._lock(file)
-            except OSError:  # Lustre without -o flock: as torch does, by the file being there
+            except OSError:  # Lustre without -o flock: as in torch, the file itself is the lock
                 if not is_new:
                     file.close()
                     return False
             if self._is_in_place(file):
                 self._file = file
                 return True
-            file.close()  # it was removed while we waited: others lock a new one
+            file.close()  # removed while this process waited: others lock a new file
 
     def wait(self) -> None:
-        """Wait for whoever builds, as torch does."""
-        self._say(f"waiting for another process to build, while {self._path} is there")
+        """Wait for the process that builds, as torch does."""
+        self._say(f"waiting for another process to build, until {self._path} is removed")
         file_baton.FileBaton(str(self._path)).wait()
 
     def release(self) -> None:
-        """Let others build."""
+        """Release the lock so that others can build."""
         assert self._file is not None, "release without acquire"
         self._path.unlink(missing_ok=True)
         self._file.close()
@@ -136,7 +139,7 @@ class _Baton:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._say(f"waiting for another process, which builds in {self._path.parent}")
+            self._say(f"waiting for another process that is building in {self._path.parent}")
             fcntl.flock(file, fcntl.LOCK_EX)
 
     def _is_in_place(self, file: IO[str]) -> bool:

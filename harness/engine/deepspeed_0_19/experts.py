@@ -1,8 +1,8 @@
-"""Facts that DeepSpeed has to be told of experts that are divided over data ranks.
+"""Makes DeepSpeed handle experts that are split over data-parallel ranks.
 
-It knows experts of its own layers alone. ZeRO 1 and 2 take a parameter for one by two attributes,
-find its groups by name in two globals, and ask for either only if the model has a module of
-DeepSpeed's class. ZeRO 3 takes three other attributes, and refuses that class.
+DeepSpeed knows only the experts of its own layers. ZeRO 1 and 2 recognise an expert parameter by
+two attributes, look up its groups by name in two globals, and do both only if the model contains a
+module of DeepSpeed's MoE class. ZeRO 3 uses three other attributes and rejects that class.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ _MARKER = "_has_experts"
 
 
 class Marker(MoE):  # type: ignore[misc]  # which has no types
-    """A module of DeepSpeed's class without parameters, which nobody calls."""
+    """A module of DeepSpeed's MoE class without parameters; it is never called."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.num_experts = 1
 
     def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the groups are there."""
+        """Do nothing: the groups exist already."""
 
 
 def group_name(ranks: int) -> str:
-    """Return the name of the groups of so many ranks, whose number DeepSpeed reads from it."""
+    """Return the name of expert groups of this size; DeepSpeed parses the size from it."""
     return f"ep_size_{ranks}"
 
 
 def mark_expert(parameter: Any, zero_stage: int, ranks: int, replicas: dist.ProcessGroup) -> None:
-    """Let DeepSpeed reduce and shard a parameter over the `replicas` of its experts; before it is
-    partitioned. `ranks`: how many hold all experts between them.
+    """Make DeepSpeed reduce and shard a parameter over the `replicas` of its experts. Call it
+    before the parameter is partitioned. `ranks`: the number of ranks that together hold all
+    experts.
     """
     if zero_stage == 3:
         parameter.ds_zero_placement_family = "autoep_expert"
@@ -47,7 +48,7 @@ def mark_expert(parameter: Any, zero_stage: int, ranks: int, replicas: dist.Proc
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Return whether `mark_expert` has marked it."""
+    """Return True if `mark_expert` has marked a parameter."""
     return any(
         hasattr(parameter, name) for name in ("allreduce", "ds_zero_partition_process_group")
     )
@@ -60,11 +61,13 @@ def announce_experts(
     replicas: dist.ProcessGroup,
     parts: dist.ProcessGroup,
 ) -> None:
-    """Tell DeepSpeed the groups of a model with marked parameters; before its engine is built.
+    """Register the expert groups of a model with marked parameters in DeepSpeed, before its engine
+    is built.
 
-    `parts`: the ranks that hold all parts of a layer's experts, more than `experts` where their
-    width is divided, too: ZeRO 3 adds up the norm over these, BF16_Optimizer over tensor ranks and
-    then over experts if a global says that there are several. Else either norm is too small.
+    `parts`: the ranks that hold all slices of a layer's experts; more than `experts` if tensor
+    parallelism also splits their width. ZeRO 3 sums the norm over them. BF16_Optimizer sums it over
+    tensor ranks and then over experts, if a global says that there are several. Otherwise either
+    norm is too small.
     """
     name = group_name(experts.size())
     groups.expert_tensor_parallel_world_size = parts.size() // experts.size()
@@ -81,15 +84,17 @@ def announce_experts(
 def expert_groups(
     optimizer_groups: Iterable[dict[str, Any]], zero_stage: int
 ) -> list[dict[str, Any]]:
-    """Return optimizer groups of which each has experts alone or none, named as DeepSpeed asks."""
+    """Return the optimizer groups split into groups with only experts or none, named as DeepSpeed
+    requires.
+    """
     split = []
     for number, group in enumerate(optimizer_groups):
         named = list(zip(group["names"], group["params"], strict=True))
         for experts in (False, True):
-            some = [(n, p) for n, p in named if is_expert(p) == experts]
-            if not some:
+            chosen = [(n, p) for n, p in named if is_expert(p) == experts]
+            if not chosen:
                 continue
-            names, parameters = zip(*some, strict=True)
+            names, parameters = zip(*chosen, strict=True)
             part = {**group, "names": list(names), "params": list(parameters)}
             if zero_stage < 3:
                 part["name"] = parameters[0].group_name if experts else f"group_{number}"

@@ -1,7 +1,7 @@
-"""Gradients of an engine, and what an engine leaves open between calls.
+"""Gradients of an engine, and fixes for what DeepSpeed leaves pending between calls.
 
-tests/engine/deepspeed_0_19/ shows for each that it is still needed: when such a test fails after an
-upgrade, the function can go.
+tests/engine/deepspeed_0_19/ shows for each function that it is still needed. When such a test fails
+after an upgrade, the function can be removed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from harness.engine.deepspeed_0_19.replaced import replaced
 
 
 def settle_gradients(engine: Any) -> None:
-    """Let gradients be read as soon as the last backward pass was launched.
+    """Make gradients readable as soon as the last backward pass has been launched.
 
-    ZeRO-1 and -2 copy offloaded gradients to the host, and wait for that at the head of `step`
-    alone: read before, they may be the last step's; clamped before, the copy overwrites them.
-    Those on the device are reduced on another stream, which other DeepSpeeds may not wait for.
+    ZeRO-1 and -2 copy offloaded gradients to the host and wait for the copy only at the start of
+    `step`. Reading them earlier may return those of the previous step; clamping them earlier is
+    overwritten by the copy. Gradients on the device are reduced on another stream, which some
+    DeepSpeed versions do not wait for.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "_wait_for_offload_copies"):
@@ -35,11 +36,11 @@ def settle_gradients(engine: Any) -> None:
 
 
 def gather_after_writing(engine: Any) -> None:
-    """Let ZeRO-3's next gather of weights wait for those being written on the current stream.
+    """Make ZeRO-3's next all-gather of weights wait for writes on the current stream.
 
-    DeepSpeed gathers on a stream of its own, which waits for no step before. If no weight is
-    persistent (stage3_param_persistence_threshold 0), nothing but the throughput timer's waits
-    keeps the next forward pass from weights that are half old.
+    DeepSpeed gathers on a separate stream, which does not wait for the previous step. If no weight
+    is persistent (stage3_param_persistence_threshold 0), only the waits of the throughput timer
+    would keep the next forward pass from reading half-updated weights.
     """
     offload = getattr(engine.optimizer, "parameter_offload", None)
     stream = getattr(offload, "_DeepSpeedZeRoOffload__allgather_stream", None)
@@ -48,10 +49,10 @@ def gather_after_writing(engine: Any) -> None:
 
 
 def drop_skipped_gradients(engine: Any) -> None:
-    """Keep a step that was skipped out of the next one's gradients, after it.
+    """After a skipped step, drop its gradients so that they are not added to the next step's.
 
-    With the optimizer on the CPU and sums in fp32 beside 16-bit weights, ZeRO-2 clears them after
-    the steps that it takes alone: after NaN it would skip for ever.
+    With the optimizer on the CPU and fp32 accumulation beside 16-bit weights, ZeRO-2 clears them
+    only after steps that it takes: after a NaN it would skip forever.
     """
     optimizer = engine.optimizer
     if getattr(optimizer, "cpu_offload", False) and not engine.was_step_applied():
@@ -59,15 +60,15 @@ def drop_skipped_gradients(engine: Any) -> None:
 
 
 def replay_adam_steps(optimizer: Any) -> None:
-    """Bring DeepSpeed's Adam on the CPU to where the run was saved, exactly; after a load.
+    """Restore the exact state of DeepSpeed's CPU Adam after a load.
 
-    Its C++ multiplies the powers of beta up step by step, but takes them by `pow` when it meets a
-    step that does not follow the last: a resumed run would round differently from then on.
+    Its C++ code updates the powers of beta step by step, but recomputes them with `pow` when a step
+    does not follow the last one: a resumed run would round differently from then on.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     states = [state for state in inner.state.values() if "step" in state]
     if not states or type(inner).__name__ != "DeepSpeedCPUAdam":
-        return  # CUDA's takes them by `pow` always
+        return  # the CUDA version always uses `pow`
     value = torch.zeros(1)
     value.grad = torch.zeros(1)
     kept = inner.state, inner.param_groups
@@ -82,14 +83,14 @@ def replay_adam_steps(optimizer: Any) -> None:
 
 
 def is_minimum_loss_scale(error: Exception) -> bool:
-    """Return True for DeepSpeed's bare Exception on a loss scale that cannot fall further."""
+    """Return True for the bare Exception that DeepSpeed raises at the minimum loss scale."""
     return type(error) is Exception and "loss scale already at minimum" in str(error)
 
 
 def keeps_no_grad_norm(engine: Any) -> bool:
-    """True for ZeRO-0 in fp32, which clips inside `step` and records no norm at all.
+    """Return True for ZeRO-0 in fp32, which clips inside `step` and does not record a norm.
 
-    `get_global_grad_norm` is then None; the norm has to be taken between backward and step.
+    `get_global_grad_norm` then returns None; the norm must be computed between backward and step.
     """
     return engine.zero_optimization_stage() == 0 and not (
         engine.fp16_enabled() or engine.bfloat16_enabled()
@@ -98,10 +99,10 @@ def keeps_no_grad_norm(engine: Any) -> bool:
 
 @contextlib.contextmanager
 def discarding(engine: Any) -> Iterator[None]:
-    """Let a step throw its gradients away, in DeepSpeed's own way out of an overflow.
+    """Return a context in which a step discards its gradients, using DeepSpeed's overflow handling.
 
-    The engine counts it as skipped and is clean for the next; the loss scale stays. DeepSpeed has
-    no call for that, and ZeRO-0 in fp32 has no way out at all: it steps with NaN as with anything.
+    The engine counts the step as skipped and is ready for the next; the loss scale is unchanged.
+    DeepSpeed has no call for this. ZeRO-0 in fp32 has no overflow handling: it steps with NaN.
     """
     optimizer = engine.optimizer
     with contextlib.ExitStack() as stack:
@@ -116,11 +117,11 @@ def discarding(engine: Any) -> Iterator[None]:
 
 
 def count_every_stage(parameters: Iterable[Any], is_copy: Callable[[Any], bool]) -> None:
-    """Let ZeRO-0 in fp32 clip by the norm over all pipeline stages, copies left out.
+    """Make ZeRO-0 in fp32 clip by the norm over all pipeline stages, without counting copies.
 
-    DeepSpeed's `clip_grad_norm_` counts on the first rank of a model alone what is not marked as
-    split over model-parallel ranks, and what is marked on all, also the last stage's copy of a tied
-    weight: the norm is too small, or too large, and the clipping with it.
+    DeepSpeed's `clip_grad_norm_` counts parameters that are not marked as model-parallel on the
+    model's first rank only, and marked ones on all ranks, including the last stage's copy of a tied
+    weight. The norm would be too small or too large, and so would the clipping.
     """
     for parameter in parameters:
         parameter.model_parallel = not is_copy(parameter)
@@ -128,10 +129,11 @@ def count_every_stage(parameters: Iterable[Any], is_copy: Callable[[Any], bool])
 
 
 def add_norms_over_stages_once(engine: Any) -> None:
-    """Let ZeRO-1 sum the gradient norm over pipeline stages once for all parameter groups.
+    """Make ZeRO-1 sum the gradient norm over pipeline stages once for all parameter groups.
 
-    DeepSpeed sums it group by group. Stages that have different numbers of groups (a rule of
-    optim.groups or Muon's matrices may fit some stages alone) would wait for each other for ever.
+    DeepSpeed sums it group by group. Stages with different numbers of groups (a rule of
+    optim.groups or Muon's matrices may apply to some stages only) would wait for each other
+    forever.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "scaled_global_norm"):
@@ -142,7 +144,7 @@ def add_norms_over_stages_once(engine: Any) -> None:
         with replaced(optimizer, "_model_parallel_all_reduce", lambda tensor, op: None):
             square: torch.Tensor = norm_of_groups(
                 norm_type
-            ).square()  # infinity where one is not finite
+            ).square()  # infinity if a gradient is not finite
         over_stages(tensor=square, op=dist.ReduceOp.SUM)
         return square.sqrt()
 
@@ -150,11 +152,11 @@ def add_norms_over_stages_once(engine: Any) -> None:
 
 
 def reduce_in_place(engine: Any) -> None:
-    """Let BF16_Optimizer reduce its flat gradients where they lie, and alone not at all.
+    """Make BF16_Optimizer reduce its flat gradients in place, and not at all on a single rank.
 
-    DeepSpeed packs them into buffers of up to half a billion elements and copies those back; on one
-    rank, too, where fp32 sums are rounded to bf16 on the way. `size`: by which the sum is divided;
-    of experts that one rank alone has, more ranks have sent tokens.
+    DeepSpeed copies them into buffers of up to half a billion elements and back, even on a single
+    rank, where fp32 sums are rounded to bf16 on the way. `size` divides the sum even on a single
+    rank: experts without replicas still receive tokens from other ranks.
     """
 
     def reduce(flats: list[torch.Tensor], group: Any, size: float | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Every private name of DeepSpeed that the library reads, each in one function; the other files of
-this folder read only those that they replace or settle.
+"""All private names of DeepSpeed that the library reads, one function each. The other files of this
+folder read only those that they replace or fix.
 
-tests/engine/deepspeed_0_19/test_internals.py asks real engines for each. DeepSpeed's public
-functions for fragments do not serve: `safe_get_local_*` know ZeRO-3 alone, copy what the host holds
-to the device, and none says which elements of a parameter a rank has.
+tests/engine/deepspeed_0_19/test_internals.py tests each on real engines. DeepSpeed's public
+functions for fragments are not sufficient: `safe_get_local_*` support only ZeRO-3 and copy host
+tensors to the device, and none says which elements of a parameter a rank has.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from torch import nn
 
 from harness.engine.deepspeed_0_19.replaced import replaced
 
-_SETTLED = SimpleNamespace(synchronize=lambda: None)  # a stream that nobody has to wait for
+_SETTLED = SimpleNamespace(synchronize=lambda: None)  # a stream without pending work
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def inner_optimizer(engine: Any) -> Any:
-    """The optimizer inside DeepSpeed's wrapper."""
+    """Return the optimizer inside DeepSpeed's wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def read_counters(engine: Any) -> dict[str, int]:
-    """Steps and samples so far."""
+    """Return the numbers of steps, samples and skipped steps so far."""
     return {name: int(getattr(engine, name)) for name in _COUNTERS}
 
 
 def write_counters(engine: Any, values: dict[str, int]) -> None:
-    """Set what `read_counters` gave, where it is there."""
+    """Restore those counters of `read_counters` that are present."""
     for name in _COUNTERS:
         if name in values:
             setattr(engine, name, values[name])
 
 
 def read_loss_scaling(engine: Any) -> dict[str, Any]:
-    """The state of a loss scale that adapts."""
+    """Return the state of a dynamic loss scale; empty for a fixed one."""
     scaler = _scaler(engine)
     return {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)}
 
 
 def write_loss_scaling(engine: Any, values: dict[str, Any]) -> None:
-    """Set what `read_loss_scaling` gave, where it is there."""
+    """Restore those values of `read_loss_scaling` that are present."""
     scaler = _scaler(engine)
     for name in _SCALER:
         if hasattr(scaler, name) and name in values:
@@ -57,43 +57,49 @@ def write_loss_scaling(engine: Any, values: dict[str, Any]) -> None:
 
 
 def _scaler(engine: Any) -> Any:
-    """The object that holds a loss scale that adapts; None where the JSON fixes it, which may be at
-    another value than for the run that saved.
+    """Return the dynamic loss scaler; None if the JSON fixes the scale, which may then differ from
+    that of the run that saved.
     """
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None
 
 
-# --- a parameter, under any stage ---
+# --- a parameter, at any stage ---
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """True under ZeRO-3."""
+    """Return True under ZeRO-3."""
     return hasattr(parameter, "ds_id")
 
 
 def is_linked(parameter: nn.Parameter) -> bool:
-    """True under ZeRO-1, ZeRO-2 and BF16_Optimizer, which step fp32 copies of what is trained."""
+    """Return True under ZeRO-1, ZeRO-2 and BF16_Optimizer, which step fp32 copies of the
+    weights.
+    """
     return hasattr(parameter, "_hp_mapping")
 
 
 def is_pipe_copy(parameter: nn.Parameter) -> bool:
-    """True of a tied weight's copy at the other end of the pipeline; the first end counts it."""
+    """Return True for a tied weight's copy on the last pipeline stage; the first stage counts
+    it.
+    """
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of all of it, whichever part this rank has."""
+    """Return the full shape of a parameter before ZeRO shards it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def is_whole(parameter: nn.Parameter) -> bool:
-    """True of what a rank has all of between steps; others may be gathered ahead for a moment."""
+    """Return True if the rank keeps the full parameter between steps; others may be gathered
+    briefly.
+    """
     return bool(getattr(parameter, "ds_persist", True))
 
 
 def elements_held(parameter: Any) -> int:
-    """Return the number of its elements that this rank stores between steps."""
+    """Return the number of elements of a parameter that this rank stores between steps."""
     tensor = parameter.ds_tensor if is_partitioned(parameter) else parameter
     return int(tensor.numel())
 
@@ -103,19 +109,20 @@ def elements_held(parameter: Any) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a parameter: `numel` elements from `offset` on, at `start` of a flat tensor.
+    """A rank's shard of a parameter: `numel` elements from `offset` on, at `start` of a flat
+    tensor.
 
-    `group`: of the flat tensor among those that are trained; None of what nobody trains.
+    `group`: index of the flat tensor among the trained ones; None for a frozen parameter.
     """
 
     offset: int
-    numel: int  # negative or 0 where all of it lies on ranks before
+    numel: int  # negative or 0 if earlier ranks hold the whole parameter
     start: int
     group: int | None
 
 
 def shard_of(parameter: Any) -> Shard:
-    """This rank's part of a parameter of ZeRO-3."""
+    """Return this rank's shard of a ZeRO-3 parameter."""
     size = parameter.ds_tensor.ds_numel
     if parameter.requires_grad:
         optimizer = parameter._z3_optimizer
@@ -128,20 +135,21 @@ def shard_of(parameter: Any) -> Shard:
 
 
 def partition_like(first: Any, parameters: list[nn.Parameter]) -> None:
-    """Cut parameters into partitions as one that zero.Init has cut; collective."""
+    """Partition parameters like `first`, which zero.Init has partitioned. Collective."""
     first.convert_to_zero_parameters(param_list=parameters)
 
 
 def shard_tensor(parameter: Any) -> torch.Tensor:
-    """The elements of a parameter of ZeRO-3 that this rank stores."""
+    """Return the elements of a ZeRO-3 parameter that this rank stores."""
     tensor: torch.Tensor = parameter.ds_tensor.data
     return tensor
 
 
 def shard_gradient(parameter: Any) -> torch.Tensor:
-    """The gradient of this rank's part, for the optimizer to take; on NVMe in a shared buffer.
+    """Return the gradient of this rank's shard, for the optimizer; on NVMe, in a shared buffer.
 
-    For settled gradients (gradients.py): DeepSpeed's function would let the host wait for each.
+    Requires settled gradients (gradients.py): DeepSpeed's function would make the host wait for
+    each.
     """
     optimizer = parameter._z3_optimizer
     gradient: torch.Tensor
@@ -151,20 +159,20 @@ def shard_gradient(parameter: Any) -> torch.Tensor:
 
 
 def is_zero3(optimizer: Any) -> bool:
-    """True of ZeRO-3's wrapper."""
+    """Return True for ZeRO-3's wrapper."""
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
 def zero3_flats(optimizer: Any) -> list[torch.Tensor]:
-    """One flat fp32 tensor per sub-group."""
+    """Return one flat fp32 tensor per sub-group."""
     return list(optimizer.fp32_partitioned_groups_flat)
 
 
 def refresh_zero3(engine: Any, masters: list[torch.Tensor]) -> None:
-    """Compute with `masters` from now on, as DeepSpeed's _rigid_load_state_dict; collective."""
+    """Compute with `masters` from now on, like DeepSpeed's _rigid_load_state_dict. Collective."""
     optimizer = engine.optimizer
     for parameter in engine.module.parameters():
-        # hpZ's second copy, of the weights before; DeepSpeed forgets those that nobody trains.
+        # hpZ's second copy is of the old weights; DeepSpeed keeps that of frozen parameters.
         parameter.ds_secondary_tensor = None
     flats, groups = optimizer.fp16_partitioned_groups_flat, optimizer.fp16_partitioned_groups
     for master, flat, group in zip(masters, flats, groups, strict=True):
@@ -181,7 +189,7 @@ def refresh_zero3(engine: Any, masters: list[torch.Tensor]) -> None:
 
 
 def linked_shard(parameter: Any) -> Shard | None:
-    """This rank's part of a parameter; None where it has none."""
+    """Return this rank's shard of a parameter; None if it has none."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
@@ -191,7 +199,7 @@ def linked_shard(parameter: Any) -> Shard | None:
 
 
 def linked_gradient(parameter: Any) -> torch.Tensor | None:
-    """The gradient of this rank's part, as a view; None where it has none."""
+    """Return the gradient of this rank's shard, as a view; None if it has none."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
@@ -203,20 +211,20 @@ def linked_gradient(parameter: Any) -> torch.Tensor | None:
 
 
 def linked_flats(optimizer: Any) -> list[torch.Tensor]:
-    """One flat fp32 tensor per parameter group: this rank's share."""
+    """Return one flat fp32 tensor per parameter group, this rank's shard."""
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         return list(optimizer.single_partition_of_fp32_groups)
     return list(optimizer.fp32_groups_flat_partition)  # BF16_Optimizer
 
 
 def linked_group(optimizer: Any, parameter: nn.Parameter) -> int:
-    """The number of the group that a parameter is in, whoever has its elements."""
+    """Return the index of a parameter's group, whichever rank has its elements."""
     groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
     return next(n for n, group in enumerate(groups) if any(p is parameter for p in group))
 
 
 def refresh_linked(optimizer: Any) -> None:
-    """Compute with the fp32 weights from now on, where there are any beside; collective."""
+    """Compute with the fp32 weights from now on, if there are separate ones. Collective."""
     if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
         optimizer._hp_optimizer_states_linked = False
@@ -227,22 +235,22 @@ def refresh_linked(optimizer: Any) -> None:
 
 
 def is_swapped(optimizer: Any) -> bool:
-    """True where any states are on NVMe: those of sub-groups of at least a megabyte."""
+    """Return True if any states are on NVMe: those of sub-groups of at least a megabyte."""
     return bool(getattr(optimizer, "swap_optimizer", False))
 
 
 def is_group_swapped(optimizer: Any, group: int) -> bool:
-    """True where the states of a sub-group are on NVMe."""
+    """Return True if the states of a sub-group are on NVMe."""
     return bool(optimizer._swappable_optimizer_subgroup(group))
 
 
 def group_numel(optimizer: Any, group: int) -> int:
-    """The elements of a sub-group, without what its file is padded with."""
+    """Return the number of elements of a sub-group, without the padding of its file."""
     return int(optimizer.fp16_partitioned_groups_flat_numel[group])
 
 
 def swapped_tensors(optimizer: Any, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, Path]]:
-    """(tensor, its file): a sub-group's master weights first, then their states."""
+    """Yield (tensor, its file): a sub-group's master weights first, then their states."""
     for swapped in optimizer.optimizer_swapper._get_param_swap_info(flat).tensors:
         yield swapped.compute_tensor, Path(swapped.swap_path)
 
@@ -250,7 +258,7 @@ def swapped_tensors(optimizer: Any, flat: torch.Tensor) -> Iterator[tuple[torch.
 def add_swapped_states(
     optimizer: Any, flat: torch.Tensor, numel: int, kinds: Collection[str]
 ) -> None:
-    """Give a sub-group states of zeros, in files."""
+    """Add states of zeros to a sub-group, in files."""
     optimizer.optimizer.state[flat].update({kind: torch.zeros(numel) for kind in kinds})
     swapper = optimizer.optimizer_swapper
     info = swapper._get_param_swap_info(flat)
@@ -264,40 +272,40 @@ def add_swapped_states(
 
 
 def train_schedule(engine: Any) -> Any:
-    """The commands of one training step of this stage."""
+    """Return the commands of one training step of this stage."""
     return engine._train_schedule()
 
 
 def inference_schedule(engine: Any, micro_batches: int) -> Any:
-    """The commands of forward passes alone."""
+    """Return the commands of forward passes only."""
     return engine._inference_schedule(micro_batches)
 
 
 def run_schedule(engine: Any, schedule: Any, inputs: Iterator[Any]) -> None:
-    """Carry out a stage's commands on micro-batches; keeps nothing of them afterwards."""
+    """Execute a stage's commands on micro-batches; keeps no reference to them afterwards."""
     engine.total_loss = None
     engine._compute_loss = True
     engine.set_dataiterator((micro_batch, None) for micro_batch in inputs)
     engine._exec_schedule(schedule)
-    # The last stage's losses, which would keep their graphs, and these their inputs.
+    # The last stage's losses would keep their graphs alive, and the graphs their inputs.
     outputs = engine.pipe_buffers["outputs"]
     outputs[:] = [None] * len(outputs)
     engine.loss = None
 
 
 def take_step(engine: Any) -> None:
-    """The optimizer step at the end of a training schedule."""
+    """Take the optimizer step at the end of a training schedule."""
     engine._exec_optimizer_step()
 
 
 def forget_shape(engine: Any) -> None:
-    """Let the stages agree anew on the shape that travels between them."""
+    """Make the stages renegotiate the shape that is sent between them."""
     engine.reset_activation_shape()
 
 
 def made_groups(engine: Any) -> list[dist.ProcessGroup]:
-    """The ranks that have the same of the same stage; those that have the other stages of what this
-    rank has; and those that have one model between them.
+    """Return the groups that DeepSpeed created: data-parallel replicas of this stage, the stages of
+    this pipeline, the ranks that together hold one model, and the tensor-parallel ranks.
     """
     return [
         engine.mpu.get_data_parallel_group(),
@@ -308,6 +316,6 @@ def made_groups(engine: Any) -> list[dist.ProcessGroup]:
 
 
 def pipe_group(engine: Any) -> dist.ProcessGroup:
-    """The ranks that have the other stages of this rank's model."""
+    """Return the ranks that hold the stages of this rank's model."""
     group: dist.ProcessGroup = engine.mpu.get_pipe_parallel_group()
     return group

@@ -1,7 +1,7 @@
-"""Every name of DeepSpeed and torch that the library replaces, on one screen.
+"""All names of DeepSpeed and torch that the library replaces, on one screen.
 
-When the test of a row fails after an upgrade, the row and its function can go. A number is that of
-the defect in docs/deepspeed_findings.md, where a script shows it.
+When the test of a row fails after an upgrade, the row and its function can be removed. A number
+refers to the defect in docs/deepspeed_findings.md, where a script demonstrates it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Joining:
     """A process that is about to join its group."""
 
     accelerator: str
-    patience: timedelta  # of every collective
-    say: Callable[[str], None]  # shows a line to the user
+    patience: timedelta  # timeout of every collective
+    say: Callable[[str], None]  # prints a line for the user
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Names that are replaced, why, when, by what, and the test that shows that it is still needed.
+    """Replaced names, the reason, the time, the replacement and the test that it is still needed.
 
-    At "join" once per process, at the "build" of an engine or for a single "step" on that engine.
+    "join": once per process; "build": for each engine; "step": for a single step of an engine.
     """
 
     names: str
@@ -52,7 +52,7 @@ PATCHES: tuple[Patch, ...] = (
           lambda joining: process_wide.wait_in_every_group(joining.patience),
           "test_a_new_group_of_torch_has_its_own_timeout"),
     Patch("deepspeed.accelerator.get_accelerator().is_fp16_supported",
-          "fp16 is refused on CPUs that torch computes it on", "join",
+          "fp16 is rejected on CPUs, although torch supports it", "join",
           lambda joining: process_wide.allow_fp16_on_any_cpu(joining.accelerator),
           "test_deepspeed_refuses_fp16_on_this_cpu"),
     Patch("deepspeed.runtime.zero.partitioned_param_coordinator"
@@ -64,14 +64,14 @@ PATCHES: tuple[Patch, ...] = (
           lambda _: process_wide.leave_muon_uncompiled(),
           "test_deepspeeds_muon_loads_the_compiler_and_ours_does_not"),
     Patch("deepspeed.runtime.bf16_optimizer.see_memory_usage",
-          "memory reports are printed whatever the log level", "join",
+          "memory reports are printed at any log level", "join",
           lambda _: process_wide.silence(),
           "test_deepspeeds_bf16_optimizer_prints_memory_reports"),
     Patch("deepspeed.pipe.PipelineModule._index_tied_modules _synchronize_tied_weights",
-          "tied weights are sought in layers, of which a stage here is one", "build",
+          "tied weights are looked up by layer, but a stage here is one layer", "build",
           pipe_module.StageModule,
           "test_deepspeeds_pipeline_finds_no_tied_weights_in_a_stage"),
-    Patch("sys.stdout", "PipelineModule prints whatever the log level", "build",
+    Patch("sys.stdout", "PipelineModule prints at any log level", "build",
           pipe_module.printing_nothing,
           "test_deepspeeds_pipeline_prints_whatever_the_log_level"),
     Patch("engine.allreduce_and_copy", 36, "build",
@@ -84,7 +84,7 @@ PATCHES: tuple[Patch, ...] = (
           gradients.count_every_stage,
           "test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage"),
     Patch("deepspeed.utils.groups._EXPERT_PARALLEL_GROUP _EXPERT_DATA_PARALLEL_GROUP",
-          "experts are found only of layers of DeepSpeed's own class", "build",
+          "only experts in layers of DeepSpeed's own class are recognised", "build",
           experts.announce_experts,
           "test_deepspeed_looks_for_experts_only_beside_a_module_of_its_own_class"),
     Patch("engine.optimizer.step overflow _update_scale, its module's is_invalid_grad_norm", 27,
@@ -95,7 +95,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def patch_process(joining: Joining) -> None:
-    """Apply all that is replaced once per process; before the group is joined."""
+    """Apply all replacements that are made once per process. Call it before joining the group."""
     for patch in PATCHES:
         if patch.when == "join":
             patch.apply(joining)

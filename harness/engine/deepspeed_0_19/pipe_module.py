@@ -19,20 +19,20 @@ Tied = list[tuple[nn.Parameter, dist.ProcessGroup]]
 
 @contextmanager
 def printing_nothing() -> Iterator[None]:
-    """Stop what PipelineModule prints whatever the log level."""
+    """Return a context that suppresses what PipelineModule prints at any log level."""
     with redirect_stdout(io.StringIO()):
         yield
 
 
 class StageModule(PipelineModule):  # type: ignore[misc]  # which has no types
-    """One rank's stage, as DeepSpeed wants it: a pipeline with one layer per stage.
+    """One rank's stage in the form that DeepSpeed requires: a pipeline with one layer per stage.
 
-    `tied`: this stage's weights of which another stage holds a copy, and the group of both.
+    `tied`: the weights of this stage that another stage holds too, with the group of both ranks.
     """
 
     def __init__(self, stage: nn.Module, grid: Grid, tied: Tied) -> None:
         self._tied = tied
-        # Its axes are ours: pipe, data, model, the last one over neighbours.
+        # Same axis order as the grid: pipe, data, model, with model innermost.
         ranks = PipeModelDataParallelTopology(
             num_pp=grid.pipeline, num_mp=grid.tensor, num_dp=grid.data
         )
@@ -45,7 +45,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # which has no types
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """The ranks that have the other parts of this stage's tensors."""
+        """The ranks that hold the other slices of this stage's tensors."""
         group: dist.ProcessGroup = self._grid.get_slice_parallel_group()
         return group
 
@@ -53,7 +53,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # which has no types
         return {}
 
     def get_tied_weights_and_groups(self) -> Tied:
-        """Whose gradients DeepSpeed sums over the group."""
+        """Return the weights whose gradients DeepSpeed sums over the group."""
         return self._tied
 
     def _synchronize_tied_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""Replacements of names of DeepSpeed and torch once per process, before the ranks are joined."""
+"""Replacements of DeepSpeed's and torch's names once per process, before the ranks join."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from harness.engine.deepspeed_0_19.replaced import replaced
 
 
 def without_shared_memory() -> None:
-    """Keep DeepSpeed from building its all-reduce over shared memory; before the group is joined.
+    """Keep DeepSpeed from building its shared-memory all-reduce; before the group is joined.
 
-    Only tensor-parallel inference uses it, which takes gloo without it. It costs a compilation of
-    a minute, leaves 69 MB per rank in /dev/shm, and its set-up spins for ever on a rank that has
-    already gone (a refused run).
+    Only tensor-parallel inference uses it, and falls back to gloo. It takes a minute to compile,
+    leaves 69 MB per rank in /dev/shm, and its setup spins forever on a rank that has already left
+    (a rejected run).
     """
-    # As an attribute of deepspeed.comm, torch is the library.
+    # deepspeed.comm.torch is the torch library; its own module is only in sys.modules.
     backend: Any = sys.modules["deepspeed.comm.torch"]
     backend.build_shm_op = lambda: None
 
@@ -31,17 +31,18 @@ def without_shared_memory() -> None:
 def allow_fp16_on_any_cpu(accelerator: str) -> None:
     """Let fp16 run on CPUs without fp16 instructions, as torch does, if slowly.
 
-    DeepSpeed refuses the whole run there, and with it every rehearsal of an fp16 job.
+    DeepSpeed rejects the whole run there, and with it every rehearsal of an fp16 job.
     """
     if accelerator == "cpu":
         get_accelerator().is_fp16_supported = lambda: True
 
 
 def wait_in_every_group(patience: timedelta) -> None:
-    """Let collectives of every group wait as long as those of the first one.
+    """Give all groups the collective timeout of the first one.
 
-    torch gives a new group its own default, 10 minutes under NCCL, whatever the first group has;
-    DeepSpeed makes its groups without saying, and ZeRO reduces and gathers in a copy of the first.
+    torch gives a new group its default, 10 minutes under NCCL, whatever the first group has.
+    DeepSpeed creates its groups without a timeout, and ZeRO reduces and gathers in a copy of the
+    first.
     """
     distributed_c10d._get_default_timeout = lambda backend: patience
 
@@ -49,9 +50,9 @@ def wait_in_every_group(patience: timedelta) -> None:
 def forget_releases_with_the_trace() -> None:
     """Let ZeRO-3 keep weights from the forward to the backward pass after an early evaluation.
 
-    It works out once and for ever, from the order of modules that it saw first, after which module
-    it lets go of a weight. Nothing comes after a forward pass alone: after one, before the first
-    step, all weights would be gathered twice in every step, which max_reuse_distance spares.
+    DeepSpeed determines only once, from the first order of modules that it sees, after which module
+    it releases a weight. In an evaluation nothing follows the forward pass. If one came before the
+    first step, all weights would be gathered twice in every step, which max_reuse_distance avoids.
     """
     coordinator = PartitionedParameterCoordinator
     wrapped = coordinator._PartitionedParameterCoordinator__params_to_release
@@ -66,15 +67,16 @@ def forget_releases_with_the_trace() -> None:
 
 
 def leave_muon_uncompiled() -> None:
-    """Keep torch's compiler out of every start.
+    """Keep torch's compiler from being loaded at start-up.
 
-    Every optimizer of DeepSpeed asks whether it is its Muon, and imports that; functions in there
-    go through torch.compile at once, which loads for a second or two. We call none of them.
+    Every DeepSpeed optimizer checks whether it is DeepSpeed's Muon and imports it. Functions in
+    that module are decorated with torch.compile, which takes a second or two to load. The harness
+    never calls them.
     """
     with replaced(compiler, "compile", lambda: compiler.dummy_decorator):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def silence() -> None:
-    """Stop the memory reports that BF16_Optimizer prints on every rank, whatever the log level."""
+    """Suppress the memory reports that BF16_Optimizer prints on every rank at any log level."""
     bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None

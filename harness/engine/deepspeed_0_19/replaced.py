@@ -1,4 +1,4 @@
-"""An attribute that has another value for a while."""
+"""Temporary replacement of an attribute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace `owner.name` within this."""
+    """Return a context in which `owner.name` is `value`."""
     own = {name: vars(owner)[name]} if name in vars(owner) else {}
     setattr(owner, name, value)
     try:

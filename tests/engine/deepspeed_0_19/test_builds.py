@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine.deepspeed_0_19 import builds
-from harness.engine.deepspeed_0_19.builds import _Baton
+from harness.engine.deepspeed_0_19.builds import _BuildLock
 from harness.errors import ConfigError
 from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command, wait_for
 
@@ -72,7 +72,7 @@ def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
     first.wait()
     said = log.read_text().splitlines()
     assert said[0].startswith(f"compiling DeepSpeed's planted in {tmp_path}/planted")
-    assert said[1].startswith("waiting for another process, which builds in")
+    assert said[1].startswith("waiting for another process that is building in")
     assert said[2].startswith("planted was ready after")
     assert said[3] == "loaded"
 
@@ -80,7 +80,7 @@ def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
 def test_who_waits_locks_what_others_see(tmp_path: Path) -> None:
     """Its last holder removes the file: a lock on that one would keep nobody out."""
     path = tmp_path / "lock"
-    first, second, waits = _Baton(str(path)), _Baton(str(path)), threading.Event()
+    first, second, waits = _BuildLock(str(path)), _BuildLock(str(path)), threading.Event()
     second._say = lambda text: waits.set()
     assert first.try_acquire()
     thread = threading.Thread(target=second.try_acquire)
@@ -101,7 +101,7 @@ def test_without_locks_the_file_itself_is_one(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", unknown)
-    first, second = (_Baton(str(tmp_path / "lock")) for _ in range(2))
+    first, second = (_BuildLock(str(tmp_path / "lock")) for _ in range(2))
     assert first.try_acquire()
     assert not second.try_acquire()
     first.release()

@@ -1,4 +1,4 @@
-"""Notes on a run: the classes that actually run, its memory, the cause of a lack of memory."""
+"""Records diagnostics of a run: the classes in use, memory, step time, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from harness.plan.changes import takes
 from harness.run.run import Run
 
 
-def note_what_runs(run: Run) -> None:
-    """Record the classes that run on each rank, and its share of the parameters. Collective."""
+def record_engine(run: Run) -> None:
+    """Record the classes used on each rank and its number of parameter elements. Collective."""
     ranks = gathered(run.engine.describe())
     run.event("engine", step=1, ranks=ranks)
 
 
-def note_memory(run: Run) -> None:
-    """Record predicted and measured memory of each rank once they are compared; show the worst.
+def record_memory(run: Run) -> None:
+    """Record predicted and measured memory of each rank once compared; show the rank that is
+    furthest off.
 
     Collective.
     """
@@ -37,8 +38,8 @@ def note_memory(run: Run) -> None:
     run.meter.restart()
 
 
-def note_time(run: Run, line: dict[str, Any]) -> None:
-    """Record predicted and measured time of a step, at the second metrics line of this process."""
+def record_time(run: Run, line: dict[str, Any]) -> None:
+    """Record predicted and measured step time, at the second metrics line of this process."""
     run.clock.count_line()
     if run.clock.compares and run.clock.predicted is not None:
         measured, predicted = line["step_time_s"], run.clock.predicted
