@@ -32,8 +32,8 @@ def test_relatives_of_a_model_grow_with_the_third_power(model: str) -> None:
 
 def test_the_largest_micro_batch_fits_and_none_that_is_larger_does() -> None:
     args = arguments(*ONE_CARD)
-    counted = count_all(args, question_of(args), everything=True)
-    most = max(each.layout.micro_batch for each in counted if each.fits)
+    counted = count_all(args, question_of(args))
+    most = max(each.layout.micro_batch for each in counted if each.decide())
     assert largest_micro_batch(counted).startswith(f"{most} ")
 
 

@@ -28,7 +28,7 @@ from harness.plan.make import make_plan
 from harness.plan.memory import Untraceable, memory_inputs, traced_inputs
 from harness.plan.plan import Plan
 from tools.cluster.count import TOKENS_PER_PARAMETER, Question
-from tools.cluster.layouts import STATES, Layout, Offload, base_json
+from tools.cluster.layouts import STATES, Layout, State, base_json
 
 
 def scaled(config: Mapping[str, Any], factor: float) -> dict[str, int]:
@@ -68,10 +68,8 @@ def question_of(args: argparse.Namespace) -> Question:
     run, world = run_of(args), world_of(args)
     if args.quantize and not args.lora:
         raise ConfigError(f"--quantize {args.quantize}: it needs adapters: add --lora 16")
-    base: dict[tuple[int, str], Inputs] = {}
-    for zero, offload in STATES:
-        base[zero, offload] = _inputs(args, run, world, zero, offload)
-    some = base[1, "none"]
+    base = {state: _inputs(args, run, world, state) for state in STATES}
+    some = base[STATES[0]]
     # One object: what is kept by shape is then known again without comparing every tensor.
     base = {key: replace(inputs, shape=some.shape) for key, inputs in base.items()}
     machine = machine_of(args.gpu, world.local_world_size, some.precision, args.network)
@@ -152,11 +150,9 @@ def refusal(args: argparse.Namespace, layout: Layout) -> str:
     return ""
 
 
-def _inputs(
-    args: argparse.Namespace, run: RunConfig, world: World, zero: int, offload: Offload
-) -> Inputs:
+def _inputs(args: argparse.Namespace, run: RunConfig, world: World, state: State) -> Inputs:
     alone = run_of(args, **{"train.micro_batch": 1})
-    json = {**base_json(zero, offload), "gradient_accumulation_steps": 1}
+    json = {**base_json(state), "gradient_accumulation_steps": 1}
     plan = make_plan(alone, DsJson(json, "layout"), world, estimating=True)
     try:
         inputs = memory_inputs(plan) or traced_inputs(plan)

@@ -13,9 +13,11 @@ from harness.estimate.step_time.job import DAY
 from harness.layout.families import FAMILIES
 from harness.plan.model_config import load_model_config
 from tools.cluster.ask import question_of, run_of, scaled
+from tools.cluster.choose import Answer
 from tools.cluster.count import Counted, days
 from tools.cluster.layouts import MOST_MICRO_BATCH, layouts
-from tools.cluster.search import Search, count_all
+from tools.cluster.search import Search
+from tools.cluster.search import answer as answer_to
 
 _OTHER_GPUS = ("a100-80", "h100-80", "h200", "b200")
 _COUNTS = (0.25, 0.5, 2, 4, 8)
@@ -38,17 +40,15 @@ class Spent:
     layout: str
 
 
-def what_if(
-    args: argparse.Namespace, best: Counted | None, counted: Sequence[Counted]
-) -> list[str]:
+def what_if(args: argparse.Namespace, answer: Answer) -> list[str]:
     """Return a line for each change of the question, with the best layout of each."""
     lines = ["", "What if"]
     for name, changed in _changes(args):
         lines.append(f"  {name:<16} {_answer(changed)}")
-    if best is not None:
-        lines += [f"  {'micro-batch':<16} {largest_micro_batch(counted)}"]
+    if answer.best is not None:
+        lines += [f"  {'micro-batch':<16} {largest_micro_batch(answer.counted)}"]
         lines += ["", "How many GPUs: none of these is both slower and dearer than another"]
-        lines += _front_lines(args, best)
+        lines += _front_lines(args, answer.best)
     return [*lines, f"  {'largest model':<16} {largest_model(args)}"]
 
 
@@ -62,7 +62,7 @@ def largest_micro_batch(counted: Sequence[Counted]) -> str:
         # Few bytes first: where those do not fit, nothing of this size does.
         smallest = sorted(by_size[size], key=lambda each: each.peak_bytes)[:_TRIED]
         quickest = sorted(by_size[size], key=lambda each: each.seconds)[:_TRIED]
-        fit = [each for each in (*quickest, *smallest) if not each.refusal and each.decide()]
+        fit = [each for each in (*quickest, *smallest) if each.is_usable()]
         if fit:
             best = min(fit, key=lambda each: each.seconds)
             more = " is the largest counted" if size == MOST_MICRO_BATCH else " at most"
@@ -108,15 +108,15 @@ def _scaled(args: argparse.Namespace, keys: dict[str, int]) -> argparse.Namespac
 def _any_that_fits(args: argparse.Namespace) -> Counted | None:
     """Return a layout that fits; None if none of those with least in tensors does."""
     question = question_of(args)
-    shape = next(iter(question.base.values())).shape
     per_node = question.machine.gpus_per_node
     every = layouts(
-        *(shape, args.gpus, per_node, args.seq_len, args.global_batch), lora=bool(args.lora)
+        *(question.some.shape, args.gpus, per_node, args.seq_len, args.global_batch),
+        lora=bool(args.lora),
     )
     small = (each for each in every if each.micro_batch == 1 and each.checkpointing == "full")
     left = [each for each in Search(question).count(small) if each.fits is not False]
     left.sort(key=lambda each: each.peak_bytes)
-    return next((each for each in left[:_TRIED] if not each.refusal and each.decide()), None)
+    return next((each for each in left[:_TRIED] if each.is_usable()), None)
 
 
 def front_of(spent: Sequence[Spent]) -> list[Spent]:
@@ -165,10 +165,9 @@ def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
 def _best(args: argparse.Namespace) -> Counted | str:
     """Return the best layout of a question, or why there is none."""
     try:
-        counted = count_all(args, question_of(args))
+        return answer_to(args, question_of(args)).best or "nothing fits"
     except ConfigError as error:
         return str(error.problems[0])
-    return counted[0] if counted and counted[0].answers else "nothing fits"
 
 
 def _answer(args: argparse.Namespace) -> str:
