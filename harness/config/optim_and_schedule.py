@@ -101,8 +101,8 @@ class OptimConfig(Section):
     """adamw, lion, muon, adam8bit and adafactor decouple weight decay; the others add it to the
     gradient (L2). muon updates the matrices of decoder layers, with adamw for the rest."""
     lr: Positive = 3e-3
-    """Maximum learning rate. For lion use a third to a tenth of adamw's; muon's updates are scaled
-    to adamw's size."""
+    """Maximum learning rate. adamw, adam, adam8bit and muon: a published one of the model's size if
+    it is left open; for lion use a third to a tenth of adamw's."""
     betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
     """Decay rates of Adam's first and second moment; lion's two."""
     eps: Positive = 1e-8

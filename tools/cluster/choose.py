@@ -40,6 +40,8 @@ ERRORS = {
 others), rounded up; tests/estimate/test_published_throughput.py holds them."""
 HEADROOM = 0.05
 """Share of a GPU that the upper end of a recommended layout's memory leaves free."""
+_FULL = 0.1
+"""Relative gain up to which a layout with headroom is preferred to one without."""
 _EQUAL = 0.001
 """Relative difference of times that is called as quick."""
 _TRIED = 40
@@ -108,15 +110,18 @@ def error_text(counted: Counted) -> str:
     )
 
 
-def risk(layout: Layout) -> tuple[int, ...]:
+def risk(counted: Counted) -> tuple[int, ...]:
     """Return what may go wrong with a layout, worst first: waiting for the host, exchanges within
-    layers, the number of axes, parts that ran on no GPU yet (docs/performance.md), the ZeRO stage.
+    layers, these over nodes, the number of axes, parts that ran on no GPU yet
+    (docs/performance.md), weights or gradients that are divided.
     """
+    layout, per_node = counted.layout, counted.question.some.gpus_per_node
     offloads = ("none", "optimizer", "all").index(layout.offload) + layout.activation_offload
     within = (layout.tensor > 1) + (layout.sequence > 1)
+    neighbours = layout.tensor * max(layout.sequence, layout.expert)
     axes = within + (layout.pipeline > 1) + (layout.expert > 1) + layout.hpz
     is_new = axes > 0 or layout.mlp_tiles > 1 or isinstance(layout.checkpointing, int)
-    return offloads, within, axes, int(is_new), layout.zero
+    return offloads, within, neighbours > per_node, axes, is_new, layout.zero > 1
 
 
 def answer_of(counted: Iterable[Counted]) -> Answer:
@@ -155,9 +160,10 @@ def recommended(candidates: Sequence[Counted]) -> Counted | None:
         if each.seconds >= limit:
             break
         if (most := seconds_within(each)[1]) < limit and each.is_usable():
-            limit = most
+            most = most if each.has_room(HEADROOM) else max(most, each.seconds * (1 + _FULL))
+            limit = min(limit, most)
     within = [each for each in candidates if each.seconds <= limit < float("inf")]
-    within.sort(key=lambda each: (risk(each.layout), each.seconds))
+    within.sort(key=lambda each: (risk(each), each.seconds))
     full: Counted | None = None
     for each in [each for each in within if each.may_have_room(HEADROOM)][:_TRIED]:
         if each.is_usable():
@@ -188,21 +194,21 @@ def costs(each: Counted, best: Counted) -> str:
     if best.has_room(HEADROOM) and not each.has_room(HEADROOM):
         left = (each.question.device_bytes - each.peak_interval[1]) / GIB
         return f"it may leave only {max(0.0, left):.1f} GiB of the GPU"
-    one, other = each.layout, best.layout
-    if risk(one)[0] > risk(other)[0]:
+    one, other = risk(each), risk(best)
+    if one[0] > other[0]:
         return "it waits for the host's memory and link"
-    parts = [
+    if parts := [
         text
         for axis, text in _PARTS.items()
-        if getattr(one, axis) > 1 and getattr(other, axis) == 1
-    ]
-    if parts:
+        if getattr(each.layout, axis) > 1 >= getattr(best.layout, axis)
+        or (axis == "hpz" and each.layout.hpz > best.layout.hpz)
+    ]:
         return f"it {' and '.join(parts)}"
-    if risk(one)[1:3] > risk(other)[1:3]:
-        return "it divides more"
-    if risk(one)[3] > risk(other)[3]:
+    if one[2] > other[2]:
+        return "its layers exchange over nodes"
+    if one[4] > other[4]:
         return "it has not run on a GPU yet"
-    return f"it is ZeRO {one.zero}" if one.zero > other.zero else "it fills the GPU more"
+    return f"it is ZeRO {each.layout.zero}" if one[5] > other[5] else "it fills the GPU more"
 
 
 _PARTS = {
