@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from harness.errors import ConfigError
+from harness.estimate.hardware import find_gpu
 from harness.estimate.held import GIB
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import estimate_memory
 from harness.plan.command import Command, plan_from
+from harness.plan.duration import job_of, step_time
+from harness.plan.machine import cluster
+from harness.plan.text import describe
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.cluster import search
@@ -308,16 +313,63 @@ def test_a_search_that_asks_few_allocators_answers_as_one_that_asks_all(
     assert asked[0] < asked[1]
 
 
-def test_the_winner_is_written_and_planned(tmp_path: Path) -> None:
-    folder = tmp_path / "plan"
-    done = run_tool("plan_cluster", *JOB, "--write", folder)
-    assert f"written: {folder / 'ds.json'}" in done.stdout
-    command = Command(folder / "ds.json", folder / "run.toml")
-    plan = plan_from(command, world=plan_of(arguments(*JOB), _first()).world)
-    assert (plan.global_batch, plan.config.data.seq_len) == (64, 1024)
-    script = (folder / "job.sh").read_text()
-    assert script.startswith("deepspeed --num_gpus 4 harness/train.py --deepspeed ")
-    subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [(4, ()), *rest_in_gate("plan", [(16, ("optim.schedule=wsd", "train.steps=3000"))], 0)],
+)
+def test_the_written_files_are_the_job_that_was_priced(
+    gpus: int, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    job = ("--model", "gpt2-124m", "--gpus", gpus, "--gpu", "a100-40", "--seq-len", 1024)
+    done = run_tool(
+        *("plan_cluster", *job, "--global-batch", 64, "--write", tmp_path, "--json", *more)
+    )
+    row = json.loads(done.stdout)["layouts"][0]
+    command = Command(tmp_path / "ds.json", tmp_path / "run.toml")
+    world = cluster(gpus, None, "a100-40")
+    plan = plan_from(command, world=world)
+    step = step_time(plan)
+    assert step is not None
+    assert plan.estimate is not None
+    assert step.seconds == pytest.approx(row["step_time_s"], rel=1e-3)
+    whole = job_of(plan, step)
+    assert whole is not None
+    assert whole.gpu_hours == pytest.approx(row["gpu_hours"], rel=1e-2, abs=0.1)
+    device = int(find_gpu("a100-40").memory_gib * GIB)
+    shown = plan.estimate.worst.shown_within(device)
+    assert [size / GIB for size in shown] == pytest.approx(row["peak_gib"], rel=1e-3)
+    run = tomllib.loads((tmp_path / "run.toml").read_text())
+    assert run["optim"]["lr"] == 6e-4
+    assert run["optim"]["schedule"] == ("wsd" if more else "cosine")
+    assert run["train"].get("steps") == (3000 if more else None)
+    assert "a rate" not in describe(plan, elsewhere=True)
+
+
+def test_each_launcher_has_a_script_of_one_command(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_tool("plan_cluster", *JOB, "--write", one)
+    nodes = ("--gpus-per-node", 2)
+    run_tool("plan_cluster", *JOB, *nodes, "--write", two)
+    scripts = {"ds.json", "run.toml", "job.sh", "kubernetes.yaml"}
+    assert {path.name for path in one.iterdir()} == {*scripts, "sbatch.sh"}
+    assert {path.name for path in two.iterdir()} == {
+        *scripts,
+        *("hostfile", "hostfile.sh", "torchrun.sh"),
+    }
+    for path in (*one.glob("*.sh"), *two.glob("*.sh")):
+        first, *about, options, site, command = path.read_text().splitlines()
+        assert (first, options, site) == ("#!/bin/bash", "set -eu", "source slurm/site.env")
+        assert all(line.startswith("#") for line in about)
+        assert command.endswith('/run.toml "$@"')
+        subprocess.run(["bash", "-n", path], check=True)
+    words = one.joinpath("job.sh").read_text().splitlines()[-1].split()
+    assert words[:4] == ["deepspeed", "--num_gpus", "4", "harness/train.py"]
+    assert words[4:8:2] == ["--deepspeed", "--config"]
+    assert two.joinpath("hostfile").read_text() == "node1 slots=2\nnode2 slots=2\n"
+    _, pods = yaml.safe_load_all(two.joinpath("kubernetes.yaml").read_text())
+    assert pods["spec"]["completions"] == pods["spec"]["parallelism"] == 2
+    (pod,) = pods["spec"]["template"]["spec"]["containers"]
+    assert f"--config {two}/run.toml run.dir=runs/train" in pod["args"][0]
 
 
 def test_adapters_are_trained_beside_the_weights_that_a_preset_stands_for(tmp_path: Path) -> None:
@@ -328,15 +380,11 @@ def test_adapters_are_trained_beside_the_weights_that_a_preset_stands_for(tmp_pa
     assert "name" not in run
 
 
-def _first() -> Layout:
-    return Layout(1, "none", 1, 1, 1, 1, 1, "none")
-
-
 def test_text_fits_80_columns_and_has_time_cost_and_reasons() -> None:
     text = run_tool("plan_cluster", *JOB, "--data-tokens", "300B", "--price", 2).stdout
     prose = [line for line in text.splitlines() if not line.startswith("  ds.json")]
     prose = [
-        line for line in prose if not line.startswith(("  run.toml", "  deepspeed", "  sbatch"))
+        line for line in prose if not line.startswith(("  run.toml", "  job.sh", "  sbatch.sh"))
     ]
     assert max(map(len, prose)) <= 80
     for words in ("Recommended:", "GPU-hours", "kWh", "cost ", "with failures", "Why not ...?"):

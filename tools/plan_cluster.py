@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         question = question_of(args)
         answer = answer_to(args, question)
         best = answer.best
-        written = write_job(args.write, args, best.layout) if args.write and best else []
+        written = write_job(args.write, args, best) if args.write and best else []
         others = what_if(args, answer) if args.what_if else []
     except ValueError as error:
         say(f"cannot plan: {error}", sys.stderr)
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lora", type=_count_of, metavar="RANK", help="train adapters of this rank alone")
     add("--quantize", choices=("nf4", "fp4"), help="frozen weights beside adapters in 4 bits")
     add("--write", type=Path, metavar="FOLDER", help="the recommended layout, ready to run")
-    add("--what-if", action="store_true", help="other GPUs, lengths, models, numbers of GPUs")
+    add("--what-if", action="store_true", help="other GPUs, lengths, numbers of GPUs")
     add(
         "--json",
         action="store_true",

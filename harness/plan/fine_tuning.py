@@ -140,8 +140,8 @@ def default_to_their_rate(draft: Draft) -> None:
     draft.note("fine_tuning", f"optim.lr={lr:g}: {why}")
 
 
-# Parameters that a token meets, and the maximum rate of Adam that such a model was trained with from
-# random weights; rates of sizes in between are interpolated by their logarithms.
+# Parameters that a token meets, and Adam's maximum rate from random weights of so many; rates of
+# sizes in between are interpolated by their logarithms.
 _BY_SIZE = (
     (5e6, MOST_LR, "chosen here, for real text on two CPU cores"),
     (124e6, 6e-4, "GPT-3 Small, arXiv 2005.14165, table 2.1"),

@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 
+from harness.config.assignments import value_as_text
 from harness.estimate.held import GIB
 from harness.estimate.step_time.job import DAY, Job
 from harness.estimate.step_time.machine import NETWORK_REACHED
@@ -126,12 +127,12 @@ def _rows(ways: Mapping[str, Counted], best: Counted | None) -> list[str]:
 
 
 def _ready(args: argparse.Namespace, best: Counted) -> list[str]:
-    keys = " ".join(f"{key}={value}" for key, value in settings(args, best.layout).items())
+    keys = " ".join(f"{key}={value_as_text(value)}" for key, value in settings(args, best).items())
     return [
         "Ready to run (--write FOLDER makes these files):",
         f"  ds.json: {json.dumps(best.layout.deepspeed)}",
         f"  run.toml: {keys}",
-        *(f"  {line}" for line in commands(args, best.layout, "ds.json", "run.toml")),
+        *(f"  {name}: {command}" for name, command in commands(best, "").items()),
     ]
 
 
