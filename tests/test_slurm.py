@@ -264,7 +264,7 @@ def test_a_job_runs_in_the_container_that_the_site_names(
     clone = clone_of(tmp_path, site)
     options = ("--nodes=1", "--time=30", clone / "slurm/train.sbatch")
     job = sbatch(slurm, tmp_path, tmp_path, *options, "starts=1,0", "run.dir=run")
-    wait_for(partial(ended, slurm, job), f"job {job} to end", 240)
+    wait_for(partial(ended, slurm, job), f"job {job} to end")
     assert codes(tmp_path) == [1, 0], said_by(tmp_path)
     said = (tmp_path / "bin/said").read_text()
     folders = (str(clone), str(tmp_path), "/data")
