@@ -158,13 +158,12 @@ def _nearest(name: str, key: str) -> str:
     weights are asked for; without any, where all presets are.
     """
     folder = Path(name).parent
-    names = _names_for(key, folder)
+    names = {_letters(each): each for each in _names_for(key, folder)}
     word = name.rpartition("/")[2]
-    near = near_presets(word, names) if key == "model.name" else []
-    if not near:
-        by_letters = {_letters(each): each for each in names}
-        found = get_close_matches(_letters(word), by_letters, n=3, cutoff=_NEAR)
-        near = [by_letters[each] for each in found]
+    near = [names[each] for each in get_close_matches(_letters(word), names, n=3, cutoff=_NEAR)]
+    is_spelling = near and _size(word) in (None, _size(near[0]))
+    if key == "model.name" and not is_spelling:
+        near = near_presets(word, [*names.values()]) or near
     if near and key != "model.name":
         near = [str(folder / each) for each in near]
     if near:
