@@ -134,16 +134,16 @@ def answer_of(counted: Iterable[Counted]) -> Answer:
     candidates = sorted((each for each in every if each.fits is not False), key=_seconds)
     best = recommended(candidates)
     lists: dict[str, list[Counted]] = {way: [] for way in ASKED}
-    for each in sorted(every, key=_missing):
+    for each in candidates:
         lists.setdefault(way_of(each.layout), []).append(each)
-    if best is not None:
-        lists[way_of(best.layout)] = [best]
-    ways = {
-        way: recommended([each for each in sorted(of, key=_seconds) if each.fits is not False])
-        or of[0]
-        for way, of in lists.items()
-        if of and way in ASKED
-    }
+    ways: dict[str, Counted] = {}
+    for way in ASKED:
+        if best is not None and way_of(best.layout) == way:
+            ways[way] = best
+        elif (own := recommended(lists[way])) or (
+            own := min((e for e in every if way_of(e.layout) == way), key=_missing, default=None)
+        ):
+            ways[way] = own
     usable = [each for each in candidates if each.answers and each.trained]
     return Answer(
         sorted(every, key=lambda each: (each is not best, _order(each))),
