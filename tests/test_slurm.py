@@ -231,6 +231,54 @@ def test_a_job_finds_its_run_folder_and_a_free_port(slurm: PrivateSlurm, tmp_pat
     assert "run.dir=" not in said_by(tmp_path)
 
 
+# What a container's tool is given, and then the program itself: no tool can be installed here.
+APPTAINER = """#!/bin/bash
+echo "apptainer $*" >> "$(dirname "$0")/said"
+until [[ $1 == *.sif ]]; do shift; done
+shift
+exec "$@"
+"""
+SRUN = """#!/bin/bash
+words=()
+for word in "$@"; do
+  [[ $word == --container-* ]] || { words+=("$word"); continue; }
+  echo "$word" >> "$(dirname "$0")/said"
+done
+exec /usr/bin/srun "${words[@]}"
+"""
+
+
+@pytest.mark.gate("slurm")
+@pytest.mark.parametrize(
+    ("tool", "script", "image"),
+    [("apptainer", APPTAINER, "/images/harness.sif"), ("srun", SRUN, "registry#harness:1")],
+)
+def test_a_job_runs_in_the_container_that_the_site_names(
+    slurm: PrivateSlurm, tmp_path: Path, tool: str, script: str, image: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / tool).write_text(script)
+    (tmp_path / "bin" / tool).chmod(0o755)
+    site = f"export PATH={tmp_path}/bin:{Path(sys.executable).parent}:$PATH\n"
+    site += f"export PREFLIGHT=0 CONTAINER='{image}' CONTAINER_MOUNTS=/data\n"
+    clone = clone_of(tmp_path, site)
+    options = ("--nodes=1", "--time=30", clone / "slurm/train.sbatch")
+    job = sbatch(slurm, tmp_path, tmp_path, *options, "starts=1,0", "run.dir=run")
+    wait_for(partial(ended, slurm, job), f"job {job} to end")
+    assert codes(tmp_path) == [1, 0], said_by(tmp_path)
+    said = (tmp_path / "bin/said").read_text()
+    folders = (str(clone), str(tmp_path), "/data")
+    if tool == "srun":
+        assert f"--container-image={image}\n" in said
+        assert f"--container-workdir={tmp_path}\n" in said
+        mounts = ",".join(f"{folder}:{folder}" for folder in folders)
+        assert f"--container-mounts={mounts}\n" in said
+    else:
+        start = f"apptainer exec --nv --bind {','.join(folders)} --pwd {tmp_path} {image} python"
+        assert f"{start} {clone}/harness/train.py" in said
+        assert f"{start} {clone}/tools/batch_job.py verdict" in said
+
+
 @pytest.mark.gate("slurm")
 def test_a_node_without_the_environment_is_named_and_nobody_waits(
     slurm: PrivateSlurm, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Find the quickest layout of a job on a cluster, its time and its cost.
+"""Find a layout for a job on a cluster, its time and its cost.
 
     python tools/plan_cluster.py --model llama-3-8b --gpus 64 --gpu h100-80 --seq-len 8192 \\
         --global-batch 512 --data-tokens 1e12 --price 2.5
@@ -7,9 +7,9 @@
     python tools/plan_cluster.py --calibrate runs/first runs/second --rates site.json
 
 Every layout that train.py takes is counted: ZeRO, offload, stages, tensors, sequences, experts,
-micro-batch, checkpointing. Those that fit are ranked by time. --write makes the winner's DeepSpeed
-JSON, run config and Slurm line. Needs neither a GPU nor torch. Exit code 0; 1 if nothing fits; 2
-for a job that cannot be planned.
+micro-batch, checkpointing. The one with least risk is recommended, of those that no other beats
+beyond the error of its time. --write makes its DeepSpeed JSON, run config and scripts. Needs
+neither a GPU nor torch. Exit code 0; 1 if nothing fits; 2 for a job that cannot be planned.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.errors import ConfigError, ExitCode
+from harness.errors import ExitCode
 from harness.terminal import say
 from tools.cluster.ask import question_of
 from tools.cluster.calibrate import calibrate
-from tools.cluster.count import Counted, Question
+from tools.cluster.choose import Answer, seconds_within, why_not
+from tools.cluster.count import Question
 from tools.cluster.job import write_job
-from tools.cluster.page import page_of
-from tools.cluster.search import count_all
+from tools.cluster.search import answer as answer_to
 from tools.cluster.text import describe
 from tools.cluster.what_if import what_if
 from tools.plan_args import add_kernels
@@ -42,20 +42,17 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     try:
         question = question_of(args)
-        counted = _count(args, question)
-        best = counted[0] if counted and counted[0].answers else None
-        written = write_job(args.write, args, best.layout) if args.write and best else []
-        others = what_if(args, best, counted) if args.what_if else []
+        answer = answer_to(args, question)
+        best = answer.best
+        written = write_job(args.write, args, best) if args.write and best else []
+        others = what_if(args, answer) if args.what_if else []
     except ValueError as error:
         say(f"cannot plan: {error}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
-    if args.html:
-        args.html.write_text(page_of(args, question, counted, others), encoding="utf-8")
-        written = [*written, f"written: {args.html}"]
     if args.json:
-        print(json.dumps(_json(question, counted, best, others), indent=2))
+        print(json.dumps(_json(question, answer, others), indent=2))
     else:
-        say(describe(args, question, counted, best))
+        say(describe(args, question, answer))
         print(*others, *written, sep="\n", end="\n" if others or written else "")
     return 0 if best else 1
 
@@ -73,29 +70,24 @@ def _calibrate(argv: list[str]) -> int:
     return 0
 
 
-def _count(args: argparse.Namespace, question: Question) -> list[Counted]:
-    counted = count_all(args, question, everything=args.all)
-    if not counted:
-        raise ConfigError(
-            f"--global-batch {args.global_batch} does not divide over any number of data ranks of "
-            f"{args.gpus} GPUs: use a multiple of {args.gpus}"
-        )
-    return counted
-
-
-def _json(
-    question: Question, counted: list[Counted], best: Counted | None, others: list[str]
-) -> dict[str, object]:
-    rows = [each.to_json(question.job(each), question.price, best) for each in counted]
+def _json(question: Question, answer: Answer, others: list[str]) -> dict[str, object]:
+    rows = []
+    for each in answer.counted:
+        row = each.to_json(question.job(each), question.price)
+        row["step_time_s_within"] = [round(seconds, 4) for seconds in seconds_within(each)]
+        rows.append({**row, "why_not": "" if each is answer.best else why_not(each, answer.best)})
+    place = {id(each): number for number, each in enumerate(answer.counted)}
     return {
         "layouts": rows,
+        "quickest_on_paper": answer.quickest and place[id(answer.quickest)],
+        "ways": {way: place[id(each)] for way, each in answer.ways.items()},
         "counted": len(rows),
-        "fit": sum(bool(each.fits) for each in counted),
-        "undecided": sum(each.fits is None for each in counted),
+        "fit": sum(bool(each.fits) for each in answer.counted),
+        "undecided": sum(each.fits is None for each in answer.counted),
         "data_tokens": question.data_tokens,
         "evidence": {
-            "memory": counted[0].memory.evidence,
-            "time": counted[0].time.evidence,
+            "memory": answer.counted[0].memory.evidence,
+            "time": answer.counted[0].time.evidence,
             "evaluation, saves and failures": "guessed",
         },
         **({"what_if": others} if others else {}),
@@ -143,15 +135,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq-len", type=_count_of, required=True, help="tokens of a sample")
     add("--global-batch", type=_count_of, required=True, help="samples of a step")
     add("--data-tokens", type=_tokens, help="of the job: 300B, 15T (default: 20 a parameter)")
-    add("--deadline-days", type=_positive, help="does the best meet it?")
+    add("--deadline-days", type=_positive, help="is it met?")
     add("--price", type=_positive, help="of a GPU-hour")
     add("--lora", type=_count_of, metavar="RANK", help="train adapters of this rank alone")
     add("--quantize", choices=("nf4", "fp4"), help="frozen weights beside adapters in 4 bits")
-    add("--write", type=Path, metavar="FOLDER", help="the winner, ready to run")
-    add("--html", type=Path, metavar="FILE", help="the answer as one page")
-    add("--what-if", action="store_true", help="other GPUs, lengths, models, numbers of GPUs")
-    add("--all", action="store_true", help="decide of every layout whether it fits (slow)")
-    add("--json", action="store_true", help="machine-readable, every layout, best first")
+    add("--write", type=Path, metavar="FOLDER", help="the recommended layout, ready to run")
+    add("--what-if", action="store_true", help="other GPUs, lengths, numbers of GPUs")
+    add(
+        "--json",
+        action="store_true",
+        help="machine-readable, every layout, the recommended one first",
+    )
     add("assignments", nargs="*", metavar="key=value", help="as for train.py")
     return parser
 

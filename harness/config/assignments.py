@@ -69,9 +69,10 @@ def _bad_text(text: str) -> str | None:
 
 COMMAND_LINE = "command line"
 IMPLIED = "default beside model.init_from"
+BY_SIZE = "default by size"
 COUNTED = "follows from the data"
 KEPT = "as the run began"
-NOT_ASKED = (IMPLIED, COUNTED, KEPT)
+NOT_ASKED = (IMPLIED, BY_SIZE, COUNTED, KEPT)
 """Origins of values that the user did not set."""
 
 

@@ -101,8 +101,8 @@ class OptimConfig(Section):
     """adamw, lion, muon, adam8bit and adafactor decouple weight decay; the others add it to the
     gradient (L2). muon updates the matrices of decoder layers, and adamw the rest."""
     lr: Positive = 3e-3
-    """Peak learning rate. For lion use a third to a tenth of adamw's; muon's updates are scaled to
-    the size of adamw's."""
+    """Peak learning rate. Default for adamw, adam, adam8bit and muon: a published rate for the
+    model's size. For lion use a third to a tenth of adamw's."""
     betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
     """Decay rates of Adam's first and second moments, or lion's two rates."""
     eps: Positive = 1e-8

@@ -71,10 +71,14 @@ def _machine(plan: Plan) -> Machine | None:
 
 
 def job_of(plan: Plan, step: StepTime) -> Job | None:
-    """Return the whole run's time; None if its length is not known yet."""
+    """Return steps and evaluations of the whole run; None if its length is not known yet."""
     if plan.steps is None:
         return None
-    return Job(plan.steps * step.seconds, plan.grid.world_size, step.machine.watts)
+    return Job(
+        plan.steps * step.seconds + beside_of(plan, step).evaluating,
+        plan.grid.world_size,
+        step.machine.watts,
+    )
 
 
 def beside_of(plan: Plan, step: StepTime) -> Beside:
@@ -100,10 +104,10 @@ def time_line(plan: Plan, step: StepTime) -> str:
         return step_line(step)
     beside = beside_of(plan, step)
     saves = f"{beside.saves or 'each'} save{'s' * (beside.saves > 1)} of {beside.save_text}"
+    evaluations = f"{beside.evaluations} evaluations of {beside.evaluating:,.3g} s included"
     return (
         f"{step_line(step)}; {length(job.seconds)} in all, {job.gpu_hours:,.3g} GPU-hours without "
-        f"failures; beside it {beside.evaluations} evaluations, {beside.evaluating:,.3g} s, and "
-        f"{saves} (guessed: {DISK_GB_PER_S:g} GB/s of a node)"
+        f"failures, {evaluations}; beside it {saves} (guessed: {DISK_GB_PER_S:g} GB/s of a node)"
     )
 
 

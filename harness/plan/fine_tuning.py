@@ -1,5 +1,6 @@
 """Defaults for a run from pretrained weights: their shape, a learning rate for their width, a short
-warm-up. Batch and epochs follow from the data (plan/counted.py).
+warm-up. Batch and epochs follow from the data (plan/counted.py). The learning rate of random
+weights follows the number of parameters.
 
 docs/models.md#fine-tuning lists all of them with their sources.
 """
@@ -10,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.assignments import IMPLIED, KEPT, NOT_ASKED, assign
+from harness.config.assignments import BY_SIZE, IMPLIED, KEPT, NOT_ASKED, assign
 from harness.config.ds_json import literal
 from harness.config.optim_and_schedule import OptimConfig
 from harness.config.run_config import RunConfig
@@ -19,8 +20,10 @@ from harness.config.sections import LENGTHS, TrainConfig
 from harness.errors import ConfigError
 from harness.layout.families import family_of
 from harness.layout.grid import Grid
+from harness.layout.shape import active_parameters
 from harness.plan.draft import Draft
 from harness.plan.folder import recorded_plan
+from harness.plan.model_config import preset_rate
 
 # Peak learning rates of Adam for models of width 4,096. All weights: as in Llama 2's fine-tuning
 # (arXiv 2307.09288, section 3.1). Adapters: QLoRA's for models of up to 13B (arXiv 2305.14314,
@@ -136,6 +139,67 @@ def default_to_their_rate(draft: Draft) -> None:
     lr = float(f"{min(rate, MOST_LR):.2g}")
     _set(draft, {"optim.lr": lr}, IMPLIED)
     draft.note("fine_tuning", f"optim.lr={lr:g}: {why}")
+
+
+# Parameters that a token meets, and Adam's maximum rate from random weights of so many; rates of
+# sizes in between are interpolated by their logarithms.
+_BY_SIZE = (
+    (5e6, MOST_LR, "chosen here, for real text on two CPU cores"),
+    (124e6, 6e-4, "GPT-3 Small, arXiv 2005.14165, table 2.1"),
+    (1.1e9, 4e-4, "TinyLlama 1.1B, arXiv 2401.02385, section 2.3"),
+    (8e9, 3e-4, "Llama 3 8B, arXiv 2407.21783, table 3"),
+    (70e9, 1.5e-4, "Llama 3 70B, arXiv 2407.21783, table 3"),
+    (405e9, 8e-5, "Llama 3 405B, arXiv 2407.21783, table 3"),
+)
+FAR_OFF = 5.0
+"""Times more or less than the published rate from which on a plan says so."""
+
+
+def default_to_published_rate(draft: Draft) -> None:
+    """Set the maximum rate of random weights that the user left open to a published one of their
+    size, or to that which the run began with; note one that is far off.
+    """
+    config = draft.config
+    if config.model.init_from is not None or config.optim.name not in _OF_ADAMS_SIZE:
+        return
+    usual = published_rate(draft)
+    if usual is None:
+        return
+    rate, source = usual
+    if config.is_set("optim.lr"):
+        times = config.optim.lr / rate
+        if rate < MOST_LR and max(times, 1 / times) > FAR_OFF:  # nobody published small ones
+            more = f"{times:,.0f} times" if times > 1 else f"1/{1 / times:,.0f} of"
+            draft.note(
+                "learning_rate",
+                f"optim.lr is {config.optim.lr:g} ({config.origin('optim.lr')}), {more} the "
+                f"{rate:g} that is usual at this size ({source})",
+            )
+        return
+    recorded = _recorded(recorded_plan(draft) or {}, "optim.lr")
+    if isinstance(recorded, float):
+        rate = recorded
+    if rate != config.optim.lr:
+        _set(draft, {"optim.lr": rate}, BY_SIZE if recorded is None else KEPT)
+
+
+def published_rate(draft: Draft) -> tuple[float, str] | None:
+    """Return the maximum rate that fits a model of random weights, and whose it is; None where
+    the number of parameters is not known.
+    """
+    own = None if draft.config.model.overrides else preset_rate(draft.model_source)
+    if own or draft.shape is None:
+        return own
+    count = active_parameters(draft.shape)
+    sizes, rates, sources = zip(*_BY_SIZE, strict=True)
+    if count <= sizes[0] or count >= sizes[-1]:
+        return (rates[0], sources[0]) if count <= sizes[0] else (rates[-1], sources[-1])
+    after = next(n for n, size in enumerate(sizes) if size > count)
+    low, high = sizes[after - 1], sizes[after]
+    share = math.log(count / low) / math.log(high / low)
+    rate = rates[after - 1] * (rates[after] / rates[after - 1]) ** share
+    near = sources[after if share > 1 / 2 else after - 1]
+    return float(f"{rate:.2g}"), f"by size, near {near}"
 
 
 def _width(model_config: Mapping[str, Any]) -> int | None:

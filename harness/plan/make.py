@@ -35,6 +35,7 @@ from harness.plan.fill_in import decide_precision, fill_in, fill_in_swap_folder
 from harness.plan.fine_tuning import (
     default_to_divisible_batch,
     default_to_fine_tuning,
+    default_to_published_rate,
     default_to_their_rate,
     keep_settled,
 )
@@ -111,6 +112,7 @@ PASSES: tuple[Pass, ...] = (
     check_run_dir,
     find_model,
     default_to_their_rate,
+    default_to_published_rate,
     check_evaluation,
     mark_padding,
     check_carried,

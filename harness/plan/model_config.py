@@ -6,9 +6,11 @@ this order.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from math import log
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +40,15 @@ _OTHER_LISTS = ("architectures", "_token_id", "_only_layers")
 def preset_names() -> list[str]:
     """Return the names of the bundled presets."""
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def preset_rate(source: str) -> tuple[float, str] | None:
+    """Return the maximum learning rate that a preset cites, and of whom; None without."""
+    _, is_preset, name = source.partition("preset ")
+    if not is_preset or name not in preset_names():
+        return None
+    content = tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
+    return (content["lr"], content["lr_source"]) if "lr" in content else None
 
 
 def load_model_config(
@@ -149,8 +160,11 @@ def _nearest(name: str, key: str) -> str:
     """
     folder = Path(name).parent
     names = {_letters(each): each for each in _names_for(key, folder)}
-    word = _letters(name.rpartition("/")[2])
-    near = [names[each] for each in get_close_matches(word, names, n=3, cutoff=_NEAR)]
+    word = name.rpartition("/")[2]
+    near = [names[each] for each in get_close_matches(_letters(word), names, n=3, cutoff=_NEAR)]
+    is_spelling = near and _size(word) in (None, _size(near[0]))
+    if key == "model.name" and not is_spelling:
+        near = near_presets(word, [*names.values()]) or near
     if near and key != "model.name":
         near = [str(folder / each) for each in near]
     if near:
@@ -158,6 +172,31 @@ def _nearest(name: str, key: str) -> str:
     if key != "model.name":
         return ""
     return f"; the presets are {listed(preset_names())} (harness/presets)"
+
+
+def near_presets(name: str, presets: list[str]) -> list[str]:
+    """Return up to three presets of a name's family whose sizes are nearest, smallest first; none
+    if the name has no known family or no size. gpt-2 is no size: a size ends in b or m.
+    """
+    size, family = _size(name), _family(name)
+    sizes = {each: _size(each) for each in presets if family and _family(each) == family}
+    relatives = [(abs(log(of / size)), of, each) for each, of in sizes.items() if of and size]
+    nearest = sorted(relatives)[:3]
+    return [each for _, _, each in sorted(nearest, key=lambda near: near[1:])]
+
+
+def _size(name: str) -> float | None:
+    """Return the parameters that a name tells: 8e9 of llama-3-8b, 4.7e10 of mixtral-8x7b."""
+    matches = re.findall(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z])", name.lower())
+    if not matches:
+        return None
+    experts, count, unit = matches[0]
+    return float(count) * int(experts or 1) * (1e9 if unit == "b" else 1e6)
+
+
+def _family(name: str) -> str:
+    """Return the letters with which a name begins: llama of Llama-3-8B and of llama2-13b."""
+    return re.match(r"[a-z]*", name.lower())[0]  # type: ignore[index]
 
 
 def _letters(name: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +33,7 @@ from harness.layout.grid import Grid
 from harness.layout.recompute import Checkpointing
 from harness.layout.shape import Shape
 from harness.layout.stages import split_evenly
+from tools.cluster.choose import ERRORS
 
 PUBLISHED = Path(__file__).parent / "published"
 SOURCES = {
@@ -249,6 +251,55 @@ def test_rows_that_nothing_was_fitted_to_are_near(estimated: list[tuple[Row, flo
     assert len(judged) > 150
     assert quantile(judged, 0.5) <= 0.06
     assert quantile(judged, 0.9) <= 0.21
+
+
+def kind_of(inputs: Inputs) -> str:
+    """Return the kind of layout under which the planner keeps the error of a time."""
+    grid = inputs.grid
+    if grid.pipeline > 1:
+        return "pipeline"
+    if grid.tensor > 1 or grid.sequence > 1:
+        return "tensor" if grid.tensor > 1 else "sequence"
+    return "offload" if inputs.zero.offload_optimizer != "device" else "ZeRO"
+
+
+def test_the_planners_errors_are_those_of_published_runs_of_each_kind(
+    estimated: list[tuple[Row, float]],
+) -> None:
+    errors: dict[str, list[float]] = {}
+    for row, rate in estimated:
+        kind = kind_of(row.inputs)
+        # NVIDIA's kernels are others; it is the only one that divides sequences alone.
+        if row.part == ("other" if kind == "sequence" else "judged"):
+            errors.setdefault(kind, []).append(error(row, rate))
+    assert {kind for kind, kept in ERRORS.items() if kept.rows} == {*errors}
+    for kind, some in errors.items():
+        kept = ERRORS[kind]
+        assert kept.rows == len(some), kind
+        assert 0 <= kept.half - quantile(some, 0.5) <= 0.012, (kind, quantile(some, 0.5))
+        assert 0 <= kept.nine - quantile(some, 0.9) <= 0.012, (kind, quantile(some, 0.9))
+
+
+def test_two_kinds_of_layout_of_one_job_are_told_apart_beyond_five_percent(
+    estimated: list[tuple[Row, float]],
+) -> None:
+    """Pairs of published runs of one model on the same GPUs: below that one in five is not."""
+    jobs: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
+    for row, rate in estimated:
+        run = row.inputs
+        job = row.source, row.gpu, run.grid.world_size, run.shape.parameters, run.seq_len
+        if row.part != "other":
+            kind = kind_of(run) + str(run.grid.tensor > 1)
+            jobs.setdefault(job, []).append((kind, rate, row.tokens_per_s_per_gpu))
+    pairs = [
+        (one[1] / other[1], one[2] / other[2])
+        for runs in jobs.values()
+        for one, other in combinations(runs, 2)
+        if one[0] != other[0]
+    ]
+    apart = [pair for pair in pairs if abs(log(pair[0])) > 0.05]
+    assert len(apart) >= 40
+    assert all((ours > 1) == (theirs > 1) for ours, theirs in apart)
 
 
 @pytest.mark.parametrize(("gpu", "rows"), [("h100-sxm", 60), ("a100-80", 9)])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from harness.config.assignments import BY_SIZE
 from harness.errors import ConfigError
 from harness.plan.model import with_rows_for
 from harness.plan.model_config import find_model_config
@@ -83,6 +84,41 @@ def test_the_warm_up_is_a_share_of_the_run(
 def test_random_weights_keep_their_defaults(planned: Planner) -> None:
     made = planned(SHORT, estimate=False)
     assert (made.config.optim.lr, made.steps) == (3e-3, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [
+        ("model.name=llama-3-8b", 3e-4),
+        ("model.name=llama-3-70b", 1.5e-4),
+        ("model.name=olmo2-13b", 9e-4),
+        ("model.name=qwen3-8b", 3e-4),  # nobody published its own: by size
+        ("model.name=mixtral-8x7b", 2.6e-4),  # a token meets 12.6 billion
+        ("model.name=llama-3-8b model.overrides.num_hidden_layers=2", 4.1e-4),
+        ("model.name=tiny", 3e-3),
+    ],
+)
+def test_random_weights_have_a_published_rate_of_their_size(
+    words: str, rate: float, planned: Planner
+) -> None:
+    made = planned(words, estimate=False)
+    assert made.config.optim.lr == pytest.approx(rate, rel=0.02)
+    assert made.config.origin("optim.lr") == ("default" if rate == 3e-3 else BY_SIZE)
+    assert not [event for event in made.events if event["kind"] == "learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "note"),
+    [
+        ("3e-3", "optim.lr is 0.003 (command line), 10 times the 0.0003 that is usual"),
+        ("5e-5", "optim.lr is 5e-05 (command line), 1/6 of the 0.0003 that is usual"),
+        ("6e-4", None),
+    ],
+)
+def test_a_rate_that_is_far_off_is_a_note(rate: str, note: str | None, planned: Planner) -> None:
+    made = planned(f"model.name=llama-3-8b optim.lr={rate}", estimate=False)
+    notes = [event["message"] for event in made.events if event["kind"] == "learning_rate"]
+    assert notes[0].startswith(note) if note else not notes
 
 
 def test_adapters_are_counted_in_the_plan(start: str, planned: Planner) -> None:

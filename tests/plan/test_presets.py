@@ -49,7 +49,8 @@ def test_the_presets_that_the_docs_promise_are_there() -> None:
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_is_a_source_and_a_config(path: Path) -> None:
     preset = load(path)
-    assert preset.keys() - {"null"} == {"source", "config"}
+    assert preset.keys() - {"null", "lr", "lr_source"} == {"source", "config"}
+    assert ("lr" in preset) == ("lr_source" in preset)
     assert not {*preset.get("null", ())} & preset["config"].keys()
     assert len(preset["source"]) > 20
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -14,6 +13,7 @@ from harness.config.assignments import value_as_text
 from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
+from harness.config.sections import LENGTHS
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu, known_gpu
 from harness.estimate.held import GIB
@@ -21,57 +21,27 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DISK_GB_PER_S
 from harness.estimate.step_time.machine import machine_of, measured, other_machine
-from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.machine import cluster
 from harness.plan.make import make_plan
 from harness.plan.memory import Untraceable, memory_inputs, traced_inputs
 from harness.plan.plan import Plan
 from tools.cluster.count import TOKENS_PER_PARAMETER, Question
-from tools.cluster.layouts import STATES, Layout, Offload, base_json
+from tools.cluster.layouts import STATES, Layout, State, base_json
 
-
-def scaled(config: Mapping[str, Any], factor: float) -> dict[str, int]:
-    """Return the keys to change in a Hugging Face config for a model whose width and depth are so
-    many times as large.
-
-    Heads keep their size, experts their number, and so do key heads that several query heads share;
-    parameters grow with about the third power of the factor.
-    """
-    shape = Shape.from_hf(config)
-    family, shares = shape.family, shape.num_kv_heads < shape.num_heads
-    step = shape.num_kv_heads if shares else 1
-    heads = step * max(1, round(factor * shape.num_heads / step))
-    width = heads / shape.num_heads
-    sizes = {
-        "heads": heads,
-        "hidden": _multiple(shape.hidden_size * width, shape.hidden_size // shape.num_heads),
-        "width": _multiple(shape.intermediate_size * width, 64),
-        "layers": max(1, round(shape.num_layers * factor)),
-    }
-    keys = {family.size_keys(name)[0]: size for name, size in sizes.items()}
-    if not shares:
-        keys |= {key: heads for key in family.size_keys("kv_heads") if key in config}
-    if shape.num_experts and shape.expert_size != shape.intermediate_size:
-        keys["moe_intermediate_size"] = _multiple(shape.expert_size * width, 64)
-    if family.mlp_ratio:  # four times the hidden size, whatever that is
-        keys.pop(family.size_keys("width")[0])
-    return keys
-
-
-def _multiple(size: float, of: int) -> int:
-    return of * ceil(size / of - 1e-9)
+_EVALUATIONS = 200
+"""Of a job that does not say how often, at most."""
 
 
 def question_of(args: argparse.Namespace) -> Question:
     """Return the question. Raises ConfigError with every problem of the command line."""
     run, world = run_of(args), world_of(args)
+    if args.data_tokens and any(map(run.is_set, LENGTHS)):
+        raise ConfigError("--data-tokens and train.steps, train.tokens or train.epochs: keep one")
     if args.quantize and not args.lora:
         raise ConfigError(f"--quantize {args.quantize}: it needs adapters: add --lora 16")
-    base: dict[tuple[int, str], Inputs] = {}
-    for zero, offload in STATES:
-        base[zero, offload] = _inputs(args, run, world, zero, offload)
-    some = base[1, "none"]
+    base = {state: _inputs(args, run, world, state) for state in STATES}
+    some = base[STATES[0]]
     # One object: what is kept by shape is then known again without comparing every tensor.
     base = {key: replace(inputs, shape=some.shape) for key, inputs in base.items()}
     machine = machine_of(args.gpu, world.local_world_size, some.precision, args.network)
@@ -86,6 +56,7 @@ def question_of(args: argparse.Namespace) -> Question:
         site = Site.read(args.rates)
         _refuse("--rates", args.rates, site.problem(*planned))
         machine = site.machine(machine, world.local_world_size)
+    tokens = _tokens(args, run) or TOKENS_PER_PARAMETER * some.shape.parameters
     return Question(
         base=base,
         machine=machine,
@@ -93,12 +64,34 @@ def question_of(args: argparse.Namespace) -> Question:
         device_bytes=int(find_gpu(args.gpu).memory_gib * GIB),
         host_bytes=int(host_gib(args, world) * GIB),
         global_batch=args.global_batch,
-        data_tokens=args.data_tokens or TOKENS_PER_PARAMETER * some.shape.parameters,
+        data_tokens=tokens,
         price=args.price,
-        run=run,
+        run=run_of(args, **_recipe(args, run, tokens)),
         disk_gb_per_s=args.disk or DISK_GB_PER_S,
         refusal=lambda layout: refusal(args, layout),
     )
+
+
+def _tokens(args: argparse.Namespace, run: RunConfig) -> float:
+    """Return the tokens of the job; 0 where nobody says how many."""
+    if run.train.steps:
+        return float(run.train.steps * args.global_batch * args.seq_len)
+    return float(args.data_tokens or run.train.tokens or 0)
+
+
+def _recipe(args: argparse.Namespace, run: RunConfig, tokens: float) -> dict[str, Any]:
+    """Return keys of the run config that a job of so many tokens needs and its user left open: its
+    length, a warm-up (2,000 steps as Llama 2's, arXiv 2307.09288, or 1 % of fewer), evaluations.
+    """
+    steps = ceil(tokens / args.global_batch / args.seq_len)
+    keys: dict[str, Any] = {}
+    if not any(map(run.is_set, LENGTHS)):
+        keys["train.tokens"] = ceil(tokens)
+    if not (args.lora or run.is_set("optim.warmup_steps") or run.is_set("optim.warmup_ratio")):
+        keys["optim.warmup_steps"] = min(2000, ceil(steps / 100))
+    if not run.is_set("eval.every"):
+        keys["eval.every"] = max(50, ceil(steps / _EVALUATIONS))
+    return keys
 
 
 def _refuse(flag: str, path: Path, why: str | None) -> None:
@@ -152,11 +145,9 @@ def refusal(args: argparse.Namespace, layout: Layout) -> str:
     return ""
 
 
-def _inputs(
-    args: argparse.Namespace, run: RunConfig, world: World, zero: int, offload: Offload
-) -> Inputs:
+def _inputs(args: argparse.Namespace, run: RunConfig, world: World, state: State) -> Inputs:
     alone = run_of(args, **{"train.micro_batch": 1})
-    json = {**base_json(zero, offload), "gradient_accumulation_steps": 1}
+    json = {**base_json(state), "gradient_accumulation_steps": 1}
     plan = make_plan(alone, DsJson(json, "layout"), world, estimating=True)
     try:
         inputs = memory_inputs(plan) or traced_inputs(plan)

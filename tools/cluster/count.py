@@ -1,8 +1,8 @@
-"""Layouts with their bytes and seconds, and the best of those that fit."""
+"""Layouts with their bytes and seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,18 +20,12 @@ from harness.estimate.rank_timeline import (
 )
 from harness.estimate.step_time.job import DAY, Beside, Job
 from harness.estimate.step_time.machine import Machine
-from harness.estimate.step_time.step import TERMS, StepTime
+from harness.estimate.step_time.step import StepTime
 from harness.estimate.timeline import Estimate, estimate_memory
-from tools.cluster.layouts import Layout
+from tools.cluster.layouts import Layout, State
 
 TOKENS_PER_PARAMETER = 20
 """Tokens of a job that does not say how many (arXiv 2203.15556)."""
-SHOWN = 10
-"""Ways to divide that an answer shows."""
-SMALLER_SHOWN = 4
-"""Layouts that are slower and smaller than the quickest that an answer shows."""
-_MOST_REFUSED = 300
-"""Layouts that train.py refuses, after which nothing better is looked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +147,20 @@ class Counted:
         """Bytes that a node's host lacks."""
         return max(0, self.host_bytes_per_node - self.question.host_bytes)
 
-    def why_not(self, best: Counted | None) -> str:
-        """Return why it is not the best."""
+    def is_usable(self) -> bool:
+        """Return whether train.py takes it and it fits. Makes its plan; see `decide`."""
+        return not self.refusal and self.decide()
+
+    def may_have_room(self, share: float) -> bool:
+        """Return False if it leaves less than a share of the GPU, whatever its allocator does."""
+        return self.peak_bytes <= (1 - share) * self.question.device_bytes
+
+    def has_room(self, share: float) -> bool:
+        """Return whether the upper end of its memory leaves a share of the GPU."""
+        return self.peak_interval[1] <= (1 - share) * self.question.device_bytes
+
+    def why_it_does_not_fit(self) -> str:
+        """Return why it is no answer; "" if it is one, or may be."""
         if self.trained is False:
             return f"refused: {self.refusal}"
         if self.missing_host_bytes:
@@ -166,13 +172,9 @@ class Counted:
                 f"{max(self.missing_bytes, 2**20) / GIB:.1f} GiB too much{place}: "
                 f"{size / GIB:.1f} of {name}"
             )
-        if best is None or self is best:
-            return ""
-        term = max(self.terms, key=lambda name: self.terms[name] - best.terms[name])
-        slower = f"{TERMS[term]} {self.terms[term] / self.seconds:.0%} of a step"
-        return slower if self.fits is not None else f"{slower}; not known to fit (--all)"
+        return "" if self.fits else "not known to fit"
 
-    def to_json(self, job: Job, price: float | None, best: Counted | None) -> dict[str, Any]:
+    def to_json(self, job: Job, price: float | None) -> dict[str, Any]:
         """Return the layout as plain values; bytes in GiB."""
         low, high = self.peak_interval
         beside = self.question.beside(self)
@@ -189,7 +191,6 @@ class Counted:
             "save_s": round(beside.save_seconds, 2),
             "cost": None if price is None else round(job.cost(price), 2),
             "trained": self.trained,
-            "why_not": self.why_not(best),
         }
 
     @property
@@ -211,8 +212,8 @@ class Counted:
 class Question:
     """A job to plan: so many tokens on so many GPUs, at a price."""
 
-    base: dict[tuple[int, str], Inputs]
-    """Inputs by ZeRO stage and offload; of one model, length and machine."""
+    base: dict[State, Inputs]
+    """Inputs by entry of STATES; of one model, length and machine."""
     machine: Machine
     gpus: int
     device_bytes: int
@@ -226,10 +227,14 @@ class Question:
     refusal: Callable[[Layout], str]
     """Why train.py would refuse a layout; "" if it takes it."""
 
+    @property
+    def some(self) -> Inputs:
+        """The inputs of one entry, for what they have in common."""
+        return next(iter(self.base.values()))
+
     def inputs(self, layout: Layout) -> Inputs:
         """Return the inputs of a layout's estimates."""
-        base = self.base[layout.zero, layout.offload]
-        return layout.inputs(base, self.gpus, self.global_batch)
+        return layout.inputs(self.base[layout.state], self.gpus, self.global_batch)
 
     def job(self, counted: Counted) -> Job:
         """Return the whole job with a layout."""
@@ -249,70 +254,6 @@ class Question:
         run, steps = self.run, self.steps(counted)
         evaluate = run.eval.every, run.eval.samples
         return Beside.of(counted.time, steps, evaluate, run.save.every, self.disk_gb_per_s)
-
-
-def ranked(counted: Iterable[Counted], everything: bool = False) -> list[Counted]:
-    """Return those that fit, quickest first, then those that may, then the others by how much they
-    lack.
-
-    Whether a layout fits is asked of its allocator, and whether it is trained of its plan, only
-    where it could be shown: as the quickest, as the best of its way to divide, or as smaller than
-    all quicker ones. `everything`: whether it fits of all.
-    """
-    every = [*counted]
-    candidates = sorted((c for c in every if c.fits is not False), key=lambda each: each.seconds)
-    if everything:
-        for each in candidates:
-            each.decide()
-    _decide_shown(candidates)
-
-    def rank(each: Counted) -> tuple[int, float]:
-        if each.trained is False:
-            return 3, each.seconds
-        if each.fits is False:
-            return 2, each.missing_bytes + each.missing_host_bytes
-        return int(each.fits is None), each.seconds
-
-    return sorted(every, key=rank)
-
-
-def _decide_shown(candidates: Sequence[Counted]) -> None:
-    """Decide which candidates fit and are trained, in their order, where an answer shows them."""
-    ways: set[tuple[object, ...]] = set()
-    smallest: list[int] = []
-    refused = 0
-    for each in candidates:
-        is_first = len(ways) < SHOWN and each.layout.way not in ways
-        is_smaller = len(smallest) <= SMALLER_SHOWN and (
-            not smallest or each.peak_bytes < smallest[-1]
-        )
-        if not (is_first or is_smaller):
-            continue
-        if each.refusal:
-            refused += 1
-            if refused > _MOST_REFUSED:
-                return
-        elif each.decide():
-            ways.add(each.layout.way)
-            if is_smaller:
-                smallest.append(each.peak_bytes)
-
-
-def front(counted: Sequence[Counted]) -> list[Counted]:
-    """Return the layouts than which no other is both quicker and smaller, quickest first."""
-    kept: list[Counted] = []
-    for each in counted:
-        if each.answers and (not kept or each.peak_bytes < kept[-1].peak_bytes):
-            kept.append(each)
-    return kept
-
-
-def best_of_each_way(counted: Sequence[Counted]) -> list[Counted]:
-    """Return the first of each ZeRO stage, offload and division, in their order."""
-    ways: dict[tuple[object, ...], Counted] = {}
-    for each in counted:
-        ways.setdefault(each.layout.way, each)
-    return [*ways.values()]
 
 
 def tokens_text(tokens: float) -> str:

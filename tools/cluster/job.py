@@ -1,4 +1,4 @@
-"""The winner, ready to run: DeepSpeed JSON, run config, commands."""
+"""The recommended layout, ready to run: DeepSpeed JSON, run config, a script for each launcher."""
 
 from __future__ import annotations
 
@@ -7,23 +7,46 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from harness.config.assignments import flat, value_as_text
+from harness.estimate.step_time.job import DAY
 from harness.plan.model_config import PRESETS, preset_names
-from tools.cluster.layouts import Layout
+from tools.cluster.ask import plan_of
+from tools.cluster.count import Counted
+
+_KUBERNETES = Path(__file__).parents[2] / "slurm/containers/kubernetes.yaml"
+_SHELL = """#!/bin/bash
+# {about}
+# Run it from the clone{how}; more key=value may follow.
+set -eu
+source slurm/site.env
+{command} "$@"
+"""
+_RUN = """# {about}
+# Add data.path (docs/data.md), and run.dir on storage that all nodes see.
+{keys}
+"""
 
 
-def settings(args: argparse.Namespace, layout: Layout) -> dict[str, object]:
-    """Return the run config's keys of a layout."""
-    keys: dict[str, object] = {
-        "model.name": args.model,
-        "data.seq_len": args.seq_len,
+def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
+    """Return the run config's keys of the job: its model, length, schedule and layout."""
+    question = best.question
+    every = round(question.job(best).save_every_seconds / best.seconds)
+    keys: dict[str, Any] = {
+        **dict(flat(question.run.model_dump(exclude_unset=True))),
         "train.global_batch": args.global_batch,
-        **layout.overrides,
+        **best.layout.overrides,
+        "optim.schedule": question.run.optim.schedule,
+        "save.every": question.run.save.every or max(1, every),
     }
     if args.lora:
         keys |= {"model.lora.rank": args.lora, "model.init_from": _weights_of(args.model)}
         del keys["model.name"]  # that of its weights
+    else:
+        keys["optim.lr"] = plan_of(args, best.layout).config.optim.lr
     if args.quantize:
         keys["model.lora.quantize"] = args.quantize
     return keys
@@ -38,23 +61,62 @@ def _weights_of(model: str) -> str:
     return on_hub[1] if on_hub else model
 
 
-def commands(args: argparse.Namespace, layout: Layout, ds: str, run: str) -> list[str]:
-    """Return the commands that plan and submit a layout."""
-    own = " ".join(map(shlex.quote, args.assignments))
-    rest = f"--deepspeed {shlex.quote(ds)} --config {shlex.quote(run)}{' ' + own if own else ''}"
-    per_node = min(args.gpus_per_node or 8, args.gpus)
-    nodes = args.gpus // per_node
-    train = f"deepspeed --num_gpus {per_node} harness/train.py {rest}"
-    slurm = f"sbatch --nodes={nodes} --gpus-per-node={per_node} slurm/train.sbatch {rest}"
-    return [train, slurm] if nodes == 1 else [slurm]
+def commands(best: Counted, folder: str) -> dict[str, str]:
+    """Return the command of each script by the script's name; job.sh is the one to begin with."""
+    ds, run, hosts = (
+        shlex.quote(f"{folder}{name}") for name in ("ds.json", "run.toml", "hostfile")
+    )
+    files = f"--deepspeed {ds} --config {run}"
+    per_node = best.question.some.gpus_per_node
+    nodes = best.question.gpus // per_node
+    slurm = f"sbatch --nodes={nodes} --gpus-per-node={per_node} slurm/train.sbatch {files}"
+    if nodes == 1:
+        one = f"deepspeed --num_gpus {per_node} harness/train.py {files}"
+        return {"job.sh": one, "sbatch.sh": slurm}
+    return {
+        "job.sh": slurm,
+        "hostfile.sh": f"deepspeed --hostfile {hosts} harness/train.py {files}",
+        "torchrun.sh": f"torchrun --nnodes={nodes} --nproc-per-node={per_node} "
+        '--node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
+        f'--master-port="${{MASTER_PORT:-29500}}" harness/train.py {files}',
+    }
 
 
-def write_job(folder: Path, args: argparse.Namespace, layout: Layout) -> list[str]:
-    """Write ds.json, run.toml and job.sh into a folder, and return lines that name them."""
+def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str]:
+    """Write ds.json, run.toml, and a script or manifest for each launcher into a folder, and return
+    lines that name them.
+    """
+    question, texts = best.question, dict[str, str]()
+    per_node = question.some.gpus_per_node
+    nodes = question.gpus // per_node
+    about = (
+        f"{args.model}, {args.gpus} x {args.gpu}: {best.layout.text}; {best.seconds:.2f} s a step"
+    )
+    about += f", {question.job(best).seconds / DAY:.1f} days (tools/plan_cluster.py)"
+    texts["ds.json"] = json.dumps(best.layout.deepspeed, indent=2) + "\n"
+    keys = "\n".join(f"{k} = {value_as_text(v)}" for k, v in settings(args, best).items())
+    texts["run.toml"] = _RUN.format(about=about, keys=keys)
+    how = {
+        "torchrun.sh": ", on every node: NODE_RANK=0 MASTER_ADDR=node1 bash torchrun.sh",
+        "hostfile.sh": " on the first node of the hostfile, which reaches the others by ssh",
+    }
+    for name, command in commands(best, f"{folder}/").items():
+        texts[name] = _SHELL.format(about=about, how=how.get(name, ""), command=command)
+    if nodes > 1:
+        texts["hostfile"] = "".join(f"node{n + 1} slots={per_node}\n" for n in range(nodes))
+    files = f"--deepspeed {folder}/ds.json --config {folder}/run.toml"
+    texts["kubernetes.yaml"] = filled_in(
+        {"NODES": str(nodes), "GPUS": str(per_node), "ARGUMENTS": files, "NAME": "train"}
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    ds, run, script = folder / "ds.json", folder / "run.toml", folder / "job.sh"
-    ds.write_text(json.dumps(layout.deepspeed, indent=2) + "\n")
-    lines = (f"{key} = {json.dumps(value)}" for key, value in settings(args, layout).items())
-    run.write_text("\n".join(lines) + "\n")
-    script.write_text("\n".join(commands(args, layout, str(ds), str(run))) + "\n")
-    return [f"written: {ds}, {run}, {script}"]
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [f"written: {', '.join(str(folder / name) for name in texts)}"]
+
+
+def filled_in(values: Mapping[str, str]) -> str:
+    """Return the manifest of an Indexed Job with ${NAME}, ${NODES} and so on replaced."""
+    text = _KUBERNETES.read_text(encoding="utf-8")
+    for name, value in values.items():
+        text = text.replace(f"${{{name}}}", value)
+    return text

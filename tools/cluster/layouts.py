@@ -18,12 +18,15 @@ from harness.layout.stages import Bounds, split
 from harness.layout.tensor import tensor_problems
 
 Offload = Literal["none", "optimizer", "all"]
-STATES: tuple[tuple[int, Offload], ...] = (
-    *((0, "none"), (1, "none"), (2, "none"), (3, "none")),
-    *((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")),
+State = tuple[int, Offload, bool]
+STATES: tuple[State, ...] = (
+    *((1, "none", False), (2, "none", False), (3, "none", False), (3, "none", True)),
+    *((1, "optimizer", False), (2, "optimizer", False), (3, "optimizer", False)),
+    (3, "all", False),
 )
-"""ZeRO stages, and what of each is offloaded to the host; with pipeline stages 1 alone, since
-gradients are summed in fp32."""
+"""ZeRO stages, what of each is offloaded to the host, and whether each node keeps a copy of the
+weights (hpZ); with pipeline stages 1 alone, since gradients are summed in fp32. Stage 0 runs as
+stage 1 in bf16."""
 WAYS: tuple[Checkpointing, ...] = (*NAMED_WAYS, 4, 2)
 """Ways of checkpointing; a number is of every so many layers one."""
 _MOST_STAGES = 64
@@ -46,6 +49,8 @@ class Layout:
     checkpointing: Checkpointing
     activation_offload: bool = False
     mlp_tiles: int = 1
+    hpz: bool = False
+    """True if each node keeps a copy of the weights (ZeRO++, arXiv 2306.10209)."""
 
     @property
     def text(self) -> str:
@@ -58,19 +63,25 @@ class Layout:
         again = [] if way == "none" else [f"checkpointing {every}"]
         again += ["activations offloaded"] if self.activation_offload else []
         again += [f"MLPs in {self.mlp_tiles} tiles"] if self.mlp_tiles > 1 else []
-        parts = [f"ZeRO {self.zero}{offloaded[self.offload]}", *sizes]
+        hpz = " hpZ" if self.hpz else ""
+        parts = [f"ZeRO {self.zero}{hpz}{offloaded[self.offload]}", *sizes]
         return ", ".join([*parts, f"micro-batch {self.micro_batch}", *again])
 
     @property
     def way(self) -> tuple[object, ...]:
         """All but the micro-batch and the activations."""
-        return self.zero, self.offload, self.pipeline, self.tensor, self.sequence, self.expert
+        return *self.state, self.pipeline, self.tensor, self.sequence, self.expert
+
+    @property
+    def state(self) -> State:
+        """Its entry of STATES."""
+        return self.zero, self.offload, self.hpz
 
     @property
     def deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed JSON."""
         axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)
-        return {**base_json(self.zero, self.offload), **axes}
+        return {**base_json(self.state), **axes}
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -107,12 +118,15 @@ def bounds_of(
     return split(shape, stages, seq_len, checkpointing) if stages > 1 else None
 
 
-def base_json(zero: int, offload: Offload) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a ZeRO stage, with no axis."""
+def base_json(state: State) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of an entry of STATES, with no axis."""
+    zero, offload, hpz = state
     section: dict[str, Any] = {"stage": zero}
     if zero == 3:
         names = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
         section |= dict.fromkeys((*names, "stage3_param_persistence_threshold"), "auto")
+    if hpz:
+        section["zero_hpz_partition_size"] = "auto"
     if offload != "none":
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if offload == "all":
@@ -143,15 +157,32 @@ def layouts(
         data = gpus // (pipeline * tensor * sequence)
         if global_batch % data:
             continue
-        for zero, offload in STATES:
-            if (pipeline > 1 and (zero != 1 or offload != "none")) or (quantized and zero == 3):
+        axes = pipeline, tensor, sequence, expert
+        for zero, offload, hpz in STATES:
+            if quantized and zero == 3:
+                continue
+            if not _makes_sense((zero, offload, hpz), axes, gpus, gpus_per_node):
                 continue
             for micro_batch in _divisors(global_batch // data, MOST_MICRO_BATCH):
-                spread = zero, offload, pipeline, tensor, sequence, expert, micro_batch
+                spread = zero, offload, *axes, micro_batch
                 for way in WAYS:
-                    yield Layout(*spread, way)
+                    yield Layout(*spread, way, hpz=hpz)
                 if seq_len >= _LONG:
-                    yield from _for_long(Layout(*spread, "full"), shape)
+                    yield from _for_long(Layout(*spread, "full", hpz=hpz), shape)
+
+
+def _makes_sense(
+    state: State, axes: tuple[int, int, int, int], gpus: int, gpus_per_node: int
+) -> bool:
+    """Return False for states that pipeline stages do not take, for copies of weights beside axes
+    or on one node, and for stages 2 and 3 that divide nothing and so run as stage 1 does.
+    """
+    (zero, offload, hpz), (pipeline, tensor, *_) = state, axes
+    if pipeline > 1:
+        return state == STATES[0]
+    if hpz:
+        return max(axes) == 1 and gpus > gpus_per_node
+    return zero == 1 or offload != "none" or gpus > tensor
 
 
 def _for_long(layout: Layout, shape: Shape) -> Iterator[Layout]:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
+from harness.errors import ConfigError
 from harness.estimate.driver import driver_bytes
 from harness.estimate.held import Interval
 from harness.estimate.inputs import Inputs
@@ -36,25 +37,35 @@ from harness.estimate.step_time.step import (
 from harness.estimate.timeline import fullest_node, shards_that_differ
 from harness.layout.grid import Grid
 from harness.layout.stages import in_flight
-from tools.cluster.count import Counted, Question, Rank, ranked
+from tools.cluster.choose import Answer, answer_of
+from tools.cluster.count import Counted, Question, Rank
 from tools.cluster.layouts import Layout, bounds_of, layouts
 
 _Key = tuple[Hashable, ...]
 
 
-def count_all(
-    args: argparse.Namespace, question: Question, everything: bool = False
-) -> list[Counted]:
-    """Return every layout of a job, ranked."""
-    shape = next(iter(question.base.values())).shape
+def answer(args: argparse.Namespace, question: Question) -> Answer:
+    """Return every layout of a job, and the recommended one."""
+    with _no_collection():
+        return answer_of(count_all(args, question))
+
+
+def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
+    """Return every layout of a job. Raises ConfigError if there is none."""
     per_node = question.machine.gpus_per_node
     every = layouts(
-        *(shape, args.gpus, per_node, args.seq_len, args.global_batch),
+        *(question.some.shape, args.gpus, per_node, args.seq_len, args.global_batch),
         lora=bool(args.lora),
         quantized=bool(args.quantize),
     )
     with _no_collection():
-        return ranked(Search(question).count(every), everything)
+        counted = [*Search(question).count(every)]
+    if not counted:
+        raise ConfigError(
+            f"--global-batch {args.global_batch} does not divide over any number of data ranks of "
+            f"{args.gpus} GPUs: use a multiple of {args.gpus}"
+        )
+    return counted
 
 
 @contextlib.contextmanager
@@ -76,8 +87,7 @@ class Search:
 
     def __init__(self, question: Question) -> None:
         self._question = question
-        some = next(iter(question.base.values()))
-        self._layer_kinds = _layer_kinds(some)
+        self._layer_kinds = _layer_kinds(question.some)
         self._stage_kinds: dict[_Key, int] = {}
         self._layers: dict[_Key, Layer] = {}
         self._passes: dict[_Key, Passes] = {}
@@ -173,7 +183,7 @@ class Search:
     def _states_of(self, whole: _Whole, stage: int, kind: int, accumulates: bool) -> list[Totals]:
         layout = whole.layout
         key = (
-            *(layout.zero, layout.offload, layout.tensor, layout.expert, layout.pipeline),
+            *(*layout.state, layout.tensor, layout.expert, layout.pipeline),
             *(kind, accumulates, whole.grad_accum > 1, layout.mlp_tiles),
         )
         if key not in self._states:
@@ -204,7 +214,7 @@ class Search:
 
     def _synchronised_of(self, whole: _Whole, stage: int, kind: int) -> Synchronised:
         layout = whole.layout
-        key = (layout.zero, layout.offload, layout.tensor, layout.expert, layout.pipeline, kind)
+        key = (*layout.state, layout.tensor, layout.expert, layout.pipeline, kind)
         if key not in self._synchronised:
             here = whole.stage(stage)
             self._synchronised[key] = synchronised(here, self._question.machine)
@@ -212,7 +222,7 @@ class Search:
 
     def _driver(self, whole: _Whole) -> Interval:
         layout = whole.layout
-        key = (layout.pipeline, layout.tensor, layout.sequence, layout.expert)
+        key = (layout.pipeline, layout.tensor, layout.sequence, layout.expert, layout.hpz)
         if key not in self._drivers:
             zero = whole.base.zero
             self._drivers[key] = driver_bytes(whole.grid, whole.base.gpu, zero.secondary_ranks)
@@ -225,7 +235,7 @@ class _Whole:
     def __init__(self, question: Question, layout: Layout) -> None:
         self.layout, self._question = layout, question
         self._stages: dict[int, Inputs] = {}
-        self.base: Inputs = question.base[layout.zero, layout.offload]
+        self.base: Inputs = question.base[layout.state]
         replica = layout.pipeline * layout.tensor * layout.sequence
         data = question.gpus // replica
         self.grad_accum = question.global_batch // data // layout.micro_batch

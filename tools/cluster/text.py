@@ -5,61 +5,51 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+from harness.config.assignments import value_as_text
 from harness.estimate.held import GIB
 from harness.estimate.step_time.job import DAY, Job
 from harness.estimate.step_time.machine import NETWORK_REACHED
 from harness.estimate.step_time.step import TERMS
-from tools.cluster.count import (
-    SHOWN,
-    SMALLER_SHOWN,
-    Counted,
-    Question,
-    best_of_each_way,
-    days,
-    front,
-    tokens_text,
-)
+from tools.cluster.choose import Answer, error_text, why_not
+from tools.cluster.count import Counted, Question, days, tokens_text
 from tools.cluster.job import commands, settings
 
 WIDTH = 80
 
 
-def describe(
-    args: argparse.Namespace, question: Question, counted: Sequence[Counted], best: Counted | None
-) -> str:
+def describe(args: argparse.Namespace, question: Question, answer: Answer) -> str:
     """Return the whole answer."""
+    counted, best = answer.counted, answer.best
     fit = sum(bool(each.fits) for each in counted)
-    undecided = sum(each.fits is None for each in counted)
-    more = f", {undecided:,} slower ones may (--all decides)" if undecided else ""
-    shape = counted[0].inputs.shape
+    shape = question.some.shape
     head = (
         f"{args.model} ({shape.parameters / 1e9:.2f}B parameters) on {args.gpus} x {args.gpu}, "
         f"{args.seq_len:,} tokens, {args.global_batch:,} samples a step: {len(counted):,} layouts, "
-        f"{fit:,} fit{more}"
+        f"{fit:,} known to fit"
     )
     lines = [*textwrap.wrap(head, WIDTH), ""]
     if best is None:
-        return "\n".join([*lines, *_nothing_fits(counted)])
-    job = question.job(best)
-    lines += [
-        *_job(args, question, best, job),
-        "",
-        *_table(best_of_each_way(counted)[:SHOWN], best),
-    ]
-    small = [each for each in front(counted) if each is not best]
-    if small:
-        lines += ["", "Slower and smaller", *_rows(small[:SMALLER_SHOWN], best)]
-    return "\n".join([*lines, "", *_ready(args, best), "", *_evidence(question, best)])
+        nearest = sorted(answer.ways.items(), key=lambda way: counted.index(way[1]))
+        return "\n".join([*lines, "Nothing fits. The nearest:", *_rows(dict(nearest), None)])
+    return "\n".join(
+        [
+            *(*lines, *_job(args, question, best, question.job(best)), ""),
+            *(*_on_paper(answer), "", "Why not ...?", *_rows(answer.ways, best)),
+            *("", *_ready(args, best), "", *_evidence(question, best)),
+        ]
+    )
 
 
 def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) -> list[str]:
     time = best.time
     lines = [
-        *textwrap.wrap(f"Quickest: {best.layout.text}", WIDTH, subsequent_indent=" " * 10),
+        *textwrap.wrap(f"Recommended: {best.layout.text}", WIDTH, subsequent_indent=" " * 13),
+        f"  {memory_text(best)}",
         f"  {time.seconds:.2f} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
-        f"MFU {time.mfu:.1%}; {best.peak_bytes / GIB:.1f} GiB of a GPU",
+        f"MFU {time.mfu:.1%}",
+        *(f"  {part}" for part in textwrap.wrap(error_text(best), WIDTH - 2)),
         *(
             f"  {'' if n else 'time: '}{part}"
             for n, part in enumerate(textwrap.wrap(_shares(best), WIDTH - 8))
@@ -78,6 +68,29 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
         met = f"missed: about {more:,.0f} such GPUs would meet it" if late else "met"
         lines.append(f"  the deadline of {args.deadline_days:g} days is {met}")
     return lines
+
+
+def memory_text(counted: Counted) -> str:
+    """Return the upper end of its memory, the GPU's, and the lower end."""
+    low, high = counted.peak_interval
+    device = counted.question.device_bytes
+    return (
+        f"up to {high / GIB:.1f} of {device / GIB:.1f} GiB of the fullest GPU, "
+        f"{low / GIB:.1f} at least"
+    )
+
+
+def _on_paper(answer: Answer) -> list[str]:
+    best, quickest = answer.best, answer.quickest
+    assert best is not None
+    assert quickest is not None
+    if quickest is best:
+        return ["It is the quickest on paper, too."]
+    text = (
+        f"Quickest on paper: {quickest.layout.text}, {quickest.seconds:.2f} s, "
+        f"{memory_text(quickest)}: {why_not(quickest, best)}"
+    )
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 
 def _beside(question: Question, best: Counted) -> list[str]:
@@ -100,37 +113,26 @@ def _shares(counted: Counted) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.01)
 
 
-def _table(shown: Sequence[Counted], best: Counted) -> list[str]:
-    return ["The best of each way to divide, and why it is not the best", *_rows(shown, best)]
-
-
-def _rows(shown: Sequence[Counted], best: Counted | None) -> list[str]:
-    lines = [f"  {'s/step':>7} {'tokens/s/GPU':>12} {'GiB':>6}  layout"]
-    for each in shown:
-        lines.append(
-            f"  {each.time.seconds:7.2f} {each.time.tokens_per_s_per_gpu:12,.0f} "
-            f"{each.peak_bytes / GIB:6.1f}  {each.layout.text}"
-        )
-        if why := each.why_not(best):
-            lines.append(f"{'':30}{why}")
-    return [part for line in lines for part in _wrapped(line)]
-
-
-def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 30) or [""]
-
-
-def _nothing_fits(counted: Sequence[Counted]) -> list[str]:
-    return ["Nothing fits. The nearest:", *_rows(best_of_each_way(counted)[:6], None)]
+def _rows(ways: Mapping[str, Counted], best: Counted | None) -> list[str]:
+    lines = [
+        f"  {'':10} {'s/step':>7} {'GiB':>6}  the best of its kind, and why it is not the best"
+    ]
+    for way, each in ways.items():
+        low, high = each.peak_interval
+        head = f"  {way:10} {each.seconds:7.2f} {max(low, high) / GIB:6.1f}  "
+        rest = f"{each.layout.text}: {why_not(each, best)}"
+        parts = textwrap.wrap(rest, WIDTH - len(head))
+        lines += [(" " * len(head) if n else head) + part for n, part in enumerate(parts)]
+    return lines
 
 
 def _ready(args: argparse.Namespace, best: Counted) -> list[str]:
-    keys = " ".join(f"{key}={value}" for key, value in settings(args, best.layout).items())
+    keys = " ".join(f"{key}={value_as_text(value)}" for key, value in settings(args, best).items())
     return [
         "Ready to run (--write FOLDER makes these files):",
         f"  ds.json: {json.dumps(best.layout.deepspeed)}",
         f"  run.toml: {keys}",
-        *(f"  {line}" for line in commands(args, best.layout, "ds.json", "run.toml")),
+        *(f"  {name}: {command}" for name, command in commands(best, "").items()),
     ]
 
 

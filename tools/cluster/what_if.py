@@ -1,4 +1,4 @@
-"""The same job on other numbers of GPUs, with other lengths, on other GPUs, with other models."""
+"""The same job on other numbers of GPUs, with other lengths, on other GPUs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from dataclasses import dataclass
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
 from harness.estimate.step_time.job import DAY
-from harness.layout.families import FAMILIES
-from harness.plan.model_config import load_model_config
-from tools.cluster.ask import question_of, run_of, scaled
+from tools.cluster.ask import question_of
+from tools.cluster.choose import Answer
 from tools.cluster.count import Counted, days
-from tools.cluster.layouts import MOST_MICRO_BATCH, layouts
-from tools.cluster.search import Search, count_all
+from tools.cluster.layouts import MOST_MICRO_BATCH
+from tools.cluster.search import answer as answer_to
 
 _OTHER_GPUS = ("a100-80", "h100-80", "h200", "b200")
 _COUNTS = (0.25, 0.5, 2, 4, 8)
 """Of GPUs, times those that were asked for."""
 _TRIED = 8
-"""Layouts with least in tensors whose allocator is asked whether a model fits."""
-_LARGEST = 16
-"""Times as wide and deep as the model, at most."""
+"""Layouts with least in tensors whose allocator is asked whether they fit."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +35,16 @@ class Spent:
     layout: str
 
 
-def what_if(
-    args: argparse.Namespace, best: Counted | None, counted: Sequence[Counted]
-) -> list[str]:
+def what_if(args: argparse.Namespace, answer: Answer) -> list[str]:
     """Return a line for each change of the question, with the best layout of each."""
     lines = ["", "What if"]
     for name, changed in _changes(args):
         lines.append(f"  {name:<16} {_answer(changed)}")
-    if best is not None:
-        lines += [f"  {'micro-batch':<16} {largest_micro_batch(counted)}"]
+    if answer.best is not None:
+        lines += [f"  {'micro-batch':<16} {largest_micro_batch(answer.counted)}"]
         lines += ["", "How many GPUs: none of these is both slower and dearer than another"]
-        lines += _front_lines(args, best)
-    return [*lines, f"  {'largest model':<16} {largest_model(args)}"]
+        lines += _front_lines(args, answer.best)
+    return lines
 
 
 def largest_micro_batch(counted: Sequence[Counted]) -> str:
@@ -62,61 +57,12 @@ def largest_micro_batch(counted: Sequence[Counted]) -> str:
         # Few bytes first: where those do not fit, nothing of this size does.
         smallest = sorted(by_size[size], key=lambda each: each.peak_bytes)[:_TRIED]
         quickest = sorted(by_size[size], key=lambda each: each.seconds)[:_TRIED]
-        fit = [each for each in (*quickest, *smallest) if not each.refusal and each.decide()]
+        fit = [each for each in (*quickest, *smallest) if each.is_usable()]
         if fit:
             best = min(fit, key=lambda each: each.seconds)
             more = " is the largest counted" if size == MOST_MICRO_BATCH else " at most"
             return f"{size}{more}, {best.seconds:.2f} s a step: {best.layout.text}"
     return "nothing fits"
-
-
-def largest_model(args: argparse.Namespace) -> str:
-    """Return the largest relative of the model that fits, of those that are so many sixteenths
-    wider and deeper.
-    """
-    config = load_model_config(run_of(args))[0]
-    if config["model_type"] not in FAMILIES:
-        return f"{config['model_type']} is traced from its class, and not scaled"
-    largest: Counted | None = None
-
-    def fits(sixteenths: int) -> bool:
-        nonlocal largest
-        layout = _any_that_fits(_scaled(args, scaled(config, sixteenths / 16)))
-        largest = layout or largest
-        return layout is not None
-
-    beyond = 16
-    while beyond <= 16 * _LARGEST and fits(beyond):
-        beyond *= 2
-    fitting = beyond // 2 if beyond > 16 else 0
-    while beyond - fitting > max(1, fitting // 16):
-        middle = (fitting + beyond) // 2
-        fitting, beyond = (middle, beyond) if fits(middle) else (fitting, middle)
-    if largest is None:
-        return "nothing fits"
-    keys = scaled(config, fitting / 16)
-    of = ", ".join(f"{key} {size:,}" for key, size in keys.items())
-    size = largest.inputs.shape.parameters / 1e9
-    return f"{size:,.1f}B parameters ({of}): {largest.layout.text}"
-
-
-def _scaled(args: argparse.Namespace, keys: dict[str, int]) -> argparse.Namespace:
-    words = [f"model.overrides.{key}={size}" for key, size in keys.items()]
-    return _with(args, assignments=[*args.assignments, *words])
-
-
-def _any_that_fits(args: argparse.Namespace) -> Counted | None:
-    """Return a layout that fits; None if none of those with least in tensors does."""
-    question = question_of(args)
-    shape = next(iter(question.base.values())).shape
-    per_node = question.machine.gpus_per_node
-    every = layouts(
-        *(shape, args.gpus, per_node, args.seq_len, args.global_batch), lora=bool(args.lora)
-    )
-    small = (each for each in every if each.micro_batch == 1 and each.checkpointing == "full")
-    left = [each for each in Search(question).count(small) if each.fits is not False]
-    left.sort(key=lambda each: each.peak_bytes)
-    return next((each for each in left[:_TRIED] if not each.refusal and each.decide()), None)
 
 
 def front_of(spent: Sequence[Spent]) -> list[Spent]:
@@ -165,10 +111,9 @@ def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
 def _best(args: argparse.Namespace) -> Counted | str:
     """Return the best layout of a question, or why there is none."""
     try:
-        counted = count_all(args, question_of(args))
+        return answer_to(args, question_of(args)).best or "nothing fits"
     except ConfigError as error:
         return str(error.problems[0])
-    return counted[0] if counted and counted[0].answers else "nothing fits"
 
 
 def _answer(args: argparse.Namespace) -> str:

@@ -15,8 +15,8 @@ from harness.layout.shape import num_parameters
 from harness.plan.duration import step_time
 from harness.plan.plan import NOT_TRAINED, Plan
 from tools.cluster.ask import question_of
-from tools.cluster.count import SHOWN, best_of_each_way
-from tools.cluster.search import count_all
+from tools.cluster.choose import why_not
+from tools.cluster.search import answer
 from tools.studio_app.charts import Axis, stacked
 from tools.studio_app.memory import gib
 from tools.studio_app.page import (
@@ -155,7 +155,7 @@ def _ranking(
     lora: int,
     words: tuple[str, ...],
 ) -> Table:
-    """Every layout of the job, the quickest that fits first, as tools/plan_cluster.py ranks."""
+    """The best layout of each way to divide, as tools/plan_cluster.py chooses."""
     args = Namespace(
         model=name_of(model),
         gpus=gpus,
@@ -174,21 +174,21 @@ def _ranking(
         ),
     )
     question = question_of(args)
-    counted = count_all(args, question)
-    best = counted[0] if counted and counted[0].answers else None
+    answered = answer(args, question)
     rows = [
         (
             each.layout.text,
             f"{each.time.seconds:,.2f}",
             f"{each.time.mfu:.1%}",
             f"{question.job(each).days:,.1f}",
-            gib(each.worst.peak),
-            "quickest" if each is best else each.why_not(best),
+            gib(each.peak_interval[1]),
+            why_not(each, answered.best),
         )
-        for each in best_of_each_way(counted)[:SHOWN]
+        for each in answered.ways.values()
     ]
-    title = f"{len(counted):,} layouts of {global_batch:,} samples a step; the best of each way"
-    return Table(title, ("layout", "s a step", "MFU", "days", "peak", "verdict"), rows)
+    counted = len(answered.counted)
+    title = f"{counted:,} layouts of {global_batch:,} samples a step; the best of each way"
+    return Table(title, ("layout", "s a step", "MFU", "days", "at most", "verdict"), rows)
 
 
 PAGE = Page(
@@ -200,7 +200,7 @@ PAGE = Page(
         "harness.plan.make.make_plan",
         "harness.estimate.timeline.estimate_memory",
         "harness.plan.duration.step_time",
-        "tools.cluster.search.count_all",
+        "tools.cluster.search.answer",
     ),
     formula="A step = micro-batches x (products / reached peak + bytes moved / reached bandwidth "
     "+ exchanges that nothing hides) + bubble + optimizer, of the slowest stage; MFU = model "
