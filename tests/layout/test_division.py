@@ -98,8 +98,8 @@ def test_what_cannot_be_divided_is_said_with_what_can(
 
 
 def test_a_family_without_a_plan_is_named() -> None:
-    with pytest.raises(ValueError, match="codegen has no plan to divide its tensors: there is"):
-        TensorPlan.make("codegen", 4, 4, 100)
+    with pytest.raises(ValueError, match="gpt_oss has no plan to divide its tensors: there is"):
+        TensorPlan.make("gpt_oss", 4, 4, 100)
 
 
 def test_a_multi_query_falcons_only_key_head_is_known_without_its_shape() -> None:

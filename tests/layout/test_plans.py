@@ -17,7 +17,7 @@ def test_the_table_is_what_the_installed_transformers_says() -> None:
     assert Path(tensor.__file__).with_name("plans.json") == OUTPUT
     text = OUTPUT.read_text(encoding="utf-8")
     assert text == as_text(), "run python tools/proofs/generate_plans.py"
-    assert len(text) < 100 * 1024
+    assert len(text) < 120 * 1024
 
 
 def test_the_table_holds_plans_that_were_read_in_transformers() -> None:

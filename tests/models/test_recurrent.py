@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from harness.models.initialize import materialize
+from harness.models.recompute import checkpoint_layers
 from harness.models.skeleton import hf_config, skeleton
 
 ROWS, TOKENS, LAYERS, SIZE, STATES = 3, 20, 2, 16, 24
@@ -60,7 +61,7 @@ def test_layers_that_are_computed_again_have_the_same_gradients(cell: str) -> No
     for again in (False, True):
         model = model_of(cell).train()
         if again:
-            model.activation_checkpointing_enable()
+            checkpoint_layers(model, "full")
         model(input_ids=text()).logits.logsumexp(-1).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
