@@ -1,4 +1,4 @@
-# make setup | demo | test | gates | lint | pictures | tables
+# make setup | demo | test | gates | newest | oldest | lint | pictures | tables
 
 # The interpreter that makes .venv: `make setup PYTHON=python3.12`.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
 ON_CPU := $(if $(filter 0 1,$(GPUS)),DS_ACCELERATOR=cpu)
 
-.PHONY: setup demo test gates lint pictures tables
+.PHONY: setup demo test gates newest oldest lint pictures tables
 
 setup: $(INSTALLED)
 
@@ -42,6 +42,11 @@ test: setup
 # was. `make gates ONLY="faults slurm"` runs these; tests/gates/gates.toml lists all.
 gates: setup
 	$(VENV)/bin/python -m tests.gates $(ONLY)
+
+# build/newest: the newest packages, upper bounds lifted. build/oldest: the lower bounds. The gates of
+# these names run on them.
+newest oldest: setup
+	$(VENV)/bin/python -m tests.gates.releases $@
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -21,6 +21,7 @@ from typing import Any
 from harness.layout.box import Part, Range, share_of, share_of_fused
 from harness.layout.families import Keys, family_of, kv_heads
 from harness.layout.shape import Shape, Tensor
+from harness.layout.transformers_releases import was_rewritten
 
 Ends = tuple[list[str], list[str]]
 """Names of a module's inputs and of its outputs."""
@@ -30,7 +31,9 @@ def tensor_plan(model_type: str) -> dict[str, str] | None:
     """Return transformers' tensor-parallel style of each module, such as "colwise"; None if it has
     none.
     """
-    return _plan("tensor", model_type)
+    plan = None if was_rewritten(model_type) else _plan("tensor", model_type)
+    # The vocabulary is divided anyway, by _VOCABULARY; since 5.24 some plans hold nothing else.
+    return {name: s for name, s in (plan or {}).items() if not _is_vocabulary(name, s)} or None
 
 
 def expert_plan(model_type: str) -> dict[str, str] | None:
@@ -50,7 +53,7 @@ def pipeline_plan(model_type: str) -> dict[str, Ends] | None:
 
 def without_sdpa(model_type: str) -> bool:
     """Return True if transformers does not support torch's SDPA for a decoder."""
-    return model_type in _table()["without_sdpa"]
+    return model_type in _table()["without_sdpa"] or was_rewritten(model_type)
 
 
 def keys_read(model_type: str) -> frozenset[str] | None:
@@ -106,6 +109,12 @@ _VOCABULARY = {
     **dict.fromkeys(("embed_tokens", "embed_in", "wte", "word_embeddings"), EMBEDDING),
     **dict.fromkeys(("lm_head", "embed_out"), HEAD),
 }
+
+
+def _is_vocabulary(module: str, style: str) -> bool:
+    """Return whether a style of transformers says of a module what `_VOCABULARY` says of it."""
+    name = module.rpartition(".")[2]
+    return style == "embedding_rowwise" and _VOCABULARY.get(name) == EMBEDDING
 
 
 @dataclass(frozen=True)

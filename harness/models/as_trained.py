@@ -53,7 +53,8 @@ def _forward(model: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -
         return inner(*args, **kwargs)
     given = inspect.signature(inner).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
-    mask, cache = given.get("attention_mask"), given.get("past_key_values")
+    # transformers before 5.24 says past_key_values.
+    mask, cache = given.get("attention_mask"), given.get("cache", given.get("past_key_values"))
     if mask is not None and not bool(mask.all()):
         raise ValueError("this attention reads padding, too: take rows of one length")
     if getattr(cache, "is_compileable", False):

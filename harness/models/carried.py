@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from harness.models.recurrent import Carried
+from harness.models.transformers_releases import MAMBA2_CACHE, Mamba2CacheOf520
 
 
 class Window(Protocol):
@@ -41,7 +42,7 @@ class RecurrentWindow:
         return self._carried.after.flatten(1)
 
 
-class Mamba2Window:
+class Mamba2Window(Mamba2CacheOf520):
     """States of Mamba-2's convolutions and scans; also serves as the cache of its layers.
 
     Unlike in transformers' own caches, the states that layers read stay unchanged, so that a layer
@@ -55,7 +56,7 @@ class Mamba2Window:
         by_layer = states.view(len(states), config.num_hidden_layers, -1)
         self._before = by_layer.split(sizes, dim=2)
         self._after: tuple[dict[int, torch.Tensor], ...] = ({}, {})
-        self.keywords = {"cache_params": self}
+        self.keywords = {MAMBA2_CACHE: self}
 
     @staticmethod
     def numbers(config: Any) -> int:

@@ -127,7 +127,8 @@ class _AskedForDocuments(Exception):
 def separates_documents(model: PreTrainedModel) -> bool:
     """Return True if a skeleton's attention reads document boundaries from `position_ids`.
 
-    Some architectures take no positions or ignore them in their mask: OPT, Falcon, BLOOM.
+    Some architectures take no positions or ignore them in their mask: OPT, BLOOM, and Falcon before
+    transformers 5.24.
     """
 
     def asked(*args: Any, **kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from harness.data.contiguous import Contiguous
 from harness.data.packing import Packed
 from harness.data.pair import NO_MASKS, IndexedTokens, write_indexed
 from harness.data.split import load_split, write_splits
+from harness.models.transformers_releases import MAMBA2_CACHE
 from tests.engine.small import SEQ_LEN, VOCAB_SIZE
 
 MODEL: dict[str, Any] = {
@@ -139,6 +140,6 @@ class CacheLoop(TokenLoop):
             for states in (layer.conv_states, layer.recurrent_states):
                 states.update({k: v.detach().clone() for k, v in states.items() if v is not None})
         tokens = torch.tensor(ids)
-        arguments = {"input_ids": tokens[None, :-1], "cache_params": cache, "use_cache": True}
+        arguments = {"input_ids": tokens[None, :-1], MAMBA2_CACHE: cache, "use_cache": True}
         logits = functional_call(self.model, self.weights, (), arguments).logits[0]
         return functional.cross_entropy(logits, tokens[1:], reduction="sum")

@@ -119,8 +119,8 @@ def test_what_cannot_be_divided_is_said_with_what_can(
 
 
 def test_a_family_without_a_plan_is_named() -> None:
-    with pytest.raises(ValueError, match="codegen has no usable tensor-parallel plan"):
-        TensorPlan.make("codegen", 4, 4, 100)
+    with pytest.raises(ValueError, match="gpt_oss has no usable tensor-parallel plan"):
+        TensorPlan.make("gpt_oss", 4, 4, 100)
 
 
 def test_a_multi_query_falcons_only_key_head_is_known_without_its_shape() -> None:
@@ -179,7 +179,7 @@ def test_the_table_is_what_the_installed_transformers_says() -> None:
     assert Path(tensor_module.__file__).with_name("plans.json") == OUTPUT
     text = OUTPUT.read_text(encoding="utf-8")
     assert text == as_text(), "run python tools/proofs/generate_plans.py"
-    assert len(text) < 100 * 1024
+    assert len(text) < 120 * 1024
 
 
 def test_the_table_holds_plans_that_were_read_in_transformers() -> None:

@@ -91,7 +91,8 @@ def test_an_impossible_environment(environ, expected):
         ({"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:128"}, False),
     ],
 )
-def test_the_users_allocators_are_read(environ, rounds):
+def test_the_users_allocators_are_read(environ, rounds, monkeypatch):
+    monkeypatch.setattr("harness.layout.world.torch_version", lambda: "2.13.0")
     world = World.from_environ({**environ, "DS_ACCELERATOR": "cuda"})
     assert world.allocators == next((f"{n}={value}" for n, value in environ.items()), None)
     assert world.rounds_pinned is rounds

@@ -16,6 +16,7 @@ from torch import nn
 from harness.layout.carried import carried_numbers
 from harness.models.carried import WINDOWS
 from harness.models.initialize import materialize
+from harness.models.recompute import checkpoint_layers
 from harness.models.skeleton import hf_config, skeleton
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "eos_token_id": 0}
@@ -86,7 +87,7 @@ def test_layers_that_are_computed_again_read_the_same_states(kind: str) -> None:
     for again in (False, True):
         model = model_of(kind)
         if again:
-            model.activation_checkpointing_enable()
+            checkpoint_layers(model, "full")
         first = window_of(model, begin(model))
         model(input_ids=text()[:, :9], use_cache=False, **first.keywords)
         second = window_of(model, first.after)

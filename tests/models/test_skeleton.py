@@ -12,6 +12,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
+from harness.layout.transformers_releases import is_older
 from harness.models.initialize import materialize
 from harness.models.pieces import pieces
 from harness.models.skeleton import (
@@ -130,7 +131,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_atten
         ({**LLAMA, "model_type": "qwen3", "head_dim": 8}, True),
         ({**SIZES, "model_type": "gpt_neox", "intermediate_size": 64}, True),
         ({**SIZES, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32}, False),
-        ({**SIZES, "model_type": "falcon"}, False),
+        ({**SIZES, "model_type": "falcon"}, not is_older((5, 24))),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -163,6 +164,8 @@ def test_scores_are_soft_capped_or_the_attention_is_refused() -> None:
 
     assert not torch.allclose(logits(0.5), logits(None))
     assert torch.allclose(logits(1e6), logits(None), atol=1e-4)
+    if is_older((5, 21)):  # the plan alone refuses it
+        return
     with pytest.raises(ValueError, match="does not support an attention implementation"):
         skeleton(hf_config(GEMMA2), torch.float32, "sdpa")
     query = torch.zeros(1, 1, 2, 8)

@@ -123,7 +123,46 @@ HYBRIDS: dict[str, Config] = {
     "zaya": dict(_EXPERTS, num_experts_per_tok=1, head_dim=8, num_experts=4, router_hidden_size=16),
     "inkling_text": _INKLING,
     "inkling2_text": _INKLING,
+    "inkling2_loop_text": dict(
+        _INKLING,
+        num_hidden_layers=3,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        unpadded_vocab_size=512,
+        n_layers_per_attn_res_block=1,
+        loop_layer_index_start=1,
+        loop_layer_index_end=2,
+        loop_num_passes=2,
+        loop_gate_rank=4,
+    ),
+    "lara_mini": dict(_SHARED, sliding_window=8),
     "kimi_linear": dict(_LATENT, linear_head_dim=8, linear_num_heads=4),
     "bailing_hybrid": dict(_LATENT, head_dim=8),
 }
 HYBRIDS = {name: {"model_type": name, **config} for name, config in HYBRIDS.items()}
+_ROUTED = dict(
+    _EXPERTS, head_dim=8, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1
+)
+NEWER: dict[str, Config] = {
+    "apertus1p5_text": _HEADS,
+    "beam": dict(
+        _EXPERTS, head_dim=8, num_experts=4, n_group=1, topk_group=1, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
+    ),
+    "dory": dict(
+        _HEADS, num_hidden_layers=3, head_dim=8, sliding_window=8, n_input_layers=1,
+        n_output_layers=1, layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "dots3_note_text": dict(
+        _LATENT, layer_types=None, n_routed_experts=4, q_lora_rank=8, n_shared_experts=1
+    ),
+    "exaone": _HEADS,
+    "flint": dict(
+        _EXPERTS, head_dim=8, num_experts=4, shared_expert_intermediate_size=16, sliding_window=8
+    ),
+    "internlm3": dict(_HEADS, head_dim=8),
+    "iquestcoder": dict(_HEADS, head_dim=8),
+    "sarvam_mla": dict(_LATENT | _ROUTED, num_key_value_heads=4, q_lora_rank=8),
+    "sarvam_moe": dict(_ROUTED, n_shared_experts=1),
+}  # fmt: skip
+NEWER = {name: {"model_type": name, **config} for name, config in NEWER.items()}
+"""Decoders with attention alone that came with transformers 5.21 to 5.24."""

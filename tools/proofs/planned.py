@@ -48,6 +48,8 @@ _COMMON = {
 _OWN: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
 }
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 """Of those whose keys and values are projected from few dimensions (kv_lora_rank)."""

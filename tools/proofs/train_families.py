@@ -26,7 +26,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 from harness.errors import ExitCode
 from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
-from tools.proofs.hybrids import HYBRIDS
+from tools.proofs.hybrids import HYBRIDS, NEWER
 from tools.proofs.small_runs import functions, write_jsonl
 
 TOLERANCE = 1e-5
@@ -36,6 +36,8 @@ DIVIDED = {
     "tensors": "ds.tensor_parallel.autotp_size=2",
     "sequences": "ds.sequence_parallel_size=2",
 }
+_COLUMNS = ("family", "trained", "resumed", "exported", "memory", *DIVIDED)
+_NEWER_COLUMNS = ("family", "trained", "memory", "tensors")
 _HELD_OUT_SAMPLES = 8
 _SET = r"^[\w.]+( is |=)2( \(command line\))?[:,] (model\.name=\S+: )?"
 """What a reason begins with, alike in all rows."""
@@ -59,6 +61,15 @@ divide a model: a step equals that of the undivided model, or the reason for non
 | family | trained | resumed | exported | memory | stages | tensors | sequences |
 |---|---|---|---|---|---|---|---|
 """
+_NEWER_HEAD = """
+## New decoders
+
+Decoders with attention alone that came with transformers 5.21 to 5.24, in the same sizes: two steps
+of ZeRO 1, and one whose tensors are divided over two ranks.
+
+| new family | trained | memory | tensors |
+|---|---|---|---|
+"""
 
 
 def main(argv: list[str]) -> int:
@@ -68,7 +79,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
-    parser.add_argument("families", nargs="*", default=[*HYBRIDS])
+    parser.add_argument("families", nargs="*", default=[*HYBRIDS, *NEWER])
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     corpus = args.out / "corpus.jsonl"
@@ -83,9 +94,11 @@ def main(argv: list[str]) -> int:
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return the page of the rows, and the names of the families without one."""
-    missing = [name for name in HYBRIDS if name not in {row["family"] for row in rows}]
+    missing = [n for n in (*HYBRIDS, *NEWER) if n not in {row["family"] for row in rows}]
     rest = f"\nWithout a row, not run for this page: {', '.join(missing)}.\n" if missing else ""
-    return _HEAD + "".join(map(_line, rows)) + rest
+    page = _HEAD + "".join(_line(row, _COLUMNS) for row in rows if row["family"] in HYBRIDS)
+    newer = [_line(row, _NEWER_COLUMNS) for row in rows if row["family"] in NEWER]
+    return page + _NEWER_HEAD + "".join(newer) + rest
 
 
 def kept_row(zygote: Zygote, family: str, folder: Path) -> dict[str, Any]:
@@ -94,7 +107,7 @@ def kept_row(zygote: Zygote, family: str, folder: Path) -> dict[str, Any]:
     if path.exists():
         row: dict[str, Any] = json.loads(path.read_text())
     else:
-        row = Runs(zygote, HYBRIDS[family], folder / family).row()
+        row = Runs(zygote, {**HYBRIDS, **NEWER}[family], folder / family).row()
         path.write_text(json.dumps(row))
     print(json.dumps(row), flush=True)
     return row
@@ -117,10 +130,13 @@ class Runs:
     def row(self) -> dict[str, Any]:
         """Return what the family can do; a reason in the place of "yes" where it cannot."""
         row = {"family": self._family, "trained": self.run("resumed", 1, "train.steps=2")}
-        if row["trained"] == "yes":
-            row |= {"memory": self._memory(), "resumed": self._resumed()}
-            row["exported"] = self.exported()
-            for name, word in DIVIDED.items():
+        if row["trained"] != "yes":
+            return row
+        row["memory"] = self._memory()
+        if self._family in HYBRIDS:
+            row["resumed"], row["exported"] = self._resumed(), self.exported()
+        for name, word in DIVIDED.items():
+            if name in (_COLUMNS if self._family in HYBRIDS else _NEWER_COLUMNS):
                 row[name] = self.run(name, 1, "train.steps=1", word)
         return row
 
@@ -204,8 +220,7 @@ def _reason(outputs: Sequence[str]) -> str:
     return next(iter(re.findall(r"cannot train: (.*)", text)), text)
 
 
-def _line(row: dict[str, Any]) -> str:
-    columns = ("family", "trained", "resumed", "exported", "memory", *DIVIDED)
+def _line(row: dict[str, Any], columns: Sequence[str]) -> str:
     cells = (str(row.get(column, "")) for column in columns)
     return f"| {' | '.join(re.sub(_SET, '', cell) for cell in cells)} |\n"
 

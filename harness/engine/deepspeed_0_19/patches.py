@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from harness.engine.deepspeed_0_19 import builds, experts, gradients, pipe_module, process_wide
+from harness.engine.deepspeed_0_19.contract import require_contract
 
 When = Literal["join", "build", "step"]
 
@@ -95,7 +96,11 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def patch_process(joining: Joining) -> None:
-    """Apply all replacements that are made once per process. Call it before joining the group."""
+    """Apply all replacements that are made once per process. Call it before joining the group.
+
+    Raises ConfigError if a newer DeepSpeed than those tested lacks a name that the library needs.
+    """
+    require_contract((patch.names for patch in PATCHES), joining.say)
     for patch in PATCHES:
         if patch.when == "join":
             patch.apply(joining)

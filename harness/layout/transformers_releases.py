@@ -1,0 +1,32 @@
+"""Differences between the supported releases of transformers (5.20 to 5.24) that a plan depends on.
+
+harness/models/transformers_releases.py holds those that models depend on. When the lower bound in
+pyproject.toml passes a release that is named here, its entry can go. Standard library alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+# CodeGen and GPT-J compute the heads that they find, and call torch's attention, since 5.24: the
+# plans of plans.json do not hold for what they were before.
+_REWRITTEN = {"codegen": (5, 24), "gptj": (5, 24)}
+
+
+def is_older(release: tuple[int, int]) -> bool:
+    """Return whether the installed transformers is older than a release; False without any."""
+    return _installed() < release
+
+
+def was_rewritten(model_type: str) -> bool:
+    """Return whether the installed transformers is older than a decoder's rows of plans.json."""
+    return is_older(_REWRITTEN.get(model_type, (0, 0)))
+
+
+@cache
+def _installed() -> tuple[int, ...]:
+    try:
+        return tuple(map(int, version("transformers").split(".")[:2]))
+    except PackageNotFoundError:
+        return (10**9,)
