@@ -123,18 +123,6 @@ HYBRIDS: dict[str, Config] = {
     "zaya": dict(_EXPERTS, num_experts_per_tok=1, head_dim=8, num_experts=4, router_hidden_size=16),
     "inkling_text": _INKLING,
     "inkling2_text": _INKLING,
-    "inkling2_loop_text": dict(
-        _INKLING,
-        num_hidden_layers=3,
-        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
-        unpadded_vocab_size=512,
-        n_layers_per_attn_res_block=1,
-        loop_layer_index_start=1,
-        loop_layer_index_end=2,
-        loop_num_passes=2,
-        loop_gate_rank=4,
-    ),
-    "lara_mini": dict(_SHARED, sliding_window=8),
     "kimi_linear": dict(_LATENT, linear_head_dim=8, linear_num_heads=4),
     "bailing_hybrid": dict(_LATENT, head_dim=8),
 }
@@ -159,10 +147,16 @@ NEWER: dict[str, Config] = {
     "flint": dict(
         _EXPERTS, head_dim=8, num_experts=4, shared_expert_intermediate_size=16, sliding_window=8
     ),
+    "inkling2_loop_text": dict(
+        _INKLING, num_hidden_layers=3, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        unpadded_vocab_size=512, n_layers_per_attn_res_block=1, loop_layer_index_start=1,
+        loop_layer_index_end=2, loop_num_passes=2, loop_gate_rank=4,
+    ),
     "internlm3": dict(_HEADS, head_dim=8),
     "iquestcoder": dict(_HEADS, head_dim=8),
+    "lara_mini": dict(_SHARED, sliding_window=8),
     "sarvam_mla": dict(_LATENT | _ROUTED, num_key_value_heads=4, q_lora_rank=8),
     "sarvam_moe": dict(_ROUTED, n_shared_experts=1),
 }  # fmt: skip
 NEWER = {name: {"model_type": name, **config} for name, config in NEWER.items()}
-"""Decoders with attention alone that came with transformers 5.21 to 5.24."""
+"""Decoders that came with transformers 5.21 to 5.24, beside those above."""

@@ -64,8 +64,8 @@ divide a model: a step equals that of the undivided model, or the reason for non
 _NEWER_HEAD = """
 ## New decoders
 
-Decoders with attention alone that came with transformers 5.21 to 5.24, in the same sizes: two steps
-of ZeRO 1, and one whose tensors are divided over two ranks.
+Other decoders that came with transformers 5.21 to 5.24, in the same sizes: two steps of ZeRO 1, and
+one whose tensors are divided over two ranks.
 
 | new family | trained | memory | tensors |
 |---|---|---|---|
