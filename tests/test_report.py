@@ -15,7 +15,7 @@ import pytest
 from harness.report.lines import WHOLE_BYTES, read_lines
 from tests.browser import WIDTHS, Browser, needs_browser
 from tests.report.runs import line_at, plan, write_run
-from tests.report.test_page import HOSTILE
+from tests.report.test_page import HOSTILE, values_of
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 
@@ -72,8 +72,7 @@ def test_a_million_lines_are_a_page_in_seconds(long_run):
     assert seconds < decoding_all
     page = (long_run / "report.html").read_text()
     assert len(page) < 5_000_000
-    (text,) = re.findall(r"<script type=application/json id=values>(.*?)</script>", page, re.S)
-    values = json.loads(text)
+    values = values_of(page)
     assert [3 - n * 0.3 for n in (1, 2, 3)] == pytest.approx(values["loss"]["curves"][-1]["y"])
     assert "55.5" in page  # cut off from the picture, and named
 

@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from harness.report.chart import Chart, Curve, Mark, Xs, reduced, smoothed
+from harness.report.chart import Chart, Curve, Mark, Xs, colour_of, reduced, smoothed
 from harness.report.lines import number
-from harness.report.palette import COMPONENTS, SERIES
+from harness.report.palette import COMPONENTS
 from harness.report.profiles import profiles
 from harness.report.recorded import Event, Recorded
 from harness.report.words import short
@@ -57,11 +57,6 @@ SMOOTHED_FROM = 60
 MOST_POINTS = 900
 """Points of a curve where one run is shown; several runs share three times as many."""
 MOST_MARKS = 120
-
-
-def colour_of(place: int) -> str:
-    """Return the CSS colour of the run or curve at a place; grey beyond the palette."""
-    return f"var(--series-{place + 1})" if place < len(SERIES) else "var(--muted)"
 
 
 def curve(

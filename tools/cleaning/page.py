@@ -27,7 +27,7 @@ def page_of(report: Values) -> str:
             *(_examples(step) for step in report["steps"]),
         )
     )
-    return document(f"Cleaned: {report['corpus']}", body, drawn, by="tools/clean_data.py")
+    return document(f"Cleaned: {report['corpus']}", body, by="tools/clean_data.py")
 
 
 def _steps(report: Values) -> str:
