@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from harness.report.palette import SERIES
@@ -22,9 +23,14 @@ Xs = dict[str, list[float]]
 AXES = {"step": "step", "tokens": "tokens", "hours": "time at work"}
 """Kinds of x axis of a chart over a run."""
 
+STYLE, SCRIPT = (
+    Path(__file__).with_name(f"chart.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
+)
+"""What a page with charts has in its head."""
+
 _SIDE = 1000  # of the SVG's coordinates
 _MOST_DOTS = 80
-_MOST_CATEGORIES = 13
+_MOST_CATEGORIES = 16
 _LONG = 36  # letters of all categories that a phone has room for side by side
 
 
@@ -312,7 +318,7 @@ def _for_axis(chart: Chart, curves: list[Curve], axis: str, y: Scale) -> str:
             f"{escaped(name)}</b>"
             for (a, b), (name, side) in zip(points, curve.names, strict=False)
         )
-    kind = f"on-{axis}" if axis in AXES else "always"
+    kind = f"on-{axis}" if len(chart.axes) > 1 else "always"
     words = f"<div class=limits>{words}</div>" if words else ""
     labels = _x_labels(_x_ticks(chart, axis, x))
     name = f"<div class=axis>{escaped(chart.axes[axis])}</div>"

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from harness.layout.shape import Shape, num_parameters
-from harness.report.chart import AXES, html_of, piece, strip
+from harness.report.chart import AXES, SCRIPT, STYLE, html_of, piece, strip
 from harness.report.charts import charts, grouped
 from harness.report.events import events_card, spent
 from harness.report.lines import number
@@ -59,10 +59,10 @@ def document(title: str, body: str, refresh: bool = False, by: str = "tools/repo
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f'<meta http-equiv=Content-Security-Policy content="{policy}">{again}'
         f"<title>{escaped(title)}</title>"
-        f"<style>{css()}{_text('chart.css')}{_text('page.css')}</style></head><body>"
+        f"<style>{css()}{STYLE}{_text('page.css')}</style></head><body>"
         f"<main>{body}<footer>Written {moment(time.time())} by "
         f"<code>python {by}</code>: one file, no network.</footer></main>"
-        f"<script>{_text('chart.js')}</script></body></html>\n"
+        f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
