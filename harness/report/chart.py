@@ -66,7 +66,9 @@ class Scale:
             powers = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1, apart)
             numbers = [10.0**power for power in powers]
             if len(numbers) < 2:
-                numbers = [self.low, math.sqrt(self.low * self.high), self.high]
+                begin = 10.0 ** math.floor(first)
+                steps = (begin * times for times in (1, 2, 5, 10, 20, 50))
+                numbers = [number for number in steps if self.low <= number <= self.high]
         return [(self.share(number), short(number)) for number in numbers]
 
 
@@ -86,8 +88,8 @@ class Curve:
     """Pixels; 0 for the style's."""
     names: Sequence[tuple[str, str]] = ()
     """Of each point, a name and the side of the point to write it on: left, right, top, bottom."""
-    titles: Sequence[str] = ()
-    """Of each point, the text to show while it is pointed at."""
+    title: str = ""
+    """The text to show while the line is pointed at."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     x_range: tuple[float, float] | None = None
+    x_words: Sequence[str] = ()
+    """Categories, one step apart from 0, in place of numbers."""
     y_range: tuple[float, float] | None = None
     height: int = 0
     """Pixels; 0 for the style's."""
@@ -350,15 +354,13 @@ def _curve(curve: Curve, points: Sequence[tuple[float, float]]) -> str:
     width = f";stroke-width:{curve.width:g}" if curve.width else ""
     shape = f'style="stroke:{curve.colour}{width}" data-curve="{escaped(curve.label)}"'
     places = [f"{_SIDE * x:.1f} {_SIDE * (1 - y):.1f}" for x, y in points]
-    if curve.titles:
-        return "".join(
-            f"<path class=dot {shape} d='M{place}h.01'><title>{escaped(title)}</title></path>"
-            for place, title in zip(places, curve.titles, strict=True)
-        )
-    drawn = "" if curve.names else f'<path class={curve.style} {shape} d="M{"L".join(places)}"/>'
+    title = f"<title>{escaped(curve.title)}</title>" if curve.title else ""
+    drawn = ""
+    if len(points) > 1 and not curve.names:
+        drawn = f'<path class={curve.style} {shape} d="M{"L".join(places)}">{title}</path>'
     if len(points) == 1 or (curve.style == "dots" and len(points) <= _MOST_DOTS):
         dots = "".join(f"M{place}h.01" for place in places)  # of a line's round caps
-        drawn += f'<path class=dot {shape} d="{dots}"/>'
+        drawn += f'<path class=dot {shape} d="{dots}">{title}</path>'
     return drawn
 
 
@@ -454,6 +456,8 @@ def _y_scale(chart: Chart, curves: list[Curve]) -> tuple[Scale, str]:
 
 
 def _x_scale(chart: Chart, curves: Iterable[Curve], axis: str) -> Scale:
+    if chart.x_words:
+        return Scale(-0.5, len(chart.x_words) - 0.5, words=chart.x_words)
     if chart.x_range:
         return Scale(*chart.x_range, chart.log_x)
     places = [x for curve in curves if curve.x[axis] for x in (curve.x[axis][0], curve.x[axis][-1])]
@@ -471,8 +475,9 @@ def _x_ticks(chart: Chart, axis: str, x: Scale) -> list[tuple[float, str]]:
         places = ticks(x.low / per, x.high / per)
         return [(x.share(place * per), f"{short(place)} {unit}") for place in places]
     labels = x.ticks(whole=axis in AXES)
-    if chart.x_range:  # its end is worth a label, though it may be no round number
-        labels = [label for label in labels if label[0] < 0.93] + [(1.0, short(x.high, 4))]
+    if chart.x_range:  # its ends are worth a label, though they may be no round numbers
+        inner = [label for label in labels if 0.07 < label[0] < 0.93]
+        labels = [(0.0, short(x.low, 4)), *inner, (1.0, short(x.high, 4))]
     return labels
 
 

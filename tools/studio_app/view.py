@@ -229,7 +229,7 @@ class PageView:
             return
         self._area.classes(add="waits")
         figures = await self._computed()
-        if asked == self._asked:
+        if asked == self._asked and not self._area.is_deleted:
             self._area.classes(remove="waits")
             self._draw(figures)
 
