@@ -30,8 +30,6 @@ STYLE, SCRIPT = (
 
 _SIDE = 1000  # of the SVG's coordinates
 _MOST_DOTS = 80
-_MOST_CATEGORIES = 16
-_LONG = 36  # letters of all categories that a phone has room for side by side
 
 
 def colour_of(place: int) -> str:
@@ -48,12 +46,11 @@ class Scale:
     log: bool = False
     words: Sequence[str] = ()
 
-    def share(self, value: float | str) -> float:
+    def share(self, value: float) -> float:
         """Return the place of a value between both ends, 0 to 1."""
-        number = float(self.words.index(value)) if isinstance(value, str) else value
         if self.log:
-            return math.log(max(number, 1e-300) / self.low) / math.log(self.high / self.low)
-        return (number - self.low) / (self.high - self.low)
+            return math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int = 5, whole: bool = False) -> list[tuple[float, str]]:
         """Return places from 0 to 1 with their labels."""
@@ -131,21 +128,6 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """Bars for each category: the parts on top of each other, or side by side."""
-
-    title: str
-    unit: str
-    categories: Sequence[str]
-    parts: Mapping[str, Sequence[float]]
-    colours: Mapping[str, str] = field(default_factory=dict)
-    """Names of the palette; without one, a part has its place's colour."""
-    limits: Sequence[tuple[str, float]] = ()
-    together: bool = True
-    height: int = 0
-
-
-@dataclass(frozen=True)
 class Heat:
     """A grid of numbers, the stronger the colour, the larger."""
 
@@ -185,13 +167,10 @@ def lines(title: str, curves: Sequence[Curve], x: str = "", unit: str = "", **mo
     return Chart("", title, unit, coloured, axes={"x": x}, **more)
 
 
-def html_of(chart: Chart | Bars | Heat) -> str:
+def html_of(chart: Chart | Heat) -> str:
     """Return a chart as a <figure>; "" without a point."""
-    match chart:
-        case Bars():
-            return _bars(chart)
-        case Heat():
-            return _figure(chart, _table(chart), notes=_notes(chart.note))
+    if isinstance(chart, Heat):
+        return figure_of(chart.title, chart.unit, _table(chart), notes=_notes(chart.note))
     curves = [curve for curve in chart.curves if curve.y]
     if not curves:
         return ""
@@ -202,7 +181,11 @@ def html_of(chart: Chart | Bars | Heat) -> str:
         for curve in curves
         if chart.has_legend and curve.label and curve.style != "faint"
     ]
-    return _figure(chart, _plot(y, body, chart.limits), _legend(legend), _notes(chart.note, above))
+    return figure_of(
+        *(chart.title, chart.unit, plot_of(y, body, chart.limits), legend_of(legend)),
+        _notes(chart.note, above), name=chart.name, height=chart.height, is_wide=chart.is_wide,
+        values=data_of(chart),
+    )  # fmt: skip
 
 
 def strip(parts: Mapping[str, float], colours: Mapping[str, str], texts: Mapping[str, str]) -> str:
@@ -210,7 +193,7 @@ def strip(parts: Mapping[str, float], colours: Mapping[str, str], texts: Mapping
     total = sum(parts.values()) or 1.0
     bar = "".join(piece(size / total, colours[name], name) for name, size in parts.items())
     legend = [(name, colours[name], "", texts[name]) for name in parts]
-    return f"<div class='bar tall'>{bar}</div>{_legend(legend, 'blocks')}"
+    return f"<div class='bar tall'>{bar}</div>{legend_of(legend, 'blocks')}"
 
 
 def piece(share: float, colour: str, title: str) -> str:
@@ -218,16 +201,18 @@ def piece(share: float, colour: str, title: str) -> str:
     return f'<i style="width:{100 * share:.2f}%;background:{colour}" title="{escaped(title)}"></i>'
 
 
-def _figure(chart: Chart | Bars | Heat, plot: str, legend: str = "", notes: str = "") -> str:
-    name = getattr(chart, "name", "")
-    height = getattr(chart, "height", 0)
-    values = "" if isinstance(chart, Heat) else escaped(json.dumps(data_of(chart), **_COMPACT))
+def figure_of(
+    title: str, unit: str, plot: str, legend: str = "", notes: str = "", *, name: str = "",
+    height: int = 0, is_wide: bool = False, values: object = None,
+) -> str:  # fmt: skip
+    """Return the frame of a chart; `values` are what chart.js shows under the pointer."""
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False) if values else ""
+    data = f' data-values="{escaped(text)}"' if text else ""
     return (
-        f"<figure class='chart{' wide' * getattr(chart, 'is_wide', False)}'"
+        f"<figure class='chart{' wide' * is_wide}'"
         f"{f' id=chart-{name}' if name else ''}{f' style=--h:{height}px' if height else ''} "
-        f'tabindex=0 aria-label="{escaped(chart.title)}, {escaped(chart.unit)}"'
-        f"{f' data-values={chr(34)}{values}{chr(34)}' if values else ''}>"
-        f"<figcaption><h3>{escaped(chart.title)}</h3><span>{escaped(chart.unit)}</span></figcaption>"
+        f'tabindex=0 aria-label="{escaped(title)}, {escaped(unit)}"{data}>'
+        f"<figcaption><h3>{escaped(title)}</h3><span>{escaped(unit)}</span></figcaption>"
         f"{legend}{plot}{notes}</figure>"
     )
 
@@ -236,10 +221,8 @@ def _notes(*notes: str) -> str:
     return "".join(f"<p class=note>{escaped(note)}</p>" for note in notes if note)
 
 
-_COMPACT: dict[str, Any] = {"separators": (",", ":"), "allow_nan": False}
-
-
-def _plot(y: Scale, body: str, limits: Iterable[tuple[str, float]]) -> str:
+def plot_of(y: Scale, body: str, limits: Iterable[tuple[str, float]]) -> str:
+    """Return the y axis, what is drawn beside it, and the limits above that."""
     labels = "".join(
         f'<span style="bottom:{100 * share:.2f}%">{text}</span>' for share, text in y.ticks()
     )
@@ -255,20 +238,8 @@ def _plot(y: Scale, body: str, limits: Iterable[tuple[str, float]]) -> str:
     )
 
 
-def data_of(chart: Chart | Bars) -> dict[str, Any]:
+def data_of(chart: Chart) -> dict[str, Any]:
     """Return the values that chart.js shows under the pointer."""
-    if isinstance(chart, Bars):
-        places = [place + 0.5 for place in range(len(chart.categories))]
-        bars = {name: list(map(_rounded, sizes)) for name, sizes in chart.parts.items()}
-        return {
-            "axes": {"x": ""},
-            "names": list(chart.categories),
-            "curves": [
-                {"label": name, "colour": _colour(chart, n), "x": {"x": places}, "y": sizes}
-                for n, (name, sizes) in enumerate(bars.items())
-            ],
-            "ranges": {"x": (0, len(places))},
-        }
     curves = [curve for curve in chart.curves if curve.y and curve.style != "faint"]
     scales = {axis: _x_scale(chart, curves or chart.curves, axis) for axis in chart.axes}
     return {
@@ -278,8 +249,8 @@ def data_of(chart: Chart | Bars) -> dict[str, Any]:
             {
                 "label": curve.label,
                 "colour": curve.colour,
-                "x": {axis: [_rounded(x) for x in xs] for axis, xs in curve.x.items()},
-                "y": [_rounded(y) for y in curve.y],
+                "x": {axis: [rounded(x) for x in xs] for axis, xs in curve.x.items()},
+                "y": [rounded(y) for y in curve.y],
             }
             for curve in curves
         ],
@@ -287,7 +258,8 @@ def data_of(chart: Chart | Bars) -> dict[str, Any]:
     }
 
 
-def _legend(items: Sequence[tuple[str, str, str, str]], kind: str = "") -> str:
+def legend_of(items: Sequence[tuple[str, str, str, str]], kind: str = "") -> str:
+    """Return the legend of (label, colour, style, value)."""
     listed = "".join(
         f'<li style="--c:{colour}" class="{style}">{escaped(label)}'
         f"{f' <b>{escaped(last)}</b>' if last else ''}</li>"
@@ -299,7 +271,7 @@ def _legend(items: Sequence[tuple[str, str, str, str]], kind: str = "") -> str:
 def _for_axis(chart: Chart, curves: list[Curve], axis: str, y: Scale) -> str:
     """Return lines and x labels of one kind of x axis."""
     x = _x_scale(chart, curves, axis)
-    drawn = _grid(y)
+    drawn = grid_of(y)
     marks = [m for m in chart.marks if axis in m.x and x.low <= m.x[axis] <= x.high]
     for mark in marks:
         at = f"{_SIDE * x.share(mark.x[axis]):.1f}"
@@ -324,23 +296,26 @@ def _for_axis(chart: Chart, curves: list[Curve], axis: str, y: Scale) -> str:
         )
     kind = f"on-{axis}" if len(chart.axes) > 1 else "always"
     words = f"<div class=limits>{words}</div>" if words else ""
-    labels = _x_labels(_x_ticks(chart, axis, x))
+    labels = labels_of(_x_ticks(chart, axis, x))
     name = f"<div class=axis>{escaped(chart.axes[axis])}</div>"
-    return f"<div class={kind}>{_svg(drawn)}{words}{labels}{name}</div>"
+    return f"<div class={kind}>{svg_of(drawn)}{words}{labels}{name}</div>"
 
 
-def _svg(drawn: str) -> str:
+def svg_of(drawn: str) -> str:
+    """Return paths as a picture that stretches."""
     size = f'viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio=none'
     return f"<svg {size} aria-hidden=true>{drawn}</svg>"
 
 
-def _grid(y: Scale) -> str:
+def grid_of(y: Scale) -> str:
+    """Return a horizontal line for each tick."""
     return "".join(
         f'<path class=grid d="M0 {_SIDE * (1 - share):.1f}H{_SIDE}"/>' for share, _ in y.ticks()
     )
 
 
-def _x_labels(labels: Iterable[tuple[float, str]], kind: str = "") -> str:
+def labels_of(labels: Iterable[tuple[float, str]], kind: str = "") -> str:
+    """Return the labels of an x axis, at places from 0 to 1."""
     spans = "".join(
         f'<span style="left:{100 * share:.2f}%"'
         f"{' class=last' if share > 0.97 and not kind else ''}>{escaped(text)}</span>"
@@ -362,53 +337,6 @@ def _curve(curve: Curve, points: Sequence[tuple[float, float]]) -> str:
         dots = "".join(f"M{place}h.01" for place in places)  # of a line's round caps
         drawn += f'<path class=dot {shape} d="{dots}">{title}</path>'
     return drawn
-
-
-def _colour(bars: Bars, place: int) -> str:
-    name = bars.colours.get(list(bars.parts)[place])
-    return f"var(--{name})" if name else colour_of(place)
-
-
-def _bars(bars: Bars) -> str:
-    count, series = len(bars.categories), len(bars.parts)
-    columns = list(zip(*bars.parts.values(), strict=True))
-    tops = [sum(column) if bars.together else max(column) for column in columns]
-    low = min(0.0, *(value for column in columns for value in column))
-    high = 1.06 * max(*tops, *(value for _, value in bars.limits), 0.0) or (1.0 if low == 0 else 0)
-    y = Scale(1.06 * low, high)
-    boxes = []
-    for place, column in enumerate(columns):
-        begin = 0.0
-        for number, size in enumerate(column):
-            bottom = begin if bars.together else min(0.0, size)
-            across = (place + 0.5) / count
-            if not bars.together:
-                across = (place + 0.12 + 0.76 * (number + 0.5) / series) / count
-            width = 0.76 / count / (1 if bars.together else series)
-            height = abs(size) / (y.high - y.low)
-            boxes.append(
-                f'<i style="left:{100 * across:.2f}%;width:{100 * width:.2f}%;'
-                f"bottom:{100 * y.share(bottom):.2f}%;height:{100 * height:.2f}%;"
-                f'background:{_colour(bars, number)}"></i>'
-            )
-            begin += size if bars.together else 0
-    every = -(-count // _MOST_CATEGORIES)
-    labels = [
-        ((place + 0.5) / count, text)
-        for place, text in enumerate(bars.categories)
-        if place % every == 0
-    ]
-    letters = sum(len(text) for _, text in labels)
-    turned = "turned" if letters > 2 * _LONG else "turned-on-phones" if letters > _LONG else "words"
-    longest = max((len(text) for _, text in labels), default=0)
-    body = (
-        f"<div class=always>{_svg(_grid(y))}<div class=columns>{''.join(boxes)}</div>"
-        f"<div style=--letters:{longest}>{_x_labels(labels, turned)}</div></div>"
-    )
-    legend = [(name, _colour(bars, n), "", "") for n, name in enumerate(bars.parts)]
-    return _figure(
-        bars, _plot(y, body, bars.limits), _legend(legend if series > 1 else [], "blocks")
-    )
 
 
 def _table(heat: Heat) -> str:
@@ -525,6 +453,6 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Return a number with six digits: enough to read, and short."""
     return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")

@@ -19,9 +19,10 @@ import pytest
 from harness.config.run_file import load_run_config
 from harness.estimate.step_time.step import StepTime
 from harness.layout.stages import in_flight
-from harness.report.chart import Bars, Chart
+from harness.report.chart import Chart
 from harness.report.recorded import Recorded
 from tools.layout.schedules import SCHEDULES, most_kept, spans, waiting
+from tools.studio_app.bars import Bars
 from tools.studio_app.figures import Drawing, Figure, html_of
 from tools.studio_app.page import (
     ABOUT,

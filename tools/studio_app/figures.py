@@ -8,7 +8,9 @@ from html import escape
 from typing import Any, Literal
 
 from harness.report import chart as charts
-from harness.report.chart import Bars, Chart, Heat
+from harness.report.chart import Chart, Heat
+from tools.studio_app import bars
+from tools.studio_app.bars import Bars
 
 Verdict = Literal["good", "warning", "bad"]
 Legend = Sequence[tuple[str, str]]
@@ -107,6 +109,8 @@ def html_of(figure: Figure) -> str:
         case Note():
             text = f'<p class="note-text {figure.verdict or ""}">{escape(figure.text)}</p>'
             return f'<div class="card">{text}</div>'
+        case Bars():
+            return bars.html_of(figure)
     return charts.html_of(figure)
 
 

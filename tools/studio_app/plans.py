@@ -27,9 +27,9 @@ from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
-from harness.report.chart import Bars
 from harness.report.charts import grouped
 from tools.look.palette import COMPONENTS
+from tools.studio_app.bars import Bars
 from tools.studio_app.figures import Verdict
 from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 

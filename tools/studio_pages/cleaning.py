@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.data.corpus import find_corpus
-from harness.report.chart import Bars, Curve, Mark, line, lines
+from harness.report.chart import Curve, Mark, line, lines
 from tools.cleaning.strictness import (
     FILTERS,
     STRICTNESS,
@@ -16,6 +16,7 @@ from tools.cleaning.strictness import (
     measured,
     report_at,
 )
+from tools.studio_app.bars import Bars
 from tools.studio_app.cleanings import AtStrictness, Cleaning, corpus_of, names, read_cleaning
 from tools.studio_app.figures import Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from harness.layout.stages import layers_per_stage, schedule, stage_parameters
-from harness.report.chart import Bars
 from tools.layout.schedules import Span, spans, stage_work, waiting
+from tools.studio_app.bars import Bars
 from tools.studio_app.figures import Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.plans import MICRO_BATCH, MODELS, SEQ_LEN, gib, planned

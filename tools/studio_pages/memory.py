@@ -7,9 +7,10 @@ from contextlib import suppress
 from harness.errors import ConfigError
 from harness.estimate.held import GIB, PHASES
 from harness.estimate.timeline import Estimate
-from harness.report.chart import Bars, Chart, line, lines
+from harness.report.chart import Chart, line, lines
 from harness.report.charts import group_of, grouped
 from tools.look.palette import COMPONENTS
+from tools.studio_app.bars import Bars
 from tools.studio_app.figures import Drawing, Figure, Numbers, Table, numbers
 from tools.studio_app.page import Page, Values
 from tools.studio_app.plans import (

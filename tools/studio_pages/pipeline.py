@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from harness.layout.stages import bubble
-from harness.report.chart import Bars
 from tools.layout.schedules import (
     SCHEDULES,
     Span,
@@ -13,6 +12,7 @@ from tools.layout.schedules import (
     stage_work,
     waiting,
 )
+from tools.studio_app.bars import Bars
 from tools.studio_app.figures import Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.plans import MODELS, planned

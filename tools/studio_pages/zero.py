@@ -11,8 +11,8 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.exchanges import Reductions, reductions
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.timeline import Estimate, estimate_memory
-from harness.report.chart import Bars
 from tools.memory.text import paper_bytes
+from tools.studio_app.bars import Bars
 from tools.studio_app.figures import Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
 from tools.studio_app.plans import (
