@@ -278,9 +278,10 @@ def _for_axis(chart: Chart, curves: list[Curve], axis: str, y: Scale) -> str:
         title = f"<title>{escaped(mark.label)}</title>"
         drawn += f'<path class=mark style="stroke:{mark.colour}" d="M{at} 0V{_SIDE}">{title}</path>'
     words = "".join(
-        f'<b class=mark style="left:{100 * x.share(mark.x[axis]):.2f}%;color:{mark.colour}">'
-        f"{escaped(mark.label)}</b>"
+        f'<b class=mark style="left:{at:.2f}%;transform:translateX(-{at:.2f}%);'
+        f'color:{mark.colour}">{escaped(mark.label)}</b>'
         for mark in marks
+        for at in (100 * x.share(mark.x[axis]),)
         if mark.is_named
     )
     for curve in curves:
