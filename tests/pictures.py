@@ -35,7 +35,7 @@ def main(out: Path, *names: str) -> int:
         pages = dict(_reports(Path(scratch)))
         with _studio(Path(scratch)) as address:
             if address:
-                from tools.studio_app.catalogue import PAGES
+                from tools.studio_pages import PAGES
 
                 pages |= {f"studio-{page.slug}": f"{address}{page.slug}" for page in PAGES}
                 pages["studio-home"] = address

@@ -12,9 +12,7 @@ damaged: what is there is shown. Exit code 0, or 2 where there is no run.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -33,9 +31,7 @@ def main(argv: list[str]) -> int:
     """argv -> a page or a picture -> exit code."""
     args = _parser().parse_args(argv)
     try:
-        forks = multiprocessing.get_context("fork")  # none before a file is long
-        with ProcessPoolExecutor(mp_context=forks) as pool:
-            runs = [read(path, pool.map) for path in _paths(args.runs)]
+        runs = [read(path) for path in _paths(args.runs)]
         if problems := list(plot_problems(args.plot)):
             raise ConfigError(problems)
         if args.plot:

@@ -23,7 +23,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
-from tools.studio_app.guard import LOOPBACK
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: list[str]) -> int:

@@ -1,17 +1,21 @@
-"""Line charts as HTML and SVG, readable at any width and without JavaScript.
+"""Charts as HTML: lines, bars and heat maps, readable at any width and without JavaScript.
 
-The lines are in an SVG that stretches; all text is HTML beside it, placed in per cent, so that it
-keeps its size. A chart over the run is drawn once for each kind of x axis, and CSS shows one.
+Lines are in an SVG that stretches; all text is HTML beside it, placed in per cent, so that it keeps
+its size. A chart over a run is drawn once for each kind of x axis, and CSS shows one. chart.css has
+the style, chart.js shows the values under the pointer.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from harness.report.words import duration, escaped, short
+from harness.report.palette import SERIES
+from harness.report.words import escaped, short
 
 Xs = dict[str, list[float]]
 """For each kind of x axis, the place of every point."""
@@ -19,8 +23,50 @@ Xs = dict[str, list[float]]
 AXES = {"step": "step", "tokens": "tokens", "hours": "time at work"}
 """Kinds of x axis of a chart over a run."""
 
+STYLE, SCRIPT = (
+    Path(__file__).with_name(f"chart.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
+)
+"""What a page with charts has in its head."""
+
 _SIDE = 1000  # of the SVG's coordinates
 _MOST_DOTS = 80
+
+
+def colour_of(place: int) -> str:
+    """Return the CSS colour of the run, curve or bar at a place; grey beyond the palette."""
+    return f"var(--series-{place + 1})" if place < len(SERIES) else "var(--muted)"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis of numbers, or of `words` one step apart."""
+
+    low: float
+    high: float
+    log: bool = False
+    words: Sequence[str] = ()
+
+    def share(self, value: float) -> float:
+        """Return the place of a value between both ends, 0 to 1."""
+        if self.log:
+            return math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, about: int = 5, whole: bool = False) -> list[tuple[float, str]]:
+        """Return places from 0 to 1 with their labels."""
+        if self.words:
+            return [(self.share(place), word) for place, word in enumerate(self.words)]
+        numbers = ticks(self.low, self.high, about, whole)
+        if self.log:
+            first, last = (math.log10(end) for end in (self.low, self.high))
+            apart = max(1, math.ceil((last - first) / (about + 1)))
+            powers = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1, apart)
+            numbers = [10.0**power for power in powers]
+            if len(numbers) < 2:
+                begin = 10.0 ** math.floor(first)
+                steps = (begin * times for times in (1, 2, 5, 10, 20, 50))
+                numbers = [number for number in steps if self.low <= number <= self.high]
+        return [(self.share(number), short(number)) for number in numbers]
 
 
 @dataclass(frozen=True)
@@ -35,20 +81,27 @@ class Curve:
     style: Literal["line", "faint", "dots", "dashed"] = "line"
     last: str = ""
     """The value to show beside the label."""
+    width: float = 0
+    """Pixels; 0 for the style's."""
+    names: Sequence[tuple[str, str]] = ()
+    """Of each point, a name and the side of the point to write it on: left, right, top, bottom."""
+    title: str = ""
+    """The text to show while the line is pointed at."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment on the x axis."""
+    """A moment on the x axis. `is_named`: its label is always shown."""
 
     x: dict[str, float]
     colour: str
     label: str
+    is_named: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A titled chart; one without a point is not drawn."""
+    """A titled chart of lines; one without a point is not drawn."""
 
     name: str
     """Of letters and hyphens: the element's id."""
@@ -64,120 +117,257 @@ class Chart:
     from_zero: bool = False
     is_wide: bool = False
     has_legend: bool = True
+    log_x: bool = False
+    log_y: bool = False
+    x_range: tuple[float, float] | None = None
+    x_words: Sequence[str] = ()
+    """Categories, one step apart from 0, in place of numbers."""
+    y_range: tuple[float, float] | None = None
+    height: int = 0
+    """Pixels; 0 for the style's."""
 
 
-def html_of(chart: Chart) -> str:
+@dataclass(frozen=True)
+class Heat:
+    """A grid of numbers, the stronger the colour, the larger."""
+
+    title: str
+    unit: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    cells: Sequence[Sequence[float | None]]
+    colour: str = "var(--series-1)"
+    low_colour: str = "transparent"
+    """A cell's text is white unless this is transparent."""
+    digits: int = 2
+    most: float = 1
+    """The number that has the full colour."""
+    note: str = ""
+
+
+def line(
+    label: str,
+    points: Sequence[tuple[float, float]],
+    colour: str = "",
+    style: Literal["line", "faint", "dots", "dashed"] = "line",
+    **more: Any,
+) -> Curve:
+    """Return a curve over a single x axis; `colour` is a name of the palette."""
+    xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
+    return Curve(label, f"var(--{colour})" if colour else "", {"x": xs}, ys, style, **more)
+
+
+def lines(title: str, curves: Sequence[Curve], x: str = "", unit: str = "", **more: Any) -> Chart:
+    """Return a chart over a single x axis, whose name is `x`; curves without a colour get one."""
+    coloured = [
+        Curve(**{**vars(curve), "colour": curve.colour or colour_of(place)})
+        for place, curve in enumerate(curves)
+    ]
+    more.setdefault("has_legend", len(curves) > 1)
+    return Chart("", title, unit, coloured, axes={"x": x}, **more)
+
+
+def html_of(chart: Chart | Heat) -> str:
     """Return a chart as a <figure>; "" without a point."""
+    if isinstance(chart, Heat):
+        return figure_of(chart.title, chart.unit, _table(chart), notes=_notes(chart.note))
     curves = [curve for curve in chart.curves if curve.y]
     if not curves:
         return ""
-    low, high, above = _range(chart, curves)
-    body = "".join(_for_axis(chart, curves, axis, low, high) for axis in chart.axes)
-    y_labels = "".join(
-        f'<span style="bottom:{_percent(value, low, high):.2f}%">{short(value)}</span>'
-        for value in ticks(low, high)
-    )
-    limits = "".join(
-        f'<b class=limit style="bottom:{_percent(value, low, high):.2f}%">{escaped(label)}</b>'
-        for label, value in chart.limits
-        if low <= value <= high
-    )
-    note = f"<p class=note>{escaped(chart.note)}</p>" if chart.note else ""
-    note += f"<p class=note>{escaped(above)}</p>" if above else ""
-    wide = " wide" if chart.is_wide else ""
+    y, above = _y_scale(chart, curves)
+    body = "".join(_for_axis(chart, curves, axis, y) for axis in chart.axes)
+    legend = [
+        (curve.label, curve.colour, curve.style, curve.last)
+        for curve in curves
+        if chart.has_legend and curve.label and curve.style != "faint"
+    ]
+    return figure_of(
+        *(chart.title, chart.unit, plot_of(y, body, chart.limits), legend_of(legend)),
+        _notes(chart.note, above), name=chart.name, height=chart.height, is_wide=chart.is_wide,
+        values=data_of(chart),
+    )  # fmt: skip
+
+
+def strip(parts: Mapping[str, float], colours: Mapping[str, str], texts: Mapping[str, str]) -> str:
+    """Return one bar of parts from left to right, to scale, and a legend with a text for each."""
+    total = sum(parts.values()) or 1.0
+    bar = "".join(piece(size / total, colours[name], name) for name, size in parts.items())
+    legend = [(name, colours[name], "", texts[name]) for name in parts]
+    return f"<div class='bar tall'>{bar}</div>{legend_of(legend, 'blocks')}"
+
+
+def piece(share: float, colour: str, title: str) -> str:
+    """Return a part of a bar from left to right."""
+    return f'<i style="width:{100 * share:.2f}%;background:{colour}" title="{escaped(title)}"></i>'
+
+
+def figure_of(
+    title: str, unit: str, plot: str, legend: str = "", notes: str = "", *, name: str = "",
+    height: int = 0, is_wide: bool = False, values: object = None,
+) -> str:  # fmt: skip
+    """Return the frame of a chart; `values` are what chart.js shows under the pointer."""
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False) if values else ""
+    data = f' data-values="{escaped(text)}"' if text else ""
     return (
-        f'<figure class="chart{wide}" id="chart-{chart.name}" tabindex=0 '
-        f'aria-label="{escaped(chart.title)}, {escaped(chart.unit)}">'
-        f"<figcaption><h3>{escaped(chart.title)}</h3><span>{escaped(chart.unit)}</span></figcaption>"
-        f"{_legend(curves) if chart.has_legend else ''}"
-        f"<div class=plot><div class=y>{y_labels}</div><div class=area>{body}"
-        f"<div class=limits>{limits}</div></div></div>"
-        f"{note}</figure>"
+        f"<figure class='chart{' wide' * is_wide}'"
+        f"{f' id=chart-{name}' if name else ''}{f' style=--h:{height}px' if height else ''} "
+        f'tabindex=0 aria-label="{escaped(title)}, {escaped(unit)}"{data}>'
+        f"<figcaption><h3>{escaped(title)}</h3><span>{escaped(unit)}</span></figcaption>"
+        f"{legend}{plot}{notes}</figure>"
+    )
+
+
+def _notes(*notes: str) -> str:
+    return "".join(f"<p class=note>{escaped(note)}</p>" for note in notes if note)
+
+
+def plot_of(y: Scale, body: str, limits: Iterable[tuple[str, float]]) -> str:
+    """Return the y axis, what is drawn beside it, and the limits above that."""
+    labels = "".join(
+        f'<span style="bottom:{100 * share:.2f}%">{text}</span>' for share, text in y.ticks()
+    )
+    drawn = "".join(
+        f'<b class=limit style="bottom:{100 * y.share(value):.2f}%">{escaped(label)}</b>'
+        f'<u style="bottom:{100 * y.share(value):.2f}%"></u>'
+        for label, value in limits
+        if y.low <= value <= y.high
+    )
+    return (
+        f"<div class=plot><div class=y>{labels}</div><div class=area>{body}"
+        f"<div class=limits>{drawn}</div></div></div>"
     )
 
 
 def data_of(chart: Chart) -> dict[str, Any]:
-    """Return the values that the page's script shows under the pointer."""
+    """Return the values that chart.js shows under the pointer."""
     curves = [curve for curve in chart.curves if curve.y and curve.style != "faint"]
+    scales = {axis: _x_scale(chart, curves or chart.curves, axis) for axis in chart.axes}
     return {
         "axes": chart.axes,
+        "log": chart.log_x,
         "curves": [
             {
                 "label": curve.label,
                 "colour": curve.colour,
-                "x": {axis: [_rounded(x) for x in xs] for axis, xs in curve.x.items()},
-                "y": [_rounded(y) for y in curve.y],
+                "x": {axis: [rounded(x) for x in xs] for axis, xs in curve.x.items()},
+                "y": [rounded(y) for y in curve.y],
             }
             for curve in curves
         ],
-        "ranges": {axis: _x_range(curves or chart.curves, axis) for axis in chart.axes},
+        "ranges": {axis: (scale.low, scale.high) for axis, scale in scales.items()},
     }
 
 
-def _legend(curves: list[Curve]) -> str:
-    shown = [curve for curve in curves if curve.label and curve.style != "faint"]
-    items = "".join(
-        f'<li style="--c:{curve.colour}" class={curve.style}>{escaped(curve.label)}'
-        f"{f' <b>{escaped(curve.last)}</b>' if curve.last else ''}</li>"
-        for curve in shown
+def legend_of(items: Sequence[tuple[str, str, str, str]], kind: str = "") -> str:
+    """Return the legend of (label, colour, style, value)."""
+    listed = "".join(
+        f'<li style="--c:{colour}" class="{style}">{escaped(label)}'
+        f"{f' <b>{escaped(last)}</b>' if last else ''}</li>"
+        for label, colour, style, last in items
     )
-    return f"<ul class=legend>{items}</ul>" if items else ""
+    return f"<ul class='legend {kind}'>{listed}</ul>" if items else ""
 
 
-def _for_axis(chart: Chart, curves: list[Curve], axis: str, low: float, high: float) -> str:
+def _for_axis(chart: Chart, curves: list[Curve], axis: str, y: Scale) -> str:
     """Return lines and x labels of one kind of x axis."""
-    begin, end = _x_range(curves, axis)
-    lines = "".join(
-        f'<path class=grid d="M0 {y:.1f}H{_SIDE}"/>'
-        for y in (_y(value, low, high) for value in ticks(low, high))
-    )
-    lines += "".join(
-        f'<path class=limit d="M0 {_y(value, low, high):.1f}H{_SIDE}"/>'
-        for _, value in chart.limits
-        if low <= value <= high
-    )
-    lines += "".join(
-        f'<path class=mark style="stroke:{mark.colour}" '
-        f'd="M{_x(mark.x[axis], begin, end):.1f} 0V{_SIDE}">'
-        f"<title>{escaped(mark.label)}</title></path>"
-        for mark in chart.marks
-        if axis in mark.x and begin <= mark.x[axis] <= end
+    x = _x_scale(chart, curves, axis)
+    drawn = grid_of(y)
+    marks = [m for m in chart.marks if axis in m.x and x.low <= m.x[axis] <= x.high]
+    for mark in marks:
+        at = f"{_SIDE * x.share(mark.x[axis]):.1f}"
+        title = f"<title>{escaped(mark.label)}</title>"
+        drawn += f'<path class=mark style="stroke:{mark.colour}" d="M{at} 0V{_SIDE}">{title}</path>'
+    words = "".join(
+        f'<b class=mark style="left:{at:.2f}%;transform:translateX(-{at:.2f}%);'
+        f'color:{mark.colour}">{escaped(mark.label)}</b>'
+        for mark in marks
+        for at in (100 * x.share(mark.x[axis]),)
+        if mark.is_named
     )
     for curve in curves:
         points = [
-            (_x(x, begin, end), _y(min(max(y, low), high), low, high))
-            for x, y in zip(curve.x[axis], curve.y, strict=True)
+            (x.share(at), y.share(min(max(value, y.low), y.high)))
+            for at, value in zip(curve.x[axis], curve.y, strict=True)
         ]
-        shape = f'style="stroke:{curve.colour}" data-curve="{escaped(curve.label)}"'
-        lines += f'<path class={curve.style} {shape} d="{_line(points)}"/>'
-        if len(points) == 1 or (curve.style == "dots" and len(points) <= _MOST_DOTS):
-            dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in points)  # of a line's round caps
-            lines += f'<path class=dot {shape} d="{dots}"/>'
-    label = chart.axes[axis]
-    ticked = _x_ticks(axis, begin, end)
-    x_labels = "".join(
-        f'<span style="left:{_percent(value, begin, end):.2f}%">{text}</span>'
-        for value, text in ticked
+        drawn += _curve(curve, points)
+        words += "".join(
+            f'<b class="name {side}" style="left:{100 * a:.2f}%;bottom:{100 * b:.2f}%">'
+            f"{escaped(name)}</b>"
+            for (a, b), (name, side) in zip(points, curve.names, strict=False)
+        )
+    kind = f"on-{axis}" if len(chart.axes) > 1 else "always"
+    words = f"<div class=limits>{words}</div>" if words else ""
+    labels = labels_of(_x_ticks(chart, axis, x))
+    name = f"<div class=axis>{escaped(chart.axes[axis])}</div>"
+    return f"<div class={kind}>{svg_of(drawn)}{words}{labels}{name}</div>"
+
+
+def svg_of(drawn: str) -> str:
+    """Return paths as a picture that stretches."""
+    size = f'viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio=none'
+    return f"<svg {size} aria-hidden=true>{drawn}</svg>"
+
+
+def grid_of(y: Scale) -> str:
+    """Return a horizontal line for each tick."""
+    return "".join(
+        f'<path class=grid d="M0 {_SIDE * (1 - share):.1f}H{_SIDE}"/>' for share, _ in y.ticks()
     )
-    kind = f"on-{axis}" if axis in AXES else "always"
-    return (
-        f"<div class={kind}>"
-        f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio=none aria-hidden=true>'
-        f"{lines}</svg>"
-        f"<div class=x>{x_labels}</div><div class=axis>{escaped(label)}</div></div>"
+
+
+def labels_of(labels: Iterable[tuple[float, str]], kind: str = "") -> str:
+    """Return the labels of an x axis, at places from 0 to 1."""
+    spans = "".join(
+        f'<span style="left:{100 * share:.2f}%"'
+        f"{' class=last' if share > 0.97 and not kind else ''}>{escaped(text)}</span>"
+        for share, text in labels
     )
+    return f"<div class='x {kind}'>{spans}</div>"
 
 
-def _line(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+def _curve(curve: Curve, points: Sequence[tuple[float, float]]) -> str:
+    """Return a line, and dots where points are few enough to be told apart."""
+    width = f";stroke-width:{curve.width:g}" if curve.width else ""
+    shape = f'style="stroke:{curve.colour}{width}" data-curve="{escaped(curve.label)}"'
+    places = [f"{_SIDE * x:.1f} {_SIDE * (1 - y):.1f}" for x, y in points]
+    title = f"<title>{escaped(curve.title)}</title>" if curve.title else ""
+    drawn = ""
+    if len(points) > 1 and not curve.names:
+        drawn = f'<path class={curve.style} {shape} d="M{"L".join(places)}">{title}</path>'
+    if len(points) == 1 or (curve.style == "dots" and len(points) <= _MOST_DOTS):
+        dots = "".join(f"M{place}h.01" for place in places)  # of a line's round caps
+        drawn += f'<path class=dot {shape} d="{dots}">{title}</path>'
+    return drawn
 
 
-def _range(chart: Chart, curves: list[Curve]) -> tuple[float, float, str]:
+def _table(heat: Heat) -> str:
+    head = "".join(f"<th>{escaped(name)}</th>" for name in heat.columns)
+
+    def cell(value: float | None) -> str:
+        if value is None:
+            return "<td></td>"
+        share = round(100 * min(max(value / heat.most, 0.0), 1.0))
+        colour = f"color-mix(in srgb,{heat.colour} {share}%,{heat.low_colour})"
+        ink = "" if heat.low_colour == "transparent" else ";color:#fff"
+        return f'<td style="background:{colour}{ink}">{value:.{heat.digits}f}</td>'
+
+    rows = "".join(
+        f"<tr><th>{escaped(name)}</th>{''.join(map(cell, row))}</tr>"
+        for name, row in zip(heat.rows, heat.cells, strict=True)
+    )
+    return f"<div class=scroll><table class=heat><tr><th></th>{head}</tr>{rows}</table></div>"
+
+
+def _y_scale(chart: Chart, curves: list[Curve]) -> tuple[Scale, str]:
     """Return the y axis, and a sentence on values above it.
 
     A few values far above all others would press the rest flat: they are cut off, and named.
     """
+    if chart.y_range:
+        return Scale(*chart.y_range, chart.log_y), ""
     values = sorted(y for curve in curves for y in curve.y)
+    if chart.log_y:
+        return Scale(max(values[0], 1e-300) / 1.3, values[-1] * 1.3, True), ""
     low, high, above = values[0], values[-1], ""
     usual = values[int(0.98 * (len(values) - 1))]
     if len(values) >= 50 and high - low > 4 * (usual - low) > 0:
@@ -191,24 +381,33 @@ def _range(chart: Chart, curves: list[Curve]) -> tuple[float, float, str]:
     if high == low:
         low, high = low - (abs(low) or 1) * 0.5, high + (abs(high) or 1) * 0.5
     room = 0.05 * (high - low)
-    return (low if chart.from_zero and low == 0 else low - room), high + room, above
+    return Scale(low if chart.from_zero and low == 0 else low - room, high + room), above
 
 
-def _x_range(curves: Iterable[Curve], axis: str) -> tuple[float, float]:
+def _x_scale(chart: Chart, curves: Iterable[Curve], axis: str) -> Scale:
+    if chart.x_words:
+        return Scale(-0.5, len(chart.x_words) - 0.5, words=chart.x_words)
+    if chart.x_range:
+        return Scale(*chart.x_range, chart.log_x)
     places = [x for curve in curves if curve.x[axis] for x in (curve.x[axis][0], curve.x[axis][-1])]
     begin, end = min(places, default=0.0), max(places, default=1.0)
-    return (begin, end) if end > begin else (begin - 0.5, begin + 0.5)
+    return Scale(*((begin, end) if end > begin else (begin - 0.5, begin + 0.5)), chart.log_x)
 
 
-def _x_ticks(axis: str, begin: float, end: float) -> list[tuple[float, str]]:
-    if axis != "hours":
-        return [(x, short(x)) for x in ticks(begin, end, whole=True)]
-    unit, per = next(
-        (unit, per)
-        for unit, per in (("h", 3600), ("min", 60), ("s", 1))
-        if end >= 2 * per or per == 1
-    )
-    return [(x * per, f"{short(x)} {unit}") for x in ticks(begin / per, end / per)]
+def _x_ticks(chart: Chart, axis: str, x: Scale) -> list[tuple[float, str]]:
+    if axis == "hours":
+        unit, per = next(
+            (unit, per)
+            for unit, per in (("h", 3600), ("min", 60), ("s", 1))
+            if x.high >= 2 * per or per == 1
+        )
+        places = ticks(x.low / per, x.high / per)
+        return [(x.share(place * per), f"{short(place)} {unit}") for place in places]
+    labels = x.ticks(whole=axis in AXES)
+    if chart.x_range:  # its ends are worth a label, though they may be no round numbers
+        inner = [label for label in labels if 0.07 < label[0] < 0.93]
+        labels = [(0.0, short(x.low, 4)), *inner, (1.0, short(x.high, 4))]
+    return labels
 
 
 def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
@@ -233,8 +432,8 @@ def reduced(values: Sequence[float], most: int) -> list[int]:
         return list(range(len(values)))
     pieces = max(1, most // 3)
     chosen = {0, len(values) - 1}
-    for piece in range(pieces):
-        begin, end = (len(values) * number // pieces for number in (piece, piece + 1))
+    for number in range(pieces):
+        begin, end = (len(values) * place // pieces for place in (number, number + 1))
         here = range(begin, end)
         chosen |= {begin, min(here, key=values.__getitem__), max(here, key=values.__getitem__)}
     return sorted(chosen)
@@ -255,23 +454,6 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def shown_x(axis: str, value: float) -> str:
-    """Return a place on an x axis as text."""
-    return duration(value) if axis == "hours" else short(value)
-
-
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Return a number with six digits: enough to read, and short."""
     return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")
-
-
-def _percent(value: float, low: float, high: float) -> float:
-    return 100 * (value - low) / (high - low)
-
-
-def _x(value: float, begin: float, end: float) -> float:
-    return _SIDE * (value - begin) / (end - begin)
-
-
-def _y(value: float, low: float, high: float) -> float:
-    return _SIDE * (high - value) / (high - low)

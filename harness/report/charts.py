@@ -7,41 +7,30 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from harness.report.chart import Chart, Curve, Mark, Xs, reduced, smoothed
+from harness.report.chart import Chart, Curve, Mark, Xs, colour_of, reduced, smoothed
 from harness.report.lines import number
-from harness.report.palette import COMPONENTS, SERIES
+from harness.report.palette import COMPONENTS
 from harness.report.profiles import profiles
 from harness.report.recorded import Event, Recorded
 from harness.report.words import short
 
-# The first prefix that fits decides; the names are those of harness/estimate.
-_PREFIXES = (
-    ("gradient buckets", "buffers"),
-    ("gradient staging", "buffers"),
-    ("pipeline: gradient", "gradients"),
-    ("pipeline", "activations"),
-    ("gradient", "gradients"),
-    ("fp32 gradients", "gradients"),
-    ("flat gradients", "gradients"),
-    ("activations", "activations"),
-    ("attention mask", "activations"),
-    ("recomputed layer", "activations"),
-    ("backward temporaries", "activations"),
-    ("logits", "logits"),
-    ("master", "optimizer"),
-    ("moments", "optimizer"),
-    ("step temporaries", "optimizer"),
-    ("parameters", "weights"),
-    ("persistent parameters", "weights"),
-    ("gathered parameters", "weights"),
-    ("secondary parameters", "weights"),
-    ("weights", "weights"),
-)
+# The first group with a fitting prefix; the names of components are those of harness/estimate.
+_PREFIXES = {
+    "buffers": ("gradient buckets", "gradient staging"),
+    "gradients": ("pipeline: gradient", "gradient", "fp32 gradients", "flat gradients"),
+    "activations": ("pipeline", "activations", "attention mask", "recomputed layer",
+                    "backward temporaries"),
+    "logits": ("logits",),
+    "optimizer": ("master", "moments", "step temporaries"),
+    "weights": ("parameters", "persistent parameters", "gathered parameters",
+                "secondary parameters", "weights"),
+}  # fmt: skip
 
 
 def group_of(component: str) -> str:
     """Return the group of a component; "buffers" for all that only moves or adds up data."""
-    return next((group for prefix, group in _PREFIXES if component.startswith(prefix)), "buffers")
+    fitting = (group for group, prefixes in _PREFIXES.items() if component.startswith(prefixes))
+    return next(fitting, "buffers")
 
 
 def grouped(sizes: Mapping[str, float]) -> dict[str, float]:
@@ -57,11 +46,6 @@ SMOOTHED_FROM = 60
 MOST_POINTS = 900
 """Points of a curve where one run is shown; several runs share three times as many."""
 MOST_MARKS = 120
-
-
-def colour_of(place: int) -> str:
-    """Return the CSS colour of the run or curve at a place; grey beyond the palette."""
-    return f"var(--series-{place + 1})" if place < len(SERIES) else "var(--muted)"
 
 
 def curve(
@@ -209,21 +193,10 @@ def _loss(run: Recorded) -> Chart:
     held_out = curve(run, "eval_loss", "held-out", colour_of(1))
     sets = [key for key in _keys(run, "eval_loss/") if len(_keys(run, "eval_loss/")) > 1]
     sources = _keys(run, "loss/")
+    extra = [*((key, False) for key in sets), *((key, True) for key in sources)]
     others = [
-        replace(
-            curve(
-                run,
-                key,
-                key.replace("eval_loss/", "held-out ").replace("loss/", ""),
-                colour,
-                smooth=smooth,
-            ),
-            style="dashed",
-        )
-        for place, (key, smooth) in enumerate(
-            [*((s, False) for s in sets), *((s, True) for s in sources)]
-        )
-        for colour in (colour_of(2 + place),)
+        replace(curve(run, key, _named(key), colour_of(2 + place), smooth=smooth), style="dashed")
+        for place, (key, smooth) in enumerate(extra)
     ]
     train[-1] = replace(train[-1], label="training")
     event = run.last_event("baselines") or {}
@@ -243,6 +216,10 @@ def _loss(run: Recorded) -> Chart:
         is_wide=True,
         note=_note(run),
     )
+
+
+def _named(key: str) -> str:
+    return key.replace("eval_loss/", "held-out ").replace("loss/", "")
 
 
 def _note(run: Recorded) -> str:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from harness.report.chart import html_of
-from harness.report.charts import charts, colour_of
+from harness.report.chart import colour_of, html_of
+from harness.report.charts import charts
 from harness.report.page import axis_switch, described, document
 from harness.report.recorded import Recorded, values_of
 from harness.report.verdicts import ending, progress
@@ -54,7 +54,7 @@ def compare_page_of(runs: list[Recorded], title: str) -> str:
         f"{axis_switch()}<section class=charts>{''.join(map(html_of, drawn))}</section>"
         f"{_differences(runs)}"
     )
-    return document(title, body, drawn)
+    return document(title, body)
 
 
 def _best(sets: list[list[Recorded]]) -> str:

@@ -1,48 +1,30 @@
 """Metrics lines of a run: all of a short file; of a long one, those that a picture needs.
 
-A run of a million logged steps has 340 MB of lines. Decoding all of them takes seconds, a picture
-shows a thousand places. So a long file is cut into ranges of bytes; of each range some lines are
-decoded, evenly chosen, and those with the lowest and highest value of what may jump, so that no
-spike is lost. Lines with an evaluation or a probe are decoded, too.
+A picture shows a thousand places, a long run has a million lines. So a long file is read in ranges.
+Each range keeps some lines, evenly chosen, those with the lowest and highest value of what may
+jump, so that no spike is lost, and the first that have an evaluation or a probe.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from harness.errors import Unusable
 from harness.files.regular_file import open_regular
 
 Line = dict[str, Any]
-MapRanges = Callable[
-    [Callable[[tuple[int, int]], list[tuple[bytes, bool]]], Iterable[tuple[int, int]]],
-    Iterable[list[tuple[bytes, bool]]],
-]
 
 WHOLE_BYTES = 2**23
-"""Up to here (about 25,000 lines) every line is decoded."""
+"""Up to here (about 25,000 lines) every line is kept."""
 RANGES = 600
-_SPANS = 8  # groups of ranges, each of which one process may read
-_EVEN = 2  # lines of a range that are decoded for being where they are
-_MARKED = 6  # at most so many lines of a range for each mark
-_MARKS = (b'"eval_loss', b'"attention_entropy', b'"update_ratio')
-_TEXT = b'": "'  # "nan", "inf": RunFolder writes what JSON has no number for as text
-
-# Written in this order (run/meter.py): one search finds all three. Nine characters are enough to
-# tell which value is the highest, and short numbers are read three times as fast.
-_JUMP_NAMES = (b"loss", b"grad_norm", b"step_time_s")
-_PLAIN = rb'": ([\d.]{1,9})\d*'
-_PLAIN_JUMPS = re.compile(
-    rb'"loss%s, "grad_norm%s(?:, "(?!step_t)[^,]*)*, "step_time_s%s' % (_PLAIN, _PLAIN, _PLAIN)
-)
+_RARE = 6  # lines of a range that are kept for having a key of _RARE_KEYS
+_RARE_KEYS = ("eval_loss", "attention_entropy/0", "update_ratio")
+_JUMPS = ("loss", "grad_norm", "step_time_s")
 
 
 @dataclass
@@ -73,24 +55,15 @@ class Lines:
         self.is_even.append(is_even)
 
 
-def read_lines(path: Path, map_ranges: MapRanges = map) -> Lines:
-    """Return the lines of a metrics.jsonl, which may be growing, damaged or missing.
-
-    `map_ranges`: a map, as of several processes, which share a long file.
-    """
+def read_lines(path: Path) -> Lines:
+    """Return the lines of a metrics.jsonl, which may be growing, damaged or missing."""
     lines = Lines()
     try:
         with open_regular(path, links=True) as file:
             size = path.stat().st_size
-            if size <= WHOLE_BYTES:
-                for text in file.read(WHOLE_BYTES).split(b"\n")[:-1]:
-                    _decode(lines, text, True)
-                return lines
-        lines.is_whole = False
-        ends = [size * number // _SPANS for number in range(_SPANS + 1)]
-        for texts in map_ranges(functools.partial(_chosen, path, size), itertools.pairwise(ends)):
-            for text, is_even in texts:
-                _decode(lines, text, is_even)
+            lines.is_whole = size <= WHOLE_BYTES
+            for text in _ranges(file, size, size if lines.is_whole else -(-size // RANGES)):
+                _add(lines, [line for each in text.split(b"\n") if (line := _decoded(lines, each))])
     except FileNotFoundError:
         lines.problem = "metrics.jsonl does not exist: no step was logged"
     except (OSError, Unusable) as error:
@@ -98,86 +71,54 @@ def read_lines(path: Path, map_ranges: MapRanges = map) -> Lines:
     return lines
 
 
-def _decode(lines: Lines, text: bytes, is_even: bool) -> None:
+def _ranges(file: IO[bytes], size: int, length: int) -> Iterator[bytes]:
+    """Yield whole lines, about so many bytes at once; the last line may be half-written."""
+    while size > 0 and (text := file.read(min(length, size))):
+        text += file.readline() if len(text) < size else b""
+        size -= len(text)
+        yield text[: text.rfind(b"\n") + 1]
+
+
+def _decoded(lines: Lines, text: bytes) -> Line | None:
     try:
-        line = json.loads(text)
+        line = json.loads(text) if text.strip() else None
     except (ValueError, RecursionError):
-        line = None
+        line = ""
     if isinstance(line, dict) and number(line.get("step")) is not None:
-        lines.add(line, is_even)
-    elif text.strip():
-        lines.damaged += 1
+        return line
+    lines.damaged += line is not None
+    return None
 
 
-def _chosen(path: Path, size: int, span: tuple[int, int]) -> list[tuple[bytes, bool]]:
-    """Return the chosen lines of the ranges of those that begin in a span of bytes, in order; a
-    range ends with a line.
-    """
-    length, (begin, end), chosen = -(-size // RANGES), span, list[tuple[bytes, bool]]()
-    with open_regular(path, links=True) as file:
-        if begin:
-            file.seek(begin - 1)
-            file.readline()
-        while (at := file.tell()) < end and (text := file.read(min(length, end - at))):
-            text += file.readline()
-            text = text[: text.rfind(b"\n") + 1]  # the last line may be half-written
-            if text:
-                chosen += _lines_at(text, _places(text))
-    return chosen
+def _add(lines: Lines, of_range: list[Line]) -> None:
+    """Add all lines of a short file, or the chosen lines of a range."""
+    if lines.is_whole or not of_range:
+        places = dict.fromkeys(range(len(of_range)), True)
+    else:
+        places = _chosen(of_range)
+    for place in sorted(places):
+        lines.add(of_range[place], places[place])
 
 
-def _places(text: bytes) -> dict[int, bool]:
-    """Return the places in a range at which its chosen lines are; True for those evenly chosen."""
-    places = dict.fromkeys(_extremes(text), False)
-    for mark in _MARKS:
-        places |= dict.fromkeys(_first_of(mark, text), False)
-    places |= {len(text) * number // _EVEN: True for number in range(_EVEN)}
-    places[len(text) - 1] = False  # an attempt may end here, and the next one go back
-    return places
-
-
-def _extremes(text: bytes) -> Iterator[int]:
-    """Yield the places of the lowest and the highest value of what may jump."""
-    matches = _PLAIN_JUMPS.findall(text)
-    columns: list[tuple[bytes, ...]] = list(zip(*matches, strict=True))
-    if len(matches) < text.count(b"\n"):  # null, "nan", 1e-05 or missing, somewhere
-        columns = [tuple(re.findall(rb'"%s": ([^,}\n]+)' % name, text)) for name in _JUMP_NAMES]
-        yield from _first_of(_TEXT, text)
-    for name, texts in zip(_JUMP_NAMES, columns, strict=True):
-        try:
-            values = list(map(float, texts))
-        except ValueError:
-            texts = tuple(text for text in texts if _float(text) is not None)
-            values = list(map(float, texts))
-        for value in (min(values), max(values)) if values else ():
-            yield text.find(b'"%s": %s' % (name, texts[values.index(value)]))
-
-
-def _first_of(mark: bytes, text: bytes) -> Iterator[int]:
-    """Yield the place of a mark in the first lines of a range that have it."""
-    at = text.find(mark)
-    for _ in range(_MARKED):
-        if at < 0:
-            return
-        yield at
-        at = text.find(mark, text.find(b"\n", at))
-
-
-def _float(text: bytes) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def _lines_at(text: bytes, places: dict[int, bool]) -> list[tuple[bytes, bool]]:
-    """Return the lines that hold these places, each once, in order."""
-    chosen: dict[int, bool] = {}
-    for place, is_even in places.items():
-        begin = text.rfind(b"\n", 0, place) + 1
-        chosen[begin] = is_even or chosen.get(begin, False)
-    return [(text[at : text.find(b"\n", at)], chosen[at]) for at in sorted(chosen)]
+def _chosen(of_range: list[Line]) -> dict[int, bool]:
+    """Return the places of the lines of a range that are kept; True for those evenly chosen."""
+    last = len(of_range) - 1
+    places = {last: False}  # an attempt may end here, and the next one go back
+    for key in _JUMPS:
+        values = {
+            at: value for at, line in enumerate(of_range) if (value := line.get(key)) is not None
+        }
+        numbers = {at: value for at, value in values.items() if number(value) is not None}
+        if numbers:
+            places |= {min(numbers, key=numbers.__getitem__): False}
+            places |= {max(numbers, key=numbers.__getitem__): False}
+        # "nan", "inf": RunFolder writes what JSON has no number for as text.
+        places |= dict.fromkeys([at for at in values if at not in numbers][:_RARE], False)
+    for key in _RARE_KEYS:
+        places |= dict.fromkeys(
+            [n for n, line in enumerate(of_range) if key in line][:_RARE], False
+        )
+    return places | {0: True, last // 2: True}
 
 
 def number(value: object) -> float | None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from harness.layout.shape import Shape, num_parameters
-from harness.report.chart import AXES, Chart, data_of, html_of
+from harness.report.chart import AXES, SCRIPT, STYLE, html_of, piece, strip
 from harness.report.charts import charts, grouped
 from harness.report.events import events_card, spent
 from harness.report.lines import number
@@ -31,14 +30,13 @@ _HERE = Path(__file__).parent
 
 def page_of(run: Recorded) -> str:
     """Return the page of one run."""
-    drawn = charts([run])
     body = "".join(
         (
             _header(run),
             _tiles(run),
             _judged(run),
-            _axis_switch(),
-            f"<section class=charts>{''.join(map(html_of, drawn))}</section>",
+            axis_switch(),
+            f"<section class=charts>{''.join(map(html_of, charts([run])))}</section>",
             needle_card(run),
             _memory(run),
             _time(run),
@@ -47,20 +45,11 @@ def page_of(run: Recorded) -> str:
             _plan(run),
         )
     )
-    return document(run.name, body, drawn, refresh=run.outcome == "running" and not run.is_silent())
+    return document(run.name, body, refresh=run.outcome == "running" and not run.is_silent())
 
 
-def document(
-    title: str,
-    body: str,
-    drawn: Iterable[Chart],
-    refresh: bool = False,
-    by: str = "tools/report.py",
-) -> str:
+def document(title: str, body: str, refresh: bool = False, by: str = "tools/report.py") -> str:
     """Return a whole page: it needs no other file and no network, and its policy forbids both."""
-    data = {chart.name: data_of(chart) for chart in drawn if any(c.y for c in chart.curves)}
-    # "<" ends a script element, whatever it is in.
-    values = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     )
@@ -70,11 +59,10 @@ def document(
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f'<meta http-equiv=Content-Security-Policy content="{policy}">{again}'
         f"<title>{escaped(title)}</title>"
-        f"<style>{css()}{_text('page.css')}</style></head><body>"
+        f"<style>{css()}{STYLE}{_text('page.css')}</style></head><body>"
         f"<main>{body}<footer>Written {moment(time.time())} by "
         f"<code>python {by}</code>: one file, no network.</footer></main>"
-        f"<script type=application/json id=values>{values}</script>"
-        f"<script>{_text('page.js')}</script></body></html>\n"
+        f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -184,7 +172,7 @@ def _advice(items: list[Advice]) -> str:
     )
 
 
-def _axis_switch() -> str:
+def axis_switch() -> str:
     """Return radio buttons by which CSS shows one kind of x axis."""
     buttons = "".join(
         f'<label><input type=radio name=axis id="by-{axis}"{" checked" * (axis == "step")}>'
@@ -194,17 +182,14 @@ def _axis_switch() -> str:
     return f"<fieldset class=switch><legend>Curves over</legend>{buttons}</fieldset>"
 
 
-axis_switch = _axis_switch
-
-
 def _memory(run: Recorded) -> str:
     """Return predicted beside measured memory, and the prediction of a step by its phases."""
     rows = memory_rows(run)
     most = max((max(pair[1:]) for pair in rows), default=0)
     bars = "".join(
         f"<tr><th>{escaped(point.replace('_', ' '))}</th><td class=bars>"
-        f"<div class=bar>{_piece(measured / most, 'var(--series-1)', 'measured')}</div>"
-        f"<div class=bar>{_piece(predicted / most, 'var(--faint)', 'predicted')}</div></td>"
+        f"<div class=bar>{piece(measured / most, 'var(--series-1)', 'measured')}</div>"
+        f"<div class=bar>{piece(predicted / most, 'var(--faint)', 'predicted')}</div></td>"
         f"<td>{gib(measured)}<small>predicted {gib(predicted)}, "
         f"{predicted / max(measured, 1) - 1:+z.1%}</small></td></tr>"
         for point, predicted, measured in rows
@@ -232,7 +217,7 @@ def _stacks(phases: dict[str, Any], run: Recorded) -> str:
     rows = "".join(
         f"<tr><th>{escaped(name.replace('_', ' '))}</th><td class=bars><div class=bar>"
         + "".join(
-            _piece(size / most, f"var(--{group})", f"{group} {gib(size * 2**30)}")
+            piece(size / most, f"var(--{group})", f"{group} {gib(size * 2**30)}")
             for group, size in parts.items()
             if size
         )
@@ -250,24 +235,17 @@ def _stacks(phases: dict[str, Any], run: Recorded) -> str:
     )
 
 
-def _piece(share: float, colour: str, title: str) -> str:
-    return f'<i style="width:{100 * share:.2f}%;background:{colour}" title="{title}"></i>'
-
-
 def _time(run: Recorded) -> str:
     parts = spent(run)
     total = sum(part.seconds for part in parts)
     if not total:
         return ""
-    bar = "".join(_piece(seconds / total, colour, name) for name, seconds, colour in parts)
-    rows = "".join(
-        f'<li style="--c:{colour}">{name} <b>{seconds / total:.1%}</b> {duration(seconds)}</li>'
-        for name, seconds, colour in parts
+    drawn = strip(
+        {part.name: part.seconds for part in parts},
+        {part.name: part.colour for part in parts},
+        {part.name: f"{part.seconds / total:.1%} {duration(part.seconds)}" for part in parts},
     )
-    return (
-        "<section class=card><h2>Where the time went</h2>"
-        f"<div class='bar tall'>{bar}</div><ul class='legend blocks'>{rows}</ul></section>"
-    )
+    return f"<section class=card><h2>Where the time went</h2>{drawn}</section>"
 
 
 def _samples(run: Recorded) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from harness.report.chart import Chart, Curve, Mark
+from harness.report.chart import Chart, Curve, Heat, Mark, html_of
 from harness.report.lines import number
 from harness.report.recorded import Recorded
 
@@ -19,35 +19,25 @@ def needle_card(run: Recorded) -> str:
     lengths = _lengths(line)
     if not lengths:
         return ""
-    rows = [line[f"{_PREFIX}{length}"] for length in lengths]
-    depths = max(map(len, rows))
-    head = "".join(f"<th>{length:,}</th>" for length in lengths)
-    body = "".join(
-        f"<tr><th>{100 * depth / max(depths - 1, 1):.0f} %</th>"
-        f"{''.join(_cell(row[depth : depth + 1]) for row in rows)}</tr>"
-        for depth in range(depths)
+    found = [line[f"{_PREFIX}{length}"] for length in lengths]
+    depths = range(max(map(len, found)))
+    heat = Heat(
+        "Needle in a haystack",
+        "probability by length in tokens and depth",
+        [f"{length:,}" for length in lengths],
+        [f"{100 * depth / max(len(depths) - 1, 1):.0f} %" for depth in depths],
+        [[number(row[depth]) if depth < len(row) else None for row in found] for depth in depths],
+        "var(--good)",
+        "var(--bad)",
+        note="A sentence with a number is hidden at a depth of held-out text and asked for at the "
+        f"end: geometric mean of the probability of the number's tokens at step {line['step']:,}.",
     )
-    return (
-        "<section class=card id=needles><h2>Needle in a haystack</h2>"
-        "<p class=note>A sentence with a number, hidden at a depth of held-out text and asked for "
-        "at the end: probability of each of the number's tokens, geometric mean, at step "
-        f"{line['step']:,}. Columns are lengths in tokens, rows are depths.</p>"
-        f"<table class=heat><tr><th></th>{head}</tr>{body}</table></section>"
-    )
+    return f"<section id=needles>{html_of(heat)}</section>"
 
 
 def _lengths(line: dict[str, Any]) -> list[int]:
     names = [key.removeprefix(_PREFIX) for key, value in line.items() if isinstance(value, list)]
     return sorted(int(name) for name in names if f"{_PREFIX}{name}" in line and name.isdecimal())
-
-
-def _cell(values: list[Any]) -> str:
-    value = number(values[0]) if values else None
-    if value is None:
-        return "<td></td>"
-    share = round(100 * min(max(value, 0.0), 1.0))
-    colour = f"color-mix(in srgb,var(--good) {share}%,var(--bad))"
-    return f'<td style="background:{colour}">{value:.2f}</td>'
 
 
 PROFILES = 4

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.files.records import read_lines as read_records
-from harness.report.lines import Line, Lines, MapRanges, number, read_lines
+from harness.report.lines import Line, Lines, number, read_lines
 from harness.runfolder import RunFolder
 
 Event = dict[str, Any]
@@ -145,11 +145,8 @@ class Recorded:
         return (now or time.time()) - self.last_sign > max(SILENT_S, 20 * step_s * logged)
 
 
-def read(path: Path, map_ranges: MapRanges = map) -> Recorded:
-    """Read a run folder. Never raises for what the folder holds: see `problems`.
-
-    `map_ranges`: see read_lines.
-    """
+def read(path: Path) -> Recorded:
+    """Read a run folder. Never raises for what the folder holds: see `problems`."""
     folder, run = RunFolder(path), Recorded(path)
     try:
         run.plan = folder.read_plan() or {}
@@ -165,7 +162,7 @@ def read(path: Path, map_ranges: MapRanges = map) -> Recorded:
         run.events = list(deque(read_records(folder.events_path, "kind"), MOST_EVENTS))
     except ConfigError as error:
         run.problems.append(str(error))
-    run.metrics = read_lines(folder.metrics_path, map_ranges)
+    run.metrics = read_lines(folder.metrics_path)
     if run.metrics.problem:
         run.problems.append(run.metrics.problem)
     if run.metrics.damaged:

@@ -15,10 +15,10 @@ from tests.browser import Page as Tab
 from tests.studio.conftest import Studio
 from tests.studio.test_pages import figures_of, number
 from tests.tiers import rest_in_gate
-from tools.studio_app.catalogue import PAGES
-from tools.studio_app.drawn import html_of
-from tools.studio_app.page import Chart, Figure, Slider, format_value
+from tools.studio_app.figures import Figure, html_of
 from tools.studio_app.page import Page as StudioPage
+from tools.studio_app.page import Slider, format_value
+from tools.studio_pages import PAGES
 
 pytestmark = needs_browser
 
@@ -42,11 +42,12 @@ def opened(browser: Browser, studio: Studio, path: str, **how: object) -> Tab:
 
 
 CUT = """
-[...document.querySelectorAll(".figures .card, .figures .scrolls, .lesson, .basis")]
+[...document.querySelectorAll(".figures :is(.card, .chart, .scrolls), .lesson, .basis")]
   .filter((box) => box.scrollWidth > box.clientWidth + 1).map((box) => box.textContent.slice(0, 60))
-.concat([...document.querySelectorAll(".drawing svg text, .nicegui-echart svg text")]
+.concat([...document.querySelectorAll(".drawing svg text, .chart .x span, .chart b")]
   .filter((text) => {
-    const inner = text.getBoundingClientRect(), outer = text.closest("svg").getBoundingClientRect();
+    const inner = text.getBoundingClientRect();
+    const outer = text.closest(".chart, svg").getBoundingClientRect();
     return inner.width && (inner.left < outer.left - 2 || inner.right > outer.right + 2);
   }).map((text) => text.textContent))
 """
@@ -66,11 +67,10 @@ def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
             assert not tab.overflows, (width, dark)
         tab.wait_for(SHOWN)
         assert tab.evaluate(CUT) == [], width
-    figures = figures_of(slug)
-    charts = tab.evaluate("document.querySelectorAll('.nicegui-echart svg').length")
-    assert charts == sum(isinstance(figure, Chart) for figure in figures)
+    charts = tab.evaluate("document.querySelectorAll('.figures figure.chart').length")
+    assert charts == sum("<figure " in html_of(figure) for figure in figures_of(slug))
     text = tab.evaluate("document.body.innerText")
-    for name in page.computed_by:  # type: ignore[attr-defined]
+    for name in page.lesson.computed_by:  # type: ignore[attr-defined]
         assert name in text
     assert tab.errors == []
     assert studio.said == ""
@@ -108,21 +108,13 @@ def tab(browser: Browser, studio: Studio) -> Tab:
 
 
 SLIDING = [page for page in PAGES if any(isinstance(c, Slider) for c in page.controls)]
-TEXTS = """
-[...document.querySelector(".figures").children].map((card) =>
-  (card.querySelector(".nicegui-echart") ? card.querySelector("h2") : card).textContent)
-"""
+TEXTS = "[...document.querySelector('.figures').children].map((card) => card.textContent)"
 
 
 def texts_of(figures: list[Figure]) -> list[str]:
-    """The words and numbers that a browser shows of figures; of a chart its title."""
-
-    def text(figure: Figure) -> str:
-        if isinstance(figure, Chart):
-            return figure.title
-        return unescape(re.sub(r"<style>.*?</style>|<[^>]*>", "", html_of(figure), flags=re.DOTALL))
-
-    return [words(text(figure)) for figure in figures]
+    """The words and numbers that a browser shows of figures."""
+    shown = (re.sub(r"<[^>]*>", "", html_of(figure)) for figure in figures)
+    return [words(unescape(text)) for text in shown]
 
 
 def words(text: str) -> str:
@@ -183,9 +175,9 @@ def test_keys_lead_through_the_pages(browser: Browser, studio: Studio) -> None:
     tab.press("]")
     tab.wait_for(f"location.pathname === '/{PAGES[1].slug}'")
     tab.wait_for(SHOWN)
-    assert tab.evaluate("document.querySelector('h1').textContent") == PAGES[1].title
+    assert tab.evaluate("document.querySelector('h1').textContent") == PAGES[1].lesson.title
     tab.press("[")
     tab.wait_for(f"location.pathname === '/{PAGES[0].slug}'")
     tab.wait_for(SHOWN)
-    assert tab.evaluate("document.querySelector('h1').textContent") == PAGES[0].title
+    assert tab.evaluate("document.querySelector('h1').textContent") == PAGES[0].lesson.title
     assert tab.errors == []

@@ -12,8 +12,7 @@ from harness.errors import ExitCode
 from tests.studio.test_pages import BY_SLUG, figures_of, number
 from tools.cleaning.strictness import STRICTNESS, measured, report_at
 from tools.studio_app.cleanings import names, read_cleaning
-from tools.studio_app.drawn import html_of
-from tools.studio_app.page import Chart
+from tools.studio_app.figures import html_of
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 
@@ -128,6 +127,6 @@ def test_half_a_file_and_no_file_are_notes(runs: Path) -> None:
 def test_names_are_text(runs: Path) -> None:
     write_report(runs / HOSTILE, corpus=f"/data/{HOSTILE}")
     shown = figures_of("cleaning", corpus=HOSTILE)
-    html = "".join(html_of(figure) for figure in shown if not isinstance(figure, Chart))
+    html = "".join(html_of(figure) for figure in shown)
     assert "&lt;img" in html
     assert "<img" not in html

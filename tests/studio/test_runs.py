@@ -10,14 +10,14 @@ from urllib.parse import quote
 
 import pytest
 
+from harness.report.chart import Chart
 from harness.runfolder import RunFolder
 from tests.browser import Browser, needs_browser
 from tests.studio.conftest import Studio
 from tests.studio.test_guard import ask
 from tests.studio.test_pages import BY_SLUG, figures_of, number
-from tools.studio_app.drawn import html_of
-from tools.studio_app.page import Chart, Code, Note, Table
-from tools.studio_app.runs import logs, names, read_run, thinned
+from tools.studio_app.figures import Code, Note, Table, html_of
+from tools.studio_app.runs import logs, names, read_run
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<img src=x onerror=window.hacked=1>"
@@ -68,15 +68,15 @@ def test_a_run_is_shown_with_its_targets(runs: Path) -> None:
     assert sum(isinstance(figure, Chart) for figure in shown) == 3, "short on a phone"
     shown = figures_of("runs", curves="all")
     (memory,) = (f for f in shown if isinstance(f, Chart) and f.title.startswith("Memory"))
-    assert memory.options["series"][0]["markLine"]["data"][0]["yAxis"] == 0.5
+    assert memory.limits == [("predicted 0.5", 0.5)]
 
 
 def test_two_runs_are_compared(runs: Path) -> None:
     write_run(runs / "first")
     write_run(runs / "second", loss=6.0)
     shown = figures_of("runs", run="first", beside="second")
-    (loss,) = (f for f in shown if isinstance(f, Chart) and f.title.startswith("Loss"))
-    assert [curve["name"] for curve in loss.options["series"]] == ["first: loss", "second: loss"]
+    (loss,) = (f for f in shown if isinstance(f, Chart) and f.name == "loss")
+    assert [curve.label for curve in loss.curves] == ["first", "second"]
     plan = json.loads((runs / "second/plan.json").read_text())
     plan["run"]["model"]["name"] = "gpt2-124m"
     (runs / "second/plan.json").write_text(json.dumps(plan))
@@ -117,7 +117,7 @@ def test_no_link_leads_out(runs: Path) -> None:
     records = run.records
     assert (records.lines, records.events, records.plan, records.status) == ([], [], {}, {})
     assert len(records.problems) == 4
-    text = "".join(html_of(f) for f in figures_of("runs") if not isinstance(f, Chart))
+    text = "".join(html_of(f) for f in figures_of("runs"))
     assert "password" not in text
     assert str(runs.parent) not in text
 
@@ -139,7 +139,7 @@ def test_half_written_and_damaged_records_are_survived(runs: Path) -> None:
     shown = figures_of("runs")
     assert number(shown, "Run") == "unknown"
     assert any(isinstance(figure, Code) and "half" in figure.text for figure in shown)
-    assert str(runs) not in "".join(html_of(f) for f in shown if not isinstance(f, Chart))
+    assert str(runs) not in "".join(html_of(f) for f in shown)
 
 
 def test_records_that_are_no_files_are_survived(runs: Path) -> None:
@@ -155,18 +155,9 @@ def test_names_and_messages_are_text(runs: Path) -> None:
         file.write(json.dumps({"kind": HOSTILE, "step": HOSTILE, "message": HOSTILE}) + "\n")
     (runs / HOSTILE / "rank.log").write_text(HOSTILE)
     shown = [*figures_of("runs"), *figures_of("problems")]
-    html = "".join(html_of(figure) for figure in shown if not isinstance(figure, Chart))
+    html = "".join(html_of(figure) for figure in shown)
     assert "&lt;img" in html
     assert "<img" not in html
-
-
-def test_many_points_keep_their_extremes() -> None:
-    points = [(float(n), 1.0) for n in range(100_000)]
-    points[777], points[90_001] = (777.0, 50.0), (90_001.0, -50.0)
-    kept = thinned(points)
-    assert len(kept) <= 800
-    assert {(777.0, 50.0), (90_001.0, -50.0)} <= set(kept)
-    assert kept == sorted(kept)
 
 
 def test_problems_are_found_by_words_and_linked_to_events(runs: Path) -> None:
@@ -198,8 +189,8 @@ def test_a_script_in_a_name_is_not_executed(studio: Studio) -> None:
     with Browser() as browser:
         tab = browser.open(f"{studio.address}runs")
         tab.wait_for("document.querySelector('[data-figure=Step]')?.textContent === '12'")
-        tab.wait_for("!!document.querySelector('.nicegui-echart svg path')")
-        tab.hover(".nicegui-echart")
+        tab.wait_for("!!document.querySelector('figure.chart svg path')")
+        tab.hover("#chart-loss .area")
         browser.listen(0.5)
         assert HOSTILE in tab.evaluate("document.body.innerText")
         with (folder.path / "metrics.jsonl").open("a") as file:

@@ -206,7 +206,7 @@ def page_of(report: Values) -> str:
             *(_examples_shown(step) for step in report["steps"]),
         )
     )
-    return html_page(f"Cleaned: {report['corpus']}", body, drawn, by="tools/clean_data.py")
+    return html_page(f"Cleaned: {report['corpus']}", body, by="tools/clean_data.py")
 
 
 def _steps(report: Values) -> str:

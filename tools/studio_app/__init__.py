@@ -1,1 +1,1 @@
-"""Parts of tools/studio.py: pages as data, their drawing, their view in a browser, their guard."""
+"""Parts of tools/studio.py: pages and figures as data, their view in a browser, the server."""

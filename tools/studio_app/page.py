@@ -1,21 +1,48 @@
-"""A page as data: its controls, and a pure function from their values to figures."""
+"""A page as data: its settings, and a pure function from their values to figures."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.studio_app.figures import Figure
 
 Values = Mapping[str, Any]
 """The value of each control, by its name."""
 
 
+class Lesson(NamedTuple):
+    """The text of a page: see lessons.toml."""
+
+    group: str
+    title: str
+    sees: str
+    tries: str
+    means: str
+    command: str
+    formula: str
+    sources: Sequence[tuple[str, str]]
+    computed_by: Sequence[str]
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("lessons.toml").read_text(encoding="utf-8"))
+ABOUT: dict[str, str] = {group: table.pop("about") for group, table in _TABLES.items()}
+"""A sentence on each group of lessons."""
+LESSONS = {
+    slug: Lesson(group, **texts)
+    for group, table in _TABLES.items()
+    for slug, texts in table.items()
+}
+
+
 @dataclass(frozen=True)
 class Slider:
-    """One of several numbers, in ascending order."""
+    """One of several numbers in ascending order. `name` is its key in the page's address."""
 
     name: str
-    """Its key in the address of the page."""
     label: str
     values: Sequence[float]
     default: float
@@ -23,7 +50,7 @@ class Slider:
     one: str = ""
     """The unit of 1; "" if it is the same."""
     plays: bool = False
-    """True if it is a step of an animation, which a button plays."""
+    """True for a step of an animation, which a button plays."""
 
     def read(self, text: str) -> float:
         """Return the value nearest to the one in an address; the default for no number."""
@@ -57,13 +84,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Typed:
-    """Text that a person types."""
+    """Text that a person types, cut off after `most` characters."""
 
     name: str
     label: str
     default: str
     most: int = 2_000
-    """Characters; the rest is cut off."""
     lines: int = 1
 
     def read(self, text: str) -> str:
@@ -72,128 +98,40 @@ class Typed:
 
 
 Control = Slider | Choice | Typed
-Verdict = Literal["good", "warning", "bad"]
-
-
-@dataclass(frozen=True)
-class Number:
-    """A figure with its label; `note` explains it."""
-
-    label: str
-    text: str
-    note: str = ""
-    verdict: Verdict | None = None
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Figures side by side."""
-
-    numbers: Sequence[Number]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """An ECharts chart; `options` as charts.py makes them."""
-
-    title: str
-    options: dict[str, Any]
-    height: int = 340
-    """Pixels."""
-
-    @property
-    def legend(self) -> Legend:
-        """The colours of its curves or bars, if there are several."""
-        names = {one["name"]: one["legend"] for one in self.options["series"] if "legend" in one}
-        return [(colour, name) for name, colour in names.items()] if len(names) > 1 else []
-
-
-Legend = Sequence[tuple[str, str]]
-"""(name of a colour of the palette, what it stands for), of a picture or a chart."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A picture as SVG (svg.py), as wide as its window."""
-
-    title: str
-    svg: str
-    legend: Legend = ()
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text; `links` are addresses of rows' first cells."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    links: Sequence[str | None] = ()
-
-
-@dataclass(frozen=True)
-class Links:
-    """(text, address) of other pages of the studio."""
-
-    title: str
-    links: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Code:
-    """Text to copy."""
-
-    title: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """A sentence."""
-
-    text: str
-    verdict: Verdict | None = None
-
-
-Figure = Numbers | Chart | Drawing | Table | Links | Code | Note
 
 
 @dataclass(frozen=True)
 class Page:
-    """One page of the studio."""
+    """One page of the studio. `slug` is its path, its file, and its key in lessons.toml."""
 
     slug: str
-    """Its path, its file, and its key in lessons.toml."""
-    title: str
     controls: Sequence[Control]
     figures: Callable[[Values], list[Figure]]
-    computed_by: Sequence[str]
-    """Dotted names of the functions that give the numbers."""
-    formula: str
-    sources: Sequence[tuple[str, str]]
-    """(text, address) of the formula."""
     every_s: float | None = None
     """Seconds after which it is computed again, for what changes by itself."""
     slow_at_first: Sequence[Mapping[str, str]] = ()
-    """Addresses whose first figures take seconds, of imports or training, and are kept then."""
+    """Addresses whose first figures take seconds (imports, training) and are cached then."""
+
+    @property
+    def lesson(self) -> Lesson:
+        """The page's text."""
+        return LESSONS[self.slug]
 
 
 def read_values(controls: Sequence[Control], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values in an address; the default of each that is absent or cannot be."""
+    """Return the values in an address; the default of each that is absent or impossible."""
     return {
-        control.name: control.read(query[control.name])
-        if control.name in query
-        else control.default
-        for control in controls
+        each.name: each.read(query[each.name]) if each.name in query else each.default
+        for each in controls
     }
 
 
 def query_of(controls: Sequence[Control], values: Values) -> dict[str, str]:
-    """Return the values that are not the defaults, as an address has them."""
+    """Return the values that differ from the defaults, as an address has them."""
     return {
-        control.name: format_value(values[control.name])
-        for control in controls
-        if values[control.name] != control.default
+        each.name: format_value(values[each.name])
+        for each in controls
+        if values[each.name] != each.default
     }
 
 

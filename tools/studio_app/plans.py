@@ -18,13 +18,19 @@ from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.estimate.hardware import GPUS
+from harness.estimate.held import GIB
 from harness.estimate.timeline import Estimate
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.recompute import REVERSIBLE
+from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
+from harness.report.charts import grouped
+from tools.look.palette import COMPONENTS
+from tools.studio_app.bars import Bars
+from tools.studio_app.figures import Verdict
 from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,21 +74,8 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
 PRECISION = Choice("precision", "Precision", tuple(PRECISIONS), "the JSON's")
 LORA = Slider("lora", "LoRA rank, 0: all is trained", (0, *powers_of_two(2, 256)), 0)
 PLAN_CONTROLS: tuple[Control, ...] = (
-    MODEL,
-    JSON,
-    GPU,
-    NUM_GPUS,
-    SEQ_LEN,
-    CONTEXT,
-    MICRO_BATCH,
-    ACCUMULATION,
-    RECOMPUTED,
-    OFFLOAD,
-    MLP_TILES,
-    ATTENTION,
-    LORA,
-    OPTIMIZER,
-    PRECISION,
+    *(MODEL, JSON, GPU, NUM_GPUS, SEQ_LEN, CONTEXT, MICRO_BATCH, ACCUMULATION, RECOMPUTED, OFFLOAD),
+    *(MLP_TILES, ATTENTION, LORA, OPTIMIZER, PRECISION),
 )
 
 _KEYS = {
@@ -97,24 +90,39 @@ _KEYS = {
 """Keys of a run that controls set, by their names; those of others are model.NAME."""
 
 
-def plan_of(values: Values, json_text: str = "") -> Plan:
-    """Return the plan of PLAN_CONTROLS; `json_text` replaces the shipped JSON.
+def planned(values: Values, changes: tuple[str, ...] = (), json_text: str = "") -> Plan:
+    """Return the plan that train.py would make of a page's values. What a page has no control for
+    is one sample of 512 tokens on one GPU under ZeRO 1. `changes` are key=value of the DeepSpeed
+    JSON; `json_text` replaces the shipped one.
 
     Raises ConfigError with every problem.
     """
-    return planned(
-        model=values["model"],
-        ds_json=values["json"],
-        json_text=json_text,
-        gpu=values["gpu"],
-        gpus=values["gpus"],
-        seq_len=values["seq_len"],
-        micro_batch=values["micro_batch"],
-        accumulation=values["accumulation"],
-        settings=settings_of(values),
-        changes=PRECISIONS[values["precision"]],
-        optimizer=values["optimizer"],
+    accumulation, gpus = values.get("accumulation", 1), values.get("gpus", 1)
+    if json_text.strip():
+        tree = {"gradient_accumulation_steps": accumulation, **_read(json_text)}
+        ds, problems = DsJson(tree, "your JSON"), []
+    else:
+        changes = (
+            f"gradient_accumulation_steps={accumulation}",
+            *PRECISIONS[values.get("precision", PRECISION.default)],
+            *changes,
+        )
+        path = ROOT / "ds_configs" / f"{values.get('json', 'zero1')}.json"
+        ds, problems = load_ds_json(path, changes)
+    if problems:
+        raise ConfigError(problems)
+    run = RunConfig.model_validate(
+        {
+            "model": {"name": name_of(values["model"]), **settings_of(values)},
+            "data": {"seq_len": values.get("seq_len", 512)},
+            "train": {"micro_batch": values.get("micro_batch", 1)},
+            "optim": {"name": values.get("optimizer", OPTIMIZER.default)},
+        }
     )
+    local = min(PER_NODE, gpus)
+    gpu = values.get("gpu")
+    world = World(world_size=gpus, local_world_size=local, accelerator="cuda", gpu=gpu)
+    return make_plan(run, ds, world, estimating=True)
 
 
 def settings_of(values: Values) -> dict[str, Any]:
@@ -156,53 +164,6 @@ def in_words(problem: str, controls: Sequence[Control]) -> str:
     return problem
 
 
-def planned(
-    *,
-    model: str,
-    ds_json: str,
-    gpu: str | None,
-    gpus: int,
-    seq_len: int,
-    micro_batch: int,
-    accumulation: int = 1,
-    json_text: str = "",
-    settings: Mapping[str, Any] | None = None,
-    changes: tuple[str, ...] = (),
-    optimizer: str = "adamw",
-) -> Plan:
-    """Return the plan that train.py would make; `settings` are keys of the section `model`,
-    `changes` key=value of the JSON.
-
-    Raises ConfigError with every problem.
-    """
-    set_over = (f"gradient_accumulation_steps={accumulation}", *changes)
-    if json_text.strip():
-        tree = _read(json_text)
-        ds, problems = (
-            DsJson({"gradient_accumulation_steps": accumulation, **tree}, "your JSON"),
-            [],
-        )
-    else:
-        ds, problems = load_ds_json(ROOT / "ds_configs" / f"{ds_json}.json", set_over)
-    if problems:
-        raise ConfigError(problems)
-    run = RunConfig.model_validate(
-        {
-            "model": {"name": name_of(model), **(settings or {})},
-            "data": {"seq_len": seq_len},
-            "train": {"micro_batch": micro_batch},
-            "optim": {"name": optimizer},
-        }
-    )
-    world = World(
-        world_size=gpus,
-        local_world_size=min(PER_NODE, gpus),
-        accelerator="cuda",
-        gpu=gpu,
-    )
-    return make_plan(run, ds, world, estimating=True)
-
-
 def estimate_of(plan: Plan) -> Estimate:
     """Return the estimate of a plan, whose `inputs` are of a family that is traced, too.
 
@@ -223,6 +184,34 @@ def _read(text: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError("your JSON is no object {...}")
     return tree
+
+
+def shape_of(model: str) -> Shape:
+    """Return the tensors of a model. Raises ValueError for one that is in no table."""
+    shape = planned({"model": model}).shape
+    if shape is None:
+        raise ValueError(f"the tensors of {model} are in no table: choose another model")
+    return shape
+
+
+VERDICTS: dict[str, Verdict] = {"fits": "good", "tight": "warning", "does not fit": "bad"}
+"""Colours of an estimate's verdict."""
+
+
+def gib(size: float) -> str:
+    """Return bytes as text."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+
+
+def memory_bars(
+    title: str, sizes: Mapping[str, Mapping[str, int]], device: int | None, height: int = 340
+) -> Bars:
+    """Return the six uses of memory, stacked, of each name, with the device as a limit."""
+    groups = {name: grouped(parts) for name, parts in sizes.items()}
+    parts = {use: [group[use] / GIB for group in groups.values()] for use in COMPONENTS}
+    limits = [(f"device, {gib(device)}", device / GIB)] if device else []
+    colours = {use: use for use in COMPONENTS}
+    return Bars(title, "GiB", list(groups), parts, colours, limits, height=height)
 
 
 @lru_cache

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from harness.layout.grid import Grid
 from tools.layout.moments import Moment
 from tools.studio_app.plans import PER_NODE
-from tools.studio_app.svg import Svg
+from tools.studio_app.svg import WIDTH, Svg, series
 
-_WIDTH, _NODE, _IN_ONE_COLUMN = 760.0, 104.0, 4
-CELL = 60.0
-"""Height of a rank's box."""
-_AFTER = {"gradients": "gradients", "optimizer": "optimizer", "weights": "weights"}
+_NODE, _IN_ONE_COLUMN = 104.0, 4
+_HIGH = 60.0  # of a rank's box
 MOMENTS = (
     ("activations", "forward"),
     ("gradients", "backward, gradients"),
@@ -21,6 +19,8 @@ MOMENTS = (
     ("weights", "weights gathered"),
     ("grid", "waits"),
 )
+_AFTER = {"gradients": "adds", "optimizer": "steps", "weights": "gathers"}
+"""What all ranks do after the passes, in the colour of that name."""
 
 
 @dataclass(frozen=True)
@@ -36,38 +36,12 @@ class Cell:
         """Its centre from the left."""
         return self.x + self.width / 2
 
-    def fill(self, picture: Svg, colour: str, title: str, inset: float = 0) -> None:
-        """Draw it."""
-        size = self.width - 2 * inset, CELL - 2 * inset
-        picture.rect(self.x + inset, self.y + inset, *size, colour, title=title)
 
-    def write(
-        self, picture: Svg, lines: Sequence[str], bold: bool = False, fill: str = "on-colour"
-    ) -> None:
-        """Write lines into it, as large as there is room."""
-        room, each = self.width - 4, (CELL - 6) / len(lines)
-        for place, text in enumerate(lines):
-            y = self.y + 3 + each * (place + 0.5)
-            size = 13 if not place else 11
-            x = self.middle
-            picture.text(
-                x,
-                y,
-                text,
-                fill=fill,
-                anchor="middle",
-                bold=bold and not place,
-                size=size,
-                room=room,
-            )
-
-
-def nodes_picture(nodes: int, label: str) -> tuple[Svg, list[Cell]]:
+def _nodes(nodes: int, label: str) -> tuple[Svg, list[Cell]]:
     """Return a picture of nodes, and the place of each rank."""
     columns = 2 if nodes > _IN_ONE_COLUMN else 1
-    width = _WIDTH / columns
-    picture = Svg(_WIDTH, -(-nodes // columns) * _NODE, label)
-    cells = []
+    width = WIDTH / columns
+    picture, cells = Svg(-(-nodes // columns) * _NODE, label), []
     for node in range(nodes):
         left, top = node % columns * width, node // columns * _NODE
         picture.rect(left + 3, top + 2, width - 6, _NODE - 8, "page", stroke="grid", radius=8)
@@ -78,29 +52,45 @@ def nodes_picture(nodes: int, label: str) -> tuple[Svg, list[Cell]]:
     return picture, cells
 
 
+def places_picture(grid: Grid, nodes: int, rank: int, group: Collection[int]) -> str:
+    """Return where every rank is on the three axes; those of a group are framed."""
+    picture, cells = _nodes(nodes, f"{grid.world_size} ranks on {nodes} nodes")
+    for number, cell in enumerate(cells):
+        here, inset = grid.coords(number), 0
+        if number in group:
+            picture.rect(cell.x - 1, cell.y - 2, cell.width + 2, _HIGH + 4, "ink", radius=6)
+            inset = 2
+        title = f"rank {number}: pipeline {here.pipeline}, data {here.data}, tensor {here.tensor}"
+        picture.box(
+            cell.x + inset, cell.y + inset, cell.width - 2 * inset, _HIGH - 2 * inset,
+            series(here.pipeline),
+            (f"rank {number}", f"data {here.data}", f"tensor {here.tensor}"),
+            title=title, bold=number == rank,
+        )  # fmt: skip
+    return str(picture)
+
+
 def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
-    """Draw what every rank does at a moment of a step, and whom it talks to."""
-    picture, cells = nodes_picture(nodes, f"{moment.kind} of {grid.world_size} ranks")
+    """Return what every rank does at a moment of a step, and whom it talks to."""
+    picture, cells = _nodes(nodes, f"{moment.kind} of {grid.world_size} ranks")
     for number, cell in enumerate(cells):
         stage = grid.coords(number).pipeline
         task = moment.work[stage]
-        colour = _AFTER.get(moment.kind, "grid")
-        text = {"gradients": "adds", "optimizer": "steps", "weights": "gathers"}.get(
-            moment.kind, "waits"
-        )
+        colour = moment.kind if moment.kind in _AFTER else "grid"
+        text = _AFTER.get(moment.kind, "waits")
         if task is not None:
             colour = "activations" if task[0] == "forward" else "gradients"
             text = " ".join(map(str, task))
-        cell.fill(picture, colour, f"rank {number}, stage {stage}: {text}")
-        ink = "muted" if colour == "grid" else "on-colour"
-        cell.write(picture, (f"stage {stage}", text), number == rank, ink)
+        picture.box(
+            cell.x, cell.y, cell.width, _HIGH, colour, (f"stage {stage}", text),
+            title=f"rank {number}, stage {stage}: {text}", bold=number == rank,
+        )  # fmt: skip
     if moment.kind == "sums":
         for group in grid.groups("tensor"):
             if moment.work[grid.coords(group[0]).pipeline] is not None:
                 _join(picture, [cells[number] for number in group])
     if moment.kind in ("gradients", "weights"):
-        alike = [cells[number] for number in grid.group("data", rank)]
-        places = [(cell.middle, cell.y + CELL + 5) for cell in alike]
+        places = [(cells[n].middle, cells[n].y + _HIGH + 5) for n in grid.group("data", rank)]
         picture.line(places, "ink", width=2)
         for x, y in places:
             picture.circle(x, y, 4, "ink")
@@ -111,19 +101,18 @@ def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
 
 
 def _join(picture: Svg, cells: list[Cell]) -> None:
-    """A bar below boxes of a row, for each row that they are in."""
+    """Draw a bar below boxes, for each row that they are in."""
     for y in {cell.y for cell in cells}:
         row = [cell for cell in cells if cell.y == y]
-        left = min(cell.x for cell in row)
-        right = max(cell.x + cell.width for cell in row)
-        picture.rect(left, y + CELL + 2, right - left, 5, "ink")
+        left, right = min(cell.x for cell in row), max(cell.x + cell.width for cell in row)
+        picture.rect(left, y + _HIGH + 2, right - left, 5, "ink")
 
 
 def _arrow(picture: Svg, one: Cell, other: Cell) -> None:
-    """From box to box, between the rows of boxes."""
+    """Draw an arrow from box to box, between the rows of boxes."""
     down = other.y > one.y
-    begin = one.y + CELL + 1 if down else one.y - 1
+    begin = one.y + _HIGH + 1 if down else one.y - 1
     lane = begin + 7 if down else begin - 8
-    end = other.y - 2 if other.y >= one.y else other.y + CELL + 2
+    end = other.y - 2 if other.y >= one.y else other.y + _HIGH + 2
     points = [(one.middle, begin), (one.middle, lane), (other.middle, lane), (other.middle, end)]
     picture.line(points, "ink", width=2, arrow=True)

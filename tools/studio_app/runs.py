@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from harness.report.chart import reduced
 from harness.report.lines import number
-from harness.report.recorded import Recorded, read
+from harness.report.recorded import Recorded, read, values_of
 
 _DEPTH = 3
 """Folders below the root, in which trials of sweeps lie, too."""
@@ -79,19 +78,9 @@ class Run:
     records: Recorded
     age_s: float
 
-    def series(self, key: str, x: str = "step") -> list[tuple[float, float]]:
-        """Return the finite values of a metric against step, tokens or hours."""
-        places = {
-            "step": lambda line, _: line["step"],
-            "tokens": lambda line, _: line.get("tokens"),
-        }
-        place_of = places.get(x, lambda _, seconds: seconds / 3600)
-        points = []
-        for line, seconds in zip(self.records.lines, self.records.seconds, strict=True):
-            place, value = number(place_of(line, seconds)), number(line.get(key))
-            if place is not None and value is not None:
-                points.append((place, value))
-        return points
+    def values(self, key: str) -> list[float]:
+        """Return the finite values of a metric."""
+        return [value for _, value in values_of(self.records.lines, key)]
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric."""
@@ -147,8 +136,3 @@ def logs(name: str) -> list[tuple[str, str]]:
             continue
         texts.append((str(path.relative_to(folder)), text))
     return texts[:_MOST_LOGS]
-
-
-def thinned(points: Sequence[tuple[float, float]], most: int = 800) -> list[tuple[float, float]]:
-    """Return at most so many points, extremes among them."""
-    return [points[place] for place in reduced([value for _, value in points], most)]

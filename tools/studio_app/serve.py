@@ -1,33 +1,109 @@
-"""The studio's server: NiceGUI behind the guard, on a socket that is already bound."""
+"""The studio's server: NiceGUI behind a guard, on a socket that is already bound.
+
+The studio only reads, and still: a page of another origin must not read along. A name that another
+site resolves to this machine (DNS rebinding) shows in the Host header, a request of another origin
+in Origin and Sec-Fetch-Site. Websockets are checked too: browsers let any origin read them.
+"""
 
 from __future__ import annotations
 
+import hmac
 import socket
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote, urlencode, urlsplit
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 from nicegui import ui
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from harness.report.page import page_of
-from tools.studio_app.catalogue import PAGES
-from tools.studio_app.guard import Guard
 from tools.studio_app.page import read_values
 from tools.studio_app.runs import read_run, read_runs_of
 from tools.studio_app.view import add_pages
+from tools.studio_pages import PAGES
+
+COOKIE = "studio_token"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_SOCKET = "/_nicegui_ws/"
+"""Where NiceGUI's browser side talks to its server; the only path that is written to."""
+_HEADERS = {
+    # Vue compiles templates, and NiceGUI sends scripts within its pages.
+    "content-security-policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; "
+    "frame-ancestors 'none'; base-uri 'self'; form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class Guard:
+    """The application behind its checks. `token` is asked of everybody; None on loopback alone."""
+
+    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+        self.token = token
+        # Without a token only the names of this machine are answered.
+        hosts = LOOPBACK if token is None else ("*",)
+        self.app = TrustedHostMiddleware(app, hosts, www_redirect=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+
+        async def sending(message: Message) -> None:
+            if message["type"].endswith("response.start"):
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        is_request = scope["type"] != "lifespan"
+        refusal = self._refusal(HTTPConnection(scope)) if is_request else None
+        await (refusal or self.app)(scope, receive, sending)
+
+    def _refusal(self, request: HTTPConnection) -> Response | None:
+        """Return the answer to a request that must not reach the studio."""
+        headers = request.headers
+        origin, mode = headers.get("origin"), headers.get("sec-fetch-mode")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            return _refused(403, "a page of another origin asks")
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and mode != "navigate":
+            return _refused(403, "a page of another site asks")
+        path, method = request.scope["path"], request.scope.get("method", "GET")
+        if method not in ("GET", "HEAD") and not path.startswith(_SOCKET):
+            return _refused(405, "the studio only reads")
+        if self.token is None or _equal(request.cookies.get(COOKIE, ""), self.token):
+            return None
+        query = dict(request.query_params)
+        if request.scope["type"] == "http" and _equal(query.pop("token", ""), self.token):
+            # The token leaves the address, which is copied and kept in histories; "//name" were
+            # another host's to a browser.
+            address = "/" + quote(path.lstrip("/")) + (f"?{urlencode(query)}" if query else "")
+            answer = RedirectResponse(address, 303)
+            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+            return answer
+        return _refused(403, "open the address that studio.py printed, token included")
+
+
+def _refused(status: int, why: str) -> Response:
+    return PlainTextResponse(f"{why}\n", status)
+
+
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
 
 
 def serve(
-    listening: socket.socket,
-    token: str | None,
-    runs: Path,
-    when_ready: Callable[[], None],
+    listening: socket.socket, token: str | None, runs: Path, when_ready: Callable[[], None],
     warm: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Answer requests until Ctrl-C or SIGTERM. `runs`: the folder of runs that is shown; `warm`:
     compute at once what takes seconds.
     """

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Anchor = Literal["start", "middle", "end"]
+WIDTH = 760.0
+"""Of every picture, in its own units."""
 
 
 class Svg:
     """A picture of `width` x `height` units, drawn from back to front. Any text is escaped."""
 
-    def __init__(self, width: float, height: float, label: str) -> None:
+    def __init__(self, height: float, label: str, width: float = WIDTH) -> None:
         """`label`: the picture in a sentence, for readers who hear it."""
         self.size = width, height
         self.label = label
         self._parts: list[str] = []
 
     def rect(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        fill: str,
-        *,
-        stroke: str = "none",
-        opacity: float = 1,
-        radius: float = 2,
-        title: str = "",
-    ) -> None:
+        self, x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "none",
+        opacity: float = 1, radius: float = 2, title: str = "",
+    ) -> None:  # fmt: skip
         """A box; `fill` and `stroke` are names of the palette; `title` shows while pointed at."""
         self._parts.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" '
@@ -40,17 +34,9 @@ class Svg:
         )
 
     def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        *,
-        fill: str = "ink",
-        size: float = 13,
-        anchor: Anchor = "start",
-        bold: bool = False,
-        room: float = math.inf,
-    ) -> None:
+        self, x: float, y: float, text: str, *, fill: str = "ink", size: float = 13,
+        anchor: Anchor = "start", bold: bool = False, room: float = math.inf,
+    ) -> None:  # fmt: skip
         """A line of text; `y` is its middle, `room` the width that it must not exceed.
 
         A phone shows the whole picture, and so larger text in it (--text of look.css).
@@ -66,34 +52,19 @@ class Svg:
         )
 
     def line(
-        self,
-        points: list[tuple[float, float]],
-        stroke: str = "ink",
-        *,
-        width: float = 1.5,
-        dashed: bool = False,
+        self, points: Sequence[tuple[float, float]], stroke: str = "ink", *, width: float = 1.5,
         arrow: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A line through points, perhaps with an arrow at its end."""
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        dashes = "stroke-dasharray:5 4;" if dashed else ""
-        self._parts.append(
-            f'<polyline points="{path}" '
-            f'style="fill:none;stroke:{_colour(stroke)};stroke-width:{width:g};{dashes}"/>'
-        )
+        style = f"fill:none;stroke:{_colour(stroke)};stroke-width:{width:g}"
+        self._parts.append(f'<polyline points="{path}" style="{style}"/>')
         if arrow:
-            self._arrow(*points[-2], *points[-1], stroke)
-
-    def _arrow(self, from_x: float, from_y: float, x: float, y: float, fill: str) -> None:
-        length = ((x - from_x) ** 2 + (y - from_y) ** 2) ** 0.5 or 1.0
-        along, across = (x - from_x) / length * 8, (y - from_y) / length * 8
-        corners = [
-            (x, y),
-            (x - along - across / 2, y - across + along / 2),
-            (x - along + across / 2, y - across - along / 2),
-        ]
-        path = " ".join(f"{a:.2f},{b:.2f}" for a, b in corners)
-        self._parts.append(f'<polygon points="{path}" style="fill:{_colour(fill)}"/>')
+            (from_x, from_y), (x, y) = points[-2:]
+            length = math.hypot(x - from_x, y - from_y) or 1.0
+            a, b = (x - from_x) / length * 8, (y - from_y) / length * 8
+            corners = f"{x},{y} {x - a - b / 2},{y - b + a / 2} {x - a + b / 2},{y - b - a / 2}"
+            self._parts.append(f'<polygon points="{corners}" style="fill:{_colour(stroke)}"/>')
 
     def path(self, path: str, fill: str, *, opacity: float = 1) -> None:
         """A filled shape, by its SVG path."""
@@ -106,12 +77,60 @@ class Svg:
             f"{_title(title)}</circle>"
         )
 
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, lines: Sequence[str],
+        *, title: str = "", bold: bool = False, size: float = 13, opacity: float = 1,
+    ) -> None:  # fmt: skip
+        """A box with lines of text in it, as large as there is room."""
+        self.rect(x, y, width, height, fill, title=title, opacity=opacity)
+        ink = "muted" if fill == "grid" else "on-colour"
+        each = (height - 6) / max(1, len(lines))
+        for place, text in enumerate(lines):
+            middle = y + 3 + each * (place + 0.5)
+            self.text(
+                x + width / 2, middle, text, fill=ink, anchor="middle", room=width - 4,
+                bold=bold and not place, size=size if not place else size - 2,
+            )  # fmt: skip
+
     def __str__(self) -> str:
         width, height = self.size
         return (
             f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(self.label)}">'
             f"{''.join(self._parts)}</svg>"
         )
+
+
+class Box(NamedTuple):
+    """A box in a lane: where it begins and ends, from 0 to 1."""
+
+    lane: int
+    begin: float
+    end: float
+    colour: str
+    text: str = ""
+    title: str = ""
+    opacity: float = 1
+
+
+def lanes(
+    label: str, names: Sequence[str], boxes: Iterable[Box], *, row: float = 34, left: float = 80,
+    bold: int = -1, back: str = "grid", top: float = 0,
+) -> Svg:  # fmt: skip
+    """Return a picture of a lane for each name, with boxes in it; `bold` is the lane that runs."""
+    picture = Svg(top + len(names) * row, label)
+    room = WIDTH - left
+    for lane, name in enumerate(names):
+        y = top + lane * row
+        picture.text(0, y + row / 2, name, size=12, room=left - 6, bold=lane == bold)
+        picture.rect(left, y + 3, room, row - 6, back, radius=0)
+    for lane, begin, end, colour, text, title, opacity in boxes:
+        width = (end - begin) * room
+        shown = [text] if text and width > 7 else []
+        picture.box(
+            left + begin * room, top + lane * row + 3, max(width - 1, 0), row - 6, colour, shown,
+            title=title, size=12, opacity=opacity,
+        )  # fmt: skip
+    return picture
 
 
 def _title(text: str) -> str:
@@ -121,3 +140,8 @@ def _title(text: str) -> str:
 def _colour(name: str) -> str:
     """Return a name of the palette as CSS; "on-colour" is white, for text on filled boxes."""
     return {"none": "none", "on-colour": "#fff"}.get(name, f"var(--{name})")
+
+
+def series(place: int) -> str:
+    """Return the name of the colour at a place; the eight colours come again."""
+    return f"series-{place % 8 + 1}"

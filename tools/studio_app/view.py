@@ -15,14 +15,13 @@ from nicegui import run, ui
 from starlette.requests import Request
 
 from harness.errors import ConfigError
+from harness.report.chart import SCRIPT, STYLE
 from tools.look.palette import css
-from tools.studio_app.catalogue import LESSONS
-from tools.studio_app.drawn import basis_of, home_of, html_of, legend_of, lesson_of
+from tools.studio_app.figures import Figure, Note, card, code, html_of
 from tools.studio_app.page import (
-    Chart,
+    ABOUT,
     Choice,
-    Figure,
-    Note,
+    Control,
     Page,
     Slider,
     Typed,
@@ -32,23 +31,15 @@ from tools.studio_app.page import (
 )
 from tools.studio_app.plans import in_words
 
-_STYLE = Path(__file__).with_name("look.css").read_text(encoding="utf-8")
+_LOOK = Path(__file__).with_name("look.css").read_text(encoding="utf-8")
 _FRAME_S = 0.9  # of an animation
 _HOME = """
 <h1 class="title">Training studio</h1>
 <p class="sees">Six groups of lessons on training large models, best read in this order. Every
 figure is computed by the functions that plan and train. Have a run already?
-<a href="/plan">Plan it</a>, <a href="/runs">watch it</a>, or <a href="/problems">mend it</a>.</p>
+<a href="/plan">Plan it</a>, <a href="/runs">watch it</a>, or <a href="/problems">fix it</a>.</p>
 """
-_SCRIPT = """
-<script>
-// NiceGUI's chart may be made before its box has a width, and looks again only when that changes.
-setInterval(() => document.querySelectorAll(".nicegui-echart").forEach((box) => {
-  const drawn = box.querySelector("svg");
-  if (!drawn || Math.abs(drawn.getAttribute("width") - box.clientWidth) < 3) return;
-  box.style.width = "calc(100% - 1px)";
-  setTimeout(() => (box.style.width = "100%"), 50);
-}), 300);
+_KEYS = """
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target.closest("input, textarea, [contenteditable]")) return;
@@ -58,15 +49,15 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "[" && links[here - 1]) links[here - 1].click();
   if (event.key === "p") document.querySelector("button.play")?.click();
 });
-</script>
 """
+_HEAD = f"<style>{css()}{STYLE}{_LOOK}</style><script>{SCRIPT}{_KEYS}</script>"
 
 
 def add_pages(pages: Sequence[Page]) -> None:
     """Register every page with NiceGUI, and the order of lessons as the front page."""
     for page in pages:
-        handler = _handler(page, pages)
-        ui.page(f"/{page.slug}", title=f"{page.title} | studio", response_timeout=600)(handler)
+        title = f"{page.lesson.title} | studio"
+        ui.page(f"/{page.slug}", title=title, response_timeout=600)(_handler(page, pages))
 
     def show_home() -> None:
         _add_menu(None, pages)
@@ -85,16 +76,16 @@ def _handler(page: Page, pages: Sequence[Page]) -> Callable[[Request], Any]:
 
 
 def _add_menu(here: Page | None, pages: Sequence[Page]) -> None:
-    ui.add_head_html(f"<style>{css()}{_STYLE}</style>{_SCRIPT}")
+    ui.add_head_html(_HEAD)
     with (
         # With a value of its own, or NiceGUI asks each browser and waits 1 s for the answer.
         ui.left_drawer(value=False, bordered=True).props("width=238 show-if-above") as drawer,
         ui.element("nav"),
     ):
-        for group, members in groupby(pages, key=lambda page: LESSONS[page.slug].group):
+        for group, members in groupby(pages, key=lambda page: page.lesson.group):
             ui.label(group).classes("menu-group")
             for page in members:
-                link = ui.link(page.title, f"/{page.slug}").classes("menu-link")
+                link = ui.link(page.lesson.title, f"/{page.slug}").classes("menu-link")
                 if page is here:
                     link.classes("here").props("aria-current=page")
     with ui.header().classes("items-center no-wrap"):
@@ -107,6 +98,44 @@ def _add_menu(here: Page | None, pages: Sequence[Page]) -> None:
         )
 
 
+def home_of(pages: Sequence[Page]) -> str:
+    """Return the order of lessons: every page with what it shows."""
+    cards = []
+    groups = groupby(pages, key=lambda page: page.lesson.group)
+    for number, (group, members) in enumerate(groups, 1):
+        links = (
+            f'<li><a href="/{page.slug}">{escape(page.lesson.title)}</a> '
+            f"{escape(page.lesson.sees.partition('. ')[0].rstrip('.'))}.</li>"
+            for page in members
+        )
+        about = f'<p class="note-text">{escape(ABOUT[group])}</p>'
+        cards.append(card(f"{number}. {group}", f'{about}<ul class="home">{"".join(links)}</ul>'))
+    return "".join(cards)
+
+
+def lesson_of(page: Page) -> str:
+    """Return the text beside the pictures of a page."""
+    lesson = page.lesson
+    titled = {"What you see": lesson.sees, "What to try": lesson.tries}
+    titled["In a real run"] = lesson.means
+    parts = (f"<p><b>{title}</b>{escape(text)}</p>" for title, text in titled.items())
+    return f'<div class="card lesson">{"".join(parts)}<div>{code(lesson.command)}</div></div>'
+
+
+def basis_of(page: Page) -> str:
+    """Return what a page rests on: formula, sources, and the functions that compute it."""
+    lesson = page.lesson
+    links = "; ".join(
+        f'<a href="{escape(address)}" target="_blank" rel="noopener noreferrer">{escape(text)}</a>'
+        for text, address in lesson.sources
+    )
+    names = ", ".join(f"<code>{escape(name)}</code>" for name in lesson.computed_by)
+    return (
+        f'<div class="card basis"><h2>Formula, source and code</h2><p>{escape(lesson.formula)}</p>'
+        f"<p>Source: {links}</p><p>Computed by {names}.</p></div>"
+    )
+
+
 class PageView:
     """One page as one browser sees it."""
 
@@ -114,25 +143,23 @@ class PageView:
         self.page = page
         self.values = read_values(page.controls, query)
         self._asked = 0
-        self._shown: list[tuple[type[Figure], Any]] = []
+        self._shown: list[ui.html] = []
 
     async def show(self) -> None:
         """Build the page with its first figures."""
         page = self.page
-        ui.html(page.title, sanitize=False, tag="h1").classes("title")
-        ui.html(lesson_of(LESSONS[page.slug]), sanitize=False).style("width:100%")
+        ui.html(page.lesson.title, sanitize=False, tag="h1").classes("title")
+        _wide(lesson_of(page))
         if page.controls:
             with ui.element("section").classes("card controls").props('aria-label="settings"'):
                 for control in page.controls:
                     self._add_control(control)
         self._area = ui.element("section").classes("figures").props("aria-live=polite")
         self._area.props["aria-label"] = "figures"
-        with ui.row().classes("items-center"):
-            copy = ui.button("Copy the link to this setting", icon="link").props(
-                "flat dense no-caps"
-            )
-            copy.on("click", js_handler="() => navigator.clipboard.writeText(location.href)")
-        ui.html(basis_of(page), sanitize=False).style("width:100%")
+        copy = ui.button("Copy the link to this setting", icon="link").props("flat dense no-caps")
+        copy.style("align-self:flex-start")
+        copy.on("click", js_handler="() => navigator.clipboard.writeText(location.href)")
+        _wide(basis_of(page))
         figures = await self._computed()
         if ui.context.client.is_deleted:  # the browser did not wait for them
             return
@@ -140,31 +167,25 @@ class PageView:
         if page.every_s:
             ui.timer(page.every_s, self.refresh, immediate=False)
 
-    def _add_control(self, control: Slider | Choice | Typed) -> None:
+    def _add_control(self, control: Control) -> None:
         wide = "wide" if isinstance(control, Typed) else ""
+        value, name = self.values[control.name], control.name
         with ui.element("div").classes(f"control {wide}"):
             match control:
                 case Slider():
                     self._add_slider(control)
+                    return
                 case Choice():
-                    ui.select(
-                        list(control.options),
-                        label=control.label,
-                        value=self.values[control.name],
-                        on_change=lambda event: self._set(control.name, event.value),
-                    ).props("dense options-dense").props["data-control"] = control.name
+                    box: Any = ui.select(list(control.options), label=control.label, value=value)
+                    box.props("dense options-dense")
                 case Typed():
                     kind = ui.textarea if control.lines > 1 else ui.input
-                    box = kind(
-                        control.label,
-                        value=self.values[control.name],
-                        on_change=lambda event: self._set(
-                            control.name, control.read(event.value or "")
-                        ),
-                    ).props(f"dense outlined debounce=400 maxlength={control.most}")
+                    box = kind(control.label, value=value)
+                    box.props(f"dense outlined debounce=400 maxlength={control.most}")
                     if control.lines > 1:
                         box.props(f"rows={control.lines}")
-                    box.props["data-control"] = control.name
+            box.on_value_change(lambda event: self._set(name, control.read(event.value or "")))
+            box.props["data-control"] = name
 
     def _add_slider(self, control: Slider) -> None:
         with ui.element("div").classes("control-label"):
@@ -188,21 +209,7 @@ class PageView:
             slider.props["aria-label"] = f"{control.label}, {control.unit}".rstrip(", ")
             slider.props["data-control"] = control.name
             if control.plays:
-                self._add_player(slider, len(control.values))
-
-    def _add_player(self, slider: ui.slider, count: int) -> None:
-        def advance() -> None:
-            slider.value = (int(slider.value or 0) + 1) % count
-
-        timer = ui.timer(_FRAME_S, advance, active=False)
-
-        def toggle() -> None:
-            timer.active = not timer.active
-            button.set_icon("pause" if timer.active else "play_arrow")
-
-        button = ui.button(icon="play_arrow", on_click=toggle).props("flat round dense")
-        button.classes("play")
-        button.props["aria-label"] = "play or pause"
+                _add_player(slider, len(control.values))
 
     async def _set(self, name: str, value: Any) -> None:
         if self.values[name] == value:
@@ -222,34 +229,24 @@ class PageView:
             return
         self._area.classes(add="waits")
         figures = await self._computed()
-        if asked == self._asked:
+        if asked == self._asked and not self._area.is_deleted:
             self._area.classes(remove="waits")
             self._draw(figures)
 
-    async def _computed(self) -> list[Figure]:
-        values = dict(self.values)
-        figures = await run.io_bound(figures_of, self.page, values)
-        return figures or []
+    async def _computed(self) -> list[str]:
+        figures = await run.io_bound(figures_of, self.page, dict(self.values))
+        return [html_of(figure) for figure in figures or []]
 
-    def _draw(self, figures: list[Figure]) -> None:
-        """Put figures into the elements that are there, where their kinds are the same."""
-        kinds = [type(figure) for figure in figures]
-        if kinds != [kind for kind, _ in self._shown]:
+    def _draw(self, figures: list[str]) -> None:
+        """Put figures into the elements that are there; only what has changed is sent."""
+        if len(figures) != len(self._shown):
             self._area.clear()
             with self._area:
-                self._shown = [(type(figure), _new(figure)) for figure in figures]
+                self._shown = [_wide(figure) for figure in figures]
             return
-        for figure, (_, element) in zip(figures, self._shown, strict=True):
-            if isinstance(figure, Chart):
-                title, chart, legend = element
-                title.set_content(escape(figure.title))
-                legend.set_content(legend_of(figure.legend))
-                if chart.options != figure.options:
-                    chart.options.clear()
-                    chart.options.update(figure.options)
-                    chart.update()
-            elif element.content != (content := html_of(figure)):
-                element.set_content(content)
+        for figure, element in zip(figures, self._shown, strict=True):
+            if element.content != figure:
+                element.set_content(figure)
 
 
 def figures_of(page: Page, values: dict[str, Any]) -> list[Figure]:
@@ -266,15 +263,23 @@ def figures_of(page: Page, values: dict[str, Any]) -> list[Figure]:
     ]
 
 
-def _new(figure: Figure) -> Any:
-    if not isinstance(figure, Chart):
-        return ui.html(html_of(figure), sanitize=False).style("width:100%;min-width:0")
-    with ui.element("div").classes("card"):
-        title = ui.html(escape(figure.title), sanitize=False, tag="h2")
-        legend = ui.html(legend_of(figure.legend), sanitize=False)
-        chart = ui.echart(figure.options, renderer="svg")
-        chart.style(f"width:100%;height:{figure.height}px")
-    return title, chart, legend
+def _wide(content: str) -> ui.html:
+    return ui.html(content, sanitize=False).style("width:100%;min-width:0")
+
+
+def _add_player(slider: ui.slider, count: int) -> None:
+    def advance() -> None:
+        slider.value = (int(slider.value or 0) + 1) % count
+
+    timer = ui.timer(_FRAME_S, advance, active=False)
+
+    def toggle() -> None:
+        timer.active = not timer.active
+        button.set_icon("pause" if timer.active else "play_arrow")
+
+    button = ui.button(icon="play_arrow", on_click=toggle).props("flat round dense")
+    button.classes("play")
+    button.props["aria-label"] = "play or pause"
 
 
 def _with_unit(control: Slider, value: float) -> str:

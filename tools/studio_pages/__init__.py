@@ -1,1 +1,12 @@
-"""The pages of tools/studio.py: of each a pure function from its settings to its figures."""
+"""The pages of tools/studio.py: of each its settings, its computation and its drawing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from tools.studio_app.page import LESSONS, Page
+
+PAGES: tuple[Page, ...] = tuple(
+    import_module(f"tools.studio_pages.{slug}").PAGE for slug in LESSONS
+)
+"""All pages in the order of lessons.toml."""

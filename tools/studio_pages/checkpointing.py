@@ -1,4 +1,4 @@
-"""The page of gradient checkpointing: memory that is saved, arithmetic that is repeated."""
+"""Gradient checkpointing: memory saved, operations repeated."""
 
 from __future__ import annotations
 
@@ -16,33 +16,14 @@ from harness.layout.recompute import (
     is_checkpointed,
 )
 from harness.layout.shape import flops_per_unit
-from tools.studio_app.charts import Axis, Line, lines
-from tools.studio_app.memory import gib
-from tools.studio_app.page import (
-    Chart,
-    Choice,
-    Drawing,
-    Figure,
-    Number,
-    Numbers,
-    Page,
-    Slider,
-    Values,
-    powers_of_two,
-)
-from tools.studio_app.plans import (
-    MLP_TILES,
-    MODELS,
-    OFFLOAD,
-    estimate_of,
-    planned,
-    settings_of,
-)
-from tools.studio_app.svg import Svg
+from harness.report.chart import line, lines
+from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
+from tools.studio_app.plans import MLP_TILES, MODELS, OFFLOAD, estimate_of, gib, planned
+from tools.studio_app.svg import WIDTH, Svg
 
 _EVERY = "every N-th layer"
-_WAYS = (*WAYS, REVERSIBLE, _EVERY)
-_WIDTH, _HEIGHT = 760.0, 150.0
+_HEIGHT = 150.0
 _LEGEND = (
     ("activations", "held"),
     ("gradients", "held, backward pass runs"),
@@ -61,82 +42,62 @@ class Pass:
 
 def figures(values: Values) -> list[Figure]:
     """Return a step through all layers, with the memory that each way of checkpointing holds."""
-    way = _way(values)
+    way: Checkpointing = int(values["every"]) if values["way"] == _EVERY else values["way"]
+    name = f"every {way}" if isinstance(way, int) else way
     inputs = _inputs(values, way)
-    chosen = passes(inputs)
-    curves = {
-        str(other): passes(
-            replace(
-                inputs,
-                checkpointing=other,
-                activation_offload=inputs.activation_offload and other != "none",
-            )
-        )
-        for other in WAYS
-    }
-    curves[_name(way)] = chosen
+    turns = {str(other): passes(_with_way(inputs, other)) for other in WAYS}
+    turns[name] = chosen = passes(inputs)
     now = round(values["progress"] / 100 * (len(chosen) - 1))
-    again, flops = extra_flops(inputs), sum(flops_per_unit(inputs.shape, inputs.seq_len))
-    peak, without = (max(turn.bytes for turn in turns) for turns in (chosen, curves["none"]))
-    count = sum(is_checkpointed(way, layer) for layer in range(inputs.shape.num_layers))
+    layers, length = inputs.shape.num_layers, inputs.seq_len
+    again = sum(flops_again(inputs.shape, length, way, inputs.mlp_tiles))
+    peak, without = (max(turn.bytes for turn in of) for of in (chosen, turns["none"]))
+    count = sum(is_checkpointed(way, layer) for layer in range(layers))
+    share = again / sum(flops_per_unit(inputs.shape, length))
     return [
-        Numbers(
-            [
-                Number("Most activations", gib(peak), f"of a micro-batch, {_name(way)}"),
-                Number("Without checkpointing", gib(without)),
-                Number("Saved", f"{1 - peak / without:.1%}", "of the activations of the layers"),
-                Number("Computed again", f"{again / flops:.1%}", "more operations in a step"),
-                Number("Checkpointed layers", f"{count} of {inputs.shape.num_layers}"),
-                Number("In host memory", gib(_boundaries(inputs, "host")), "of a micro-batch"),
-            ]
+        numbers(
+            ("Most activations", gib(peak), f"of a micro-batch, {name}"),
+            ("Without checkpointing", gib(without)),
+            ("Saved", f"{1 - peak / without:.1%}", "of the activations of the layers"),
+            ("Computed again", f"{share:.1%}", "more operations in a step"),
+            ("Checkpointed layers", f"{count} of {layers}"),
+            ("In host memory", gib(_boundaries(inputs, "host")), "of a micro-batch"),
         ),
-        Drawing(_caption(chosen[now], way), _picture(inputs, chosen, now), _LEGEND),
-        Chart(
-            "Activations held during one step, GiB",
-            lines(
-                [
-                    Line(name, [(n, turn.bytes / GIB) for n, turn in enumerate(turns)])
-                    for name, turns in curves.items()
-                ],
-                Axis("layers, forward and then backward"),
-                Axis("GiB", low=0),
-            ),
+        Drawing(_caption(chosen[now], way), _picture(inputs, chosen[now]), _LEGEND),
+        lines(
+            "Activations held during one step",
+            [
+                line(each, [(n, turn.bytes / GIB) for n, turn in enumerate(of)])
+                for each, of in turns.items()
+            ],
+            "layers, forward and then backward",
+            "GiB",
+            from_zero=True,
+            height=340,
         ),
     ]
 
 
-def _way(values: Values) -> Checkpointing:
-    way = values["way"]
-    return int(values["every"]) if way == _EVERY else way
-
-
-def _name(way: Checkpointing) -> str:
-    return f"every {way}" if isinstance(way, int) else way
+def _with_way(inputs: Inputs, way: Checkpointing) -> Inputs:
+    offload = inputs.activation_offload and way != "none"
+    return replace(inputs, checkpointing=way, activation_offload=offload)
 
 
 def _inputs(values: Values, way: Checkpointing) -> Inputs:
-    plan = planned(
-        model=values["model"],
-        ds_json="zero1",
-        gpu=None,
-        gpus=1,
-        seq_len=values["seq_len"],
-        micro_batch=values["micro_batch"],
-        settings=settings_of({**values, "checkpointing": way}),
-    )
-    return estimate_of(plan).inputs
+    return estimate_of(planned({**values, "checkpointing": way})).inputs
 
 
 def kept_bytes(inputs: Inputs) -> list[int]:
     """Return the bytes that each layer keeps on the device from forward to backward pass."""
-    ways = range(inputs.shape.num_layers)
-    marked = [is_checkpointed(inputs.checkpointing, layer) for layer in ways]
+    marked = [is_checkpointed(inputs.checkpointing, n) for n in range(inputs.shape.num_layers)]
     each = _boundaries(inputs, "device") // (sum(marked) or 1)
-    return [each if marked[layer] else layer_activations(inputs, layer).total for layer in ways]
+    return [
+        each if is_marked else layer_activations(inputs, layer).total
+        for layer, is_marked in enumerate(marked)
+    ]
 
 
 def _boundaries(inputs: Inputs, place: Place) -> int:
-    """Bytes that all checkpointed layers keep there."""
+    """Return the bytes that all checkpointed layers keep there."""
     names = ("activations: layer inputs", "activations: kept results")
     return sum(_sizes(inputs, place, "loss").get(name, 0) for name in names)
 
@@ -169,56 +130,48 @@ def passes(inputs: Inputs) -> list[Pass]:
     return turns
 
 
-def extra_flops(inputs: Inputs) -> int:
-    """Return the operations per token that the backward pass repeats."""
-    return sum(flops_again(inputs.shape, inputs.seq_len, inputs.checkpointing, inputs.mlp_tiles))
-
-
 def _caption(turn: Pass, way: Checkpointing) -> str:
-    if way == REVERSIBLE:
-        if turn.forward:
-            return f"Forward pass of layer {turn.layer}: nothing is kept but the two streams"
-        return f"Backward pass of layer {turn.layer}: its inputs are computed from its outputs"
+    is_marked = is_checkpointed(way, turn.layer)
     if turn.forward:
-        kept = "keeps its input alone" if is_checkpointed(way, turn.layer) else "keeps everything"
-        return f"Forward pass of layer {turn.layer}: it {kept}"
-    if is_checkpointed(way, turn.layer):
-        return f"Backward pass of layer {turn.layer}: its forward pass is computed again first"
-    return f"Backward pass of layer {turn.layer}: all that it needs was kept"
+        says = "it keeps its input alone" if is_marked else "it keeps everything"
+        says = "nothing is kept but the two streams" if way == REVERSIBLE else says
+        return f"Forward pass of layer {turn.layer}: {says}"
+    says = "its forward pass is computed again first" if is_marked else "all that it needs was kept"
+    says = "its inputs are computed from its outputs" if way == REVERSIBLE else says
+    return f"Backward pass of layer {turn.layer}: {says}"
 
 
-def _picture(inputs: Inputs, turns: list[Pass], now: int) -> str:
-    """A column for each layer: what it holds now, within what it would hold whole."""
-    turn, kept = turns[now], kept_bytes(inputs)
+def _picture(inputs: Inputs, turn: Pass) -> str:
+    """Return a column for each layer: what it holds now, within what it would hold whole."""
+    kept = kept_bytes(inputs)
     wholes = [layer_activations(inputs, layer).total for layer in range(len(kept))]
-    picture = Svg(_WIDTH, _HEIGHT + 24, _caption(turn, inputs.checkpointing))
-    step, most = _WIDTH / len(kept), max(wholes)
+    picture = Svg(_HEIGHT + 24, _caption(turn, inputs.checkpointing))
+    step, most = WIDTH / len(kept), max(wholes)
+    every = 1 if len(kept) <= 32 else 4
     for layer, whole in enumerate(wholes):
         runs = layer == turn.layer and not turn.forward
         here = kept[layer] if layer <= turn.layer else 0  # forward fills them, backward empties
         if runs and is_checkpointed(inputs.checkpointing, layer):
             here = whole
-        left, full = layer * step + step * 0.12, _HEIGHT * whole / most
-        picture.rect(left, _HEIGHT - full, step * 0.76, full, "grid", title=gib(whole))
-        size = _HEIGHT * here / most
+        left = layer * step + step * 0.12
         colour = "gradients" if runs else "activations"
-        picture.rect(left, _HEIGHT - size, step * 0.76, size, colour, title=gib(here))
-        bold = layer == turn.layer
-        if len(kept) <= 32 or layer % 4 == 0:
-            middle = left + step * 0.38
+        for size, fill in ((whole, "grid"), (here, colour)):
+            height = _HEIGHT * size / most
+            picture.rect(left, _HEIGHT - height, step * 0.76, height, fill, title=gib(size))
+        if layer % every == 0:
+            middle, bold = left + step * 0.38, layer == turn.layer
             picture.text(
                 middle, _HEIGHT + 12, str(layer), anchor="middle", size=11, bold=bold,
-                room=step * (1 if len(kept) <= 32 else 4),
+                room=step * every,
             )  # fmt: skip
     return str(picture)
 
 
 PAGE = Page(
-    slug="checkpointing",
-    title="Gradient checkpointing",
-    controls=(
+    "checkpointing",
+    (
         Choice("model", "Model", MODELS, "gpt2-124m"),
-        Choice("way", "Checkpointing", _WAYS, _EVERY),
+        Choice("way", "Checkpointing", (*WAYS, REVERSIBLE, _EVERY), _EVERY),
         Slider("every", "N", tuple(range(1, 13)), 3, "layers", "layer"),
         Slider("seq_len", "Sequence length", powers_of_two(256, 32768), 1024, "tokens"),
         Slider("micro_batch", "Micro-batch", powers_of_two(1, 64), 8, "samples", "sample"),
@@ -226,21 +179,5 @@ PAGE = Page(
         MLP_TILES,
         Slider("progress", "Place in the step", tuple(range(0, 101, 4)), 72, "%", plays=True),
     ),
-    figures=figures,
-    computed_by=(
-        "harness.estimate.layer_bytes.layer_activations",
-        "harness.estimate.activations.activations",
-        "harness.layout.recompute.is_checkpointed",
-        "harness.layout.recompute.flops_again",
-    ),
-    formula="A checkpointed layer keeps bytes x width x tokens (its input) and repeats its forward "
-    "pass, a third of its operations; model.checkpointing=N does so in every N-th layer, "
-    "selective keeps the results of matrix products and attention and repeats the rest; "
-    "reversible layers keep nothing but the last one's two streams. Kept inputs may wait in host "
-    "memory (model.activation_offload); an MLP in tiles is repeated tile by tile.",
-    sources=(
-        ("Chen et al., arXiv 1604.06174", "https://arxiv.org/abs/1604.06174"),
-        ("Gomez et al., arXiv 1707.04585", "https://arxiv.org/abs/1707.04585"),
-        ("Korthikanti et al., arXiv 2205.05198", "https://arxiv.org/abs/2205.05198"),
-    ),
+    figures,
 )

@@ -1,4 +1,4 @@
-"""The page of cleaning: real documents through filters of a strictness that a slider sets."""
+"""Cleaning data: real documents through filters of a strictness that a slider sets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.data.corpus import find_corpus
+from harness.report.chart import Curve, Mark, line, lines
 from tools.cleaning.strictness import (
     FILTERS,
     STRICTNESS,
@@ -15,26 +16,15 @@ from tools.cleaning.strictness import (
     measured,
     report_at,
 )
-from tools.studio_app.charts import Axis, Line, lines, stacked
+from tools.studio_app.bars import Bars
 from tools.studio_app.cleanings import AtStrictness, Cleaning, corpus_of, names, read_cleaning
-from tools.studio_app.page import (
-    Chart,
-    Choice,
-    Drawing,
-    Figure,
-    Number,
-    Numbers,
-    Page,
-    Slider,
-    Table,
-    Values,
-)
-from tools.studio_app.svg import Svg
+from tools.studio_app.figures import Drawing, Figure, Table, numbers
+from tools.studio_app.page import Choice, Page, Slider, Values
+from tools.studio_app.svg import Svg, series
 
 _OWN = "Python's own library"
 _MOST_DOCUMENTS = 250
 _MOST_CHARACTERS = 20_000
-_WIDTH = 760.0
 
 
 def figures(values: Values) -> list[Figure]:
@@ -45,60 +35,52 @@ def figures(values: Values) -> list[Figure]:
     whole = points[0]
     now = min(points, key=lambda point: abs(point.strictness - values["strictness"]))
 
-    def curve(name: str, read: str) -> Line:
+    def curve(name: str, read: str) -> Curve:
         first = getattr(whole, read) or 1
-        return Line(name, [(at.strictness, 100 * getattr(at, read) / first) for at in points])
+        return line(name, [(at.strictness, 100 * getattr(at, read) / first) for at in points])
 
     scores = trade_off(points)
     best = max(scores, key=lambda pair: pair[1])[0]
-    counts = [
-        (
-            rule.name,
-            rule.what,
-            f"{rule.threshold(now.strictness):.3g}",
-            f"{now.rejects(rule.name):,}",
-        )
+    share = f"{now.characters / max(1, whole.characters):.1%}"
+    rows = [
+        (rule.name, rule.what, f"{rule.threshold(now.strictness):.3g}", f"{rejected:,}")
         for rule in FILTERS
+        for rejected in (now.rejects(rule.name),)
     ]
-    share = now.characters / max(1, whole.characters)
     return [
-        Numbers(
-            [
-                Number("Documents kept", f"{now.documents:,} of {whole.documents:,}"),
-                Number("Size", f"{share:.1%}", f"{now.characters:,} characters"),
-                Number("Quality", f"{now.quality:.1%}", "words that are common in prose"),
-                Number("Diversity", f"{now.diversity:,}", "different words"),
-                Number("Packed", f"{now.packing:.3f}", "zlib bytes a character"),
-            ]
+        numbers(
+            ("Documents kept", f"{now.documents:,} of {whole.documents:,}"),
+            ("Size", share, f"{now.characters:,} characters"),
+            ("Quality", f"{now.quality:.1%}", "words that are common in prose"),
+            ("Diversity", f"{now.diversity:,}", "different words"),
+            ("Packed", f"{now.packing:.3f}", "zlib bytes a character"),
         ),
-        *(_recipe(report) if report else [_squares(now)]),
-        Chart(
-            "Size, quality and diversity over strictness, % of the whole corpus",
-            lines(
-                [
-                    curve("size", "characters"),
-                    curve("quality", "quality"),
-                    curve("diversity", "diversity"),
-                    Line("trade-off", [(at, 100 * score) for at, score in scores], dashed=True),
-                ],
-                Axis("strictness, %", low=0, high=100),
-                Axis("%", low=0),
-                marks={f"best: {best:g} %": best},
-            ),
+        _recipe(report) if report else _squares(now),
+        lines(
+            "Size, quality and diversity over strictness",
+            [
+                curve("size", "characters"),
+                curve("quality", "quality"),
+                curve("diversity", "diversity"),
+                line("trade-off", [(at, 100 * score) for at, score in scores], style="dashed"),
+            ],
+            "strictness, %",
+            "% of the whole corpus",
+            marks=[Mark({"x": best}, "var(--good)", f"best: {best:g} %", is_named=True)],
+            from_zero=True,
+            height=340,
         ),
         Table(
             f"Filters at {now.strictness} %; a document counts at the first that rejects it",
-            ("filter", "keeps if", "threshold", "rejects"),
-            counts,
+            "filter|keeps if|threshold|rejects",
+            rows,
         ),
-        Chart(
+        Bars(
             "Documents that each filter rejects",
-            stacked(
-                [f"{at.strictness} %" for at in points],
-                {rule.name: [float(at.rejects(rule.name)) for at in points] for rule in FILTERS},
-                Axis("documents"),
-            ),
-            300,
+            "documents",
+            [f"{at.strictness} %" for at in points],
+            {rule.name: [float(at.rejects(rule.name)) for at in points] for rule in FILTERS},
+            height=300,
         ),
     ]
 
@@ -119,8 +101,8 @@ def corpora() -> tuple[str, ...]:
     return (_OWN, *names())
 
 
-def _recipe(report: Cleaning) -> list[Figure]:
-    """Show what the recipe kept of the corpus, and of the sample step by step."""
+def _recipe(report: Cleaning) -> Table:
+    """Return what the recipe kept of the corpus, and of the sample step by step."""
     read, written = (report.documents.get(key, 0) for key in ("read", "written"))
     rows = [
         (
@@ -133,20 +115,27 @@ def _recipe(report: Cleaning) -> list[Figure]:
         )
         for each in report.after_steps
     ]
-    head = ("after step", "documents", "characters", "quality", "different words", "zlib bytes")
+    head = "after step|documents|characters|quality|different words|zlib bytes"
     kept = f"{written:,} of {read:,} documents kept"
-    return [Table(f"{corpus_of(report)}: its recipe, on the sample; {kept} in all", head, rows)]
+    return Table(f"{corpus_of(report)}: its recipe, on the sample; {kept} in all", head, rows)
 
 
 def _squares(now: AtStrictness) -> Drawing:
-    return Drawing(
-        "Every document: kept, or the filter that rejects it",
-        _picture(now, now.strictness),
-        [
-            ("activations", "kept"),
-            *((f"series-{n % 8 + 1}", rule.name) for n, rule in enumerate(FILTERS)),
-        ],
-    )
+    """Return a square for each document, in the corpus's order."""
+    each, columns, everything = 15.0, 50, documents()
+    rules = [rule.name for rule in FILTERS]
+    label = f"{now.documents} of {len(everything)} documents kept"
+    picture = Svg(-(-len(everything) // columns) * each, label)
+    for place, document in enumerate(everything):
+        rule = first_rejecting(document, now.strictness)
+        colour = "activations" if rule is None else series(rules.index(rule))
+        why = "kept" if rule is None else f"rejected by {rule}"
+        picture.rect(
+            place % columns * each, place // columns * each, each - 2, each - 2, colour,
+            opacity=1 if rule is None else 0.5, title=f"{document.name}: {why}",
+        )  # fmt: skip
+    legend = [("activations", "kept"), *((series(n), rule) for n, rule in enumerate(rules))]
+    return Drawing("Every document: kept, or the filter that rejects it", str(picture), legend)
 
 
 @lru_cache
@@ -168,45 +157,12 @@ def documents() -> tuple[Document, ...]:
     )
 
 
-def _picture(now: AtStrictness, strictness: float) -> str:
-    """A square for each document, in the corpus's order."""
-    each, columns = 15.0, 50
-    everything = documents()
-    rows = -(-len(everything) // columns)
-    picture = Svg(_WIDTH, rows * each, f"{now.documents} of {len(everything)} documents kept")
-    names_of_rules = [rule.name for rule in FILTERS]
-    for place, document in enumerate(everything):
-        rule = first_rejecting(document, strictness)
-        colour = "activations" if rule is None else f"series-{names_of_rules.index(rule) % 8 + 1}"
-        why = "kept" if rule is None else f"rejected by {rule}"
-        picture.rect(
-            place % columns * each, place // columns * each, each - 2, each - 2, colour,
-            opacity=1 if rule is None else 0.5, title=f"{document.name}: {why}",
-        )  # fmt: skip
-    return str(picture)
-
-
 PAGE = Page(
-    slug="cleaning",
-    title="Cleaning data",
-    controls=(
+    "cleaning",
+    (
         Choice("corpus", "Corpus", corpora, _OWN),
         Slider("strictness", "Strictness", STRICTNESS, 80, "%", plays=True),
     ),
-    figures=figures,
-    computed_by=(
-        "tools.cleaning.strictness.report_at",
-        "tools.cleaning.strictness.measured",
-        "harness.data.corpus.find_corpus",
-    ),
-    formula="A document is kept if every measure is on the right side of its threshold, which goes "
-    "linearly from its loosest to its strictest value. The filters are none of a recipe's, after "
-    "Gopher's rules; tools/clean_data.py counts the same on your corpus, as it was read. "
-    "Quality here is the share of words common in prose. Trade-off: the harmonic mean of size and "
-    "the gain in quality, from 0 without filters to 1 at its best.",
-    sources=(
-        ("Gopher, arXiv 2112.11446, table A1", "https://arxiv.org/abs/2112.11446"),
-        ("FineWeb, arXiv 2406.17557", "https://arxiv.org/abs/2406.17557"),
-    ),
+    figures,
     slow_at_first=({},),
 )

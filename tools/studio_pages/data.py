@@ -1,4 +1,4 @@
-"""The page of data parallelism: other samples on each GPU, one gradient on all."""
+"""Data parallelism: other samples on each GPU, one gradient on all."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from functools import lru_cache
 import torch
 
 from harness.layout.grid import Grid, Share
-from tools.studio_app.charts import Axis, stacked
-from tools.studio_app.page import Chart, Drawing, Figure, Number, Numbers, Page, Slider, Values
-from tools.studio_app.svg import Svg
+from tools.studio_app.bars import Bars
+from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.page import Page, Slider, Values
+from tools.studio_app.svg import WIDTH, Svg
 
 _FEATURES = 6
 _LR = 0.1
-_WIDTH, _CARD, _PER_ROW = 760.0, 150.0, 2
+_CARD, _PER_ROW, _SHOWN = 150.0, 2, 12
 _FRAMES = (
     "every GPU has the same weights",
     "every GPU reads samples of its own",
@@ -66,24 +67,17 @@ def figures(values: Values) -> list[Figure]:
     biased = float((step.mean_of_means - step.whole).norm() / step.whole.norm())
     names = [f"w{place}" for place in range(_FEATURES)]
     rows = {f"GPU {n}": r.mean.tolist() for n, r in enumerate(step.ranks)}
-    after = {"all-reduced": step.reduced.tolist(), "one GPU alone": step.whole.tolist()}
+    rows |= {"all-reduced": step.reduced.tolist(), "one GPU alone": step.whole.tolist()}
+    sent = f"{2 * (ranks - 1) / ranks:.2f} x"
     return [
-        Numbers(
-            [
-                Number("Samples of GPU 0", str(len(step.ranks[0].samples)), f"of {samples}"),
-                Number("Difference", f"{apart:.2g}", "all-reduced against one GPU, at most"),
-                Number("Mean of means", f"{biased:.1%} off", "if each divided by its own tokens"),
-                Number(
-                    "Sent by each GPU",
-                    f"{2 * (ranks - 1) / ranks:.2f} x",
-                    "the gradient's bytes, by a ring",
-                ),
-            ]
+        numbers(
+            ("Samples of GPU 0", str(len(step.ranks[0].samples)), f"of {samples}"),
+            ("Difference", f"{apart:.2g}", "all-reduced against one GPU, at most"),
+            ("Mean of means", f"{biased:.1%} off", "if each divided by its own tokens"),
+            ("Sent by each GPU", sent, "the gradient's bytes, by a ring"),
         ),
         Drawing(_FRAMES[frame], _picture(step, frame)),
-        Chart(
-            "Gradient of each weight", stacked(names, {**rows, **after}, Axis(""), together=False)
-        ),
+        Bars("Gradient of each weight", "", names, rows, together=False, height=340),
     ]
 
 
@@ -124,48 +118,34 @@ def trained_step(ranks: int, samples: int, micro_batch: int) -> Step:
 def _picture(step: Step, frame: int) -> str:
     count = len(step.ranks)
     columns = min(count, _PER_ROW)
-    width = _WIDTH / columns
-    lines = -(-count // columns)
-    picture = Svg(_WIDTH, lines * (_CARD + 14), _FRAMES[frame])
-    most = max(
-        float(step.before.abs().max()),
-        *(float(rank.mean.abs().max()) for rank in step.ranks),
-    )
+    width, row = WIDTH / columns, _CARD + 14
+    inside = width - 24
+    picture = Svg(-(-count // columns) * row, _FRAMES[frame])
+    means = [float(rank.mean.abs().max()) for rank in step.ranks]
+    most = max(float(step.before.abs().max()), *means)
+    weights = step.before if frame < 4 else step.before - _LR * step.reduced
     for number, rank in enumerate(step.ranks):
-        left, top = number % columns * width, number // columns * (_CARD + 14)
-        picture.rect(left + 4, top, width - 8, _CARD, "page", stroke="grid", radius=8)
-        picture.text(left + 14, top + 16, f"GPU {number}", size=13, bold=True)
+        left, top = number % columns * width + 12, number // columns * row
+        picture.rect(left - 8, top, width - 8, _CARD, "page", stroke="grid", radius=8)
+        picture.text(left + 2, top + 16, f"GPU {number}", bold=True)
         if frame >= 1:
-            picture.text(
-                left + width - 14, top + 16, f"{len(rank.samples)} samples, {rank.tokens} tokens",
-                size=12, fill="muted", anchor="end", room=width - 120,
-            )  # fmt: skip
-            for place, sample in enumerate(rank.samples[:12]):
-                x = left + 12 + place * (width - 24) / 12
-                picture.rect(x, top + 28, (width - 24) / 12 - 2, 16, "activations")
-                middle = x + (width - 24) / 24 - 1
-                text = str(sample)
-                room = (width - 24) / 12 - 2
-                picture.text(
-                    middle, top + 36, text, size=11, fill="on-colour", anchor="middle", room=room
-                )
-        weights = step.before if frame < 4 else step.before - _LR * step.reduced
-        _bars(picture, weights, "weights", left + 12, top + 88, width - 24, most)
+            text, end = f"{len(rank.samples)} samples, {rank.tokens} tokens", left + width - 26
+            picture.text(end, top + 16, text, size=12, fill="muted", anchor="end", room=width - 120)
+            each = inside / _SHOWN
+            for place, sample in enumerate(rank.samples[:_SHOWN]):
+                x = left + place * each
+                picture.box(x, top + 28, each - 2, 16, "activations", [str(sample)], size=11)
+        _bars(picture, weights, "weights", left, top + 88, inside, most)
         if frame in (2, 3):
             own = rank.mean if frame == 2 else step.reduced
-            _bars(picture, own, "gradients", left + 12, top + 130, width - 24, most)
+            _bars(picture, own, "gradients", left, top + 130, inside, most)
     return str(picture)
 
 
 def _bars(
-    picture: Svg,
-    values: torch.Tensor,
-    colour: str,
-    left: float,
-    middle: float,
-    width: float,
+    picture: Svg, values: torch.Tensor, colour: str, left: float, middle: float, width: float,
     most: float,
-) -> None:
+) -> None:  # fmt: skip
     each, high = width / _FEATURES, 18.0
     picture.line([(left, middle), (left + width, middle)], "faint", width=1)
     for place, value in enumerate(values.tolist()):
@@ -175,25 +155,12 @@ def _bars(
 
 
 PAGE = Page(
-    slug="data",
-    title="Data parallelism",
-    controls=(
+    "data",
+    (
         Slider("ranks", "GPUs", (1, 2, 3, 4, 6, 8), 4),
         Slider("samples", "Global batch", (8, 12, 16, 24, 32, 48), 16, "samples"),
         Slider("micro_batch", "Micro-batch", (1, 2, 4), 2, "samples", "sample"),
         Slider("frame", "Step of the animation", (1, 2, 3, 4, 5), 4, "of 5", plays=True),
     ),
-    figures=figures,
-    computed_by=(
-        "harness.layout.grid.Share",
-        "harness.layout.grid.Grid",
-        "tools.studio_pages.data.trained_step",
-    ),
-    formula="Gradient of the batch = sum over GPUs of their tokens' gradients / tokens of all "
-    "GPUs. Samples have unequal numbers of tokens here, so the mean of the GPUs' means is another "
-    "gradient. A ring all-reduce sends 2 (r - 1) / r of the gradient's bytes from each GPU.",
-    sources=(
-        ("Li et al., PyTorch Distributed, arXiv 2006.15704", "https://arxiv.org/abs/2006.15704"),
-        ("Goyal et al., arXiv 1706.02677", "https://arxiv.org/abs/1706.02677"),
-    ),
+    figures,
 )

@@ -1,8 +1,7 @@
-"""The page of mixtures of experts: a small mixture really trained, its routing and its load."""
+"""Mixture of experts: a small mixture really trained, its routing and its load."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,29 +10,21 @@ from torch import nn
 from torch.nn import functional
 
 from harness.layout.shape import active_parameters, num_parameters
+from harness.report.chart import Heat, line, lines
 from harness.run.meter import expert_load
-from tools.studio_app.charts import Axis, Line, heat, lines, stacked
-from tools.studio_app.page import (
-    Chart,
-    Choice,
-    Drawing,
-    Figure,
-    Number,
-    Numbers,
-    Page,
-    Slider,
-    Typed,
-    Values,
-)
-from tools.studio_app.plans import planned
-from tools.studio_app.svg import Svg
+from tools.studio_app.bars import Bars
+from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.page import Choice, Page, Slider, Typed, Values
+from tools.studio_app.plans import shape_of
+from tools.studio_app.svg import WIDTH, Box, lanes, series
 
 _EXPERTS, _HIDDEN, _CONTEXT = 8, 32, 4
 _STEPS, _EVERY, _BATCH = 200, 20, 256
 _LR = 5e-3
 _TOPS, _BALANCES = (2, 1, 4), (0.1, 0.0, 0.01)  # the default first: they are trained in this order
-_WIDTH, _ROW, _LABEL, _COLUMNS = 760.0, 22.0, 80.0, 32
+_ROW, _LABEL, _COLUMNS = 22.0, 80.0, 32
 _PRESETS = ("mixtral-8x7b", "qwen3-30b-a3b")
+_TEXT = "Mixtures route 2 of 8 experts. The Python Language, version 3."
 _KINDS = {
     "small letters": str.islower,
     "capitals": str.isupper,
@@ -82,59 +73,50 @@ class Mixture(nn.Module):
 
 def figures(values: Values) -> list[Figure]:
     """Return the routing of typed text, the load of the experts, and what is saved."""
-    top, balance = values["top"], values["balance"]
-    snapshots = trained(top, balance)
+    top, text = values["top"], values["text"] or " "
+    snapshots = trained(top, values["balance"])
     now = snapshots[values["step"] // _EVERY]
-    text = values["text"] or " "
     chosen, shares = routed(now, top, text)
-    counts = torch.bincount(chosen.flatten(), minlength=_EXPERTS)[None]
-    load = {name: float(value) for name, value in expert_load(counts).items()}
-    plan = planned(
-        model=values["model"], ds_json="zero1", gpu=None, gpus=1, seq_len=512, micro_batch=1
-    )
-    assert plan.shape is not None, "the tensors of every preset are known"
-    whole, active = num_parameters(plan.shape), active_parameters(plan.shape)
+    load = _load(chosen)
+    shape = shape_of(values["model"])
+    whole, active = num_parameters(shape), active_parameters(shape)
     names = [f"expert {place}" for place in range(_EXPERTS)]
+    kinds, shares_by_kind = _by_kind(text, chosen)
     losses = [(snapshot.step, snapshot.loss) for snapshot in snapshots]
-    loads = [(snapshot.step, _busiest(snapshot, top, text)) for snapshot in snapshots]
+    loads = [(each.step, _load(routed(each, top, text)[0])["max"]) for each in snapshots]
+    verdict = "good" if load["max"] < 2 else "warning"
+    of_all = f"{active / 1e9:,.1f} of {whole / 1e9:,.1f} billion"
     return [
-        Numbers(
-            [
-                Number("Loss", f"{now.loss:.3f}", f"nats per byte after {now.step} steps"),
-                Number(
-                    "Busiest expert",
-                    f"{load['expert_load_max']:.2f} x",
-                    "the mean of all",
-                    "good" if load["expert_load_max"] < 2 else "warning",
-                ),
-                Number("Evenness", f"{load['expert_load_entropy']:.3f}", "entropy; 1: all alike"),
-                Number("Arithmetic here", f"{top / _EXPERTS:.0%}", f"{top} of {_EXPERTS} experts"),
-                Number(
-                    values["model"],
-                    f"{active / 1e9:,.1f} of {whole / 1e9:,.1f} billion",
-                    f"weights multiply a token: {1 - active / whole:.0%} saved",
-                ),
-            ]
+        numbers(
+            ("Loss", f"{now.loss:.3f}", f"nats per byte after {now.step} steps"),
+            ("Busiest expert", f"{load['max']:.2f} x", "the mean of all", verdict),
+            ("Evenness", f"{load['entropy']:.3f}", "entropy; 1: all alike"),
+            ("Arithmetic here", f"{top / _EXPERTS:.0%}", f"{top} of {_EXPERTS} experts"),
+            (values["model"], of_all, f"weights multiply a token: {1 - active / whole:.0%} saved"),
         ),
         Drawing("Each byte of the text, and its experts", _picture(text, chosen, shares)),
-        Chart(
+        Bars(
             "Bytes sent to each expert",
-            stacked(names, {"bytes": counts[0].tolist()}, Axis("bytes")),
-            260,
+            "bytes",
+            names,
+            {"bytes": torch.bincount(chosen.flatten(), minlength=_EXPERTS).tolist()},
+            height=260,
         ),
-        Chart(
-            "Share of each kind of byte that goes to an expert, %",
-            heat([str(n) for n in range(_EXPERTS)], *_by_kind(text, chosen), x_name="expert"),
-            260,
+        Heat(
+            "Share of each kind of byte that goes to an expert",
+            "%, by expert",
+            [str(n) for n in range(_EXPERTS)],
+            kinds,
+            shares_by_kind,
+            digits=0,
+            most=max(max(row) for row in shares_by_kind) or 1,
         ),
-        Chart(
+        lines(
             "Training: loss, and the busiest expert's load over the mean",
-            lines(
-                [Line("loss, nats per byte", losses), Line("busiest expert", loads)],
-                Axis("step"),
-                Axis("", low=0),
-            ),
-            280,
+            [line("loss, nats per byte", losses), line("busiest expert", loads)],
+            "step",
+            from_zero=True,
+            height=280,
         ),
     ]
 
@@ -188,10 +170,11 @@ def _corpus() -> tuple[torch.Tensor, torch.Tensor]:
     return windows[:, :-1].contiguous(), windows[:, -1].contiguous()
 
 
-def _busiest(snapshot: Snapshot, top: int, text: str) -> float:
-    chosen, _ = routed(snapshot, top, text)
+def _load(chosen: torch.Tensor) -> dict[str, float]:
+    """Return the load of the busiest expert over the mean, and the entropy of all."""
     counts = torch.bincount(chosen.flatten(), minlength=_EXPERTS)[None]
-    return float(expert_load(counts)["expert_load_max"])
+    load = expert_load(counts)
+    return {name.removeprefix("expert_load_"): float(value) for name, value in load.items()}
 
 
 def _by_kind(text: str, chosen: torch.Tensor) -> tuple[list[str], list[list[float]]]:
@@ -208,56 +191,41 @@ def _by_kind(text: str, chosen: torch.Tensor) -> tuple[list[str], list[list[floa
 
 
 def _picture(text: str, chosen: torch.Tensor, shares: torch.Tensor) -> str:
-    """A column for each of the first bytes, a row for each expert; below them the other half."""
+    """Return a column for each of the first bytes, a row for each expert; a second half below."""
     letters = [chr(byte) if 32 < byte < 127 else "·" for byte in text.encode()][: 2 * _COLUMNS]
-    height = _EXPERTS * _ROW + 34
-    lines = -(-len(letters) // _COLUMNS)
-    picture = Svg(_WIDTH, lines * height, "The experts of each byte")
-    each = (_WIDTH - _LABEL) / _COLUMNS
-    for line, expert in itertools.product(range(lines), range(_EXPERTS)):
-        y = line * height + 30 + expert * _ROW
-        name = f"expert {expert}"
-        picture.text(0, y + _ROW / 2, name, size=12, fill="muted", room=_LABEL - 6)
-        picture.line([(_LABEL, y + _ROW), (_WIDTH, y + _ROW)], "grid", width=1)
-    for place, letter in enumerate(letters):
-        x, top = _LABEL + place % _COLUMNS * each, place // _COLUMNS * height
-        picture.text(x + each / 2, top + 14, letter, anchor="middle", size=13, room=each)
-        pairs = zip(chosen[place].tolist(), shares[place].tolist(), strict=True)
-        for expert, share in pairs:
-            y = top + 30 + expert * _ROW
-            title = f"{letter}: {share:.0%} by expert {expert}"
-            colour = f"series-{expert + 1}"
-            opacity = 0.25 + 0.75 * share
-            picture.rect(x + 1, y + 2, each - 2, _ROW - 4, colour, opacity=opacity, title=title)
-    return str(picture)
+    count = len(letters)
+    halves = [range(at, min(at + _COLUMNS, count)) for at in range(0, count, _COLUMNS)]
+    each, names = 1 / _COLUMNS, [f"expert {place}" for place in range(_EXPERTS)]
+    pictures = []
+    for places in halves:
+        boxes = [
+            Box(
+                *(expert, (place - places[0]) * each, (place - places[0] + 1) * each),
+                *(series(expert), "", f"{letters[place]}: {share:.0%} by expert {expert}"),
+                opacity=0.25 + 0.75 * share,
+            )
+            for place in places
+            for expert, share in zip(chosen[place].tolist(), shares[place].tolist(), strict=True)
+        ]
+        label = "The experts of each byte"
+        picture = lanes(label, names, boxes, row=_ROW, left=_LABEL, back="page", top=28)
+        for number, place in enumerate(places):
+            x = _LABEL + (number + 0.5) * each * (WIDTH - _LABEL)
+            picture.text(x, 14, letters[place], anchor="middle", room=each * (WIDTH - _LABEL))
+        pictures.append(str(picture))
+    return "".join(pictures)
 
 
 PAGE = Page(
-    slug="experts",
-    title="Mixture of experts",
-    controls=(
+    "experts",
+    (
         Slider("top", "Experts of a byte", sorted(_TOPS), 2),
         Slider("balance", "Weight of the balancing loss", sorted(_BALANCES), 0.1),
         Slider("step", "After", tuple(range(0, _STEPS + 1, _EVERY)), _STEPS, "steps", plays=True),
         Choice("model", "Compare the arithmetic of", _PRESETS, _PRESETS[0]),
-        Typed(
-            "text", "Text", "Mixtures route 2 of 8 experts. The Python Language, version 3.", 400
-        ),
+        Typed("text", "Text", _TEXT, 400),
     ),
-    figures=figures,
-    computed_by=(
-        "tools.studio_pages.experts.trained",
-        "tools.studio_pages.experts.routed",
-        "harness.run.meter.expert_load",
-        "harness.layout.shape.active_parameters",
-    ),
-    formula="Out = sum over the top experts of softmax(their router scores) x expert(in). "
-    "Balancing loss = experts x sum of (share of tokens x mean probability), 1 if even. Load = "
-    "tokens of the busiest expert over the mean.",
-    sources=(
-        ("Mixtral, arXiv 2401.04088", "https://arxiv.org/abs/2401.04088"),
-        ("Switch, arXiv 2101.03961, equation 4", "https://arxiv.org/abs/2101.03961"),
-    ),
+    figures,
     slow_at_first=[
         {"top": str(top), "balance": str(balance)} for top in _TOPS for balance in _BALANCES
     ],

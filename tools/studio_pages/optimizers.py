@@ -1,4 +1,4 @@
-"""The page of optimizers: their own steps over a surface with several minima, and their memory."""
+"""Optimizers: their own steps over a surface with several minima, and their memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ import torch
 
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.shape import num_parameters
-from tools.studio_app.charts import Axis, Line, lines, series_colour
-from tools.studio_app.page import (
-    Chart,
-    Choice,
-    Drawing,
-    Figure,
-    Page,
-    Slider,
-    Table,
-    Values,
-)
-from tools.studio_app.plans import MODELS, planned
-from tools.studio_app.svg import Svg
+from harness.report.chart import line, lines
+from tools.studio_app.figures import Drawing, Figure, Table
+from tools.studio_app.page import Choice, Page, Slider, Values
+from tools.studio_app.plans import MODELS, shape_of
+from tools.studio_app.svg import WIDTH, Svg, series
 
 Point = tuple[float, float]
 Points = tuple[Point, Point]
@@ -36,7 +28,7 @@ _TIMES = {"muon": 5}
 """Its factor of 0.2 fits the steps of Adam in a large model, which are a fifth of those here."""
 _STEPS = 80
 _ALL = "all"
-_WIDTH, _HEIGHT = 760.0, 470.0
+_HEIGHT = 470.0
 _COLUMNS, _ROWS, _LEVELS = 96, 60, 9
 _RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
@@ -97,30 +89,21 @@ SURFACES = {
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return the paths of all optimizers up to a step, their losses, and their memory."""
-    surface = SURFACES[values["surface"]]
-    names = [name for name in _NAMES if values["name"] in (_ALL, name)]
-    steps = values["steps"]
-    paths = {name: _path(name, values)[: steps + 1] for name in names}
-    losses = {
-        name: [(n, surface.sum(points)) for n, points in enumerate(path)]
-        for name, path in paths.items()
-    }
+    """Return the paths of the optimizers up to a step, their losses, and their memory."""
+    name, surface = values["surface"], SURFACES[values["surface"]]
+    names = [each for each in _NAMES if values["name"] in (_ALL, each)]
+    paths = {each: _path(each, values)[: values["steps"] + 1] for each in names}
+    curves = [
+        line(each, [(n, surface.sum(points)) for n, points in enumerate(path)], _colour(each))
+        for each, path in paths.items()
+    ]
     return [
         Drawing(
-            f"{values['surface']}: the stronger the colour, the lower; paths begin at the rings",
-            _picture(values["surface"], paths),
-            [(_colour(name), name) for name in paths],
+            f"{name}: the stronger the colour, the lower; paths begin at the rings",
+            _picture(name, paths),
+            [(_colour(each), each) for each in paths],
         ),
-        Chart(
-            "Loss, of both rows",
-            lines(
-                [Line(name, points, _colour(name)) for name, points in losses.items()],
-                Axis("step"),
-                Axis("", low=0),
-            ),
-            280,
-        ),
+        lines("Loss, of both rows", curves, "step", from_zero=True, height=280),
         _memory(values["model"], paths, surface),
     ]
 
@@ -165,18 +148,13 @@ class _Whole:
 
 
 def build(name: str, weights: torch.nn.Parameter, rate: float, decay: float) -> Any:
-    """Return an optimizer: the harness's own, or torch's, which DeepSpeed and it build."""
-    # Takes seconds, as DeepSpeed comes with it.
-    from harness.engine.optimizers import BUILT_HERE
+    """Return an optimizer: the harness's own, or torch's, as DeepSpeed and the harness build it."""
+    from harness.engine.optimizers import BUILT_HERE  # takes seconds: it imports DeepSpeed
 
     entry = OPTIMIZERS[name]
+    known = {"betas": (0.9, 0.95), "eps": 1e-8, "momentum": entry.momentum}
     settings: dict[str, Any] = {"lr": rate, "weight_decay": decay}
-    if "betas" in entry.takes:
-        settings["betas"] = (0.9, 0.95)
-    if "eps" in entry.takes:
-        settings["eps"] = 1e-8
-    if "momentum" in entry.takes:
-        settings["momentum"] = entry.momentum
+    settings |= {key: value for key, value in known.items() if key in entry.takes}
     classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     if name in classes:
         return classes[name]([weights], **settings)
@@ -189,40 +167,36 @@ def build(name: str, weights: torch.nn.Parameter, rate: float, decay: float) -> 
 
 
 def _colour(name: str) -> str:
-    return series_colour(_NAMES.index(name))
+    return series(_NAMES.index(name))
 
 
 def _memory(model: str, paths: dict[str, list[Points]], surface: Surface) -> Table:
-    plan = planned(model=model, ds_json="zero1", gpu=None, gpus=1, seq_len=512, micro_batch=1)
-    assert plan.shape is not None, "the tensors of every preset are known"
-    count = num_parameters(plan.shape)
+    count = num_parameters(shape_of(model))
     rows = []
     for name, path in paths.items():
-        state = OPTIMIZERS[name].state_bytes
-        last = surface.sum(path[-1])
+        state, last = OPTIMIZERS[name].state_bytes, surface.sum(path[-1])
         bounds = "" if len(path) > 1 else "left all bounds"
         rows.append((name, str(state), f"{count * state / 2**30:,.2f}", f"{last:.4f}", bounds))
-    head = ("optimizer", "bytes a weight", f"GiB for {model}", "loss here", "")
+    head = f"optimizer|bytes a weight|GiB for {model}|loss here|"
     return Table("States beside the fp32 master weights, over all ranks", head, rows)
 
 
 def _picture(name: str, paths: dict[str, list[Points]]) -> str:
     surface = SURFACES[name]
-    picture = Svg(_WIDTH, _HEIGHT, f"Paths of {', '.join(paths)} over {name}")
+    (x0, x1), (y0, y1) = surface.x, surface.y
+    picture = Svg(_HEIGHT, f"Paths of {', '.join(paths)} over {name}")
     for level, path in enumerate(_levels(name)):
         picture.path(path, "series-1", opacity=0.05 + 0.06 * (_LEVELS - 1 - level))
 
     def at(point: Point) -> Point:
-        (x0, x1), (y0, y1) = surface.x, surface.y
-        return (point[0] - x0) / (x1 - x0) * _WIDTH, (y1 - point[1]) / (y1 - y0) * _HEIGHT
+        return (point[0] - x0) / (x1 - x0) * WIDTH, (y1 - point[1]) / (y1 - y0) * _HEIGHT
 
-    for (label, path), row in itertools.product(paths.items(), range(2)):
-        inside = [at(points[row]) for points in path if _is_near(points[row], surface)]
+    for (label, points), row in itertools.product(paths.items(), range(2)):
+        inside = [at(each[row]) for each in points if _is_near(each[row], surface)]
         if len(inside) > 1:
             picture.line(inside, _colour(label), width=2.2)
         if inside:
-            x, y = inside[-1]
-            picture.circle(x, y, 4.5, _colour(label), title=f"{label}, row {row}")
+            picture.circle(*inside[-1], 4.5, _colour(label), title=f"{label}, row {row}")
     for x, y in map(at, surface.starts):
         picture.circle(x, y, 6, "ink")
         picture.circle(x, y, 3.5, "surface")
@@ -240,37 +214,27 @@ def _levels(name: str) -> tuple[str, ...]:
     """Return an SVG path of cells for each level of a surface, the lowest first."""
     surface = SURFACES[name]
     (x0, x1), (y0, y1) = surface.x, surface.y
-    width, height = _WIDTH / _COLUMNS, _HEIGHT / _ROWS
-    values = [
-        [
-            math.log1p(
-                5 * surface.value(
-                    x0 + (column + 0.5) / _COLUMNS * (x1 - x0),
-                    y1 - (row + 0.5) / _ROWS * (y1 - y0),
-                )
-            )
-            for column in range(_COLUMNS)
-        ]
-        for row in range(_ROWS)
-    ]  # fmt: skip
+    width, height = WIDTH / _COLUMNS, _HEIGHT / _ROWS
+    xs = [x0 + (column + 0.5) / _COLUMNS * (x1 - x0) for column in range(_COLUMNS)]
+    ys = [y1 - (row + 0.5) / _ROWS * (y1 - y0) for row in range(_ROWS)]
+    values = [[math.log1p(5 * surface.value(x, y)) for x in xs] for y in ys]
     most = max(map(max, values))
     paths = [""] * _LEVELS
-    for row, line in enumerate(values):
-        levels = [min(_LEVELS - 1, int(value / most * _LEVELS)) for value in line]
+    for row, of_row in enumerate(values):
+        levels = (min(_LEVELS - 1, int(value / most * _LEVELS)) for value in of_row)
         begin = 0
-        for column in range(1, _COLUMNS + 1):
-            if column == _COLUMNS or levels[column] != levels[begin]:
-                run = (column - begin) * width
-                corner = f"M{begin * width:.1f} {row * height:.1f}"
-                paths[levels[begin]] += f"{corner}h{run:.1f}v{height:.1f}h{-run:.1f}z"
-                begin = column
+        for level, run in itertools.groupby(levels):
+            end = begin + len(list(run))
+            across = (end - begin) * width
+            corner = f"M{begin * width:.1f} {row * height:.1f}"
+            paths[level] += f"{corner}h{across:.1f}v{height:.1f}h{-across:.1f}z"
+            begin = end
     return tuple(paths)
 
 
 PAGE = Page(
-    slug="optimizers",
-    title="Optimizers",
-    controls=(
+    "optimizers",
+    (
         Choice("surface", "Surface", tuple(SURFACES), next(iter(SURFACES))),
         Choice("name", "Optimizer", (_ALL, *_NAMES), _ALL),
         Slider("rate", "Rate of Adam and its like", _RATES, 0.1),
@@ -280,21 +244,6 @@ PAGE = Page(
         Slider("steps", "Steps", tuple(range(0, _STEPS + 1, 5)), _STEPS, plays=True),
         Choice("model", "Memory of", MODELS, "llama-3-8b"),
     ),
-    figures=figures,
-    computed_by=(
-        "tools.studio_pages.optimizers.trajectory",
-        "harness.engine.optimizers.Lion",
-        "harness.engine.optimizers.Orthogonalizing",
-    ),
-    formula="sgd: w - r g; momentum: w - r m; Adam, AdamW: w - r m / (sqrt(v) + eps), with "
-    "decay in the gradient or beside it; Adafactor: v by its rows and columns; Lion: "
-    "w - r sign(m); Muon: w - r 0.2 sqrt(width) times the orthogonal factor of m, "
-    "with 5 times the rate here, as Adam's steps are longer on few weights.",
-    sources=(
-        ("AdamW, arXiv 1711.05101", "https://arxiv.org/abs/1711.05101"),
-        ("Adafactor, arXiv 1804.04235", "https://arxiv.org/abs/1804.04235"),
-        ("Lion, arXiv 2302.06675", "https://arxiv.org/abs/2302.06675"),
-        ("Muon at scale, arXiv 2502.16982", "https://arxiv.org/abs/2502.16982"),
-    ),
+    figures,
     slow_at_first=({},),
 )

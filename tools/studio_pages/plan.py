@@ -1,4 +1,4 @@
-"""The page that plans a run: does it fit, how long does it take, which layout needs least."""
+"""Plan a run: does it fit, how long does it take, which layout is quickest."""
 
 from __future__ import annotations
 
@@ -14,26 +14,12 @@ from harness.estimate.step_time.step import TERMS, StepTime
 from harness.layout.shape import num_parameters
 from harness.plan.duration import step_time
 from harness.plan.plan import NOT_TRAINED, Plan
+from harness.report.chart import colour_of, strip
 from tools.cluster.ask import question_of
 from tools.cluster.choose import why_not
 from tools.cluster.search import answer
-from tools.studio_app.charts import Axis, stacked
-from tools.studio_app.memory import gib
-from tools.studio_app.page import (
-    Chart,
-    Choice,
-    Code,
-    Figure,
-    Note,
-    Number,
-    Numbers,
-    Page,
-    Slider,
-    Table,
-    Typed,
-    Values,
-    powers_of_two,
-)
+from tools.studio_app.figures import Code, Drawing, Figure, Note, Table
+from tools.studio_app.page import Choice, Page, Slider, Typed, Values, powers_of_two
 from tools.studio_app.plans import (
     OPTIMIZER,
     PER_NODE,
@@ -41,50 +27,42 @@ from tools.studio_app.plans import (
     PRECISIONS,
     ROOT,
     estimate_of,
+    gib,
     name_of,
-    plan_of,
+    planned,
     settings_of,
     shipped_json,
 )
 from tools.studio_pages.memory import by_phase, numbers_of
 
 _THIS, _ALL = "this JSON", "every layout, ranked"
-_CONTROLS = (
-    *PLAN_CONTROLS,
-    Slider("tokens", "Tokens to train on", powers_of_two(1, 16384), 256, "billion"),
-    Choice("compare", "Layouts", (_THIS, _ALL), _THIS),
-    Typed("own_json", "Your own DeepSpeed JSON, in place of a shipped one", "", 8_000, lines=4),
+_NOT_ASKED = (
+    *("gpus_per_node", "network", "host_memory", "disk"),
+    *("price", "quantize", "measured", "rates"),
 )
+"""Options of tools/plan_cluster.py that the page leaves to their defaults."""
 
 
 def figures(values: Values) -> list[Figure]:
     """Return the verdict, the time, the memory by phase, the layouts, the JSON and the command."""
-    plan = plan_of(values, values["own_json"])
-    estimate = estimate_of(plan)
-    refusals = [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
-    step = step_time(plan)
+    plan = planned(values, json_text=values["own_json"])
+    estimate, step = estimate_of(plan), step_time(plan)
     assert step is not None, "every GPU and preset of the page is known"
-    job = (*(values[name] for name in ("model", "gpu", "gpus", "seq_len")), plan.global_batch)
-    settings = settings_of(values)
-    fixed = {key: settings[key] for key in ("attention", "context") if key in settings}
-    words = tuple(f"model.{key}={value}" for key, value in fixed.items())
-    ranking = []
-    if values["compare"] == _ALL:
-        ranking.append(_ranking(*job, values["tokens"], values["lora"], words))
+    events = [event for event in plan.events if "message" in event]
     return [
-        Numbers([*numbers_of(estimate), *_time(step, plan, values["tokens"])]),
-        *(Note(f"train.py would refuse this: {message}", "bad") for message in refusals),
-        Chart("Memory in each phase of a step, GiB", by_phase(estimate), 380),
-        _spent(step),
-        *ranking,
+        numbers_of(estimate, *_time(step, plan, values["tokens"])),
+        *(
+            Note(f"train.py would refuse this: {event['message']}", "bad")
+            for event in events
+            if event["kind"] == NOT_TRAINED
+        ),
+        by_phase(estimate),
+        spent(step),
+        *([_ranked(values, plan.global_batch)] if values["compare"] == _ALL else []),
         Code("The command", command(values)),
         Code("Its DeepSpeed JSON", values["own_json"] or shipped_json(values["json"])),
         Code("The JSON as DeepSpeed gets it", json.dumps(plan.deepspeed, indent=2)),
-        *(
-            Note(event["message"])
-            for event in plan.events
-            if "message" in event and event["kind"] != NOT_TRAINED
-        ),
+        *(Note(event["message"]) for event in events if event["kind"] != NOT_TRAINED),
     ]
 
 
@@ -123,56 +101,48 @@ def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _time(step: StepTime, plan: Plan, billions: int) -> list[Number]:
-    """Speed, and the whole job."""
+def _time(step: StepTime, plan: Plan, billions: int) -> list[tuple[str, ...]]:
+    """Return the speed, and the length of the whole job."""
     steps, gpus = billions * 1e9 / step.tokens, plan.world.world_size
     job = Job(steps * step.seconds, gpus, step.machine.watts)
     count = num_parameters(step.inputs.shape)
     hours = f"{job.gpu_hours:,.0f} GPU-hours, {job.days_with_failures:,.1f} days with failures"
     return [
-        Number("Parameters", f"{count / 1e9:,.2f} billion", f"{count:,}, {plan.precision}"),
-        Number("A step", f"{step.seconds:,.2f} s", f"{step.tokens:,} tokens; most: {step.bound}"),
-        Number("Speed", f"{step.tokens_per_s_per_gpu:,.0f}", "tokens/s of a GPU"),
-        Number("MFU", f"{step.mfu:.1%}", f"estimated; rates: {step.machine.evidence}"),
-        Number("Days", f"{job.days:,.2f}", hours),
-        Number("Steps", f"{steps:,.0f}", f"{billions:,} billion tokens"),
+        ("Parameters", f"{count / 1e9:,.2f} billion", f"{count:,}, {plan.precision}"),
+        ("A step", f"{step.seconds:,.2f} s", f"{step.tokens:,} tokens; most: {step.bound}"),
+        ("Speed", f"{step.tokens_per_s_per_gpu:,.0f}", "tokens/s of a GPU"),
+        ("MFU", f"{step.mfu:.1%}", f"estimated; rates: {step.machine.evidence}"),
+        ("Days", f"{job.days:,.2f}", hours),
+        ("Steps", f"{steps:,.0f}", f"{billions:,} billion tokens"),
     ]
 
 
-def _spent(step: StepTime) -> Chart:
-    parts = {TERMS[name]: [seconds] for name, seconds in step.terms.items() if seconds > 0}
-    return Chart("Where a step's time goes, seconds", stacked([""], parts, Axis("s")), 300)
+def spent(step: StepTime) -> Drawing:
+    """Return where the time of a step goes."""
+    parts = {TERMS[name]: seconds for name, seconds in step.terms.items() if seconds > 0}
+    colours = {name: colour_of(place) for place, name in enumerate(parts)}
+    texts = {name: f"{size / step.seconds:.1%} {size:.3g} s" for name, size in parts.items()}
+    return Drawing("Where a step's time goes", strip(parts, colours, texts))
+
+
+def _ranked(values: Values, global_batch: int) -> Table:
+    settings = settings_of(values)
+    words = [f"model.{key}={settings[key]}" for key in ("attention", "context") if key in settings]
+    job = (values[name] for name in ("model", "gpu", "gpus", "seq_len"))
+    return _ranking(*job, global_batch, values["tokens"], values["lora"], tuple(words))
 
 
 @lru_cache(maxsize=16)
 def _ranking(
-    model: str,
-    gpu: str,
-    gpus: int,
-    seq_len: int,
-    global_batch: int,
-    billions: int,
-    lora: int,
+    model: str, gpu: str, gpus: int, seq_len: int, global_batch: int, billions: int, lora: int,
     words: tuple[str, ...],
-) -> Table:
-    """The best layout of each way to divide, as tools/plan_cluster.py chooses."""
+) -> Table:  # fmt: skip
+    """Return the best layout of each way to divide, as tools/plan_cluster.py chooses."""
     args = Namespace(
-        model=name_of(model),
-        gpus=gpus,
-        gpu=gpu,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        data_tokens=billions * 1e9,
-        lora=lora or None,
-        assignments=list(words),
-        kernels=(),
-        **dict.fromkeys(
-            (
-                *("gpus_per_node", "network", "host_memory", "disk", "price", "quantize"),
-                *("measured", "rates"),
-            )
-        ),
-    )
+        model=name_of(model), gpus=gpus, gpu=gpu, seq_len=seq_len, global_batch=global_batch,
+        data_tokens=billions * 1e9, lora=lora or None, assignments=list(words), kernels=(),
+        **dict.fromkeys(_NOT_ASKED),
+    )  # fmt: skip
     question = question_of(args)
     answered = answer(args, question)
     rows = [
@@ -188,26 +158,16 @@ def _ranking(
     ]
     counted = len(answered.counted)
     title = f"{counted:,} layouts of {global_batch:,} samples a step; the best of each way"
-    return Table(title, ("layout", "s a step", "MFU", "days", "at most", "verdict"), rows)
+    return Table(title, "layout|s a step|MFU|days|at most|verdict", rows)
 
 
 PAGE = Page(
-    slug="plan",
-    title="Plan a run",
-    controls=_CONTROLS,
-    figures=figures,
-    computed_by=(
-        "harness.plan.make.make_plan",
-        "harness.estimate.timeline.estimate_memory",
-        "harness.plan.duration.step_time",
-        "tools.cluster.search.answer",
+    "plan",
+    (
+        *PLAN_CONTROLS,
+        Slider("tokens", "Tokens to train on", powers_of_two(1, 16384), 256, "billion"),
+        Choice("compare", "Layouts", (_THIS, _ALL), _THIS),
+        Typed("own_json", "Your own DeepSpeed JSON, in place of a shipped one", "", 8_000, lines=4),
     ),
-    formula="A step = micro-batches x (products / reached peak + bytes moved / reached bandwidth "
-    "+ exchanges that nothing hides) + bubble + optimizer, of the slowest stage; MFU = model "
-    "operations / (time x peak). Rates were fitted to published runs, not measured here. "
-    "Memory: see GPU memory anatomy.",
-    sources=(
-        ("PaLM, arXiv 2204.02311, appendix B", "https://arxiv.org/abs/2204.02311"),
-        ("ZeRO, arXiv 1910.02054", "https://arxiv.org/abs/1910.02054"),
-    ),
+    figures,
 )

@@ -1,4 +1,4 @@
-"""The page of mixed precision: rounding of a number, and of real gradients with a loss scale."""
+"""Mixed precision: rounding of a number, and of real gradients with a loss scale."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ from functools import lru_cache
 
 import torch
 
-from tools.studio_app.charts import Axis, Line, lines
-from tools.studio_app.page import (
-    Chart,
-    Figure,
-    Number,
-    Numbers,
-    Page,
-    Slider,
-    Table,
-    Typed,
-    Values,
-)
+from harness.report.chart import Chart, line, lines
+from tools.studio_app.figures import Figure, Table, numbers
+from tools.studio_app.page import Page, Slider, Typed, Values
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL = {
@@ -43,48 +34,32 @@ def figures(values: Values) -> list[Figure]:
     scale = 2.0 ** values["scale"]
     grads = gradients() * values["tokens"]
     rows = [_kept(name, grads, scale) for name in _DTYPES]
-    fp16 = rows[2]
+    _, bf16, fp16 = rows
     finest = torch.finfo(torch.float16)
+    ends_at = f"2^{math.log2(finest.smallest_normal) - 10:.0f}"
     return [
-        Numbers(
-            [
-                Number("Gradients", f"{grads.numel():,}", "elements that are not 0 in fp32"),
-                Number("Lost in fp16", fp16[1], f"rounded to 0 at loss scale {scale:,.0f}"),
-                Number("Overflow in fp16", fp16[2], "infinite: the step is skipped"),
-                Number("Lost in bf16", rows[1][1], "it has the range of fp32"),
-            ]
+        numbers(
+            ("Gradients", f"{grads.numel():,}", "elements that are not 0 in fp32"),
+            ("Lost in fp16", fp16[1], f"rounded to 0 at loss scale {scale:,.0f}"),
+            ("Overflow in fp16", fp16[2], "infinite: the step is skipped"),
+            ("Lost in bf16", bf16[1], "it has the range of fp32"),
         ),
-        Chart(
-            "Gradients of a Llama of 2 layers, by size; all times the loss scale",
-            _histogram(grads, scale),
-            320,
-        ),
+        _histogram(grads, scale),
         Table(
             "The same gradients in each format",
-            ("format", "become 0", "become infinite", "subnormal", "mean rounding error"),
+            "format|become 0|become infinite|subnormal|mean rounding error",
             rows,
         ),
         _number(values["number"]),
         _update(values["weight"]),
         Table(
             "The formats",
-            (
-                "format",
-                "bits: exponent, fraction",
-                "largest",
-                "smallest normal",
-                "smallest",
-                "step at 1",
-            ),
+            "format|bits: exponent, fraction|largest|smallest normal|smallest|step at 1",
             [_described(name) for name in _DTYPES],
         ),
-        Numbers(
-            [
-                Number(
-                    "fp16 ends at", f"2^{math.log2(finest.smallest_normal) - 10:.0f}", "below: 0"
-                ),
-                Number("and at", f"{finest.max:,.0f}", "above: infinite"),
-            ]
+        numbers(
+            ("fp16 ends at", ends_at, "below: 0"),
+            ("and at", f"{finest.max:,.0f}", "above: infinite"),
         ),
     ]
 
@@ -125,19 +100,25 @@ def _kept(name: str, grads: torch.Tensor, scale: float) -> tuple[str, ...]:
     return (name, *(f"{float(part.float().mean()):.3%}" for part in shares), f"{error:.2g}")
 
 
-def _histogram(grads: torch.Tensor, scale: float) -> dict[str, object]:
-    """Shares of gradients by their power of two, before and after the formats."""
-    scaled = grads * scale
+def _histogram(grads: torch.Tensor, scale: float) -> Chart:
+    """Return the shares of gradients by their power of two, after the formats."""
     curves = []
     for name in _DTYPES:
-        after = rounded(scaled, name)
+        after = rounded(grads * scale, name)
         after = after[torch.isfinite(after) & (after != 0)]
         powers = torch.frexp(after).exponent.long() + _LOWEST_POWER  # 2^(exponent - 1) and more
         counts = torch.bincount(powers.clamp(min=0), minlength=2 * _LOWEST_POWER).tolist()
         shares = [(place - _LOWEST_POWER - 1, n / len(grads)) for place, n in enumerate(counts)]
-        points = [share for share in shares if -44 <= share[0] < 20]
-        curves.append(Line(name, points, width=_WIDTHS[name]))
-    return lines(curves, Axis("power of two", low=-44, high=20), Axis("share"))
+        points = [share for share in shares if -44 <= share[0] <= 20]
+        curves.append(line(name, points, width=_WIDTHS[name]))
+    return lines(
+        "Gradients of a Llama of 2 layers, by size; all times the loss scale",
+        curves,
+        "power of two",
+        "share",
+        from_zero=True,
+        height=320,
+    )
 
 
 def _number(text: str) -> Table:
@@ -158,7 +139,7 @@ def _number(text: str) -> Table:
         rows.append((name, f"{there:.10g}", f"{error:.3g}", shown))
     return Table(
         f"{number:.10g} in each format",
-        ("format", "becomes", "relative error", "bits: sign, exponent, fraction"),
+        "format|becomes|relative error|bits: sign, exponent, fraction",
         rows,
     )
 
@@ -174,7 +155,7 @@ def _update(power: int) -> Table:
         rows.append((name, f"{float(weight):.8g}", f"{1 + 100 * update:.8g}"))
     return Table(
         f"A weight of 1 after 100 updates of 2^-{power} = {update:.3g}",
-        ("format", "becomes", "exactly"),
+        "format|becomes|exactly",
         rows,
     )
 
@@ -188,26 +169,13 @@ def _described(name: str) -> tuple[str, ...]:
 
 
 PAGE = Page(
-    slug="precision",
-    title="Mixed precision",
-    controls=(
+    "precision",
+    (
         Slider("scale", "Loss scale, power of two", tuple(range(25)), 0),
         Slider("tokens", "Size of the gradients", (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0), 0.01, "x"),
         Slider("weight", "Small update, power of two", tuple(range(4, 25)), 9),
         Typed("number", "A number", "0.1", 40),
     ),
-    figures=figures,
-    computed_by=(
-        "tools.studio_pages.precision.gradients",
-        "tools.studio_pages.precision.rounded",
-        "harness.models.loss.forward",
-    ),
-    formula="A format with e exponent and f fraction bits rounds by at most 2^-(f + 1) of a number "
-    "and to 0 below 2^(2 - 2^(e - 1) - f - 1). Gradients x scale are rounded, summed, and divided "
-    "by the scale in fp32; a weight takes no update below half its step, so it is kept in fp32.",
-    sources=(
-        ("Micikevicius et al., arXiv 1710.03740", "https://arxiv.org/abs/1710.03740"),
-        ("bfloat16, Kalamkar et al., arXiv 1905.12322", "https://arxiv.org/abs/1905.12322"),
-    ),
+    figures,
     slow_at_first=({},),
 )

@@ -1,4 +1,4 @@
-"""The page of common problems: how each shows, the events that tell of it, and its remedy."""
+"""Problems and remedies: how each problem shows, the events that tell of it, and its remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from harness.errors import ExitCode
-from tools.studio_app.page import Figure, Note, Number, Numbers, Page, Table, Typed, Values
+from tools.studio_app.figures import Figure, Note, Table, numbers
+from tools.studio_app.page import Page, Typed, Values
 from tools.studio_app.runs import names, read_run
 
 
@@ -169,10 +170,10 @@ def figures(values: Values) -> list[Figure]:
         return [Note(f"Nothing here matches {values['search']!r}.")]
     codes = ", ".join(f"{code.value} {code.name.lower().replace('_', ' ')}" for code in ExitCode)
     return [
-        Numbers([Number("Problems", str(len(rows)), f"of {len(PROBLEMS)}")]),
+        numbers(("Problems", str(len(rows)), f"of {len(PROBLEMS)}")),
         Table(
             "Problems and remedies; a name leads to a run in which it was seen, or to its page",
-            ("problem", "how it shows", "events", "remedy", "seen in"),
+            "problem|how it shows|events|remedy|seen in",
             rows,
             links,
         ),
@@ -195,19 +196,5 @@ def _matches(problem: Problem, search: str) -> bool:
     return all(word in text for word in search.lower().split())
 
 
-PAGE = Page(
-    slug="problems",
-    title="Problems and remedies",
-    controls=(Typed("search", "Search, as in: spike, memory, fp16, hang", "", 100),),
-    figures=figures,
-    computed_by=(
-        "tools.studio_pages.problems.seen_in_runs",
-        "harness.report.recorded.read",
-    ),
-    formula="Events are counted in the events.jsonl of every run; the kinds are those that "
-    "train.py writes.",
-    sources=(
-        ("PaLM, arXiv 2204.02311, section 5.1", "https://arxiv.org/abs/2204.02311"),
-        ("OPT's logbook, arXiv 2205.01068", "https://arxiv.org/abs/2205.01068"),
-    ),
-)
+SEARCH = Typed("search", "Search, as in: spike, memory, fp16, hang", "", 100)
+PAGE = Page("problems", (SEARCH,), figures)

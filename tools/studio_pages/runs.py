@@ -1,32 +1,23 @@
-"""The page of runs: all of them, one that may be running, another beside it, events and logs."""
+"""Runs: all of them, one that may be running, another beside it, events and logs."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 from urllib.parse import quote
 
+from harness.report.chart import AXES, Chart
+from harness.report.charts import charts
 from harness.report.compare import differences
 from harness.report.events import text_of
 from harness.report.recorded import unix_time
 from harness.report.words import moment
-from tools.studio_app.charts import Axis, Line, lines
-from tools.studio_app.page import (
-    Chart,
-    Choice,
-    Code,
-    Figure,
-    Links,
-    Note,
-    Number,
-    Numbers,
-    Page,
-    Table,
-    Values,
-    Verdict,
-)
-from tools.studio_app.runs import Run, logs, names, read_run, thinned
+from tools.studio_app.figures import Code, Figure, Links, Note, Table, Verdict, numbers
+from tools.studio_app.page import Choice, Page, Values
+from tools.studio_app.runs import Run, logs, names, read_run
 
 _NEWEST, _NONE = "(the newest)", "(none)"
 _X = {"steps": "step", "tokens": "tokens", "hours": "hours"}
@@ -40,15 +31,7 @@ _COLOURS: dict[str, Verdict] = {
     "diverged": "bad",
 }
 _MAIN, _EVERY = "the main ones", "all"
-_CHARTS = (
-    ("Loss, nats per token", ("loss", "eval_loss"), "value"),
-    ("Gradient norm before clipping", ("grad_norm",), "log"),
-    ("Tokens per second, all ranks", ("tokens_per_s",), "value"),
-    ("Learning rate", ("learning_rate",), "value"),
-    ("Memory held at most, GiB", ("peak_allocated_gib",), "value"),
-    ("Weights: norm", ("param_norm",), "value"),
-    ("Update over weight", ("update_ratio",), "log"),
-)
+_MAIN_CHARTS = ("loss", "held-out", "grad-norm", "tokens-per-s")
 
 
 def figures(values: Values) -> list[Figure]:
@@ -56,19 +39,18 @@ def figures(values: Values) -> list[Figure]:
     listed = names()
     if not listed:
         return [Note("There are no runs yet: train.py writes them into the folder of --runs.")]
-    chosen = values["run"] if values["run"] in listed else listed[0]
-    run = read_run(chosen)
+    run = read_run(values["run"] if values["run"] in listed else listed[0])
     assert run is not None, "it is listed"
     other = read_run(values["beside"]) if values["beside"] in listed else None
     shown = [run] if other is None or other.name == run.name else [run, other]
     return [
-        Numbers([*_state(run), *targets(run)]),
+        numbers(*_state(run), *targets(run)),
         *(Note(f"{run.name}: {problem}", "warning") for problem in run.records.problems),
         Links(
             f"{run.name}, whole",
             (("The report of this run: memory, time, samples, plan, advice", _report(run.name)),),
         ),
-        *_charts(shown, values["x"])[: 3 if values["curves"] == _MAIN else None],
+        *_charts(shown, _X[values["x"]], values["curves"] == _MAIN),
         *([_differences(shown)] if len(shown) > 1 else []),
         _events(run),
         *(Code(f"{run.name}/{name}, its end", text) for name, text in logs(run.name)),
@@ -76,62 +58,65 @@ def figures(values: Values) -> list[Figure]:
     ]
 
 
-def _state(run: Run) -> list[Number]:
+def _charts(runs: list[Run], axis: str, main: bool) -> list[Chart]:
+    """Return the charts of the runs' report, over one kind of x axis."""
+    chosen = charts([run.records for run in runs])
+    return [
+        replace(chart, axes={axis: AXES[axis]} if axis in chart.axes else chart.axes, is_wide=False,
+                has_legend=chart.has_legend or len(runs) > 1, height=260)
+        for chart in chosen
+        if any(curve.y for curve in chart.curves) and (not main or chart.name in _MAIN_CHARTS)
+    ]  # fmt: skip
+
+
+def _state(run: Run) -> list[tuple[Any, ...]]:
     records = run.records
     outcome, step, steps = records.outcome, records.step, records.total_steps
     note = str(records.status.get("message") or "")[:200]
     if records.is_silent():
         note = f"but nothing was written for {run.age_s / 60:,.0f} minutes"
-    of = f"of {steps:,}" if steps else "logged"
-    rest = run.last("step_time_s")
-    left = ""
-    if outcome == "running" and steps and rest:
-        left = f"{rest * (steps - step) / 60:,.1f} minutes left"
-    speed, mfu, loss = run.last("tokens_per_s"), run.last("mfu"), run.last("loss")
-    held_out = run.last("eval_loss")
+    progress = f"of {steps:,}" if steps else "logged"
+    seconds = run.last("step_time_s")
+    if outcome == "running" and steps and seconds:
+        progress += f" {seconds * (steps - step) / 60:,.1f} minutes left"
+    speed, mfu, held_out = run.last("tokens_per_s"), run.last("mfu"), run.last("eval_loss")
     perplexity = "" if held_out is None else f"perplexity {math.exp(min(held_out, 50)):,.1f}"
     return [
-        Number("Run", outcome, note or run.name, _COLOURS.get(outcome)),
-        Number("Step", f"{step:,}", f"{of} {left}".strip()),
-        Number("Loss", _text(loss), "nats per token, the last step"),
-        Number("Held-out loss", _text(held_out), perplexity),
-        Number("Tokens per second", "" if speed is None else f"{speed:,.0f}", "all ranks"),
-        Number("MFU", "not known" if mfu is None else f"{mfu:.1%}"),
+        ("Run", outcome, note or run.name, _COLOURS.get(outcome)),
+        ("Step", f"{step:,}", progress),
+        ("Loss", _text(run.last("loss")), "nats per token, the last step"),
+        ("Held-out loss", _text(held_out), perplexity),
+        ("Tokens per second", "" if speed is None else f"{speed:,.0f}", "all ranks"),
+        ("MFU", "not known" if mfu is None else f"{mfu:.1%}"),
     ]
 
 
-def targets(run: Run) -> list[Number]:
+def targets(run: Run) -> list[tuple[Any, ...]]:
     """Return whether the loss falls, the norm is stable and attention is neither sharp nor flat."""
-    return [
-        _falling([value for _, value in run.series("loss")]),
-        _stable([value for _, value in run.series("grad_norm")]),
-        _moderate(run),
-    ]
+    return [_falling(run.values("loss")), _stable(run.values("grad_norm")), _moderate(run)]
 
 
-def _falling(losses: Sequence[float]) -> Number:
+def _falling(losses: Sequence[float]) -> tuple[Any, ...]:
     label = "Target: loss falls"
     if len(losses) < 4:
-        return Number(label, "too early", "fewer than 4 logged steps")
+        return (label, "too early", "fewer than 4 logged steps")
     half = min(len(losses) // 2, _WINDOW)
     before, now = statistics.mean(losses[-2 * half : -half]), statistics.mean(losses[-half:])
     note = f"{before:.3f}, then {now:.3f}: means of {half} logged steps each"
-    return Number(
-        label, "yes" if now < before else "no", note, "good" if now < before else "warning"
-    )
+    return (label, "yes" if now < before else "no", note, "good" if now < before else "warning")
 
 
-def _stable(norms: Sequence[float]) -> Number:
+def _stable(norms: Sequence[float]) -> tuple[Any, ...]:
     label, recent = "Target: norm stable", norms[-_WINDOW:]
     if len(recent) < 4:
-        return Number(label, "too early", "fewer than 4 logged steps")
+        return (label, "too early", "fewer than 4 logged steps")
     ratio = max(recent) / max(statistics.median(recent), 1e-30)
     verdict: Verdict = "good" if ratio < 3 else "warning" if ratio < 10 else "bad"
     note = f"largest of {len(recent)} is {ratio:.1f} x their median"
-    return Number(label, "yes" if ratio < 3 else "no", note, verdict)
+    return (label, "yes" if ratio < 3 else "no", note, verdict)
 
 
-def _moderate(run: Run) -> Number:
+def _moderate(run: Run) -> tuple[Any, ...]:
     label = "Target: entropy moderate"
     keys = {
         key
@@ -143,36 +128,13 @@ def _moderate(run: Run) -> Number:
     values = {key: value for key, value in last.items() if value is not None}
     length = run.records.planned("run", "data", "seq_len")
     if not values or not isinstance(length, int):
-        return Number(label, "not measured", "attention entropy is not in this run's metrics")
+        return (label, "not measured", "attention entropy is not in this run's metrics")
     most = math.log(max(length, 2))
     shares = {key.rpartition("/")[2]: value / most for key, value in values.items()}
     low, high = min(shares, key=lambda key: shares[key]), max(shares, key=lambda key: shares[key])
     good = shares[low] > 0.05 and shares[high] < 0.95
     note = f"{shares[low]:.0%} (layer {low}) to {shares[high]:.0%} (layer {high}) of uniform"
-    return Number(label, "yes" if good else "no", note, "good" if good else "warning")
-
-
-def _charts(runs: list[Run], x: str) -> list[Chart]:
-    charts = []
-    for title, keys, scale in _CHARTS:
-        curves = [
-            Line(f"{run.name}: {key}", thinned(points), dashed=key == "eval_loss")
-            for run in runs
-            for key in keys
-            if (points := _positive(run.series(key, _X[x]), scale))
-        ]
-        limits = {}
-        if title.startswith("Memory") and curves:
-            predicted = runs[0].records.planned("estimate", "peak_allocated_gib")
-            limits = {"predicted": float(predicted)} if isinstance(predicted, int | float) else {}
-        if curves:
-            axis = Axis("", scale)  # type: ignore[arg-type]
-            charts.append(Chart(title, lines(curves, Axis(x), axis, limits=limits), 280))
-    return charts
-
-
-def _positive(points: list[tuple[float, float]], scale: str) -> list[tuple[float, float]]:
-    return [point for point in points if point[1] > 0] if scale == "log" else points
+    return (label, "yes" if good else "no", note, "good" if good else "warning")
 
 
 def _events(run: Run) -> Table:
@@ -184,14 +146,14 @@ def _events(run: Run) -> Table:
     title = f"Events of {run.name}, the newest first ({len(run.records.events):,} in all)"
     links = [f"/problems?search={quote(row[2])}" for row in rows]
     kinds_first = [(kind, when, step, text) for when, step, kind, text in rows]
-    return Table(title, ("kind", "time", "step", "what"), kinds_first, links)
+    return Table(title, "kind|time|step|what", kinds_first, links)
 
 
 def _differences(runs: list[Run]) -> Table:
     """The settings that differ."""
     rows = [(key, *values) for key, values in differences([run.records for run in runs])]
     rows = rows or [("nothing", *("" for _ in runs))]
-    return Table("What differs between the two", ("key", *(run.name for run in runs)), rows)
+    return Table("What differs between the two", ["key", *(run.name for run in runs)], rows)
 
 
 def _list(listed: list[str]) -> Table:
@@ -214,7 +176,7 @@ def _list(listed: list[str]) -> Table:
             )
         )
         links.append(f"/runs?run={quote(name, safe='')}")
-    head = ("run", "outcome", "step", "loss", "held-out", "model", "written")
+    head = "run|outcome|step|loss|held-out|model|written"
     return Table("All runs, the newest first", head, rows, links)
 
 
@@ -235,27 +197,13 @@ def _others() -> list[str]:
 
 
 PAGE = Page(
-    slug="runs",
-    title="Runs",
-    controls=(
+    "runs",
+    (
         Choice("run", "Run", _runs, _NEWEST),
         Choice("beside", "Beside it", _others, _NONE),
         Choice("x", "Against", tuple(_X), "steps"),
         Choice("curves", "Curves", (_MAIN, _EVERY), _MAIN),
     ),
-    figures=figures,
-    computed_by=(
-        "harness.report.recorded.read",
-        "tools.studio_app.runs.read_run",
-        "tools.studio_pages.runs.targets",
-    ),
-    formula="Loss falls: the mean of the last logged steps is below that of as many before them. "
-    "Norm stable: the largest of the last 40 is below 3 x their median. Entropy moderate: every "
-    "layer's attention entropy is between 5 % and 95 % of ln(sequence length), that of uniform "
-    "attention; far below it training is unstable.",
-    sources=(
-        ("Entropy collapse, Zhai et al., arXiv 2303.06296", "https://arxiv.org/abs/2303.06296"),
-        ("PaLM, arXiv 2204.02311, section 5.1 (spikes)", "https://arxiv.org/abs/2204.02311"),
-    ),
+    figures,
     every_s=5,
 )

@@ -1,4 +1,4 @@
-"""The page of data-set sizes: tokens against parameters, and the loss that scaling laws predict."""
+"""Data-set sizes: tokens against parameters, and the loss that scaling laws predict."""
 
 from __future__ import annotations
 
@@ -7,19 +7,9 @@ from typing import NamedTuple
 
 from harness.layout.shape import Shape, flops_per_token, num_parameters
 from harness.plan.model_config import find_model_config
-from tools.studio_app.charts import Axis, Line, lines
-from tools.studio_app.page import (
-    Chart,
-    Choice,
-    Figure,
-    Number,
-    Numbers,
-    Page,
-    Slider,
-    Table,
-    Values,
-    powers_of_two,
-)
+from harness.report.chart import Chart, line, lines
+from tools.studio_app.figures import Figure, Table, numbers
+from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
 from tools.studio_app.plans import MODELS, name_of
 
 _E, _A, _B, _ALPHA, _BETA = 1.69, 406.4, 410.7, 0.34, 0.28  # arXiv 2203.15556, equation 10
@@ -61,49 +51,37 @@ def figures(values: Values) -> list[Figure]:
     count = num_parameters(shape)
     tokens, unique = values["tokens"] * 1e9, values["unique"] * 1e9
     flops = flops_per_token(shape, values["seq_len"]) * tokens
-    best, best_tokens = optimum(flops)
+    size, best = optimum(flops)
     width = 2 if shape.vocab_size <= 65536 else 4
     epochs = tokens / unique
+    then = f"and {best / 1e9:,.0f} billion tokens: {loss(size, best):.3f}"
+    verdict = "good" if epochs <= 4 else "warning"
+    rows = [
+        (
+            m.name,
+            f"{m.parameters / 1e9:,.1f}",
+            f"{m.tokens / 1e9:,.0f}",
+            f"{m.tokens / m.parameters:,.1f}",
+            m.source,
+        )
+        for m in PUBLISHED
+    ]
     return [
-        Numbers(
-            [
-                Number("Parameters", f"{count / 1e9:,.2f} billion", values["model"]),
-                Number(
-                    "Tokens per parameter", f"{tokens / count:,.1f}", f"{_RATIO} at the optimum"
-                ),
-                Number(
-                    "Predicted loss", f"{loss(count, tokens):.3f}", "nats per token, their data"
-                ),
-                Number("Operations", f"{flops:.3g}", "of the whole run"),
-                Number(
-                    "Best for that budget",
-                    f"{best / 1e9:,.2f} billion",
-                    f"and {best_tokens / 1e9:,.0f} billion tokens: {loss(best, best_tokens):.3f}",
-                ),
-                Number(
-                    "Epochs",
-                    f"{epochs:,.1f}",
-                    "up to 4 are nearly as good as new data",
-                    "good" if epochs <= 4 else "warning",
-                ),
-                Number("On disk", f"{unique * width / 2**30:,.0f} GiB", f"{width} bytes a token"),
-            ]
+        numbers(
+            ("Parameters", f"{count / 1e9:,.2f} billion", values["model"]),
+            ("Tokens per parameter", f"{tokens / count:,.1f}", f"{_RATIO} at the optimum"),
+            ("Predicted loss", f"{loss(count, tokens):.3f}", "nats per token, their data"),
+            ("Operations", f"{flops:.3g}", "of the whole run"),
+            ("Best for that budget", f"{size / 1e9:,.2f} billion", then),
+            ("Epochs", f"{epochs:,.1f}", "up to 4 are nearly as good as new data", verdict),
+            ("On disk", f"{unique * width / 2**30:,.0f} GiB", f"{width} bytes a token"),
         ),
-        Chart("Tokens against parameters, both in billions", _map(count, tokens), 400),
-        Chart("Predicted loss of this model over its tokens", _curve(count, flops), 300),
+        _map(count, tokens),
+        _curve(count),
         Table(
             "Published models",
-            ("model", "parameters, billion", "tokens, billion", "tokens per parameter", "source"),
-            [
-                (
-                    m.name,
-                    f"{m.parameters / 1e9:,.1f}",
-                    f"{m.tokens / 1e9:,.0f}",
-                    f"{m.tokens / m.parameters:,.1f}",
-                    m.source,
-                )
-                for m in PUBLISHED
-            ],
+            "model|parameters, billion|tokens, billion|tokens per parameter|source",
+            rows,
             [f"https://arxiv.org/abs/{m.source.removeprefix('arXiv ')}" for m in PUBLISHED],
         ),
     ]
@@ -125,64 +103,50 @@ def _shape(model: str) -> Shape:
     return Shape.from_hf(find_model_config(name_of(model))[0])
 
 
-def _map(count: int, tokens: float) -> dict[str, object]:
-    ratio = [(n, _RATIO * n) for n in (0.1, 1, 10, 100, 1000)]
+def _map(count: int, tokens: float) -> Chart:
+    ratio = [(n, _RATIO * n) for n in (0.1, 1, 10, 100, 1000, 3000)]
     points = [(m.parameters / 1e9, m.tokens / 1e9) for m in PUBLISHED]
-    others = Line("published models", points, "series-1", dots=True)
-    own = Line("this run", [(count / 1e9, tokens / 1e9)], "series-2", dots=True)
-    line = Line(f"{_RATIO} tokens a parameter", ratio, "muted", dashed=True)
-    options = lines(
-        [own, line, others],
-        Axis("parameters, billion", "log", low=0.1, high=3000),
-        Axis("tokens, billion", "log", low=1),
-    )
-    options["tooltip"] = {**options["tooltip"], "trigger": "item", "formatter": "{b}: {c}"}
-    shown = options["series"][2]
-    shown["data"] = [
-        {"name": m.name, "value": point, "label": {"position": m.label}}
-        for m, point in zip(PUBLISHED, points, strict=True)
-    ]
-    shown["label"] = {"show": True, "formatter": "{b}", "color": "var(--muted)", "fontSize": 11}
-    shown["labelLayout"] = {"hideOverlap": True}
-    return options
-
-
-def _curve(count: int, flops: float) -> dict[str, object]:
-    places = [10 ** (9 + step / 8) for step in range(41)]
-    model = Line("this model", [(d / 1e9, loss(count, d)) for d in places])
-    best = [optimum(6 * count * d) for d in places]
-    front = Line(
-        "best size for the same operations",
-        [(d / 1e9, loss(*pair)) for d, pair in zip(places, best, strict=True)],
-        "series-2",
-        dashed=True,
-    )
-    floor = {f"no model is below {_E}": _E}
+    names = [(m.name, m.label) for m in PUBLISHED]
     return lines(
-        [model, front], Axis("tokens, billion", "log"), Axis("nats", low=1.5), limits=floor
+        "Tokens against parameters, both in billions",
+        [
+            line(f"{_RATIO} tokens a parameter", ratio, "muted", "dashed"),
+            line("published models", points, "series-1", "dots", names=names),
+            line("this run", [(count / 1e9, tokens / 1e9)], "series-2", "dots"),
+        ],
+        "parameters, billion",
+        "tokens, billion",
+        log_x=True,
+        log_y=True,
+        x_range=(0.1, 3000),
+        y_range=(1, 100_000),
+        height=400,
+    )
+
+
+def _curve(count: int) -> Chart:
+    places = [10 ** (9 + step / 8) for step in range(41)]
+    best = [(d / 1e9, loss(*optimum(6 * count * d))) for d in places]
+    model = line("this model", [(d / 1e9, loss(count, d)) for d in places])
+    return lines(
+        "Predicted loss of this model over its tokens",
+        [model, line("best size for the same operations", best, style="dashed")],
+        "tokens, billion",
+        "nats",
+        limits=[(f"no model is below {_E}", _E)],
+        log_x=True,
+        y_range=(1.5, 1.05 * max(y for curve in (model.y, [p[1] for p in best]) for y in curve)),
+        height=300,
     )
 
 
 PAGE = Page(
-    slug="sizes",
-    title="Data-set sizes",
-    controls=(
+    "sizes",
+    (
         Choice("model", "Model", MODELS, "llama-3-8b"),
         Slider("tokens", "Tokens to train on", powers_of_two(1, 16384), 256, "billion"),
         Slider("unique", "Tokens that are different", powers_of_two(1, 16384), 256, "billion"),
         Slider("seq_len", "Sequence length", powers_of_two(512, 32768), 4096, "tokens"),
     ),
-    figures=figures,
-    computed_by=(
-        "tools.studio_pages.sizes.loss",
-        "harness.layout.shape.num_parameters",
-        "harness.layout.shape.flops_per_token",
-    ),
-    formula="Loss = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28 for N parameters and D tokens of their "
-    "data; the optimum of a budget C = 6 N D has about 20 tokens a parameter. Operations are those "
-    "of the plan, attention included. Up to 4 epochs are nearly as good as new tokens.",
-    sources=(
-        ("Chinchilla, arXiv 2203.15556", "https://arxiv.org/abs/2203.15556"),
-        ("Muennighoff et al., arXiv 2305.16264", "https://arxiv.org/abs/2305.16264"),
-    ),
+    figures,
 )

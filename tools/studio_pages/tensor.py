@@ -1,29 +1,21 @@
-"""The page of tensor parallelism: two products, divided by columns and then by rows."""
+"""Tensor parallelism: two products, divided by columns and then by rows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from harness.layout.tensor import TensorPlan
-from tools.studio_app.charts import Axis, stacked
-from tools.studio_app.memory import gib
-from tools.studio_app.page import (
-    Chart,
-    Choice,
-    Drawing,
-    Figure,
-    Number,
-    Numbers,
-    Page,
-    Slider,
-    Values,
-    powers_of_two,
-)
-from tools.studio_app.svg import Svg
+from tools.studio_app.bars import Bars
+from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
+from tools.studio_app.plans import gib
+from tools.studio_app.svg import Svg, series
 
 _LAYER = "model.layers.0."
 _MLP, _ATTENTION = "MLP", "attention"
@@ -32,7 +24,7 @@ _WEIGHTS = {
     _ATTENTION: (f"{_LAYER}self_attn.q_proj.weight", f"{_LAYER}self_attn.o_proj.weight"),
 }
 """Names of A, of which attention has three alike (q, k and v), and of B."""
-_WIDTH, _BOX = 760.0, 150.0
+_BOX, _THIN = 150.0, 34.0
 _FRAMES = (
     "two products, y = f(x A) B, on one GPU",
     "A is divided by columns, B by rows; x is on every GPU",
@@ -67,6 +59,21 @@ class Product:
         return torch.stack(self.grads).sum(0)
 
 
+class Matrix(NamedTuple):
+    """A box of the picture: when it is drawn, and from when on its parts are added up."""
+
+    name: str
+    sign: str
+    forward: int
+    """The first frame of the forward pass that shows it."""
+    backward: int
+    height: float
+    parts: str
+    """How it is divided: columns, rows, or summands of all of it."""
+    whole_from: int = len(_FRAMES)
+    """The first frame in which it is on every GPU again; x begins so."""
+
+
 def figures(values: Values) -> list[Figure]:
     """Return a frame of the two products, and how near the divided ones are."""
     size, ranks, tokens = values["size"], values["ranks"], values["tokens"]
@@ -74,37 +81,32 @@ def figures(values: Values) -> list[Figure]:
     product = multiplied(size, ranks, tokens, kind, heads)
     error = float((product.added - product.whole).abs().max())
     backward = float((product.added_grad - product.whole_grad).abs().max())
-    shown, matrices = 8, 2 if kind == _MLP else 4
-    parts = {
-        f"GPU {place}": part[0, :shown].tolist() for place, part in enumerate(product.summands)
-    }
-    sums = {"added": product.added[0, :shown].tolist(), "whole": product.whole[0, :shown].tolist()}
+    rows = {f"GPU {place}": part for place, part in enumerate(product.summands)}
+    rows |= {"added": product.added, "whole": product.whole}
+    shown, whole = 8, (2 if kind == _MLP else 4) * size * size
     sent = 2 * (ranks - 1) / ranks * tokens * size * 2
-    whole = matrices * size * size
     has = f"{heads // ranks} of {heads} heads" if kind == _ATTENTION else f"1 / {ranks} of A and B"
+    gpus = [f"GPU {place}" for place in range(ranks)] if frame else ["one GPU"]
     return [
-        Numbers(
-            [
-                Number("A GPU has", has, f"{gib(2 * whole / ranks)} of {gib(2 * whole)} in bf16"),
-                Number("Difference", f"{error:.2g}", "of y, divided against whole"),
-                Number("Difference backward", f"{backward:.2g}", "of the gradient of x"),
-                Number("Operations of a GPU", f"{2 * whole * tokens / ranks:.3g}", "forward"),
-                Number(
-                    "Sent by each GPU", f"{sent / 1024:,.1f} KiB", "in each pass, bf16, by a ring"
-                ),
-            ]
+        numbers(
+            ("A GPU has", has, f"{gib(2 * whole / ranks)} of {gib(2 * whole)} in bf16"),
+            ("Difference", f"{error:.2g}", "of y, divided against whole"),
+            ("Difference backward", f"{backward:.2g}", "of the gradient of x"),
+            ("Operations of a GPU", f"{2 * whole * tokens / ranks:.3g}", "forward"),
+            ("Sent by each GPU", f"{sent / 1024:,.1f} KiB", "in each pass, bf16, by a ring"),
         ),
         Drawing(
             _FRAMES[frame],
             _picture(size, ranks, frame, kind),
-            [
-                (f"series-{place % 8 + 1}", f"GPU {place}" if frame else "one GPU")
-                for place in range(ranks if frame else 1)
-            ],
+            [(series(place), gpu) for place, gpu in enumerate(gpus)],
         ),
-        Chart(
+        Bars(
             f"The first {shown} values of y for the first token",
-            stacked([f"y{n}" for n in range(shown)], {**parts, **sums}, Axis(""), together=False),
+            "",
+            [f"y{n}" for n in range(shown)],
+            {name: part[0, :shown].tolist() for name, part in rows.items()},
+            together=False,
+            height=340,
         ),
     ]
 
@@ -159,88 +161,76 @@ def _weights(size: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(size, size, generator=draws) * size**-0.5 for _ in range(4))
 
 
-def _picture(size: int, ranks: int, frame: int, kind_of_layer: str) -> str:
-    """x, A, the hidden values, B and y, coloured by the GPU that has them; backward, their
-    gradients, from the right to the left.
-    """
-    picture = Svg(_WIDTH, _BOX + 64, _FRAMES[frame])
+def _matrices(is_backward: bool, kind: str) -> Iterator[Matrix]:
+    """Yield x, A, the hidden values, B and y; backward their gradients."""
+    d, mlp = "d" if is_backward else "", kind == _MLP
+    first, second = ("A", "B") if mlp else ("Q, K, V", "O")
+    first = ", ".join(f"{d}{name}" for name in first.split(", "))
+    signs = ["←"] * 4 if is_backward else ["x", "=", "x", "="]
+    yield Matrix(f"{d}x", signs[0], 0, 6, _THIN, "summands", len(_FRAMES) - 1)
+    yield Matrix(first, signs[1], 0, 6, _BOX, "columns")
+    yield Matrix("f(xA)" if mlp else "heads", signs[2], 2, 6, _THIN, "columns")
+    yield Matrix(f"{d}{second}", signs[3], 0, 6, _BOX, "rows")
+    yield Matrix(f"{d}y", "", 3, 5, _THIN, "summands", _FORWARD - 1)
+
+
+def _picture(size: int, ranks: int, frame: int, kind: str) -> str:
+    """Return the matrices in the colours of the GPUs that have them."""
+    picture = Svg(_BOX + 64, _FRAMES[frame])
     ranges = parts_of(size, ranks) if frame else [((0, size), (0, size))]
-    is_backward, mlp = frame >= _FORWARD, kind_of_layer == _MLP
-    d = "d" if is_backward else ""
-    colours = [f"series-{place % 8 + 1}" for place in range(len(ranges))]
-    thin, gap, top = 34.0, 30.0, 30.0
-    left = 4.0
-    for name, kind in (
-        (f"{d}x", "row"),
-        (f"{d}A" if mlp else f"{d}Q, {d}K, {d}V", "columns"),
-        ("f(xA)" if mlp else "heads", "hidden"),
-        (f"{d}B" if mlp else f"{d}O", "rows"),
-        (f"{d}y", "y"),
-    ):
-        width, height = (_BOX, thin) if kind in ("row", "hidden", "y") else (_BOX, _BOX)
-        if kind in ("row", "hidden", "y"):
-            width = 100.0
-        y = top + (_BOX - height) / 2
-        picture.text(left + width / 2, 12, name, anchor="middle", bold=True)
-        picture.rect(left, y, width, height, "grid", stroke="faint")
-        shown = {"row": 0, "columns": 0, "hidden": 2, "rows": 0, "y": 3}[kind]
-        if is_backward:
-            shown = {"row": 6, "columns": 6, "hidden": 6, "rows": 6, "y": 5}[kind]
-        if frame == 0 or frame >= shown:
-            _fill(picture, kind, (left, y, width, height), ranges, size, colours, frame)
+    is_backward, left, gap, top = frame >= _FORWARD, 4.0, 30.0, 30.0
+    for matrix in _matrices(is_backward, kind):
+        thin = matrix.height == _THIN
+        width, y = 100.0 if thin else _BOX, top + (_BOX - matrix.height) / 2
+        box = (left, y, width, matrix.height)
+        picture.text(left + width / 2, 12, matrix.name, anchor="middle", bold=True)
+        picture.rect(*box, "grid", stroke="faint")
+        at_inputs = matrix.sign and matrix.parts == "summands" and not is_backward  # x, forward
+        begins = matrix.backward if is_backward else matrix.forward
+        if not frame or at_inputs or frame >= matrix.whole_from:
+            if frame >= begins or not frame:
+                plain = "activations" if thin else "weights"
+                picture.rect(*box, "gradients" if is_backward else plain)
+                if frame and matrix.parts == "summands":
+                    _below(picture, box, "on every GPU", 14)
+        elif frame >= begins:
+            _parts(picture, matrix, box, ranges, size)
         left += width + gap
-        if kind != "y":
-            sign = {"row": "x", "columns": "=", "hidden": "x", "rows": "="}[kind]
-            if is_backward:
-                sign = "←"
-            picture.text(left - gap / 2, top + _BOX / 2, sign, anchor="middle", size=15)
+        if matrix.sign:
+            at = top + _BOX / 2
+            picture.text(left - gap / 2, at, matrix.sign, anchor="middle", size=15)
     return str(picture)
 
 
-def _fill(
-    picture: Svg,
-    kind: str,
-    box: tuple[float, float, float, float],
-    ranges: list[tuple[tuple[int, int], tuple[int, int]]],
-    size: int,
-    colours: list[str],
-    frame: int,
-) -> None:
+def _parts(
+    picture: Svg, matrix: Matrix, box: tuple[float, float, float, float],
+    ranges: list[tuple[tuple[int, int], tuple[int, int]]], size: int,
+) -> None:  # fmt: skip
     left, top, width, height = box
-    added = {"row": frame < _FORWARD or frame == len(_FRAMES) - 1, "y": frame >= _FORWARD - 1}
-    if added.get(kind) or frame == 0:
-        colour = "activations" if kind in ("row", "hidden", "y") else "weights"
-        picture.rect(left, top, width, height, "gradients" if frame >= _FORWARD else colour)
-        text = "on every GPU" if frame and kind in ("row", "y") else ""
-        picture.text(
-            left + width / 2, top + height + 14, text, size=11, fill="muted", anchor="middle",
-            room=width,
-        )  # fmt: skip
-        return
-    for place, (rows, columns) in enumerate(ranges):
-        begin, end = columns if kind == "rows" else rows
+    opacity = 0.75 if matrix.parts == "summands" else 1
+    for place, (columns, rows) in enumerate(ranges):
+        begin, end = rows if matrix.parts == "rows" else columns
         a, b = begin / size, end / size
+        part = {
+            "rows": (left, top + a * height, width, (b - a) * height),
+            "columns": (left + a * width, top, (b - a) * width, height),
+            "summands": (left + place * 3, top + place * 3 - 6, width, height),
+        }[matrix.parts]
         title = f"GPU {place}: {begin:,} to {end:,}"
-        if kind == "rows":
-            part = (left, top + a * height, width, (b - a) * height)
-        elif kind in ("row", "y"):  # summands, all of the same size, on top of each other
-            part = (left + place * 3, top + place * 3 - 6, width, height)
-        else:
-            part = (left + a * width, top, (b - a) * width, height)
-        opacity = 0.75 if kind in ("row", "y") else 1
-        picture.rect(*part, colours[place], stroke="surface", title=title, opacity=opacity)
-    if kind in ("row", "y"):
-        text = f"{len(ranges)} summands"
-        picture.text(
-            left + width / 2, top + height + 30, text, size=11, fill="muted", anchor="middle",
-            room=width,
-        )  # fmt: skip
+        picture.rect(*part, series(place), stroke="surface", title=title, opacity=opacity)
+    if matrix.parts == "summands":
+        _below(picture, box, f"{len(ranges)} summands", 30)
+
+
+def _below(picture: Svg, box: tuple[float, ...], text: str, by: float) -> None:
+    left, top, width, height = box
+    middle, y = left + width / 2, top + height + by
+    picture.text(middle, y, text, size=11, fill="muted", anchor="middle", room=width)
 
 
 PAGE = Page(
-    slug="tensor",
-    title="Tensor parallelism",
-    controls=(
+    "tensor",
+    (
         Choice("part", "Part of a layer", tuple(_WEIGHTS), _MLP),
         Slider("size", "Rows and columns of A and B", powers_of_two(256, 2048), 1024),
         Slider("heads", "Heads of attention", (8, 16, 32), 16),
@@ -248,14 +238,5 @@ PAGE = Page(
         Slider("tokens", "Tokens", (1, 2, 4, 8, 16), 4),
         Slider("frame", "Step of the animation", tuple(range(1, 9)), 4, "of 8", plays=True),
     ),
-    figures=figures,
-    computed_by=(
-        "harness.layout.tensor.TensorPlan",
-        "tools.studio_pages.tensor.multiplied",
-    ),
-    formula="y = f(x A) B = sum over GPUs of f(x A_i) B_i, for columns A_i of A and rows B_i of B: "
-    "f works on each value alone. Each GPU has 1 / r of the weights and of the arithmetic, and "
-    "sends 2 (r - 1) / r x tokens x width x bytes, once forward, once backward. For attention A is "
-    "q, k and v by heads, which do not see each other, and B the output projection.",
-    sources=(("Megatron-LM, arXiv 1909.08053, section 3", "https://arxiv.org/abs/1909.08053"),),
+    figures,
 )

@@ -1,4 +1,4 @@
-"""The page of tokenizers: typed text cut by the harness's own tokenizer and by others."""
+"""Tokenizers compared: typed text cut by the harness's own tokenizer and by others."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ from typing import Any
 
 from harness.data.corpus import find_corpus
 from harness.data.tokenizer import SPACE, spm_model, to_backend, wrap
-from tools.studio_app.charts import Axis, Line, lines, series_colour, stacked
-from tools.studio_app.page import (
-    Chart,
-    Drawing,
-    Figure,
-    Number,
-    Numbers,
-    Page,
-    Slider,
-    Table,
-    Typed,
-    Values,
-)
+from harness.report.chart import Chart, Mark, line, lines
+from tools.studio_app.bars import Bars
+from tools.studio_app.figures import Drawing, Figure, Table, numbers
+from tools.studio_app.page import Page, Slider, Typed, Values
 
 _SIZES = (512, 1024, 2048, 4096)
+_TRAINED = ("BPE", "unigram")
 _CHARACTERS = 200_000
 """Of Python's own library, for training; the harness's own tokenizer learns from all of it."""
 _EXAMPLE = (
@@ -34,49 +26,32 @@ _EXAMPLE = (
 def figures(values: Values) -> list[Figure]:
     """Return the pieces that each tokenizer makes of a text, and what they cost."""
     text, size = values["text"] or " ", values["size"]
-    made = pieces(text, size)
-    bytes_count = len(text.encode())
-    vocabularies = {
-        "bytes": 256,
-        "words": len(set(text.split())) or 1,
-        "BPE": size,
-        "unigram": size,
-    }
-    rows = [
-        (
-            name,
-            f"{vocabularies[name]:,}" if name != "words" else "every word that there is",
-            f"{len(cut):,}",
-            f"{bytes_count / len(cut):.2f}",
-            f"{vocabularies[name] * values['hidden'] / 1e6:,.1f}" if name != "words" else "",
-        )
-        for name, cut in made.items()
-    ]
+    made, length = pieces(text, size), len(text.encode())
+    vocabularies = {"bytes": 256, "BPE": size, "unigram": size}
+    rows = []
+    for name, cut in made.items():
+        count = vocabularies.get(name)
+        shown = f"{count:,}" if count else "every word that there is"
+        weights = f"{count * values['hidden'] / 1e6:,.1f}" if count else ""
+        rows.append((name, shown, f"{len(cut):,}", f"{length / len(cut):.2f}", weights))
+    by_size = {kind: [length / len(trained(kind, n)(text)) for n in _SIZES] for kind in _TRAINED}
     return [
-        Numbers(
-            [
-                Number(name, f"{len(cut):,} tokens", f"{bytes_count / len(cut):.2f} bytes each")
-                for name, cut in made.items()
-            ]
+        numbers(
+            *((row[0], f"{row[2]} tokens", f"{row[3]} bytes each") for row in rows),
         ),
         *(Drawing(f"{name}: {len(cut)} tokens", _picture(cut[:160])) for name, cut in made.items()),
         Table(
             "Side by side",
-            ("tokenizer", "vocabulary", "tokens", "bytes a token", "embedding, million weights"),
+            "tokenizer|vocabulary|tokens|bytes a token|embedding, million weights",
             rows,
         ),
-        Chart(
+        Bars(
             "Bytes a token on this text, by the size of the vocabulary",
-            stacked(
-                [f"{n:,}" for n in _SIZES],
-                {
-                    kind: [bytes_count / len(trained(kind, n)(text)) for n in _SIZES]
-                    for kind in ("BPE", "unigram")
-                },
-                Axis("bytes a token"),
-                together=False,
-            ),
-            280,
+            "",
+            [f"{n:,}" for n in _SIZES],
+            by_size,
+            together=False,
+            height=280,
         ),
         _arithmetic(text, values["hidden"]),
     ]
@@ -92,19 +67,18 @@ def operations(kind: str, size: int, text: str, hidden: int) -> float:
 
 def _arithmetic(text: str, hidden: int) -> Chart:
     curves = {
-        kind: [(size, operations(kind, size, text, hidden)) for size in _SIZES]
-        for kind in ("BPE", "unigram")
+        kind: [(size, operations(kind, size, text, hidden)) for size in _SIZES] for kind in _TRAINED
     }
     best = min(curves["BPE"], key=lambda point: point[1])[0]
-    return Chart(
+    return lines(
         f"Million multiplications for a byte of this text; best for BPE: {best:,} pieces",
-        lines(
-            [Line(kind, points) for kind, points in curves.items()],
-            Axis("vocabulary", "log", low=_SIZES[0], high=_SIZES[-1], ends=True),
-            Axis("millions", low=0),
-            marks={"best": best},
-        ),
-        280,
+        [line(kind, points) for kind, points in curves.items()],
+        "vocabulary",
+        marks=[Mark({"x": best}, "var(--good)", "best", is_named=True)],
+        from_zero=True,
+        log_x=True,
+        x_range=(_SIZES[0], _SIZES[-1]),
+        height=280,
     )
 
 
@@ -168,32 +142,18 @@ def _picture(cut: list[str]) -> str:
     boxes = []
     for number, token in enumerate(cut):
         shown = token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
-        colour = series_colour(number % 2 * 3)
+        colour = "series-4" if number % 2 else "series-1"
         boxes.append(f'<span style="background:var(--{colour})">{escape(shown)}</span>')
     return f'<div class="tokens">{"".join(boxes)}</div>'
 
 
 PAGE = Page(
-    slug="tokenizers",
-    title="Tokenizers compared",
-    controls=(
+    "tokenizers",
+    (
         Typed("text", "Text", _EXAMPLE, 1_000, lines=3),
         Slider("size", "Vocabulary", _SIZES, 2048, "pieces"),
         Slider("hidden", "Width of the model", (256, 768, 1024, 2048, 4096, 8192), 4096),
     ),
-    figures=figures,
-    computed_by=(
-        "tools.studio_pages.tokenizers.trained",
-        "harness.data.tokenizer.spm_model",
-        "harness.data.tokenizer.to_backend",
-    ),
-    formula="BPE joins the most frequent pair of pieces again and again; unigram keeps the pieces "
-    "that make the text most probable. A larger vocabulary makes fewer tokens of a text, and more "
-    "weights: vocabulary x width in the embedding, and as many in the head. Arithmetic of a byte: "
-    "tokens a byte x (12 width^2 in each of width / 128 layers + vocabulary x width).",
-    sources=(
-        ("BPE, Sennrich et al., arXiv 1508.07909", "https://arxiv.org/abs/1508.07909"),
-        ("Unigram, Kudo, arXiv 1804.10959", "https://arxiv.org/abs/1804.10959"),
-    ),
+    figures,
     slow_at_first=({},),
 )

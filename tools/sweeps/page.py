@@ -7,10 +7,11 @@ from html import escape
 from pathlib import Path
 
 from harness.files.records import Unreadable
+from harness.report.chart import STYLE
 from harness.runfolder import RunFolder
 from tools.look.palette import css
 from tools.sweeps.cost import Record
-from tools.sweeps.plots import Curve, Plots
+from tools.sweeps.plots import Plots, Points
 from tools.sweeps.spec import Sweep
 from tools.sweeps.text import best_command, best_of, ranked, short_names, shown
 
@@ -21,18 +22,12 @@ section{background:var(--surface);border:1px solid var(--grid);border-radius:8px
 margin:14px 0;overflow-x:auto}
 h1{font-size:22px;margin:8px 0}h2{font-size:16px;margin:0 0 8px}p{margin:6px 0;color:var(--muted)}
 code{font:13px/1.5 var(--mono);overflow-wrap:anywhere}
-svg{display:block;font:12px var(--font);fill:var(--muted)}
-svg.wide{width:100%;min-width:600px}svg.small{width:330px;max-width:100%}
+svg.wide{display:block;width:100%;min-width:600px;font:12px var(--font);fill:var(--muted)}
 .tick{paint-order:stroke;stroke:var(--surface);stroke-width:3px;stroke-linejoin:round}
-.slices{display:flex;flex-wrap:wrap;gap:12px}
-.grid{stroke:var(--grid)}.axis{stroke:var(--faint)}.name{fill:var(--ink)}
-circle{fill:var(--series-1);stroke:var(--surface);stroke-width:1.5}
-circle.pruned{fill:var(--surface);stroke:var(--muted);stroke-opacity:.6}
-polyline{fill:none;stroke:var(--series-1);stroke-width:1.6;stroke-opacity:.75}
-polyline.pruned{stroke:var(--muted);stroke-width:1.2;stroke-opacity:.45}
-circle.best{fill:var(--series-2);stroke:var(--ink)}
-polyline.best{stroke:var(--series-2);stroke-width:3;stroke-opacity:1}
-polyline:hover{stroke:var(--ink);stroke-width:3;stroke-opacity:1}circle:hover{stroke:var(--ink)}
+.slices{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(320px,100%),1fr));gap:12px}
+.chart{border:0;padding:0}.axis{stroke:var(--faint)}.name{fill:var(--ink)}
+polyline{fill:none;stroke-opacity:.85}
+polyline:hover,.area path:hover{stroke:var(--ink)!important}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;white-space:nowrap}
 th,td{padding:4px 12px 4px 0;text-align:right;border-bottom:1px solid var(--grid)}
 th{color:var(--muted);font-weight:500}a{color:var(--series-1)}
@@ -58,20 +53,20 @@ def write_page(sweep: Sweep, records: Sequence[Record]) -> Path:
 
 def page(sweep: Sweep, records: Sequence[Record]) -> str:
     """Return the page of what the trials came to so far."""
-    title, metric = escape(sweep.folder.name), escape(sweep.settings.metric)
+    title = escape(sweep.folder.name)
     plots = Plots(sweep, records)
     slices = "".join(plots.slices())
     parts = [
         _summary(sweep, records),
-        _section(f"{metric} over steps", plots.curves(_curves(sweep, records))),
+        _section("", plots.curves(_curves(sweep, records))),
         _section("Every trial's values and where they led", plots.parallel()),
-        _section(f"{metric} against each key", f'<div class="slices">{slices}</div>'),
+        _section("", f'<div class="slices">{slices}</div>'),
         _section("Trials", _table(sweep, records)),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}: sweep</title><style>{css()}{_STYLE}</style></head>"
+        f"<title>{title}: sweep</title><style>{css()}{STYLE}{_STYLE}</style></head>"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
 
@@ -94,7 +89,8 @@ def _summary(sweep: Sweep, records: Sequence[Record]) -> str:
 
 
 def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>" if body else ""
+    head = f"<h2>{title}</h2>" if title else ""
+    return f"<section>{head}{body}</section>" if body else ""
 
 
 def _table(sweep: Sweep, records: Sequence[Record]) -> str:
@@ -115,7 +111,7 @@ def _table(sweep: Sweep, records: Sequence[Record]) -> str:
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
-def _curves(sweep: Sweep, records: Sequence[Record]) -> dict[int, Curve]:
+def _curves(sweep: Sweep, records: Sequence[Record]) -> dict[int, Points]:
     """Return the evaluations of every trial."""
     curves = {}
     for record in records:
