@@ -17,7 +17,7 @@ _KEYS_FILE = Path(__file__).with_name("ds_keys.json")
 
 @functools.cache
 def ds_keys() -> dict[str, Any]:
-    """Return the table of tools/proofs/generate_ds_keys.py: {"keys": ...} of sections and keys."""
+    """Return the table of tests/gates/generate_ds_keys.py: {"keys": ...} of sections and keys."""
     table: dict[str, Any] = json.loads(_KEYS_FILE.read_text(encoding="utf-8"))
     return table
 

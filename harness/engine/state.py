@@ -1,7 +1,7 @@
 """The fragments of each parameter that DeepSpeed's optimizers hold on this rank; and back again.
 
 Each of DeepSpeed's wrappers flattens groups of parameters and gives the optimizer one flat fp32
-tensor per group; tests/proofs/test_checkpoints.py holds it to a round trip between all of them.
+tensor per group; tests/gates/test_checkpoints.py holds it to a round trip between all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensor parallelism: which rows, columns or experts' widths of each weight a rank holds.
 
-tools/proofs/generate_plans.py writes that file.
+tests/gates/generate_plans.py writes that file.
 
 Modules are named within the base model, "layers.*.mlp.up_proj" being that of every layer; the head
 is in no plan.  Modules that a config leaves out may be named: a dense model's plan lists experts.

@@ -1,4 +1,4 @@
-"""A model's part on a tensor-parallel rank, by its plan; what engines really hold: tools/proofs."""
+"""A model's part on a tensor-parallel rank, by its plan; what engines really hold: tests/gates."""
 
 from __future__ import annotations
 

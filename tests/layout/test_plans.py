@@ -9,14 +9,14 @@ import pytest
 from harness.layout import tensor
 from harness.layout.families import FAMILIES
 from harness.layout.tensor import expert_plan, pipeline_plan, tensor_plan
-from tools.proofs.generate_plans import OUTPUT, as_text, build_plans
+from tests.gates.generate_plans import OUTPUT, as_text, build_plans
 
 
 @pytest.mark.gate("plan")
 def test_the_table_is_what_the_installed_transformers_says() -> None:
     assert Path(tensor.__file__).with_name("plans.json") == OUTPUT
     text = OUTPUT.read_text(encoding="utf-8")
-    assert text == as_text(), "run python tools/proofs/generate_plans.py"
+    assert text == as_text(), "run python -m tests.gates.generate_plans"
     assert len(text) < 100 * 1024
 
 

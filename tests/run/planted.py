@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from harness import train
 from harness.layout.world import World
-from tools.proofs.parity.defects.divided import gradients_not_summed
-from tools.proofs.parity.defects.models import layers_swapped
+from tests.gates.parity.defects.divided import gradients_not_summed
+from tests.gates.parity.defects.models import layers_swapped
 
 DEFECTS = {"layers_swapped": layers_swapped, "gradients_not_summed": gradients_not_summed}
 

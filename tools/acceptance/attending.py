@@ -21,7 +21,7 @@ from harness.errors import ConfigError
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.world import World
 from harness.plan.make import make_plan
-from tools.proofs.parity.measure import worst_relative
+from tests.gates.parity.measure import worst_relative
 
 _SEQ_LEN, _LONG = 256, 8192
 _DOCUMENT_TOKENS = 90
@@ -80,7 +80,7 @@ def _computed(
 def _engine(
     attention: str, documents: bool, world: World, device: torch.device, seq_len: int
 ) -> Any:
-    from tools.proofs.engines import build_engine
+    from tests.gates.engines import build_engine
 
     model = {"name": "tiny", "attention": attention}
     longest = {"overrides": {"max_position_embeddings": seq_len}}

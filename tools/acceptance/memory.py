@@ -24,9 +24,9 @@ def _on_cpu(bench: Bench) -> str:
     errors: dict[str, dict[str, float]] = {name: {} for name in _CPU_CASES}
 
     def counted() -> str:
-        from tools.proofs.measure_memory import measure
-        from tools.proofs.memory.cases import all_cases
-        from tools.proofs.memory.compare import PEAKS
+        from tests.gates.measure_memory import measure
+        from tests.gates.memory.cases import all_cases
+        from tests.gates.memory.compare import PEAKS
 
         cases = [case for case in all_cases() if case.name in _CPU_CASES]
         if bench.ranks < max(case.ranks for case in cases):
@@ -56,7 +56,7 @@ def _on_cpu(bench: Bench) -> str:
 
 
 def _on_gpus(bench: Bench) -> str:
-    from tools.proofs.memory.gpu import GpuCase, error_of, measure_gpu
+    from tests.gates.memory.gpu import GpuCase, error_of, measure_gpu
 
     worst, reserved = [0.0], [0.0]
 

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 def _of_the_engine(world: World, device: torch.device) -> str:
     """Return the class of the optimizer that a run of zero1.json has here."""
-    from tools.proofs.engines import build_engine
+    from tests.gates.engines import build_engine
 
     run = RunConfig.model_validate(
         {"data": {"seq_len": 32}, "train": {"global_batch": 1, "steps": 2}}

@@ -60,9 +60,8 @@ def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
 def _simulated(bench: Bench) -> str:
     """Run CPU ranks whose device has streams: what races, or waits without need, fails."""
     bench.two_ranks()
-    tool = REPOSITORY / "tools" / "proofs" / "check_streams.py"
     done = subprocess.run(
-        [sys.executable, str(tool), "--cells", *_SIMULATED],
+        [sys.executable, "-m", "tests.gates.check_streams", "--cells", *_SIMULATED],
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
