@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,79 +15,17 @@ from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.attention import Asked
 from tests.gates import check_parity
-from tests.gates.models import (
-    FLAT,
-    LEARNED,
-    PLANTED,
-    PRESETS,
-    RECURRENT,
-    learned,
-)
-from tests.gates.parity import sums
-from tests.gates.parity.cells import COVERED_KINDS, DIVIDED_STAGES, FEW, NVME, Cell, all_cells
+from tests.gates.models import LEARNED, RECURRENT, learned
+from tests.gates.parity import reference
+from tests.gates.parity.cells import NVME, all_cells, brief_cells, covering_cells, covers
 from tests.gates.parity.compare import LEAST_FALL, judge
-from tests.gates.parity.covering import brief_cells, covering_cells
-from tests.gates.parity.defects.table import DEFECTS
+from tests.gates.parity.defects import DEFECTS, planted
 from tests.gates.parity.measure import Difference, Trajectory, difference, unit_of
 from tests.gates.parity.model import PlainModel, Split, Way
-from tests.gates.parity.reference import GATE, train
-from tests.gates.parity.report import with_kept
-from tests.gates.parity.spread import spreads
+from tests.gates.parity.reference import GATE, spreads, train
 from tests.run_tools import run_tool
-from tools.made_with import versions
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def pairs(cell: Cell) -> set[tuple[tuple[str, object], ...]]:
-    values = asdict(cell)
-    if cell.architecture in PLANTED:
-        return set()
-    if cell.architecture in RECURRENT:
-        each = {"architecture": cell.architecture, "precision": cell.precision}
-        each["pipeline"] = cell.how.pipeline
-        return {((f"recurrent {key}", value),) for key, value in each.items()}
-    if cell.layout in FEW:
-        kind = "bf16_states" if cell.how.has_bf16_states else cell.layout.partition("_zero")[0]
-        return {(("layout", kind),)}
-    if cell.how.kind:
-        return {(("kind", cell.layout),)} if cell.layout in COVERED_KINDS else set()
-    if cell.how.varlen:
-        names = ("architecture", "layout", "precision", "accumulation")
-        return {((f"varlen {name}", values[name]),) for name in names}
-    if cell.layout in DIVIDED_STAGES:
-        names = ("layout", "precision", "ranks")
-        return {(("divided stages", values[name]),) for name in names}
-    if cell.how.loss_chunk:
-        how = cell.how
-        each = {"architecture": cell.architecture, "precision": cell.precision, "stage": how.stage}
-        each |= {"pipeline": how.pipeline, "tensor": how.tensor, "sequence": how.sequence}
-        return {((f"chunked {key}", value),) for key, value in each.items()}
-    if cell.how.model:
-        name, _, rest = cell.layout.partition("_")
-        each = {"how": name, "axis": rest.rpartition("_")[0] or "data"}
-        each |= {"stage": cell.how.stage, "precision": cell.precision}
-        return {((f"recomputed {key}", value),) for key, value in each.items()}
-    if cell.how.compiled and cell.how.sequence * cell.how.tensor > 1:
-        return set()
-    if cell.how.sequence > 1:
-        how = cell.how
-        each = {"precision": cell.precision, "stage": how.stage}
-        each |= {"ranks": how.sequence, "tensor": how.tensor, "expert": how.expert}
-        if cell.architecture in (*FLAT, "mistral", "gemma2", "phi3", "gpt_neox"):
-            each["architecture"] = cell.architecture
-        return {((f"sequence {key}", value),) for key, value in each.items()}
-    if cell.how.expert > 1:
-        stage, places = cell.how.stage, cell.how.expert
-        each = {"architecture": cell.architecture, "precision": cell.precision}
-        each |= {"stage": stage, "ranks": places, "tensor": cell.how.tensor}
-        return {((f"expert {key}", value),) for key, value in each.items()}
-    if cell.how.tensor > 1:
-        return {(("tensor", value),) for value in (cell.architecture, cell.layout, cell.precision)}
-    alone = set()
-    if "pipe" in cell.layout or cell.architecture in PRESETS:  # each by each would be 54 cells
-        alone = {(("architecture", values.pop("architecture")),)}
-    return alone | set(itertools.combinations(values.items(), 2))
 
 
 def trajectory(**changes: object) -> Trajectory:
@@ -115,6 +53,13 @@ def test_three_planted_defects_are_caught(
 ) -> None:
     assert check_parity.main(["--self-test", "--brief"], zygote) == 0
     assert "3 defects planted in 3 cells, 0 missed" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_finds_what_it_replaces(name: str) -> None:
+    assert {*DEFECTS[name].cells} <= {*all_cells()}
+    with planted(name, World()):
+        pass
 
 
 def half_of(values: Iterable[str], half: int) -> list[str]:
@@ -155,10 +100,9 @@ def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> No
 
 
 def test_the_covering_set_holds_every_pair_that_can_occur() -> None:
-    every = [cell for cell in all_cells() if cell.layout not in NVME]
-    possible = set().union(*map(pairs, every))
-    covered = set().union(*(pairs(cell) for cell in covering_cells()))
-    assert covered == possible
+    possible = set().union(*(covers(cell) for cell in all_cells() if cell.layout not in NVME))
+    assert len(possible) == 292  # of fewer, the set would promise less
+    assert set().union(*map(covers, covering_cells())) == possible
 
 
 def test_the_covering_set_is_small() -> None:
@@ -209,15 +153,6 @@ def test_all_cells_are_the_full_table() -> None:
     assert (
         len(cells) == flat + pipelined + divided + varlen + chunked + recomputed + recurrent + kinds
     )
-
-
-def test_a_page_keeps_the_lines_that_are_not_made_anew() -> None:
-    page = f"# A page\n{versions()}\n| a | 1 | old |\n| b | 2 | old |\n| gone | 3 | old |\n"
-    order = [("b", "2"), ("new", "4"), ("a", "1")]
-    lines = with_kept(["| b | 2 | new |", "| new | 4 | new |"], page, order)
-    assert lines == ["| b | 2 | new |", "| new | 4 | new |", "| a | 1 | old |"]
-    with pytest.raises(ValueError, match="run everything"):
-        with_kept(lines, page.replace("torch", "other"), order)
 
 
 @pytest.mark.gate("parity")
@@ -329,8 +264,8 @@ def test_kernels_that_differ_the_second_time_widen_no_more_than_they_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fused attention adds atomically on a GPU; on a CPU nothing is computed twice."""
-    way, by = Way("llama", "fp32"), sums.Sum("fp32", 2, 1, False)
-    _, order = sums.gradients(way, by)
+    way, by = Way("llama", "fp32"), reference.Sum("fp32", 2, 1, False)
+    _, order = reference.gradients(way, by)
     each, passes = PlainModel.each_micro_batch, []
 
     def noisy(model: PlainModel, *of: object) -> object:
@@ -339,8 +274,8 @@ def test_kernels_that_differ_the_second_time_widen_no_more_than_they_differ(
             yield loss, {n: g * (1 + 1e-4 * passes[-1]) for n, g in gradients.items()}
 
     monkeypatch.setattr(PlainModel, "each_micro_batch", noisy)
-    assert sums.gradients(way, by)[1] == order
+    assert reference.gradients(way, by)[1] == order
     passes.clear()
-    monkeypatch.setattr(sums, "may_differ", lambda device: True)
-    assert sums.gradients(way, by)[1] == pytest.approx(1e-4, rel=0.01)
+    monkeypatch.setattr(reference, "may_differ", lambda device: True)
+    assert reference.gradients(way, by)[1] == pytest.approx(1e-4, rel=0.01)
     assert order < 1e-6

@@ -21,7 +21,7 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from tests.gates.models import LEARNED
-from tests.gates.parity.samples import global_batch
+from tests.gates.parity.recipe import global_batch
 
 CPU = torch.device("cpu")
 in_turn = varlen._in_turn

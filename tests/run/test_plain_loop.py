@@ -22,8 +22,7 @@ from tests.gates.models import LEARNED
 from tests.gates.parity import recipe
 from tests.gates.parity.measure import Trajectory, difference
 from tests.gates.parity.model import Split, Way
-from tests.gates.parity.reference import Task, trained
-from tests.gates.parity.spread import spreads
+from tests.gates.parity.reference import Task, spreads, trained
 from tests.run.features import in_gate, sentence, train, write_lines
 from tests.two_ranks import SMALL_MODEL
 

@@ -25,8 +25,16 @@ from tests.gates.cells import GLOBAL_BATCH
 from tests.gates.checkpoints.cells import BLANK_SEED, Side, built_as
 from tests.gates.checkpoints.compare import differences
 from tests.gates.models import SEQ_LEN
-from tests.gates.parity.recipe import BETAS, CLIP_NORM, EPS, LR, WEIGHT_DECAY
-from tests.gates.parity.samples import global_batch, rows, targets
+from tests.gates.parity.recipe import (
+    BETAS,
+    CLIP_NORM,
+    EPS,
+    LR,
+    WEIGHT_DECAY,
+    global_batch,
+    rows,
+    targets,
+)
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 FP16_SCALE = 2.0**10  # far below what overflows on any layout, after the one step that did

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -14,12 +14,38 @@ from tests.gates.models import DROPPING, LEARNED
 from tests.gates.parity.cells import Cell
 from tests.gates.parity.measure import Difference, Trajectory, difference, worst_relative
 from tests.gates.parity.model import Split, Way
-from tests.gates.parity.reference import GATE, trained
-from tests.gates.parity.report import Row
-from tests.gates.parity.spread import kept_spreads
-from tests.gates.parity.sums import Sum, gradients
+from tests.gates.parity.reference import GATE, Sum, gradients, kept_spreads, trained
 
 LEAST_FALL = 0.2  # of the loss over the gate's steps: a model that does not learn proves little
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell's verdict."""
+
+    cell: Cell
+    distance: Difference
+    tolerance: Difference
+    failures: list[str] = field(default_factory=list)
+    """The quantities whose distance exceeds the tolerance."""
+
+    @property
+    def verdict(self) -> str:
+        """equal or DIFFERS."""
+        return "DIFFERS" if self.failures else "equal"
+
+    def pairs(self) -> dict[str, str]:
+        """Return each quantity as measured / allowed."""
+        allowed = vars(self.tolerance)
+        return {name: f"{x:.1e}/{allowed[name]:.1e}" for name, x in vars(self.distance).items()}
+
+    def line(self) -> str:
+        """Return the verdict and every quantity; what exceeds has an exclamation mark."""
+        pairs = [
+            f"{name} {pair}" + ("!" if name in self.failures else "")
+            for name, pair in self.pairs().items()
+        ]
+        return f"{self.cell.name:38} {self.verdict}  " + "  ".join(pairs)
 
 
 def compare(cell: Cell, out: Path, factor: float, whole: bool = False, device: str = "cpu") -> Row:

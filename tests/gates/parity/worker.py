@@ -21,10 +21,17 @@ from tests.gates.jobs import compute_alike
 from tests.gates.models import ATTENTION, SEQ_LEN
 from tests.gates.parity import recipe
 from tests.gates.parity.cells import STEPS, Cell, Job
-from tests.gates.parity.defects.table import planted
+from tests.gates.parity.defects import planted
 from tests.gates.parity.measure import Trajectory
-from tests.gates.parity.recipe import SEED, SGD_LR, learning_rate
-from tests.gates.parity.samples import global_batch, held_out, rows, targets
+from tests.gates.parity.recipe import (
+    SEED,
+    SGD_LR,
+    global_batch,
+    held_out,
+    learning_rate,
+    rows,
+    targets,
+)
 
 if TYPE_CHECKING:
     from harness.engine.zero import ZeroEngine
