@@ -1,6 +1,6 @@
 """CPU ranks that believe in streams: every operation of a real engine is seen, without a GPU.
 
-Inside `simulated()` DeepSpeed's accelerator gives the streams and events of clocks.py, and each
+Inside `simulated()` DeepSpeed's accelerator gives the streams and events of device.py, and each
 operation is noted with the storages that it reads and writes on the current stream.
 """
 
@@ -21,9 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from harness.models import varlen
-from tests.gates.streams.clocks import Event, Stream, Timeline, Work
-from tests.gates.streams.memory import Memory
-from tests.gates.streams.report import is_within
+from tests.gates.streams.device import Event, Memory, Stream, Timeline, Work, is_within
 
 _tolist = torch.Tensor.tolist  # before the simulator takes it for a wait
 
