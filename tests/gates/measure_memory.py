@@ -22,17 +22,91 @@ import json
 import platform
 import sys
 import tempfile
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 
+from harness.estimate.activations import saved_for_backward
+from harness.estimate.rank_timeline import rank_timeline
+from harness.layout.world import World
+from harness.plan.memory import memory_inputs
 from tests.gates.jobs import Group, run_jobs
 from tests.gates.matrix import chosen
 from tests.gates.memory.cases import Case, all_cases, covering_cases
-from tests.gates.memory.compare import PEAKS, POINTS, SAVED, Row, compare, markdown
 from tests.gates.memory.gpu import GPU_CASES, gpu_markdown, measure_gpu, no_gpu, verdict_of
 from tests.gates.models import MEASURED, MEASURED_MIXTURE
+from tools.made_with import versions
 
 TOLERANCE = 0.01
+POINTS = ("built", "gradients_ready", "between_steps")
+SAVED = "saved"  # for the backward pass, where tokens are divided or computed again
+# What the engine does at once -> the phases that it passes through.
+PEAKS = {
+    "accumulate": ("forward", "loss", "backward_first", "backward_last", "reduce"),
+    "apply": ("norm", "cast", "step"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case, rank and point: bytes."""
+
+    case: Case
+    optimizer: str
+    rank: int
+    point: str
+    measured: int
+    predicted: int
+
+    @property
+    def error(self) -> float:
+        """Relative: above 0 when too much was predicted."""
+        return self.predicted / self.measured - 1
+
+    def line(self) -> str:
+        """Return what was measured and predicted, and how far it is off."""
+        return (
+            f"{self.case.name:32} {self.optimizer:22} rank {self.rank} {self.point:16} "
+            f"{self.measured:>11,} measured {self.predicted:>11,} predicted {self.error:+.3%}"
+        )
+
+
+def predicted_bytes(case: Case, rank: int, model: Path) -> dict[str, int]:
+    """Return a rank's estimated bytes at each point, and its peaks; on a CPU, device and host are
+    one memory.
+    """
+    from tests.gates.memory.worker import plan_of
+
+    world = World(rank, case.ranks, rank, case.ranks, launcher="torch")
+    inputs = memory_inputs(plan_of(case, world, model))
+    assert inputs is not None, "the model's family is known"
+    timeline = rank_timeline(inputs, rank)
+
+    def bytes_in(phase: str) -> int:
+        return sum(
+            size
+            for place in ("device", "host")
+            for component, size in timeline.phase(phase, place).items()
+            if component != "process"
+        )
+
+    points = {point: bytes_in(point) for point in POINTS}
+    points[SAVED] = saved_for_backward(inputs.of_stage(0))
+    return points | {name: max(map(bytes_in, phases)) for name, phases in PEAKS.items()}
+
+
+def compare(case: Case, folder: Path) -> list[Row]:
+    """The rows of a case that was measured into `folder`."""
+    rows = []
+    for rank in range(case.ranks):
+        results = json.loads((folder / f"{case.name}.rank{rank}.json").read_text())
+        predicted = predicted_bytes(case, rank, folder / case.model)
+        for point in (*POINTS, *PEAKS, SAVED):
+            exact = results["points"].get(point)
+            if point == SAVED and exact is None:
+                continue
+            measured = exact["bytes"] if exact else results["peaks"][point]
+            rows.append(Row(case, results["optimizer"], rank, point, measured, predicted[point]))
+    return rows
 
 
 def main() -> int:
@@ -43,18 +117,9 @@ def main() -> int:
     cases = chosen(args, all_cases(), covering_cases())
     with tempfile.TemporaryDirectory() as scratch:
         rows = measure(cases, args.out or Path(scratch))
-    for row in rows:
-        print(
-            f"{row.case.name:32} rank {row.rank} {row.point:16} {row.measured:>11,} measured "
-            f"{row.predicted:>11,} predicted {row.error:+.3%}"
-        )
+    print(*(row.line() for row in rows), sep="\n")
     if args.markdown:
-        tables = (
-            markdown(rows, _heading(rows), POINTS),
-            markdown(rows, _SAVED_HEADING, [SAVED]),
-            markdown(rows, _PEAKS_HEADING, PEAKS),
-        )
-        args.markdown.write_text("\n".join(tables), encoding="utf-8")
+        args.markdown.write_text(_page(rows), encoding="utf-8")
     exact = [row for row in rows if row.point not in PEAKS]
     off = [row for row in exact if abs(row.error) > TOLERANCE]
     print(f"{len(exact)} counts, {len(off)} off by more than {TOLERANCE:.0%}")
@@ -91,33 +156,26 @@ def measure(cases: list[Case], out: Path) -> list[Row]:
     return [row for case in cases for row in compare(case, out)]
 
 
-_SAVED_HEADING = """\
-## Saved for the backward pass, where tensors or sequences are divided, or activations recomputed
-
-What autograd kept of a micro-batch of 16 tokens, weights left out."""
-
-_PEAKS_HEADING = """\
-## Peaks within a step
-
-Bytes that the CPU's allocator held at most while the third step's gradients were accumulated and
-applied. Less exact, for three reasons. The model is so small that one tensor more or less is 4 %.
-gloo copies what NCCL gathers in place. And with several micro-batches gradient buffers of earlier
-ones linger until Python's cycle collector comes by: in zero2-bf16-4, `gc.collect()` before each
-micro-batch lowers the peak of rank 0 from 6.18 to 5.32 million bytes."""
-
-
-def _heading(rows: list[Row]) -> str:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "torch"))
+def _page(rows: list[Row]) -> str:
     exact = [abs(row.error) for row in rows if row.point not in PEAKS]
-    return (
-        "# Model states: predicted against measured\n\n"
-        f"Bytes of all live tensors of one rank, of two or four on a CPU ({platform.machine()}, "
-        f"{versions}, transformers {version('transformers')}), against the estimate; the rank "
-        f"with the larger error. Worst of {len(exact)} counts: {max(exact):.3%}. What the estimate "
-        "leaves out is a few hundred bytes of counters, scales and token ids.\n\n"
-        "Where stage 0 is missing in half precision the harness runs stage 1 in its place. Written "
-        "by `python -m tests.gates.measure_memory --full --markdown PAGE`."
-    )
+    lines = "\n".join(row.line() for row in rows)
+    return f"""\
+# Model states: predicted against measured
+
+Bytes of all live tensors of each rank, of two or more on a CPU ({platform.machine()}), against the
+estimate. {versions()}. Worst of {len(exact)} counts: {max(exact):.3%}. The estimate
+leaves out a few hundred bytes of counters, scales and token ids. Where stage 0 is missing in half
+precision the harness runs stage 1 in its place. `saved` is what autograd kept of a micro-batch of
+16 tokens, weights left out.
+
+`accumulate` and `apply` are peaks of the CPU's allocator in the third step, and less exact: the
+model is so small that one tensor is 4 %, gloo copies what NCCL gathers in place, and gradient
+buffers of earlier micro-batches linger until Python's cycle collector comes by.
+
+```
+{lines}
+```
+"""
 
 
 def _arguments() -> argparse.Namespace:

@@ -24,9 +24,8 @@ def _on_cpu(bench: Bench) -> str:
     errors: dict[str, dict[str, float]] = {name: {} for name in _CPU_CASES}
 
     def counted() -> str:
-        from tests.gates.measure_memory import measure
+        from tests.gates.measure_memory import PEAKS, measure
         from tests.gates.memory.cases import all_cases
-        from tests.gates.memory.compare import PEAKS
 
         cases = [case for case in all_cases() if case.name in _CPU_CASES]
         if bench.ranks < max(case.ranks for case in cases):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -11,133 +12,44 @@ import torch
 
 from harness.checkpoint.index import BUFFER, WEIGHT
 from harness.checkpoint.reader import Reader
+from tests.gates.checkpoints import compare
 from tests.gates.checkpoints.cells import Cell, Side
 from tests.gates.models import FROZEN
 
-Change = Callable[[Callable[..., None], Reader, str, str, int, torch.Tensor], None]
+Fill = Callable[[str, str, int, torch.Tensor], None]
+"""Reads a tensor of a name and a kind, from an offset, into a tensor."""
 
 
 @contextlib.contextmanager
-def offset_off_by_one() -> Iterator[None]:
-    """Pieces that do not begin a parameter are read one element too early."""
-
-    def early(fill: Any, reader: Reader, name: str, kind: str, offset: int, out: Any) -> None:
-        fill(reader, name, kind, max(0, offset - 1), out)
-
-    with _filling(early):
-        yield
-
-
-@contextlib.contextmanager
-def moments_left_out() -> Iterator[None]:
-    """The moments stay the zeros that a new optimizer begins with."""
-
-    def kept(fill: Any, reader: Reader, name: str, kind: str, offset: int, out: Any) -> None:
-        if kind in (WEIGHT, BUFFER):
-            fill(reader, name, kind, offset, out)
-
-    with _filling(kept):
-        yield
-
-
-@contextlib.contextmanager
-def moments_swapped() -> Iterator[None]:
-    """Each moment is loaded into the other."""
-    swap = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
-
-    def swapped(fill: Any, reader: Reader, name: str, kind: str, offset: int, out: Any) -> None:
-        fill(reader, name, swap.get(kind, kind), offset, out)
-
-    with _filling(swapped):
-        yield
-
-
-@contextlib.contextmanager
-def masters_rounded() -> Iterator[None]:
-    """The fp32 weights that the optimizer steps come from those that the model computes with."""
-
-    def rounded(fill: Any, reader: Reader, name: str, kind: str, offset: int, out: Any) -> None:
-        fill(reader, name, kind, offset, out)
-        if kind == WEIGHT:
-            out.copy_(out.bfloat16())
-
-    with _filling(rounded):
-        yield
-
-
-@contextlib.contextmanager
-def buffers_left_out() -> Iterator[None]:
-    """Buffers stay as they were built."""
-
-    def kept(fill: Any, reader: Reader, name: str, kind: str, offset: int, out: Any) -> None:
-        if kind == BUFFER:
-            out.zero_()
-        else:
-            fill(reader, name, kind, offset, out)
-
-    with _filling(kept):
-        yield
-
-
-@contextlib.contextmanager
-def step_forgotten() -> Iterator[None]:
-    """Adam begins to count anew: its bias correction acts again."""
-    with _restoring(optimizer={"step": 0.0}):
-        yield
-
-
-@contextlib.contextmanager
-def scale_forgotten() -> Iterator[None]:
-    """fp16 begins with the scale of the first step."""
-    with _restoring(loss_scaling={}):
-        yield
-
-
-@contextlib.contextmanager
-def tied_copy_forgotten() -> Iterator[None]:
-    """The last stage's copy of a tied weight stays as it was built; nobody saves it."""
-    with _places_without(lambda p: getattr(p, "ds_pipe_replicated", False)):
-        yield
-
-
-@contextlib.contextmanager
-def frozen_forgotten() -> Iterator[None]:
-    """Weights that no optimizer has are not loaded."""
-    with _places_without(lambda p: not p.requires_grad):
-        yield
-
-
-@contextlib.contextmanager
-def weights_stale() -> Iterator[None]:
-    """Everything is loaded, but the model computes its first loss with what it had before."""
-    from harness.engine import state
-
-    with mock.patch.object(state, "refresh_weights"):
-        yield
-
-
-@contextlib.contextmanager
-def _filling(change: Change) -> Iterator[None]:
+def _filling(change: Callable[[Fill, str, str, int, Any], None]) -> Iterator[None]:
     original = Reader.fill
 
     def fill(self: Reader, name: str, kind: str, offset: int, out: Any, *part: Any) -> None:
-        change(lambda *args: original(*args, *part), self, name, kind, offset, out)
+        change(lambda *args: original(self, *args, *part), name, kind, offset, out)
 
-    from tests.gates.checkpoints import compare
+    def honestly(reader: Reader, name: str, kind: str) -> torch.Tensor:
+        with mock.patch.object(Reader, "fill", original):
+            return reader.whole(name, kind)
 
     # What compares the two checkpoints must see them as they are.
-    honest = mock.patch.object(compare, "whole", lambda *args: _honestly(original, *args))
-    with mock.patch.object(Reader, "fill", fill), honest:
+    with mock.patch.object(Reader, "fill", fill), mock.patch.object(compare, "whole", honestly):
         yield
 
 
-def _honestly(fill: Callable[..., None], reader: Reader, name: str, kind: str) -> torch.Tensor:
-    with mock.patch.object(Reader, "fill", fill):
-        return reader.whole(name, kind)
+def _masters_rounded(fill: Fill, name: str, kind: str, offset: int, out: Any) -> None:
+    fill(name, kind, offset, out)
+    if kind == WEIGHT:
+        out.copy_(out.bfloat16())
 
 
-@contextlib.contextmanager
-def _restoring(**sections: dict[str, Any]) -> Iterator[None]:
+def _buffers_left_out(fill: Fill, name: str, kind: str, offset: int, out: Any) -> None:
+    if kind == BUFFER:
+        out.zero_()
+    else:
+        fill(name, kind, offset, out)
+
+
+def _restoring(**sections: dict[str, Any]) -> AbstractContextManager[Any]:
     from harness.engine import state
 
     original = state.restore_scalars
@@ -145,13 +57,11 @@ def _restoring(**sections: dict[str, Any]) -> Iterator[None]:
     def restore_scalars(engine: Any, saved: dict[str, dict[str, Any]]) -> None:
         original(engine, {**saved, **sections})
 
-    with mock.patch.object(state, "restore_scalars", restore_scalars):
-        yield
+    return mock.patch.object(state, "restore_scalars", restore_scalars)
 
 
-@contextlib.contextmanager
-def _places_without(left_out: Callable[[Any], bool]) -> Iterator[None]:
-    """While loading; a save still sees all."""
+def _loading_without(left_out: Callable[[Any], bool]) -> AbstractContextManager[Any]:
+    """A save still sees all."""
     from harness.engine import state
 
     original, restore = state.pieces, state.restore
@@ -163,41 +73,45 @@ def _places_without(left_out: Callable[[Any], bool]) -> Iterator[None]:
         with mock.patch.object(state, "pieces", places):
             restore(*args)
 
-    with mock.patch.object(state, "restore", restoring):
-        yield
+    return mock.patch.object(state, "restore", restoring)
 
 
-def _cell(precision: str, architecture: str, source: str, target: str) -> Cell:
-    return Cell(precision, architecture, Side(source, 2), Side(target, 2))
-
-
-DEFECTS: dict[str, tuple[Callable[[], Any], Cell]] = {
-    "a fragment's offset off by one": (
-        offset_off_by_one,
-        _cell("fp32", "llama", "zero1", "zero3"),
-    ),
-    "moments not loaded": (moments_left_out, _cell("fp32", "llama", "zero1", "zero3")),
-    "moments swapped": (moments_swapped, _cell("fp32", "llama", "zero1", "zero3")),
-    "Adam's step not restored": (step_forgotten, _cell("fp32", "llama", "zero1", "zero3")),
-    "masters read from bf16 weights": (
-        masters_rounded,
-        _cell("bf16", "llama_tied", "zero1", "zero1"),
-    ),
+_SWAP = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+# fmt: off
+_PLANTS: dict[str, tuple[tuple[str, ...], Any]] = {
+    # Pieces that do not begin a parameter are read one element too early.
+    "a fragment's offset off by one": (("fp32", "llama", "zero1", "zero3"), lambda: _filling(
+        lambda fill, name, kind, offset, out: fill(name, kind, max(0, offset - 1), out))),
+    "moments not loaded": (("fp32", "llama", "zero1", "zero3"), lambda: _filling(
+        lambda fill, name, kind, *rest: (kind in (WEIGHT, BUFFER) and fill(name, kind, *rest)))),
+    "moments swapped": (("fp32", "llama", "zero1", "zero3"), lambda: _filling(
+        lambda fill, name, kind, *rest: fill(name, _SWAP.get(kind, kind), *rest))),
+    "Adam's step not restored": (("fp32", "llama", "zero1", "zero3"), lambda: _restoring(
+        optimizer={"step": 0.0})),
+    "masters read from bf16 weights": (("bf16", "llama_tied", "zero1", "zero1"), lambda: _filling(
+        _masters_rounded)),
+    # The model computes its first loss with what it had before.
     "weights not refreshed from the masters": (
-        weights_stale,
-        _cell("bf16", "llama_tied", "zero1", "zero1"),
-    ),
-    "the loss scale not restored": (scale_forgotten, _cell("fp16", "llama", "zero1", "zero3")),
+        ("bf16", "llama_tied", "zero1", "zero1"), lambda: mock.patch(
+            "harness.engine.state.refresh_weights")),
+    "the loss scale not restored": (("fp16", "llama", "zero1", "zero3"), lambda: _restoring(
+        loss_scaling={})),
+    # Nobody saves it.
     "the tied copy of a pipeline not loaded": (
-        tied_copy_forgotten,
-        _cell("fp32", "llama_tied", "zero1", "pipe2_zero1"),
-    ),
-    "frozen weights not loaded": (frozen_forgotten, _cell("fp32", FROZEN, "zero1", "zero3")),
-    "buffers not loaded": (buffers_left_out, _cell("fp32", FROZEN, "zero1", "zero3")),
+        ("fp32", "llama_tied", "zero1", "pipe2_zero1"), lambda: _loading_without(
+            lambda parameter: getattr(parameter, "ds_pipe_replicated", False))),
+    "frozen weights not loaded": (("fp32", FROZEN, "zero1", "zero3"), lambda: _loading_without(
+        lambda parameter: not parameter.requires_grad)),
+    "buffers not loaded": (("fp32", FROZEN, "zero1", "zero3"), lambda: _filling(_buffers_left_out)),
+}
+# fmt: on
+DEFECTS = {
+    name: (plant, Cell(precision, architecture, Side(source, 2), Side(target, 2)))
+    for name, ((precision, architecture, source, target), plant) in _PLANTS.items()
 }
 """Each with a cell that it must show in."""
 
 
-def planted(defect: str | None) -> contextlib.AbstractContextManager[None]:
+def planted(defect: str | None) -> AbstractContextManager[None]:
     """The context in which a defect acts; None plants nothing."""
     return DEFECTS[defect][0]() if defect else contextlib.nullcontext()

@@ -147,70 +147,29 @@ def all_cases() -> list[Case]:
     return cases + _OPTIMIZERS
 
 
+_COVERING = """
+    zero0-fp32-4 zero1-fp32-1 zero1-bf16_fp32_sums-4 zero1-fp16_fp32_sums-1 zero2-bf16-4
+    zero2-fp16_fp32_sums-4 zero3-fp32-4 zero3-bf16_fp32_sums-1 zero1_offload-bf16_fp32_sums-1
+    zero2_offload-bf16-4 zero3_offload_states-fp16-1 zero3_offload-bf16-4 zeropp-fp16-4
+    zero2-bf16_states_fp32_sums-4 zero3-bf16_states-1 tensor2_zero0-fp32-1 tensor2_zero1-bf16-4
+    tensor2_zero2-bf16-1 tensor2_tied_zero1-fp32-1 tensor2_zero3-bf16-1 sequence2_zero1-bf16-1
+    sequence2_zero2-fp32-4 sequence2_zero3-bf16-4 varlen_tensor2_zero1-bf16-1
+    varlen_sequence2_zero1-fp32-4 expert2_zero1-bf16-1 expert2_zero2-fp32-4 expert2_zero3-bf16-1
+    tensor2_expert2_zero1-bf16-1 tensor2_expert2_zero3-fp32-1 chunked_zero1-bf16-4
+    chunked_zero3-bf16-1 chunked_pipe2_zero1-fp32-4 chunked_tensor2_zero1-fp32-1
+    chunked_sequence2_zero1-bf16-1 pipe2_zero0-bf16-4 pipe2_zero1-fp32-1
+    pipe2_zero1-bf16_fp32_sums-4 pipe2_tensor2_zero0-bf16-4 pipe2_tensor2_zero1-fp32-1
+    pipe2_tensor2_zero1-bf16_fp32_sums-4 full_zero1-bf16-4 full_zero2-fp32-1 full_zero3-bf16-4
+    every2_zero1-fp32-1 every2_zero2-bf16-4 every2_zero3-fp32-1 selective_zero1-bf16-4
+    selective_zero2-fp32-1 selective_zero3-bf16-1 offloaded_zero1-fp32-1 offloaded_zero2-bf16-4
+    offloaded_zero3-bf16-1 tiled_zero1-bf16-1 tiled_zero2-fp32-4 tiled_zero3-bf16-4
+    reversible_zero1-fp32-4 reversible_zero2-bf16-1 reversible_zero3-bf16-4 all_zero1-fp32-4
+    all_zero2-bf16-1 all_zero3-fp32-4
+"""
+
+
 def covering_cases() -> list[Case]:
     """A small set with every layout, precision, accumulation and optimizer class."""
-    return [
-        Case("zero0", "fp32", 4),
-        Case("zero1", "fp32", 1),
-        Case("zero1", "bf16_fp32_sums", 4),
-        Case("zero1", "fp16_fp32_sums", 1),
-        Case("zero2", "bf16", 4),
-        Case("zero2", "fp16_fp32_sums", 4),
-        Case("zero3", "fp32", 4),
-        Case("zero3", "bf16_fp32_sums", 1),
-        Case("zero1_offload", "bf16_fp32_sums", 1),
-        Case("zero2_offload", "bf16", 4),
-        Case("zero3_offload_states", "fp16", 1),
-        Case("zero3_offload", "bf16", 4),
-        Case("zeropp", "fp16", 4),
-        Case("zero2", "bf16_states_fp32_sums", 4),
-        Case("zero3", "bf16_states", 1),
-        Case("tensor2_zero0", "fp32", 1),
-        Case("tensor2_zero1", "bf16", 4),
-        Case("tensor2_zero2", "bf16", 1),
-        Case("tensor2_tied_zero1", "fp32", 1),
-        Case("tensor2_zero3", "bf16", 1),
-        Case("sequence2_zero1", "bf16", 1),
-        Case("sequence2_zero2", "fp32", 4),
-        Case("sequence2_zero3", "bf16", 4),
-        Case("varlen_tensor2_zero1", "bf16", 1),
-        Case("varlen_sequence2_zero1", "fp32", 4),
-        Case("expert2_zero1", "bf16", 1),
-        Case("expert2_zero2", "fp32", 4),
-        Case("expert2_zero3", "bf16", 1),
-        Case("tensor2_expert2_zero1", "bf16", 1),
-        Case("tensor2_expert2_zero3", "fp32", 1),
-        Case("chunked_zero1", "bf16", 4),
-        Case("chunked_zero3", "bf16", 1),
-        Case("chunked_pipe2_zero1", "fp32", 4),
-        Case("chunked_tensor2_zero1", "fp32", 1),
-        Case("chunked_sequence2_zero1", "bf16", 1),
-        Case("pipe2_zero0", "bf16", 4),
-        Case("pipe2_zero1", "fp32", 1),
-        Case("pipe2_zero1", "bf16_fp32_sums", 4),
-        Case("pipe2_tensor2_zero0", "bf16", 4),
-        Case("pipe2_tensor2_zero1", "fp32", 1),
-        Case("pipe2_tensor2_zero1", "bf16_fp32_sums", 4),
-        Case("full_zero1", "bf16", 4),
-        Case("full_zero2", "fp32", 1),
-        Case("full_zero3", "bf16", 4),
-        Case("every2_zero1", "fp32", 1),
-        Case("every2_zero2", "bf16", 4),
-        Case("every2_zero3", "fp32", 1),
-        Case("selective_zero1", "bf16", 4),
-        Case("selective_zero2", "fp32", 1),
-        Case("selective_zero3", "bf16", 1),
-        Case("offloaded_zero1", "fp32", 1),
-        Case("offloaded_zero2", "bf16", 4),
-        Case("offloaded_zero3", "bf16", 1),
-        Case("tiled_zero1", "bf16", 1),
-        Case("tiled_zero2", "fp32", 4),
-        Case("tiled_zero3", "bf16", 4),
-        Case("reversible_zero1", "fp32", 4),
-        Case("reversible_zero2", "bf16", 1),
-        Case("reversible_zero3", "bf16", 4),
-        Case("all_zero1", "fp32", 4),
-        Case("all_zero2", "bf16", 1),
-        Case("all_zero3", "fp32", 4),
-        *(case for case in _OPTIMIZERS if case.optimizer in ("adagrad", "muon")),
-    ]
+    by_name = {case.name: case for case in all_cases()}
+    optimizers = [case for case in _OPTIMIZERS if case.optimizer in ("adagrad", "muon")]
+    return [by_name[name] for name in _COVERING.split()] + optimizers
