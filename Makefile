@@ -61,20 +61,20 @@ pictures: setup
 # All cells of the gates, into build/tables: hours, before a release.
 tables: setup
 	mkdir -p build/tables
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_parity.py --full \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.check_parity --full \
 		--out build/parity --markdown build/tables/parity.md
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_parity.py --self-test \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.check_parity --self-test \
 		--markdown build/tables/parity_self_test.md
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/compare_divided.py \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.compare_divided \
 		--markdown build/tables/families_divided.md
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/measure_memory.py --full \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.measure_memory --full \
 		--out build/memory --markdown build/tables/memory_accuracy.md
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_streams.py --full \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.check_streams --full \
 		--out build/streams --markdown docs/host_waits.md
 	$(VENV)/bin/python tools/rehearse.py --all --gpus 8 --ranks 2 model.name=llama-3-8b \
 		--markdown build/tables/rehearsal.md
 	SOAK=200 SOAK_FOLDER=build/soak SOAK_MARKDOWN=build/tables/soak.md \
 		$(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
 	NVME=1 $(VENV)/bin/python -m pytest -q tests/plan/test_swap_space.py
-	OMP_NUM_THREADS=1 $(VENV)/bin/python tools/proofs/check_checkpoints.py --full \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.check_checkpoints --full \
 		--out build/checkpoints --markdown build/tables/checkpoints.md

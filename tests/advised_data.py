@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness.data.pair import write_indexed
-from tools.proofs.models import LEARNED
+from tests.gates.models import LEARNED
 
 TEXT = "the model reads a long question and answers it in a word or two"
 TURNS = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a word"}]

@@ -111,7 +111,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             if config.getoption("--gate"):  # each is long: the other worker must not wait for it
-                apart = "tests/proofs/" in file or file == "tests/test_readme.py"
+                apart = "tests/gates/" in file or file == "tests/test_readme.py"
                 return nodeid if apart else file
             return room if (room := room_of(file)) in ("engine", "studio") else file
 

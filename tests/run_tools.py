@@ -19,11 +19,13 @@ def run_tool(
     **variables: str | None,
 ) -> subprocess.CompletedProcess[str]:
     """`python tools/NAME.py arguments`, which must end with `code`; forked from a process that has
-    imported everything.
+    imported everything. The name of a gate stands for `python -m tests.gates.NAME`.
 
     `said`: what it reads; `variables`: of its environment, None removes one.
     """
-    script, words = REPOSITORY / "tools" / f"{name}.py", [*map(str, arguments)]
+    rooms = (REPOSITORY / "tools", REPOSITORY / "tests" / "gates")
+    script = next(path for room in rooms if (path := room / f"{name}.py").exists())
+    words = [*map(str, arguments)]
     zygote, _ = imported()
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)

@@ -62,9 +62,9 @@ INSTEAD = {
     # test_plan_cluster.py
     "python tools/plan_cluster.py --calibrate": "python tools/plan_cluster.py --help",
     "python tools/sweep.py": "python tools/sweep.py --dry-run",  # test_sweep.py
-    "python tools/proofs/check_parity.py --self-test": "python tools/proofs/check_parity.py --help",
+    "python -m tests.gates.check_parity --self-test": "python -m tests.gates.check_parity --help",
     # test_parity.py
-    "python tools/proofs/check_parity.py --cells": "python tools/proofs/check_parity.py --help",
+    "python -m tests.gates.check_parity --cells": "python -m tests.gates.check_parity --help",
 }
 # runs/first has so many steps before any command; two commands go on with it.
 FIRST_STEPS = 2

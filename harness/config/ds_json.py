@@ -17,7 +17,7 @@ _KEYS_FILE = Path(__file__).with_name("ds_keys.json")
 
 @functools.cache
 def ds_keys() -> dict[str, Any]:
-    """Return the table of known keys, {"keys": ...}, from tools/proofs/generate_ds_keys.py."""
+    """Return the table of known keys, {"keys": ...}, from tests/gates/generate_ds_keys.py."""
     table: dict[str, Any] = json.loads(_KEYS_FILE.read_text(encoding="utf-8"))
     return table
 

@@ -1,7 +1,7 @@
 """Converts the states of DeepSpeed's optimizers to fragments of parameters and back.
 
 Each of DeepSpeed's wrappers flattens groups of parameters and passes one flat fp32 tensor per group
-to the optimizer; tests/proofs/test_checkpoints.py tests round trips between all of them.
+to the optimizer; tests/gates/test_checkpoints.py tests round trips between all of them.
 """
 
 from __future__ import annotations

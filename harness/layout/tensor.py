@@ -1,7 +1,7 @@
 """Tensor parallelism: which rows, columns or expert widths of each weight a rank holds.
 
 A style says how a module is sliced. transformers' plans (plans.json, written by
-tools/proofs/generate_plans.py) give a style for each module; families.toml has rows for families
+tests/gates/generate_plans.py) give a style for each module; families.toml has rows for families
 without a plan or with a better one. Shapes alone determine the slices, so the same table serves
 building, checkpoints and the estimate.
 

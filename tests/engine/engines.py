@@ -100,7 +100,7 @@ def plan_of(config: dict[str, Any], ds: dict[str, Any], world: World = WORLD) ->
 
 def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
     """Build an engine of the small model; `sections` change the run config. Collective."""
-    from tools.proofs.engines import build_engine  # imports DeepSpeed
+    from tests.gates.engines import build_engine  # imports DeepSpeed
 
     return build_engine(plan_of(run_config(folder(), **sections), ds), torch.device("cpu"))
 

@@ -214,7 +214,7 @@ def test_a_micro_batch_sends_what_the_documents_say() -> None:
 
 @ranks(4)
 def test_a_closed_engine_leaves_no_groups() -> None:
-    from tools.proofs.engines import process_groups
+    from tests.gates.engines import process_groups
 
     before = process_groups()
     engine = engine_of(divided())

@@ -22,8 +22,8 @@ from harness.models.skeleton import hf_config
 from harness.plan.plan import Plan
 from tests.engine.engines import WORLD, different, engine_of, folder, gathered, stage
 from tests.engine.small import MODEL
+from tests.gates.memory.worker import rise
 from tests.ranks import ranks
-from tools.proofs.memory.worker import rise
 
 GATE = pytest.mark.gate("engine")
 TENSORS = {"tensor_parallel": {"autotp_size": 2}}

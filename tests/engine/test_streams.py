@@ -46,7 +46,7 @@ OVERTAKES = {
 
 def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
     """Races, reuses and waits in four steps, one of them judged a spike; waits in the last."""
-    from tools.proofs.streams.simulated import simulated  # imports DeepSpeed
+    from tests.gates.streams.simulated import simulated  # imports DeepSpeed
 
     ds, sections = CASES[name]
     judged: list[bool] = []

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
@@ -34,7 +34,7 @@ class Gate:
     name: str
     purpose: str
     tests: list[str]
-    depends: list[str]
+    depends: list[str] = field(default_factory=list)
 
     def record(self) -> Path:
         """Return the file of its tests that passed with the code as it is now."""

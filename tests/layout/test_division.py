@@ -1,5 +1,5 @@
 """A model's part on a tensor-parallel rank by transformers' plans, and the adapters that peft
-makes; what engines really hold: tools/proofs.
+makes; what engines really hold: tests/gates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.layout.tensor import (
 from harness.models.adapters import add_adapters
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import CONFIGS
-from tools.proofs.generate_plans import OUTPUT, as_text, build_plans
+from tests.gates.generate_plans import OUTPUT, as_text, build_plans
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -178,7 +178,7 @@ def test_experts_whose_weights_are_transposed_are_refused_by_name() -> None:
 def test_the_table_is_what_the_installed_transformers_says() -> None:
     assert Path(tensor_module.__file__).with_name("plans.json") == OUTPUT
     text = OUTPUT.read_text(encoding="utf-8")
-    assert text == as_text(), "run python tools/proofs/generate_plans.py"
+    assert text == as_text(), "run python -m tests.gates.generate_plans"
     assert len(text) < 120 * 1024
 
 

@@ -18,8 +18,8 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward, token_losses
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import EAGER, FAMILIES, MODEL, SEQ_LEN, VOCAB_SIZE
+from tests.gates.models import LEARNED, ROWS
 from tests.tiers import rest_in_gate
-from tools.proofs.models import LEARNED, ROWS
 
 # Its attention has a weight for each head (gpt_oss), or asks for no function at all.
 UNDIVIDED = {"bloom", "falcon", "gpt_oss", "mamba", "rwkv"}

@@ -21,9 +21,9 @@ from harness.models.initialize import materialize
 from harness.models.logits import Operations, operations_on_logits
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton
+from tests.gates.memory.worker import rise
+from tests.gates.models import ATTENTION, LEARNED
 from tests.tiers import rest_in_gate
-from tools.proofs.memory.worker import rise
-from tools.proofs.models import ATTENTION, LEARNED
 
 
 class Peak(TorchDispatchMode):

@@ -12,8 +12,8 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.layers import LIGER_FAMILIES
+from tests.gates.models import LEARNED
 from tests.tiers import rest_in_gate
-from tools.proofs.models import LEARNED
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("liger_kernel") is None,

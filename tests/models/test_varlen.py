@@ -21,8 +21,8 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.recompute import checkpoint_layers
 from harness.models.skeleton import hf_config, skeleton
-from tools.proofs.models import LEARNED
-from tools.proofs.parity.samples import global_batch
+from tests.gates.models import LEARNED
+from tests.gates.parity.recipe import global_batch
 
 CPU = torch.device("cpu")
 in_turn = varlen._in_turn

@@ -17,8 +17,8 @@ from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.plan.plan import Plan
-from tools.proofs.hybrids import HYBRIDS
-from tools.proofs.models import LEARNED
+from tests.gates.hybrids import HYBRIDS
+from tests.gates.models import LEARNED
 
 _NO_RATE = {key: value for key, value in LEARNED["qwen3"].items() if key != "rope_parameters"}
 MODELS: dict[str, Mapping[str, Any]] = {

@@ -14,8 +14,8 @@ from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.plan.text import describe, summary
+from tests.gates.models import LEARNED
 from tests.plan.plans import Planner
-from tools.proofs.models import LEARNED
 
 TENSORS = "ds.tensor_parallel.autotp_size=2"
 ROWS = "ds.sequence_parallel_size=2"

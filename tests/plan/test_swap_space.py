@@ -80,10 +80,10 @@ def test_nothing_is_asked_of_runs_without_a_drive(
 @pytest.mark.skipif(not has_libaio(), reason="libaio is not here")
 @pytest.mark.skipif("NVME" not in os.environ, reason="NVME=1 compiles the reads and writes: 8 min")
 def test_states_in_files_change_nothing_and_are_saved() -> None:
-    done = run_tool("proofs/check_parity", "--cells", "llama_wide-zero3_nvme-fp32-2-2")
+    done = run_tool("check_parity", "--cells", "llama_wide-zero3_nvme-fp32-2-2")
     assert "1 cells, 0 differ" in done.stdout
     sides = ("zero3_nvmex2-zero3_nvmex2", "zero1x2-zero3_nvmex2", "zero3_nvmex2-zero3_nvmex1")
     cells = [f"fp32-llama_wide-{side}" for side in sides]
-    done = run_tool("proofs/check_checkpoints", "--cells", *cells)
+    done = run_tool("check_checkpoints", "--cells", *cells)
     assert "3 cells: every tensor equal in 3" in done.stdout
     assert "bit-equal in 1 of 1 on the same layout; 0 differ" in done.stdout

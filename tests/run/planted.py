@@ -1,20 +1,17 @@
-"""The main command with a planted defect: `python -m tests.run.planted DEFECT WORDS`.
+"""The main command with a defect of the parity gate: `python -m tests.run.planted DEFECT WORDS`.
 
-`layers_swapped` changes no shape. `gradients_not_summed` is a plan to divide tensors that forgets
-that each rank computes a part of the gradient of its heads' norms; no loss shows it at first.
+A stage's swapped layers change no shape. A head's norm of which no gradient is summed is a plan to
+divide tensors that forgets that each rank computes a part of it; no loss shows it at first.
 """
 
 from __future__ import annotations
 
 from harness import train
 from harness.layout.world import World
-from tools.proofs.parity.defects.divided import gradients_not_summed
-from tools.proofs.parity.defects.models import layers_swapped
-
-DEFECTS = {"layers_swapped": layers_swapped, "gradients_not_summed": gradients_not_summed}
+from tests.gates.parity.defects import planted
 
 
 def main(argv: list[str]) -> int:
     """Return the exit code of the command."""
-    with DEFECTS[argv[0]](World()):
+    with planted(argv[0], World()):
         return train.main(argv[1:])

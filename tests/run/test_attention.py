@@ -16,8 +16,8 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from harness.run import attention as settling
 from harness.run.attention import Different, compare
+from tests.gates.models import LEARNED
 from tests.tiers import rest_in_gate
-from tools.proofs.models import LEARNED
 
 CPU = torch.device("cpu")
 GPU = World(accelerator="cuda", gpu="h100-80")

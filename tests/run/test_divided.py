@@ -84,7 +84,9 @@ def test_each_rank_holds_what_was_predicted(layout: str, runs: Runs) -> None:
 
 
 def test_stages_that_compute_something_else_are_refused(train: Train) -> None:
-    ended, run = train("model.overrides.num_hidden_layers=4", defect="layers_swapped")
+    ended, run = train(
+        "model.overrides.num_hidden_layers=4", defect="a stage's layers in the wrong order"
+    )
     assert ended.codes == [2, 2], ended.output
     assert "does not train correctly in stages" in ended.output
     assert not run.checkpoints_dir.exists()
@@ -96,7 +98,9 @@ def test_a_plan_that_forgets_a_weight_is_refused_after_the_first_backward_pass(
 ) -> None:
     words = ("layout.verify=false", f"ds.pipeline.stages={stages}", TENSORS)
     model = {**SIZES, "model_type": "qwen3", "vocab_size": 512}
-    ended, run = train(*words, model=model, defect="gradients_not_summed", ranks=2 * stages)
+    ended, run = train(
+        *words, model=model, defect="the gradient of a head's norm not summed", ranks=2 * stages
+    )
     assert ended.codes == [2] * (2 * stages), ended.output
     assert "tensor-parallel ranks differ, model.layers." in ended.output
     assert "k_norm.weight by" in ended.output

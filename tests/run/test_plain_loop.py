@@ -17,15 +17,14 @@ from harness.data.build import build_data
 from harness.data.spec import DataSpec
 from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
+from tests.gates.cells import GLOBAL_BATCH
+from tests.gates.models import LEARNED
+from tests.gates.parity import recipe
+from tests.gates.parity.measure import Trajectory, difference
+from tests.gates.parity.model import Split, Way
+from tests.gates.parity.reference import Task, spreads, trained
 from tests.run.features import in_gate, sentence, train, write_lines
 from tests.two_ranks import SMALL_MODEL
-from tools.proofs.cells import GLOBAL_BATCH
-from tools.proofs.models import LEARNED
-from tools.proofs.parity import recipe
-from tools.proofs.parity.measure import Trajectory, difference
-from tools.proofs.parity.model import Split, Way
-from tools.proofs.parity.reference import Task, trained
-from tools.proofs.parity.spread import spreads
 
 STEPS, WARMUP_STEPS, LEAST = 12, 4, 0.25
 HELD_OUT_SAMPLES = 5  # an evaluation's last batch is incomplete

@@ -17,8 +17,8 @@ from harness.layout.attention_table import ATTENTIONS
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.run.verify import TOLERANCES
+from tests.gates.parity.measure import worst_relative
 from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank
-from tools.proofs.parity.measure import worst_relative
 
 _NEEDED = ("needs a GPU", "package", "import")
 _FUSED = ("flash", "fmha", "cudnn", "efficient")
@@ -125,7 +125,7 @@ def _computed(
 def _engine(
     attention: str, documents: bool, world: World, device: torch.device, seq_len: int
 ) -> Any:
-    from tools.proofs.engines import build_engine
+    from tests.gates.engines import build_engine
 
     longest = {"overrides": {"max_position_embeddings": seq_len}}
     run = RunConfig.model_validate(

@@ -67,8 +67,7 @@ def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
 def _simulated(bench: Bench) -> str:
     """Run CPU ranks whose device has streams: races and needless waits fail."""
     bench.two_ranks()
-    tool = REPOSITORY / "tools" / "proofs" / "check_streams.py"
-    command = [sys.executable, str(tool), "--cells", *_SIMULATED]
+    command = [sys.executable, "-m", "tests.gates.check_streams", "--cells", *_SIMULATED]
     done = subprocess.run(
         command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
         errors="replace", check=False,
@@ -96,9 +95,8 @@ def _on_cpu(bench: Bench) -> str:
     errors: dict[str, dict[str, float]] = {name: {} for name in _CPU_CASES}
 
     def counted() -> str:
-        from tools.proofs.measure_memory import measure
-        from tools.proofs.memory.cases import all_cases
-        from tools.proofs.memory.compare import PEAKS
+        from tests.gates.measure_memory import PEAKS, measure
+        from tests.gates.memory.cases import all_cases
 
         cases = [case for case in all_cases() if case.name in _CPU_CASES]
         if bench.ranks < max(case.ranks for case in cases):
@@ -128,7 +126,7 @@ def _on_cpu(bench: Bench) -> str:
 
 
 def _on_gpus(bench: Bench) -> str:
-    from tools.proofs.memory.gpu import GpuCase, error_of, measure_gpu
+    from tests.gates.memory.gpu import GpuCase, error_of, measure_gpu
 
     worst, reserved = [0.0], [0.0]
 

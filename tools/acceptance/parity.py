@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from harness.runfolder import RunFolder
+from tests.gates.cells import GLOBAL_BATCH, LAYOUTS
+from tests.gates.parity.cells import Cell, Job
 from tools.acceptance.bench import ON_CUDA, Bench, Failed, expect
-from tools.proofs.cells import GLOBAL_BATCH, LAYOUTS
-from tools.proofs.parity.cells import Cell, Job
 
 # The plain loop is trained once for each architecture and precision.
 _CELLS = (
@@ -53,7 +53,7 @@ def cell_of(architecture: str, layout: str, precision: str, ranks: int) -> Cell:
 
 def _trained_together(bench: Bench, cells: list[Cell], folder: str, env: dict[str, str]) -> str:
     """Train the cells that fit these ranks in one launch; if it fails, each is tried alone."""
-    from tools.proofs.check_parity import train
+    from tests.gates.check_parity import train
 
     able = [cell for cell in cells if cell.how.pipeline <= cell.ranks]
     out = bench.folder / folder
@@ -67,8 +67,8 @@ def _trained_together(bench: Bench, cells: list[Cell], folder: str, env: dict[st
 
 def _equal(bench: Bench, cell: Cell, worst: list[float], folder: str = "cells", **env: str) -> str:
     """Train a cell, if it was not, and compare it."""
-    from tools.proofs.check_parity import check
-    from tools.proofs.jobs import compute_alike
+    from tests.gates.check_parity import check
+    from tests.gates.jobs import compute_alike
 
     if cell.how.pipeline > cell.ranks:
         bench.two_ranks()

@@ -147,7 +147,7 @@ class Rehearsal:
     def elsewhere(self) -> str:
         """Resume the interrupted run in another layout."""
         # What stages may differ by from the unsplit model: wider than what other layouts made of
-        # the checkpoint gate's one model (tests/proofs/test_checkpoints.py), since this may be any.
+        # the checkpoint gate's one model (tests/gates/test_checkpoints.py), since this may be any.
         from harness.run.verify import TOLERANCES  # and with it torch, which planning does without
 
         assert self.job.other

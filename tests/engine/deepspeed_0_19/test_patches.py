@@ -303,7 +303,7 @@ def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once() -> None
 def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine() -> None:
     from deepspeed.utils import groups
 
-    from tools.proofs.engines import process_groups
+    from tests.gates.engines import process_groups
 
     before = process_groups()
     engine = engine_of(pipeline())
@@ -319,7 +319,7 @@ def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine() -> None
 def test_deepspeed_keeps_the_group_of_the_second_copy_of_a_destroyed_engine() -> None:
     from deepspeed.utils import groups
 
-    from tools.proofs.engines import forget_nodes
+    from tests.gates.engines import forget_nodes
 
     engine = engine_of({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
     engine.engine.destroy()

@@ -1,0 +1,151 @@
+"""Does a stream, or the host, overtake another? Does the host wait? On a simulated device.
+
+    python -m tests.gates.check_streams                      # a few runs
+    python -m tests.gates.check_streams --full --markdown docs/host_waits.md
+    python -m tests.gates.check_streams --cells zero2-discard
+    python -m tests.gates.check_streams --self-test          # without synchronize(): races show
+
+Real runs on CPU ranks, whose device has streams and events with vector clocks
+(tests/gates/streams/). Exit code 1 if memory is used without an order or reused too early, or
+where the harness itself waits in a step without need.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.launch.fork_server import Zygote
+from tests.gates.matrix import chosen, matrix_arguments, same_versions, self_test_result
+from tests.gates.streams.cells import CONTROLS, Cell, all_cells, covering_cells
+from tests.gates.streams.run import DECIDES, Failed, Row, hot, impossible, prepare, seen
+from tools.made_with import versions
+
+
+def main() -> int:
+    """Command line -> exit code."""
+    args = matrix_arguments(__doc__, "the runs", "table of waits")
+    cells = chosen(args, all_cells(), covering_cells())
+    if args.self_test:
+        cells = [cell for cell in all_cells() if cell.name in CONTROLS]
+    with tempfile.TemporaryDirectory() as scratch, Zygote() as zygote:
+        folder = args.out or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        same_versions(folder, "runs")
+        prepare(folder)
+        rows = []
+        for cell in cells:
+            rows.append(_tried(zygote, cell, folder, synchronizes=not args.self_test))
+            print(terminal_line(rows[-1]), flush=True)
+    if args.self_test:
+        missed = [
+            f"no race without synchronize(): {row.cell.name}" for row in rows if not row.races
+        ]
+        return self_test_result(missed, f"{len(rows)} runs whose device is never waited for")
+    if args.markdown:
+        args.markdown.write_text(markdown(rows))
+    failed = [row for row in rows if row.problems]
+    print(f"{len(rows)} runs, {len(failed)} with races or waits of the harness")
+    return 1 if failed else 0
+
+
+def _tried(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool) -> Row:
+    if problem := impossible(cell):
+        return Row(cell, skipped=problem)
+    try:
+        return Row(cell, seen(zygote, cell, folder, synchronizes))
+    except Failed as failed:
+        return Row(cell, failure=str(failed))
+
+
+_PAGE = """\
+# Waits of the host
+
+A host that waits for its GPU launches nothing meanwhile. These are all waits of one optimizer step,
+by simulation: real runs on CPU ranks whose device has streams and events with vector clocks, and
+which sees every operation's reads and writes (`python -m tests.gates.check_streams --full`). The
+same runs show that no two streams, and no stream and the host, use the same memory without an
+order, and that no block is reused while another stream may still use it. Not seen: the inside of
+NCCL, and of kernels that are not torch's (DeepSpeed's Adam on the CPU, Triton).
+
+With {versions}.
+
+## How many
+
+Of rank 0: per micro-batch, per step beside these, and for each line of metrics.jsonl.
+
+| run | optimizer | micro-batch | step | log line | races |
+|---|---|---:|---:|---:|---:|
+{runs}
+
+## Where
+
+| line | waits for | in each | runs (times in a step) |
+|---|---|---|---|
+{places}
+
+## The harness's own
+
+One transfer for each log line, and where something has to be known on the host:
+
+{own}
+"""
+_WHEN = {"data": "step", "micro-batches": "micro-batch", "step": "step", "verdict": "step"}
+
+
+def terminal_line(row: Row) -> str:
+    """Return a line on one cell."""
+    if row.skipped:
+        return f"{row.cell.name}: not run: {row.skipped}"
+    if row.failure:
+        return row.failure
+    counts = ", ".join(f"{number} {name}" for name, number in _waits(row).items())
+    verdict = "; ".join(row.problems) or "no race"
+    return f"{row.cell.name}: {verdict}; waits per {counts}"
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return docs/host_waits.md."""
+    return _PAGE.format(
+        versions=versions(),
+        runs="\n".join(map(_line, rows)),
+        places="\n".join(_places(rows)),
+        own="\n".join(f"- `{file}`: {why}." for (_, file), why in DECIDES.items()),
+    )
+
+
+def _line(row: Row) -> str:
+    if not row.ranks:
+        why = f"not run: {row.skipped}" if row.skipped else "failed"
+        return f"| {row.cell.name} | {why} | | | | |"
+    counts = " | ".join(_waits(row).values())
+    races = sum(row.races.values()) + sum(row.reuses.values())
+    return f"| {row.cell.name} | {row.ranks[0].optimizer} | {counts} | {races} |"
+
+
+def _waits(row: Row) -> dict[str, str]:
+    seen = row.ranks[0]
+    in_step = {phase: sum(w.count for w in hot(seen.waits, phase)) for phase in (*_WHEN, "log")}
+    return {
+        "micro-batch": f"{in_step['micro-batches'] / seen.micro_batches:g}",
+        "step": str(in_step["data"] + in_step["step"] + in_step["verdict"]),
+        "log line": str(in_step["log"]),
+    }
+
+
+def _places(rows: list[Row]) -> Iterator[str]:
+    runs: dict[tuple[str, str, str], dict[str, int]] = defaultdict(Counter)
+    for row in rows:
+        for wait in hot(row.ranks[0].waits) if row.ranks else ():
+            when = _WHEN.get(wait.phase, "log line")
+            runs[wait.place, wait.kind, when][row.cell.name] += wait.count
+    for (place, kind, when), counts in sorted(runs.items(), key=lambda item: item[0][0]):
+        shown = [name if n == 1 else f"{name} ({n})" for name, n in counts.items()]
+        yield f"| `{place}` | {kind} | {when} | {', '.join(shown)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,401 @@
+"""Write harness/config/ds_keys.json: the keys of a DeepSpeed JSON, each with type and default.
+
+Taken from the installed DeepSpeed's own config models and parsers, so that the floors below the
+engine know its keys without importing it. Run again after a DeepSpeed upgrade:
+
+    python -m tests.gates.generate_ds_keys
+
+A section is {"keys": {...}}, with "free": true where any further key is taken. A key is
+{"type": [JSON types], "default": ...} with, where DeepSpeed states them, "choices", "minimum",
+"above" and "maximum". A number that DeepSpeed does not bound is at least 0, unless its default is
+negative itself. Other keys are {"same_as": another name of the key}, {"replaced_by": the key in its
+place, "becomes": what true is there} for what is deprecated, and {"removed": DeepSpeed's message}.
+
+"defaults" holds what DeepSpeed takes for parameters that an optimizer or a scheduler section lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import json
+import os
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # some defaults depend on it, and it is quieter
+
+import deepspeed
+import torch
+from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.compile.config import CompileConfig
+from deepspeed.inference.config import WeightQuantConfig
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+from deepspeed.runtime.config import (
+    _REMOVED_TOP_LEVEL_CONFIG_KEYS,
+    _REMOVED_ZERO_CONFIG_KEYS,
+    DeepSpeedConfig,
+    DtypeEnum,
+    HybridEngineConfig,
+    get_pipeline_config,
+)
+from deepspeed.runtime.constants import GRADIENT_ALLREDUCE_OP_SUPPORTED
+from deepspeed.runtime.data_pipeline.config import get_data_efficiency_config
+from deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from deepspeed.runtime.model_checkpointing.config import (
+    get_checkpoint_config,
+    get_checkpoint_writer_config,
+)
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+from pydantic import BaseModel
+
+from harness.launch.ranks import REPOSITORY
+
+# Keys that DeepSpeed reads with a default of None and no annotation to tell their type.
+TYPES: dict[str, list[str]] = {
+    "train_batch_size": ["integer"],
+    "train_micro_batch_size_per_gpu": ["integer"],
+    "gradient_accumulation_steps": ["integer"],
+    "steps_per_print": ["integer"],
+    "vocabulary_size": ["integer"],
+    "pipeline.stages": ["integer", "string"],
+    "pipeline.use_reentrant": ["boolean"],
+    "activation_checkpointing.number_checkpoints": ["integer"],
+    "data_types.keep_in_fp32_modules": ["string", "array"],
+    "torch_autocast.lower_precision_safe_modules": ["array"],
+    "autotuning.arg_mappings": ["object"],
+    "autotuning.max_train_batch_size": ["integer"],
+    "autotuning.model_info": ["object"],
+    "data_efficiency.data_sampling.dynamic_batching.max_batch_size": ["integer"],
+    "datastates_ckpt": ["object", "boolean"],
+}
+# Types that a key has here besides DeepSpeed's: a split over pipeline stages is ours to make, and
+# may be given as decoder layers per stage.
+WIDENED = {"pipeline.partition": ["array"]}
+# Smallest values that DeepSpeed asserts far from its parsers.
+MINIMUM = {
+    "train_batch_size": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+}
+# Values of the strings that DeepSpeed checks in its parsers.
+_DTYPES = sorted({name for dtype in DtypeEnum for name in dtype._all_values[1:]})
+CHOICES: dict[str, list[str]] = {
+    "communication_data_type": ["fp16", "bf16", "fp32"],
+    "seq_parallel_communication_data_type": ["fp16", "bf16", "fp32"],
+    "gradient_allreduce_op": list(GRADIENT_ALLREDUCE_OP_SUPPORTED),
+    "data_types.grad_accum_dtype": _DTYPES,
+    "data_types.param_dtype": _DTYPES,
+    "data_types.buffer_dtype": _DTYPES,
+    "torch_autocast.dtype": _DTYPES,
+}
+# Keys that the engine reads beside its config class.
+READ_ELSEWHERE: dict[str, Any] = {"sequence_parallel_size": 1, "vocabulary_size": None}
+# Sections to which a plug-in or the user adds keys of their own.
+FREE = (
+    "optimizer.params",
+    "scheduler.params",
+    "data_efficiency.data_sampling.curriculum_learning",
+    "data_efficiency.data_sampling.dynamic_batching",
+    "data_efficiency.data_routing.random_ltd",
+)
+
+
+# A key or a section of the table, from a config model, an annotation or values.
+
+Node = dict[str, Any]
+
+_JSON_TYPES: dict[Any, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    Path: "string",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+    type(None): "null",
+}
+_ANY = sorted(set(_JSON_TYPES.values()))
+
+
+def from_values(path: str, values: Mapping[str, Any]) -> Node:
+    """Return the section at `path` whose keys have these defaults."""
+    keys: Node = {}
+    for name, value in values.items():
+        inner = f"{path}.{name}"
+        if isinstance(value, dict):
+            keys[name] = from_values(inner, value)
+        else:
+            keys[name] = leaf(inner, value)
+    return {"keys": keys, **({"free": True} if path in FREE else {})}
+
+
+def leaf(path: str, default: Any) -> Node:
+    """Return the key at `path` with its default, and what is stated of it by hand."""
+    kinds = TYPES.get(path)
+    if kinds is None:
+        kinds = ["string"] if default is None else [_JSON_TYPES[type(default)]]
+    kinds = [*kinds, *WIDENED.get(path, ())]
+    if default is None:
+        kinds = [*kinds, "null"]
+    choices = CHOICES.get(path)
+    node = {"type": kinds, "default": default, **({"choices": choices} if choices else {})}
+    return _bounded(node, MINIMUM.get(path, 0))
+
+
+def _bounded(node: Node, minimum: int = 0) -> Node:
+    """With a lower bound, where it is a number that lacks one."""
+    default = node.get("default")
+    free = isinstance(default, int | float) and default < 0
+    if "above" not in node and not free and {"integer", "number"} & set(node.get("type", [])):
+        node.setdefault("minimum", minimum)
+    return node
+
+
+def from_model(model: type[BaseModel]) -> Node:
+    """Return the section that a config model parses."""
+    keys: Node = {}
+    for name, field in model.model_fields.items():
+        extra = field.json_schema_extra
+        default = plain(field.get_default(call_default_factory=True))
+        node = from_annotation(field.annotation, default)
+        for bound in field.metadata:
+            for attribute, word in (("ge", "minimum"), ("gt", "above"), ("le", "maximum")):
+                if hasattr(bound, attribute):
+                    node[word] = getattr(bound, attribute)
+        if isinstance(extra, dict) and extra.get("deprecated"):
+            new = model.model_fields.get(extra["new_param"])
+            node["replaced_by"] = (new and new.alias) or extra["new_param"]
+            if extra.get("set_new_param", True):
+                becomes = extra.get("new_param_fn", lambda value: value)(True)
+                node["becomes"] = _set_fields(becomes)
+        keys[field.alias or name] = _bounded(node)
+        if field.alias and field.alias != name:
+            keys[name] = {"same_as": field.alias}
+    return {"keys": keys}
+
+
+def from_annotation(annotation: Any, default: Any) -> Node:
+    """Type, default and choices of one annotated field, or the section it is the model of."""
+    kinds: list[str] = []
+    choices: list[Any] = []
+    alternatives = (
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        else (annotation,)
+    )
+    for each in alternatives:
+        origin = typing.get_origin(each) or each
+        if origin is typing.Literal:
+            choices += typing.get_args(each)
+            kinds.append("string")
+        elif inspect.isclass(origin) and issubclass(origin, BaseModel):
+            return from_model(origin) | ({"nullable": True} if len(alternatives) > 1 else {})
+        elif inspect.isclass(origin) and issubclass(origin, enum.Enum):
+            choices += [member.value for member in origin]
+            kinds.append("integer" if issubclass(origin, int) else "string")
+        else:
+            kinds += [_JSON_TYPES[origin]] if origin in _JSON_TYPES else _ANY
+    node: Node = {"type": list(dict.fromkeys(kinds)), "default": default}
+    return node | ({"choices": list(dict.fromkeys(choices))} if choices else {})
+
+
+def _set_fields(value: Any) -> Any:
+    """A config model as the section that makes it; any other value as it is."""
+    return (
+        value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
+    )
+
+
+def plain(value: Any) -> Any:
+    """A default as JSON has it; what is no JSON value (a dtype, a sentinel) becomes null."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, BaseModel):
+        return {}
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    return value if isinstance(value, (str, float, bool, list, dict)) else None
+
+
+# Every section of the JSON, as the part of DeepSpeed that reads it has it.
+
+_MODELS: dict[str, type[BaseModel]] = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "fp16": DeepSpeedFP16Config,
+    "bf16": DeepSpeedBF16Config,
+    "tensor_parallel": TPTrainingConfig,
+    "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
+    "csv_monitor": CSVConfig,
+    "comet": CometConfig,
+    "comms_logger": CommsLoggerConfig,
+    "compile": CompileConfig,
+    "hybrid_engine": HybridEngineConfig,
+    "weight_quantization": WeightQuantConfig,
+}
+
+
+class Recorder(dict[str, Any]):
+    """A config section that notes which keys a parser asks for, and with which default."""
+
+    def __init__(self, section: Mapping[str, Any] | None = None) -> None:
+        super().__init__(section or {})
+        self.asked: dict[str, Any] = {}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dict's, and noted."""
+        self.asked.setdefault(key, default)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.setdefault(str(key), None)
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        """Itself, so that `in config.keys()` is noted too."""
+        return self
+
+
+def all_sections() -> dict[str, Node]:
+    """Return the sections by name; top-level keys are not among them."""
+    sections = {name: from_model(model) for name, model in _MODELS.items()}
+    hints = typing.get_type_hints(AutoEPConfig)
+    expert_parallel = {
+        field.name: from_annotation(hints[field.name], plain(field.default))
+        for field in dataclasses.fields(AutoEPConfig)
+        if not field.name.startswith("_")
+    }
+    flops, autotuning, checkpoint, writer = (Recorder() for _ in range(4))
+    DeepSpeedFlopsProfilerConfig({"flops_profiler": flops})
+    DeepSpeedAutotuningConfig({"autotuning": autotuning})
+    get_checkpoint_config({"checkpoint": checkpoint})
+    get_checkpoint_writer_config({"writer": writer})
+    whole = {
+        "activation_checkpointing": ACT_CHKPT_DEFAULT,
+        "aio": AIO_DEFAULT_DICT,
+        "autotuning": autotuning.asked,
+        "flops_profiler": flops.asked,
+        "pipeline": {**get_pipeline_config({}), "use_reentrant": True},
+        "checkpoint": {
+            **_asked_by_config("checkpoint"),
+            **checkpoint.asked,
+            "writer": writer.asked,
+            "parallel_write": {"pipeline_stage": False},
+        },
+        "data_efficiency": get_data_efficiency_config({}),
+        "data_types": _asked_by_config("data_types"),
+        "torch_autocast": {**_asked_by_config("torch_autocast"), "dtype": None},
+        "optimizer": {"type": None, "params": {}, "legacy_fusion": False},
+        "scheduler": {"type": None, "params": {}},
+    }
+    sections |= {name: from_values(name, values) for name, values in whole.items()}
+    sections["expert_parallel"] = {"keys": expert_parallel}
+    sections["timers"] = {"keys": {"throughput": from_model(DeepSpeedThroughputTimerConfig)}}
+    return sections
+
+
+def _asked_by_config(section: str) -> dict[str, Any]:
+    """Keys of one section that DeepSpeedConfig itself asks for."""
+    recorder = Recorder()
+    DeepSpeedConfig._initialize_params(object.__new__(DeepSpeedConfig), {section: recorder})
+    return recorder.asked
+
+
+# DeepSpeed's defaults of parameters that an optimizer or a scheduler section lacks.
+
+# The classes that DeepSpeed makes of an optimizer's type, whose defaults agree.
+_OPTIMIZERS: dict[str, tuple[type, ...]] = {
+    "adamw": (FusedAdam, DeepSpeedCPUAdam),
+    "adam": (FusedAdam, DeepSpeedCPUAdam),
+    "adamw, torch_adam": (torch.optim.AdamW,),
+    "adam, torch_adam": (torch.optim.Adam,),
+    "lion": (FusedLion, DeepSpeedCPULion),
+    "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+    "sgd": (torch.optim.SGD,),
+    "adafactor": (torch.optim.Adafactor,),
+}
+# MuonWithAuxAdam's, but for its two learning rates: optim.lr is another measure.
+_MUON = {"momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0}
+_SCHEDULERS = (WarmupLR, WarmupDecayLR, WarmupCosineLR)
+_LEARNED = ("lr", "betas", "eps", "momentum", "weight_decay")
+_SCHEDULED = ("warmup_max_lr", "warmup_num_steps", "warmup_type", "cos_min_ratio")
+
+
+def optimizer_defaults() -> dict[str, dict[str, Any]]:
+    """Return the defaults of the optimizers' classes, by DeepSpeed's name in lower case."""
+    defaults = {}
+    for name, classes in _OPTIMIZERS.items():
+        first, *others = [_defaults(kind, _LEARNED) for kind in classes]
+        assert all(first == defaults_ for defaults_ in others), f"{name}: {first}, {others}"
+        defaults[name] = {key: value for key, value in first.items() if key in _taken(name)}
+    return {**defaults, "muon": _MUON}
+
+
+def _taken(name: str) -> tuple[str, ...]:
+    """Adafactor's eps is another thing: two numbers."""
+    return tuple(key for key in _LEARNED if (name, key) != ("adafactor", "eps"))
+
+
+def scheduler_defaults() -> dict[str, dict[str, Any]]:
+    """Return the defaults of the schedulers' classes, by their names."""
+    return {kind.__name__: _defaults(kind, _SCHEDULED) for kind in _SCHEDULERS}
+
+
+def _defaults(kind: type, names: tuple[str, ...]) -> dict[str, Any]:
+    """The defaults of a class's arguments among `names`, without those that are None."""
+    arguments = inspect.signature(kind).parameters
+    values = {name: arguments[name].default for name in names if name in arguments}
+    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+    return {name: value for name, value in plain.items() if value is not None}
+
+
+OUTPUT = REPOSITORY / "harness" / "config" / "ds_keys.json"
+
+
+def build_keys() -> Node:
+    """The whole table, nested as the JSON is."""
+    top = Recorder()
+    DeepSpeedConfig._initialize_params(object.__new__(DeepSpeedConfig), top)
+    sections = all_sections()
+    keys: Node = {}
+    for key, default in sorted({**top.asked, **READ_ELSEWHERE, **sections}.items()):
+        keys[key] = sections.get(key) or leaf(key, default)
+    keys["bfloat16"] = {"same_as": "bf16"}
+    keys |= _removed(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    keys["zero_optimization"]["keys"] |= _removed(_REMOVED_ZERO_CONFIG_KEYS)
+    defaults = {"optimizer": optimizer_defaults(), "scheduler": scheduler_defaults()}
+    return {"deepspeed": deepspeed.__version__, "keys": keys, "defaults": defaults}
+
+
+def _removed(messages: Mapping[str, str]) -> Node:
+    """The keys that DeepSpeed refuses by name, with its message but for the link."""
+    link = re.compile(r"\s*See https\S+\s*$")
+    return {key: {"removed": link.sub("", text).strip()} for key, text in messages.items()}
+
+
+def as_text() -> str:
+    """The exact content of ds_keys.json."""
+    return json.dumps(build_keys(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(as_text(), encoding="utf-8")
+    print(f"wrote {OUTPUT}")

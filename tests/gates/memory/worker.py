@@ -1,0 +1,158 @@
+"""Measures the model states of a case, on one rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from harness.config.run_config import RunConfig
+from harness.data.batch import Batch
+from harness.layout.world import World
+from harness.models.recompute import saved_by
+from harness.plan.make import make_plan
+from harness.plan.plan import Plan
+from harness.run.live_memory import live_storages
+from tests.gates.memory.cases import SEQ_LEN, Case
+
+
+def load_evenly(engine: Any) -> None:
+    """Send each of an engine's divided experts equally many tokens."""
+    for name, module in engine.module.named_modules():
+        if name.endswith(".experts"):
+            module.forward = _evenly(module.forward, module.num_experts * engine.plan.grid.expert)
+
+
+def _evenly(forward: Any, experts: int) -> Any:
+    def evenly(states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        each = torch.arange(index.numel(), device=index.device) % experts
+        return forward(states, each.view_as(index), weights)
+
+    return evenly
+
+
+@dataclass
+class Rise:
+    """Rise of allocated bytes above their start."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def rise(mapped: int = 0) -> Iterator[Rise]:
+    """Follow every allocation of the CPU's allocator, that of C++ too, while the body runs.
+
+    `mapped`: bytes of a file whose mappings are left out. Safetensors maps the whole file for each
+    tensor it reads; its pages are the kernel's, which drops them where memory is short.
+    """
+    highest = Rise()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield highest
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and abs(event.nbytes()) != mapped
+    )
+    now = 0
+    for _, size in changes:
+        now += size
+        highest.bytes = max(highest.bytes, now)
+
+
+Job = Case
+
+
+def plan_of(case: Case, world: World, model: Path) -> Plan:
+    """The Plan of one case, through the same door as every run."""
+    run = RunConfig.model_validate(
+        {
+            "model": {
+                "name": str(model),
+                "attention": "varlen" if case.how.varlen else "auto",
+                **case.model_keys,
+            },
+            "data": {"seq_len": SEQ_LEN},
+            "train": {
+                "global_batch": case.accumulation * case.data_ranks,
+                "micro_batch": 1,
+                "steps": 2,
+            },
+            "optim": {"name": case.optimizer, "warmup_steps": 0},
+        }
+    )
+    return make_plan(run, case.deepspeed, world, estimating=True)
+
+
+def measure(case: Case, world: World, device: torch.device, model: Path) -> dict[str, Any]:
+    """Bytes of live storages once built, with the gradients ready, and between steps; peaks.
+
+    If tensors or sequences are divided, activations computed again, or the loss is in chunks, also
+    the bytes that are saved for the backward pass.
+    """
+    from tests.gates.engines import build_engine
+
+    before = live_storages()
+    points: dict[str, Any] = {}
+
+    def count(point: str) -> None:
+        storages = {key: storage for key, storage in live_storages().items() if key not in before}
+        sizes = sorted(((s.nbytes(), str(dtype)) for s, dtype in storages.values()), reverse=True)
+        points[point] = {"bytes": sum(size for size, _ in sizes), "largest": sizes[:60]}
+
+    plan = plan_of(case, world, model)
+    divided = case.is_divided
+    engine = build_engine(plan, device)
+    if case.counts_saved:
+        _count_saved(engine)
+    if case.is_mixture:
+        load_evenly(engine)
+    count("built")
+    vocab_size = plan.model_config["vocab_size"]
+    data_rank = plan.share.data_rank if plan.grid.tensor > 1 else world.rank
+    generator = torch.Generator().manual_seed(0 if divided else data_rank)
+    ids = torch.randint(0, vocab_size, (1, SEQ_LEN), generator=generator)
+    # Not one batch several times: the engine knows the last micro-batch by its identity.
+    batches = [Batch(ids, ids.clone(), None) for _ in range(plan.grad_accum)]
+    peaks = {}
+    for _ in range(3):  # Adam makes its moments in the first step, ZeRO 3 knows its trace after it
+        start = points.get("between_steps", points["built"])["bytes"]
+        with rise() as rose:
+            engine.accumulate(batches, SEQ_LEN * plan.global_batch)
+        peaks["accumulate"] = start + rose.bytes
+        count("gradients_ready")
+        with rise() as rose:
+            engine.apply(1e-4)
+        peaks["apply"] = points["gradients_ready"]["bytes"] + rose.bytes
+        count("between_steps")
+    optimizer = engine.describe()["optimizer"]
+    if case.counts_saved and plan.zero_stage < 3:
+        points["saved"] = {"bytes": engine.saved}
+    engine.close()
+    return {"optimizer": optimizer, "points": points, "peaks": peaks}
+
+
+def _count_saved(engine: Any) -> None:
+    """Let an engine note in `saved` what autograd kept of its last forward pass, bytes."""
+    forward_of = engine.forward.in_training
+
+    def forward(*args: Any) -> Any:
+        with saved_by(engine.module) as saved:
+            outputs = forward_of(*args)
+        engine.saved = saved.bytes
+        return outputs
+
+    engine.forward.in_training = forward
+
+
+def do(case: Case, world: World, device: torch.device, out: Path) -> None:
+    """Measure one case; every rank keeps what it held."""
+    torch.manual_seed(0)
+    measured = measure(case, world, device, out / case.model)
+    (out / f"{case.name}.rank{world.rank}.json").write_text(json.dumps(measured))

@@ -1,0 +1,127 @@
+"""A trained cell against the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tests.gates.cells import GLOBAL_BATCH
+from tests.gates.models import DROPPING, LEARNED
+from tests.gates.parity.cells import Cell
+from tests.gates.parity.measure import Difference, Trajectory, difference, worst_relative
+from tests.gates.parity.model import Split, Way
+from tests.gates.parity.reference import GATE, Sum, gradients, kept_spreads, trained
+
+LEAST_FALL = 0.2  # of the loss over the gate's steps: a model that does not learn proves little
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell's verdict."""
+
+    cell: Cell
+    distance: Difference
+    tolerance: Difference
+    failures: list[str] = field(default_factory=list)
+    """The quantities whose distance exceeds the tolerance."""
+
+    @property
+    def verdict(self) -> str:
+        """equal or DIFFERS."""
+        return "DIFFERS" if self.failures else "equal"
+
+    def pairs(self) -> dict[str, str]:
+        """Return each quantity as measured / allowed."""
+        allowed = vars(self.tolerance)
+        return {name: f"{x:.1e}/{allowed[name]:.1e}" for name, x in vars(self.distance).items()}
+
+    def line(self) -> str:
+        """Return the verdict and every quantity; what exceeds has an exclamation mark."""
+        pairs = [
+            f"{name} {pair}" + ("!" if name in self.failures else "")
+            for name, pair in self.pairs().items()
+        ]
+        return f"{self.cell.name:38} {self.verdict}  " + "  ".join(pairs)
+
+
+def compare(cell: Cell, out: Path, factor: float, whole: bool = False, device: str = "cpu") -> Row:
+    """Return how far `cell`, trained into `out`, is from the plain loop, and how far it may be.
+
+    `whole`: by the spread of all orders, though fewer of them allow as much as the cell differs.
+    `device`: on which it was trained, and the plain loop is.
+    """
+    mixture = "num_experts_per_tok" in LEARNED[cell.architecture]
+    # A balancing loss is not linear in the micro-batch, and dropout is drawn by its shape: it is
+    # therefore the cell's own.
+    own = mixture or cell.architecture == DROPPING
+    split = Split.even(cell.micro_batch if own else GLOBAL_BATCH)
+    how = cell.how
+    way = Way(
+        *(cell.architecture, cell.precision, how.has_bf16_states, how.compiled, how.tensor),
+        tiles=how.model.get("mlp_tiles", 1),
+        device=device,
+        reversible=how.model.get("reversible", False),
+        varlen=how.varlen and cell.precision != "fp32",
+        kind=how.kind,
+    )
+    trajectory = Trajectory.load(out / cell.name)
+    # A token between two experts goes to either as a sum begins with one rank or another: the
+    # balancing loss, which counts tokens, then jumps.
+    jumps = mixture and how.tensor > 2 and cell.precision != "fp32"
+    for first_block in range(how.tensor if jumps else 1):
+        reference = trained(replace(way, first_block=first_block), split, mixture, GATE)
+        row = _against(reference, trajectory, cell, way, factor, whole)
+        if not row.failures:
+            break
+    return row
+
+
+def _against(
+    reference: Trajectory, trajectory: Trajectory, cell: Cell, way: Way, factor: float, whole: bool
+) -> Row:
+    """Return the verdict by one plain loop; its spread is that of `way`."""
+    fall = 1 - min(reference.losses) / reference.losses[0]
+    assert fall >= LEAST_FALL, f"the reference's loss falls by {fall:.0%} only"
+    how = cell.how
+    if cell.architecture == DROPPING:  # in another order other states would be dropped
+        way = replace(way, architecture="gpt2")
+    spreads = kept_spreads(way)
+    distance = difference(trajectory, reference)
+    # Sums of bf16 states depend on their order. Divided tensors and rows add up each part's
+    # gradients, divided experts those of several ranks' tokens together, and a loss in chunks each
+    # chunk's summand of the hidden states'.
+    divided = how.tensor * how.sequence * how.expert > 1
+    if not (how.has_bf16_states or divided or how.loss_chunk):
+        by = Sum(
+            cell.sums,
+            cell.micro_batch,
+            cell.data_ranks,
+            how.stage >= 2,
+            how.pipeline,
+            how.stage == 3,
+        )
+        same, order = _gradients(way, by)
+        distance = replace(distance, gradient=worst_relative(trajectory.gradients, same))
+        least = max(order, torch.finfo(torch.float32).eps)
+        spreads = (replace(spread, gradient=least) for spread in spreads)
+    return judge(cell, distance, (spread.scaled(factor) for spread in spreads), whole)
+
+
+def judge(cell: Cell, distance: Difference, tolerances: Iterable[Difference], whole: bool) -> Row:
+    """Return the verdict by the first of the tolerances that allows the distance, or by the last.
+
+    None of them is smaller than the one before, so the verdict is that of the last; `whole` takes
+    no other, as a table shows it.
+    """
+    for tolerance in tolerances:
+        row = Row(cell, distance, tolerance, distance.exceeds(tolerance))
+        if not (row.failures or whole):
+            break
+    return row
+
+
+_gradients = cache(gradients)

@@ -1,0 +1,80 @@
+"""What both sides of the gate train: hyperparameters of which none is a default of any library, and
+data that is learnable in a few steps, and uneven on purpose.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from harness.data.batch import Batch
+from tests.gates.cells import GLOBAL_BATCH
+from tests.gates.models import SEQ_LEN, VOCAB_SIZE
+
+SEED = 0
+LR = 4e-3  # the largest
+BETAS = (0.8, 0.97)
+EPS = 1e-5
+WEIGHT_DECAY = 0.1
+CLIP_NORM = 0.5  # below most of the norms, so that clipping acts in most steps
+# One step that is large beside the weights: after a small one, the change of a norm's weight would
+# be known no better than the last place of 1.0.
+SGD_LR = 64.0
+# Parameters that are stepped otherwise than the rest; every decoder layer has some.
+GROUP_PATTERN = "attn|attention[.]"
+GROUP_LR_MULTIPLIER = 0.5
+GROUP_WEIGHT_DECAY = 0.3
+HELD_OUT_SAMPLES = 13  # which no split into micro-batches and ranks divides
+
+DOCUMENT_TOKENS = 11  # does not divide SEQ_LEN: documents end in the middle of samples
+
+
+def learning_rate(step: int) -> float:
+    """Return the rate of a step, counted from 0: each is far from its neighbours'."""
+    return LR * (1.0, 0.4, 0.8, 0.2, 0.6)[step % 5]
+
+
+@functools.cache
+def global_batch(step: int) -> Batch:
+    """The global batch of one step, (GLOBAL_BATCH, SEQ_LEN) on the CPU; whoever changes it copies.
+
+    Tokens follow a fixed permutation within a document, so a model that attends learns quickly.
+    Samples hold documents that must not see each other (`position_ids` restart), and prompts of
+    very different lengths carry no loss: a mean over micro-batches instead of target tokens, a
+    dropped sample or a dropped mask all change the result.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    successor = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(7))
+    tokens = torch.empty(GLOBAL_BATCH, SEQ_LEN + 1, dtype=torch.int64)
+    positions = torch.empty(GLOBAL_BATCH, SEQ_LEN, dtype=torch.int64)
+    for row in range(GLOBAL_BATCH):
+        for column in range(SEQ_LEN + 1):
+            if column % DOCUMENT_TOKENS == 0:
+                # Few different starts: the loss can fall well within the gate's few steps.
+                current = torch.randint(0, 16, (), generator=generator)
+            tokens[row, column] = current
+            current = successor[current]
+        positions[row] = torch.arange(SEQ_LEN) % DOCUMENT_TOKENS
+    labels = tokens[:, 1:].clone()
+    for row in range(GLOBAL_BATCH):
+        labels[row, : (row * row) % SEQ_LEN] = -100
+    return Batch(tokens[:, :-1].contiguous(), labels, positions)
+
+
+def held_out() -> Batch:
+    """Samples that are evaluated and never trained on, (HELD_OUT_SAMPLES, SEQ_LEN) on the CPU."""
+    several = [global_batch(10_000 + number) for number in range(2)]
+    columns = zip(*((b.input_ids, b.labels, b.position_ids) for b in several), strict=True)
+    both = Batch(*(torch.cat(tensors) for tensors in columns))
+    return rows(both, list(range(HELD_OUT_SAMPLES)))
+
+
+def rows(batch: Batch, chosen: list[int]) -> Batch:
+    """The given samples of a batch, in the given order."""
+    return Batch(batch.input_ids[chosen], batch.labels[chosen], batch.position_ids[chosen])
+
+
+def targets(batch: Batch) -> int:
+    """Target tokens of a batch."""
+    return int((batch.labels != -100).sum())

@@ -1,0 +1,357 @@
+"""A device with streams, simulated by vector clocks: accesses that race, blocks reused early."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from harness.launch.ranks import REPOSITORY
+
+_OWNERS = ("deepspeed/", "transformers/", "harness/", "tests/", "tools/")
+_PASSED_THROUGH = (
+    *("tests/gates/streams/", "deepspeed/comm/", "deepspeed/utils/nvtx"),
+    "deepspeed/utils/timer",
+)
+
+
+def place() -> str:
+    """Return file:line of the innermost line of those owners that leads here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if name := _owned(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def is_within(part: str, frames: int = 16) -> bool:
+    """Return True if one of the innermost frames is of a file whose path has `part` in it."""
+    frame = sys._getframe(1)
+    for _ in range(frames):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if part in frame.f_code.co_filename:
+            return True
+    return False
+
+
+@functools.cache
+def _owned(file: str) -> str:
+    """Return a file's path in its package; "" where it belongs to nobody of interest."""
+    _, installed, inside = file.rpartition("/site-packages/")
+    if not installed:
+        inside = file.removeprefix(f"{REPOSITORY}/")
+    owned = inside.startswith(_OWNERS) and not inside.startswith(_PASSED_THROUGH)
+    return inside if owned else ""
+
+
+Clock = Counter[int]  # stream -> the last of its operations known to have ended
+HOST = -1  # a number that no stream has
+
+
+class Timeline:
+    """All streams of a device, and the host that launches on them.
+
+    `waits`: of the host, by (phase, file:line, kind).
+    """
+
+    def __init__(self) -> None:
+        self.streams = list[Stream]()
+        self.host: Clock = Counter()
+        self.waits: Counter[tuple[str, str, str]] = Counter()
+        self.phase = ""
+        self._numbers = itertools.count()
+        self.default, self.network = Stream(self), Stream(self)
+        self._entered = [self.default]
+
+    def add(self, stream: Stream) -> int:
+        """Take in a stream; returns its number."""
+        self.streams.append(stream)
+        return next(self._numbers)
+
+    @property
+    def current(self) -> Stream:
+        """The stream that operations are launched on."""
+        return self._entered[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """Launch on `stream` within."""
+        self._entered.append(stream or self.current)
+        try:
+            yield
+        finally:
+            self._entered.pop()
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count waits under the name of a phase within."""
+        outer, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = outer
+
+    def launched(self) -> Clock:
+        """Launch an operation on the current stream: it comes after all that the host has waited
+        for.
+        """
+        stream = self.current
+        stream.clock |= self.host
+        stream.clock[stream.number] += 1
+        return stream.clock
+
+    def host_waits(self, clock: Clock, kind: str) -> None:
+        """Let the host wait for all that is in `clock`."""
+        self.host |= clock
+        self.waits[self.phase, place(), kind] += 1
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams."""
+        everything: Clock = Counter()
+        for stream in self.streams:
+            everything |= stream.clock
+        self.host_waits(everything, "device")
+
+
+class Stream:
+    """A queue of operations."""
+
+    def __init__(self, timeline: Timeline, **_options: Any) -> None:
+        self.timeline, self.clock = timeline, Counter[int]()
+        self.number = timeline.add(self)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let what is launched here from now on come after what `other` has."""
+        self.clock |= other.clock
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is launched here from now on come after an event."""
+        self.clock |= event.clock
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event after all that this stream has."""
+        event = event or Event(self.timeline)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.timeline.host_waits(self.clock, "stream")
+
+    def query(self) -> bool:
+        """Return False: it may always have work."""
+        return False
+
+
+class Event:
+    """The work that a stream had when it was recorded."""
+
+    def __init__(self, timeline: Timeline, **_options: Any) -> None:
+        self.timeline, self.clock = timeline, Counter[int]()
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Take all that a stream has."""
+        self.clock = Counter((stream or self.timeline.current).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream wait for it."""
+        (stream or self.timeline.current).clock |= self.clock
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.timeline.host_waits(self.clock, "event")
+
+    def query(self) -> bool:
+        """Return False: nobody may count on its end."""
+        return False
+
+    def elapsed_time(self, _other: Event) -> float:
+        """Return no time: none passes here."""
+        return 0.0
+
+
+class Work:
+    """A collective on its way, which keeps its tensors until somebody has waited for it, as NCCL's
+    does: who waits, waits on the stream that is current then.
+    """
+
+    def __init__(self, work: Any, timeline: Timeline, tensors: Any) -> None:
+        self._work, self._timeline, self._tensors = work, timeline, tensors
+        self._clock = Counter(timeline.network.clock)
+
+    def wait(self, *timeout: Any) -> Any:
+        """Let the current stream wait."""
+        self._timeline.current.clock |= self._clock
+        self._tensors = None
+        with _disable_current_modes():  # gloo copies out of buffers of its own, NCCL has none
+            return self._work.wait(*timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+# What the data room makes of nothing is on the host, though torch names one device for both.
+_ON_HOST = "harness/data/"
+Touched = Sequence[tuple[torch.Tensor, bool]]  # with True where it is written
+
+
+@dataclass(frozen=True)
+class Access:
+    """One operation's reading or writing of bytes [begin, end) of a storage."""
+
+    begin: int
+    end: int
+    writes: bool
+    stream: int
+    time: int  # on that stream
+    where: str
+
+    def conflicts(self, other: Access) -> bool:
+        """Return True if both touch a byte that one of them writes."""
+        return self.begin < other.end and other.begin < self.end and (self.writes or other.writes)
+
+    def covers(self, other: Access) -> bool:
+        """Return True if being ordered after self implies being ordered after `other`."""
+        return (
+            self.begin <= other.begin
+            and other.end <= self.end
+            and (self.writes or (not other.writes and self.stream == other.stream))
+        )
+
+
+@dataclass
+class Block:
+    """A storage: where it lies, the stream that it was allocated on, and its last accesses."""
+
+    kind: Literal["device", "pinned", "pageable"]
+    owner: int
+    alive: weakref.ref[Any] | None = None
+    accesses: list[Access] = field(default_factory=list)
+    recorded: list[Stream] = field(default_factory=list)
+    """Streams that the allocator waits for, by record_stream: for all that they have at the end."""
+
+
+class Memory:
+    """Every storage, by what is done to it.
+
+    A storage that no operation made is the host's. `races`: conflicting accesses without an order,
+    "first place -> second place". `reuses`: blocks that were freed while another stream could still
+    use them, "last use -> who gets the block".
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.races: Counter[str] = Counter()
+        self.reuses: Counter[str] = Counter()
+        self._timeline = timeline
+        self._blocks: dict[int, Block] = {}
+        self._freed: dict[int, list[Block]] = defaultdict(list)  # by the stream that gets them
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor lies in the host's memory."""
+        return self._block(tensor).kind != "device"
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor lies in page-locked memory."""
+        return self._block(tensor).kind == "pinned"
+
+    def mark(self, tensor: torch.Tensor, kind: Literal["device", "pinned", "pageable"]) -> None:
+        """Let a tensor lie elsewhere, as if it were a copy that is done."""
+        block = self._block(tensor)
+        block.kind, block.accesses = kind, []
+
+    def record(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keep a block from being reused before `stream` has done what it has when it is freed."""
+        self._block(tensor).recorded.append(stream)
+
+    def run(self, touched: Touched, made: Sequence[torch.Tensor], is_copy: bool = False) -> bool:
+        """Note one operation; True if the host does it itself, on its own memory.
+
+        `made`: what it returns, which lies with what it was made of. A copy between both memories
+        is the device's; other operations that take something of the host's read it at the launch.
+        """
+        here = [(tensor, writes) for tensor, writes in touched if tensor.device.type == "cpu"]
+        on_host = bool(here) and all(self.is_host(tensor) for tensor, _ in here)
+        timeline, where = self._timeline, place()
+        clock = timeline.host if on_host else timeline.launched()
+        stays = on_host or (not here and where.startswith(_ON_HOST))
+        for tensor in made:
+            if tensor.device.type == "cpu" and not self._knows(tensor):
+                self._allocate(tensor, "pageable" if stays else "device")
+        written = [(tensor, True) for tensor in made if tensor.device.type == "cpu"]
+        for tensor, writes in (*here, *written):
+            if on_host or (not is_copy and self.is_host(tensor)):
+                self._access(tensor, writes, HOST, timeline.host, where)
+            else:
+                self._access(tensor, writes, timeline.current.number, clock, where)
+        return on_host
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._blocks
+
+    def _block(self, tensor: torch.Tensor) -> Block:
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage._cdata)
+        timeline = self._timeline
+        is_buffer = timeline.current is timeline.network  # one of gloo's own
+        return block or self._add(storage, Block("device" if is_buffer else "pageable", HOST))
+
+    def _allocate(self, tensor: torch.Tensor, kind: Literal["device", "pageable"]) -> None:
+        stream = self._timeline.current
+        if kind == "device" and (freed := self._freed.pop(stream.number, None)):
+            where = place()
+            clock = stream.clock | self._timeline.host
+            for block in freed:
+                for access in block.accesses:
+                    if access.stream != stream.number and clock[access.stream] < access.time:
+                        self.reuses[f"{access.where} -> {where}"] += 1
+        self._add(tensor.untyped_storage(), Block(kind, stream.number))
+
+    def _add(self, storage: Any, block: Block) -> Block:
+        identity = storage._cdata
+        block.alive = weakref.ref(storage, partial(self._died, identity))
+        self._blocks[identity] = block
+        return block
+
+    def _died(self, identity: int, _reference: Any) -> None:
+        block = self._blocks.pop(identity, None)
+        if block is None or block.kind != "device":
+            return
+        ended: Clock = Counter()
+        for stream in block.recorded:
+            ended |= stream.clock
+        block.accesses = [a for a in block.accesses if ended[a.stream] < a.time]
+        if any(access.stream != block.owner for access in block.accesses):
+            self._freed[block.owner].append(block)
+
+    def _access(
+        self, tensor: torch.Tensor, writes: bool, number: int, clock: Clock, where: str
+    ) -> None:
+        if not tensor.numel():
+            return
+        block, size = self._block(tensor), tensor.element_size()
+        if number == HOST and block.kind == "device":
+            return
+        begin = tensor.storage_offset()
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        last = begin + sum((count - 1) * stride for count, stride in strides)
+        new = Access(begin * size, (last + 1) * size, writes, number, clock[number], where)
+        for old in block.accesses:
+            if old.stream != number and clock[old.stream] < old.time and new.conflicts(old):
+                self.races[f"{old.where} -> {where}"] += 1
+        if number != HOST:  # what is launched later comes after the host's own accesses
+            later = [a for a in block.accesses if clock[a.stream] < a.time or not new.covers(a)]
+            block.accesses[:] = [*later, new]

@@ -1,0 +1,294 @@
+"""Runs of the real loop on a device that has streams, and the conditions that they must meet.
+
+`main` is one rank: it takes a file that `Job.write` made, and writes its Seen to OUT.RANK.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from harness.launch.fork_server import Zygote
+from harness.plan.machine import libaio_problems
+from tests.gates.models import LEARNED
+from tests.gates.streams.cells import DISCARDED, MEASURED, STEPS, Cell
+
+HOT = ("data", "micro-batches", "step", "log", "verdict")  # the phases of every step
+# The harness's waits beside the log line: (phase, file) -> why no step can do without.
+DECIDES = {
+    ("micro-batches", "harness/engine/expert.py"): (
+        "divided experts: a rank has to know how many tokens the others send before it can make "
+        "room for them, once for each layer and pass"
+    ),
+    ("step", "harness/engine/skip.py"): (
+        "fp32 at stage 0: DeepSpeed's optimizer there steps with NaN as with anything, so that the "
+        "norm is read before the step; the others of DeepSpeed read theirs"
+    ),
+    ("step", "harness/run/run.py"): (
+        "guard.spikes=skip or rollback: loss and norm decide if the step is taken, and have to be "
+        "known before it; DeepSpeed then reads its own norm at once"
+    ),
+}
+LOGS = ("log", "harness/run/meter.py")  # once for each line of metrics
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    arguments: list[str]
+    """Of train.py."""
+    measured: int
+    """Step of which waits are counted."""
+    discards: bool
+    synchronizes: bool
+    """False if nobody waits for the whole device, nor for its gradients (gradients.py)."""
+    out: str
+
+    def write(self) -> Path:
+        """Write it where the ranks read it."""
+        path = Path(f"{self.out}.job.json")
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Waits of the host in one step, at one line."""
+
+    phase: str
+    """data, micro-batches, step, log or verdict."""
+    place: str
+    kind: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Observations of a rank's run."""
+
+    races: dict[str, int]
+    reuses: dict[str, int]
+    waits: list[Wait]
+    micro_batches: int
+    optimizer: str
+
+    @classmethod
+    def read(cls, path: Path) -> Seen:
+        """Read what a rank wrote."""
+        values = json.loads(path.read_text())
+        return cls(**{**values, "waits": [Wait(**wait) for wait in values["waits"]]})
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell and what its ranks saw."""
+
+    cell: Cell
+    ranks: list[Seen] = field(default_factory=list)
+    skipped: str = ""
+    """Why this machine cannot run it."""
+    failure: str = ""
+    """How the run failed."""
+
+    @property
+    def races(self) -> Counter[str]:
+        """Conflicting accesses without an order, over all ranks, by their two places."""
+        return sum((Counter(seen.races) for seen in self.ranks), Counter())
+
+    @property
+    def reuses(self) -> Counter[str]:
+        """Blocks that another stream could still use when they were freed, by two places."""
+        return sum((Counter(seen.reuses) for seen in self.ranks), Counter())
+
+    @property
+    def problems(self) -> list[str]:
+        """Return the conditions that are not met."""
+        problems = [self.failure] if self.failure else []
+        problems += [f"race: {race}" for race in self.races]
+        problems += [f"reused too early: {reuse}" for reuse in self.reuses]
+        problems += [text for seen in self.ranks for text in _own_waits(seen.waits)]
+        return sorted(set(problems))
+
+
+def hot(waits: Iterable[Wait], *phases: str) -> list[Wait]:
+    """Return the waits of these phases of a step, or of all of them."""
+    return [wait for wait in waits if wait.phase in (phases or HOT)]
+
+
+def _own_waits(waits: list[Wait]) -> list[str]:
+    """Return the harness's waits in a step that should not be."""
+    own = [wait for wait in hot(waits) if wait.place.startswith("harness/")]
+    counts: Counter[tuple[str, str]] = Counter()
+    for wait in own:
+        counts[wait.phase, wait.place.partition(":")[0]] += wait.count
+    return [
+        f"the harness waits {count} times in {phase}: {file}"
+        for (phase, file), count in counts.items()
+        if not ((phase, file) in DECIDES and phase == "micro-batches")
+        and count > ((phase, file) in (*DECIDES, LOGS))
+    ]
+
+
+LIMIT_S = 1800.0
+VOCAB_SIZE = 512
+_WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
+
+
+def prepare(folder: Path) -> None:
+    """Write the models and the text that all cells read."""
+    for name in ("llama", "mixtral"):
+        (folder / name).mkdir(exist_ok=True)
+        config = {**LEARNED[name], "vocab_size": VOCAB_SIZE}
+        (folder / name / "config.json").write_text(json.dumps(config))
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(_WORDS, k=draw.randrange(5, 60))) for _ in range(400)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    _write_weights(folder / "llama", folder / "llama_weights", folder / "text.jsonl")
+
+
+def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
+    """Write a model with weights and tokenizer: those that adapters are trained beside."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from harness.data.corpus import find_corpus
+    from harness.data.tokenizer import train_tokenizer
+
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    made.to(torch.bfloat16).save_pretrained(folder)
+    train_tokenizer(find_corpus(str(corpus)), folder, VOCAB_SIZE)
+
+
+def impossible(cell: Cell) -> str:
+    """Return the reason why a cell cannot run on this machine; "" if it can."""
+    return "; ".join(libaio_problems()) if cell.needs_libaio else ""
+
+
+class Failed(Exception):
+    """A run did not end with code 0; with its output."""
+
+
+def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) -> list[Seen]:
+    """Run a cell, unless `folder` holds its results; return what each rank saw.
+
+    Raises Failed.
+    """
+    out = folder / (cell.name if synchronizes else f"{cell.name}-control")
+    results = [Path(f"{out}.{rank}.json") for rank in range(cell.ranks)]
+    if all(path.exists() for path in results):
+        return [Seen.read(path) for path in results]
+    run_dir = f"run.dir={out}-run"
+    shutil.rmtree(f"{out}-run", ignore_errors=True)  # of a run that was ended
+    # Twice the steps: the same place between saves, evaluations and looks is measured.
+    for before in (0, STEPS) if cell.resumes else (0,):
+        arguments = [*cell.command(folder, before + STEPS), run_dir]
+        measured = before + MEASURED
+        job = Job(arguments, measured, cell.discards, synchronizes, str(out))
+        ended = zygote.run(
+            [str(job.write())],
+            folder / f"{out.name}-logs",
+            ranks=cell.ranks,
+            limit_s=LIMIT_S,
+            main="tests.gates.streams.run",
+            patience_s=30.0,
+        )
+        if any(code != 0 for code in ended.codes):  # None: it was ended at its limit
+            raise Failed(f"{cell.name} ended with {ended.codes}\n{ended.output}")
+    shutil.rmtree(f"{out}-run")
+    return [Seen.read(path) for path in results]
+
+
+def main(argv: list[str]) -> int:
+    """Train under the simulator; return the run's exit code."""
+    job = Job(**json.loads(Path(argv[0]).read_text()))
+    from harness import loop, train
+    from harness.engine.deepspeed_0_19 import gradients
+    from harness.engine.pipeline import PipelineEngine
+    from harness.engine.zero import ZeroEngine
+    from harness.guard.judge import Spike
+    from harness.run import build, reporting, step
+    from tests.gates.streams.simulated import Device, simulated
+
+    devices: list[Device] = []
+    waits: list[Counter[tuple[str, str, str]]] = []
+    micro_batches: list[int] = []
+    optimizers: list[str] = []
+
+    def joined(*args: Any) -> Any:
+        place = join(*args)
+        devices.append(stack.enter_context(simulated(job.synchronizes)))
+        return place
+
+    def next_step(run: Any) -> Any:
+        seen, number = devices[0].timeline.waits, run.state.step + 1
+        if number == job.measured:
+            seen.clear()
+        elif number == job.measured + 1:
+            waits.append(Counter(seen))
+        with devices[0].timeline.during("data"):
+            step = taken(run)
+        for batch in step.batches:  # as the thread that reads ahead does for a GPU
+            for tensor in (
+                *(batch.input_ids, batch.labels, batch.position_ids),
+                batch.bounds.places,
+            ):
+                if tensor is not None:
+                    devices[0].pin(tensor)
+        micro_batches.append(len(step.batches))
+        optimizers.append(type(run.engine.engine.optimizer).__name__)
+        return step
+
+    def judged(run: Any, number: int, *args: Any) -> Any:
+        spike = look(run, number, *args)
+        return Spike("loss", 1.0, 0.0, 0.1) if number == DISCARDED and job.discards else spike
+
+    join, taken, look = build.join, loop.next_step, step.look_for_spike
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(build, "join", joined))
+        stack.enter_context(mock.patch.object(loop, "next_step", next_step))
+        stack.enter_context(mock.patch.object(step, "look_for_spike", judged))
+        if not job.synchronizes:
+            stack.enter_context(mock.patch.object(gradients, "settle_gradients"))
+        for owner, name, phase in (
+            (loop, "take_step", "step"),
+            (ZeroEngine, "accumulate", "micro-batches"),
+            (PipelineEngine, "accumulate", "micro-batches"),
+            (loop, "log_or_evaluate", "log"),
+            (reporting, "evaluated", "evaluation"),
+            (loop, "ask", "verdict"),
+            (loop, "save_if_due", "save"),
+        ):
+            stack.enter_context(_during(devices, owner, name, phase))
+        code = train.main(job.arguments)
+    if code == 0:
+        memory = devices[0].memory
+        host_waits = [Wait(*of, count) for of, count in sorted(waits[0].items())]
+        seen = Seen(
+            dict(memory.races), dict(memory.reuses), host_waits, micro_batches[-1], optimizers[-1]
+        )
+        Path(f"{job.out}.{os.environ['RANK']}.json").write_text(json.dumps(asdict(seen)))
+    return code
+
+
+@contextlib.contextmanager
+def _during(devices: list[Any], owner: Any, name: str, phase: str) -> Iterator[None]:
+    """Within this, waits in a function of the harness count to a phase."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with devices[0].timeline.during(phase):
+            return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield

@@ -1,0 +1,34 @@
+"""docs/families.md: state-space and hybrid families, and some of them trained again."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.launch.fork_server import Zygote
+from tests.gates.hybrids import HYBRIDS
+from tests.gates.small_runs import functions, write_jsonl
+from tests.gates.train_families import Runs
+from tests.two_ranks import REPOSITORY
+
+
+def test_families_on_the_page_are_trained_resumed_and_exported() -> None:
+    page = (REPOSITORY / "docs/families.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\w+) \| (yes \| yes \| yes) \|", page, re.MULTILINE))
+    assert {*rows} == {*HYBRIDS}
+    assert len(rows) == len(re.findall(r"^\| \w+ \|.*\|$", page, re.MULTILINE)) - 1
+
+
+@pytest.mark.gate("models")
+@pytest.mark.parametrize("family", ["mamba2", "recurrent_gemma", "falcon_h1", "xlstm"])
+def test_a_family_is_trained_resumed_in_another_layout_and_exported(
+    family: str, zygote: Zygote, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", [*itertools.islice(functions(), 60)])
+    runs = Runs(zygote, HYBRIDS[family], tmp_path / family)
+    assert runs.run("resumed", 1, "train.steps=2") == "yes"
+    assert runs.run("resumed", 3, "train.steps=4") == "yes"
+    assert runs.exported() == "yes"

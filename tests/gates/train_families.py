@@ -1,0 +1,227 @@
+"""State-space and hybrid families by real runs: trained, resumed in another layout, exported.
+
+    python -m tests.gates.train_families --out build/hybrids --markdown docs/families.md
+
+Each family of hybrids.py: two steps of ZeRO 1 on two CPU ranks, two more of ZeRO 3 from its
+checkpoint, beside four of ZeRO 1 without a break; the export's held-out loss by plain transformers
+beside the run's; and a step in every layout that divides a model, whose loss and gradient norm are
+those of the undivided one, or the reason why there is none. Rows that lie in --out are not run
+again. Exit code 0, or 1 where a family ends in anything but a result or a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ExitCode
+from harness.launch.fork_server import Zygote
+from harness.runfolder import RunFolder
+from tests.gates.hybrids import HYBRIDS, NEWER
+from tests.gates.small_runs import functions, write_jsonl
+
+TOLERANCE = 1e-5
+"""Of losses that differ in the order of sums alone."""
+DIVIDED = {
+    "stages": "ds.pipeline.stages=2",
+    "tensors": "ds.tensor_parallel.autotp_size=2",
+    "sequences": "ds.sequence_parallel_size=2",
+}
+_COLUMNS = ("family", "trained", "resumed", "exported", "memory", *DIVIDED)
+_NEWER_COLUMNS = ("family", "trained", "memory", "tensors")
+_HELD_OUT_SAMPLES = 8
+_SET = r"^[\w.]+( is |=)2( \(command line\))?[:,] (model\.name=\S+: )?"
+"""What a reason begins with, alike in all rows."""
+_WORDS = (
+    *("data.seq_len=32", "data.vocab_size=512", "train.global_batch=8", "train.micro_batch=2"),
+    *("optim.schedule=constant", "optim.warmup_steps=0"),
+    *(f"eval.samples={_HELD_OUT_SAMPLES}", "eval.every=2", "log.every=1"),
+    *("sample.tokens=0", "log.report=false", "ds.bf16.enabled=false", "layout.verify=true"),
+)
+_HEAD = """\
+# State-space and hybrid families
+
+Families of transformers whose layers are, all or some of them, no attention over all tokens,
+trained as small models of random weights on two CPU ranks, in fp32, by transformers' own code
+without kernels of another package. *Resumed*: two steps of ZeRO 1, then two of ZeRO 3 from their
+checkpoint, are four steps without a break. *Exported*: plain transformers opens the export and has
+the run's held-out loss. *Memory*: how the planner knows it. The last columns are layouts that
+divide a model: a step equals that of the undivided model, or the reason for none. Written by
+`python -m tests.gates.train_families --out build/hybrids --markdown docs/families.md`.
+
+| family | trained | resumed | exported | memory | stages | tensors | sequences |
+|---|---|---|---|---|---|---|---|
+"""
+_NEWER_HEAD = """
+## New decoders
+
+Other decoders that came with transformers 5.21 to 5.24, in the same sizes: two steps of ZeRO 1, and
+one whose tensors are divided over two ranks.
+
+| new family | trained | memory | tensors |
+|---|---|---|---|
+"""
+
+
+def main(argv: list[str]) -> int:
+    """argv -> a line per family, perhaps a table -> exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    parser.add_argument("families", nargs="*", default=[*HYBRIDS, *NEWER])
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    corpus = args.out / "corpus.jsonl"
+    if not corpus.exists():
+        write_jsonl(corpus, [*itertools.islice(functions(), 300)])
+    with Zygote() as zygote:
+        rows = [kept_row(zygote, name, args.out.absolute()) for name in args.families]
+    if args.markdown:
+        args.markdown.write_text(markdown(rows), encoding="utf-8")
+    return 0 if all(map(is_settled, rows)) else 1
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the page of the rows, and the names of the families without one."""
+    missing = [n for n in (*HYBRIDS, *NEWER) if n not in {row["family"] for row in rows}]
+    rest = f"\nWithout a row, not run for this page: {', '.join(missing)}.\n" if missing else ""
+    page = _HEAD + "".join(_line(row, _COLUMNS) for row in rows if row["family"] in HYBRIDS)
+    newer = [_line(row, _NEWER_COLUMNS) for row in rows if row["family"] in NEWER]
+    return page + _NEWER_HEAD + "".join(newer) + rest
+
+
+def kept_row(zygote: Zygote, family: str, folder: Path) -> dict[str, Any]:
+    """Return the row in the folder, or run the family and keep its row there."""
+    path = folder / f"{family}.json"
+    if path.exists():
+        row: dict[str, Any] = json.loads(path.read_text())
+    else:
+        row = Runs(zygote, {**HYBRIDS, **NEWER}[family], folder / family).row()
+        path.write_text(json.dumps(row))
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def is_settled(row: dict[str, Any]) -> bool:
+    """Return whether each cell is a yes or a reason, rather than a crash or a difference."""
+    return not any("crashed" in str(cell) or "differs" in str(cell) for cell in row.values())
+
+
+class Runs:
+    """The runs of one family."""
+
+    def __init__(self, zygote: Zygote, config: dict[str, Any], folder: Path) -> None:
+        self._zygote, self._folder = zygote, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._family = config["model_type"]
+        (folder / "config.json").write_text(json.dumps(config))
+
+    def row(self) -> dict[str, Any]:
+        """Return what the family can do; a reason in the place of "yes" where it cannot."""
+        row = {"family": self._family, "trained": self.run("resumed", 1, "train.steps=2")}
+        if row["trained"] != "yes":
+            return row
+        row["memory"] = self._memory()
+        if self._family in HYBRIDS:
+            row["resumed"], row["exported"] = self._resumed(), self.exported()
+        for name, word in DIVIDED.items():
+            if name in (_COLUMNS if self._family in HYBRIDS else _NEWER_COLUMNS):
+                row[name] = self.run(name, 1, "train.steps=1", word)
+        return row
+
+    def run(self, name: str, stage: int, *words: str) -> str:
+        """Return "yes" if a run on two ranks did what it should, or why not."""
+        logs = self._folder / f"{name}-logs"
+        arguments = [
+            *(*_WORDS, f"model.name={self._folder}", f"run.dir={self._folder / name}", *words),
+            *(f"ds.zero_optimization.stage={stage}", f"data.path={self._corpus}"),
+            f"data.cache_dir={self._folder.parent / 'cache'}",
+        ]
+        ended = self._zygote.run(arguments, logs, limit_s=600)
+        if ended.codes == [0, 0]:
+            return "yes"
+        if {*ended.codes} == {int(ExitCode.BAD_CONFIG)}:
+            return _reason(ended.outputs)
+        return f"crashed: {ended.codes}, see {logs}"
+
+    @property
+    def _corpus(self) -> Path:
+        return self._folder.parent / "corpus.jsonl"
+
+    def _memory(self) -> str:
+        plan = json.loads(RunFolder(self._folder / "resumed").plan_path.read_text())
+        return "unknown" if plan["estimate"] is None else "traced"
+
+    def _resumed(self) -> str:
+        for ended in (
+            self.run("resumed", 3, "train.steps=4"),
+            self.run("whole", 1, "train.steps=4", "save.export=false"),
+        ):
+            if ended != "yes":
+                return ended
+        resumed, whole = (
+            [
+                value
+                for line in RunFolder(self._folder / name).read_metrics()
+                for value in (line.get("loss"), line.get("grad_norm"), line.get("eval_loss"))
+                if value is not None
+            ]
+            for name in ("resumed", "whole")
+        )
+        return _compared(resumed, whole)
+
+    def exported(self) -> str:
+        """Compare the held-out loss of the export, as plain transformers computes it."""
+        run = RunFolder(self._folder / "resumed")
+        return _compared([plain_loss(run)], [[*run.read_metrics()][-1]["eval_loss"]])
+
+
+def plain_loss(run: RunFolder) -> float:
+    """Return the held-out loss of a run's export in nats, by transformers alone."""
+    import torch
+    from torch.nn import functional
+    from transformers import AutoModelForCausalLM
+
+    from harness.checkpoint.resume import recorded_run
+    from harness.data.build import build_data
+    from harness.data.spec import DataSpec
+
+    plan = json.loads(run.plan_path.read_text())
+    spec = DataSpec.of_run(recorded_run(plan["run"]), plan["model_config"])
+    batch = build_data(spec).held_out.batch(0, _HELD_OUT_SAMPLES)
+    model = AutoModelForCausalLM.from_pretrained(run.export_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    return float(functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()))
+
+
+def _compared(values: Sequence[float], expected: Sequence[float]) -> str:
+    alike = len(values) == len(expected) and all(
+        math.isclose(value, other, rel_tol=TOLERANCE)
+        for value, other in zip(values, expected, strict=True)
+    )
+    return "yes" if alike else f"differs: {values} and {expected}"
+
+
+def _reason(outputs: Sequence[str]) -> str:
+    """Return the first problem that a run named."""
+    text = "\n".join(outputs)
+    return next(iter(re.findall(r"cannot train: (.*)", text)), text)
+
+
+def _line(row: dict[str, Any], columns: Sequence[str]) -> str:
+    cells = (str(row.get(column, "")) for column in columns)
+    return f"| {' | '.join(re.sub(_SET, '', cell) for cell in cells)} |\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

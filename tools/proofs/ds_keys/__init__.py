@@ -1,1 +1,0 @@
-"""Parts of tools/proofs/generate_ds_keys.py: what DeepSpeed says of its keys, and we of them."""

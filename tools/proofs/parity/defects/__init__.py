@@ -1,1 +1,0 @@
-"""Defects for the gate to catch."""
