@@ -266,17 +266,15 @@ def test_each_finding_is_a_short_script() -> None:
 
 
 def test_the_presets_table_is_what_the_presets_hold() -> None:
-    import tomllib
-
     from harness.layout.families import FAMILIES
     from harness.layout.shape import Shape, num_parameters
+    from harness.plan.model_config import presets
 
-    for path in (ROOT / "harness/presets").glob("*.toml"):
-        config = tomllib.loads(path.read_text())["config"]
+    for name, preset in presets().items():
         count = r"[\d,]+"  # of those that are traced: tests/plan/test_presets.py
-        if config["model_type"] in FAMILIES:
-            count = f"{num_parameters(Shape.from_hf(config)):,}"
-        assert re.search(rf"\| `{path.stem}`[^|]*\| {count} \|", PAGES), f"{path.stem}: {count}"
+        if preset["config"]["model_type"] in FAMILIES:
+            count = f"{num_parameters(Shape.from_hf(preset['config'])):,}"
+        assert re.search(rf"\| `{name}`[^|]*\| {count} \|", PAGES), f"{name}: {count}"
 
 
 def test_every_shipped_json_is_in_the_table() -> None:

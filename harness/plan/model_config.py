@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from difflib import get_close_matches
+from functools import cache
 from math import log
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +28,7 @@ from harness.layout.recompute import REVERSIBLE
 from harness.plan.context import extended, positions_of
 from harness.plan.overrides import DROPOUT_ENDINGS, overridden, value_problems
 
-PRESETS = Path(__file__).resolve().parents[1] / "presets"
+_PRESETS = Path(__file__).with_name("presets.toml")
 
 _NEAR = 0.6
 """Minimum similarity for suggesting a preset."""
@@ -37,18 +39,29 @@ _OTHER_LISTS = ("architectures", "_token_id", "_only_layers")
 """Endings of keys whose lists are not per layer, even if as long as there are layers."""
 
 
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Return the bundled presets by name: "source", "config"; of some also "lr" and "lr_source"."""
+    table: dict[str, dict[str, Any]] = tomllib.loads(_PRESETS.read_text(encoding="utf-8"))
+    for preset in table.values():
+        base = table[preset["base"]] if "base" in preset else {}
+        # TOML has no null. Without the key, the class's default would apply: Mistral's has a
+        # window.
+        nulls = dict.fromkeys(preset.get("null", base.get("null", ())))
+        preset["config"] = base.get("config", {}) | nulls | preset["config"]
+    return table
+
+
 def preset_names() -> list[str]:
     """Return the names of the bundled presets."""
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+    return sorted(presets())
 
 
 def preset_rate(source: str) -> tuple[float, str] | None:
     """Return the maximum learning rate that a preset cites, and of whom; None without."""
     _, is_preset, name = source.partition("preset ")
-    if not is_preset or name not in preset_names():
-        return None
-    content = tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
-    return (content["lr"], content["lr_source"]) if "lr" in content else None
+    preset = presets().get(name, {}) if is_preset else {}
+    return (preset["lr"], preset["lr_source"]) if "lr" in preset else None
 
 
 def load_model_config(
@@ -85,13 +98,8 @@ def find_model_config(
     name: str, origin: str = "default", key: str = "model.name"
 ) -> tuple[dict[str, Any], str]:
     """Return the unchanged config of a named model, and its source. Raises ConfigError."""
-    preset = PRESETS / f"{name}.toml"
-    if name in preset_names():
-        content = tomllib.loads(preset.read_text(encoding="utf-8"))
-        # TOML has no null. Without the key, the class's default would apply: Mistral's has a
-        # window.
-        nulls = dict.fromkeys(content.get("null", ()))
-        return content["config"] | nulls, f"preset {name}"
+    if name in presets():
+        return deepcopy(presets()[name]["config"]), f"preset {name}"
     path = Path(name).expanduser()
     run_plan = run_and_step(name)[0] / "plan.json"
     if run_plan.is_file():
@@ -171,7 +179,7 @@ def _nearest(name: str, key: str) -> str:
         return f"; did you mean {' or '.join(near)}?"
     if key != "model.name":
         return ""
-    return f"; the presets are {listed(preset_names())} (harness/presets)"
+    return f"; the presets are {listed(preset_names())} (harness/plan/presets.toml)"
 
 
 def near_presets(name: str, presets: list[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import harness
 from harness.layout.families import FAMILIES
 from harness.layout.shape import Shape, num_parameters
 from harness.models.skeleton import hf_config, skeleton
-from harness.plan.model_config import find_model_config
+from harness.plan.model_config import find_model_config, preset_names, presets
 
-PRESETS = sorted((Path(harness.__path__[0]) / "presets").glob("*.toml"))
+PRESETS = preset_names()
 
 # Published, too.
 ROPE_THETA = {
@@ -28,47 +26,43 @@ ROPE_THETA = {
 }
 
 
-def load(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return tomllib.load(file)
-
-
-def published_parameters(path: Path) -> int:
+def published_parameters(name: str) -> int:
     """The number in a preset's source: of model cards' safetensors, GPT-2's of its repository."""
-    (count,) = re.findall(r"([\d,]+) parameters", load(path)["source"])
+    (count,) = re.findall(r"([\d,]+) parameters", presets()[name]["source"])
     return int(count.replace(",", ""))
 
 
 def test_the_presets_that_the_docs_promise_are_there() -> None:
     docs = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.-]+)`[^|]*\| ([\d,]+) \|$", docs, re.MULTILINE))
-    assert rows == {path.stem: f"{published_parameters(path):,}" for path in PRESETS}
+    assert rows == {name: f"{published_parameters(name):,}" for name in PRESETS}
     assert len(rows) >= 10
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_is_a_source_and_a_config(path: Path) -> None:
-    preset = load(path)
-    assert preset.keys() - {"null", "lr", "lr_source"} == {"source", "config"}
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_source_and_a_config(name: str) -> None:
+    preset = presets()[name]
+    assert preset.keys() - {"base", "null", "lr", "lr_source"} == {"source", "config"}
     assert ("lr" in preset) == ("lr_source" in preset)
-    assert not {*preset.get("null", ())} & preset["config"].keys()
+    assert "base" not in presets()[preset.get("base", name)] or "base" not in preset
+    assert all(preset["config"][key] is None for key in preset.get("null", ()))
     assert len(preset["source"]) > 20
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_is_the_published_model(path: Path) -> None:
-    keys, _ = find_model_config(path.stem)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_published_model(name: str) -> None:
+    keys, _ = find_model_config(name)
     model = skeleton(hf_config(keys), torch.bfloat16, "eager")
     assert type(model).__name__ == keys["architectures"][0]
-    assert model.num_parameters() == published_parameters(path)
+    assert model.num_parameters() == published_parameters(name)
     if keys["model_type"] in FAMILIES:  # others are traced
-        assert num_parameters(Shape.from_hf(keys)) == published_parameters(path)
+        assert num_parameters(Shape.from_hf(keys)) == published_parameters(name)
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_transformers_knows_every_key(path: Path) -> None:
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_knows_every_key(name: str) -> None:
     """A key that the config class does not know is kept and ignored: a misspelt one, silently."""
-    keys, _ = find_model_config(path.stem)
+    keys, _ = find_model_config(name)
     library_config = AutoConfig.for_model(keys["model_type"])
     # transformers 5 moves them into rope_parameters
     renamed = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"}
@@ -77,14 +71,14 @@ def test_transformers_knows_every_key(path: Path) -> None:
     assert {key for key in keys if not hasattr(library_config, key)} <= renamed | undeclared
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_rotary_positions_arrive(path: Path) -> None:
-    keys = load(path)["config"]
+@pytest.mark.parametrize("name", PRESETS)
+def test_rotary_positions_arrive(name: str) -> None:
+    keys = presets()[name]["config"]
     rope = getattr(AutoConfig.for_model(**keys), "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # of families with a rate for each kind of attention
     assert rope.get("rope_theta") == keys.get("rope_theta")
-    assert ROPE_THETA.get(path.stem, keys.get("rope_theta")) == keys.get("rope_theta")
-    if path.stem == "llama-1b":
+    assert ROPE_THETA.get(name, keys.get("rope_theta")) == keys.get("rope_theta")
+    if name == "llama-1b":
         assert (rope["rope_type"], rope["factor"]) == ("llama3", 32.0)
 
 

@@ -6,14 +6,13 @@ import argparse
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import flat, value_as_text
 from harness.estimate.step_time.job import DAY
-from harness.plan.model_config import PRESETS, preset_names
+from harness.plan.model_config import presets
 from tools.cluster.ask import plan_of
 from tools.cluster.count import Counted
 
@@ -54,10 +53,9 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
 
 def _weights_of(model: str) -> str:
     """Return the folder of a model's weights or their name on the hub, which a preset has."""
-    if model not in preset_names():
+    if model not in presets():
         return model
-    source = tomllib.loads((PRESETS / f"{model}.toml").read_text(encoding="utf-8"))["source"]
-    on_hub = re.match(r"https://huggingface\.co/([^/ ]+/[^/ ]+)", source)
+    on_hub = re.match(r"https://huggingface\.co/([^/ ]+/[^/ ]+)", presets()[model]["source"])
     return on_hub[1] if on_hub else model
 
 

@@ -26,6 +26,7 @@ from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.make import make_plan
+from harness.plan.model_config import preset_names
 from harness.plan.plan import Plan
 from harness.report.charts import grouped
 from tools.look.palette import COMPONENTS
@@ -36,9 +37,7 @@ from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 ROOT = Path(__file__).resolve().parents[2]
 _PUBLISHED_AS = {path.stem: path for path in (ROOT / "tools/studio_app/models").glob("*.json")}
 """Models of papers without a preset: LLaMA-13B and 65B (arXiv 2302.13971, table 2)."""
-MODELS = tuple(
-    sorted([path.stem for path in (ROOT / "harness/presets").glob("*.toml")] + [*_PUBLISHED_AS])
-)
+MODELS = tuple(sorted([*preset_names(), *_PUBLISHED_AS]))
 JSONS = tuple(sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json")))
 PER_NODE = 8  # GPUs
 
