@@ -99,7 +99,7 @@ class Costs:
         checkpoint = store.Checkpoint(path, store.read_manifest(path, check_sizes=False))
 
         def load(rank: int) -> None:
-            if rank > 1:  # threads share the memory of open files, which ranks do not
+            if rank != 1:  # threads share the memory of open files, which ranks do not
                 return
             reader = checkpoint.reader()
             for fragment in self._fragments(rank):

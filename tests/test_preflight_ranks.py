@@ -38,7 +38,8 @@ def test_two_real_ranks_are_ready(data: list[str], tmp_path: Path) -> None:
         assert f"\n{check:<20}" in table, table
     assert "links between nodes" in table
     assert "preflight: ok to start" in table
-    assert ended.outputs[1] == ""
+    # torch's build for CUDA warns of a machine without a GPU.
+    assert [line for line in ended.outputs[1].splitlines() if "cpp_extension" not in line] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "rank-1.log"]
 
 

@@ -12,6 +12,7 @@ from harness.estimate.logits import INDEX
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.expert import EXPERTS
 from harness.layout.shape import Tensor
+from harness.layout.transformers_releases import is_older
 
 # Tensors of the MLP's width that an activation function and the following product save. gelu_new is
 # written in Python: x, the tanh argument, tanh, and two factors.
@@ -90,6 +91,7 @@ def writes_scores(inputs: Inputs) -> bool:
     heads (check_batch_size_and_num_heads_dense in torch's sdp_utils_cpp.h, on CPUs and GPUs).
     """
     one_head = inputs.shape.family.unexpanded_keys and inputs.shape.num_kv_heads == 1
+    one_head = one_head and is_older((5, 24))  # which repeats the key head
     return one_head and inputs.shape.num_heads > 1 and inputs.attention == "sdpa"
 
 

@@ -143,7 +143,7 @@ def test_a_rank_that_is_stopped_is_named(rank: int, trial: Trial, undisturbed: R
 def test_a_rank_that_waits_for_its_data_is_named(trial: Trial, undisturbed: RunFolder) -> None:
     fault = {"rank": 1, "at": "reading a step's batches", "nth": 6, "do": "sleep", "seconds": 1000}
     assert trial.hang(*WATCHED, fault=fault) == [78, 78]
-    event = check_report(trial.run, r"rank 1 on .*, in 'data' of step \d, .*is behind")
+    event = check_report(trial.run, r"rank 1 on .*, in 'data' of step \d, .*: behind")
     assert "1 ranks (0) in 'step'" in event["message"]
     status = trial.run.read_status() or {}
     assert (status["outcome"], status["code"]) == ("failed", 78)
