@@ -39,13 +39,13 @@ CALLS = ("stat", "lstat", "open", "listdir", "scandir", "mkdir", "rmdir", "unlin
 
 
 @contextlib.contextmanager
-def counted_calls() -> Iterator[Counter[int]]:
+def counted_calls() -> Iterator[Counter[threading.Thread]]:
     """Count calls that reach the file system, by thread."""
-    calls: Counter[int] = Counter()
+    calls: Counter[threading.Thread] = Counter()
 
     def counting(call: Any) -> Any:
         def counts(*arguments: Any, **named: Any) -> Any:
-            calls[threading.get_ident()] += 1
+            calls[threading.current_thread()] += 1
             return call(*arguments, **named)
 
         return counts
@@ -77,7 +77,7 @@ class Costs:
         group = Group(self.ranks)
         with counted_calls() as calls:
             group.run(work, meeting, *rooms)
-        of_rank = [calls[ident] for ident in group.idents]
+        of_rank = [calls[thread] for thread in group.threads]
         self.calls[what] = of_rank[0], max(of_rank[1:])
         self.bytes[what] = group.received[0], max(group.received[1:])
 

@@ -30,8 +30,8 @@ class Group:
     def __post_init__(self) -> None:
         self.received = [0] * self.ranks
         """Bytes that reached each rank."""
-        self.idents = [0] * self.ranks
-        """Thread of each rank."""
+        self.threads: list[threading.Thread] = []
+        """Thread of each rank in the last run. Their idents may be reused, once one has ended."""
         self._here = threading.local()
         self._meet = threading.Barrier(self.ranks)
         self._values: list[Any] = [None] * self.ranks
@@ -43,14 +43,15 @@ class Group:
 
         def of_rank(rank: int) -> None:
             self._here.rank = rank
-            self.idents[rank] = threading.get_ident()
             try:
                 results[rank] = work(rank)
             except BaseException as error:
                 failures.append(error)
                 self._meet.abort()
 
-        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)]
+        threads = self.threads = [
+            threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)
+        ]
         with contextlib.ExitStack() as patches:
             for room in rooms:
                 patches.enter_context(mock.patch.object(room, "dist", self))
