@@ -91,7 +91,7 @@ def writes_scores(inputs: Inputs) -> bool:
     heads (check_batch_size_and_num_heads_dense in torch's sdp_utils_cpp.h, on CPUs and GPUs).
     """
     one_head = inputs.shape.family.unexpanded_keys and inputs.shape.num_kv_heads == 1
-    one_head = one_head and is_older((5, 24))  # which repeats the key head
+    one_head = one_head and is_older((2, 15), "torch")  # whose fused kernels take one key head
     return one_head and inputs.shape.num_heads > 1 and inputs.attention == "sdpa"
 
 

@@ -14,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 _REWRITTEN = {"codegen": (5, 24), "gptj": (5, 24)}
 
 
-def is_older(release: tuple[int, int]) -> bool:
-    """Return whether the installed transformers is older than a release; False without any."""
-    return _installed() < release
+def is_older(release: tuple[int, int], package: str = "transformers") -> bool:
+    """Return True if the installed package is older than a release; False if there is none."""
+    return _installed(package) < release
 
 
 def was_rewritten(model_type: str) -> bool:
@@ -25,8 +25,8 @@ def was_rewritten(model_type: str) -> bool:
 
 
 @cache
-def _installed() -> tuple[int, ...]:
+def _installed(package: str) -> tuple[int, ...]:
     try:
-        return tuple(map(int, version("transformers").split(".")[:2]))
+        return tuple(map(int, version(package).split(".")[:2]))
     except PackageNotFoundError:
         return (10**9,)
