@@ -187,9 +187,17 @@ def test_the_readme_is_for_a_newcomer() -> None:
 def test_no_link_leads_nowhere() -> None:
     lost = []
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        links = re.findall(r"\]\(([\w./-]+\.(?:md|svg|json))\)", page.read_text())
-        lost += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+        for path, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", page.read_text()):
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                lost.append(f"{page.name}: {path}#{anchor}")
     assert lost == []
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_no_page_names_a_file_that_is_not_there() -> None:

@@ -11,8 +11,8 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.logits import INDEX
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.expert import EXPERTS
+from harness.layout.releases import is_older
 from harness.layout.shape import Tensor
-from harness.layout.transformers_releases import is_older
 
 # Tensors of the MLP's width that an activation function and the following product save. gelu_new is
 # written in Python: x, the tanh argument, tanh, and two factors.
@@ -91,8 +91,9 @@ def writes_scores(inputs: Inputs) -> bool:
     heads (check_batch_size_and_num_heads_dense in torch's sdp_utils_cpp.h, on CPUs and GPUs).
     """
     one_head = inputs.shape.family.unexpanded_keys and inputs.shape.num_kv_heads == 1
-    one_head = one_head and is_older((2, 15), "torch")  # whose fused kernels take one key head
-    return one_head and inputs.shape.num_heads > 1 and inputs.attention == "sdpa"
+    needs_repeats = is_older((2, 15), "torch")  # 2.15's fused kernels take one key head
+    multi_query = one_head and inputs.shape.num_heads > 1
+    return multi_query and needs_repeats and inputs.attention == "sdpa"
 
 
 def is_masked(inputs: Inputs, index: int) -> bool:

@@ -20,8 +20,8 @@ from typing import Any
 
 from harness.layout.box import Part, Range, share_of, share_of_fused
 from harness.layout.families import Keys, family_of, kv_heads
+from harness.layout.releases import was_rewritten
 from harness.layout.shape import Shape, Tensor
-from harness.layout.transformers_releases import was_rewritten
 
 Ends = tuple[list[str], list[str]]
 """Names of a module's inputs and of its outputs."""

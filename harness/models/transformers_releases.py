@@ -1,6 +1,6 @@
 """Differences between the supported releases of transformers (5.20 to 5.24) that models depend on.
 
-harness/layout/transformers_releases.py holds those that a plan depends on.
+harness/layout/releases.py holds those that a plan depends on.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from harness.layout.transformers_releases import is_older
+from harness.layout.releases import is_older
 
 MAMBA2_CACHE = "cache_params" if is_older((5, 24)) else "cache"
 """The argument that takes a Mamba-2 model's cache. 5.24 calls the cache of every model `cache`."""

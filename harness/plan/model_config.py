@@ -182,13 +182,13 @@ def _nearest(name: str, key: str) -> str:
     return f"; the presets are {listed(preset_names())} (harness/plan/presets.toml)"
 
 
-def near_presets(name: str, presets: list[str]) -> list[str]:
+def near_presets(name: str, candidates: list[str]) -> list[str]:
     """Return up to three presets of a name's family whose sizes are nearest, smallest first; none
-    if the name has no known family or no size. gpt-2 is no size: a size ends in b or m.
+    if the name gives no family or no size. A size ends in b or m: gpt-2 has none.
     """
     size, family = _size(name), _family(name)
-    sizes = {each: _size(each) for each in presets if family and _family(each) == family}
-    relatives = [(abs(log(of / size)), of, each) for each, of in sizes.items() if of and size]
+    sizes = {each: _size(each) for each in candidates if family and _family(each) == family}
+    relatives = [(abs(log(n / size)), n, each) for each, n in sizes.items() if n and size]
     nearest = sorted(relatives)[:3]
     return [each for _, _, each in sorted(nearest, key=lambda near: near[1:])]
 

@@ -23,7 +23,7 @@ from harness.estimate.timeline import estimate_memory
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.grid import Grid
 from harness.layout.recompute import REVERSIBLE
-from harness.layout.transformers_releases import is_older
+from harness.layout.releases import is_older
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.efficient_attention.kinds import function_name
 from harness.models.layer_changes import tile_mlps

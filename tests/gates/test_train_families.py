@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 
 from harness.launch.fork_server import Zygote
-from tests.gates.hybrids import HYBRIDS
+from tests.gates.hybrids import HYBRIDS, NEWER
 from tests.gates.small_runs import functions, write_jsonl
 from tests.gates.train_families import Runs
 from tests.two_ranks import REPOSITORY
 
 
 def test_families_on_the_page_are_trained_resumed_and_exported() -> None:
-    page = (REPOSITORY / "docs/families.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs/families.md").read_text(encoding="utf-8")
+    page, newer = text.split("## New decoders")
     rows = dict(re.findall(r"^\| (\w+) \| (yes \| yes \| yes) \|", page, re.MULTILINE))
     assert {*rows} == {*HYBRIDS}
     assert len(rows) == len(re.findall(r"^\| \w+ \|.*\|$", page, re.MULTILINE)) - 1
+    assert all(re.search(rf"\b{name}\b", newer) for name in NEWER)
 
 
 @pytest.mark.gate("models")

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from harness.config.run_file import load_run_config
 from harness.layout import families
 from harness.layout.families import FAMILIES, Family, family_of, read_families
+from harness.layout.releases import is_older
 from harness.layout.shape import Shape
-from harness.layout.transformers_releases import is_older
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from tests.estimate.test_activations import FAMILIES as TRACED

@@ -12,7 +12,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
-from harness.layout.transformers_releases import is_older
+from harness.layout.releases import is_older
 from harness.models.initialize import materialize
 from harness.models.pieces import pieces
 from harness.models.skeleton import (

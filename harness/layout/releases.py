@@ -1,4 +1,4 @@
-"""Differences between the supported releases of transformers (5.20 to 5.24) that a plan depends on.
+"""Differences between supported releases of transformers and torch that a plan depends on.
 
 harness/models/transformers_releases.py holds those that models depend on. When the lower bound in
 pyproject.toml passes a release that is named here, its entry can go. Standard library alone.
