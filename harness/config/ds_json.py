@@ -106,7 +106,7 @@ class DsJson:
         self.given: dict[str, Any] = copy.deepcopy(dict(tree))
         self.name = name
         self.rejected: set[str] = set()
-        """Keys removed because they are invalid, whose defaults nobody chose."""
+        """Keys removed as invalid: their defaults are not the user's choice."""
         self._tree: dict[str, Any] = normalized(tree)
         self.problems = use_first_names(self._tree, name)
         """Keys that the JSON has under two names."""

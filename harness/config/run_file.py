@@ -106,7 +106,7 @@ _FORMS = {
     "int_from_float": ", as in 1_000_000",
     "string_type": ", in quotes",
 }
-"""How to spell the values that pydantic expects, by error type."""
+"""Spelling of the values that pydantic expects, by error type."""
 _KINDS = {
     "list_type": "it must be a list",
     "tuple_type": "it must be a list",
@@ -114,7 +114,7 @@ _KINDS = {
     "model_type": "it must be a table",
     "too_long": "it has too many values",
 }
-"""What pydantic expects, in TOML terms, by error type."""
+"""The expected values in TOML terms, by pydantic error type."""
 _STRUCTURE = (*_KINDS, "missing", "extra_forbidden", "string_type")
 """Errors about the structure of a value."""
 EXAMPLES = {

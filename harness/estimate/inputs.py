@@ -167,7 +167,7 @@ class Inputs:
 
     @property
     def layers_by(self) -> str:
-        """How the bytes of layers were obtained: counted, or the way they were traced."""
+        """Origin of the layers' bytes: counted, or the way they were traced."""
         return "counted" if self.trace is None else self.trace.way
 
     @property

@@ -265,7 +265,7 @@ def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
 
 
 _started: set[int] = set()
-"""Processes that nobody has waited for yet."""
+"""Processes that were not waited for yet."""
 
 
 def _left_behind() -> list[str]:

@@ -15,7 +15,7 @@ MAMBA2_CACHE = "cache_params" if is_older((5, 24)) else "cache"
 
 
 class Mamba2CacheOf520:
-    """What 5.20 reads of a Mamba-2 model's cache, from the methods that later releases call."""
+    """Mamba-2's cache as transformers 5.20 reads it, by the methods that later releases call."""
 
     get_conv_state: Any
     get_recurrent_state: Any

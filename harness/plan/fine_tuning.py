@@ -156,8 +156,8 @@ FAR_OFF = 5.0
 
 
 def default_to_published_rate(draft: Draft) -> None:
-    """Set the maximum rate of random weights that the user left open to a published one of their
-    size, or to that which the run began with; note one that is far off.
+    """Set the peak learning rate of random weights, if the user left it open, to a published one of
+    their size or to the one that the run began with. Note a rate that is far off.
     """
     config = draft.config
     if config.model.init_from is not None or config.optim.name not in _OF_ADAMS_SIZE:
@@ -184,8 +184,8 @@ def default_to_published_rate(draft: Draft) -> None:
 
 
 def published_rate(draft: Draft) -> tuple[float, str] | None:
-    """Return the maximum rate that fits a model of random weights, and whose it is; None where
-    the number of parameters is not known.
+    """Return the peak learning rate for a model with random weights and its source; None if the
+    number of parameters is unknown.
     """
     own = None if draft.config.model.overrides else preset_rate(draft.model_source)
     if own or draft.shape is None:

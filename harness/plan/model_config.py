@@ -58,7 +58,7 @@ def preset_names() -> list[str]:
 
 
 def preset_rate(source: str) -> tuple[float, str] | None:
-    """Return the maximum learning rate that a preset cites, and of whom; None without."""
+    """Return the learning rate that a preset cites and its source; None if it cites none."""
     _, is_preset, name = source.partition("preset ")
     preset = presets().get(name, {}) if is_preset else {}
     return (preset["lr"], preset["lr_source"]) if "lr" in preset else None

@@ -26,7 +26,7 @@ AXES = {"step": "step", "tokens": "tokens", "hours": "time at work"}
 STYLE, SCRIPT = (
     Path(__file__).with_name(f"chart.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
 )
-"""What a page with charts has in its head."""
+"""Style and script of a page with charts."""
 
 _SIDE = 1000  # of the SVG's coordinates
 _MOST_DOTS = 80
@@ -84,7 +84,7 @@ class Curve:
     width: float = 0
     """Pixels; 0 for the style's."""
     names: Sequence[tuple[str, str]] = ()
-    """Of each point, a name and the side of the point to write it on: left, right, top, bottom."""
+    """A name for each point, and the side to write it on: left, right, top or bottom."""
     title: str = ""
     """The text to show while the line is pointed at."""
 
@@ -104,7 +104,7 @@ class Chart:
     """A titled chart of lines; one without a point is not drawn."""
 
     name: str
-    """Of letters and hyphens: the element's id."""
+    """The element's id, of letters and hyphens."""
     title: str
     unit: str
     curves: list[Curve]

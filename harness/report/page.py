@@ -21,7 +21,7 @@ from harness.report.verdicts import Advice, Verdict, advice, ending, memory_rows
 from harness.report.words import count, cut, duration, escaped, gib, moment, short
 
 MOST_CHARACTERS = 200_000
-"""Of plan.json as text."""
+"""Characters of plan.json that the page shows."""
 REFRESH_S = 60
 """A page of a running run loads itself again so often."""
 

@@ -25,7 +25,7 @@ COMPONENTS = {
     "logits": Colour("#e87ba4", "#d55181"),
     "buffers": Colour("#eda100", "#c98500"),
 }
-"""What memory is used for, in stacking order."""
+"""Uses of memory, in stacking order."""
 
 VERDICTS = {
     "good": Colour("#0a7d0a", "#35b835"),

@@ -112,7 +112,7 @@ def _baselines(run: Recorded) -> Verdict | None:
 
 
 def _counted(run: Recorded) -> tuple[float | None, float | None]:
-    """Return the held-out losses of a unigram and a bigram model; None where nobody counted."""
+    """Return the held-out losses of a unigram and a bigram model; None if they were not counted."""
     event = run.last_event("baselines") or {}
     return number(event.get("unigram_nats")), number(event.get("bigram_nats"))
 
