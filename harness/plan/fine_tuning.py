@@ -146,7 +146,7 @@ def default_to_their_rate(draft: Draft) -> None:
 _BY_SIZE = (
     (5e6, MOST_LR, "chosen here, for real text on two CPU cores"),
     (124e6, 6e-4, "GPT-3 Small, arXiv 2005.14165, table 2.1"),
-    (1.1e9, 4e-4, "TinyLlama 1.1B, arXiv 2401.02385, section 2.3"),
+    (1.1e9, 4e-4, "TinyLlama 1.1B, arXiv 2401.02385"),
     (8e9, 3e-4, "Llama 3 8B, arXiv 2407.21783, table 3"),
     (70e9, 1.5e-4, "Llama 3 70B, arXiv 2407.21783, table 3"),
     (405e9, 8e-5, "Llama 3 405B, arXiv 2407.21783, table 3"),
