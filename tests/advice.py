@@ -191,13 +191,17 @@ def followed(line: str, words: str) -> str:
         old, is_renamed, new = word.partition(">")
         if is_renamed:
             after = [
-                new + of[len(old) :] if f"{of}=".startswith((f"{old}=", f"{old}.")) else of
-                for of in after
+                new + option[len(old) :]
+                if f"{option}=".startswith((f"{old}=", f"{old}."))
+                else option
+                for option in after
             ]
             continue
         key, is_set, _ = word.partition("=")
         bare = key.removeprefix("-").removeprefix("?")
-        kept = [of for of in after if not f"{of.partition('=')[0]}.".startswith(f"{bare}.")]
+        kept = [
+            option for option in after if not f"{option.partition('=')[0]}.".startswith(f"{bare}.")
+        ]
         if not is_set and len(kept) == len(after) and not key.startswith("-?"):
             raise NoWay(f"there is no {bare} to remove")
         after = [*kept, word] if is_set else kept

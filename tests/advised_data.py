@@ -75,12 +75,12 @@ DATA: dict[str, Callable[[Path], Any]] = {
     ),
     "rows marked by false": lambda here: lines(
         here / "a.jsonl",
-        *({"prompt": TEXT, "completion": " a word", "train": of} for of in (False, True)),
+        *({"prompt": TEXT, "completion": " a word", "train": train} for train in (False, True)),
         times=60,
     ),
     "bad examples": lambda here: lines(
         here / "a.jsonl",
-        *({"prompt": TEXT, "completion": " a word", "label": of} for of in (False, True)),
+        *({"prompt": TEXT, "completion": " a word", "label": label} for label in (False, True)),
         times=60,
     ),
     "a preference behind turns": lambda here: lines(
@@ -94,8 +94,8 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "splits to train on": lambda here: [
         texts(here / "a.jsonl"),
         *(
-            texts(here / "d" / f"{of}-00000-of-00001.jsonl")
-            for of in ("train_a", "train_b", "test")
+            texts(here / "d" / f"{split}-00000-of-00001.jsonl")
+            for split in ("train_a", "train_b", "test")
         ),
     ],
     "splits to evaluate on": lambda here: [
@@ -115,14 +115,14 @@ DATA: dict[str, Callable[[Path], Any]] = {
     ],
     "a pair with masks": lambda here: [
         *(
-            pair(here / "d" / of, *([n % 200 + 3 for n in range(30)] for _ in range(30)))
-            for of in "pq"
+            pair(here / "d" / stem, *([n % 200 + 3 for n in range(30)] for _ in range(30)))
+            for stem in "pq"
         ),
         np.save(here / "d" / "p.masks.npy", np.zeros((3, 1), dtype=np.int64)),
     ],
     "pairs of two widths": lambda here: [
-        pair(here / "d" / of, *([n % 200 + 3 for n in range(30)] for _ in range(30)), ids=ids)
-        for of, ids in (("p", 300), ("q", 70_000))
+        pair(here / "d" / stem, *([n % 200 + 3 for n in range(30)] for _ in range(30)), ids=ids)
+        for stem, ids in (("p", 300), ("q", 70_000))
     ],
     "a pair": lambda here: pair(here / "p", *([n % 200 + 3 for n in range(30)] for _ in range(30))),
     "a pair of large ids": lambda here: pair(here / "p", *([9000] * 30 for _ in range(30))),

@@ -32,7 +32,10 @@ def recall(folder: Path, duplicates: int, of_a_kind: int) -> dict[str, float]:
         removed = (folder / "out" / "removed" / step).glob("*")
         found[step] = sum(len(file.read_text().splitlines()) for file in removed) / duplicates
     for kind in SECRETS:
-        found[kind] = sum(of == kind and text not in kept for of, text in secrets) / of_a_kind
+        found[kind] = (
+            sum(planted_kind == kind and text not in kept for planted_kind, text in secrets)
+            / of_a_kind
+        )
     return found
 
 

@@ -501,5 +501,5 @@ def test_a_sweep_is_one_array_whose_tasks_are_stopped_early_and_requeued(
     assert "trial 001 | lr=1e-05 | pruned: stopped after 10% of its run" in output
     assert [line["step"] for line in first.read_metrics()] == list(range(41))
     statuses = [run.read_status() or {} for run in (first, second)]
-    assert [of["outcome"] for of in statuses] == ["done", "stopped"], logs
-    assert [of["attempt"] for of in statuses] == [2, 1], logs
+    assert [status["outcome"] for status in statuses] == ["done", "stopped"], logs
+    assert [status["attempt"] for status in statuses] == [2, 1], logs

@@ -87,7 +87,7 @@ def test_killed_and_interrupted_it_finishes_the_same_set(
     assert ranks
     process.send_signal(signal.SIGKILL)
     ended(process, code=-signal.SIGKILL)
-    assert [of.state for of in records(disturbed, monkeypatch)][:2] == ["done", "running"]
+    assert [record.state for record in records(disturbed, monkeypatch)][:2] == ["done", "running"]
     psutil.wait_procs(ranks, timeout=600)  # of their own accord
     assert not any(rank.is_running() for rank in ranks)
 
@@ -102,7 +102,9 @@ def test_killed_and_interrupted_it_finishes_the_same_set(
 
     ended(start(disturbed))
     kept: Mapping[str, list[Any]] = {
-        path.stem: [(of.choice, of.state, of.value) for of in records(path, monkeypatch)]
+        path.stem: [
+            (record.choice, record.state, record.value) for record in records(path, monkeypatch)
+        ]
         for path in (undisturbed, disturbed)
     }
     assert kept["disturbed"] == kept["undisturbed"]

@@ -149,7 +149,7 @@ def test_code_and_languages_are_told_apart(
     capsys.readouterr()
     assert compare([str(trained["bpe"]), "--data", str(data), "--json"]) == ExitCode.DONE
     (report,) = json.loads(capsys.readouterr().out)
-    texts = {name: of["texts"] for name, of in report["groups"].items()}
+    texts = {name: group["texts"] for name, group in report["groups"].items()}
     assert texts == {"all": 3, "de": 1, "en": 1, "code": 1}
 
 

@@ -21,7 +21,7 @@ _TINY = 1e-30
 class Spike:
     """A step with an unusually high loss or gradient norm."""
 
-    of: str
+    quantity: str
     """loss (nats) or log_grad_norm (natural logarithm); mean and sigma are in its unit."""
     value: float
     mean: float

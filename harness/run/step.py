@@ -90,7 +90,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
         return None
     spike = spikes[0] if spikes else None
     if spike and policy == "rollback":
-        run.judge.ask_to_go_back(f"a spike of {spike.of}")
+        run.judge.ask_to_go_back(f"a spike of {spike.quantity}")
         return None
     run.steps.done(step)
     run.meter.step_done(step)
@@ -130,7 +130,7 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     reason = "the gradients are not finite"
     is_scaled = run.plan.precision == "fp16" and not run.plan.deepspeed["fp16"].get("loss_scale")
     if spike is not None:
-        reason = f"a spike of {spike.of}"
+        reason = f"a spike of {spike.quantity}"
     elif not math.isfinite(loss):
         reason = "the loss is not finite"
     elif is_scaled:

@@ -316,7 +316,7 @@ def rewritten(folder: Path, config: Config) -> Config:
     values: Config = json.loads((folder / "config.json").read_text())
     again = getattr(hf_config(values), "rope_parameters", None) or {}
     own = getattr(model, "rope_parameters", None) or {}
-    assert {key: of for key, of in again.items() if key != "type" or key in own} == own
+    assert {key: value for key, value in again.items() if key != "type" or key in own} == own
     return values
 
 

@@ -28,7 +28,7 @@ def record(number: int) -> dict[str, Any]:
 
 
 def as_lines(records: list[Any]) -> list[str]:
-    return [json.dumps(of) for of in records]
+    return [json.dumps(record) for record in records]
 
 
 def spoilt_lines(path: Path) -> Path:
@@ -55,9 +55,9 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
         (line,) = data.summary()
         assert "; bad rows left out: 5 of 40 (12.5%): holds half of a chara" in line
         assert f"(2, the first {path}:8); text must be a string, not NoneType ({path}:4); " in line
-        (event,) = (of for of in data.events() if of["kind"] == "bad_rows")
+        (event,) = (event for event in data.events() if event["kind"] == "bad_rows")
         assert (event["skipped"], event["rows"]) == (5, 40)
-        assert [(of["rows"], of["first"]) for of in event["kinds"]] == [
+        assert [(kind["rows"], kind["first"]) for kind in event["kinds"]] == [
             *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40")),
         ]
     assert "bad rows among the first, which are left out: 5 of 40" in glance(
@@ -121,7 +121,7 @@ def test_data_without_bad_rows_is_the_same(tmp_path: Path, tokenizer_dir: str) -
 def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
     path, records = tmp_path / name, [record(number) for number in range(40)]
     if name == "a.csv":
-        rows = [f'"{of["text"]}";{of["l"]}' for of in records]
+        rows = [f'"{record["text"]}";{record["l"]}' for record in records]
         rows[2], rows[5], rows[6] = "one column", '"a"b;c', "caf\udce9;en"
         path.write_text("\n".join(["text;l", *rows]) + "\n", errors="surrogateescape")
         lines = (4, 7, 8)
@@ -133,7 +133,7 @@ def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
                     {"role": "assistant", "content": text},
                 ]
             }
-            for text in (of["text"] for of in records)
+            for text in (record["text"] for record in records)
         ]
         chats[4]["messages"][1]["content"] = ""
         chats[5] = {"text": "no chat"}
@@ -149,9 +149,9 @@ def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
     tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
     data = opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"), bad_rows="skip")
     assert data.documents == 37
-    (event,) = (of for of in data.events() if of["kind"] == "bad_rows")
+    (event,) = (event for event in data.events() if event["kind"] == "bad_rows")
     assert (event["skipped"], event["rows"]) == (3, 40)
-    assert {of["first"] for of in event["kinds"]} == {f"{path}:{line}" for line in lines}
+    assert {kind["first"] for kind in event["kinds"]} == {f"{path}:{line}" for line in lines}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_tokenizer_is_trained_and_sources_are_balanced_without_them(tmp_path: 
     path = spoilt_lines(tmp_path / "a.jsonl")
     config = DataConfig(path=str(path), bad_rows="skip", bad_rows_limit=0.2, balance="l")
     mix, message = balanced(config)
-    assert [of.name for of in mix.mix] == ["de", "en"]
+    assert [part.name for part in mix.mix] == ["de", "en"]
     assert "'de' 16, 'en' 20" in message
     with pytest.raises(ConfigError, match=r"a\.jsonl:8: has no 'l'"):
         balanced(DataConfig(path=str(path), balance="l"))
@@ -207,5 +207,5 @@ def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
 
     event = {"kind": "bad_rows", "message": "a.jsonl: bad rows left out: 5 of 40"}
     run = read(write_run(tmp_path / "run", events=[event, event]))
-    (text,) = (of.text for of in verdicts(run) if "bad" in of.text)
+    (text,) = (verdict.text for verdict in verdicts(run) if "bad" in verdict.text)
     assert text == f"{event['message']}."

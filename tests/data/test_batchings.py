@@ -86,9 +86,9 @@ def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
     sample = stream.sample(index)
     batch = sample.batch
     ids = batch.input_ids[0].tolist()
-    parts = [(of.document, at) for of in sample.spans for at in range(of.first, of.last)]
-    starts = np.cumsum([0, *(of.last - of.first for of in sample.spans)]).tolist()
-    assert [of.column for of in sample.spans] == starts[:-1]
+    parts = [(span.document, at) for span in sample.spans for at in range(span.first, span.last)]
+    starts = np.cumsum([0, *(span.last - span.first for span in sample.spans)]).tolist()
+    assert [span.column for span in sample.spans] == starts[:-1]
     assert ids[: len(parts)] == [documents.ids[n][at] for n, at in parts][:SEQ_LEN]
     # A window of joined documents ends with the target of its last position.
     is_whole = len(parts) <= SEQ_LEN
@@ -104,13 +104,15 @@ def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
     assert stream.targets_in(index, 1) == len(targets)
     assert stream.lengths(np.array([index])).tolist() == [min(len(parts), SEQ_LEN)]
     if batch.position_ids is not None:
-        within = [at for of in sample.spans for at in range(of.last - of.first)][:SEQ_LEN]
+        within = [at for span in sample.spans for at in range(span.last - span.first)][:SEQ_LEN]
         padding = range(1, len(ids) - len(within) + 1)
         assert batch.position_ids[0].tolist() == [*within, *padding]
-    whole = [(documents.ids[of.document], documents.masked[of.document]) for of in sample.spans]
+    whole = [
+        (documents.ids[span.document], documents.masked[span.document]) for span in sample.spans
+    ]
     kept = [
-        (ids[of.first : of.last], masked[of.first : of.last])
-        for of, (ids, masked) in zip(sample.spans, whole, strict=True)
+        (ids[span.first : span.last], masked[span.first : span.last])
+        for span, (ids, masked) in zip(sample.spans, whole, strict=True)
     ]
     assert [(a.tolist(), (~b).tolist()) for a, b in stream.documents_of(index)] == kept
     return [*targets.values()]
@@ -240,7 +242,7 @@ def test_documents_without_a_target_or_too_long_are_in_no_sample(
     assume(learned)
     stream = corpus.whole(too_long=too_long, alone=alone)
     samples = [stream.sample(index) for index in range(stream.samples)]
-    assert sorted(of.document for sample in samples for of in sample.spans) == learned
+    assert sorted(span.document for sample in samples for span in sample.spans) == learned
 
 
 @every_batching

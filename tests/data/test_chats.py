@@ -313,8 +313,8 @@ def test_what_a_template_leaves_out_is_counted_and_said(
         )
     ids, mask = stored(tmp_path)
     texts = [
-        data.tokenizer.decode(np.array(of)[np.array(by) > 0])
-        for of, by in zip(ids, mask, strict=True)
+        data.tokenizer.decode(np.array(row)[np.array(by) > 0])
+        for row, by in zip(ids, mask, strict=True)
     ]
     assert texts == ["b.<|im_end|>"] * 12
 

@@ -184,9 +184,9 @@ def test_documents_of_other_lengths_are_on_neither_side(asked: list[str], tmp_pa
     assert len({whole.fingerprint, long.fingerprint, rest.fingerprint}) == 3
     assert cached_fingerprint(spec(*asked, path, f"data.min_tokens={LONG}")) == long.fingerprint
     assert "; not read: 180 shorter than 40 tokens" in long.summary()[0]
-    (event,) = (of for of in rest.events() if of["kind"] == "left_out_by_length")
+    (event,) = (event for event in rest.events() if event["kind"] == "left_out_by_length")
     assert (event["documents"], event["shorter"], event["longer"]) == (200, 0, 20)
-    assert not [of for of in whole.events() if of["kind"] == "left_out_by_length"]
+    assert not [event for event in whole.events() if event["kind"] == "left_out_by_length"]
 
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])

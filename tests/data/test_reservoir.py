@@ -44,18 +44,20 @@ def test_kept_samples_have_the_documents_and_masks_of_the_data(
     stream = pairs(**options).train
     kept = [stream.documents_of(index) for index in range(stream.samples)]
     prefix = tmp_path / "kept"
-    count = write_documents(prefix, 8192, [document for of in kept for document in of])
+    count = write_documents(
+        prefix, 8192, [document for documents in kept for document in documents]
+    )
     tokens, masks = IndexedTokens(prefix), load_masks(masks_of(prefix))
     starts = tokens.document_starts()
     assert len(starts) - 1 == count
     learned = ~masks.at(np.arange(len(tokens.ids)))
-    flat = np.concatenate([ids for of in kept for ids, _ in of])
+    flat = np.concatenate([ids for documents in kept for ids, _ in documents])
     assert (tokens.ids.read(np.arange(len(flat))[None])[0] == flat).all()
-    assert (learned == np.concatenate([mask for of in kept for _, mask in of])).all()
+    assert (learned == np.concatenate([mask for documents in kept for _, mask in documents])).all()
     # Every target of the data is a learned token of a kept document that is not its first.
     targets = stream.targets_in(0, stream.samples)
-    firsts = sum(int(mask[0]) for of in kept for _, mask in of)
-    across = 0 if packing != "stream" else sum(len(of) - 1 for of in kept)
+    firsts = sum(int(mask[0]) for documents in kept for _, mask in documents)
+    across = 0 if packing != "stream" else sum(len(documents) - 1 for documents in kept)
     assert int(learned.sum()) - firsts <= targets <= int(learned.sum()) - firsts + across
 
 

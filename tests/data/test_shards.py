@@ -262,7 +262,7 @@ def test_bad_lines_are_those_that_one_process_reports(
     tokens = sharded(skipping, tokenizer, tmp_path / "skipped")
     write_and_join(tokens)
     assert_as_one_process_writes(tokens, tmp_path / "without")
-    kept = [(tmp_path / of / SKIPPED).read_text() for of in ("skipped", "without")]
+    kept = [(tmp_path / name / SKIPPED).read_text() for name in ("skipped", "without")]
     assert kept[0] == kept[1]
     assert json.loads(kept[0])["seen"] == 299  # one line is blank
 

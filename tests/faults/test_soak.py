@@ -29,9 +29,9 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Apart:
-    """The largest relative difference of a quantity, what is allowed there, and at which step."""
+    """The step at which a quantity comes closest to its bound, or exceeds it most."""
 
-    of: str
+    quantity: str
     difference: float
     allowed: float
     step: int
@@ -94,8 +94,9 @@ def markdown(story: Story, steps: int, worst: list[Apart], again: int) -> str:
     """build/tables/soak.md; `steps`: those that the run needed."""
     executed = len(story.executed())
     rows = [
-        f"| {of.of} | {of.share:.0%} | {of.difference:.0e} | {of.allowed:.0e} | {of.step} |"
-        for of in worst
+        f"| {each.quantity} | {each.share:.0%} | {each.difference:.0e} | {each.allowed:.0e} "
+        f"| {each.step} |"
+        for each in worst
     ]
     kinds = []
     for kind in KINDS:

@@ -181,7 +181,9 @@ def test_a_content_is_its_documents(
         assert kind_of(path, None) == ("documents", "")
     pieces = [part.document for part in find_corpus(str(path), **options).parts(BadLines())]
     if expected == ["1+2=3"]:
-        assert [(of.text, of.learned, of.is_last) for of in pieces] == [("1+2=3", ((4, 5),), True)]
+        assert [(piece.text, piece.learned, piece.is_last) for piece in pieces] == [
+            ("1+2=3", ((4, 5),), True)
+        ]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.arrow"])

@@ -160,7 +160,7 @@ def test_token_ids_lie_beside_a_card(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_splits_by_name(names: tuple[str, ...], expected: dict[str, int]) -> None:
     splits = splits_of(names, [], names, records=True).names
-    assert {label: len(of) for label, of in splits.items()} == expected
+    assert {label: len(files) for label, files in splits.items()} == expected
 
 
 def test_texts_have_splits_only_beside_train(tmp_path: Path) -> None:
@@ -281,9 +281,12 @@ def test_held_out_splits_evaluate_unless_the_user_says(tmp_path: Path) -> None:
     fill(tmp_path, "train.jsonl", "dev.jsonl", "test.jsonl")
     path = f"data.path={tmp_path}"
     plan = plan_of(path)
-    sets = {name: (of.path, of.split) for name, of in plan.config.data.eval_path.items()}
+    sets = {
+        name: (held_out.path, held_out.split)
+        for name, held_out in plan.config.data.eval_path.items()
+    }
     assert sets == {name: (str(tmp_path), name) for name in ("validation", "test")}
-    (message,) = (of["message"] for of in plan.events if of["kind"] == "eval_splits")
+    (message,) = (event["message"] for event in plan.events if event["kind"] == "eval_splits")
     assert "train is trained on, validation and test evaluate (data.eval_path)" in message
     for words in (
         [path, "data.held_out=0.1"],

@@ -71,7 +71,9 @@ def build_plans() -> dict[str, Any]:
     for name, own in keys.items():
         signed = [*(f"+{k}" for k in own - {*most}), *(f"-{k}" for k in {*most} - own)]
         differences.setdefault(" ".join(sorted(signed)), []).append(name)
-    plans["keys"] = [{"families": of, "plan": signed} for signed, of in differences.items()]
+    plans["keys"] = [
+        {"families": families, "plan": signed} for signed, families in differences.items()
+    ]
     plans["without_sdpa"] = [
         name
         for name, decoder in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())

@@ -127,7 +127,7 @@ def spikes(detector: SpikeDetector, steps: Curve) -> Iterator[tuple[int, str]]:
     for number, (loss, norm) in enumerate(steps):
         seen = detector.see(loss, norm)
         if seen is not None:
-            yield number, seen.of
+            yield number, seen.quantity
 
 
 @pytest.mark.gate("faults")
@@ -137,15 +137,15 @@ def test_a_long_noisy_falling_curve_has_no_spikes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "loss_factor", "norm_factor", "of"),
+    ("at", "loss_factor", "norm_factor", "quantity"),
     [(500, 1.5, 1.0, "loss"), (500, 1.0, 20.0, "log_grad_norm"), (33, 3.0, 1.0, "loss")],
 )
 def test_a_planted_spike_is_the_only_one(
-    at: int, loss_factor: float, norm_factor: float, of: str
+    at: int, loss_factor: float, norm_factor: float, quantity: str
 ) -> None:
     steps = curve(2_000)
     steps[at] = steps[at][0] * loss_factor, steps[at][1] * norm_factor
-    assert list(spikes(SpikeDetector(6.0, 128), steps)) == [(at, of)]
+    assert list(spikes(SpikeDetector(6.0, 128), steps)) == [(at, quantity)]
 
 
 def test_what_falls_is_no_spike() -> None:

@@ -140,9 +140,9 @@ def small(config: Config) -> Config:
     sizes = {key: value for key, value in _SIZES.items() if key in keys}
     made = hf_config({"model_type": model_type, **sizes, **config}).to_dict()
     rotary = made.get("rope_parameters") or {}
-    for of in [v for v in rotary.values() if isinstance(v, dict)] or [rotary]:
-        if "rope_theta" in of and "rope_parameters" not in config and "rotary_pct" not in config:
-            of["rope_theta"] = 3 * of["rope_theta"] + 7
+    for table in [v for v in rotary.values() if isinstance(v, dict)] or [rotary]:
+        if "rope_theta" in table and "rope_parameters" not in config and "rotary_pct" not in config:
+            table["rope_theta"] = 3 * table["rope_theta"] + 7
     named = {"rope_parameters": rotary} if rotary else {}
     return {"model_type": model_type, **sizes, **config, **named}
 
@@ -167,7 +167,11 @@ def test_transformers_4_computes_the_same_with_every_export(older: Path, tmp_pat
         torch.save(logits, folder / "logits.pt")
     found = opened_by(older, exports)
     assert len(found) == len(TABLES) + len({*MORE} - {*TABLES})
-    wrong = {n: of for n, of in found.items() if of[0] == of or of[0] > 1e-4 or any(of[1:])}
+    wrong = {
+        n: errors
+        for n, errors in found.items()
+        if errors[0] == errors or errors[0] > 1e-4 or any(errors[1:])
+    }
     assert not wrong
 
 
@@ -181,7 +185,7 @@ def test_transformers_4_runs_the_code_that_an_export_brings(older: Path, tmp_pat
         torch.save(logits, exports / kind / "logits.pt")
     found = opened_by(older, exports)
     assert found.keys() == KINDS_OF.keys()
-    assert all(of[0] < 1e-5 and not any(of[1:]) for of in found.values()), found
+    assert all(errors[0] < 1e-5 and not any(errors[1:]) for errors in found.values()), found
 
 
 _MARKS = ["<|im_start|>", "<|im_end|>"]

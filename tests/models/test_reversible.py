@@ -48,9 +48,9 @@ def kept_by_autograd(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         return gradients(model)
 
 
-def errors(model: PreTrainedModel, of: PreTrainedModel) -> dict[str, float]:
+def errors(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:
     """Each gradient's distance from what autograd computes, relative to its norm."""
-    expected, actual = kept_by_autograd(of), gradients(model)
+    expected, actual = kept_by_autograd(reference), gradients(model)
     assert actual.keys() == expected.keys()
     return {n: float((actual[n] - g).norm() / g.norm()) for n, g in expected.items()}
 

@@ -48,7 +48,7 @@ def test_each_value_is_a_source_of_equal_share(
     ]
     data = build_data(DataSpec.of_run(plan.config, plan.model_config))
     assert data.names == ["de", "en"]
-    assert [of.facts.documents for of in data.sources] == [30, 270]
+    assert [source.facts.documents for source in data.sources] == [30, 270]
     for samples in (2, 10, 50):
         assert data.train.batch(0, samples).sources.bincount().tolist() == [samples // 2] * 2
 
@@ -81,7 +81,7 @@ def test_no_two_sources_have_one_name(write_jsonl: Callable[..., Path]) -> None:
     values = ("a b", "a_b", "a_b-2", "a/b", "rehearsed", "x" * 70, "x" * 71, "", 1, "é")
     path = write_jsonl(*({"text": "a", "l": value} for value in values))
     plan = plan_of(f"data.path={path}", "data.balance=l", f"data.rehearse={path}")
-    by_value = {of.where["l"]: of.name for of in plan.config.data.mix if of.where}
+    by_value = {part.where["l"]: part.name for part in plan.config.data.mix if part.where}
     assert by_value == {
         "": "none",
         "1": "1",
@@ -101,7 +101,7 @@ def test_data_where_stays_that_of_other_data(write_jsonl: Callable[..., Path]) -
     path = write_jsonl(*({"text": "a", "l": value, "k": "x"} for value in "ab"))
     words = [f"data.path={path}", "data.balance=l", "data.where.k=x", f"data.eval_path={path}"]
     data = plan_of(*words).config.data
-    assert [of.where for of in data.mix] == [{"k": "x", "l": "a"}, {"k": "x", "l": "b"}]
+    assert [part.where for part in data.mix] == [{"k": "x", "l": "a"}, {"k": "x", "l": "b"}]
     assert data.eval_sets()[""].where == {"k": "x"}
 
 

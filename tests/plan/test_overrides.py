@@ -93,7 +93,7 @@ def test_every_class_that_rotates_takes_an_override_in_its_table(tmp_path: Path)
         source = "".join(path.read_text() for path in folder.glob("modeling_*.py"))
         if "config.rope_parameters" not in source or not (table := config.get("rope_parameters")):
             continue
-        kinds = [kind for kind, of in table.items() if isinstance(of, dict)]
+        kinds = [kind for kind, entry in table.items() if isinstance(entry, dict)]
         word = f"rope_parameters.{kinds[0]}.rope_theta=123" if kinds else "rope_theta=123"
         built = hf_config(load(tmp_path, config, word)).rope_parameters
         assert (built[kinds[0]] if kinds else built)["rope_theta"] == 123, name

@@ -93,8 +93,8 @@ OWN_VALUES: list[tuple[str, str, Any]] = [
     ("gemma-2-9b", "attn_logit_softcapping", 50.0),
     ("gemma-2-9b", "final_logit_softcapping", 30.0),
     ("gemma-2-9b", "layer_types", ["sliding_attention", "full_attention"] * 21),
-    *((f"mistral-{of}", "sliding_window", None) for of in ("7b-v0.3", "nemo-12b", "small-24b")),
-    *((f"qwen2.5-{of}", "rms_norm_eps", eps) for of, eps in (("7b", 1e-6), ("14b", 1e-5))),
+    *((f"mistral-{size}", "sliding_window", None) for size in ("7b-v0.3", "nemo-12b", "small-24b")),
+    *((f"qwen2.5-{size}", "rms_norm_eps", eps) for size, eps in (("7b", 1e-6), ("14b", 1e-5))),
     ("qwen2.5-72b", "rms_norm_eps", 1e-5),
 ]
 

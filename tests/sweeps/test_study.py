@@ -59,15 +59,19 @@ def test_a_sweep_that_was_killed_goes_on_with_the_same_trials(method: str, tmp_p
     interrupted = first.take(9)
     interrupted.report(0.5, 3.0)
     again = Study(sweep)
-    assert [of.state for of in again.records()] == ["done"] * 9 + ["running"] + ["waiting"] * 6
+    assert [record.state for record in again.records()] == ["done"] * 9 + ["running"] + [
+        "waiting"
+    ] * 6
     finish(again, range(9, 16))
-    assert [of.choice for of in again.records()] == [of.choice for of in whole.records()]
+    assert [record.choice for record in again.records()] == [
+        record.choice for record in whole.records()
+    ]
 
 
 def test_tpe_learns_from_the_trials_before(tmp_path: Path) -> None:
     study = Study(sweep_of(tmp_path, 'method = "tpe"\ntrials = 30'))
     finish(study, range(30))
-    losses = [of.value for of in study.records()]
+    losses = [record.value for record in study.records()]
     assert sum(losses[20:]) / 10 < sum(losses[:10]) / 10 - 0.5
 
 
@@ -85,14 +89,14 @@ def test_a_third_of_the_trials_goes_on_at_each_share_of_a_run(tmp_path: Path) ->
 
 def test_failed_trials_wait_again_with_the_same_values(tmp_path: Path) -> None:
     study = Study(sweep_of(tmp_path, "trials = 3"))
-    before = [of.choice for of in study.records()]
+    before = [record.choice for record in study.records()]
     study.take(1).failed(Used(5, 50, 0.1), "the disk was full")
     study.take(0).done(math.inf, Used(7, 70, 0.1), "the loss is not finite")
-    assert [of.state for of in study.records()] == ["diverged", "failed", "waiting"]
+    assert [record.state for record in study.records()] == ["diverged", "failed", "waiting"]
     assert study.retry() == [1]
-    assert [of.state for of in study.records()] == ["diverged", "waiting", "waiting"]
+    assert [record.state for record in study.records()] == ["diverged", "waiting", "waiting"]
     finish(study, range(1, 2))
-    assert [of.choice for of in study.records()] == before
+    assert [record.choice for record in study.records()] == before
 
 
 def test_a_torn_line_of_the_journal_is_cut(tmp_path: Path) -> None:

@@ -111,9 +111,9 @@ def test_a_machine_is_known_again_from_its_steps() -> None:
 def test_steps_that_were_disturbed_do_not_decide() -> None:
     measured = runs(FACTORS, disturbed=3)
     site = calibrated(measured, MACHINES, 2)
-    for of in measured[3:]:
-        machine = site.machine(None, of.inputs.gpus_per_node)
-        assert estimate_time(of.inputs, machine).seconds == pytest.approx(of.seconds, rel=0.1)
+    for row in measured[3:]:
+        machine = site.machine(None, row.inputs.gpus_per_node)
+        assert estimate_time(row.inputs, machine).seconds == pytest.approx(row.seconds, rel=0.1)
 
 
 def test_what_is_as_listed_stays_so() -> None:

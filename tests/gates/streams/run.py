@@ -273,7 +273,7 @@ def main(argv: list[str]) -> int:
         code = train.main(job.arguments)
     if code == 0:
         memory = devices[0].memory
-        host_waits = [Wait(*of, count) for of, count in sorted(waits[0].items())]
+        host_waits = [Wait(*call, count) for call, count in sorted(waits[0].items())]
         seen = Seen(
             dict(memory.races), dict(memory.reuses), host_waits, micro_batches[-1], optimizers[-1]
         )
