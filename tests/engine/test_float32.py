@@ -25,7 +25,7 @@ print(float32_products()["message"])
     ],
 )
 def test_an_event_says_whether_fp32_is_tf32(value: str | None, expected: str) -> None:
-    env = environment({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": value})
+    env = environment({"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": value, "DS_ACCELERATOR": "cpu"})
     command = [sys.executable, "-c", _SHOW]
     shown = subprocess.check_output(command, env=env, cwd=REPOSITORY, text=True)
     assert shown.startswith(expected)
