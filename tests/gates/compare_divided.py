@@ -55,7 +55,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """"equal", "DIFFERS", or the reason for which it was not compared."""
+        """The verdict: "equal", "DIFFERS", or the reason for which it was not compared."""
         if self.problem:
             return self.problem
         return "equal" if max(self.loss, self.gradient) < LIMIT else "DIFFERS"
