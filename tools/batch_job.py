@@ -1,15 +1,15 @@
-"""Answers the questions of slurm/train.sbatch. Nothing here imports torch.
+"""Answer the questions of slurm/train.sbatch, without importing torch.
 
     python tools/batch_job.py run-dir --config my.toml model.name=llama-1b
     python tools/batch_job.py port
     python tools/batch_job.py attempt runs/first
     python tools/batch_job.py verdict train.py 137 runs/first 1
 
-run-dir: where the arguments of harness/train.py put the run; an empty line where neither the
-command line nor the run config says so. port: where ranks can meet whose first one is started on
-this node. attempt: how often the run was started. verdict: what to do when srun has ended with that
-code, and the run had been started so often before; "requeue" or an empty line, with the job's exit
-code.
+run-dir: the run folder that the arguments of harness/train.py set; an empty line if neither the
+command line nor the run config sets one. port: a port for the rendezvous of ranks whose first one
+runs on this node. attempt: how many times the run was started. verdict: what to do after srun ended
+with that code, for a run started that many times before; prints "requeue" or an empty line, and
+ends with the job's exit code.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from harness.layout.world import free_port, slurm_port
 from harness.plan.command import DS_PREFIX, Command, parse_command
 from harness.runfolder import RunFolder
 
-MOST_REQUEUES = 3  # with no newer checkpoint in between
-LATE_S = 300.0  # Slurm's own warning comes at most so long before the time limit
-# No other attempt would do better.
+MOST_REQUEUES = 3  # without a newer checkpoint in between
+LATE_S = 300.0  # Slurm's own warning comes at most this long before the time limit
+# Codes after which another attempt would end the same way.
 FINAL = {
     ExitCode.DONE,
     ExitCode.BAD_CONFIG,
@@ -44,12 +44,12 @@ FINAL = {
     ExitCode.NO_CHECKPOINT,
 }
 PRUNED = "pruned"
-"""Name of a file in the folder of a sweep's trial that was stopped early: it is over."""
-_KILLED = 128  # and the signal's number
+"""File in the folder of a sweep's trial that was stopped early; such a trial is finished."""
+_KILLED = 128  # plus the signal's number
 
 
 def main(argv: list[str]) -> int:
-    """argv -> the answer on standard output -> exit code."""
+    """Run the command: argv -> the answer on standard output -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,9 +76,9 @@ def main(argv: list[str]) -> int:
 
 
 def run_dir(command: Command) -> str:
-    """Return the absolute run.dir of a command line of train.py; empty where none is set.
+    """Return the absolute run.dir of a train.py command line; empty if none is set.
 
-    Whatever else is wrong with the run config is reported by those that read all of it.
+    Other problems of the run config are reported by the programs that read all of it.
     """
     tree: dict[str, Any] = {}
     if command.config_path is not None:
@@ -96,7 +96,7 @@ def run_dir(command: Command) -> str:
 
 
 def read_status(run: RunFolder) -> dict[str, Any]:
-    """Return status.json; empty where there is none, or none that can be read."""
+    """Return status.json; empty if it is missing or unreadable."""
     try:
         return run.read_status() or {}
     except (OSError, ValueError):
@@ -104,7 +104,7 @@ def read_status(run: RunFolder) -> dict[str, Any]:
 
 
 def _verdict(args: argparse.Namespace) -> int:
-    """Print "requeue" where the job is to go on later; returns the job's exit code."""
+    """Print "requeue" if the job is to continue later; return the job's exit code."""
     code = final_code(args.program, args.code, args.run, args.attempt_before, args.warned)
     newest = max((path.name for path in args.run.checkpoints_dir.glob("step-*")), default="none")
     ended = f"{args.program} ended with {code}"
@@ -121,20 +121,21 @@ def _verdict(args: argparse.Namespace) -> int:
 
 
 def final_code(program: str, code: int, run: RunFolder, attempt_before: int, warned: bool) -> int:
-    """Return the job's exit code. `code`: srun's, the highest of all ranks, which a rank that was
-    killed hides; `warned`: the ranks were told to stop, perhaps before they could know how.
+    """Return the job's exit code. `code` is srun's: the highest of all ranks, in which a killed
+    rank hides the others. `warned`: the ranks were told to stop, possibly before they handled
+    signals.
     """
     if program == "preflight.py":
         if warned:
-            return ExitCode.STOPPED  # no step was done: the job is requeued as it is
-        return ExitCode.BAD_CONFIG if code > _KILLED else code  # who was killed has been named
+            return ExitCode.STOPPED  # no step was done: requeue the job
+        return ExitCode.BAD_CONFIG if code > _KILLED else code  # the killed rank has been reported
     if code in FINAL:
         return code
     if warned:
         code = ExitCode.STOPPED
     status = read_status(run)
     if status.get("attempt", 0) == attempt_before:
-        return code  # this attempt did not come to the run folder: what lies there is older
+        return code  # this attempt did not reach the run folder: its files are older
     if (run.heartbeats_dir / "hang.json").exists():
         code = ExitCode.HANG
     recorded = status.get("code")
@@ -142,8 +143,8 @@ def final_code(program: str, code: int, run: RunFolder, attempt_before: int, war
 
 
 def is_stuck(folder: Path, newest: str) -> bool:
-    """Count an end of this job after its `newest` checkpoint, and return whether it was the last
-    one allowed. The count begins anew with a newer checkpoint, and in another job.
+    """Count an end of this job after its `newest` checkpoint; return whether it was the last one
+    allowed. The count restarts with a newer checkpoint and in another job.
     """
     ending = f"job {os.environ.get('SLURM_JOB_ID')} after {newest}"
     try:
@@ -152,7 +153,7 @@ def is_stuck(folder: Path, newest: str) -> bool:
             file.write(f"{ending}\n")
             file.seek(0)
             count = file.read().splitlines().count(ending)
-    except OSError as error:  # what cannot be counted would be requeued for ever
+    except OSError as error:  # without a count, requeueing would never end
         say(f"{folder}: {error}: not requeued")
         return True
     if count > MOST_REQUEUES:
@@ -161,7 +162,7 @@ def is_stuck(folder: Path, newest: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Write a line of the job's log; standard output is for the answer."""
+    """Write a line to the job's log; standard output is for the answer."""
     print(text, file=sys.stderr)
 
 

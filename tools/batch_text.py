@@ -1,4 +1,4 @@
-"""A step's windows as text: what the model sees, and what it learns of that."""
+"""Formats a step's windows as text: the model's input, with the learned tokens marked."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from harness.data.packing import IGNORED
 
 GREEN, RESET = "\033[32m", "\033[0m"
 MOST_WINDOWS, MOST_EXAMPLES, MOST_TOKENS = 4, 8, 100
-"""Of a step, of a window, and of each end of an example, unless all is asked for."""
+"""Per step, per window, and at each end of an example, unless everything is requested."""
 
 
 def first_sample_of(events: list[dict[str, Any]], step: int, curriculum: Curriculum) -> int:
-    """Return the first sample of `step` (from 1); a run that rolled back has skipped samples."""
-    jumps: dict[int, int] = {}  # step -> samples that lie behind it
+    """Return the first sample of `step` (from 1). A run that rolled back has skipped samples."""
+    jumps: dict[int, int] = {}  # step -> samples consumed before the next step
     for event in events:
         to = {"rollback": "to_step", "resumed": "step"}.get(event["kind"])
         if to is not None:
-            # What came after that step is undone; a jump at it, unless it is made again.
+            # Discard jumps after that step, and one at it unless it is made again.
             jumps = {at: samples for at, samples in jumps.items() if at < event[to]}
         if event["kind"] == "rollback":
             jumps[event["to_step"]] = event["samples_skipped"][1]
@@ -32,7 +32,7 @@ def first_sample_of(events: list[dict[str, Any]], step: int, curriculum: Curricu
 
 
 def positions_of(batch: Batch, pieces: int) -> list[int] | None:
-    """Positions of a sample that is read as `pieces` sequences, one after the other."""
+    """Return the positions of a sample that is read as `pieces` consecutive sequences."""
     positions = batch.cut(pieces).position_ids
     return None if positions is None else positions.flatten().tolist()
 
@@ -48,11 +48,11 @@ def show_step(
     ids: bool = False,
     whole: bool = True,
 ) -> str:
-    """The windows of `step` (from 1), `first` and those after it, each as the text of its examples,
-    in which what is learned is green (`color`) or in «».
+    """Return the windows of `step` (from 1), beginning with `first`, as the text of their examples.
+    Learned tokens are green (`color`) or in «».
 
-    `ids`: with ids, targets ("-" where none) and positions of each token; a window is read as
-    `pieces` sequences. `whole`: all windows, in full.
+    `ids` adds each token's id, target ("-" if it has none) and position, with a window read as
+    `pieces` sequences. `whole` shows all windows, in full.
     """
     targets, tokens = data.train.targets_in(first, global_batch), global_batch * data.train.seq_len
     shown = global_batch if whole else min(global_batch, MOST_WINDOWS)
@@ -81,7 +81,7 @@ def _heading(data: Data, index: int, sample: Sample) -> str:
 
 
 def _examples(data: Data, sample: Sample, color: bool, whole: bool) -> Iterator[str]:
-    """The examples of a window: number, tokens [first:end) of it and file, and the text below."""
+    """Yield the examples of a window: number, token range [first:end) and file, then the text."""
     tokens = _tokens(sample.batch)
     for number, span in enumerate(sample.spans):
         if number == MOST_EXAMPLES and not whole:
@@ -97,14 +97,16 @@ def _examples(data: Data, sample: Sample, color: bool, whole: bool) -> Iterator[
 
 
 def _tokens(batch: Batch) -> list[tuple[int, bool]]:
-    """The tokens of a window, each with whether it is learned; the last is a target alone."""
+    """Return the tokens of a window, each with whether it is learned; the last one is only a
+    target.
+    """
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     learned = [False, *(label != IGNORED for label in labels)]
     return [*zip([*ids, *labels[-1:]] if learned[-1] else ids, learned, strict=False)]
 
 
 def _text(data: Data, tokens: list[tuple[int, bool]], color: bool, whole: bool) -> str:
-    """The text of tokens, on one line, with marks around what is learned."""
+    """Return the text of tokens on one line, with marks around the learned ones."""
     if whole or len(tokens) <= 2 * MOST_TOKENS:
         return _marked(data, tokens, color)
     begin, end = tokens[:MOST_TOKENS], tokens[-MOST_TOKENS:]

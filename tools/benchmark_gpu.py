@@ -1,19 +1,19 @@
-"""Times training steps of the real loop on real data, by setting.
+"""Time training steps of the real loop on real data, for each setting.
 
     python tools/benchmark_gpu.py model.name=llama-1b data.seq_len=4096
     python tools/benchmark_gpu.py --deepspeed ds_configs/zero3.json --sweep micro_batch=1,2,4 \\
         --sweep model.checkpointing=none,full model.name=llama-1b data.seq_len=4096
     python tools/benchmark_gpu.py --ladder model.name=llama-1b data.seq_len=4096 train.micro_batch=2
 
-It prints a line of JSON for each case. Each case runs in its own processes: one that runs out of
-memory, or past --limit seconds, ends alone, and its estimate is shown. Numbers are medians over
-four windows of --steps optimizer steps after --warmup, with the corpus of data.path or the default
-one. The host waits for the device only between windows; its own waits are counted in one more step
-(on a GPU). A step is one micro-batch unless train.global_batch is set.
---ladder starts with eager attention and an optimizer that is not fused, and adds sdpa, flash
-attention, the fused optimizer, Liger's kernels, compiled layers and activation checkpointing, one
-after the other. It skips what this machine lacks, with the reason. If the first losses of a rung
-differ from the lowest rung's by more than rounding, `differs` lists them: exit code 1.
+Prints a line of JSON for each case. Each case runs in its own processes: if it runs out of memory
+or exceeds --limit seconds, the others continue, and its line shows the memory estimate. Numbers are
+medians over four windows of --steps optimizer steps after --warmup, on the corpus of data.path or
+the default one. The host waits for the device only between windows; on a GPU, one more step counts
+the host's own waits. A step is one micro-batch unless train.global_batch is set.
+--ladder starts with eager attention and an unfused optimizer. It adds sdpa, flash attention, the
+fused optimizer, Liger's kernels, compiled layers and activation checkpointing, one at a time. It
+skips what this machine lacks, with the reason. If the first losses of a rung differ from those of
+the lowest rung by more than rounding, `differs` lists them and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness.plan.command import DEFAULT_DS_JSON
 from tools.made_with import machine, versions
 from tools.speed.cases import LADDER, LIMIT_S, Case, measured, swept
 
-_COMPARED = 2  # first losses of two rungs: differences of rounding grow from step to step
+_COMPARED = 2  # number of first losses to compare: rounding differences grow with every step
 FORMULA = (
     "TFLOP/s per GPU = tokens/s per GPU x (6 x active parameters + 12 x sum over layers of q_size "
     "x context); MFU = that / the GPU's dense peak in this precision (arXiv 2204.02311, appendix "
@@ -42,7 +42,7 @@ FORMULA = (
 
 
 def main() -> int:
-    """Command line -> exit code."""
+    """Run the command; return its exit code."""
     args = _arguments()
     base = {"train.micro_batch": "1"}
     if words := [text for text in args.assignments if "=" not in text]:
@@ -70,7 +70,9 @@ def _each(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any
 
 
 def _climbed(cases: list[Case], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every case up the ladder; a rung that does not hold is left out of those above it."""
+    """Yield the report of each case with each rung; a rung that fails is left out of later
+    rungs.
+    """
     for case in cases:
         lowest: dict[str, Any] = {}
         for rung in LADDER:
@@ -93,10 +95,10 @@ def _measured(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def losses_apart(line: dict[str, Any], lowest: dict[str, Any]) -> str | None:
-    """Return how far the first losses of two rungs of a ladder, which read the same samples with
-    the same weights, are apart; None where that is rounding, or one of them has none.
+    """Return the difference between the first losses of two rungs, which use the same samples and
+    weights; None if it is rounding or one of them has no losses.
     """
-    from harness.run.verify import TOLERANCES  # and with it torch
+    from harness.run.verify import TOLERANCES  # imports torch
 
     pairs = [*zip(line.get("losses", ()), lowest.get("losses", ()), strict=False)][:_COMPARED]
     allowed = TOLERANCES[lowest["precision"]][0] if pairs else 0.0

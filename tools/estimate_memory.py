@@ -1,4 +1,4 @@
-"""Estimates the memory that a run will need, before a GPU is booked.
+"""Estimate the memory that a run needs before you book a GPU.
 
     python tools/estimate_memory.py --model llama-3-8b --deepspeed ds_configs/zero3.json \\
         --gpus 64 --gpus-per-node 8 --gpu h100-80 --seq-len 4096
@@ -6,8 +6,8 @@
     python tools/estimate_memory.py --model qwen3-8b --gpus 8 --gpu a100-80 \\
         --sweep micro_batch=1..8 seq_len=2048..32768 --plot memory.svg
 
-The numbers are those of the plan that train.py would make from the same arguments. Exit code 0, or
-2 for arguments that cannot be planned. It needs no GPU, and torch only for --trace and for
+The numbers come from the plan that train.py would make from the same arguments. Exit code 0, or
+2 for arguments that cannot be planned. Needs no GPU; needs torch only for --trace and for
 architectures that have to be traced.
 """
 
@@ -41,7 +41,7 @@ from tools.plan_args import add_plan_arguments, assumed_batch, plan_of
 
 
 def main(argv: list[str]) -> int:
-    """argv -> text or JSON on standard output -> exit code."""
+    """Run the command: argv -> text or JSON on standard output -> exit code."""
     args = _parser().parse_intermixed_args(argv)
     try:
         plan = plan_of(args, estimating=True)
@@ -96,7 +96,7 @@ def _add_notes(args: argparse.Namespace, plan: Plan, traced: dict[str, float]) -
 
 
 def _on_host(memory: Estimate, host_gib: float | None) -> dict[str, Any]:
-    """Return a node's host memory and the verdict on it; nothing if nobody told its size."""
+    """Return a node's host memory and the verdict on it; empty if its size was not given."""
     if host_gib is None:
         return {}
     fits = memory.host_bytes_per_node <= host_gib * GIB
@@ -118,9 +118,10 @@ def _estimate(plan: Plan) -> Estimate:
 
 
 def _traced(plan: Plan, memory: Estimate) -> dict[str, float]:
-    """Return the bytes that the model's own class saves for backward, and the counted ones.
+    """Return the bytes saved for backward, in GiB: as traced in the model's own class, and as
+    counted.
 
-    Both are of the whole model. Needs torch.
+    Both are for the whole model. Needs torch.
     """
     from tools.memory.trace import traced_saved
 
@@ -152,5 +153,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any command before `| head`
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other commands do before `| head`
     sys.exit(main(sys.argv[1:]))

@@ -3,10 +3,10 @@
     python tools/export_hf.py runs/NAME
     python tools/export_hf.py runs/NAME --step 1000 --dtype fp32 --out my-model
 
-At any time, also while the run goes on, and on any machine: without GPU or DeepSpeed, whatever
-layout saved it, a piece of a tensor in memory at a time. Then the exported model is opened, and its
-loss on the batch that the checkpoint was probed with must be the one that it had in training; that
-takes the memory of the model, and --no-check leaves it out. The folder appears when all is well.
+Works at any time, even during the run, and on any machine: it needs neither a GPU nor DeepSpeed,
+accepts every layout, and holds only a piece of a tensor in memory. Afterwards it opens the exported
+model and checks that its loss on the checkpoint's probe batch equals the loss in training. This
+takes the memory of the model; --no-check omits it. The folder appears only after success.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def main(argv: list[str]) -> int:
-    """argv -> a folder -> exit code."""
+    """Run the command: argv -> a folder -> exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     path, step = run_and_step(str(arguments.run))
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         code = ExitCode.CANNOT_SAVE if is_full_disk(error) else ExitCode.BAD_CONFIG
         return _fail(f"{error}: see to it, or choose another folder (--out)", code)
-    except ExportDiffers as error:  # as a run that would go on from it is refused
+    except ExportDiffers as error:  # the code that a run resumed from it would end with
         return _fail(f"{error}; --no-check exports it anyway", ExitCode.NO_CHECKPOINT)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing is left of it", 130)
@@ -101,13 +101,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Shown:
-    """Progress of the export on standard error, every few seconds and at its end."""
+    """Shows progress of the export on standard error, every few seconds and at the end."""
 
     def __init__(self, every_s: float = 5.0) -> None:
         self._every_s, self._next = every_s, time.monotonic() + every_s
 
     def __call__(self, done: int, total: int) -> None:
-        """Bytes written, and bytes in all."""
+        """Show the bytes written so far, and the total."""
         if time.monotonic() >= self._next or done == total:
             self._next = time.monotonic() + self._every_s
             _say(f"written {done / 1e9:.2f} of {total / 1e9:.2f} GB ({done / total:.0%})")

@@ -1,4 +1,4 @@
-"""Models as runs export them."""
+"""Opens the models that runs export."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def export_of(run: Path) -> tuple[Path, str | None]:
 
 
 def opened(source: Path | str, trust_remote_code: bool, beside: Path | None = None) -> Any:
-    """Return a model in the precision of its files, on a GPU if there is one, which computes as it
-    was trained; with weights in 4 bits, and with the attention, that the adapters of the folder
-    `beside` were trained with.
+    """Return a model in the precision of its files, on a GPU if there is one, that computes as in
+    training. `beside` is a folder of adapters: the model gets their 4-bit weights and attention.
 
     Raises ConfigError if it cannot be opened.
     """
@@ -66,8 +65,8 @@ def opened(source: Path | str, trust_remote_code: bool, beside: Path | None = No
     if attention and attention.is_file():
         attend_as_trained(model, json.loads(attention.read_text()))
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # for rows in multiples of 32 alone
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # only for row counts divisible by 32
             module.support_avx512bf16_for_cpu = False
-    if "quantization_config" in settings:  # it is where it computes
+    if "quantization_config" in settings:  # already on its device
         return model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

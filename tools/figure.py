@@ -1,4 +1,4 @@
-"""Pictures of the tools, by matplotlib: SVG or PNG, as the file is called."""
+"""Plots of the tools, by matplotlib: SVG or PNG, according to the file name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png")
 
 _STYLE = {
-    # Text as text, and the same file from the same numbers.
+    # Text stays text, and the same numbers give the same file.
     "svg.fonttype": "none",
     "svg.hashsalt": "",
     "font.size": 9,
@@ -49,7 +49,7 @@ _STYLE = {
 
 
 def plot_problems(path: Path | None) -> Iterator[str]:
-    """Yield the reasons why nothing could be drawn into `path`, before any work is done."""
+    """Yield the problems that would prevent a plot at `path`, before any work is done."""
     if path is None:
         return
     if path.suffix not in SUFFIXES:
@@ -61,12 +61,12 @@ def plot_problems(path: Path | None) -> Iterator[str]:
 
 
 def new_figure(width: float, height: float, title: str = "", subtitle: str = "") -> Figure:
-    """An empty figure of so many inches in the style of all pictures, drawn by no window system."""
+    """Return an empty figure, its size in inches, in the common style and without a window."""
     import matplotlib
     from cycler import cycler
     from matplotlib.figure import Figure
 
-    # The fonts are for whoever opens an SVG; sizes are measured in one that matplotlib brings.
+    # The fonts are for viewers of the SVG; sizes are measured in a font that matplotlib includes.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     style = {**_STYLE, "axes.prop_cycle": cycler(color=[colour.light for colour in SERIES])}
     matplotlib.rcParams.update(style)
@@ -78,7 +78,7 @@ def new_figure(width: float, height: float, title: str = "", subtitle: str = "")
 
 
 def limit_line(axis: Axes, value: float, label: str, at_end: bool = False) -> None:
-    """A line that must not be crossed, and its name, at the line's begin or end."""
+    """Draw a limit with its label at the line's beginning or end."""
     axis.axhline(value, color=LIMIT.light, ls="--", lw=1.2)
     text = axis.annotate(
         label,
@@ -94,13 +94,13 @@ def limit_line(axis: Axes, value: float, label: str, at_end: bool = False) -> No
 
 
 def with_thousands(axis: Axis) -> None:
-    """Write the numbers of an axis as 12,000, not as 1.2e4."""
+    """Format the numbers of an axis as 12,000 instead of 1.2e4."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
 def write_plot(path: Path, figure: Figure) -> None:
-    """Write what --plot asked for, and say so."""
+    """Write the plot to the path of --plot, and report it."""
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {}, dpi=120)
     print(f"wrote {path}", file=sys.stderr)

@@ -1,14 +1,14 @@
-"""Find a learning rate by a range test through the real engine, with the run's own files.
+"""Find a learning rate by a range test with the real engine and the run's own files.
 
     python tools/find_lr.py --deepspeed ds_configs/zero1.json model.name=tiny
     deepspeed --num_accelerators 2 tools/find_lr.py --deepspeed ds_configs/zero3.json \\
         --plot lr.svg --config run.toml
 
-Takes optimizer steps while the learning rate grows evenly in its logarithm from --from to --to, as
-Smith does (arXiv 1506.01186), until the loss has gone up for good; then says which rate to try.
-Batches, layout, optimizer and clipping are the run's; weights are fresh, or those of
-model.init_from or resume.from. Nothing of it stays: the run folder is a temporary one. Exit code 0,
-2, 74 where data.cache_dir has no room, or 75 after a signal.
+Takes optimizer steps while the learning rate grows exponentially from --from to --to, as in Smith
+(arXiv 1506.01186), until the loss has risen for good; then suggests a rate. Batches, layout,
+optimizer and clipping are the run's. Weights are new, or those of model.init_from or resume.from.
+Nothing is kept: the run folder is temporary. Exit code 0, 2, 74 if data.cache_dir has no room, or
+75 after a signal.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
     from harness.plan.plan import Plan
 
-_SMOOTHING = 0.9  # what a smoothed loss keeps of the one before
-_GIVE_UP = 1.5  # nats above the best: it will not come back
+_SMOOTHING = 0.9  # weight of the previous value in a smoothed loss
+_GIVE_UP = 1.5  # nats above the best loss: it will not come back
 
 
 @dataclass(frozen=True)
 class Found:
-    """A range test's rates with the losses before their steps, nats; what to try."""
+    """The result of a range test: rates, the losses in nats before their steps, and suggestions."""
 
     rates: list[float]
     losses: list[float]
@@ -52,11 +52,11 @@ class Found:
     suggested: float
     """Learning rate at which the smoothed loss falls fastest."""
     lowest: float
-    """Learning rate with the lowest smoothed loss; above it steps do harm."""
+    """Learning rate with the lowest smoothed loss; above it, steps do harm."""
 
 
 def main(argv: list[str]) -> int:
-    """argv -> text, perhaps a picture and JSON -> exit code."""
+    """Run the command: argv -> text, optional plot and JSON -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     args = parser.parse_intermixed_args(argv)
     folder = _temporary()
-    if int(os.environ.get("RANK", 0)) == 0:  # of a launch that was killed
+    if int(os.environ.get("RANK", 0)) == 0:  # left by a killed launch
         shutil.rmtree(folder, ignore_errors=True)
     try:
         problems = [*plot_problems(args.plot)]
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
 
 
 def _on_all_ranks(plan: Plan, lowest: float, highest: float, steps: int, folder: Path) -> Found:
-    """The range test; `folder` is removed also where a failure of this rank ends the process."""
+    """Run the range test; `folder` is removed even if a failure of this rank ends the process."""
     from harness.engine.processes import ending_together
 
     with ending_together("cannot look"), redirect_stdout(sys.stderr):  # progress
@@ -120,13 +120,13 @@ def _on_all_ranks(plan: Plan, lowest: float, highest: float, steps: int, folder:
 
 
 def _temporary() -> Path:
-    """A folder that all ranks of this launch name alike, and no other launch does."""
+    """Return a folder name that all ranks of this launch share, and no other launch has."""
     launch = os.environ.get("MASTER_PORT") or os.getpid()
     return Path(tempfile.gettempdir()) / f"find-lr-{os.getuid()}-{launch}"
 
 
 def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
-    """Take the steps on all ranks; raises ConfigError where the run cannot be built."""
+    """Take the steps, on all ranks. Raises ConfigError if the run cannot be built."""
     import torch
 
     from harness.run.build import build
@@ -166,7 +166,7 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Return exponential moving averages, without a bias towards zero at the start."""
+    """Return exponential moving averages, corrected for their start at zero."""
     smooth, average = [], 0.0
     for number, loss in enumerate(losses, 1):
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
@@ -175,7 +175,7 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def judged(rates: list[float], losses: list[float]) -> Found:
-    """Return the suggestion of the curve. Raises ConfigError if it suggests nothing."""
+    """Return the suggestion of a loss curve. Raises ConfigError if it suggests nothing."""
     smooth = smoothed(losses)
     low = min(range(len(smooth)), key=smooth.__getitem__, default=0)
     if low < 3:
@@ -188,7 +188,7 @@ def judged(rates: list[float], losses: list[float]) -> Found:
 
 
 def as_text(result: Found) -> str:
-    """Return the learning rate to try, and the reason."""
+    """Return the learning rate to try, with the reason."""
     return "\n".join(
         [
             f"try optim.lr={result.suggested:.2g}",
@@ -203,7 +203,7 @@ def as_text(result: Found) -> str:
 
 
 def drawn(result: Found) -> Figure:
-    """The loss against the learning rate, and the rate to try."""
+    """Return a figure of the loss over the learning rate, with the rate to try."""
     figure = new_figure(8, 4.5, f"Try a learning rate of {result.suggested:.2g}")
     axis = figure.subplots()
     blue, orange, aqua = (colour.light for colour in SERIES[:3])
@@ -212,7 +212,7 @@ def drawn(result: Found) -> Figure:
     axis.axvline(result.suggested, color=aqua, label=f"try {result.suggested:.2g}")
     axis.axvline(result.lowest, color=orange, ls="--", label=f"lowest at {result.lowest:.2g}")
     axis.set(xscale="log", xlabel="learning rate", ylabel="loss, nats per token")
-    # Where it explodes says nothing about where it falls.
+    # The explosion of the loss must not hide its fall.
     finite = [loss for loss in result.smooth if math.isfinite(loss)]
     axis.set_ylim(top=max(finite[0], min(finite)) + 0.3 * (finite[0] - min(finite)) + 0.1)
     axis.legend(loc="lower left")

@@ -3,10 +3,10 @@
     python tools/gradient_reach.py runs/NAME --text held_out.txt
     python tools/gradient_reach.py runs/lstm runs/gru --text held_out.txt --plot reach.svg
 
-The loss of one token sends gradients to every token before it. Where their norms fall to nothing
-with the distance, the model cannot learn to use what lies that far back; where they grow, steps
-must be clipped (arXiv 1211.5063). Each figure is a median over windows of the text, each of
---tokens tokens, of the norm of the gradient with regard to the embedding of the token so far back.
+The loss of one token sends gradients to every token before it. If their norms vanish with the
+distance, the model cannot learn to use tokens that far back; if they grow, steps must be clipped
+(arXiv 1211.5063). Each number is the norm of the gradient with respect to the embedding of the
+token at that distance: a median over windows of --tokens tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AGAINST_ZERO = 1e-30
-"""Norm that stands for none, where the picture is logarithmic."""
+"""Norm that stands for zero on the logarithmic axis."""
 
 
 def main(argv: list[str]) -> int:
-    """argv -> a table on standard output, perhaps a picture -> exit code."""
+    """Run the command: argv -> a table on standard output, optional plot -> exit code."""
     arguments = _parser().parse_args(argv)
     try:
         if problems := [*plot_problems(arguments.plot)]:
@@ -78,7 +78,7 @@ def _reach(run: Path, arguments: argparse.Namespace) -> list[float]:
 
 
 def _windows(folder: Path, arguments: argparse.Namespace) -> list[torch.Tensor]:
-    """Return ids (tokens + 1) of windows that are spread evenly over the text."""
+    """Return ids (tokens + 1) of windows spread evenly over the text."""
     import torch
     from transformers import AutoTokenizer
 
@@ -102,9 +102,10 @@ def _windows(folder: Path, arguments: argparse.Namespace) -> list[torch.Tensor]:
 
 
 def gradient_norms(model: Any, ids: torch.Tensor) -> list[float]:
-    """Return the norms of a loss's gradient with regard to the embeddings, by distance from 0 on.
+    """Return the norms of a loss's gradient with respect to the embeddings, by distance from 0 on.
 
-    `ids` (tokens + 1): the loss is that of the last one, in nats, and distance 0 the one before.
+    `ids` is (tokens + 1). The loss is that of the last token, in nats; distance 0 is the token
+    before.
     """
     import torch
 
@@ -138,7 +139,7 @@ def _table(reaches: dict[str, list[float]]) -> str:
 
 
 def drawn(reaches: dict[str, list[float]]) -> Figure:
-    """Return the picture: a line for each model, both axes logarithmic."""
+    """Return a figure with a line per model; both axes are logarithmic."""
     figure = new_figure(7, 3.6, "How far back gradients reach", "loss of one token, median norm")
     axis = figure.subplots()
     for name, norms in reaches.items():

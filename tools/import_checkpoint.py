@@ -1,11 +1,11 @@
-"""Imports a checkpoint of DeepSpeed's own format, weights and moments, to resume from it.
+"""Import weights and moments from a checkpoint in DeepSpeed's own format, to resume from it.
 
     python tools/import_checkpoint.py outputs --out runs/NEW
     python tools/import_checkpoint.py outputs/checkpoint-500 --out runs/NEW
 
-SOURCE is a checkpoint of the Hugging Face Trainer, or its output folder (the newest, or
-FOLDER@STEP), of ZeRO 1, 2 or 3 and any number of ranks. Its files are pickles: one that asks for
-anything but tensors and plain values is rejected before it is opened. resume.from=runs/NEW@STEP
+SOURCE is a checkpoint of the Hugging Face Trainer, or its output folder (the newest checkpoint, or
+FOLDER@STEP), with ZeRO 1, 2 or 3 and any number of ranks. Its files are pickles: a file that asks
+for anything but tensors and plain values is rejected before it is opened. resume.from=runs/NEW@STEP
 starts a run with its weights and moments.
 """
 
@@ -35,7 +35,7 @@ from tools.importing.native import Native, Source, find_source
 
 
 def main(argv: list[str]) -> int:
-    """argv -> a checkpoint -> exit code."""
+    """Run the command: argv -> checkpoint -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,9 +62,9 @@ def main(argv: list[str]) -> int:
 
 
 def import_checkpoint(source: Source, run: RunFolder) -> Path:
-    """Write what `source` holds to the run's checkpoints; returns the new one, verified.
+    """Write the content of `source` to the run's checkpoints; return the new one, verified.
 
-    Raises Unusable where the source is not whole or not safe, ConfigError where `run` is taken.
+    Raises Unusable if the source is incomplete or unsafe, and ConfigError if the step exists.
     """
     native, store = Native(source.engine), Store(run.checkpoints_dir)
     manifest = _manifest(source, native)
@@ -78,7 +78,7 @@ def import_checkpoint(source: Source, run: RunFolder) -> Path:
         if any(source.path.glob("tokenizer*")) and not run.tokenizer_dir.exists():
             with replacing(run.tokenizer_dir) as unfinished:
                 copy_tokenizer(source.path, unfinished)
-        path = store.publish(step)  # last: after a kill before it the same command begins again
+        path = store.publish(step)  # last: if killed before this, the same command starts over
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -87,14 +87,14 @@ def import_checkpoint(source: Source, run: RunFolder) -> Path:
 
 
 def _write(folder: Path, native: Native, manifest: Manifest) -> None:
-    """All files, the manifest last; one rank's tensors are read at a time."""
+    """Write all files, the manifest last. One rank's tensors are read at a time."""
     files: list[Written] = []
     entries: list[Entry] = []
     for number, fragments in enumerate(native.by_rank()):
         written, here = write_fragments(folder, number, fragments)
         files, entries = [*files, *written], [*entries, *here]
     index = to_index(entries)
-    from_index(index, native.folder)  # frozen weights are counted nowhere else
+    from_index(index, native.folder)  # checks frozen weights, which nothing else counts
     files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
     write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
 

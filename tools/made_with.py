@@ -1,4 +1,4 @@
-"""With which versions, and on which machine, a table was made."""
+"""The versions and the machine behind a table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PACKAGES = ("torch", "deepspeed", "transformers")
 
 
 def versions() -> str:
-    """With what a table was made."""
+    """Return the versions of the main packages, as text."""
     return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
 
 
 def machine() -> str:
-    """On what: "2 cores of Intel(R) Xeon(R) Processor"."""
+    """Return this machine's processor, such as "2 cores of Intel(R) Xeon(R) Processor"."""
     cores = len(os.sched_getaffinity(0))
     try:
         model = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The arguments of tools that plan a run for machines that are elsewhere."""
+"""Command-line arguments shared by tools that plan runs for other machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.plan.pipeline import num_stages
 from harness.plan.plan import Plan
 from tools.figure import plot_problems
 
-# Flag -> the key that it is another name for.
+# Flag -> the config key that it sets.
 ALIASES = {
     "model": "model.name",
     "micro-batch": "train.micro_batch",
@@ -26,7 +26,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, both files, the machines, the batch, --plot, and key=value."""
+    """Add the arguments for model, config files, machines, batch, --plot and key=value."""
     add = parser.add_argument
     add("--model", help="Preset, config.json, folder or hub id.")
     add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
@@ -42,7 +42,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the machines of a job that is planned, not run."""
+    """Add the arguments for the machines that a job is planned for."""
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="Total number of GPUs (default: 1).")
     add("--gpus-per-node", type=int, help="GPUs of a node (default: up to 8).")
@@ -51,7 +51,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_kernels(parser: argparse.ArgumentParser) -> None:
-    """Add the packages that are installed on those machines."""
+    """Add the argument for packages installed on those machines."""
     parser.add_argument(
         "--kernels",
         nargs="+",
@@ -64,15 +64,15 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
 
 
 def _imported_as(package: str) -> str:
-    """Return the name under which a package is imported that pip knows by another."""
+    """Return the import name of a package given by its pip name."""
     name = package.replace("-", "_")
     return "fla" if name == "flash_linear_attention" else name
 
 
 def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:
-    """The plan that train.py would make there; `estimating` as in harness.plan.make.make_plan.
+    """Return the plan that train.py would make on those machines; `estimating` as in make_plan.
 
-    Raises one ConfigError with every problem.
+    Raises one ConfigError with all problems.
     """
     problems: list[str] = []
     try:
@@ -90,13 +90,13 @@ def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:
 
 
 def world_of(args: argparse.Namespace) -> World:
-    """The machines as a World. Raises ConfigError with every problem of their arguments."""
+    """Return the machines as a World. Raises ConfigError with all problems of their arguments."""
     return cluster(args.gpus, args.gpus_per_node, args.gpu, args.kernels)
 
 
 def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
-    """Return values, by key, for a batch that neither file nor command line describes: one sample
-    at a time, and as many of them as keep pipeline stages busy.
+    """Return default batch keys if neither file nor command line sets a batch: one sample at a
+    time, and enough micro-batches to keep pipeline stages busy.
     """
     assignments = _given(args)
     keys = {text.partition("=")[0] for text in assignments}
@@ -112,7 +112,7 @@ def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
 
 
 def _given(args: argparse.Namespace) -> list[str]:
-    """key=value of the flags, then those given."""
+    """Return key=value for each flag that is set, followed by the user's assignments."""
     flags = {key: getattr(args, flag.replace("-", "_")) for flag, key in ALIASES.items()}
     return [
         f"{key}={value}" for key, value in flags.items() if value is not None
@@ -120,7 +120,7 @@ def _given(args: argparse.Namespace) -> list[str]:
 
 
 def _filling(stages: int) -> int:
-    """Return the micro-batches with which the bubble is "negligible" (GPipe, arXiv 1811.06965,
-    2.3): 4 for each pipeline stage; 1 without stages.
+    """Return the number of micro-batches that makes the pipeline bubble "negligible" (GPipe, arXiv
+    1811.06965, 2.3): 4 per stage; 1 without stages.
     """
     return 4 * stages if stages > 1 else 1

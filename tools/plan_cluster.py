@@ -1,4 +1,4 @@
-"""Find a layout for a job on a cluster, its time and its cost.
+"""Find a layout for a job on a cluster, with its time and its cost.
 
     python tools/plan_cluster.py --model llama-3-8b --gpus 64 --gpu h100-80 --seq-len 8192 \\
         --global-batch 512 --data-tokens 1e12 --price 2.5
@@ -6,10 +6,11 @@
         --global-batch 64 --write plan
     python tools/plan_cluster.py --calibrate runs/first runs/second --rates site.json
 
-Every layout that train.py takes is counted: ZeRO, offload, stages, tensors, sequences, experts,
-micro-batch, checkpointing. The one with least risk is recommended, of those that no other beats
-beyond the error of its time. --write makes its DeepSpeed JSON, run config and scripts. Needs
-neither a GPU nor torch. Exit code 0; 1 if nothing fits; 2 for a job that cannot be planned.
+The planner counts every layout that train.py accepts: ZeRO, offload, pipeline stages, tensor,
+sequence and expert parallelism, micro-batch and checkpointing. It recommends the least risky layout
+among those that no other beats beyond the error of the estimated time. --write saves its DeepSpeed
+JSON, run config and scripts. Needs neither a GPU nor torch. Exit code 0; 1 if nothing fits; 2 for a
+job that cannot be planned.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tools.plan_args import add_kernels
 
 
 def main(argv: list[str]) -> int:
-    """argv -> text or JSON on standard output -> exit code."""
+    """Run the command: argv -> text or JSON on standard output -> exit code."""
     if "--calibrate" in argv:
         return _calibrate(argv)
     args = _parser().parse_intermixed_args(argv)
@@ -95,7 +96,7 @@ def _json(question: Question, answer: Answer, others: list[str]) -> dict[str, ob
 
 
 def _tokens(text: str) -> float:
-    """15T, 300B, 1e12."""
+    """Return the number in text such as 15T, 300B or 1e12."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
     tokens = float(text[:-1] if scale > 1 else text) * scale
     if not 0 < tokens < 1e18:
@@ -151,5 +152,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any command before `| head`
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other commands do before `| head`
     sys.exit(main(sys.argv[1:]))

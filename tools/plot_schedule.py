@@ -1,12 +1,12 @@
-"""Learning rate, batch size and sequence length over a run, drawn from its config.
+"""Show learning rate, batch size and sequence length over a run, from its config.
 
     python tools/plot_schedule.py --config run.toml --plot schedule.svg
     python tools/plot_schedule.py --plot schedule.png optim.schedule=wsd train.steps=2000 \\
         train.global_batch=512 ramp.batch_from=32 ramp.batch_tokens=20000000
 
-Prints the run in a few lines, and draws it where --plot asks. The numbers are those that train.py
-uses: with train.epochs, whose steps the data decides, name their number by --steps. Exit code 0, or
-2 for a config that cannot be planned. Needs neither GPU nor torch.
+Prints the schedule in a few lines; --plot also draws it. The numbers are those that train.py uses.
+With train.epochs the number of steps depends on the data: pass it with --steps. Exit code 0, or 2
+for a config that cannot be planned. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tools.look.palette import SERIES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_POINTS = 2000  # more could not be told apart
+_POINTS = 2000  # more would be indistinguishable
 _EACH = 100_000
-"""Of so many steps each is looked at, of as many more only every n-th."""
+"""Runs of more steps are sampled at every n-th step."""
 
 
 def main(argv: list[str]) -> int:
-    """argv -> text on standard output, perhaps a picture -> exit code."""
+    """Run the command: argv -> text on standard output, optional plot -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,11 +75,13 @@ def main(argv: list[str]) -> int:
 
 
 Point = tuple[int, int, float, int, int]
-"""A step, tokens before it, its learning rate, its tokens, and those of its sequences."""
+"""(step, tokens before it, learning rate, tokens of the step, tokens per sequence)."""
 
 
 def schedule_of(plan: Plan, steps: int) -> list[Point]:
-    """Every step of the run; of one of more than _EACH, the first, the last and enough between."""
+    """Return a point for every step; for a run of more than _EACH steps, for every n-th and the
+    last.
+    """
     seq_len, schedule = plan.config.data.seq_len, plan.schedule(steps)
     points: list[Point] = []
     number, samples, apart = 1, 0, 1
@@ -99,7 +101,7 @@ def schedule_of(plan: Plan, steps: int) -> list[Point]:
 
 
 def thinned(points: list[Point], apart: int) -> list[Point]:
-    """Those of steps that are so far apart, and the last."""
+    """Return points at least `apart` steps apart, and the last one."""
     kept = [points[0]]
     for point in points:
         if point[0] >= kept[-1][0] + apart:
@@ -108,7 +110,7 @@ def thinned(points: list[Point], apart: int) -> list[Point]:
 
 
 def as_text(plan: Plan, points: list[Point]) -> str:
-    """The steps at which something begins or ends, one a line."""
+    """Return a table of the steps at which the schedule changes, one per line."""
     last = len(points) - 1
     peak = max(range(last + 1), key=lambda index: points[index][2])
     middle = bisect_left(points, (points[last][0] + 1) // 2, key=itemgetter(0))
@@ -129,7 +131,9 @@ def as_text(plan: Plan, points: list[Point]) -> str:
 
 
 def drawn(plan: Plan, points: list[Point]) -> Figure:
-    """Learning rate against steps; below it batch and length, where they grow."""
+    """Return a figure of the learning rate over steps; batch and length follow below if they
+    grow.
+    """
     steps, tokens, rates, batches, lengths = zip(*points, strict=True)
     grows = len(set(lengths)) > 1
     optim = plan.config.optim

@@ -1,11 +1,11 @@
-"""Checks the booked nodes before a run starts on them: one table, one verdict.
+"""Check the booked nodes before a run starts on them: one table, one verdict.
 
     srun python tools/preflight.py --deepspeed ds_configs/zero3.json model.name=llama-1b
     torchrun --nproc-per-node 2 tools/preflight.py --deepspeed ds_configs/zero1.json
     python tools/preflight.py --json run.dir=runs/first
 
-It takes the arguments of harness/train.py and starts the same way: one process for each rank. It
-plans both configs for this allocation, compares code, configs, packages and data between the ranks,
+Takes the arguments of harness/train.py and starts the same way, with one process per rank. It plans
+both configs for this allocation, compares code, configs, packages and data between the ranks,
 measures GPUs, memory, limits, network and the run folder's storage, and names the nodes and ranks
 that stand out. It builds nothing and leaves nothing behind. Exit code 0 (ok, or warnings), or 2: do
 not start, and do not requeue.
@@ -29,10 +29,10 @@ from harness.errors import ExitCode
 from harness.terminal import say
 
 LIMIT_S = 120.0
-# A rank that hangs where Python cannot reach it ends itself so long after the limit: were it killed
-# from outside, that would be the preflight's exit code.
+# A rank that hangs out of Python's reach ends itself this long after the limit. Killed from
+# outside, its code would become the preflight's.
 _GRACE_S = 30.0
-_INTERRUPTED = 130  # as shells have it
+_INTERRUPTED = 130  # as in shells
 NEEDED = (  # by every run
     "tomllib",  # Python 3.11
     "torch",
@@ -67,21 +67,21 @@ def main(argv: list[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     if args.limit_s <= 0:
         parser.error(f"--limit-s {args.limit_s:g}: it must be greater than 0")
-    # The scheduler's name of this node, by which it can be drained.
+    # The scheduler's name of this node, under which it can be drained.
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if problem := environment_problem():
         say(f"{'' if args.environment else f'cannot look: {host}: '}{problem}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     if args.environment:
         return int(ExitCode.DONE)
-    from harness.plan.command import parse_command  # pydantic from here on
+    from harness.plan.command import parse_command  # imports pydantic
 
     command = parse_command(rest)
     # The report names absent ranks once; torch would add a C++ stack for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from tools.preflight_checks.flight import Absent, fly  # torch from here on
+    from tools.preflight_checks.flight import Absent, fly  # imports torch
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # a batch system's, and the batch script's
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # from a batch system, from the batch script
         signal.signal(number, _end)
     faulthandler.dump_traceback_later(args.limit_s + _GRACE_S, exit=True)
     try:
@@ -96,9 +96,10 @@ def main(argv: list[str]) -> int:
 
 
 def environment_problem() -> str | None:
-    """Return what this Python cannot import; None if it can import everything.
+    """Return the reason for which this Python cannot import a run's packages; None if it can.
 
-    Torch is imported, since it brings libraries that may be missing; the others are looked for.
+    Torch is really imported, since it loads libraries that may be missing; the others are only
+    looked up.
     """
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -111,7 +112,7 @@ def environment_problem() -> str | None:
 
 
 def _end(number: int, _: object) -> NoReturn:
-    """End like Ctrl-C does: temporary files are removed."""
+    """Exit as Ctrl-C does, so that temporary files are removed."""
     raise SystemExit(128 + number)
 
 

@@ -1,24 +1,24 @@
-"""Rehearses a job on this machine before it costs money: the same files, small, on CPU ranks.
+"""Rehearse a job on this machine before it costs money: the same files, small, on CPU ranks.
 
     python tools/rehearse.py --deepspeed ds_configs/zero3.json --gpus 8 model.name=llama-3-8b
     python tools/rehearse.py --deepspeed ds_configs/pipeline4.json --gpus 64 --gpu h100-80 \\
         --config run.toml data.path=corpus.jsonl train.global_batch=256
     python tools/rehearse.py --all --gpus 8 model.name=llama-3-8b
 
-It takes the arguments of harness/train.py and the number of GPUs of the job. First it plans the
-real job, and reports whatever train.py would refuse (code 2). Then a small model of the same
-architecture, with the same JSON, optimizer, guards and data, goes through what a long run meets:
+Takes the arguments of harness/train.py and the number of GPUs of the job. First it plans the real
+job and reports whatever train.py would refuse (code 2). Then a small model of the same
+architecture, with the same JSON, optimizer, guards and data, passes the stages of a long run:
 
-    train       ten steps, uninterrupted: the reference
-    interrupt   the same again; one rank gets SIGUSR1, and all save and end with code 75
-    resume      to the end; every step equals the reference's, bit for bit, none taken twice
+    train       ten uninterrupted steps: the reference
+    interrupt   the same run; one rank gets SIGUSR1, and all save and end with code 75
+    resume      to the end; every step equals the reference's, bit for bit, and none is repeated
     export      opens in transformers, with the loss that it had in training
     elsewhere   the checkpoint resumes in another layout, within rounding
 
-Exit code 0 only if all stages held, 1 if a stage failed or the disk is full, 2 for a job that
-cannot be planned. All pipeline stages stay, and two tensor or sequence ranks of a job that has
-more; data ranks shrink to four ranks, or to two for each stage: 64 GPUs are 4 ranks, in 4 stages 8.
---all takes mixtral-8x7b for a JSON that divides experts if the job's model has none.
+Exit code 0 if all stages passed; 1 if a stage failed or the disk is full; 2 for a job that cannot
+be planned. All pipeline stages stay, and up to two tensor and two sequence ranks. Data ranks shrink
+to four ranks in all, or to two per stage: 64 GPUs become 4 ranks, with 4 stages 8. For a JSON that
+divides experts, --all uses mixtral-8x7b if the job's model has none.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ STAGES = ("plan", "train", "interrupt", "resume", "export", "elsewhere")
 class Result:
     """One rehearsal, as far as it got."""
 
-    name: str  # the JSON's
+    name: str  # file name of the JSON
     job: Job | None = None
     done: list[Done] = field(default_factory=list)
     problem: str | None = None
-    model: str | None = None  # the preset that replaces a model without experts to divide
+    model: str | None = None  # the preset that replaces a model without experts
 
     @property
     def seconds(self) -> float:
-        """Of all stages together."""
+        """Seconds of all stages together."""
         return sum(stage.seconds for stage in self.done)
 
     def add(self, done: Done) -> None:
-        """Add a stage that held, and print its line."""
+        """Add a stage that passed, and print its line."""
         self.done.append(done)
         say(f"{done.stage:<10}{done.seconds:7.1f} s  {done.seen}")
 
 
 def main(argv: list[str], command: stages.Command = train_command) -> int:
-    """argv -> a rehearsal -> exit code. `command` starts the ranks of a stage."""
+    """Run the command: argv -> rehearsals -> exit code. `command` starts the ranks of a stage."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     asked = parse_command(rest)
@@ -125,7 +125,7 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
         if asked.dry_run:
             say(describe(real))
         ranks = args.ranks
-        if args.all and ranks:  # one number for all; a JSON that divides over more gets more
+        if args.all and ranks:  # one number for all; a JSON whose layout needs more ranks gets more
             grid = real.grid
             one = replace(grid, world_size=grid.world_size // grid.data, expert=1)
             ranks = max(ranks, rehearsed(one).world_size)
@@ -143,7 +143,7 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
 
 
 def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command) -> int:
-    """Run all stages, in a folder that is removed if they held; return the exit code."""
+    """Run all stages in a folder that is removed if they pass; return the exit code."""
     assert result.job
     folder, keep, code = None, True, 0
     try:
@@ -154,9 +154,9 @@ def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command)
     except StageFailed as failed:
         result.problem, code = f"{failed.stage}: {failed}", failed.code
         print(*filter(None, [failed.output]), sep="\n", file=sys.stderr)
-    except (ConfigError, OSError) as error:  # its data, or the disk
+    except (ConfigError, OSError) as error:  # the job's data or the disk
         result.problem = f"plan: {error}"
-        # The rehearsal's own folder has no room: no mistake of the job.
+        # If the rehearsal's own folder has no room, the job is not at fault.
         code = 1 if is_full_disk(error) else int(ExitCode.BAD_CONFIG)
         keep = args.keep
     except KeyboardInterrupt:
@@ -174,7 +174,7 @@ def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command)
 
 
 def _planned(asked: Command, world: World) -> Plan:
-    """Return the real job's plan. Raises ConfigError also if a GPU that is named cannot hold it."""
+    """Return the real job's plan. Raises ConfigError also if a named GPU cannot hold it."""
     real = plan_from(asked, world=world)
     if real.estimate and real.estimate.device_bytes and not real.config.plan.force:
         short = shortages(real.estimate, real.estimate.device_bytes, None, takes(real))
@@ -196,7 +196,7 @@ def _planned_as(real: Plan) -> str:
 def _rehearsed_as(job: Job) -> str:
     try:
         size = f"{num_parameters(Shape.from_hf(job.model)) / 1e6:.2f}M parameters"
-    except ValueError:  # an architecture that the planner does not know
+    except ValueError:  # an architecture unknown to the planner
         size = "an unknown size"
     return (
         f"{shown(job.layout)}, a {job.model['model_type']} of {size}, {job.global_batch} windows a "
@@ -206,7 +206,7 @@ def _rehearsed_as(job: Job) -> str:
 
 
 def markdown(results: list[Result], argv: list[str]) -> str:
-    """Return the rehearsals as a table."""
+    """Return the rehearsals as a Markdown table."""
     lines = [
         "# Rehearsals of the shipped configs",
         "",

@@ -1,12 +1,12 @@
-"""Show runs: one as a page of its own, several beside each other, all of them.
+"""Show runs: one as a page, several side by side, or all of them.
 
     python tools/report.py runs/first                    # writes runs/first/report.html
     python tools/report.py runs/a runs/b --out ab.html   # overlaid; what differs; which is best
     python tools/report.py                               # all of runs/, into runs/report.html
     python tools/report.py runs/first --plot curve.svg   # a picture, .svg or .png
 
-The page is one file that opens anywhere, without a network. A run may be under way, cut off or
-damaged: what is there is shown. Exit code 0, or 2 where there is no run.
+The page is one file that opens anywhere, without a network. A run may be in progress, interrupted
+or damaged: the page shows whatever exists. Exit code 0, or 2 if there is no run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL = Path("runs")
 
 
 def main(argv: list[str]) -> int:
-    """argv -> a page or a picture -> exit code."""
+    """Run the command: argv -> a page or a plot -> exit code."""
     args = _parser().parse_args(argv)
     try:
         runs = [read(path) for path in _paths(args.runs)]
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _paths(named: list[Path]) -> list[Path]:
-    """Return the folders of the runs. Raises ConfigError if one is none."""
+    """Return the run folders. Raises ConfigError for a folder that is not one."""
     if named:
         if problems := [f"{path} is not a run folder" for path in named if not is_run(path)]:
             raise ConfigError(problems)
@@ -73,7 +73,7 @@ def _paths(named: list[Path]) -> list[Path]:
 
 
 def _place(named: list[Path], runs: list[Recorded]) -> Path:
-    """Return the page's place: in the run's folder, or beside the runs."""
+    """Return the page's path: in the run's folder, or beside the runs."""
     if len(named) == 1:
         return named[0] / NAME
     return (runs[0].path.parent if named else ALL) / NAME

@@ -1,13 +1,13 @@
-"""Show what a step of a run reads and what it learns of it, example by example.
+"""Show the tokens that a step of a run reads and learns, example by example.
 
     python tools/show_batch.py runs/NAME                  # the first step
     python tools/show_batch.py runs/NAME --step 40 --all  # every window, in full
     python tools/show_batch.py runs/NAME --ids            # with exact ids, targets and positions
     python tools/show_batch.py runs/NAME --json
 
-What is learned is in «», and on a terminal green, unless NO_COLOR is set.
+Learned tokens are in «» or, on a terminal, green unless NO_COLOR is set.
 
-The run folder says everything: the data and its order are rebuilt from plan.json, and refused if
+The run folder is all it needs: it rebuilds the data and its order from plan.json, and refuses if
 they are no longer those that the run was planned with.
 """
 
@@ -35,7 +35,7 @@ from tools.batch_text import first_sample_of, positions_of, show_step
 
 
 def main(argv: list[str]) -> int:
-    """argv -> text on standard output -> exit code."""
+    """Run the command: argv -> text on standard output -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
 
 
 def _planned(plan: dict[str, Any], path: Path) -> tuple[RunConfig, dict[str, Any]]:
-    """The run config and the model of a plan. Raises ConfigError where it does not hold them."""
+    """Return the run config and the model of a plan. Raises ConfigError if it is damaged."""
     try:
         run = recorded_run(plan["run"])
         model_config = plan["model_config"]
@@ -109,7 +109,7 @@ def _planned(plan: dict[str, Any], path: Path) -> tuple[RunConfig, dict[str, Any
 def step_as_json(
     data: Data, step: int, global_batch: int, first: int, pieces: int = 1
 ) -> dict[str, Any]:
-    """The samples of `step`, from `first` on, as plain values; a target is null where none is."""
+    """Return the samples of `step`, from `first` on, as plain values; a missing target is null."""
     return {
         "step": step,
         "target_tokens": data.train.targets_in(first, global_batch),
@@ -143,5 +143,5 @@ def _sample(data: Data, index: int, pieces: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any command before `| head`
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other commands do before `| head`
     sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,11 @@
-"""Shows the layout of a plan: each rank's place, contents and schedule.
+"""Show the layout of a plan: each rank's position, contents and schedule.
 
     python tools/show_layout.py --model llama-3-8b --deepspeed ds_configs/pipeline4.json --gpus 16
     python tools/show_layout.py --model gpt2-124m --gpus 8 ds.pipeline.stages=4 \\
         ds.pipeline.partition=memory --accumulation 16 --plot schedule.svg
 
-The numbers are those of the plan that train.py would make from the same arguments. Exit code 0, or
-2 for arguments that cannot be planned. It needs neither a GPU nor torch.
+The numbers come from the plan that train.py would make from the same arguments. Exit code 0, or
+2 for arguments that cannot be planned. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.plan_args import add_plan_arguments, plan_of
 
 
 def main(argv: list[str]) -> int:
-    """argv -> text on standard output -> exit code."""
+    """Run the command: argv -> text on standard output -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,5 +46,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any command before `| head`
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other commands do before `| head`
     sys.exit(main(sys.argv[1:]))

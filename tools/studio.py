@@ -1,12 +1,12 @@
-"""Serve the studio: a page for every run and every idea, computed by the harness itself.
+"""Serve the studio: interactive pages about runs and lessons, computed by the harness.
 
     python tools/studio.py
     python tools/studio.py --port 9000 --runs /scratch/runs
     python tools/studio.py --host 0.0.0.0
 
-Listens on 127.0.0.1 and prints its address. Another --host asks everybody for a token, which is
-part of the address that is printed. It only reads, and nothing outside the folder of runs. Ends
-with Ctrl-C; exit code 0, or 2 if it cannot start. Needs `pip install 'decoder-harness[studio]'`.
+Listens on 127.0.0.1 and prints its address. With another --host, everybody needs the token in the
+printed address. The studio only reads, and only inside the folder of runs. Stop it with Ctrl-C.
+Exit code 0, or 2 if it cannot start. Needs `pip install 'decoder-harness[studio]'`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: list[str]) -> int:
-    """argv -> an app that is served until Ctrl-C -> exit code."""
+    """Run the command: argv -> an app served until Ctrl-C -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     port = listening.getsockname()[1]
     address = f"http://{args.host}:{port}/" + (f"?token={token}" if token else "")
     with tempfile.TemporaryDirectory(prefix="studio-") as scratch:
-        os.environ["NICEGUI_STORAGE_PATH"] = scratch  # NiceGUI's, which keeps nothing of ours
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for optimizers; nothing touches a GPU
+        os.environ["NICEGUI_STORAGE_PATH"] = scratch  # NiceGUI's storage; it keeps no data of ours
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for optimizers; nothing uses a GPU
         from tools.studio_app.serve import serve
 
         def announce() -> None:

@@ -1,11 +1,11 @@
-"""Tokenises a corpus without GPUs, in many processes, into the cache that training reads.
+"""Tokenize a corpus without GPUs, in many processes, into the cache that training reads.
 
     python tools/tokenize_data.py data.path=corpus.jsonl data.tokenizer=my-tokenizer
     python tools/tokenize_data.py --config run.toml --workers 8
     python tools/tokenize_data.py data.path=corpus.jsonl data.tokenizer=my-tokenizer --out tokens
     sbatch --array=0-15 --cpus-per-task=8 slurm/tokenize.sbatch --config run.toml
 
-It takes the run config and the key=value of train.py. For every source of data.path, data.mix and
+Takes the run config and the key=value of train.py. For every source of data.path, data.mix and
 data.eval_path it writes the files that the run would write at its start, so that the run only opens
 them. --out writes PREFIX.bin and PREFIX.idx instead, which data.path=PREFIX reads on any machine.
 
@@ -31,7 +31,7 @@ from tools.workers import Stopped, WorkerFailed, cores, stopping
 
 
 def main(argv: list[str]) -> int:
-    """argv -> tokens on disk -> exit code."""
+    """Run the command: argv -> tokens on disk -> exit code."""
     args = _parser().parse_intermixed_args(argv)
     try:
         with stopping():

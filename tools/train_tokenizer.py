@@ -1,15 +1,15 @@
-"""Trains a tokenizer on a corpus, and writes it as a Hugging Face folder for data.tokenizer.
+"""Train a tokenizer on a corpus, and write it as a Hugging Face folder for data.tokenizer.
 
     python tools/train_tokenizer.py corpus.jsonl my-bpe --vocab-size 32000
     python tools/train_tokenizer.py texts/ my-unigram --kind unigram --vocab-size 16000
     python tools/train_tokenizer.py texts/ my-bytes --kind byte_bpe --vocab-size 32000
 
-bpe is what train.py trains without data.tokenizer: SentencePiece's BPE, which keeps every space and
-writes characters without a piece as bytes. unigram is SentencePiece's other algorithm. byte_bpe is
-byte-level BPE with GPT-2's split of text, by the library tokenizers. The same text gives the same
-files; of more than 48 million characters an even share is read. Compare tokenizers with
-tools/compare_tokenizers.py. Exit code 0; 2 for input with problems; 74 if the disk is full; 75 if
-it was stopped, with nothing written.
+bpe is the kind that train.py trains without data.tokenizer: SentencePiece's BPE, which keeps every
+space and writes characters without a piece as bytes. unigram is SentencePiece's other algorithm.
+byte_bpe is byte-level BPE with GPT-2's text splitting, from the library tokenizers. The same text
+gives the same files; of a text above 48 million characters, an even share is read. Compare
+tokenizers with tools/compare_tokenizers.py. Exit code 0; 2 for input with problems; 74 if the disk
+is full; 75 if it was stopped, with nothing written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from harness.terminal import say
 from tools.workers import Stopped, stopping
 
 KINDS = ("bpe", "unigram", "byte_bpe")
-_LEAST = 300  # 256 bytes, special tokens, and some pieces
+_LEAST = 300  # 256 bytes, special tokens and some pieces
 _MOST = 1 << 24
 
 
 def main(argv: list[str]) -> int:
-    """argv -> a tokenizer's folder -> exit code."""
+    """Run the command: argv -> a tokenizer's folder -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def _train(args: argparse.Namespace, temporary: Path) -> int:
-    from harness.data.corpus import find_corpus  # numpy and more
+    from harness.data.corpus import find_corpus  # imports numpy and more
     from harness.files.splits import ALL
 
     problems = []

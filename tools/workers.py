@@ -1,4 +1,4 @@
-"""Work in many processes of this machine, of which none outlives the tool."""
+"""Runs work in many processes of this machine; none of them outlive the tool."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from harness import terminal
 from harness.errors import ConfigError
 
 _POLL_S = 0.5
-_LINE_EVERY_S = 30.0  # seconds between lines where no terminal shows one that changes
+_LINE_EVERY_S = 30.0  # seconds between lines if no terminal shows a changing one
 
 
 class Stopped(Exception):
-    """Ctrl-C or SIGTERM."""
+    """Raised by Ctrl-C or SIGTERM."""
 
 
 class WorkerFailed(Exception):
-    """A worker raised, or was killed; the message says how."""
+    """A worker raised or was killed; the message has the details."""
 
 
 Progress = Callable[[int], None]
 
 
 def cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -44,10 +44,10 @@ def run_workers(
     workers: int,
     watch: Callable[[dict[int, int]], None],
 ) -> None:
-    """Call `work(item, progress)` for every item, in forked processes that share what is loaded.
+    """Call `work(item, progress)` for every item, in forked processes that share loaded data.
 
-    `watch` gets about twice a second what the workers last passed to `progress`, by item. Raises
-    a worker's ConfigError or OSError, or WorkerFailed, after the other workers were ended.
+    `watch` is called about twice a second with each worker's last `progress` value, by item. Raises
+    a worker's ConfigError or OSError, or WorkerFailed, after ending the other workers.
     """
     context = multiprocessing.get_context("fork")
     following = context.Value("q", 0)
@@ -79,13 +79,13 @@ def run_workers(
             sys.exit(1)
 
     processes: list[BaseProcess] = []
-    readers: list[Connection] = []  # of each worker its own: one that is killed may tear its error
+    readers: list[Connection] = []  # one per worker: a killed worker may leave half a message
     errors: list[Exception] = []
     sys.stdout.flush()
     try:
         for _ in range(min(workers, len(items))):
             reader, writer = context.Pipe(duplex=False)
-            with writer:  # the worker's copy is then the only one: its end is the end of the pipe
+            with writer:  # only the worker's copy stays open: when it ends, the pipe ends
                 process = context.Process(target=worker, args=(writer,))
                 process.start()
             processes.append(process)
@@ -111,7 +111,7 @@ def run_workers(
 
 
 def _received(reader: Connection) -> Exception | None:
-    """Return the error that a worker sent; None if it ended without one, or while it sent it."""
+    """Return the error that a worker sent; None if it ended without sending a whole one."""
     try:
         return reader.recv()
     except (EOFError, OSError):
@@ -119,12 +119,12 @@ def _received(reader: Connection) -> Exception | None:
 
 
 def _end_with(parent: int) -> None:
-    """Ctrl-C is the parent's, and a parent that is killed takes its workers with it."""
+    """Leave Ctrl-C to the parent, and let a killed parent take its workers with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed before
+    if os.getppid() != parent:  # it was killed earlier
         sys.exit(1)
 
 
@@ -138,7 +138,7 @@ def _how(code: int) -> str:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into Stopped."""
+    """Raise Stopped on Ctrl-C and SIGTERM."""
 
     def stop(name: str) -> None:
         raise Stopped(name)
@@ -149,7 +149,7 @@ def stopping() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_stop(stop: Callable[[str], None]) -> Iterator[None]:
-    """Call a function with the name of the signal at Ctrl-C and SIGTERM."""
+    """Call a function with the signal's name on Ctrl-C and SIGTERM."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop(signal.Signals(number).name)
@@ -163,7 +163,7 @@ def on_stop(stop: Callable[[str], None]) -> Iterator[None]:
 
 
 class ProgressLine:
-    """A line of progress on standard error: it changes on a terminal, elsewhere one in 30 s."""
+    """A progress line on standard error: it changes on a terminal; elsewhere, one every 30 s."""
 
     def __init__(self, verb: str, total_bytes: int, done_bytes: int = 0) -> None:
         self._verb, self._total, self._before = verb, max(1, total_bytes), done_bytes
@@ -172,7 +172,7 @@ class ProgressLine:
         self._covered = 0
 
     def show(self, num_bytes: int) -> None:
-        """Show that so many bytes of this start's work are done."""
+        """Show the bytes done since this start."""
         now = time.monotonic()
         if self._width is None and now < self._written + _LINE_EVERY_S:
             return
@@ -194,14 +194,14 @@ class ProgressLine:
         self._covered = len(line)
 
     def end(self) -> None:
-        """Remove the line that changes."""
+        """Remove the changing line."""
         if self._covered:
             print(f"\r{'':<{self._covered}}\r", end="", file=sys.stderr, flush=True)
             self._covered = 0
 
 
 def duration_text(seconds: float) -> str:
-    """Return a time as 12 s, 3 min or 4.5 h."""
+    """Return a duration as text, such as 12 s, 3 min or 4.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

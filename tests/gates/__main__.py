@@ -1,10 +1,10 @@
-"""Run the gates, and say in one table which passed.
+"""Run the gates, and print one table of results.
 
-    python -m tests.gates                  # all; stopped, it goes on where it was
-    python -m tests.gates faults slurm     # these
-    python -m tests.gates --again parity   # even where a result is kept
+    python -m tests.gates                  # all; if stopped, it continues where it was
+    python -m tests.gates faults slurm     # only these
+    python -m tests.gates --again parity   # even if a result is kept
 
-A result is kept in build/gates as long as nothing changes that it depends on.
+A result is kept in build/gates as long as nothing that it depends on changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT = REPOSITORY / "build" / "gates"
 ALWAYS = ("harness", "ds_configs", "tests", "pyproject.toml")
 PACKAGES = ("torch", "deepspeed", "transformers")
-NOTHING_LEFT = 5  # pytest's exit code where no test was chosen
+NOTHING_LEFT = 5  # pytest's exit code if no test was selected
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Gate:
     depends: list[str] = field(default_factory=list)
 
     def record(self) -> Path:
-        """Return the file of its tests that passed with the code as it is now."""
+        """Return the path of the record of tests that passed with the code as it is now."""
         digest = hashlib.sha256("".join(map(version, PACKAGES)).encode())
         listed = ["git", "ls-files", "-z", "-co", "--exclude-standard", *ALWAYS, *self.depends]
         names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, check=True, text=True)
         for name in sorted({*names.stdout.split("\0")} - {""}):
             path = REPOSITORY / name
-            if path.is_file():  # a deleted file is listed until that is committed
+            if path.is_file():  # a deleted file is listed until the deletion is committed
                 digest.update(f"\0{name}\0".encode() + path.read_bytes())
         return KEPT / f"{self.name}-{digest.hexdigest()[:16]}.txt"
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a gate ended. The counts are tests."""
+    """Number of tests of a gate by outcome."""
 
     gate: str
     passed: int
@@ -62,7 +62,7 @@ class Result:
 
 
 def run_gate(gate: Gate, again: bool, workers: int = 2) -> Result:
-    """Run the tests of a gate that have not passed yet; `again`: also those that have."""
+    """Run the tests of a gate that have not passed yet; with `again`, all of them."""
     record = gate.record()
     for stale in KEPT.glob(f"{gate.name}-*.txt"):
         if again or stale != record:
@@ -87,7 +87,7 @@ def run_gate(gate: Gate, again: bool, workers: int = 2) -> Result:
 
 
 def table(results: list[Result]) -> str:
-    """Return a line per gate."""
+    """Return a table with a line per gate."""
     lines = [f"{'gate':12} {'passed':>7} {'kept':>6} {'skipped':>8} {'failed':>7} {'time':>7}"]
     for result in results:
         minutes, seconds = divmod(round(result.seconds), 60)
@@ -98,7 +98,7 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> int:
-    """Command line -> exit code."""
+    """Run the command; return its exit code."""
     rows = tomllib.loads(Path(__file__).with_name("gates.toml").read_text())
     gates = {name: Gate(name, **row) for name, row in rows.items()}
     parser = argparse.ArgumentParser(

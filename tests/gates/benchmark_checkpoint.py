@@ -1,12 +1,12 @@
-"""Measure the cost of checkpoints beside DeepSpeed's own, in turn on one disk.
+"""Compare the cost of the harness's checkpoints with DeepSpeed's, on one disk.
 
     python -m tests.gates.benchmark_checkpoint
     python -m tests.gates.benchmark_checkpoint --stages 3 --rounds 9 --folder /scratch
 
-Two CPU ranks, 61 million parameters, ZeRO 1 and 3. In every round: a save of ours (hashed and
-synced to disk) and DeepSpeed's save_checkpoint with a sync of its files, in turns the first of the
-two; a save of ours in the background while training goes on; a resume of ours beside plain reads of
-the same files, both from disk. Medians over the rounds, after one that is not counted.
+Two CPU ranks, 61 million parameters, ZeRO 1 and 3. Every round times a save of the harness (hashed
+and synced to disk) and DeepSpeed's save_checkpoint with a sync of its files, in alternating order;
+a background save of the harness during training; and a resume of the harness next to plain reads
+of the same files, both from disk. Results are medians over the rounds after a warm-up round.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RATIOS = {
 
 
 def main() -> int:
-    """Command line -> exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +89,7 @@ class Bench:
         train = {"global_batch": 2, "micro_batch": 1, "steps": 1000}
         keys = {"model": {"name": str(config)}, "data": {"seq_len": SEQ_LEN}, "train": train}
         ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
-        ds |= {"data_types": {"grad_accum_dtype": "fp32"}}  # as all files of ds_configs/
+        ds |= {"data_types": {"grad_accum_dtype": "fp32"}}  # as in all files of ds_configs/
         plan = make_plan(RunConfig.model_validate(keys), ds, self.world)
         self.engine, self.step = build_engine(plan, device), 0
         self.saver = Saver(Store(folder / "ours"), self.world.rank, Retention(last=1))
@@ -108,10 +108,10 @@ class Bench:
         self.engine.train_batch([batch], 2 * SEQ_LEN, 1e-4)
 
     def round(self, number: int) -> None:
-        """Measure everything once; who saves first changes from round to round."""
+        """Measure everything once; the first to save alternates from round to round."""
         self.train()
         for name in ("save", "deepspeed")[:: 1 if number % 2 else -1]:
-            # Both begin with an empty folder, on a disk with nothing left to do.
+            # Both start with an empty folder and an idle disk.
             for folder in (self.saver.store.folder, self.theirs):
                 self._only_rank_0(lambda folder=folder: shutil.rmtree(folder, ignore_errors=True))
             self._only_rank_0(os.sync)
@@ -156,7 +156,7 @@ class Bench:
         self._each_file(self.theirs, _fsync)
 
     def _timed(self, name: str, act: Callable[[], Any]) -> None:
-        """Keep the seconds from the moment that all ranks begin until all are done."""
+        """Record the seconds from the moment that all ranks begin until all are done."""
         import torch.distributed as dist
 
         dist.barrier()
@@ -193,7 +193,7 @@ def _fsync(path: Path) -> None:
 
 
 def _forget(path: Path) -> None:
-    """Drop a file that is on disk from the page cache."""
+    """Drop a file from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -213,7 +213,7 @@ def rank(stage: int, rounds: int, folder: Path) -> None:
         try:
             bench = Bench(stage, folder)
             for number in range(rounds + 1):
-                if number == 1:  # the first warms up
+                if number == 1:  # the first round is a warm-up
                     bench.seconds.clear()
                 bench.round(number)
             if bench.world.rank == 0:

@@ -1,13 +1,13 @@
-"""Time a step of the harness beside a bare DeepSpeed loop.
+"""Compare the step time of the harness with a bare DeepSpeed loop.
 
     python -m tests.gates.benchmark_overhead
     python -m tests.gates.benchmark_overhead --stages 3 --ranks 1 --rounds 6
 
 Both train 25 million parameters on CPU ranks with the same weights, batches and resolved JSON. The
-harness writes its run folder and a line of metrics in every step; the loop does nothing but train.
-Each round starts both anew, in the other order than the round before. The table has the ratio of
-their median steps, and of the seconds from the command to the end of the first step: the median
-over the rounds, and the least and the most. A round of two ranks takes 2.5 minutes on two cores.
+harness writes its run folder and a line of metrics in every step; the loop only trains. Each round
+starts both as new processes, in alternating order. The table has the ratio of their median steps,
+and the ratio of the seconds from the command to the end of the first step: median, minimum and
+maximum over the rounds. A round on two ranks takes 2.5 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.launch.ranks import ON_CPU, REPOSITORY, raise_errors, started
 from tools.made_with import machine, versions
 
 SEQ_LEN, ACCUMULATED = 128, 2  # tokens; micro-batches of one sample on each rank
-WARM_UP, TIMED = 4, 9  # steps; in its first three the harness compares its memory with the estimate
+WARM_UP, TIMED = 4, 9  # steps; in the first three the harness compares its memory with the estimate
 MODEL = {
     "model_type": "llama",
     "vocab_size": 8192,
@@ -46,7 +46,7 @@ RUN = (
     f"data.seq_len={SEQ_LEN}",
     f"train.steps={WARM_UP + TIMED}",
     "train.micro_batch=1",
-    "optim.schedule=constant",  # then the JSON says all of it
+    "optim.schedule=constant",  # then the JSON determines the rate
     "optim.warmup_steps=0",
     "optim.lr=1e-3",
     "eval.every=0",
@@ -57,7 +57,7 @@ RUN = (
 
 
 def main() -> int:
-    """Command line -> exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -98,7 +98,7 @@ def _weights(folder: Path) -> Path:
 
 
 def _round(folder: Path, weights: Path, stage: int, ranks: int, number: int) -> tuple[float, float]:
-    """Return harness / bare of a step, and of the time to the end of the first step."""
+    """Return the ratios harness / bare of the step time and of the time to the first step's end."""
     from harness.data.build import build_data
     from harness.data.spec import DataSpec
     from harness.layout.world import World
@@ -128,14 +128,14 @@ def _round(folder: Path, weights: Path, stage: int, ranks: int, number: int) -> 
 
 
 class Clock:
-    """Notes the end of each step; the first began with the command."""
+    """Records the duration of each step; the first one starts with the command."""
 
     def __init__(self, began: float) -> None:
-        """`began`: time.monotonic() of the command."""
+        """`began` is time.monotonic() at the command."""
         self._last, self.seconds = began, list[float]()
 
     def step_done(self) -> None:
-        """Note it."""
+        """Record the end of a step."""
         now = time.monotonic()
         self.seconds.append(now - self._last)
         self._last = now
@@ -159,7 +159,7 @@ def harness(job: dict[str, Any], clock: Clock) -> None:
 
 
 def bare(job: dict[str, Any], clock: Clock) -> None:
-    """Train as DeepSpeed's tutorials do, on batches in memory, without reading a loss."""
+    """Train as in DeepSpeed's tutorials, on batches in memory, without reading the loss."""
     import deepspeed
     import torch
     from torch.nn.functional import cross_entropy
@@ -168,7 +168,7 @@ def bare(job: dict[str, Any], clock: Clock) -> None:
 
     config, rank = job["deepspeed"], int(os.environ["RANK"])
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    kept = HfDeepSpeedConfig(config)  # under ZeRO 3 from_pretrained asks for it
+    kept = HfDeepSpeedConfig(config)  # with ZeRO 3, from_pretrained needs it
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     model = AutoModelForCausalLM.from_pretrained(job["weights"], dtype=dtype)
     decay = config["optimizer"]["params"]["weight_decay"]
@@ -190,14 +190,14 @@ def bare(job: dict[str, Any], clock: Clock) -> None:
 
 
 def side(name: str, path: str) -> None:
-    """Train one side on this rank; rank 0 writes its steps' seconds beside the job."""
+    """Train one side on this rank; rank 0 writes its step times beside the job."""
     job = json.loads(Path(path).read_text())
     clock = Clock(job["began"])
     {"harness": harness, "bare": bare}[name](job, clock)
     if os.environ["RANK"] == "0":
         Path(path).with_suffix(".seconds").write_text(json.dumps(clock.seconds))
     for left in Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_*"):
-        left.unlink(missing_ok=True)  # 69 MB a rank, which DeepSpeed leaves behind
+        left.unlink(missing_ok=True)  # 69 MB per rank, which DeepSpeed leaves behind
 
 
 if __name__ == "__main__":

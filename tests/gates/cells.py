@@ -1,4 +1,4 @@
-"""The table that every gate draws its cells from: layouts, precisions, accumulation, ranks."""
+"""The layouts, precisions, accumulation and ranks from which every gate draws its cells."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Buckets and thresholds in elements, scaled down with the model: several buckets a step,
-    parameters larger than a bucket, and ZeRO-3 that really partitions, as in a large run.
+    """Buckets and thresholds in elements, scaled down with the model, so that a step has several
+    buckets, some parameters exceed a bucket, and ZeRO 3 really partitions, as in a large run.
     """
 
     bucket: int
     live: int
     sub_group: int
     persistence: int
-    """Parameters of fewer elements stay whole under ZeRO-3."""
+    """Smallest number of elements of a parameter that ZeRO 3 partitions."""
 
     def section(self, stage: int) -> Json:
-        """The keys of a stage's `zero_optimization` that depend on the model's size."""
+        """Return the keys of a stage's `zero_optimization` that depend on the model's size."""
         if stage == 0:
             return {}
         keys = {"reduce_bucket_size": self.bucket, "allgather_bucket_size": self.bucket}
@@ -44,22 +44,22 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of a model over ranks."""
+    """The distribution of a model over ranks, with its options."""
 
     stage: int
-    """Of ZeRO."""
+    """ZeRO stage."""
     pipeline: int = 1
-    """Stages of a pipeline."""
+    """Number of pipeline stages."""
     tensor: int = 1
-    """Ranks over which every weight is divided."""
+    """Ranks that share every weight."""
     sequence: int = 1
-    """Ranks over which every row of tokens is divided."""
+    """Ranks that share every row of tokens."""
     expert: int = 1
-    """Data ranks over which the experts are divided."""
+    """Data ranks that share the experts."""
     more: Json = field(default_factory=dict)
-    """Further keys of `zero_optimization`."""
+    """Additional keys of `zero_optimization`."""
     sized: bool = True
-    """False leaves DeepSpeed its own buckets and thresholds."""
+    """False keeps DeepSpeed's own buckets and thresholds."""
     has_bf16_states: bool = False
     """True if master weights and moments are in bf16."""
     bf16_sums: bool = False
@@ -67,32 +67,32 @@ class Layout:
     compiled: bool = False
     """True if every decoder layer is compiled."""
     varlen: bool = False
-    """True if documents are kept apart by their bounds, not by a mask."""
+    """True if document bounds separate documents instead of a mask."""
     loss_chunk: int = 0
-    """Vocabulary entries whose logits the loss holds at a time; 0: all."""
+    """Vocabulary entries whose logits the loss holds at a time; 0 for all."""
     model: Json = field(default_factory=dict)
-    """Further keys of the run config's model section."""
+    """Additional keys of the run config's model section."""
 
     @property
     def kind(self) -> str:
-        """Kind of attention that computes less than exact attention; "" without one."""
+        """Name of an approximate attention; "" for exact attention."""
         return str(self.model.get("attention", ""))
 
     def json(self, precision: str, sizes: Sizes, scaling: Json) -> Json:
-        """The DeepSpeed JSON before it is resolved. `scaling`: fp16's loss scale."""
+        """Return the DeepSpeed JSON before it is resolved; `scaling` is fp16's loss scale."""
         zero = {"stage": self.stage, **(sizes.section(self.stage) if self.sized else {})}
         axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)
         sections = {**axes, **precision_sections(precision, scaling)}
         return {"zero_optimization": {**zero, **self.more}, **sections}
 
     def sums_of(self, precision: str) -> str:
-        """The precision in which a rank adds up the gradients of its micro-batches."""
-        if self.pipeline > 1 and self.stage == 0:  # DeepSpeed has no other there
+        """Return the precision in which a rank sums the gradients of its micro-batches."""
+        if self.pipeline > 1 and self.stage == 0:  # DeepSpeed supports no other here
             return precision
         return "fp32" if precision == "bf16" and not self.bf16_sums else precision
 
     def full_precision(self, precision: str) -> str:
-        """`precision` with its sums and states: a key of `precision_sections`."""
+        """Return `precision` with its sums and states, as a key of `precision_sections`."""
         if precision != "bf16":
             return precision
         sums = "_fp32_sums" if self.sums_of(precision) == "fp32" else ""
@@ -100,7 +100,9 @@ class Layout:
 
 
 def precision_sections(precision: str, scaling: Json) -> Json:
-    """The JSON's sections of fp32, bf16, bf16_states or fp16, each also with `_fp32_sums`."""
+    """Return the JSON's sections for fp32, bf16, bf16_states or fp16, each also with
+    `_fp32_sums`.
+    """
     kind = precision.removesuffix("_fp32_sums")
     dtype = kind.removesuffix("_states")
     keys: Json = {"enabled": True, **(scaling if dtype == "fp16" else {})}
@@ -116,7 +118,7 @@ _ALL = {**_STATES, "offload_param": _CPU}
 _SECOND_COPY = {"zero_hpz_partition_size": 2}
 _ON_NVME = {
     "stage3_param_persistence_threshold": 64,
-    "sub_group_size": 300_000,  # on two ranks all sub-groups but the last fill a file
+    "sub_group_size": 300_000,  # on two ranks, all sub-groups but the last fill a file
     "offload_optimizer": {"device": "nvme", "nvme_path": "auto", "pin_memory": False},
     "offload_param": _CPU,
 }
@@ -128,7 +130,7 @@ RECOMPUTED: dict[str, Json] = {
     "tiled": {"mlp_tiles": 3},
     "all": {"checkpointing": "selective", "activation_offload": True, "mlp_tiles": 2},
 }
-"""Activations that are computed again, or wait on the host, by the first word of a layout."""
+"""Recomputed or host-offloaded activations, by the first word of a layout."""
 _REVERSIBLE: Json = {"reversible": True}
 KINDS: dict[str, Json] = {
     "longformer": {"attention_window": 6, "attention_global": 2},
@@ -137,16 +139,16 @@ KINDS: dict[str, Json] = {
     "performer": {"attention_features": 16},
     "reformer": {"attention_buckets": 4, "attention_window": 4},
 }
-"""Kinds of attention that compute less than exact attention, by the first word of a layout."""
+"""Approximate kinds of attention, by the first word of a layout."""
 LAYOUTS: dict[str, Layout] = {
     **{f"zero{stage}": Layout(stage) for stage in range(4)},
     "zero1_offload": Layout(1, more=_STATES),
     "zero2_offload": Layout(2, more=_STATES),
     "zero3_offload_states": Layout(3, more=_STATES),
     "zero3_offload": Layout(3, more=_ALL),
-    # The second copy of the weights within each node of two ranks.
+    # Each node of two ranks has a second copy of the weights.
     "zeropp": Layout(3, more=_SECOND_COPY),
-    "zero3_default": Layout(3, sized=False),  # everything so small stays whole on every rank
+    "zero3_default": Layout(3, sized=False),  # so small that all stays whole on every rank
     "zero1_bf16_sums": Layout(1, bf16_sums=True),
     "zero3_bf16_sums": Layout(3, bf16_sums=True),
     "zero2_bf16_states": Layout(2, has_bf16_states=True),
@@ -157,7 +159,7 @@ LAYOUTS: dict[str, Layout] = {
     "varlen_pipe2_zero1": Layout(1, 2, varlen=True),
     "varlen_tensor2_zero1": Layout(1, tensor=2, varlen=True),
     "varlen_sequence2_zero1": Layout(1, sequence=2, varlen=True),
-    # Only where DeepSpeed's reads and writes can be compiled (libaio).
+    # Only if DeepSpeed's asynchronous I/O (libaio) can be compiled.
     "zero3_nvme": Layout(3, more=_ON_NVME),
     **{f"pipe{n}_zero{stage}": Layout(stage, n) for n in (2, 4) for stage in (0, 1)},
     **{f"tensor{n}_zero{stage}": Layout(stage, tensor=n) for n in (2, 4) for stage in range(4)},
@@ -174,7 +176,7 @@ LAYOUTS: dict[str, Layout] = {
     **{f"sequence{n}_zero{stage}": Layout(stage, sequence=n) for n in (2, 4) for stage in range(4)},
     **{f"sequence2_expert2_zero{s}": Layout(s, sequence=2, expert=2) for s in (1, 3)},
     **{f"tensor2_sequence2_zero{stage}": Layout(stage, tensor=2, sequence=2) for stage in (1, 3)},
-    # The loss in chunks of a vocabulary that they do not divide evenly.
+    # The loss in chunks that do not divide the vocabulary evenly.
     **{f"chunked_zero{stage}": Layout(stage, loss_chunk=48) for stage in range(4)},
     **{f"chunked_pipe2_zero{stage}": Layout(stage, 2, loss_chunk=48) for stage in (0, 1)},
     **{f"chunked_tensor2_zero{s}": Layout(s, tensor=2, loss_chunk=48) for s in (1, 3)},
@@ -211,7 +213,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 class Divided:
-    """A global batch as a layout divides it over its ranks."""
+    """A global batch, divided over a layout's ranks."""
 
     layout: str
     ranks: int
@@ -224,7 +226,7 @@ class Divided:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.ranks // (self.how.pipeline * self.how.tensor * self.how.sequence)
 
     @property
@@ -234,9 +236,9 @@ class Divided:
 
 
 def covering(candidates: Iterable[C], covers: Callable[[C], set[Any]]) -> list[C]:
-    """Return a small set of cells that covers everything that the candidates do.
+    """Return a small set of cells that covers everything that the candidates cover.
 
-    Greedy: take the cell that covers most of what is still uncovered, until nothing is left.
+    Greedy: repeatedly take the cell that covers most of the uncovered properties.
     """
     covered_by = {cell: covers(cell) for cell in candidates}
     uncovered = set().union(*covered_by.values())

@@ -1,4 +1,4 @@
-"""Does a checkpoint lose anything between layouts? Save, load elsewhere, save again, compare.
+"""Check that a checkpoint loses nothing between layouts: save, load elsewhere, save again, compare.
 
     python -m tests.gates.check_checkpoints                       # a covering set of cells
     python -m tests.gates.check_checkpoints --full --out FOLDER   # every cell; resumes
@@ -6,12 +6,12 @@
     python -m tests.gates.check_checkpoints --self-test           # plants defects: all must show
 
 A cell is PRECISION-ARCHITECTURE-SOURCE-TARGET, a side is LAYOUTxRANKS. The source trains three
-steps (in fp16 the first one overflows), saves, and goes on for three. The target is built with
-zeros, loads, and saves again: every tensor and number of the two checkpoints must be equal bit by
-bit. Then it takes the same three steps. On the source's own layout losses and gradient norms must
-be equal bit by bit, elsewhere to 5 times what they differ when only the order of sums changes
-(the tied Llama under ZeRO-1 on one rank with other micro-batches; in bf16 also with sums in bf16).
-Exit code 1 when a cell differs.
+steps (in fp16 the first one overflows), saves, and trains three more. The target is built with
+zeros, loads, and saves again: every tensor and number of the two checkpoints must be bit-equal.
+Then it takes the same three steps. With the source's own layout, losses and gradient norms must be
+bit-equal. With another layout, they may differ by 5 times the effect of the order of sums alone
+(measured on the tied Llama with ZeRO 1 on one rank and other micro-batches; in bf16 also with sums
+in bf16). Exit code 1 if a cell differs.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from tests.gates.models import EVERYWHERE, MIXTURE, SAVED, SHARED, WIDE
 from tools.made_with import versions
 
 TOLERANCE_FACTOR = 5.0
-ROUNDING = 2.0**-23  # fp32's last place: two right sums may differ by it
+ROUNDING = 2.0**-23  # fp32's last place; two correct sums may differ by it
 YARDSTICK = Side("zero1", 1)
-OTHER_SPLITS = (8, 1)  # samples in a micro-batch, where the yardstick has 4
+OTHER_SPLITS = (8, 1)  # samples per micro-batch; the yardstick has 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell's verdict."""
+    """The verdict on one cell."""
 
     cell: Cell
     lost: list[str]
-    """Differences between the two checkpoints, and tensors that are in neither."""
+    """Differences between the two checkpoints, and tensors missing from both."""
     apart: Apart
     limit: Apart
 
     @property
     def failures(self) -> list[str]:
-        """Everything that is not as it must be."""
+        """All conditions that the cell violates."""
         return [*self.lost, *self.apart.exceeds(self.limit)]
 
     def line(self) -> str:
-        """Return tensors, then found/allowed of losses and norms, then what is wrong."""
+        """Return a line: tensors, measured/allowed of losses and norms, the failures."""
         allowed = vars(self.limit)
         pairs = [f"{name} {x:.0e}/{allowed[name]:.0e}" for name, x in vars(self.apart).items()]
         tensors = "tensors LOST" if self.lost else "tensors exact"
@@ -63,7 +63,7 @@ class Row:
 
 
 def main() -> int:
-    """Command line -> exit code."""
+    """Run the command; return its exit code."""
     args = matrix_arguments(__doc__, "checkpoints and losses", "matrices")
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def check(cells: list[Cell], out: Path) -> list[Row]:
-    """Do what `out` does not hold yet, compare everything, print a line per cell."""
+    """Run the jobs missing in `out`, compare everything, print a line per cell."""
     _do([_load(cell) for cell in cells] + _yardsticks(cells), out)
     rows = [_compared(cell, _load(cell), out) for cell in cells]
     for row in rows:
@@ -88,7 +88,7 @@ def check(cells: list[Cell], out: Path) -> list[Row]:
 
 
 def _do(loads: list[Job], out: Path) -> None:
-    """First everything that is loaded is saved, whatever the number of ranks."""
+    """Run the missing jobs. All saves that are loaded later come first, on any number of ranks."""
     saves = [Job(job.precision, job.architecture, job.source) for job in loads]
     every = dict.fromkeys((*saves, *loads))
     missing = [job for job in every if not (out / job.result).exists()]
@@ -100,7 +100,9 @@ def _load(cell: Cell, defect: str | None = None) -> Job:
 
 
 def _yardsticks(cells: list[Cell]) -> list[Job]:
-    """Return the jobs that show how far the order of sums moves a loss, if a layout changes."""
+    """Return the jobs that measure the effect of the order of sums, for cells that change
+    layout.
+    """
     moved = dict.fromkeys(
         (cell.precision, _yardstick(cell.architecture)) for cell in cells if not cell.same
     )
@@ -108,19 +110,19 @@ def _yardsticks(cells: list[Cell]) -> list[Job]:
 
 
 def _yardstick(architecture: str) -> str:
-    """Name the model whose losses set the tolerance: a wider model's sums have more terms, and bf16
-    moves the norm twice as much where key heads are shared.
+    """Return the model whose losses set the tolerance. A wider model's sums have more terms, and
+    bf16 moves the norm twice as much with shared key heads.
     """
     return architecture if architecture in (WIDE, SHARED, MIXTURE) else EVERYWHERE
 
 
 def _splits(precision: str, model: str) -> list[Job]:
-    """The same steps from the same checkpoint, with sums in other orders than its own."""
+    """Return jobs with the same steps and checkpoint, but other orders of sums."""
     made = (precision, model, YARDSTICK)
     jobs = [Job(*made, YARDSTICK, micro) for micro in OTHER_SPLITS]
     if precision == "bf16":
         jobs += [Job(*made, Side("zero1_bf16_sums", 1), micro) for micro in (4, 2)]
-    if model == MIXTURE:  # whose gradients in 16 bits are near nothing in some states: Adam's steps
+    if model == MIXTURE:  # some of its 16-bit gradients are almost zero, which Adam amplifies
         undivided = (precision, model, Side("zero3", 2), Side("zero3", 1))
         jobs += [Job(*undivided, micro) for micro in (*OTHER_SPLITS, 2)]
     return jobs
@@ -152,7 +154,7 @@ def _compared(cell: Cell, job: Job, out: Path) -> Row:
 
 
 def _self_test(out: Path) -> int:
-    """Plant each defect in turn; returns 0 when every one was caught, and nothing without one."""
+    """Plant each defect in turn; return 0 if all were caught and there was no false alarm."""
     whole = list(dict.fromkeys(cell for _, cell in DEFECTS.values()))
     trials = [(cell, None) for cell in whole] + [(c, name) for name, (_, c) in DEFECTS.items()]
     _do([_load(cell, defect) for cell, defect in trials] + _yardsticks(whole), out)
@@ -170,7 +172,7 @@ def _read(out: Path, job: Job) -> dict[str, list[str]]:
 
 
 def summary(rows: list[Row]) -> str:
-    """All of it in one line."""
+    """Return a summary in one line."""
     equal = [row for row in rows if not row.lost]
     same = [row for row in rows if row.cell.same]
     bits = [row for row in same if row.apart == Apart(0.0, 0.0)]
@@ -221,7 +223,7 @@ end in padding.
 
 
 def _prepare(out: Path) -> None:
-    """Results that are kept are of these versions."""
+    """Prepare `out`; its kept results must be of these versions."""
     (out / "saved").mkdir(parents=True, exist_ok=True)
     same_versions(out, "checkpoints", "safetensors")
     for name, config in SAVED.items():

@@ -1,19 +1,19 @@
-"""Does the layout change what is learned? Every DeepSpeed layout against a plain PyTorch loop.
+"""Check that layouts do not change training: every DeepSpeed layout against a plain PyTorch loop.
 
     python -m tests.gates.check_parity                       # a covering set of cells
-    python -m tests.gates.check_parity --brief               # a few on two ranks: of every change
+    python -m tests.gates.check_parity --brief               # a few on two ranks, for every change
     python -m tests.gates.check_parity --full --out FOLDER   # every cell; resumes
     python -m tests.gates.check_parity --cells llama-zero3-bf16-4-2
     python -m tests.gates.check_parity --self-test           # plants defects: all must show
     python -m tests.gates.check_parity --self-test --brief   # three of them
     python -m tests.gates.check_parity --self-test --defects "no clipping"
 
-A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. Compared are the initial loss (nats),
-every parameter's gradient at step 0, the weights' change after one plain SGD step, loss and
-gradient norm of 20 AdamW steps, and the held-out loss after them. A cell's tolerance is 5 times the
-spread of the plain loop against itself when only the order of its sums changes: over the quickest
-of the orders where it is within that, over further ones where it is not; with --full, over all.
-Exit code 1 when a cell differs.
+A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. The gate compares the initial loss
+(nats), every parameter's gradient at step 0, the weights' change after one plain SGD step, loss and
+gradient norm of 20 AdamW steps, and the held-out loss after them. The tolerance is 5 times the
+spread of the plain loop against itself when only the order of its sums changes: over the fastest
+order if the cell is within that, otherwise over more; with --full, over all. Exit code 1 if a cell
+differs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ TOLERANCE_FACTOR = 5.0
 
 
 def main(argv: list[str] | None = None, zygote: Zygote | None = None) -> int:
-    """Command line -> exit code. `zygote`: the process that ranks are forked from, else its own."""
+    """Run the command; return its exit code. `zygote` is the process from which ranks are
+    forked.
+    """
     args = matrix_arguments(__doc__, "the trajectories", "table", True, True, argv)
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None, zygote: Zygote | None = None) -> int:
         if args.self_test:
             return _self_test(out, args.markdown, args.brief, args.defects, zygote)
         covering = brief_cells() if args.brief else covering_cells()
-        whole = args.full or bool(args.markdown)  # as a table shows it
+        whole = args.full or bool(args.markdown)  # the spread that a table shows
         rows = check(chosen(args, all_cells(), covering), out, whole, zygote=zygote)
     if args.markdown:
         args.markdown.write_text(_HEADING.format(versions()) + "".join(map(_table_line, rows)))
@@ -71,9 +73,10 @@ def check(
     env: Mapping[str, str | None] | None = None,
     zygote: Zygote | None = None,
 ) -> list[Row]:
-    """Train what `out` does not hold yet, compare everything, print a line per cell.
+    """Train the cells missing in `out`, compare everything, print a line per cell.
 
-    `whole`: each by the whole spread. `env`: of ranks on GPUs, where the plain loop then is, too.
+    `whole`: use the whole spread for each. `env`: environment of ranks on GPUs, on which the plain
+    loop then also runs.
     """
     train([Job(cell) for cell in cells], out, env, zygote)
     return _compared(cells, out, whole, _device(env))
@@ -86,7 +89,7 @@ def _device(env: Mapping[str, str | None] | None) -> str:
 def _compared(
     cells: Iterable[Cell], out: Path, whole: bool = False, device: str = "cpu"
 ) -> list[Row]:
-    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+    torch.set_num_threads(1)  # matrices are tiny: more threads would only wait for each other
     rows = []
     for cell in cells:
         rows.append(compare(cell, out, TOLERANCE_FACTOR, whole, device))
@@ -97,9 +100,10 @@ def _compared(
 def _self_test(
     out: Path, page: Path | None, brief: bool, names: list[str] | None, zygote: Zygote | None
 ) -> int:
-    """Plant each defect in turn; returns 0 when every one was caught, and nothing without one.
+    """Plant each defect in turn; return 0 if all were caught and there was no false alarm.
 
-    `brief`: each in its first cell alone. `names`: only these; None: all (of `brief`: BRIEF).
+    `brief`: each defect only in its first cell. `names`: only these; None for all (with `brief`,
+    BRIEF).
     """
     if unknown := [name for name in names or () if name not in DEFECTS]:
         refuse(f"--defects: no such defect: {', '.join(unknown)}; there are {', '.join(DEFECTS)}")
@@ -108,7 +112,7 @@ def _self_test(
         for name in names or (BRIEF if brief else DEFECTS)
     }
     cells = tuple(dict.fromkeys(cell for cells in trials.values() for cell in cells))
-    trials = {None: cells, **trials}  # without a defect nothing may show
+    trials = {None: cells, **trials}  # without a defect, nothing may show
     folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
     jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
     train(jobs, out, zygote=zygote)
@@ -132,7 +136,7 @@ def train(
     env: Mapping[str, str | None] | None = None,
     zygote: Zygote | None = None,
 ) -> None:
-    """Train what `out` does not hold yet, each job into its own folder there."""
+    """Train the jobs missing in `out`, each into its own folder there."""
     for name in LEARNED:
         config = learned(name, _device(env))
         (out / f"{name}.config.json").write_text(json.dumps(config))

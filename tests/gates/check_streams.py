@@ -1,4 +1,4 @@
-"""Does a stream, or the host, overtake another? Does the host wait? On a simulated device.
+"""Check on a simulated device that no stream or host access races, and where the host waits.
 
     python -m tests.gates.check_streams                      # a few runs
     python -m tests.gates.check_streams --full --markdown docs/host_waits.md
@@ -6,8 +6,8 @@
     python -m tests.gates.check_streams --self-test          # without synchronize(): races show
 
 Real runs on CPU ranks, whose device has streams and events with vector clocks
-(tests/gates/streams/). Exit code 1 if memory is used without an order or reused too early, or
-where the harness itself waits in a step without need.
+(tests/gates/streams/). Exit code 1 if memory is accessed without an order or reused too early, or
+if the harness waits in a step without need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.made_with import versions
 
 
 def main() -> int:
-    """Command line -> exit code."""
+    """Run the command; return its exit code."""
     args = matrix_arguments(__doc__, "the runs", "table of waits")
     cells = chosen(args, all_cells(), covering_cells())
     if args.self_test:
@@ -97,7 +97,7 @@ _WHEN = {"data": "step", "micro-batches": "micro-batch", "step": "step", "verdic
 
 
 def terminal_line(row: Row) -> str:
-    """Return a line on one cell."""
+    """Return a line about one cell."""
     if row.skipped:
         return f"{row.cell.name}: not run: {row.skipped}"
     if row.failure:
@@ -108,7 +108,7 @@ def terminal_line(row: Row) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """Return docs/host_waits.md."""
+    """Return the content of docs/host_waits.md."""
     return _PAGE.format(
         versions=versions(),
         runs="\n".join(map(_line, rows)),

@@ -1,13 +1,13 @@
-"""Does dividing tensors change a family's loss and gradients? Two ranks against one.
+"""Check that tensor parallelism keeps a family's loss and gradients: two ranks against one.
 
     python -m tests.gates.compare_divided --out FOLDER --markdown FILE     # resumes
     python -m tests.gates.compare_divided --families cohere2 gemma3_text
 
-Of every family of causal language models that has a plan to divide its tensors a small model is
-built by transformers, with random weights. Two ranks divide it as a run does, and compute the loss
-of one batch and the gradient of every parameter; both must be those of the whole model. Exit code 1
-when a family differs. Families that are refused, or whose small model cannot be built, are named
-with the reason.
+For every causal language model family with a tensor-parallel plan, transformers builds a small
+model with random weights. Two ranks divide it as a run does and compute the loss of one batch and
+the gradient of every parameter; both must equal those of the whole model. Exit code 1 if a family
+differs. Families that are refused, or whose small model cannot be built, are listed with the
+reason.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from tests.gates.planned import SEQ_LEN, VOCAB_SIZE, families, is_mixture, tiny
 from tools.made_with import versions
 
 RANKS = 2
-LIMIT = 1e-4  # relative; sums in another order differ by a hundredth of it
+LIMIT = 1e-4  # relative; another order of sums changes a hundredth of it
 LIMIT_S = 300
 
 
 @dataclass(frozen=True)
 class Row:
-    """One family's verdict."""
+    """The verdict on one family."""
 
     family: str
-    loss: float = math.nan  # relative distance
+    loss: float = math.nan  # relative difference
     gradient: float = math.nan  # of the worst parameter, relative to its norm
     worst: str = ""
-    """The parameter."""
+    """Name of the parameter with the worst gradient."""
     mixture: bool = False
     problem: str = ""
-    """The reason why it was not compared."""
+    """The reason for which it was not compared."""
 
     @property
     def verdict(self) -> str:
-        """equal, DIFFERS, or the reason why there is none."""
+        """The verdict: "equal", "DIFFERS", or the reason for which it was not compared."""
         if self.problem:
             return self.problem
         return "equal" if max(self.loss, self.gradient) < LIMIT else "DIFFERS"
 
 
 def main() -> int:
-    """Command line -> exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def _kept(family: str, out: Path) -> Row:
-    """Return an earlier verdict, or a new one, which is kept."""
+    """Return the kept verdict, or compute and keep a new one."""
     out.mkdir(parents=True, exist_ok=True)
     same_versions(out, "results")
     path = out / f"{family}.json"
@@ -99,7 +99,9 @@ def _kept(family: str, out: Path) -> Row:
 
 
 def compared(family: str) -> Row:
-    """Return the verdict of one family, by forked ranks of its own: none may hang the next."""
+    """Return the verdict of one family. Its forked ranks are new, so that none can hang the next
+    family.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         ranks = [
@@ -180,7 +182,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _cut(model: nn.Module, share: Share) -> None:
-    """Put this rank's part in the place of every parameter; tied ones stay one object."""
+    """Replace every parameter by this rank's part; tied parameters stay one object."""
     cut, parts = cutter(share), dict[int, nn.Parameter]()
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         owner, _, attribute = name.rpartition(".")
@@ -203,7 +205,7 @@ def _loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table for docs/."""
+    """Return the table for docs/."""
     done = [row for row in rows if not row.problem]
     dense = sum(not row.mixture for row in done)
     differ = sum(row.verdict == "DIFFERS" for row in done)

@@ -1,6 +1,6 @@
-"""Engines one after the other in a process; a run has one, and nothing has to follow it.
+"""Builds several engines in one process; a run has only one, after which nothing follows.
 
-DeepSpeed keeps groups of ranks in globals of its module, and takes them for the next engine's
+DeepSpeed keeps groups of ranks in globals of its module and uses them for the next engine
 (docs/deepspeed_findings.md, 13 and 34).
 """
 
@@ -18,7 +18,7 @@ from harness.plan.plan import Plan
 
 
 def build_engine(plan: Plan, device: torch.device, **options: Any) -> Any:
-    """Build an engine that leaves nothing to the next one once it is closed."""
+    """Build an engine that leaves no state behind once it is closed."""
     groups_before = process_groups()
     engine: Any = build.build_engine(plan, device, **options)
     close = engine.close
@@ -34,16 +34,16 @@ def build_engine(plan: Plan, device: torch.device, **options: Any) -> Any:
 
 
 def process_groups() -> set[Any]:
-    """All groups of this process, but for the copy of the whole world that DeepSpeed keeps."""
+    """Return all groups of this process, except DeepSpeed's copy of the whole world."""
     return set(distributed_c10d._world.pg_map) - {groups._WORLD_GROUP}
 
 
 def forget_stages(groups_before: set[Any]) -> None:
-    """Let a process build more engines after one with stages, or divided tensors or experts, was
+    """Allow a process to build more engines after one with divided stages, tensors or experts was
     destroyed.
 
-    DeepSpeed keeps the rank grid in a global of its own, and takes it for the next engine's; and it
-    keeps the grid's groups, each with its threads (two hundred after ten engines on four ranks).
+    DeepSpeed keeps the rank grid in a global and uses it for the next engine. It also keeps the
+    grid's groups, each with its threads (two hundred after ten engines on four ranks).
     """
     groups.mpu = None
     for group in process_groups() - groups_before:
@@ -51,10 +51,10 @@ def forget_stages(groups_before: set[Any]) -> None:
 
 
 def forget_nodes() -> None:
-    """Let a process build more engines after one with hpZ was destroyed.
+    """Allow a process to build more engines after one with hpZ was destroyed.
 
-    DeepSpeed keeps the group that shares the second copy of the weights in a global: the next
-    engine with hpZ fails on it, and one without takes it for its own.
+    DeepSpeed keeps the group that shares the second copy of the weights in a global. The next
+    engine with hpZ fails because of it, and one without hpZ uses it as its own.
     """
     group, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, None
     if group is not None:

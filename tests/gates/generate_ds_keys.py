@@ -1,17 +1,17 @@
 """Write harness/config/ds_keys.json: the keys of a DeepSpeed JSON, each with type and default.
 
-Taken from the installed DeepSpeed's own config models and parsers, so that the floors below the
-engine know its keys without importing it. Run again after a DeepSpeed upgrade:
+They are taken from the installed DeepSpeed's own config models and parsers, so that the rooms below
+the engine know its keys without importing it. Run it again after a DeepSpeed upgrade:
 
     python -m tests.gates.generate_ds_keys
 
-A section is {"keys": {...}}, with "free": true where any further key is taken. A key is
-{"type": [JSON types], "default": ...} with, where DeepSpeed states them, "choices", "minimum",
-"above" and "maximum". A number that DeepSpeed does not bound is at least 0, unless its default is
-negative itself. Other keys are {"same_as": another name of the key}, {"replaced_by": the key in its
-place, "becomes": what true is there} for what is deprecated, and {"removed": DeepSpeed's message}.
+A section is {"keys": {...}}, with "free": true if it accepts any other key. A key is
+{"type": [JSON types], "default": ...} and, if DeepSpeed states them, "choices", "minimum", "above"
+and "maximum". A number without a bound of DeepSpeed's is at least 0, unless its default is
+negative. Other keys are {"same_as": another name of the key}; {"replaced_by": the new key,
+"becomes": the value that true becomes there} if deprecated; and {"removed": DeepSpeed's message}.
 
-"defaults" holds what DeepSpeed takes for parameters that an optimizer or a scheduler section lacks.
+"defaults" holds DeepSpeed's values for missing parameters of an optimizer or scheduler section.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # some defaults depend on it, and it is quieter
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # affects some defaults; DeepSpeed logs less
 
 import deepspeed
 import torch
@@ -67,7 +67,7 @@ from pydantic import BaseModel
 
 from harness.launch.ranks import REPOSITORY
 
-# Keys that DeepSpeed reads with a default of None and no annotation to tell their type.
+# Keys that DeepSpeed reads with a default of None and without an annotation of their type.
 TYPES: dict[str, list[str]] = {
     "train_batch_size": ["integer"],
     "train_micro_batch_size_per_gpu": ["integer"],
@@ -85,16 +85,16 @@ TYPES: dict[str, list[str]] = {
     "data_efficiency.data_sampling.dynamic_batching.max_batch_size": ["integer"],
     "datastates_ckpt": ["object", "boolean"],
 }
-# Types that a key has here besides DeepSpeed's: a split over pipeline stages is ours to make, and
-# may be given as decoder layers per stage.
+# Additional types that the harness accepts: it splits pipeline stages itself, optionally from a
+# list of decoder layers per stage.
 WIDENED = {"pipeline.partition": ["array"]}
-# Smallest values that DeepSpeed asserts far from its parsers.
+# Minimum values that DeepSpeed asserts outside its parsers.
 MINIMUM = {
     "train_batch_size": 1,
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
 }
-# Values of the strings that DeepSpeed checks in its parsers.
+# Strings that DeepSpeed checks in its parsers.
 _DTYPES = sorted({name for dtype in DtypeEnum for name in dtype._all_values[1:]})
 CHOICES: dict[str, list[str]] = {
     "communication_data_type": ["fp16", "bf16", "fp32"],
@@ -105,9 +105,9 @@ CHOICES: dict[str, list[str]] = {
     "data_types.buffer_dtype": _DTYPES,
     "torch_autocast.dtype": _DTYPES,
 }
-# Keys that the engine reads beside its config class.
+# Keys that the engine reads outside its config class.
 READ_ELSEWHERE: dict[str, Any] = {"sequence_parallel_size": 1, "vocabulary_size": None}
-# Sections to which a plug-in or the user adds keys of their own.
+# Sections in which a plug-in or the user adds keys.
 FREE = (
     "optimizer.params",
     "scheduler.params",
@@ -148,7 +148,7 @@ def from_values(path: str, values: Mapping[str, Any]) -> Node:
 
 
 def leaf(path: str, default: Any) -> Node:
-    """Return the key at `path` with its default, and what is stated of it by hand."""
+    """Return the key at `path` with its default and its entries in the tables above."""
     kinds = TYPES.get(path)
     if kinds is None:
         kinds = ["string"] if default is None else [_JSON_TYPES[type(default)]]
@@ -161,7 +161,7 @@ def leaf(path: str, default: Any) -> Node:
 
 
 def _bounded(node: Node, minimum: int = 0) -> Node:
-    """With a lower bound, where it is a number that lacks one."""
+    """Return the node, with a lower bound if it is a number without one."""
     default = node.get("default")
     free = isinstance(default, int | float) and default < 0
     if "above" not in node and not free and {"integer", "number"} & set(node.get("type", [])):
@@ -193,7 +193,9 @@ def from_model(model: type[BaseModel]) -> Node:
 
 
 def from_annotation(annotation: Any, default: Any) -> Node:
-    """Type, default and choices of one annotated field, or the section it is the model of."""
+    """Return type, default and choices of an annotated field, or the section of its config
+    model.
+    """
     kinds: list[str] = []
     choices: list[Any] = []
     alternatives = (
@@ -218,14 +220,14 @@ def from_annotation(annotation: Any, default: Any) -> Node:
 
 
 def _set_fields(value: Any) -> Any:
-    """A config model as the section that makes it; any other value as it is."""
+    """Return a config model as its section; any other value unchanged."""
     return (
         value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
     )
 
 
 def plain(value: Any) -> Any:
-    """A default as JSON has it; what is no JSON value (a dtype, a sentinel) becomes null."""
+    """Return a default as a JSON value; null if JSON cannot express it (a dtype, a sentinel)."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, BaseModel):
@@ -235,7 +237,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, (str, float, bool, list, dict)) else None
 
 
-# Every section of the JSON, as the part of DeepSpeed that reads it has it.
+# Every section of the JSON, as read by the corresponding part of DeepSpeed.
 
 _MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,
@@ -254,14 +256,14 @@ _MODELS: dict[str, type[BaseModel]] = {
 
 
 class Recorder(dict[str, Any]):
-    """A config section that notes which keys a parser asks for, and with which default."""
+    """A config section that records the keys a parser asks for, with their defaults."""
 
     def __init__(self, section: Mapping[str, Any] | None = None) -> None:
         super().__init__(section or {})
         self.asked: dict[str, Any] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As a dict's, and noted."""
+        """Return the value as a dict does, and record the key."""
         self.asked.setdefault(key, default)
         return super().get(key, default)
 
@@ -270,12 +272,12 @@ class Recorder(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        """Itself, so that `in config.keys()` is noted too."""
+        """Return the recorder itself, so that `in config.keys()` is recorded too."""
         return self
 
 
 def all_sections() -> dict[str, Node]:
-    """Return the sections by name; top-level keys are not among them."""
+    """Return the sections by name, without top-level keys."""
     sections = {name: from_model(model) for name, model in _MODELS.items()}
     hints = typing.get_type_hints(AutoEPConfig)
     expert_parallel = {
@@ -313,15 +315,15 @@ def all_sections() -> dict[str, Node]:
 
 
 def _asked_by_config(section: str) -> dict[str, Any]:
-    """Keys of one section that DeepSpeedConfig itself asks for."""
+    """Return the keys of one section that DeepSpeedConfig itself asks for."""
     recorder = Recorder()
     DeepSpeedConfig._initialize_params(object.__new__(DeepSpeedConfig), {section: recorder})
     return recorder.asked
 
 
-# DeepSpeed's defaults of parameters that an optimizer or a scheduler section lacks.
+# DeepSpeed's defaults for missing parameters of an optimizer or scheduler section.
 
-# The classes that DeepSpeed makes of an optimizer's type, whose defaults agree.
+# The classes that DeepSpeed creates for an optimizer type; their defaults agree.
 _OPTIMIZERS: dict[str, tuple[type, ...]] = {
     "adamw": (FusedAdam, DeepSpeedCPUAdam),
     "adam": (FusedAdam, DeepSpeedCPUAdam),
@@ -332,7 +334,7 @@ _OPTIMIZERS: dict[str, tuple[type, ...]] = {
     "sgd": (torch.optim.SGD,),
     "adafactor": (torch.optim.Adafactor,),
 }
-# MuonWithAuxAdam's, but for its two learning rates: optim.lr is another measure.
+# From MuonWithAuxAdam, except its two learning rates: optim.lr has another scale.
 _MUON = {"momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0}
 _SCHEDULERS = (WarmupLR, WarmupDecayLR, WarmupCosineLR)
 _LEARNED = ("lr", "betas", "eps", "momentum", "weight_decay")
@@ -340,7 +342,7 @@ _SCHEDULED = ("warmup_max_lr", "warmup_num_steps", "warmup_type", "cos_min_ratio
 
 
 def optimizer_defaults() -> dict[str, dict[str, Any]]:
-    """Return the defaults of the optimizers' classes, by DeepSpeed's name in lower case."""
+    """Return the defaults of the optimizer classes, by DeepSpeed's name in lower case."""
     defaults = {}
     for name, classes in _OPTIMIZERS.items():
         first, *others = [_defaults(kind, _LEARNED) for kind in classes]
@@ -350,17 +352,17 @@ def optimizer_defaults() -> dict[str, dict[str, Any]]:
 
 
 def _taken(name: str) -> tuple[str, ...]:
-    """Adafactor's eps is another thing: two numbers."""
+    """Return the parameters to include; Adafactor's eps is left out because it is a pair."""
     return tuple(key for key in _LEARNED if (name, key) != ("adafactor", "eps"))
 
 
 def scheduler_defaults() -> dict[str, dict[str, Any]]:
-    """Return the defaults of the schedulers' classes, by their names."""
+    """Return the defaults of the scheduler classes by name."""
     return {kind.__name__: _defaults(kind, _SCHEDULED) for kind in _SCHEDULERS}
 
 
 def _defaults(kind: type, names: tuple[str, ...]) -> dict[str, Any]:
-    """The defaults of a class's arguments among `names`, without those that are None."""
+    """Return the defaults of a class's arguments among `names`, except None."""
     arguments = inspect.signature(kind).parameters
     values = {name: arguments[name].default for name in names if name in arguments}
     plain = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
@@ -371,7 +373,7 @@ OUTPUT = REPOSITORY / "harness" / "config" / "ds_keys.json"
 
 
 def build_keys() -> Node:
-    """The whole table, nested as the JSON is."""
+    """Return the whole table, nested as the JSON is."""
     top = Recorder()
     DeepSpeedConfig._initialize_params(object.__new__(DeepSpeedConfig), top)
     sections = all_sections()
@@ -386,13 +388,13 @@ def build_keys() -> Node:
 
 
 def _removed(messages: Mapping[str, str]) -> Node:
-    """The keys that DeepSpeed refuses by name, with its message but for the link."""
+    """Return the removed keys with DeepSpeed's message, without its link."""
     link = re.compile(r"\s*See https\S+\s*$")
     return {key: {"removed": link.sub("", text).strip()} for key, text in messages.items()}
 
 
 def as_text() -> str:
-    """The exact content of ds_keys.json."""
+    """Return the exact content of ds_keys.json."""
     return json.dumps(build_keys(), indent=1) + "\n"
 
 

@@ -1,18 +1,18 @@
-"""Write harness/layout/plans.json: how transformers would divide each decoder over ranks.
+"""Write harness/layout/plans.json: the parallelism plans of every decoder in transformers.
 
-Taken from the config classes of the installed transformers (base_model_tp_plan, base_model_ep_plan,
-base_model_pp_plan), so that the floors below the models know them without importing it. Run again
-after an upgrade of transformers:
+They are taken from the config classes of the installed transformers (base_model_tp_plan,
+base_model_ep_plan, base_model_pp_plan), so that the rooms below the models know them without
+importing it. Run it again after an upgrade of transformers:
 
     python -m tests.gates.generate_plans
 
 {"transformers": version, "tensor": [{"families": [model types], "plan": ...}, ...], "expert": ...,
 "pipeline": ..., "keys": ..., "without_sdpa": [model types]}: model types with equal plans share an
-entry. A plan of tensors or experts gives a style for each module of the base model,
-"layers.*.mlp.up_proj" for that of every layer; a plan of pipeline stages gives two lists for each
-module, of what it takes and what it returns. Keys are those of a config.json that change the model
-or its export: the config class has or takes them, and the text of the model's module reads them.
-"most_keys" are those of most decoders; each says what it has beside them (+) and lacks of them (-).
+entry. A tensor or expert plan gives a style for each module of the base model, where
+"layers.*.mlp.up_proj" means every layer. A pipeline plan gives two lists for each module: its
+inputs and its outputs. "keys" are the keys of a config.json that change the model or its export:
+the config class has or accepts them, and the source of the model's module reads them. "most_keys"
+are the keys of most decoders; each family lists those that it adds (+) and lacks (-).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _READ = re.compile(r'config\.(\w+)|getattr\(\s*(?:self\.)?config,\s*"(\w+)"')
 _ASKED = re.compile(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"')
 _TAKEN = re.compile(r'kwargs\.(?:pop|get|setdefault)\(\s*"(\w+)"')
 _OWN = re.compile(r"self\.(\w+)")
-# Exported, whatever a model computes.
+# Exported, regardless of the computation.
 _EXPORTED = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "tie_word_embeddings"}
 _PARTIAL = "partial_rotary_factor"
 _EVERYWHERE = (masking_utils, modeling_rope_utils, modeling_utils)
 
 
 def build_plans() -> dict[str, Any]:
-    """The content of plans.json."""
+    """Return the content of plans.json."""
     configs = {name: CONFIG_MAPPING[name] for name in sorted(CONFIG_MAPPING_NAMES)}
     plans: dict[str, Any] = {"transformers": transformers.__version__}
     for kind, attribute in _ATTRIBUTES.items():
@@ -83,7 +83,7 @@ def build_plans() -> dict[str, Any]:
 
 
 def _of_most(keys: Collection[set[str]]) -> list[str]:
-    """Return what more than half of the sets hold."""
+    """Return the keys that more than half of the sets hold."""
     counts = Counter(key for own in keys for key in own)
     return sorted(key for key, count in counts.items() if count > len(keys) / 2)
 
@@ -98,14 +98,14 @@ def _keys(config: Any, model: Any) -> set[str]:
     }
     own = (declared - base) | _EXPORTED
     if any("self.standardize_rope_params(" in inspect.getsource(c) for c in classes):
-        own.add("rope_parameters")  # which that makes
+        own.add("rope_parameters")  # that method creates it
     module = sys.modules[model.__module__]
     everywhere = set[str]().union(*map(_read, _EVERYWHERE))
     read = _read(module) | everywhere | _EXPORTED | {n for c in classes for n in _self_read(c)}
     taken = {name for c in classes for name in _taken(c, "__post_init__")}
-    if "rope_parameters" in own:  # a field of the name is a value that nobody looks at
+    if "rope_parameters" in own:  # a field of that name is ignored
         taken |= _taken(config, "convert_rope_params_to_dict") - ({"rope_scaling"} & declared)
-    if _PARTIAL not in inspect.getsource(module):  # put into rope_parameters, whoever reads it
+    if _PARTIAL not in inspect.getsource(module):  # put into rope_parameters for every model
         taken -= {_PARTIAL}
     asked = set(_ASKED.findall(inspect.getsource(module))) & everywhere.union(_read(module))
     pairs = [{*pair} for pair in config.attribute_map.items()]  # two names of one value
@@ -119,13 +119,13 @@ def _read(module: ModuleType) -> set[str]:
 
 
 def _self_read(config: Any) -> set[str]:
-    """Return what a config class reads of itself, beside declaring it."""
+    """Return the attributes that a config class reads, other than by declaring them."""
     return set(_OWN.findall(inspect.getsource(config)))
 
 
 def _taken(config: Any, method: str) -> set[str]:
-    """Return the keys that a method of a config class takes beside those that it declares, and what
-    it calls by super().
+    """Return the undeclared keys that a method of a config class accepts, including those of
+    methods called by super().
     """
     taken = set[str]()
     for owner in config.__mro__:
@@ -139,7 +139,7 @@ def _taken(config: Any, method: str) -> set[str]:
 
 
 def as_text() -> str:
-    """The exact content of plans.json."""
+    """Return the exact content of plans.json."""
     return json.dumps(build_plans(), indent=1) + "\n"
 
 

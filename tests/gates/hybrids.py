@@ -1,5 +1,5 @@
-"""Small models of every state-space and hybrid family that transformers has for text: some of their
-layers are no attention over all tokens, but a state, a convolution or linear attention.
+"""Small models of every state-space and hybrid text family in transformers: some of their layers
+use a state, a convolution or linear attention instead of attention over all tokens.
 """
 
 from __future__ import annotations
@@ -159,4 +159,4 @@ NEWER: dict[str, Config] = {
     "sarvam_moe": dict(_ROUTED, n_shared_experts=1),
 }  # fmt: skip
 NEWER = {name: {"model_type": name, **config} for name, config in NEWER.items()}
-"""Decoders that came with transformers 5.21 to 5.24, beside those above."""
+"""Additional decoders that came with transformers 5.21 to 5.24."""

@@ -1,7 +1,8 @@
-"""The gates' worker: one rank of a process group that does job after job with the real engine.
+"""The gates' worker: one rank of a process group that does one job after another with the real
+engine.
 
-`run_jobs` starts the ranks, forks of one process that has imported everything. Each gate's
-worker.py has `do(job, world, device, out)`, which does one job and keeps what it gave in `out`.
+`run_jobs` starts the ranks as forks of one process that has imported everything. Each gate's
+worker.py has `do(job, world, device, out)`, which does one job and writes its result to `out`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
     J = TypeVar("J", bound=DataclassInstance)
 
-PER_LAUNCH = 40  # not all that engines leave behind is given back: threads pile up
+PER_LAUNCH = 40  # engines do not release everything: threads accumulate
 
 
 class Group(NamedTuple):
-    """Jobs that one process group can do; groups come in this order."""
+    """Jobs that one process group can do; groups run in this order."""
 
     place: int
     ranks: int
@@ -47,11 +48,11 @@ def run_jobs(
     env: Mapping[str, str | None] | None = None,
     zygote: Zygote | None = None,
 ) -> None:
-    """Do `jobs`, in groups. Raises SystemExit with what a rank wrote when it fails, and before
-    anything is done where some need what this machine lacks.
+    """Do `jobs`, in groups. Raises SystemExit with a rank's output if it fails, and before any job
+    if this machine lacks something that one needs.
 
-    `env`: changes of the environment of ranks on GPUs: processes of their own, since CUDA does not
-    survive a fork. `zygote`: the process that ranks are forked from, else one of its own.
+    `env`: environment changes for ranks on GPUs, which are new processes, since CUDA does not
+    survive a fork. `zygote`: the process from which ranks are forked; a new one by default.
     """
     if not jobs:
         return
@@ -92,7 +93,7 @@ def _launch(
 
 
 def main(argv: list[str]) -> int:
-    """Join the other ranks and do the jobs of a file, one after the other.
+    """Join the other ranks and do the jobs in a file, one after another.
 
     An exception is written to OUT/RANK.error and ends the whole group.
     """
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> int:
             try:
                 worker.do(job, world, device, args.out)
             except Exception:
-                # Another rank may wait in a collective: all end here.
+                # Another rank may wait in a collective: end all of them.
                 error = args.out / f"{world.rank}.error"
                 error.write_text(f"{job.label}:\n{traceback.format_exc()}")
                 raise
@@ -125,11 +126,11 @@ def main(argv: list[str]) -> int:
 
 
 def compute_alike() -> None:
-    """Have torch choose deterministic kernels, as a gate needs that compares bits."""
+    """Make torch choose deterministic kernels, as gates that compare bits need."""
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Else every bucket is filled.
+    # Otherwise every bucket is filled.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of the tools that fill a table of cells: arguments, kept results, self-tests."""
+"""Shared parts of tools that fill a table of cells: arguments, kept results, self-tests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def matrix_arguments(
 ) -> argparse.Namespace:
     """Parse the command line, or `argv`.
 
-    `kept`: what lies in --out; `table`: what --markdown writes; `brief`: whether there is a third
-    set of cells; `defects`: whether some can be chosen.
+    `kept`: the content of --out; `table`: the content of --markdown; `brief`: True if there is a
+    third set of cells; `defects`: True if defects can be chosen.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -55,7 +55,7 @@ def matrix_arguments(
 
 
 def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[C]:
-    """The cells that were asked for. Ends with code 2 for one that does not exist."""
+    """Return the requested cells. Exits with code 2 for a cell that does not exist."""
     if args.full:
         return every
     if not args.cells:
@@ -77,13 +77,13 @@ def same_versions(out: Path, kept: str, *more: str) -> None:
 
 
 def refuse(problem: str) -> NoReturn:
-    """End with the code of a wrong argument, and say what is wrong with it."""
+    """Print a problem, and exit with the code of a wrong argument."""
     print(problem, file=sys.stderr)
     raise SystemExit(int(ExitCode.BAD_CONFIG))
 
 
 def self_test_result(missed: list[str], planted: str) -> int:
-    """Print what a self-test missed, and how much was planted; the exit code."""
+    """Print the missed defects and the number planted; return the exit code."""
     print(*missed, sep="\n", end="\n" if missed else "")
     print(f"{planted}, {len(missed)} missed")
     return 1 if missed else 0

@@ -1,18 +1,18 @@
-"""Does DeepSpeed hold what the estimate says? Live bytes of real CPU runs beside it.
+"""Compare the estimate with the live bytes of real CPU runs.
 
     python -m tests.gates.measure_memory                       # a covering set of cases
     python -m tests.gates.measure_memory --full --out FOLDER   # every case; resumes
     python -m tests.gates.measure_memory --cases zero3-bf16-4
     python -m tests.gates.measure_memory --gpu --out FOLDER    # peaks of 26 runs on a GPU
 
-A case is LAYOUT-PRECISION-ACCUMULATION. Each is counted when the engine is built, when the
-gradients are ready for the third step, and after that step, and, where tensors or sequences are
-divided over the ranks or activations computed again, what is saved for the backward pass: exit
-code 1 when one is off by 1 %.
-The peaks while it accumulates and applies gradients are shown, too.
+A case is LAYOUT-PRECISION-ACCUMULATION. Its bytes are counted when the engine is built, when the
+gradients of the third step are ready, and after that step. If tensors or sequences are divided
+over the ranks or activations are recomputed, the bytes saved for the backward pass are also
+counted. Exit code 1 if a count is off by 1 %. The peaks during accumulation and the optimizer step
+are shown, too.
 
-With --gpu the peak of whole runs is compared, each in processes of its own: exit code 1 when the
-median error is above 1 %, the worst above 3 %, or a run that was judged to fit is out of memory.
+With --gpu, the peaks of whole runs are compared, each in its own processes. Exit code 1 if the
+median error is above 1 %, the worst above 3 %, or a run judged to fit runs out of memory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from tools.made_with import versions
 
 TOLERANCE = 0.01
 POINTS = ("built", "gradients_ready", "between_steps")
-SAVED = "saved"  # for the backward pass, where tokens are divided or computed again
-# What the engine does at once -> the phases that it passes through.
+SAVED = "saved"  # for the backward pass, if tokens are divided or recomputed
+# One activity of the engine -> the phases that it passes through.
 PEAKS = {
     "accumulate": ("forward", "loss", "backward_first", "backward_last", "reduce"),
     "apply": ("norm", "cast", "step"),
@@ -48,7 +48,7 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One case, rank and point: bytes."""
+    """The bytes of one case, rank and point."""
 
     case: Case
     optimizer: str
@@ -59,11 +59,11 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative: above 0 when too much was predicted."""
+        """Relative error; above 0 if too much was predicted."""
         return self.predicted / self.measured - 1
 
     def line(self) -> str:
-        """Return what was measured and predicted, and how far it is off."""
+        """Return a line with the measured and predicted bytes and the error."""
         return (
             f"{self.case.name:32} {self.optimizer:22} rank {self.rank} {self.point:16} "
             f"{self.measured:>11,} measured {self.predicted:>11,} predicted {self.error:+.3%}"
@@ -71,7 +71,7 @@ class Row:
 
 
 def predicted_bytes(case: Case, rank: int, model: Path) -> dict[str, int]:
-    """Return a rank's estimated bytes at each point, and its peaks; on a CPU, device and host are
+    """Return a rank's estimated bytes at each point, and its peaks. On a CPU, device and host share
     one memory.
     """
     from tests.gates.memory.worker import plan_of
@@ -95,7 +95,7 @@ def predicted_bytes(case: Case, rank: int, model: Path) -> dict[str, int]:
 
 
 def compare(case: Case, folder: Path) -> list[Row]:
-    """The rows of a case that was measured into `folder`."""
+    """Return the rows of a case that was measured into `folder`."""
     rows = []
     for rank in range(case.ranks):
         results = json.loads((folder / f"{case.name}.rank{rank}.json").read_text())
@@ -110,7 +110,7 @@ def compare(case: Case, folder: Path) -> list[Row]:
 
 
 def main() -> int:
-    """Command line -> exit code."""
+    """Run the command; return its exit code."""
     args = _arguments()
     if args.gpu:
         return _on_gpu(args)
@@ -143,14 +143,14 @@ def _on_gpu(args: argparse.Namespace) -> int:
 
 
 def measure(cases: list[Case], out: Path) -> list[Row]:
-    """Run what `out` does not hold yet on CPU ranks, and compare everything."""
+    """Run the cases missing in `out` on CPU ranks, and compare everything."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(MEASURED))
     (out / "mixture.json").write_text(json.dumps(MEASURED_MIXTURE))
     missing = [
         case for case in cases if not (out / f"{case.name}.rank{case.ranks - 1}.json").exists()
     ]
-    # DeepSpeed keeps what it knows of divided tensors in globals.
+    # DeepSpeed keeps state about tensor parallelism in globals.
     place = {"tensor": 1}
     run_jobs("memory", missing, out, lambda case: Group(place.get(case.axis, 0), case.ranks))
     return [row for case in cases for row in compare(case, out)]

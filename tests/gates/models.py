@@ -1,4 +1,4 @@
-"""The models that the gates train: small, and each with something that could go wrong."""
+"""The small models that the gates train, each with a property that could break."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _DECODER = {
     **_small(VOCAB_SIZE),
     **_sizes(48, 96, 2, 4, 2, 12),
     "tie_word_embeddings": False,
-    # Other than what transformers takes where a key is left out.
+    # Different from transformers' defaults for missing keys.
     "rms_norm_eps": 1e-3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }
-# Llama 3's, for an original length of eight tokens: most frequencies are changed.
+# Llama 3's, for an original length of eight tokens, so that most frequencies are changed.
 _SCALED_ROTATION = {
     "rope_type": "llama3",
     "rope_theta": 50.0,
@@ -78,10 +78,10 @@ LEARNED: dict[str, Config] = {
         **_BALANCING,
     },
 }
-"""The parity gate's."""
+"""Models of the parity gate."""
 FLAT = tuple(LEARNED)
-"""Those of the parity gate that every layout without stages trains."""
-# States of less than a megabyte stay in memory: wide enough for some to be in files.
+"""Models of the parity gate that every layout without stages trains."""
+# States of less than a megabyte stay in memory; this model is wide enough that some are in files.
 WIDE = "llama_wide"
 LEARNED[WIDE] = {
     **LEARNED["llama"],
@@ -89,7 +89,7 @@ LEARNED[WIDE] = {
     "intermediate_size": 512,
     "head_dim": 64,
 }
-# Models that are cut into stages: five layers, which neither two nor four stages share evenly.
+# Models for pipeline stages: five layers, which neither two nor four stages share evenly.
 _DEEP = {**_DECODER, "num_hidden_layers": 5}
 PIPELINED: dict[str, Config] = {
     "llama_deep": {**_DEEP, "model_type": "llama"},
@@ -117,7 +117,7 @@ PIPELINED: dict[str, Config] = {
     "olmo2": {**_DEEP, "model_type": "olmo2", "pad_token_id": 0},
 }
 LEARNED |= PIPELINED
-# The other presets' architectures without stages: on two ranks, four micro-batches each.
+# The architectures of the other presets, without stages: on two ranks, four micro-batches each.
 PRESETS = ("gemma2", "olmo2", "qwen3_moe")
 LEARNED["qwen3_moe"] = {
     **_DECODER,
@@ -135,8 +135,8 @@ _FALCON = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-# Further families as tensor parallelism divides them: fused projections, transposed weights, biases
-# that are added once, an embedding of its own width.
+# More families under tensor parallelism: fused projections, transposed weights, biases that are
+# added once, an embedding with its own width.
 LEARNED |= {
     "phi3": {**_DECODER, "model_type": "phi3", "pad_token_id": 0},
     "opt": {
@@ -147,7 +147,7 @@ LEARNED |= {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "word_embed_proj_dim": 48,
-        "enable_bias": False,  # a key's has no gradient: only noise would be compared
+        "enable_bias": False,  # a key bias has no gradient: only noise would be compared
         "dropout": 0.0,
         "pad_token_id": 1,
     },
@@ -160,7 +160,7 @@ LEARNED |= {
         "num_attention_heads": 4,
         "tie_word_embeddings": False,
     },
-    # Heads whose queries, keys and values are neighbours, ALiBi.
+    # Queries, keys and values interleaved by head; ALiBi.
     "bloom": {
         **_small(VOCAB_SIZE),
         "model_type": "bloom",
@@ -168,7 +168,7 @@ LEARNED |= {
         "n_layer": 2,
         "n_head": 4,
     },
-    "falcon": {  # two key heads for four of queries
+    "falcon": {  # two key heads for four query heads
         **_FALCON,
         "new_decoder_architecture": True,
         "num_kv_heads": 2,
@@ -182,11 +182,12 @@ LEARNED |= {
     },
 }
 DROPPING = "gpt2_dropping"
-"""Drops hidden states that all tensor-parallel ranks have; its attention drops nothing."""
+"""Drops hidden states that all tensor-parallel ranks hold; its attention drops nothing."""
 LEARNED[DROPPING] = {**LEARNED["gpt2"], "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 HEAVY = "mixtral_heavy"
-"""Its experts, of which every token takes all, have much of its gradient: a norm without some of
-their squares is off by more than bf16 is."""
+"""Its experts, all of which every token uses, dominate the gradient: a norm without some of their
+squares is off by more than bf16's error.
+"""
 LEARNED[HEAVY] = {
     **LEARNED["mixtral"],
     "intermediate_size": 1536,
@@ -194,7 +195,7 @@ LEARNED[HEAVY] = {
     "initializer_range": 0.03,
 }
 PLANTED = (DROPPING, HEAVY)
-"""Those in which alone a defect shows: the self-test trains them, and the full table has them."""
+"""Models in which alone some defect shows: only the self-test and the full table train them."""
 DIVIDED = (
     "llama_tied",
     "qwen2",
@@ -209,10 +210,10 @@ DIVIDED = (
     "falcon",
     "falcon_alibi",
 )
-"""Beside FLAT, those that the gate trains with divided tensors."""
-# The others know no documents.
+"""Models, besides FLAT, that the gate trains with tensor parallelism."""
+# The others do not support document masks.
 ROWS = tuple(name for name in DIVIDED if name.partition("_")[0] not in ("opt", "bloom", "falcon"))
-"""Beside FLAT, those that the gate trains with divided rows."""
+"""Models, besides FLAT, that the gate trains with sequence parallelism."""
 MIXTURES = ("mixtral", "qwen3_moe")
 """Models whose experts are divided."""
 RECURRENT = ("lstm", "gru")
@@ -233,8 +234,8 @@ LEARNED |= {
 
 
 def learned(architecture: str, device: str) -> Config:
-    """Return a model of the parity gate. On a GPU its heads are of 64 elements: fused attention
-    takes none of 12, and a cell would compare another kernel than real runs have.
+    """Return a model of the parity gate. On a GPU its heads have 64 elements: fused attention does
+    not support 12, and a cell would compare another kernel than real runs use.
     """
     config = LEARNED[architecture]
     if device == "cpu" or architecture in RECURRENT:
@@ -245,25 +246,25 @@ def learned(architecture: str, device: str) -> Config:
     return {**config, **{key: heads * _HEAD for key in _WIDTHS if key in config}}
 
 
-# In fp16 transformers' own model, alone in a plain loop, gives NaN: gemma2 in its first gradient,
+# In fp16, transformers' own model gives NaN even in a plain loop: gemma2 in its first gradient,
 # olmo2 after three steps, whatever the loss scale.
 NOT_IN_FP16 = {"gemma2", "olmo2"}
-# Soft-capped scores and BLOOM's are in no other; sdpa for the rest.
+# Only eager supports soft-capped scores and BLOOM's; sdpa for the rest.
 ATTENTION = {"gemma2": "eager", "bloom": "eager"}
 
-# Odd sizes: nothing divides by two ranks, so every share ends in padding or in the middle of a row.
+# Odd sizes: nothing divides by two ranks, so every share ends in padding or within a row.
 _ODD = {**_small(513), "model_type": "llama", **_sizes(45, 111, 2, 3, 1, 10)}
 EVERYWHERE = "llama_tied"
-"""Saved and loaded between all layouts: what is tied is held twice under pipeline stages."""
+"""Saved and loaded between all layouts; pipeline stages hold its tied weight twice."""
 FROZEN, DROPOUT = "llama_frozen", "gpt2_dropout"
 SHARED = "llama_shared"
-"""Saved and loaded between divided tensors and others: two ranks share its key head."""
+"""Saved and loaded between tensor parallelism and other layouts: two ranks share its key head."""
 MIXTURE = "mixtral_divided"
-"""Saved and loaded between divided experts and others."""
+"""Saved and loaded between expert parallelism and other layouts."""
 SAVED: dict[str, Config] = {
     "llama": {**_ODD, "tie_word_embeddings": False},
     EVERYWHERE: {**_ODD, "tie_word_embeddings": True},
-    # Two weights that nobody trains, and two buffers of the model: see checkpoints/models.py.
+    # Two untrained weights and two buffers of the model: see checkpoints/cells.py.
     FROZEN: {**_ODD, "tie_word_embeddings": True},
     "mixtral": {
         **_ODD,
@@ -273,7 +274,7 @@ SAVED: dict[str, Config] = {
         "tie_word_embeddings": False,
         "num_local_experts": 3,
         "num_experts_per_tok": 2,
-        # The balancing loss is not a sum over samples: another split would be another loss.
+        # The balancing loss is not a sum over samples: another split would give another loss.
         "output_router_logits": False,
         "router_jitter_noise": 0.0,
     },
@@ -297,7 +298,7 @@ SAVED: dict[str, Config] = {
     DROPOUT: _gpt2(513, 45, 3, 0.1),
     WIDE: {**_ODD, **_sizes(270, 555, 2, 3, 1, 90), "tie_word_embeddings": True},
 }
-"""The round trips'."""
+"""Models of the round trips."""
 
 MEASURED: Config = {
     "model_type": "llama",
@@ -306,7 +307,7 @@ MEASURED: Config = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-"""The one whose bytes are counted."""
+"""Model of the memory gate."""
 MEASURED_MIXTURE: Config = {
     **MEASURED,
     "model_type": "mixtral",
@@ -315,4 +316,4 @@ MEASURED_MIXTURE: Config = {
     "num_experts_per_tok": 2,
     "router_jitter_noise": 0.0,
 }
-"""The same of divided experts."""
+"""Model of the memory gate with divided experts."""

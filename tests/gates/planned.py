@@ -1,4 +1,6 @@
-"""Small models of every family that tensor division knows: more heads than key heads, windows."""
+"""Small models of every family with a tensor-parallel plan; they have grouped key heads and
+windows.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ _COMMON = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "hidden_size_per_layer_input": 8,
 }
-# What a family cannot do without, by its own names.
+# Keys that a family requires, by its own names.
 _OWN: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -52,19 +54,19 @@ _OWN: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
 }
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
-"""Of those whose keys and values are projected from few dimensions (kv_lora_rank)."""
+"""For families whose keys and values are projected from few dimensions (kv_lora_rank)."""
 
 
 def families() -> list[str]:
-    """Return the families of causal language models that have a plan, by transformers or by us."""
+    """Return the causal language model families with a plan, by transformers or by the harness."""
     types = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
     return sorted(name for name in types if family_of(name).tensor_plan or tensor_plan(name))
 
 
 def tiny(family: str) -> tuple[dict[str, Any], PreTrainedModel]:
-    """Return a small model in fp32 with weights that show a lost bias or norm, and its config.
+    """Return a small fp32 model, whose weights reveal a lost bias or norm, and its config.
 
-    Raises what transformers raises where these sizes do not fit the family.
+    Raises transformers' error if these sizes do not fit the family.
     """
     default = CONFIG_MAPPING[family]()
     values: dict[str, Any] = {"model_type": family}
@@ -83,7 +85,7 @@ def tiny(family: str) -> tuple[dict[str, Any], PreTrainedModel]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    model.eval()  # nothing is drawn
+    model.eval()  # disables dropout
     return {**config.to_dict(), **values}, model
 
 

@@ -1,4 +1,4 @@
-"""A gate of two tests, one of which fails unless it is told to pass; test_gates.py runs it."""
+"""A gate with two tests, one of which fails unless told to pass; test_gates.py runs it."""
 
 from __future__ import annotations
 

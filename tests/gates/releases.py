@@ -1,10 +1,10 @@
-"""Build an environment of the oldest supported packages, or of the newest, in build/.
+"""Build an environment with the oldest supported packages, or the newest, in build/.
 
     python -m tests.gates.releases newest
 
-"oldest" has the lower bound of every dependency in pyproject.toml. "newest" has what is released:
-upper bounds are lifted, except those of packages in `KEPT`. The gate of that name runs on it. Needs
-uv, which `make setup` installs.
+"oldest" has the lower bound of every dependency in pyproject.toml. "newest" has the latest
+releases: upper bounds are lifted, except those of packages in `KEPT`. The gate with the same name
+runs in it. Needs uv, which `make setup` installs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT = {
     "deepspeed",  # harness/engine/deepspeed_0_19/
-    "ruff",  # which formats each version in its own way
+    "ruff",  # each version formats in its own way
     "wandb",
 }
 SHOWN = (
@@ -37,7 +37,7 @@ SHOWN = (
 
 
 def requirements(project: dict[str, Any], lift: bool) -> list[str]:
-    """Return the dependencies of all extras; `lift`: without upper bounds."""
+    """Return the dependencies of all extras; with `lift`, without upper bounds."""
     lines = [*project["dependencies"]]
     for extra in project["optional-dependencies"].values():
         lines += [line for line in extra if not line.startswith(project["name"])]
@@ -54,7 +54,7 @@ def folder(name: str) -> Path:
 
 
 def build(name: str) -> None:
-    """Make the environment anew, and forget what its gate found with another."""
+    """Rebuild the environment, and delete its gate's records of the previous one."""
     home = folder(name)
     shutil.rmtree(home, ignore_errors=True)
     for record in (REPOSITORY / "build" / "gates").glob(f"{name}-*.txt"):
@@ -63,7 +63,7 @@ def build(name: str) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     lowest = ["--resolution", "lowest-direct"] if name == "oldest" else []
     python = str(home / "bin" / "python")
-    # uv reads none of pip's settings.
+    # uv ignores pip's settings.
     environ = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), **os.environ}
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(home)], check=True)
     install = [uv, "pip", "install", "--quiet", "--python", python, *lowest]

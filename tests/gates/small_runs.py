@@ -1,4 +1,4 @@
-"""Runs of a small model on one CPU rank each, for curves over seeds and settings."""
+"""Runs a small model on one CPU rank each, for curves over seeds and settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def functions() -> Iterator[str]:
 
 
 def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
-    """Write texts as a corpus of documents."""
+    """Write texts as a corpus with one document each."""
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return path
 
@@ -48,7 +48,9 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
 def trained(
     zygote: Zygote, folder: Path, words: Sequence[str], model: Sequence[str] = SMALL_MODEL
 ) -> RunFolder:
-    """Return the folder of a run to its end. Raises RuntimeError with its log."""
+    """Run to the end, unless done already, and return the folder. Raises RuntimeError with the
+    log.
+    """
     run = RunFolder(folder)
     if (run.read_status() or {}).get("outcome") == "done":
         return run

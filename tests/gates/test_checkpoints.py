@@ -1,4 +1,4 @@
-"""The round trip of checkpoints: it passes, it has been seen failing, it covers what it says."""
+"""The round trip of checkpoints: it passes, it catches defects, and it covers its cells."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_planted_defect_is_caught() -> None:
 
 def test_the_covering_set_is_small_and_covers_all() -> None:
     chosen = covering_cells()
-    assert len(chosen) <= 61  # nine of them of divided experts and rows
+    assert len(chosen) <= 61  # nine of them with divided experts and rows
     every = [cell for cell in all_cells() if cell.architecture != WIDE]
     assert set().union(*map(covers, chosen)) == set().union(*map(covers, every))
 
@@ -79,7 +79,7 @@ def of_experts(cell: Cell) -> bool:
 
 
 def apart_from(cell: Cell) -> bool:
-    """True of cells that cover something by themselves."""
+    """Return True for cells that count separately."""
     return (
         staged(cell) or of_experts(cell) or bool({*ROWS} & {cell.source.layout, cell.target.layout})
     )
@@ -102,16 +102,16 @@ def test_divided_stages_are_resumed_left_for_zero_3_and_reached_from_it() -> Non
 
 
 def test_all_cells_are_the_full_table() -> None:
-    # On one and on two ranks; in 16 bits all on two, and ZeRO-1 and ZeRO-3 on one.
+    # On one and two ranks; in 16 bits, all on two ranks, and ZeRO 1 and ZeRO 3 on one.
     every = {"fp32": 7 * 2 + 3, "bf16": 10 + 2, "fp16": 7 + 2}
     assert {name: len(sides(name)) for name in PRECISIONS} == every
-    divided = 6 * 6 - 4 * 4  # pairs of six sides, one of which at least divides tensors
+    divided = 6 * 6 - 4 * 4  # pairs of six sides, at least one of which divides tensors
     expected = sum(n * n + 3 * 8 + n + divided for n in every.values()) + 1 + 2 + 3 * 4
-    # Among three sides of divided stages, in fp16 two, and between these and four others.
+    # Between three sides of divided stages (two in fp16), and between these and four others.
     expected += sum(sides * sides + 2 * 4 * sides for sides in (3, 3, 2))
-    # The same of two layouts of divided experts on two and on four ranks.
+    # The same for two layouts of divided experts on two and four ranks.
     expected += 3 * (4 * 4 + 2 * 4 * 4)
-    expected += 3 * 3  # by number and width: gone on with, left for ZeRO 3 and reached from it
+    expected += 3 * 3  # by number and width: continued, left for ZeRO 3 and reached from it
     # Two layouts of divided rows, and to and from one or two others.
     expected += 3 * (2 + 2 * 3)
     assert len({cell.name for cell in all_cells()}) == expected

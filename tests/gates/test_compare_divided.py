@@ -1,4 +1,4 @@
-"""Families whose tensors are divided: two ranks have the loss and gradients of one."""
+"""Families with tensor parallelism: two ranks have the loss and gradients of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.run_tools import run_tool
 
-# An own norm in queries and windows; parallel layers; biases; a trained activation.
+# Windows and a separate norm for queries; parallel layers; biases; a trained activation.
 FAMILIES = ("gemma3_text", "cohere2", "starcoder2", "apertus")
 
 

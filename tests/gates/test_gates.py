@@ -1,4 +1,4 @@
-"""The gates hold every test that is marked for one, keep what passed, and notice a change."""
+"""The gates include every test marked for them, keep results, and notice changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_passed_is_kept_and_what_failed_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gates, "KEPT", tmp_path)
-    monkeypatch.setattr(gates, "ALWAYS", ("LICENSE",))  # which nobody edits meanwhile
+    monkeypatch.setattr(gates, "ALWAYS", ("LICENSE",))  # which nobody edits during the test
     gate = gates.Gate("planted", "one fails", ["tests/gates/planted.py"])
     result = gates.run_gate(gate, again=False, workers=0)
     assert (result.passed, result.failed, result.is_green) == (1, 1, False)

@@ -1,4 +1,4 @@
-"""Jobs of the gates: what they need is asked for before the first of them."""
+"""Jobs of the gates: their requirements are checked before the first job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_jobs_that_this_machine_cannot_do_end_with_its_lack_before_any_is_done(
 
 @pytest.mark.gate("parity")
 def test_ranks_of_their_own_do_what_forks_do(tmp_path: Path) -> None:
-    """As on GPUs, which no fork can use."""
+    """As on GPUs, where forks cannot be used."""
     job = Job(Cell("llama", "zero1", "fp32", 4, 1))
     for name, env in (("forked", None), ("own", ON_CPU)):
         out = tmp_path / name

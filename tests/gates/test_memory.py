@@ -1,4 +1,4 @@
-"""The memory gate: model states beside live tensors of the engine on CPU ranks; peaks on a GPU."""
+"""The memory gate: model states against live tensors on CPU ranks, and peaks on a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_covering_set_covers() -> None:
 def test_live_tensors_of_real_runs_are_what_was_predicted(tmp_path: Path) -> None:
     done = run_tool("measure_memory", f"--out={tmp_path}")
     saved = [c for c in covering_cases() if c.counts_saved and not c.layout.endswith("zero3")]
-    # Three points on every rank, and what is saved.
+    # Three points on every rank, and the saved bytes.
     counts = sum(3 * case.ranks for case in covering_cases()) + sum(case.ranks for case in saved)
     assert done.stdout.splitlines()[-1] == f"{counts} counts, 0 off by more than 1%"
 

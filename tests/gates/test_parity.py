@@ -1,4 +1,4 @@
-"""The parity gate: it passes, and it covers what it says."""
+"""The parity gate: it passes, and it covers its cells."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_defect_finds_what_it_replaces(name: str) -> None:
 
 
 def half_of(values: Iterable[str], half: int) -> list[str]:
-    """Return the first or the second half in the order of names: each worker takes one."""
+    """Return the first or the second half of the sorted names; each worker takes one."""
     names = sorted(values)
     middle = len(names) // 2
     return names[middle:] if half else names[:middle]
@@ -101,13 +101,13 @@ def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> No
 
 def test_the_covering_set_holds_every_pair_that_can_occur() -> None:
     possible = set().union(*(covers(cell) for cell in all_cells() if cell.layout not in NVME))
-    assert len(possible) == 292  # of fewer, the set would promise less
+    assert len(possible) == 292  # with fewer, the set would promise less
     assert set().union(*map(covers, covering_cells())) == possible
 
 
 def test_the_covering_set_is_small() -> None:
-    # Eight of them for divided rows, seven varlen, six for the loss in chunks, seven recomputed or
-    # reversible, three for recurrent models, two for kinds of attention.
+    # Eight of them with divided rows, seven varlen, six with the chunked loss, seven recomputed or
+    # reversible, three recurrent, two with approximate attention.
     assert len(covering_cells()) <= 99
 
 
@@ -117,37 +117,38 @@ def test_all_cells_are_the_full_table() -> None:
     # three more in one way, two of them not in fp16
     flat += 6 * (3 * 3 - 2)
     flat += 3 * 2  # optimizer states on NVMe
-    flat += 1 * 4 * 3 + 2 * 4  # the second copy; bf16 states at two stages, in bf16 alone
+    flat += 1 * 4 * 3 + 2 * 4  # the second copy; bf16 states at two stages, only in bf16
     flat += 2 * 4 * 3  # compiled, at two stages
-    # architectures and precisions but for two in fp16; (2 and 4 stages) x ZeRO 0 and 1 x
+    # architectures and precisions except two in fp16; (2 and 4 stages) x ZeRO 0 and 1 x
     # accumulation, and two data ranks with two stages
     pipelined = (9 * 3 - 2) * (2 * 2 * 2 + 2)
     # Families of the flat cells with every stage and precision on 2 of 2, 2 of 4 and 4 ranks;
     # twelve more at two stages in two precisions.
     tensor = 4 * 4 * 3 * 3 + 12 * 2 * 2 + 2  # one that drops hidden states
-    # Both in one: three families at two stages in every precision, on four ranks with two numbers
+    # Both combined: three families at two stages in every precision, on four ranks with two numbers
     # of micro-batches and on eight; two more in one way.
     divided_stages = 3 * 2 * 3 * 3 + 2 * 3
-    # Two mixtures, three stages and precisions, on 2 of 2, 2 of 4 and 4 ranks, and with divided
-    # tensors; with divided rows, too, on eight ranks.
+    # Two mixtures, three stages and precisions, on 2 of 2, 2 of 4 and 4 ranks, and with tensor
+    # parallelism; also with sequence parallelism, on eight ranks.
     experts = 2 * 3 * 3 * 4 + 2 + 1
-    compiled = 2 * 2 * 3  # divided tensors and rows, at two stages
-    # Six ways to recompute: at four stages, two stages of divided tensors and of rows, and under a
-    # pipeline, in three precisions; three more families at two stages in two precisions, but for
-    # the mixture's two in tiles.
+    compiled = 2 * 2 * 3  # tensor and sequence parallelism, at two stages
+    # Six ways to recompute: at four stages, at two stages with tensor and sequence parallelism, and
+    # in a pipeline, in three precisions; three more families at two stages in two precisions,
+    # except two of the mixture's with tiles.
     recomputed = 6 * (4 + 2 * 2 + 1) * 3 + (6 * 3 - 2) * 2 * 2
-    recomputed += 3 * (4 * 2 + 2 * 2)  # reversible: two families, and divided tensors and rows
+    recomputed += 3 * (4 * 2 + 2 * 2)  # reversible: two families, tensor and sequence parallelism
     cells = {cell.name for cell in all_cells()}
-    # Divided rows of the same at stages 1 to 3, without ZeRO in fp32, and of divided tensors at two
-    # stages; eight more families at two stages in two precisions; two mixtures' divided experts.
+    # Divided rows of the same at stages 1 to 3, without ZeRO in fp32, and with tensor parallelism
+    # at two stages; eight more families at two stages in two precisions; two mixtures with divided
+    # experts.
     rows = 4 * 3 * 3 * 3 + 4 + 4 * 2 * 3 + 8 * 2 * 2 + 2 * 2 * 3
-    # Four families in their precisions at every stage with one micro-batch and four; two each with
-    # divided stages, tensors and rows.
+    # Four families in their precisions at every stage with one and four micro-batches; two each
+    # with pipeline, tensor and sequence parallelism.
     varlen = (4 * 3 - 1) * 4 * 2 + 3 * 2 * 2
-    kinds = 5 * 2 * 4  # in two precisions under ZeRO 3, and with three axes
-    recurrent = 2 * (6 + 2 + 1) * 3  # LSTM and GRU: as flat, in two stages, computed again
-    # The loss in chunks: four families at every stage in every precision, two on two stages, and
-    # two with divided tensors or rows; one of them not in fp16.
+    kinds = 5 * 2 * 4  # in two precisions with ZeRO 3, and with three axes
+    recurrent = 2 * (6 + 2 + 1) * 3  # LSTM and GRU: as flat, in two stages, recomputed
+    # The chunked loss: four families at every stage in every precision, two on two stages, and two
+    # with tensor or sequence parallelism; one of them not in fp16.
     chunked = (4 * 3 - 1) * 4 + (2 * 3 - 1) * 2 + 2 * 2 * 2 * 2
     divided = tensor + divided_stages + experts + rows + compiled
     assert (

@@ -1,4 +1,6 @@
-"""Tests of the rooms that releases break, in environments of the oldest and the newest packages."""
+"""Tests of the rooms that releases may break, in environments with the oldest and newest
+packages.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,7 @@ def test_a_room_passes_with_the_newest_packages(room: str) -> None:
 
 
 def passes(name: str, room: str) -> None:
-    """Run the tests of a room that `make test` runs, in an environment that is built if it is not
-    there.
-    """
+    """Run the tests of a room that `make test` runs, in an environment that is built if missing."""
     home = folder(name)
     if not (home / "bin" / "pytest").exists():
         build(name)

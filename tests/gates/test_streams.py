@@ -1,4 +1,6 @@
-"""The simulator sees hand-made races, and what mends each; real runs of the loop have none."""
+"""The simulator finds constructed races and accepts their fixes; real runs of the loop have
+none.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def test_a_read_on_another_stream_races_until_it_waits(device: Device) -> None:
     assert races(device) == 1
     value[:2] += 1  # other bytes
     assert races(device) == 1
-    value += 1  # before the last read may have ended
+    value += 1  # possibly before the last read has ended
     assert races(device) >= 2
 
 
@@ -59,7 +61,7 @@ def test_an_event_orders_what_was_launched_before_it_was_recorded(device: Device
 def test_the_host_reads_pinned_memory_after_it_has_waited_for_the_copy(device: Device) -> None:
     gradient, copy = torch.zeros(4), device.pin(torch.zeros(4))
     for waits in (lambda: None, Event(device.timeline).synchronize):
-        waits()  # for an event that was recorded before the copy
+        waits()  # for an event recorded before the copy
         copy.copy_(gradient, non_blocking=True)
         copy * 2
     assert races(device) == 2

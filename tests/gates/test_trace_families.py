@@ -1,4 +1,4 @@
-"""What a family keeps for the backward pass, beside a trace of the whole model."""
+"""The bytes that a family keeps for the backward pass, against a trace of the whole model."""
 
 from __future__ import annotations
 

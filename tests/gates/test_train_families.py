@@ -1,4 +1,4 @@
-"""docs/families.md: state-space and hybrid families, and some of them trained again."""
+"""docs/families.md: state-space and hybrid families, some of them trained again."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Estimates of the bytes that a family's layers keep, beside a trace of the whole model.
+"""Compare the estimated bytes that a family's layers keep with a trace of the whole model.
 
     python -m tests.gates.trace_families --out build/families --markdown PAGE
 
-Every family in the size that its transformers class has by default, one sample of 256 tokens in
-bf16, on fake tensors. Rows that lie in --out are not traced again; of families that are not asked
-for, the page keeps its rows. Exit code 0, or 1 where an estimate is more than 3 % off or a family
-cannot be estimated.
+Every family has the default size of its transformers class, with one sample of 256 tokens in bf16,
+on fake tensors. Rows kept in --out are not traced again; for families that are not requested, the
+page keeps its rows. Exit code 0, or 1 if an estimate is more than 3 % off or a family cannot be
+estimated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMPLETED = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "deepseek_v2": {"moe_intermediate_size": 1408, "num_experts_per_tok": 6},
 }
-"""Keys without which a class is not built, or not multiplied, from its own defaults."""
+"""Keys without which a class cannot be built or run with its own defaults."""
 TOLERANCE = 0.03
 _TOKENS = 256
 _HEAD = """\
@@ -64,7 +64,7 @@ fp32. Written by
 
 
 def main(argv: list[str]) -> int:
-    """argv -> a line per family, perhaps a table -> exit code."""
+    """Run the command: argv -> a line per family, optional table -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,12 +84,12 @@ def main(argv: list[str]) -> int:
 
 
 def error_of(row: dict[str, Any]) -> float:
-    """Of the estimate, above 0 where it is too much."""
+    """Return the relative error of the estimate, above 0 if it is too large."""
     return float(row["estimate"] / row["whole"] - 1)
 
 
 def kept_row(family: str, folder: Path) -> dict[str, Any]:
-    """Return the row in the folder, or trace the family and keep it there."""
+    """Return the row kept in the folder, or trace the family and keep its row there."""
     path = folder / f"{family}.json"
     if path.exists():
         row: dict[str, Any] = json.loads(path.read_text())
@@ -97,7 +97,7 @@ def kept_row(family: str, folder: Path) -> dict[str, Any]:
         began = time.monotonic()
         try:
             row = traced_row(family)
-        except Exception as error:  # whatever a class that nobody here has seen may raise
+        except Exception as error:  # unknown classes may raise anything
             row = {"family": family, "error": f"{type(error).__name__}: {str(error)[:200]}"}
         row["seconds"] = round(time.monotonic() - began, 1)
         path.write_text(json.dumps(row))
@@ -111,7 +111,7 @@ def traced_row(family: str) -> dict[str, Any]:
 
     plan = _plan(family)
     inputs = _inputs(plan)
-    attention = plan.config.model.attention  # what "auto" stands for
+    attention = plan.config.model.attention  # the resolved value of "auto"
     request = Request(plan.model_config, None, "bf16", attention, 1, _TOKENS)
     row = {
         "family": family,
@@ -130,7 +130,7 @@ def traced_row(family: str) -> dict[str, Any]:
 
 
 def _plan(family: str, kernels: tuple[str, ...] = ()) -> Plan:
-    """Return the plan of one sample on a GPU's node with these packages."""
+    """Return the plan of one sample on a GPU node with these packages."""
     from transformers import AutoConfig
 
     warnings.filterwarnings("ignore")
@@ -146,18 +146,18 @@ def _plan(family: str, kernels: tuple[str, ...] = ()) -> Plan:
         )
         command = Command(folder / "ds.json", assignments=words)
         plan = plan_from(command, world=world, estimating=True)
-        _inputs(plan)  # while its folder is there
+        _inputs(plan)  # while its folder exists
         return plan
 
 
 def _inputs(plan: Plan) -> Inputs:
-    """Return the inputs of a plan's estimate, which is made when it is first asked for."""
+    """Return the inputs of a plan's estimate, which is computed on first use."""
     assert plan.estimate is not None, "it is not estimated"
     return plan.estimate.inputs
 
 
 def _page(path: Path, rows: list[dict[str, Any]]) -> str:
-    """Return the page with these rows in place of those that it has of the same families."""
+    """Return the page with its rows of these families replaced."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = {line.split()[1]: f"{line}\n" for line in before.splitlines() if line[:2] == "| "}
     lines |= {row["family"]: _line(row) for row in rows}

@@ -1,12 +1,12 @@
-"""State-space and hybrid families by real runs: trained, resumed in another layout, exported.
+"""Train state-space and hybrid families in real runs, resume in another layout, and export.
 
     python -m tests.gates.train_families --out build/hybrids --markdown docs/families.md
 
-Each family of hybrids.py: two steps of ZeRO 1 on two CPU ranks, two more of ZeRO 3 from its
-checkpoint, beside four of ZeRO 1 without a break; the export's held-out loss by plain transformers
-beside the run's; and a step in every layout that divides a model, whose loss and gradient norm are
-those of the undivided one, or the reason why there is none. Rows that lie in --out are not run
-again. Exit code 0, or 1 where a family ends in anything but a result or a reason.
+For each family of hybrids.py: two steps of ZeRO 1 on two CPU ranks and two more of ZeRO 3 from its
+checkpoint, against four uninterrupted steps of ZeRO 1; the export's held-out loss by plain
+transformers, against the run's; and a step in every layout that divides a model, whose loss and
+gradient norm must equal the undivided ones, or the reason for which there is none. Rows kept in
+--out are not run again. Exit code 0, or 1 if a family gives neither a result nor a reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.gates.hybrids import HYBRIDS, NEWER
 from tests.gates.small_runs import functions, write_jsonl
 
 TOLERANCE = 1e-5
-"""Of losses that differ in the order of sums alone."""
+"""For losses that differ only in the order of sums."""
 DIVIDED = {
     "stages": "ds.pipeline.stages=2",
     "tensors": "ds.tensor_parallel.autotp_size=2",
@@ -38,7 +38,7 @@ _COLUMNS = ("family", "trained", "resumed", "exported", "memory", *DIVIDED)
 _NEWER_COLUMNS = ("family", "trained", "memory", "tensors")
 _HELD_OUT_SAMPLES = 8
 _SET = r"^[\w.]+( is |=)2( \(command line\))?[:,] (model\.name=\S+: )?"
-"""What a reason begins with, alike in all rows."""
+"""The beginning of a reason, which is the same in all rows."""
 _WORDS = (
     *("data.seq_len=32", "data.vocab_size=512", "train.global_batch=8", "train.micro_batch=2"),
     *("optim.schedule=constant", "optim.warmup_steps=0"),
@@ -71,7 +71,7 @@ one whose tensors are divided over two ranks.
 
 
 def main(argv: list[str]) -> int:
-    """argv -> a line per family, perhaps a table -> exit code."""
+    """Run the command: argv -> a line per family, optional table -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the page of the rows, and the names of the families without one."""
+    """Return the page of the rows, with the names of families without a row."""
     missing = [n for n in (*HYBRIDS, *NEWER) if n not in {row["family"] for row in rows}]
     rest = f"\nWithout a row, not run for this page: {', '.join(missing)}.\n" if missing else ""
     page = _HEAD + "".join(_line(row, _COLUMNS) for row in rows if row["family"] in HYBRIDS)
@@ -100,7 +100,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def kept_row(zygote: Zygote, family: str, folder: Path) -> dict[str, Any]:
-    """Return the row in the folder, or run the family and keep its row there."""
+    """Return the row kept in the folder, or run the family and keep its row there."""
     path = folder / f"{family}.json"
     if path.exists():
         row: dict[str, Any] = json.loads(path.read_text())
@@ -126,7 +126,7 @@ class Runs:
         (folder / "config.json").write_text(json.dumps(config))
 
     def row(self) -> dict[str, Any]:
-        """Return what the family can do; a reason in the place of "yes" where it cannot."""
+        """Return the family's results; a reason in place of "yes" if something is not supported."""
         row = {"family": self._family, "trained": self.run("resumed", 1, "train.steps=2")}
         if row["trained"] != "yes":
             return row
@@ -139,7 +139,7 @@ class Runs:
         return row
 
     def run(self, name: str, stage: int, *words: str) -> str:
-        """Return "yes" if a run on two ranks did what it should, or why not."""
+        """Return "yes" if a run on two ranks succeeds, otherwise the reason."""
         logs = self._folder / f"{name}-logs"
         arguments = [
             *(*_WORDS, f"model.name={self._folder}", f"run.dir={self._folder / name}", *words),
@@ -180,13 +180,15 @@ class Runs:
         return _compared(resumed, whole)
 
     def exported(self) -> str:
-        """Compare the held-out loss of the export, as plain transformers computes it."""
+        """Compare the held-out loss of the export, computed by plain transformers, with the
+        run's.
+        """
         run = RunFolder(self._folder / "resumed")
         return _compared([plain_loss(run)], [[*run.read_metrics()][-1]["eval_loss"]])
 
 
 def plain_loss(run: RunFolder) -> float:
-    """Return the held-out loss of a run's export in nats, by transformers alone."""
+    """Return the held-out loss of a run's export in nats, computed only by transformers."""
     import torch
     from torch.nn import functional
     from transformers import AutoModelForCausalLM
@@ -213,7 +215,7 @@ def _compared(values: Sequence[float], expected: Sequence[float]) -> str:
 
 
 def _reason(outputs: Sequence[str]) -> str:
-    """Return the first problem that a run named."""
+    """Return the first problem that a run reports."""
     text = "\n".join(outputs)
     return next(iter(re.findall(r"cannot train: (.*)", text)), text)
 

@@ -1,1 +1,1 @@
-"""The parts of clean_data.py."""
+"""Parts of tools/clean_data.py: recipes, datatrove pipelines, local and Slurm runs, the report."""

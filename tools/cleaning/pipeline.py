@@ -1,4 +1,4 @@
-"""A cleaning: its recipe as datatrove pipelines, one after the other, and its folder OUT."""
+"""Turns a recipe into consecutive datatrove pipelines, and manages the output folder OUT."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ from tools.cleaning.steps import (
     words_of,
 )
 
-_BUFFER = 256  # signatures that a file reads ahead
-_FORMAT = 1  # increase this if the same corpus and recipe would give other bytes
+_BUFFER = 256  # signatures read ahead per file
+_FORMAT = 1  # increase this if the same corpus and recipe would give different bytes
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Pipelines that run at once: the same steps on every task."""
+    """Pipelines that run concurrently: the same steps on every task."""
 
     name: str
     steps: list[PipelineStep]
@@ -74,7 +74,7 @@ def _text_of(document: Document) -> str:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages that clean a corpus; files in between lie in `work`."""
+    """The stages that clean a corpus; intermediate files are kept in `work`."""
 
     recipe: Recipe
     corpus: Corpus
@@ -82,16 +82,16 @@ class Pipeline:
     out: Path
     sample_one_in: int
     sample_shards: frozenset[int]
-    """Shards of which a share of the documents is measured for the report."""
+    """Shards in which a share of the documents is measured for the report."""
 
     @property
     def work(self) -> Path:
-        """Folder of what is kept until the output is written."""
+        """Folder of intermediate files, removed after the output is written."""
         return self.out / "work"
 
     @property
     def problems(self) -> Path:
-        """Folder of the bad lines of each task, if there are any."""
+        """Folder of each task's bad lines; exists only if there are any."""
         return self.work / "problems"
 
     @property
@@ -105,7 +105,7 @@ class Pipeline:
         return self.out / "data"
 
     def stages(self) -> Iterator[Stage]:
-        """Yield the stages in order; each begins when the one before has ended."""
+        """Yield the stages in order; each begins when the previous one has ended."""
         recipe, tasks = self.recipe, len(self.shards)
         steps: list[PipelineStep] = [
             CorpusReader(self.corpus, self.shards, self.problems),
@@ -154,7 +154,7 @@ class Pipeline:
         yield Stage("clusters", [cluster], 1)
 
     def _filtered(self, *, excluding: bool) -> Iterator[PipelineStep]:
-        """Yield a reader of what the filters left, without exact duplicates."""
+        """Yield a reader of the filtered documents, and the removal of exact duplicates."""
         yield TaskReader(str(self.work / "filtered"), add_file_path=False)
         if self.recipe.exact_duplicates is not None:
             writer = self._excluded("exact_duplicates") if excluding else None
@@ -209,7 +209,7 @@ def language_model(recipe: Recipe) -> Path:
 
 
 def logs_of(logs: Path, number: int, stage: Stage) -> Path:
-    """Return the folder of a stage's logs, statistics and completions."""
+    """Return the folder of a stage's logs, statistics and completion marks."""
     return logs / f"{number}-{stage.name}"
 
 
@@ -218,10 +218,10 @@ def logs_of(logs: Path, number: int, stage: Stage) -> Path:
 
 @contextlib.contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """Lock OUT. Raises ConfigError if another process has it."""
+    """Lock OUT. Raises ConfigError if another process holds the lock."""
     with (out / "lock").open("a") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, none of the workers'
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers do not inherit it
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise ConfigError(
@@ -232,7 +232,7 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def keep_identity(pipeline: Pipeline) -> None:
-    """Record what is cleaned and how. Raises ConfigError if OUT holds another cleaning."""
+    """Record the corpus and the recipe. Raises ConfigError if OUT holds another cleaning."""
     made_from = {
         "format": _FORMAT,
         "datatrove": version("datatrove"),
@@ -263,7 +263,7 @@ def keep_identity(pipeline: Pipeline) -> None:
 
 
 def _files_of(recipe: Recipe) -> dict[str, Any]:
-    """Return names, sizes and modification times of the files that a recipe reads."""
+    """Return the names, sizes and modification times of the files that a recipe reads."""
     read: dict[str, Any] = {}
     if recipe.decontaminate:
         corpora = [find_corpus(file, split=ALL) for file in recipe.decontaminate.files]
@@ -281,7 +281,7 @@ def _state(file: str) -> list[int]:
 
 
 def empty(folder: Path) -> None:
-    """Remove what is in a folder."""
+    """Remove the contents of a folder."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -290,7 +290,7 @@ def empty(folder: Path) -> None:
 
 
 def write_report(pipeline: Pipeline) -> dict[str, Any]:
-    """Write the report in three forms, once, and return it."""
+    """Write the report as JSON, text and HTML unless it exists, and return it."""
     from harness.report.write import write_page
     from tools.cleaning.report import as_text, page_of, report_of
 

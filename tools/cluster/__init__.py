@@ -1,1 +1,1 @@
-"""Layouts of a job on a cluster: all of them counted, the quickest that fit."""
+"""Planner: counts every layout of a job on a cluster and finds the fastest that fit."""

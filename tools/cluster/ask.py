@@ -1,4 +1,4 @@
-"""The question of a command line: a model, its relatives, its inputs and the machine."""
+"""Turns the planner's command line into a question: model, inputs, machine and job."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tools.cluster.count import TOKENS_PER_PARAMETER, Question
 from tools.cluster.layouts import STATES, Layout, State, base_json
 
 _EVALUATIONS = 200
-"""Of a job that does not say how often, at most."""
+"""Most evaluations of a job whose config does not set eval.every."""
 
 
 def question_of(args: argparse.Namespace) -> Question:
-    """Return the question. Raises ConfigError with every problem of the command line."""
+    """Return the question that a command line asks. Raises ConfigError with all its problems."""
     run, world = run_of(args), world_of(args)
     if args.data_tokens and any(map(run.is_set, LENGTHS)):
         raise ConfigError("--data-tokens and train.steps, train.tokens or train.epochs: keep one")
@@ -42,7 +42,7 @@ def question_of(args: argparse.Namespace) -> Question:
         raise ConfigError(f"--quantize {args.quantize}: it needs adapters: add --lora 16")
     base = {state: _inputs(args, run, world, state) for state in STATES}
     some = base[STATES[0]]
-    # One object: what is kept by shape is then known again without comparing every tensor.
+    # One shared object: caches keyed by shape then find it without comparing every tensor.
     base = {key: replace(inputs, shape=some.shape) for key, inputs in base.items()}
     machine = machine_of(args.gpu, world.local_world_size, some.precision, args.network)
     planned = find_gpu(args.gpu).key, some.precision
@@ -73,15 +73,15 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def _tokens(args: argparse.Namespace, run: RunConfig) -> float:
-    """Return the tokens of the job; 0 where nobody says how many."""
+    """Return the tokens of the job; 0 if the user named no length."""
     if run.train.steps:
         return float(run.train.steps * args.global_batch * args.seq_len)
     return float(args.data_tokens or run.train.tokens or 0)
 
 
 def _recipe(args: argparse.Namespace, run: RunConfig, tokens: float) -> dict[str, Any]:
-    """Return keys of the run config that a job of so many tokens needs and its user left open: its
-    length, a warm-up (2,000 steps as Llama 2's, arXiv 2307.09288, or 1 % of fewer), evaluations.
+    """Return the run config keys that a job of this length needs and its user left open: length,
+    warm-up (2,000 steps as for Llama 2, arXiv 2307.09288, or 1 % of a shorter job) and evaluations.
     """
     steps = ceil(tokens / args.global_batch / args.seq_len)
     keys: dict[str, Any] = {}
@@ -112,32 +112,34 @@ def _rates(path: Path) -> dict[str, Any]:
 
 
 def host_gib(args: argparse.Namespace, world: World) -> float:
-    """Return the memory of a node's host, GiB: as given, or as such nodes usually have."""
+    """Return the host memory of a node in GiB: --host-memory, or a usual size for such nodes."""
     return args.host_memory or 256.0 * world.local_world_size
 
 
 def run_of(args: argparse.Namespace, **more: Any) -> RunConfig:
-    """Return the run config of a command line with more keys."""
+    """Return the run config of a command line, with additional keys."""
     keys = {"model.name": args.model, "data.seq_len": args.seq_len, **more}
     words = [f"{key}={value_as_text(value)}" for key, value in keys.items()]
     return load_run_config(None, [*words, *args.assignments])
 
 
 def world_of(args: argparse.Namespace) -> World:
-    """Return the cluster. Raises ConfigError for GPUs that are not known, or do not fill nodes."""
+    """Return the cluster. Raises ConfigError for unknown GPUs and for GPUs that do not fill
+    nodes.
+    """
     return cluster(args.gpus, args.gpus_per_node, args.gpu, args.kernels)
 
 
 def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:
-    """Return the plan that train.py would make of a layout, adapters left out: they need weights
-    that the planner need not have.
+    """Return the plan that train.py would make for a layout. Adapters are left out: they need
+    weights, which the planner may not have.
     """
     more = {"train.global_batch": args.global_batch, **layout.overrides}
     return make_plan(run_of(args, **more), DsJson(layout.deepspeed, "layout"), world_of(args))
 
 
 def refusal(args: argparse.Namespace, layout: Layout) -> str:
-    """Return why train.py would refuse a layout; "" if it takes it."""
+    """Return the reason for which train.py would refuse a layout; "" if it accepts it."""
     try:
         plan_of(args, layout)
     except ConfigError as error:

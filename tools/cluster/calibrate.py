@@ -1,4 +1,4 @@
-"""A site's rates from its own runs: their plans, and the steps that they measured."""
+"""Fits a site's hardware rates to the measured steps of its own runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from harness.plan.plan import Plan
 from harness.runfolder import RunFolder
 
 _LEAST = 3
-"""Metrics lines of a run, of which the first is left out."""
+"""Fewest metrics lines that a run needs. The first is left out."""
 
 
 def calibrate(folders: Sequence[Path], out: Path) -> str:
     """Fit a site's rates to its runs, write them, and return a line about them.
 
-    Raises ConfigError for a folder that is no such run, and for runs on different machines.
+    Raises ConfigError for folders without a usable run, and for runs on different machines.
     """
     problems, runs, kinds = [], list[Measured](), set[tuple[str, str, int]]()
     for folder in folders:
@@ -57,7 +57,7 @@ def calibrate(folders: Sequence[Path], out: Path) -> str:
 
 
 def fitted(runs: Sequence[Measured], cores: int) -> Site:
-    """Return the site that runs of one kind of machine ask for. `cores`: of a node."""
+    """Return the site fitted to runs on one kind of machine; `cores` per node."""
     nodes = {run.inputs.gpus_per_node: run.inputs for run in runs}
     machines = {ranks: _listed(inputs, cores) for ranks, inputs in nodes.items()}
     return calibrated(runs, machines, cores)
@@ -70,8 +70,8 @@ def _listed(inputs: Inputs, cores: int) -> Machine:
 
 
 def _measured(folder: Path) -> tuple[Measured, int]:
-    """Return a run's inputs and step, and the cores of its node; 0 of nodes with GPUs, where they
-    compute nothing that is fitted to them.
+    """Return a run's inputs and step time, and the cores of its node; 0 for GPU nodes, whose cores
+    are not calibrated.
     """
     run = RunFolder(folder)
     record = run.read_plan()
@@ -96,7 +96,7 @@ def _measured(folder: Path) -> tuple[Measured, int]:
 
 
 def _plan_of(record: dict[str, Any]) -> Plan:
-    """Return a run's plan, made again from what its user set."""
+    """Return a run's plan, rebuilt from the keys that its user set."""
     tree: dict[str, Any] = {}
     for key in record["run_set"]:
         *sections, name = key.split(".")

@@ -1,7 +1,8 @@
-"""The recommended layout: least risk among those that none beats beyond the error of its time.
+"""Chooses the recommended layout: the least risky of those that no other beats beyond the error of
+its estimated time.
 
-A quicker layout on paper is worth an axis or an offload only if it gains more than its estimate may
-be wrong. docs/planner.md shows recommendations beside layouts that others ran.
+A layout that is faster on paper is worth an axis or an offload only if it gains more than its
+estimate may be wrong. docs/planner.md compares recommendations with layouts that others ran.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from tools.cluster.layouts import Layout
 
 @dataclass(frozen=True)
 class Error:
-    """Relative error of estimated times beside published runs of a kind of layout."""
+    """Relative error of estimated times, measured on published runs of one kind of layout."""
 
     half: float
     """Half of the runs lie within it."""
     nine: float
-    """Nine of ten do."""
+    """Nine of ten runs lie within it."""
     rows: int
-    """Published runs; 0: none was found, and the errors are guessed."""
+    """Number of published runs; 0 if none was found and the errors are guesses."""
 
 
 ERRORS = {
@@ -36,40 +37,42 @@ ERRORS = {
     "hpZ": Error(0.1, 0.3, 0),
     "expert": Error(0.1, 0.3, 0),
 }
-"""Judged rows of tests/estimate/published/throughput.csv (sequence: NVIDIA's, whose kernels are
-others), rounded up; tests/estimate/test_published_throughput.py holds them."""
+"""From tests/estimate/published/throughput.csv, rounded up (sequence: NVIDIA's runs, which use
+other kernels). tests/estimate/test_published_throughput.py checks them.
+"""
 HEADROOM = 0.05
-"""Share of a GPU that the upper end of a recommended layout's memory leaves free."""
+"""Share of a GPU that must stay free at the upper end of a recommended layout's memory."""
 _FULL = 0.1
-"""Relative gain up to which a layout with headroom is preferred to one without."""
+"""Largest relative gain for which a layout with headroom is preferred to one without."""
 _EQUAL = 0.001
-"""Relative difference of times that is called as quick."""
+"""Largest relative difference of times that counts as equally fast."""
 _TRIED = 40
-"""Layouts of a list that are planned before one without headroom is taken."""
+"""Number of layouts to plan in search of headroom before one without is accepted."""
 ASKED = (
     *("ZeRO 1", "ZeRO 2", "ZeRO 3", "hpZ", "tensor 2", "tensor 4", "tensor 8"),
     *("pipeline 2", "pipeline 4", "pipeline 8", "3D", "sequence", "expert", "offload"),
 )
-"""Ways to divide that an expert asks about, in the order in which an answer has them."""
+"""Ways to divide a job that an expert asks about, in the order of the answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Every layout of a job, and those that an answer shows."""
+    """All layouts of a job, and the ones that the answer shows."""
 
     counted: list[Counted]
-    """The recommended one, others that fit, quickest first, those that may, then the rest by the
-    bytes that they lack."""
+    """The recommended layout first, then those that fit and those that may, fastest first, then the
+    rest by the bytes they lack.
+    """
     best: Counted | None
-    """The recommended one; None if nothing fits."""
+    """The recommended layout; None if nothing fits."""
     quickest: Counted | None
-    """On paper, of those that fit and are trained."""
+    """The fastest on paper of the layouts that fit and that train.py accepts."""
     ways: dict[str, Counted]
-    """The best of each way of ASKED, or what lacks least."""
+    """The best layout for each entry of ASKED, or the one that lacks least."""
 
 
 def way_of(layout: Layout) -> str:
-    """Return the way to divide under which an expert asks about a layout."""
+    """Return the entry of ASKED that a layout belongs to."""
     if layout.offload != "none" or layout.activation_offload:
         return "offload"
     if layout.expert > 1:
@@ -84,7 +87,7 @@ def way_of(layout: Layout) -> str:
 
 
 def error_of(layout: Layout) -> Error:
-    """Return the error of a layout's time: the largest of what it is made of."""
+    """Return the error of a layout's time: the largest among its kinds."""
     kinds = {name for name in ("pipeline", "sequence", "expert") if getattr(layout, name) > 1}
     kinds |= {"tensor"} if layout.tensor > 1 and layout.pipeline == 1 else set()
     kinds |= {"offload"} if layout.offload != "none" or layout.activation_offload else set()
@@ -93,13 +96,13 @@ def error_of(layout: Layout) -> Error:
 
 
 def seconds_within(counted: Counted) -> tuple[float, float]:
-    """Return the seconds of a step between which half of the published runs of its kind lie."""
+    """Return the step times in seconds between which half of such published runs lie."""
     half = error_of(counted.layout).half
     return counted.seconds * (1 - half), counted.seconds * (1 + half)
 
 
 def error_text(counted: Counted) -> str:
-    """Return the seconds between which half of the published runs of its kind lie, and why."""
+    """Return the range of step times that covers half of such published runs, as text."""
     error, (low, high) = error_of(counted.layout), seconds_within(counted)
     runs = "guessed, since no published run of its kind was compared:"
     if error.rows:
@@ -111,9 +114,9 @@ def error_text(counted: Counted) -> str:
 
 
 def risk(counted: Counted) -> tuple[int, ...]:
-    """Return what may go wrong with a layout, worst first: waiting for the host, exchanges within
-    layers, these over nodes, the number of axes, parts that ran on no GPU yet
-    (docs/performance.md), weights or gradients that are divided.
+    """Return the risks of a layout, worst first: waits for the host, exchanges within layers, such
+    exchanges between nodes, number of axes, features that no GPU has run yet (docs/performance.md),
+    and partitioned weights or gradients.
     """
     layout, per_node = counted.layout, counted.question.some.gpus_per_node
     offloads = ("none", "optimizer", "all").index(layout.offload) + layout.activation_offload
@@ -127,8 +130,8 @@ def risk(counted: Counted) -> tuple[int, ...]:
 def answer_of(counted: Iterable[Counted]) -> Answer:
     """Return the answer to a question.
 
-    Whether a layout fits is asked of its allocator, and whether it is trained of its plan, only
-    where that decides what is shown.
+    The allocator is simulated and the plan made only for layouts where the result decides what is
+    shown.
     """
     every = [*counted]
     candidates = sorted((each for each in every if each.fits is not False), key=_seconds)
@@ -152,8 +155,8 @@ def answer_of(counted: Iterable[Counted]) -> Answer:
 
 
 def recommended(candidates: Sequence[Counted]) -> Counted | None:
-    """Return the layout with least risk of those that take no longer than any other may at most;
-    None if nothing fits. `candidates`: may fit, quickest first.
+    """Return the least risky layout that is expected to take no longer than the worst case of any
+    other; None if nothing fits. `candidates` may fit and are sorted by time.
     """
     limit = float("inf")
     for each in candidates:
@@ -174,7 +177,7 @@ def recommended(candidates: Sequence[Counted]) -> Counted | None:
 
 
 def why_not(each: Counted, best: Counted | None) -> str:
-    """Return in a short sentence why a layout is not the recommended one."""
+    """Return a short sentence that says why a layout is not the recommended one."""
     if best is None or not each.answers:
         return each.why_it_does_not_fit()
     if each is best:
@@ -190,7 +193,7 @@ def why_not(each: Counted, best: Counted | None) -> str:
 
 
 def costs(each: Counted, best: Counted) -> str:
-    """Return what a layout risks that the recommended one does not."""
+    """Return the risk that a layout adds to the recommended one, as text."""
     if best.has_room(HEADROOM) and not each.has_room(HEADROOM):
         left = (each.question.device_bytes - each.peak_interval[1]) / GIB
         return f"it may leave only {max(0.0, left):.1f} GiB of the GPU"

@@ -1,4 +1,4 @@
-"""Layouts with their bytes and seconds."""
+"""Layouts with their memory in bytes and their step time in seconds."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from harness.estimate.timeline import Estimate, estimate_memory
 from tools.cluster.layouts import Layout, State
 
 TOKENS_PER_PARAMETER = 20
-"""Tokens of a job that does not say how many (arXiv 2203.15556)."""
+"""Tokens per parameter of a job without a length (arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """The fullest rank of a pipeline stage, or the one with least."""
+    """The rank of a pipeline stage with the most memory, or the one with the least."""
 
     stage: int
     states: Totals
@@ -38,16 +38,16 @@ class Rank:
 
     @cached_property
     def peak(self) -> int:
-        """Largest bytes in tensors on the device."""
+        """Largest number of bytes in tensors on the device."""
         return peak(self.states, self.batch)
 
     @property
     def host(self) -> int:
-        """Largest bytes on the host."""
+        """Largest number of bytes on the host."""
         return host_peak(self.states, self.batch)
 
     def largest(self) -> tuple[str, int]:
-        """Return the largest component of the fullest phase, and its bytes."""
+        """Return the largest component of the fullest phase and its bytes."""
         sums = [*map(sum, zip(self.states.device, self.batch.device, strict=True))]
         phase = PHASES[sums.index(max(sums))]
         sizes: dict[str, int] = {}
@@ -67,39 +67,39 @@ class Counted:
     driver: Interval
     host_bytes_per_node: int
     terms: dict[str, float]
-    """Seconds of a step by key of TERMS."""
+    """Seconds per step by key of TERMS."""
     copies: int
-    """Bytes of the copies that kernels of attention may keep on the worst rank."""
+    """Bytes of copies that attention kernels may keep on the worst rank."""
     fits: bool | None = field(init=False)
-    """True if GPU and host hold it; None where only its allocator can tell, and was not asked."""
+    """True if GPU and host hold it; None if that depends on the allocator, not simulated so far."""
 
     def __post_init__(self) -> None:
         self.fits = self.fits_by_bounds
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return sum(self.terms.values())
 
     @cached_property
     def inputs(self) -> Inputs:
-        """The inputs of its estimates."""
+        """Inputs of the layout's estimates."""
         return self.question.inputs(self.layout)
 
     @cached_property
     def memory(self) -> Estimate:
-        """The estimate with all phases of all ranks that differ."""
+        """Estimate with every phase of every distinct rank."""
         return estimate_memory(self.inputs, self.question.device_bytes)
 
     @cached_property
     def time(self) -> StepTime:
-        """The time of a step."""
+        """Step time with its terms."""
         return StepTime(self.inputs, self.question.machine, self.terms)
 
     @cached_property
     def fits_by_bounds(self) -> bool | None:
-        """True or False if it fits or not whatever its allocator makes of it; None where that
-        decides.
+        """True if it fits and False if it does not, whatever the allocator does; None if that
+        depends on the allocator.
         """
         if self.missing_host_bytes:
             return False
@@ -109,34 +109,34 @@ class Counted:
         return None if verdict is None else verdict == "fits"
 
     def decide(self) -> bool:
-        """Return whether it fits. Plays its allocator where that decides."""
+        """Return whether it fits. Simulates the allocator if the bounds do not decide."""
         if self.fits is None:
             self.fits = self.memory.worst.verdict(self.question.device_bytes) == "fits"
         return self.fits
 
     @cached_property
     def refusal(self) -> str:
-        """Why train.py would refuse it; "" if it takes it. Makes its plan."""
+        """Reason for which train.py would refuse it; "" if it accepts it. Makes its plan."""
         return self.question.refusal(self.layout)
 
     @property
     def answers(self) -> bool:
-        """True if it fits, and nobody saw that it would be refused."""
+        """True if it fits and is not known to be refused."""
         return bool(self.fits) and self.trained is not False
 
     @property
     def trained(self) -> bool | None:
-        """True if train.py takes it; None where its plan was not made."""
+        """True if train.py accepts it; None if its plan was not made."""
         return not self.refusal if "refusal" in vars(self) else None
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the fullest GPU, at least."""
+        """Fewest bytes that the fullest GPU needs."""
         return self.worst.peak + self.driver.low
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that its GPU lacks."""
+        """Bytes by which it exceeds the GPU's memory."""
         high = self.peak_bytes
         if self.fits is False and self.fits_by_bounds is None:
             high = self.peak_interval[1]
@@ -144,23 +144,25 @@ class Counted:
 
     @property
     def missing_host_bytes(self) -> int:
-        """Bytes that a node's host lacks."""
+        """Bytes by which it exceeds a node's host memory."""
         return max(0, self.host_bytes_per_node - self.question.host_bytes)
 
     def is_usable(self) -> bool:
-        """Return whether train.py takes it and it fits. Makes its plan; see `decide`."""
+        """Return whether train.py accepts it and it fits. Makes its plan; see `decide`."""
         return not self.refusal and self.decide()
 
     def may_have_room(self, share: float) -> bool:
-        """Return False if it leaves less than a share of the GPU, whatever its allocator does."""
+        """Return False if it leaves less than a share of the GPU free, whatever the allocator
+        does.
+        """
         return self.peak_bytes <= (1 - share) * self.question.device_bytes
 
     def has_room(self, share: float) -> bool:
-        """Return whether the upper end of its memory leaves a share of the GPU."""
+        """Return whether a share of the GPU stays free at the upper end of its memory."""
         return self.peak_interval[1] <= (1 - share) * self.question.device_bytes
 
     def why_it_does_not_fit(self) -> str:
-        """Return why it is no answer; "" if it is one, or may be."""
+        """Return the reason for which it is no answer; "" if it is one or may be one."""
         if self.trained is False:
             return f"refused: {self.refusal}"
         if self.missing_host_bytes:
@@ -175,7 +177,7 @@ class Counted:
         return "" if self.fits else "not known to fit"
 
     def to_json(self, job: Job, price: float | None) -> dict[str, Any]:
-        """Return the layout as plain values; bytes in GiB."""
+        """Return the layout as plain values, bytes in GiB."""
         low, high = self.peak_interval
         beside = self.question.beside(self)
         return {
@@ -195,8 +197,8 @@ class Counted:
 
     @property
     def peak_interval(self) -> tuple[int, int]:
-        """Bytes of the fullest GPU as its driver shows them, at least and at most; of what does
-        not fit the least alone.
+        """Fewest and most bytes of the fullest GPU as its driver reports them; for a layout that
+        does not fit, the fewest twice.
         """
         if self.fits_by_bounds is False:
             return self.peak_bytes, self.peak_bytes
@@ -210,10 +212,10 @@ class Counted:
 
 @dataclass(frozen=True)
 class Question:
-    """A job to plan: so many tokens on so many GPUs, at a price."""
+    """A job to plan: its model, tokens and GPUs, and the price."""
 
     base: dict[State, Inputs]
-    """Inputs by entry of STATES; of one model, length and machine."""
+    """Inputs by entry of STATES, for one model, sequence length and machine."""
     machine: Machine
     gpus: int
     device_bytes: int
@@ -223,13 +225,13 @@ class Question:
     price: float | None
     run: RunConfig
     disk_gb_per_s: float
-    """Of a node, that saves write."""
+    """Write bandwidth per node for checkpoints."""
     refusal: Callable[[Layout], str]
-    """Why train.py would refuse a layout; "" if it takes it."""
+    """Returns the reason for which train.py would refuse a layout; "" if it accepts it."""
 
     @property
     def some(self) -> Inputs:
-        """The inputs of one entry, for what they have in common."""
+        """Inputs of one entry, for the fields that all entries share."""
         return next(iter(self.base.values()))
 
     def inputs(self, layout: Layout) -> Inputs:
@@ -246,7 +248,7 @@ class Question:
         )
 
     def steps(self, counted: Counted) -> float:
-        """Return the steps of the whole job."""
+        """Return the number of steps of the whole job."""
         return self.data_tokens / counted.time.tokens
 
     def beside(self, counted: Counted) -> Beside:
@@ -257,7 +259,7 @@ class Question:
 
 
 def tokens_text(tokens: float) -> str:
-    """Tokens as 15T, 300B or 10M."""
+    """Return a number of tokens as text, such as 15T, 300B or 10M."""
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if tokens >= scale:
             return f"{tokens / scale:,.4g}{letter}"
@@ -265,5 +267,5 @@ def tokens_text(tokens: float) -> str:
 
 
 def days(seconds: float) -> str:
-    """Seconds as days or hours."""
+    """Return seconds as text in days or hours."""
     return f"{seconds / DAY:,.1f} days" if seconds >= DAY else f"{seconds / 3600:.1f} hours"

@@ -1,4 +1,4 @@
-"""The recommended layout, ready to run: DeepSpeed JSON, run config, a script for each launcher."""
+"""Writes the recommended layout ready to run: DeepSpeed JSON, run config, launcher scripts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RUN = """# {about}
 
 
 def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
-    """Return the run config's keys of the job: its model, length, schedule and layout."""
+    """Return the job's run config keys: model, length, schedule and layout."""
     question = best.question
     every = round(question.job(best).save_every_seconds / best.seconds)
     keys: dict[str, Any] = {
@@ -43,7 +43,7 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
     }
     if args.lora:
         keys |= {"model.lora.rank": args.lora, "model.init_from": _weights_of(args.model)}
-        del keys["model.name"]  # that of its weights
+        del keys["model.name"]  # the weights name the model
     else:
         keys["optim.lr"] = plan_of(args, best.layout).config.optim.lr
     if args.quantize:
@@ -52,7 +52,7 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
 
 
 def _weights_of(model: str) -> str:
-    """Return the folder of a model's weights or their name on the hub, which a preset has."""
+    """Return the folder or hub name of a model's weights; for a preset, that of its source."""
     if model not in presets():
         return model
     on_hub = re.match(r"https://huggingface\.co/([^/ ]+/[^/ ]+)", presets()[model]["source"])
@@ -60,7 +60,7 @@ def _weights_of(model: str) -> str:
 
 
 def commands(best: Counted, folder: str) -> dict[str, str]:
-    """Return the command of each script by the script's name; job.sh is the one to begin with."""
+    """Return each script's command by script name. job.sh is the one to start with."""
     ds, run, hosts = (
         shlex.quote(f"{folder}{name}") for name in ("ds.json", "run.toml", "hostfile")
     )
@@ -81,7 +81,7 @@ def commands(best: Counted, folder: str) -> dict[str, str]:
 
 
 def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str]:
-    """Write ds.json, run.toml, and a script or manifest for each launcher into a folder, and return
+    """Write ds.json, run.toml, and a script or manifest for each launcher into a folder. Return
     lines that name them.
     """
     question, texts = best.question, dict[str, str]()
@@ -113,7 +113,7 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
 
 
 def filled_in(values: Mapping[str, str]) -> str:
-    """Return the manifest of an Indexed Job with ${NAME}, ${NODES} and so on replaced."""
+    """Return the manifest of an Indexed Job with ${NAME}, ${NODES} and the like filled in."""
     text = _KUBERNETES.read_text(encoding="utf-8")
     for name, value in values.items():
         text = text.replace(f"${{{name}}}", value)

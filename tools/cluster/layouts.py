@@ -1,4 +1,4 @@
-"""The layouts of a job that can be trained, and how each is written down."""
+"""Enumerates the layouts of a job that train.py accepts, with their config keys."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ STATES: tuple[State, ...] = (
     *((1, "optimizer", False), (2, "optimizer", False), (3, "optimizer", False)),
     (3, "all", False),
 )
-"""ZeRO stages, what of each is offloaded to the host, and whether each node keeps a copy of the
-weights (hpZ); with pipeline stages 1 alone, since gradients are summed in fp32. Stage 0 runs as
-stage 1 in bf16."""
+"""ZeRO stage, states offloaded to the host, and whether each node keeps a copy of the weights
+(hpZ). Pipeline stages use only stage 1, since gradients are summed in fp32. Stage 0 runs as stage 1
+in bf16.
+"""
 WAYS: tuple[Checkpointing, ...] = (*NAMED_WAYS, 4, 2)
-"""Ways of checkpointing; a number is of every so many layers one."""
+"""Activation checkpointing modes; n recomputes one layer in n."""
 _MOST_STAGES = 64
 MOST_MICRO_BATCH = 32
 _LONG = 16_384
-"""Tokens of a sample from which on MLPs in tiles and offloaded activations are tried, too."""
+"""Sequence length in tokens from which tiled MLPs and offloaded activations are also tried."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to spread a job over its GPUs, as far as anybody chooses."""
+    """One way to distribute a job over its GPUs: all settings that a user chooses."""
 
     zero: int
     offload: Offload
@@ -54,7 +55,7 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """The layout in a few words."""
+        """Short description of the layout."""
         offloaded = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all offloaded"}
         axes = ("pipeline", "tensor", "sequence", "expert")
         sizes = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
@@ -69,23 +70,23 @@ class Layout:
 
     @property
     def way(self) -> tuple[object, ...]:
-        """All but the micro-batch and the activations."""
+        """Everything except the micro-batch and the activation settings."""
         return *self.state, self.pipeline, self.tensor, self.sequence, self.expert
 
     @property
     def state(self) -> State:
-        """Its entry of STATES."""
+        """Entry of STATES that the layout uses."""
         return self.zero, self.offload, self.hpz
 
     @property
     def deepspeed(self) -> dict[str, Any]:
-        """The DeepSpeed JSON."""
+        """DeepSpeed JSON of the layout."""
         axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)
         return {**base_json(self.state), **axes}
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Run config keys, by name."""
+        """Run config keys of the layout, by name."""
         keys: dict[str, Any] = {"train.micro_batch": self.micro_batch}
         if self.checkpointing != "none":
             keys["model.checkpointing"] = self.checkpointing
@@ -96,7 +97,9 @@ class Layout:
         return keys
 
     def inputs(self, base: Inputs, gpus: int, global_batch: int) -> Inputs:
-        """Return the inputs of its estimates. `base`: a plan's with the same ZeRO and offload."""
+        """Return the inputs of its estimates. `base` comes from a plan with the same ZeRO and
+        offload.
+        """
         grid = Grid(gpus, self.pipeline, self.tensor, self.sequence, self.expert)
         return replace(
             base,
@@ -114,12 +117,12 @@ class Layout:
 def bounds_of(
     shape: Shape, stages: int, seq_len: int, checkpointing: Checkpointing
 ) -> Bounds | None:
-    """Return the split of a model over pipeline stages; None of one."""
+    """Return the split of a model over pipeline stages; None for one stage."""
     return split(shape, stages, seq_len, checkpointing) if stages > 1 else None
 
 
 def base_json(state: State) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of an entry of STATES, with no axis."""
+    """Return the DeepSpeed JSON of an entry of STATES, without parallel axes."""
     zero, offload, hpz = state
     section: dict[str, Any] = {"stage": zero}
     if zero == 3:
@@ -147,11 +150,11 @@ def layouts(
     lora: bool,
     quantized: bool = False,
 ) -> Iterator[Layout]:
-    """Yield the layouts of these axes and ways, all of which train.py takes; tensors are divided
-    within a node alone.
+    """Yield all layouts of the listed axes and modes that train.py accepts. Tensor parallelism
+    stays within a node.
 
-    `lora`: adapters are trained, which are not divided over tensors, experts or stages.
-    `quantized`: the weights beside them are in 4 bits, which ZeRO 3 does not divide.
+    `lora`: adapters are trained, which allow no tensor, expert or pipeline parallelism.
+    `quantized`: the frozen weights have 4 bits, which ZeRO 3 cannot partition.
     """
     for pipeline, tensor, sequence, expert in _axes(shape, gpus, gpus_per_node, seq_len, lora):
         data = gpus // (pipeline * tensor * sequence)
@@ -174,8 +177,8 @@ def layouts(
 def _makes_sense(
     state: State, axes: tuple[int, int, int, int], gpus: int, gpus_per_node: int
 ) -> bool:
-    """Return False for states that pipeline stages do not take, for copies of weights beside axes
-    or on one node, and for stages 2 and 3 that divide nothing and so run as stage 1 does.
+    """Return False for states that pipeline stages reject, for hpZ with other axes or on one node,
+    and for ZeRO 2 and 3 that partition nothing and so equal stage 1.
     """
     (zero, offload, hpz), (pipeline, tensor, *_) = state, axes
     if pipeline > 1:
@@ -195,7 +198,9 @@ def _for_long(layout: Layout, shape: Shape) -> Iterator[Layout]:
 def _axes(
     shape: Shape, gpus: int, gpus_per_node: int, seq_len: int, lora: bool
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield sizes of (pipeline, tensor, sequence, expert) that divide the model and the ranks."""
+    """Yield the sizes of (pipeline, tensor, sequence, expert) that divide the model and the
+    ranks.
+    """
     for tensor in [1] if lora else _divisors(gpus, gpus_per_node):
         if tensor_problems(shape, tensor):
             continue

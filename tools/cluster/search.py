@@ -1,8 +1,9 @@
-"""Every layout of a job, counted from parts that many of them share.
+"""Counts every layout of a job from parts that many layouts share.
 
-The states of a rank do not depend on micro-batches, their activations not on ZeRO, a stage's
-seconds on neither: each part is counted once, by the rules of harness/estimate, and a layout is a
-sum of parts. tests/test_plan_cluster.py holds the sums equal to estimates of whole layouts.
+A rank's states do not depend on the micro-batch, its activations do not depend on ZeRO, and a
+stage's seconds depend on neither. Each part is therefore counted once, by the rules of
+harness/estimate, and a layout is a sum of parts. tests/test_plan_cluster.py checks the sums against
+estimates of whole layouts.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ _Key = tuple[Hashable, ...]
 
 
 def answer(args: argparse.Namespace, question: Question) -> Answer:
-    """Return every layout of a job, and the recommended one."""
+    """Return all layouts of a job, with the recommended one."""
     with _no_collection():
         return answer_of(count_all(args, question))
 
 
 def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
-    """Return every layout of a job. Raises ConfigError if there is none."""
+    """Return all layouts of a job, counted. Raises ConfigError if there is none."""
     per_node = question.machine.gpus_per_node
     every = layouts(
         *(question.some.shape, args.gpus, per_node, args.seq_len, args.global_batch),
@@ -70,8 +71,8 @@ def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Leave circles of references alone meanwhile: thousands of layouts are kept and have none, and
-    looking for them takes a fifth of the time.
+    """Disable cyclic garbage collection: thousands of layouts are kept, none in a cycle, and
+    looking for cycles takes a fifth of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -83,7 +84,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Search:
-    """Layouts of one question, and the parts that were counted for them."""
+    """Counts the layouts of one question, with a cache of shared parts."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
@@ -99,7 +100,7 @@ class Search:
         self._drivers: dict[_Key, Interval] = {}
 
     def count(self, layouts: Iterable[Layout]) -> Iterator[Counted]:
-        """Yield every layout counted."""
+        """Yield each layout with its memory and time."""
         return map(self._count, layouts)
 
     def _count(self, layout: Layout) -> Counted:
@@ -109,15 +110,15 @@ class Search:
         copies: list[int] = []
         hosts: dict[_Key, int] = {}
         seconds: dict[int, tuple[Computed, Synchronised]] = {}
-        # Where stages share a node, their activations on its host add up.
+        # If stages share a node, their offloaded activations add up on its host.
         apart = self._question.gpus // layout.pipeline
         adds_up = layout.activation_offload and apart % whole.base.gpus_per_node != 0
         by_stage = []
         for stage, kind in enumerate(kinds):
             flying = in_flight(layout.pipeline, stage, whole.grad_accum)
             accumulates = whole.grad_accum > flying
-            # Of stages that hold the same the first has most micro-batches in flight, so that none
-            # after it holds more, unless those sum gradients meanwhile.
+            # Of stages that hold the same, the first has the most micro-batches in flight. None
+            # after it holds more, unless it also sums gradients.
             alike = (kind, accumulates, flying if adds_up else 0)
             if alike not in hosts:
                 batch, copied = self._batch(whole, stage, kind, flying)
@@ -152,7 +153,7 @@ class Search:
         )
 
     def _kinds_of(self, whole: _Whole) -> list[int]:
-        """Return a number for each pipeline stage, equal where stages hold the same."""
+        """Return a number for each pipeline stage, equal for stages that hold the same."""
         layout = whole.layout
         key = (layout.pipeline, layout.checkpointing)
         if key not in self._kinds:
@@ -162,7 +163,9 @@ class Search:
         return self._kinds[key]
 
     def _layer_key(self, inputs: Inputs, index: int) -> _Key:
-        """Return what decides a layer: neither stages nor ZeRO nor what is computed again."""
+        """Return the key of a layer's cost: it depends on neither stages, ZeRO nor
+        checkpointing.
+        """
         grid = inputs.grid
         kind = self._layer_kinds[inputs.first_layer + index]
         sizes = grid.tensor, grid.sequence, grid.expert, inputs.micro_batch, inputs.mlp_tiles
@@ -187,7 +190,7 @@ class Search:
             *(kind, accumulates, whole.grad_accum > 1, layout.mlp_tiles),
         )
         if key not in self._states:
-            # Sequence-parallel ranks are data ranks to ZeRO.
+            # ZeRO treats sequence-parallel ranks as data ranks.
             inputs = replace(whole.inputs, grid=whole.without_sequence)
             shards = shards_that_differ(inputs.of_stage(stage))
             self._states[key] = [
@@ -230,7 +233,7 @@ class Search:
 
 
 class _Whole:
-    """A layout with what its parts are counted from, made where they are not known yet."""
+    """A layout with the inputs of its parts, made on demand."""
 
     def __init__(self, question: Question, layout: Layout) -> None:
         self.layout, self._question = layout, question
@@ -246,28 +249,28 @@ class _Whole:
 
     @cached_property
     def inputs(self) -> Inputs:
-        """The inputs of its estimates."""
+        """Inputs of the layout's estimates."""
         return self._question.inputs(self.layout)
 
     def stage(self, stage: int) -> Inputs:
-        """Return the inputs as a pipeline stage has them."""
+        """Return the inputs of one pipeline stage."""
         if stage not in self._stages:
             self._stages[stage] = self.inputs.of_stage(stage)
         return self._stages[stage]
 
     @property
     def grid(self) -> Grid:
-        """Its ranks."""
+        """Ranks of the layout."""
         return self.inputs.grid
 
     @property
     def without_sequence(self) -> Grid:
-        """Its ranks, of which those that divide samples are data ranks."""
+        """Ranks of the layout, with sequence-parallel ranks counted as data ranks."""
         return replace(self.grid, sequence=1)
 
 
 def _layer_kinds(inputs: Inputs) -> list[int]:
-    """Return a number for each layer of the model, equal where layers are alike."""
+    """Return a number for each layer of the model, equal for equal layers."""
     layers = inputs.shape.body.layers
     windows = inputs.shape.sliding_windows
     traced = inputs.trace.layers if inputs.trace else (None,) * len(layers)
@@ -277,7 +280,7 @@ def _layer_kinds(inputs: Inputs) -> list[int]:
 
 
 def _stages(whole: _Whole, layer_kinds: list[int]) -> Iterator[_Key]:
-    """Yield what decides the bytes and seconds of each pipeline stage."""
+    """Yield the key that decides the bytes and seconds of each pipeline stage."""
     layout, base = whole.layout, whole.base
     shape, rules = base.shape, base.rules
     bounds = bounds_of(shape, layout.pipeline, base.seq_len, layout.checkpointing)
@@ -286,7 +289,7 @@ def _stages(whole: _Whole, layer_kinds: list[int]) -> Iterator[_Key]:
         return
     for stage in range(layout.pipeline):
         begin, end = max(bounds[stage], 1) - 1, min(bounds[stage + 1], shape.num_layers + 1) - 1
-        # Names, which rules match, have the index of their layer.
+        # Rules match parameter names, which contain the layer's index.
         place = stage if rules else (stage == 0, stage == layout.pipeline - 1)
         every = layout.checkpointing
         offset = begin % every if isinstance(every, int) else 0
@@ -294,6 +297,6 @@ def _stages(whole: _Whole, layer_kinds: list[int]) -> Iterator[_Key]:
 
 
 def _short(values: Iterable[Hashable]) -> _Key:
-    """Return values, or one of them if they are all the same."""
+    """Return the values, or one of them if all are equal."""
     listed = tuple(values)
     return listed[:1] if len({*listed}) == 1 else listed

@@ -1,4 +1,4 @@
-"""The layouts of a job as text of 80 columns."""
+"""Formats the planner's answer as text of 80 columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 80
 
 
 def describe(args: argparse.Namespace, question: Question, answer: Answer) -> str:
-    """Return the whole answer."""
+    """Return the whole answer as text."""
     counted, best = answer.counted, answer.best
     fit = sum(bool(each.fits) for each in counted)
     shape = question.some.shape
@@ -71,7 +71,7 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
 
 
 def memory_text(counted: Counted) -> str:
-    """Return the upper end of its memory, the GPU's, and the lower end."""
+    """Return a layout's memory as text: the upper end, the GPU's memory, the lower end."""
     low, high = counted.peak_interval
     device = counted.question.device_bytes
     return (

@@ -1,4 +1,4 @@
-"""The same job on other numbers of GPUs, with other lengths, on other GPUs."""
+"""Plans variants of a job: other numbers of GPUs, sequence lengths and GPU types."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from tools.cluster.search import answer as answer_to
 
 _OTHER_GPUS = ("a100-80", "h100-80", "h200", "b200")
 _COUNTS = (0.25, 0.5, 2, 4, 8)
-"""Of GPUs, times those that were asked for."""
+"""Factors for the number of GPUs."""
 _TRIED = 8
-"""Layouts with least in tensors whose allocator is asked whether they fit."""
+"""Number of smallest layouts whose allocator is simulated to see whether they fit."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Time and cost of the best layout of a number of GPUs."""
+    """Time and cost of the best layout on a number of GPUs."""
 
     gpus: int
     days: float
-    """With failures."""
+    """Including failures."""
     cost: float
-    """At the price, or in GPU-hours."""
+    """In the price's currency, or in GPU-hours without a price."""
     layout: str
 
 
 def what_if(args: argparse.Namespace, answer: Answer) -> list[str]:
-    """Return a line for each change of the question, with the best layout of each."""
+    """Return a line for each change of the question, with its best layout."""
     lines = ["", "What if"]
     for name, changed in _changes(args):
         lines.append(f"  {name:<16} {_answer(changed)}")
@@ -48,13 +48,13 @@ def what_if(args: argparse.Namespace, answer: Answer) -> list[str]:
 
 
 def largest_micro_batch(counted: Sequence[Counted]) -> str:
-    """Return the layout with the largest micro-batch that fits, the quickest of these."""
+    """Describe the fastest of the layouts that fit with the largest possible micro-batch."""
     by_size: dict[int, list[Counted]] = {}
     for each in counted:
         if each.fits is not False:
             by_size.setdefault(each.layout.micro_batch, []).append(each)
     for size in sorted(by_size, reverse=True):
-        # Few bytes first: where those do not fit, nothing of this size does.
+        # Also try the smallest: if they do not fit, no layout with this micro-batch does.
         smallest = sorted(by_size[size], key=lambda each: each.peak_bytes)[:_TRIED]
         quickest = sorted(by_size[size], key=lambda each: each.seconds)[:_TRIED]
         fit = [each for each in (*quickest, *smallest) if each.is_usable()]
@@ -66,7 +66,7 @@ def largest_micro_batch(counted: Sequence[Counted]) -> str:
 
 
 def front_of(spent: Sequence[Spent]) -> list[Spent]:
-    """Return those than which no other is both quicker and cheaper, cheapest first."""
+    """Return the Pareto front of time and cost, cheapest first."""
     kept: list[Spent] = []
     for each in sorted(spent, key=lambda one: (one.cost, one.days)):
         if not kept or each.days < kept[-1].days:
@@ -98,7 +98,7 @@ def _spent(best: Counted) -> Spent:
 def _changes(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace]]:
     yield f"{2 * args.seq_len:,} tokens", _with(args, seq_len=2 * args.seq_len)
     for gpu in _OTHER_GPUS:
-        if find_gpu(gpu) is not find_gpu(args.gpu):  # whose rates nobody measured
+        if find_gpu(gpu) is not find_gpu(args.gpu):  # their rates were not measured
             yield gpu, _with(args, gpu=gpu, measured=None, rates=None)
 
 
@@ -109,7 +109,7 @@ def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
 
 
 def _best(args: argparse.Namespace) -> Counted | str:
-    """Return the best layout of a question, or why there is none."""
+    """Return the best layout of a question, or the reason for which there is none."""
     try:
         return answer_to(args, question_of(args)).best or "nothing fits"
     except ConfigError as error:

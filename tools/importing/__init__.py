@@ -1,1 +1,1 @@
-"""Checkpoints of DeepSpeed's own format, read without running anything that is in them."""
+"""Reads checkpoints in DeepSpeed's own format without running any code in them."""

@@ -1,6 +1,6 @@
-"""A folder that DeepSpeed's save_checkpoint wrote, as fragments, without running what is in it.
+"""Reads a folder written by DeepSpeed's save_checkpoint as fragments, without running its code.
 
-Its few classes are replaced by plain ones of the same name here, so that DeepSpeed is not imported.
+Plain classes with the same names replace DeepSpeed's few classes, so DeepSpeed is not imported.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from harness.layout.box import Part
 
 
 class Plain:
-    """An object of which only the attributes count."""
+    """An object that only carries attributes."""
 
 
 class Stage(int):
-    """ZeroStageEnum, as the number that it is."""
+    """Stands in for ZeroStageEnum: its number."""
 
 
 ALLOWED: dict[str, type] = {
@@ -42,13 +42,14 @@ ALLOWED: dict[str, type] = {
 
 
 def read(path: Path) -> Table:
-    """The dict that torch.save wrote to `path`; its tensors stay on disk until they are used.
+    """Return the dict that torch.save wrote to `path`; its tensors stay on disk until they are
+    used.
 
-    Raises Unusable, before anything is unpickled, where it asks for anything else than tensors,
-    plain values and ALLOWED; and where it is no such file.
+    Raises Unusable before anything is unpickled if the file asks for more than tensors, plain
+    values and ALLOWED, and if it is not such a file.
     """
     try:
-        open_regular(path, links=True).close()  # nobody writes to a pipe that torch would wait for
+        open_regular(path, links=True).close()  # refuse a pipe, for which torch would wait
         asked = get_unsafe_globals_in_checkpoint(path)
         refused = sorted(set(asked) - set(ALLOWED))
         if refused:
@@ -67,7 +68,7 @@ def read(path: Path) -> Table:
 
 
 def tensor_of(table: Table, key: object) -> torch.Tensor:
-    """A flat tensor with all its elements in the file. Raises Unusable where there is none."""
+    """Return a flat tensor whose elements are all in the file. Raises Unusable without one."""
     value = table.get(key)
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         table.refuse(table.path_of(key), value, "a tensor")
@@ -86,7 +87,9 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Rank:
-    """One data rank's save: `parts`, by kind, of each of the optimizer's flat tensors."""
+    """The state that one data rank saved; `parts` holds each flat tensor of the optimizer, by
+    kind.
+    """
 
     number: int
     optimizer: Table
@@ -94,11 +97,11 @@ class Rank:
     steps: list[float]
 
     def numel(self, flat: int) -> int:
-        """Elements of one flat tensor."""
+        """Return the number of elements in one flat tensor."""
         return self.parts[flat][WEIGHT].numel()
 
     def tensors(self, flat: int, start: int, numel: int, name: str) -> dict[str, torch.Tensor]:
-        """Elements [start, start + numel) of one flat tensor, and of its moments."""
+        """Return elements [start, start + numel) of one flat tensor and of its moments."""
         if start + numel > self.numel(flat):
             raise Unusable(
                 f"{self.optimizer.file} holds {self.numel(flat)} elements where {name} goes beyond"
@@ -107,9 +110,9 @@ class Rank:
 
 
 class Native:
-    """Opens nothing that asks for code. Raises Unusable where it is not whole, or of another kind.
+    """A checkpoint of DeepSpeed's. Raises Unusable if it is incomplete, unsafe or of another kind.
 
-    `stage`: 1, 2 or 3. `precision`: of the JSON that it was trained with.
+    `stage` is 1, 2 or 3; `precision` comes from the JSON that it was trained with.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +146,7 @@ class Native:
     def by_rank(self) -> Iterator[list[Fragment]]:
         """Yield the fragments that each rank saved, without padding.
 
-        Raises Unusable when together they lack something.
+        Raises Unusable if parts of a tensor are missing.
         """
         saved: Counter[str] = Counter()
         for number in range(self.ranks):
@@ -156,7 +159,9 @@ class Native:
                 raise Unusable(f"{self.folder} has {saved[name]} elements of {name} {shape}")
 
     def _zero12(self, rank: Rank, before: Counter[str]) -> Iterator[Fragment]:
-        """The flat groups are cut into equal shares: a parameter goes on in the next rank's."""
+        """Yield a rank's fragments. Flat groups are cut into equal shares, so a parameter may
+        continue in the next rank's share.
+        """
         mappings = rank.optimizer.row("param_slice_mappings")
         for flat, places in enumerate(mappings[: len(rank.parts)]):
             table = Table(places, rank.optimizer.file, f"param_slice_mappings.{flat}")
@@ -174,7 +179,9 @@ class Native:
         return self.shapes[name]
 
     def _zero3(self, rank: Rank) -> Iterator[Fragment]:
-        """Every parameter is cut into equal shares, which follow each other in the flat tensors."""
+        """Yield a rank's fragments. Every parameter is cut into equal shares, which follow each
+        other in the flat tensors.
+        """
         flat, start = 0, 0
         for name, shape in self.shapes.items():
             numel = math.prod(shape)
@@ -193,7 +200,7 @@ class Native:
             start += share
 
     def _frozen(self, rank: int) -> Iterator[Fragment]:
-        """Parameters that were not trained are beside the model."""
+        """Yield a rank's frozen parameters, which are saved in the model file."""
         if self.stage != 3 and rank > 0:
             return
         model = self._model_states(rank)
@@ -241,7 +248,7 @@ class Native:
 
 
 def _parts(flats: Table, states: Table, number: object) -> dict[str, torch.Tensor]:
-    """One flat tensor, and the optimizer's moments of it."""
+    """Return one flat tensor and the optimizer's moments of it, by kind."""
     weight, state = tensor_of(flats, number), states.table(number)
     moments = {
         str(kind): tensor_of(state, kind)
@@ -258,7 +265,7 @@ def _parts(flats: Table, states: Table, number: object) -> dict[str, torch.Tenso
 
 
 def _steps(tables: list[Table]) -> list[float]:
-    """The optimizer's own count of steps, wherever it is."""
+    """Return the optimizer's step counts, from whichever tables hold them."""
     steps = []
     for table in tables:
         if _STEP in table:
@@ -270,12 +277,12 @@ def _steps(tables: list[Table]) -> list[float]:
 
 
 def _shapes(table: Table) -> dict[str, tuple[int, ...]]:
-    """Parameters' shapes, by name."""
+    """Return the parameters' shapes by name."""
     return {str(name): table.counts(name) for name in table.values}
 
 
 def _ranks(state: Table, files: int) -> int:
-    """Return the number of data ranks that saved: one number, or one per parameter group."""
+    """Return the number of data ranks that saved: the state has one number, or one per group."""
     key = "partition_count"
     if key not in state:
         return files
@@ -285,7 +292,7 @@ def _ranks(state: Table, files: int) -> int:
 
 
 def _precision(first: Table) -> str:
-    """Of the DeepSpeed JSON that was saved along, where it was."""
+    """Return the precision in the DeepSpeed JSON saved with the checkpoint; fp32 without one."""
     if "ds_config" not in first:
         return "fp32"
     config = first.table("ds_config")
@@ -297,9 +304,9 @@ def _precision(first: Table) -> str:
 
 
 def _scalars(model: Table, rank: Rank) -> dict[str, dict[str, Any]]:
-    """Counters, loss scaling and the optimizer's steps, as the manifest holds them."""
+    """Return counters, loss scaling and the optimizer's steps, in the manifest's form."""
     scaler = getattr(rank.optimizer.values.get("loss_scaler"), "__dict__", {})
-    if "cur_iter" not in scaler:  # a scale that the JSON gives, which does not change
+    if "cur_iter" not in scaler:  # a static scale from the JSON, which does not change
         scaler = {}
     scaling = Table(scaler, rank.optimizer.file, "loss_scaler")
     counters = {n: model.count(n) if model.has(n) else 0 for n in _COUNTERS}
@@ -315,7 +322,7 @@ _MOST_JSON_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint's folder, which may hold a tokenizer; `engine`: DeepSpeed's folder in it."""
+    """A checkpoint's folder, which may hold a tokenizer; `engine` is DeepSpeed's folder in it."""
 
     path: Path
     engine: Path
@@ -323,10 +330,10 @@ class Source:
 
 
 def find_source(text: str) -> Source:
-    """The checkpoint that `text` names: the Trainer's output folder (its newest, or FOLDER@STEP),
-    or a checkpoint's own folder.
+    """Return the checkpoint that `text` names: the Trainer's output folder (its newest, or
+    FOLDER@STEP), or the folder of a checkpoint.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     run, step = run_and_step(text)
     if not run.is_dir():
@@ -348,7 +355,7 @@ def _model_config(path: Path) -> dict[str, Any]:
     try:
         table = Table(read_json(path, _MOST_JSON_BYTES, links=True), path)
         table.text("model_type")
-    except Unusable as error:  # its user can mend it
+    except Unusable as error:  # the user can fix it
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -1,1 +1,1 @@
-"""Parts of tools/show_layout.py: the layout as text, a step over time, its picture."""
+"""Parts of tools/show_layout.py: layout text, pipeline schedules, plots."""

@@ -1,4 +1,4 @@
-"""One step of a job with pipeline, data and tensor ranks, moment by moment."""
+"""One step of a job with pipeline, data and tensor ranks, as a sequence of moments."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Kind = Literal["passes", "sums", "sends", "gradients", "optimizer", "weights"]
 
 @dataclass(frozen=True)
 class Moment:
-    """Work of all ranks at the same time."""
+    """Work that all ranks do at the same time."""
 
     kind: Kind
-    work: tuple[Work, ...]  # of each stage: the pass that it computes, or that it has just computed
-    tick: int = 0  # of the schedule, from 0; its last one after the passes
-    sends: tuple[tuple[int, int], ...] = ()  # (stage, stage that it sends to)
+    work: tuple[Work, ...]  # per stage: the pass that it computes or has just computed
+    tick: int = 0  # tick of the schedule, from 0; after the passes, the last one
+    sends: tuple[tuple[int, int], ...] = ()  # (sending stage, receiving stage)
 
 
 def moments(grid: Grid, micro_batches: int, zero_stage: int) -> Iterator[Moment]:
-    """Yield the moments of a step of a pipeline: the ticks of its schedule, each with the sums over
-    tensor ranks in its layers and what it hands on; then gradients over data ranks, the optimizer,
-    and the weights that ZeRO 1 gathers behind it.
+    """Yield the moments of a pipelined step: for each tick its passes, the sums over tensor ranks
+    in its layers and its sends; then the gradient reduction over data ranks, the optimizer, and the
+    gathering of weights with ZeRO 1.
     """
     rows = schedule(grid.pipeline, micro_batches)
     tick, idle = 0, (None,) * grid.pipeline
@@ -43,7 +43,7 @@ def moments(grid: Grid, micro_batches: int, zero_stage: int) -> Iterator[Moment]
 
 
 def _sends(work: tuple[Work, ...]) -> Iterator[tuple[int, int]]:
-    """Hidden states go to the next stage, their gradients to the one before."""
+    """Yield (sender, receiver): hidden states go to the next stage, their gradients back."""
     for stage, task in enumerate(work):
         if task is not None:
             to = stage + (1 if task[0] == "forward" else -1)

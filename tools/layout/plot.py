@@ -1,4 +1,4 @@
-"""Layouts as pictures: a step of a pipeline over time, and ZeRO's parts on each rank."""
+"""Plots layouts: a pipelined step over time, and the ZeRO shards of each rank."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = {"forward": SERIES[0].light, "backward": SERIES[1].light}
-_READABLE = 0.014  # of the step: a shorter bar has no room for its number
+_READABLE = 0.014  # share of the step; a shorter bar has no room for its number
 _MOST_RANKS = 16
 _STATES = {"weights": 3, "gradients": 2, "optimizer": 1}
-"""The ZeRO stage from which on each is divided (arXiv 1910.02054, figure 1)."""
-_THINNEST = 0.045  # of a lane: a slice that can still be seen
+"""The ZeRO stage from which on each state is partitioned (arXiv 1910.02054, figure 1)."""
+_THINNEST = 0.045  # share of a lane; a thinner slice would be invisible
 
 
 def pipeline_drawn(plan: Plan) -> Figure:
-    """A row for each stage; a bar's length is its arithmetic, sending takes no time."""
+    """Return a Gantt chart of a step with a row per stage. Bars show compute; sending takes no
+    time.
+    """
     from matplotlib.patches import Rectangle
 
     bars = plan_spans(plan)
@@ -64,7 +66,7 @@ def pipeline_drawn(plan: Plan) -> Figure:
 
 
 def zero_drawn(plan: Plan) -> Figure:
-    """A column for each rank, a lane for each kind of state; coloured: held by that rank."""
+    """Return a figure with a column per rank and a lane per state; the rank's shard is colored."""
     title, subtitle = titles(plan)
     figure = new_figure(11.5, 4.2, title, subtitle)
     axis = figure.subplots()
@@ -102,14 +104,14 @@ def _lane(axis: Axes, lane: int, state: str, ranks: int, parts: int) -> None:
         box = (rank - 0.42, lane + 0.08)
         axis.add_patch(Rectangle(box, 0.84, 0.84, fc=GRID.light, ec="none"))
         height = max(0.84 / parts, _THINNEST)
-        part = rank if rank < ranks - 1 or parts == 1 else parts - 1  # the last column: last rank
+        part = rank if rank < ranks - 1 or parts == 1 else parts - 1  # last column: last rank
         bottom = lane + 0.92 - height - (part * (0.84 - height) / max(parts - 1, 1))
         colour = COMPONENTS[state].light
         axis.add_patch(Rectangle((rank - 0.42, bottom), 0.84, height, fc=colour, ec="none"))
 
 
 def _size(plan: Plan, state: str) -> str:
-    """Return the size that the estimate counts between two steps, where the model is known."""
+    """Return the estimated size of a state between two steps; "" if the model is unknown."""
     if plan.estimate is None:
         return ""
     size = grouped(plan.estimate.worst.phase("between_steps"))[state]

@@ -1,6 +1,6 @@
 """Pipeline schedules to compare: DeepSpeed's 1F1B, which runs, and three that are only drawn.
 
-Each is the order of a stage's tasks; tools/layout/schedules.py finds when they run.
+A schedule is the order of each stage's tasks; `spans` computes when they run.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from harness.plan.plan import Plan
 
 
 class Task(NamedTuple):
-    """A pass of one stage for a micro-batch. A backward pass may be two: first the gradients of its
-    inputs, which the stage before waits for, later those of its weights.
+    """A pass of one stage for one micro-batch. A backward pass may be split in two: first the
+    gradients of its inputs, which the previous stage waits for, later those of its weights.
     """
 
     kind: Literal["forward", "backward", "inputs", "weights"]
     micro_batch: int
     chunk: int = 0
-    """Of the parts of the model that the stage has: chunk 0 of all stages comes first."""
+    """Index among the model chunks of the stage. Chunk 0 of all stages comes first in the model."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One stage at work on one micro-batch; times count from the begin of the step."""
+    """One task of a stage with its times, counted from the start of the step."""
 
     stage: int
     kind: Literal["forward", "backward", "inputs", "weights"]
@@ -39,9 +39,9 @@ class Span:
 
 
 def stage_work(plan: Plan) -> list[tuple[int, int]]:
-    """Per stage, FLOPs of (forward, backward) pass per token; layers, where these are not known.
+    """Return (forward, backward) work per stage: FLOPs per token, or layers if FLOPs are unknown.
 
-    Backward is twice forward, and what is computed again.
+    Backward takes twice the forward work plus the recomputation.
     """
     assert plan.stages is not None
     layers = layers_per_stage(plan.stages)
@@ -63,12 +63,12 @@ def stage_work(plan: Plan) -> list[tuple[int, int]]:
 def spans(
     rows: Sequence[Sequence[Task | Work]], work: Sequence[tuple[float, float]], chunks: int = 1
 ) -> list[Span]:
-    """Tasks of each stage, in their order, with as much time as `work` says: (forward, backward),
-    of all its chunks.
+    """Return the tasks with their times. `work` gives the (forward, backward) time of each stage,
+    summed over its chunks.
 
-    A task begins when its stage is free and its input is there; sending takes no time.
+    A task begins when its stage is free and its input is available; sending takes no time.
     """
-    done: dict[tuple[str, int, int], float] = {}  # (kind, place in the model, micro-batch)
+    done: dict[tuple[str, int, int], float] = {}  # (kind, position in the model, micro-batch)
     free = [0.0] * len(rows)
     queues = [[Task(*task) for task in row if task is not None] for row in rows]
     heads = [0] * len(rows)
@@ -97,7 +97,7 @@ def _key(task: Task, place: int) -> tuple[str, int, int]:
 
 
 def _needs(task: Task, place: int) -> list[tuple[str, int, int]]:
-    """What must be done before; places that no model has are for the caller to drop."""
+    """Return the tasks that must finish first; the caller drops positions outside the model."""
     if task.kind == "forward":
         return [("forward", place - 1, task.micro_batch)]
     if task.kind == "weights":
@@ -106,37 +106,38 @@ def _needs(task: Task, place: int) -> list[tuple[str, int, int]]:
 
 
 def plan_spans(plan: Plan) -> list[Span]:
-    """One step of a pipelined plan."""
+    """Return the spans of one step of a pipelined plan."""
     return spans(schedule(plan.grid.pipeline, plan.grad_accum), stage_work(plan))
 
 
 def waiting(spans: Sequence[Span]) -> float:
-    """Share of the step that a stage waits, on average over stages."""
+    """Return the share of the step that a stage waits, averaged over stages."""
     length = max(span.end for span in spans)
     stages = 1 + max(span.stage for span in spans)
     return 1 - sum(span.end - span.begin for span in spans) / (length * stages)
 
 
-Order = list[list[Task]]  # of each stage, its tasks one after the other
+Order = list[list[Task]]  # the tasks of each stage, in order
 
 
 def one_f_one_b(stages: int, batches: int, _: int = 1) -> Order:
-    """Return DeepSpeed's schedule (arXiv 2006.09503)."""
+    """Return the order of DeepSpeed's schedule, 1F1B (arXiv 2006.09503)."""
     return [[Task(*work) for work in row if work is not None] for row in schedule(stages, batches)]
 
 
 def gpipe(stages: int, batches: int, _: int = 1) -> Order:
-    """Return all forward passes, then all backward passes, the last micro-batch first
-    (arXiv 1811.06965, figure 2c).
+    """Return the order of GPipe: all forward passes, then all backward passes, last micro-batch
+    first (arXiv 1811.06965, figure 2c).
     """
     forward = [Task("forward", batch) for batch in range(batches)]
     return [[*forward, *(Task("backward", t.micro_batch) for t in forward[::-1])]] * stages
 
 
 def interleaved(stages: int, batches: int, chunks: int = 2) -> Order:
-    """Return 1F1B over `chunks` parts of the model on each stage (arXiv 2104.04473, section 2.2).
+    """Return the order of 1F1B with `chunks` model chunks per stage (arXiv 2104.04473, section
+    2.2).
 
-    Micro-batches go through a chunk in groups of as many as there are stages.
+    Micro-batches pass a chunk in groups of `stages`.
     """
     if batches % stages:
         raise ValueError(
@@ -158,8 +159,8 @@ def interleaved(stages: int, batches: int, chunks: int = 2) -> Order:
 
 
 def zero_bubble(stages: int, batches: int, _: int = 1) -> Order:
-    """Return ZB-H1: gradients of weights are a task of their own, later by as many micro-batches
-    as there are stages before this one, so that no stage keeps more than the first of 1F1B
+    """Return the order of ZB-H1: weight gradients are separate tasks, delayed by one micro-batch
+    for each earlier stage, so that no stage keeps more activations than the first stage of 1F1B
     (arXiv 2401.10241, section 2.1).
     """
     rows = []
@@ -186,7 +187,9 @@ SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {
 
 
 def most_kept(row: Sequence[Task], chunks: int = 1) -> float:
-    """Return the micro-batches whose activations a stage keeps at most; a chunk has its part."""
+    """Return the most micro-batches whose activations a stage keeps; a chunk counts as a
+    fraction.
+    """
     is_split = any(task.kind == "weights" for task in row)
     count, most = 0, 0
     for task in row:

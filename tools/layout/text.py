@@ -1,4 +1,4 @@
-"""A plan's layout as text: who is where, who holds what, what happens in a step."""
+"""Formats a plan's layout as text: the ranks, their contents, and the schedule of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan
 from tools.layout.schedules import plan_spans, stage_work, waiting
 
-_MOST_COLUMNS = 16  # data ranks, as many of which are spelt out
+_MOST_COLUMNS = 16  # data ranks that are printed
 _MOST_TICKS = 21
 _WHOLE = (
     "weights, gradients and optimizer states",
@@ -26,7 +26,7 @@ _CUT = ("", "optimizer states", "gradients and optimizer states", _WHOLE[0])
 
 
 def describe(plan: Plan, width: int | None = None) -> str:
-    """The whole report; `width`: of the terminal that shows it."""
+    """Return the whole report; `width` is that of the terminal."""
     estimate = plan.estimate
     lines = [_headline(plan), "", *_ranks(plan, width), "", *_holdings(plan, estimate), ""]
     lines += [_shares(plan), *_fit(estimate), *_time(plan), "", *_step(plan, width)]
@@ -35,7 +35,7 @@ def describe(plan: Plan, width: int | None = None) -> str:
 
 
 def _fit(estimate: Estimate | None) -> list[str]:
-    """Return the verdict, where the GPU is known."""
+    """Return the verdict; empty if the GPU is unknown."""
     if estimate is None or estimate.device_bytes is None:
         return []
     verdict = {"fits": "it fits", "tight": "it is tight", "does not fit": "it does not fit"}
@@ -46,7 +46,7 @@ def _fit(estimate: Estimate | None) -> list[str]:
 
 
 def _time(plan: Plan) -> list[str]:
-    """Return the time of a step, where the GPU is known."""
+    """Return the time of a step; empty if the GPU is unknown."""
     step = step_time(plan)
     return [] if step is None else [f"Time: {step_line(step)}"]
 
@@ -63,7 +63,7 @@ def _headline(plan: Plan) -> str:
 
 
 def _ranks(plan: Plan, columns: int | None) -> list[str]:
-    """The grid of ranks."""
+    """Return the grid of ranks as lines."""
     grid, most = plan.grid, plan.grid.world_size - 1
     peers = grid.sequence * grid.tensor
     width = len(_with_peers(most - peers + 1, peers))
@@ -85,12 +85,12 @@ def _ranks(plan: Plan, columns: int | None) -> list[str]:
 
 
 def _with_peers(rank: int, peers: int) -> str:
-    """Return a rank with those that read the same samples: "4", or "4-7"."""
+    """Return a rank and its peers that read the same samples, such as "4" or "4-7"."""
     return str(rank) if peers == 1 else f"{rank}-{rank + peers - 1}"
 
 
 def _holdings(plan: Plan, estimate: Estimate | None) -> list[str]:
-    """A row for each stage, and how even they are."""
+    """Return a table row for each stage, and how balanced the stages are."""
     units = _units(plan)
     fullest = estimate.fullest if estimate else []
     head = ["stage", "holds", "parameters", "work", "GiB between steps", "GiB at the peak, in"]
@@ -118,7 +118,7 @@ def _holdings(plan: Plan, estimate: Estimate | None) -> list[str]:
 
 
 def _units(plan: Plan) -> list[str]:
-    """Return the parts of the model on each stage, as text."""
+    """Return each stage's part of the model as text."""
     if plan.stages is None:
         places, experts = plan.grid.tensor, plan.grid.expert
         if experts > 1:
@@ -137,7 +137,9 @@ def _units(plan: Plan) -> list[str]:
 
 
 def _sizes(plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
-    """Parameters and FLOPs per token of each stage; nothing where these are not known."""
+    """Return the parameters and the FLOPs per token of each stage; empty if the model is
+    unknown.
+    """
     if plan.shape is None:
         return (), ()
     bounds = plan.stages or (0, plan.shape.num_layers + 2)
@@ -147,7 +149,7 @@ def _sizes(plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    """Columns as wide as they must be; words to the left, numbers to the right."""
+    """Return the rows with aligned columns: words to the left, numbers to the right."""
     rows = [row + [""] * (len(rows[0]) - len(row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<", "<", ">", ">", ">", "<"]
@@ -161,7 +163,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _shares(plan: Plan) -> str:
-    """Return the parts that ZeRO keeps whole on each rank, and those that it divides."""
+    """Return a line about the states that ZeRO replicates and those that it partitions."""
     count, zero_stage = plan.grid.data * plan.grid.sequence, plan.zero_stage
     parts = [f"{_WHOLE[zero_stage]} whole"] if _WHOLE[zero_stage] else []
     parts += [f"1/{count} of the {_CUT[zero_stage]}"] if _CUT[zero_stage] else []

@@ -1,1 +1,1 @@
-"""The style shared by pictures and pages."""
+"""The style shared by plots and pages."""

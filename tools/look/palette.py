@@ -1,4 +1,4 @@
-"""Colours, fonts and titles that pictures and pages share."""
+"""Colors, fonts and titles that plots and pages share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ __all__ = [
 
 
 def titles(plan: Plan, batch: bool = True) -> tuple[str, str]:
-    """Return model and cluster; layout and batch, which a sweep varies."""
+    """Return the title (model and cluster) and the subtitle (layout and, with `batch`, the
+    batch).
+    """
     world, grid, model = plan.world, plan.grid, plan.config.model
     size = f", {short(num_parameters(plan.shape))} parameters" if plan.shape else ""
     device = world.gpu or ("GPU" if world.accelerator == "cuda" else world.accelerator.upper())

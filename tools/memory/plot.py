@@ -1,4 +1,4 @@
-"""Estimates as pictures: bars per phase and stage, peaks of other sizes, a sweep as a heat map."""
+"""Plots estimates: bars per phase and ZeRO stage, peaks at other sizes, sweeps as heat maps."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _COLOURS = {
     "tight": (VERDICTS["warning"].light, 0.28),
     "does not fit": (VERDICTS["bad"].light, 0.22),
 }
-_POINTS = 7  # each twice the one before
+_POINTS = 7  # each is twice the previous one
 _SHORTEST = 512  # tokens
 
 Curve = list[tuple[int, int]]  # (micro-batch or tokens, bytes at the peak)
 
 
 def estimate_drawn(estimate: Estimate, title: str, subtitle: str) -> Figure:
-    """One picture of six colours; sizes in GiB."""
+    """Return the figure of an estimate, sizes in GiB."""
     figure = new_figure(11.5, 8.2, title, subtitle)
     upper, lower = figure.subfigures(2, 1, height_ratios=(3, 2))
     phases, stages = upper.subplots(1, 2, width_ratios=(7, 2))
@@ -67,7 +67,7 @@ def estimate_drawn(estimate: Estimate, title: str, subtitle: str) -> Figure:
 
 
 def _bars(axis: Axes, sizes: dict[str, dict[str, int]]) -> None:
-    """Draw stacked bars, each with its total."""
+    """Draw stacked bars, each labeled with its total."""
     groups = {name: grouped(parts) for name, parts in sizes.items()}
     places = range(len(groups))
     bottoms = [0.0] * len(groups)
@@ -91,7 +91,7 @@ def _bars(axis: Axes, sizes: dict[str, dict[str, int]]) -> None:
 
 
 def _curve(axis: Axes, title: str, curve: Curve, chosen: int, device_bytes: int | None) -> None:
-    if device_bytes:  # beyond twice the device nothing is worth a look, but for the run's own
+    if device_bytes:  # hide points above twice the device's memory, except the run's own
         curve = [(n, size) for n, size in curve if size <= 2 * device_bytes or n == chosen]
     labels, sizes = [f"{n:,}" for n, _ in curve], [size / GIB for _, size in curve]
     axis.plot(labels, sizes, marker="o", color=_BLUE)
@@ -122,14 +122,14 @@ def _device_line(axis: Axes, device_bytes: int | None, at_end: bool = False) -> 
 
 
 def by_micro_batch(estimate: Estimate) -> Curve:
-    """Peaks for 1, 2, 4, ... samples at once, and the run's own."""
+    """Return the peaks for micro-batches of 1, 2, 4, ... samples and for the run's own."""
     inputs = estimate.inputs
     values = {2**power for power in range(_POINTS)} | {inputs.micro_batch}
     return [(n, _peak(with_micro_batch(inputs, n))) for n in sorted(values)]
 
 
 def by_seq_len(estimate: Estimate) -> Curve:
-    """Peaks for 512, 1,024, ... tokens, and the run's own length."""
+    """Return the peaks for 512, 1,024, ... tokens and for the run's own length."""
     inputs = estimate.inputs
     values = {_SHORTEST * 2**power for power in range(_POINTS)} | {inputs.seq_len}
     whole = (n for n in sorted(values) if n % inputs.grid.sequence == 0)
@@ -141,7 +141,7 @@ def _peak(inputs: Inputs) -> int:
 
 
 def sweep_drawn(points: list[Point], title: str, subtitle: str) -> Figure:
-    """A panel for each value of a third range; a row, a column for each value of the others."""
+    """Return the heat map of a sweep over up to three ranges: columns, rows and panels."""
     ranges = {name: sorted({point.values[name] for point in points}) for name in points[0].values}
     across, *others = sorted(ranges, key=lambda name: -len(ranges[name]))
     down = others[0] if others else None

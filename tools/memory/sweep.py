@@ -1,4 +1,4 @@
-"""Peak memory over ranges of micro-batch, sequence length and GPUs."""
+"""Peak memory over ranges of micro-batch, sequence length and GPU count."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NAMES = ("micro_batch", "seq_len", "gpus")
 
 @dataclass(frozen=True)
 class Point:
-    """One combination and what it needs."""
+    """One combination of a sweep, with its estimate."""
 
     values: dict[str, int]
     estimate: Estimate
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the point as plain values."""
         return {
             **self.values,
             "peak_allocated_gib": round(self.estimate.worst.peak / GIB, 4),
@@ -35,9 +35,9 @@ class Point:
 
 
 def read_sweep(texts: Iterable[str]) -> dict[str, list[int]]:
-    """ "micro_batch=1..8" -> {"micro_batch": [1, 2, 4, 8]}: each value twice the one before.
+    """Return the values of each range: "micro_batch=1..8" -> {"micro_batch": [1, 2, 4, 8]}.
 
-    Raises ValueError for anything else.
+    Each value is twice the previous one. Raises ValueError for other syntax.
     """
     ranges = {}
     for text in texts:
@@ -56,7 +56,7 @@ def read_sweep(texts: Iterable[str]) -> dict[str, list[int]]:
 
 
 def sweep(estimate: Estimate, ranges: dict[str, list[int]]) -> list[Point]:
-    """An estimate for each combination; none without ranges."""
+    """Return an estimate for each combination; empty without ranges."""
     points = []
     for values in itertools.product(*ranges.values()) if ranges else ():
         chosen = dict(zip(ranges, values, strict=True))
@@ -78,7 +78,7 @@ def _with(inputs: Inputs, values: dict[str, int]) -> Inputs:
 
 
 def sweep_text(points: list[Point]) -> str:
-    """A line per combination."""
+    """Return a line per combination."""
     lines = []
     for point in points:
         values = "  ".join(f"{name} {value:>7,}" for name, value in point.values.items())

@@ -1,4 +1,4 @@
-"""An estimate as text, for people."""
+"""Formats a memory estimate as text."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from harness.estimate.states import optimizer_class
 from harness.estimate.timeline import Estimate, estimate_memory
 
 _BAR = 40  # characters
-_BESIDE_A_BAR = 58  # of its line: the name, the size, the evidence
+_BESIDE_A_BAR = 58  # characters of the line beside a bar: name, size, evidence
 _MOST_CHANGES = 8
-_SMALL = 0.005  # GiB; less is not worth a line
+_SMALL = 0.005  # GiB; smaller components get no line
 
 
 def describe(
     estimate: Estimate, width: int | None = None, is_possible: IsPossible = lambda change: True
 ) -> str:
-    """The whole report; `width`: of the terminal that shows it; `is_possible`: whether a change
-    would be planned.
+    """Return the whole report. `width` is that of the terminal; `is_possible` tells whether a
+    change could be planned.
     """
     worst = estimate.worst
     bar = _BAR if width is None else max(8, min(_BAR, width - _BESIDE_A_BAR))
@@ -53,7 +53,7 @@ def describe(
 
 
 def paper_text(estimate: Estimate) -> str:
-    """The ZeRO paper's table for this model: model states only, decimal gigabytes."""
+    """Return the ZeRO paper's table for this model: model states only, in decimal gigabytes."""
     count, shards = estimate.worst.inputs.parameters, estimate.inputs.shards
     part = "" if count == estimate.inputs.parameters else " of one rank"
     lines = [
@@ -92,7 +92,7 @@ def _of_stage(rank: RankTimeline) -> str:
 
 
 def _pipeline(estimate: Estimate) -> list[str]:
-    """The fullest rank of each pipeline stage."""
+    """Return a line for the fullest rank of each pipeline stage."""
     if estimate.inputs.bounds is None:
         return []
     return ["", "Pipeline stages, the fullest rank of each"] + [
@@ -146,7 +146,7 @@ def _refusal(estimate: Estimate, stage: int) -> str | None:
 
 
 def _device(rank: RankTimeline) -> list[str]:
-    """The bytes of the fullest GPU as torch and its driver count them."""
+    """Return the bytes of the fullest GPU as torch and its driver count them."""
     rows = (
         ("allocated", _gib(rank.peak), "in tensors: torch's max_memory_allocated"),
         ("reserved", _span(rank.reserved), "by torch's allocator: max_memory_reserved"),
@@ -197,10 +197,11 @@ def _gib(size: float) -> str:
 
 
 def paper_bytes(parameters: int, stage: int, shards: int, optimizer_bytes: int = 12) -> float:
-    """Model states per rank as the ZeRO paper counts them (arXiv 1910.02054, table 1).
+    """Return the bytes of model states per rank as the ZeRO paper counts them (arXiv 1910.02054,
+    table 1).
 
-    2 bytes of weights, 2 of gradients and K = 12 of optimizer states per parameter, in fp16 with
-    Adam; stage 1 divides the states, 2 the gradients too, 3 everything.
+    fp16 with Adam takes 2 bytes of weights, 2 of gradients and K = 12 of optimizer states per
+    parameter. Stage 1 partitions the states, stage 2 also the gradients, stage 3 everything.
     """
     cut = [shards if stage >= level else 1 for level in (3, 2, 1)]
     return parameters * (2 / cut[0] + 2 / cut[1] + optimizer_bytes / cut[2])

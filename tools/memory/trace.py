@@ -1,4 +1,4 @@
-"""Counts the bytes that autograd saves for a run's model class, on fake tensors."""
+"""Traces a run's model class on fake tensors and counts the bytes that autograd saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from harness.models.tracing import Request, trace
 
 
 def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = None) -> int:
-    """Return the bytes saved for backward by the whole model, from those of each kind of layer."""
+    """Return the bytes that the whole model saves for backward, from a trace of each kind of
+    layer.
+    """
 
     def as_the_run_does(model: PreTrainedModel) -> None:
         checkpoint_layers(model, inputs.checkpointing, inputs.activation_offload)

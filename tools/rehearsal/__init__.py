@@ -1,1 +1,1 @@
-"""A job, rehearsed small: what is made of it, its stages, what is said of them."""
+"""Parts of tools/rehearse.py: the small model and job, the stages, comparisons of runs."""

@@ -7,7 +7,7 @@ from typing import Any
 
 Line = dict[str, Any]
 
-# What a step learned, and at which point of the run: not how long it took.
+# Results of a step and its position in the run, but not its duration.
 EXACT = (
     *("loss", "grad_norm", "learning_rate", "samples", "tokens"),
     *("loss_scale", "skipped_steps", "eval_loss"),
@@ -15,7 +15,9 @@ EXACT = (
 
 
 def differing(lines: list[Line], expected: list[Line]) -> list[str]:
-    """Return every difference of two runs in EXACT, to the last bit, and steps that one lacks."""
+    """Return every difference of two runs in EXACT, to the last bit, and steps that one run
+    lacks.
+    """
     here, there = by_step(lines), by_step(expected)
     problems = [
         f"step {step} is in one of the two runs only" for step in sorted(here.keys() ^ there.keys())
@@ -30,7 +32,7 @@ def differing(lines: list[Line], expected: list[Line]) -> list[str]:
 
 
 def done_twice(lines: list[Line], stopped_at: int) -> list[int]:
-    """Return steps that the second attempt repeated, or that it left to the first."""
+    """Return the steps that the second attempt repeated, or left to the first."""
     return [
         step
         for step, line in by_step(lines).items()
@@ -57,5 +59,5 @@ def apart(ours: list[Line], expected: list[Line], steps: list[int], key: str) ->
 
 
 def by_step(lines: list[Line]) -> dict[int, Line]:
-    """Return the lines of steps that were taken; the line of step 0 is an evaluation."""
+    """Return the lines of training steps by step; the line of step 0 is an evaluation."""
     return {line["step"]: line for line in lines if "loss" in line}

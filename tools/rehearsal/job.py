@@ -1,4 +1,4 @@
-"""A rehearsal made of a real job's plan: layout, model, JSON and run config."""
+"""Derives a rehearsal from a real job's plan: layout, model, JSON and run config."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tools.rehearsal.shrink import (
     tokenizer_of,
 )
 
-MOST_RANKS = 4  # unless there are more pipeline stages than two data ranks leave room for
+MOST_RANKS = 4  # unless two data ranks per pipeline stage need more
 
 
 def grid_of(pipeline: int, data: int, tensor: int = 1, sequence: int = 1) -> Grid:
-    """Return the grid of these sizes."""
+    """Return the grid with these sizes."""
     return Grid(pipeline * data * tensor * sequence, pipeline, tensor, sequence)
 
 
 def shown(grid: Grid, noun: str = "rank") -> str:
-    """Return a grid as "8 ranks = 2 stages x 4 data"; the number alone if all are data ranks."""
+    """Return a grid as "8 ranks = 2 stages x 4 data"; only the number if all are data ranks."""
     ranks = f"{grid.world_size} {noun}{'s' * (grid.world_size > 1)}"
     if grid.world_size == grid.data:
         return ranks
@@ -48,12 +48,12 @@ def shown(grid: Grid, noun: str = "rank") -> str:
 
 
 def rehearsed(real: Grid, wanted: int | None = None) -> Grid:
-    """Return the grid in which a job of `real` is rehearsed, of `wanted` ranks if given.
+    """Return the grid in which a job of `real` is rehearsed, with `wanted` ranks if given.
 
-    All pipeline stages stay, and two tensor or sequence ranks of more. Data ranks go: down to
-    MOST_RANKS ranks, but never below two if the job has two, for whatever is exchanged between
-    them. So 64 GPUs are 4 ranks, in 2 stages 2 x 2 and in 4 stages 4 x 2. Raises ConfigError for a
-    number of ranks that does not fit.
+    All pipeline stages stay, and up to two tensor and two sequence ranks. Data ranks shrink to fit
+    MOST_RANKS ranks, but never below two if the job has two, so that they exchange data. So 64 GPUs
+    become 4 ranks, with 2 stages 2 x 2 and with 4 stages 4 x 2. Raises ConfigError for a number of
+    ranks that does not fit.
     """
     stages, tensor, sequence = real.pipeline, min(real.tensor, 2), min(real.sequence, 2)
     each = stages * tensor * sequence
@@ -73,11 +73,12 @@ def rehearsed(real: Grid, wanted: int | None = None) -> Grid:
 
 
 def elsewhere(grid: Grid, micro_batch: int, grad_accum: int) -> tuple[Grid, int] | None:
-    """Return another layout that the same global batch divides over, and its micro-batch.
+    """Return another layout for the same global batch, and its micro-batch.
 
-    Tensors and rows are not divided any more; if they were not, half the data ranks; of one, half
-    the stages; of one, two ranks. The micro-batch stays if it can, since a balancing loss of
-    experts is not linear in it. None if a step is one sample, which only one rank can take.
+    Tensor and sequence parallelism go first; without them, half the data ranks; with one data rank,
+    half the stages; with one stage, two data ranks. The micro-batch stays if possible, since the
+    balancing loss of experts is not linear in it. None if a step is one sample, which only one rank
+    can take.
     """
     stages, data = grid.pipeline, grid.data
     if grid.tensor * grid.sequence > 1:
@@ -91,29 +92,29 @@ def elsewhere(grid: Grid, micro_batch: int, grad_accum: int) -> tuple[Grid, int]
     return (grid_of(1, 2), micro_batch // 2) if micro_batch % 2 == 0 else None
 
 
-STEPS = 10  # the signal comes after the first; a run must not end before it is heard
+STEPS = 10  # the signal comes after the first step; the run must not end before it is handled
 SEQ_LEN = 32  # tokens
 MICRO_BATCH = 2  # samples
 _WARMUP_STEPS, _EVERY, _EVAL_SAMPLES, _SAMPLE_TOKENS = 2, 4, 8, 4
 _LAYERS_PER_STAGE = 2
 
-# Sizes of the JSON, and the power of the hidden size by which they shrink with the model, so that
-# it, too, fills several buckets per step, and is partitioned at all.
+# Sizes in the JSON, and the power of the hidden size with which they shrink, so that the small
+# model also fills several buckets per step and is partitioned.
 _BUCKETS = {"reduce_bucket_size": 2, "allgather_bucket_size": 2}
 _OF_STAGE_3 = {
     "sub_group_size": 2,
     "stage3_prefetch_bucket_size": 2,
     "stage3_max_live_parameters": 2,
     "stage3_max_reuse_distance": 2,
-    "stage3_param_persistence_threshold": 1,  # what a norm's vector is compared with
+    "stage3_param_persistence_threshold": 1,  # compared with the size of a norm's weight
 }
 _EXPERT_RANKS = "expert_parallel.autoep_size"
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
-# DeepSpeed does it on GPUs alone.
+# DeepSpeed supports it only on GPUs.
 _QUANTISED = tuple(f"zero_optimization.zero_quantized_{kind}" for kind in ("weights", "gradients"))
-# Keys of the run config that a rehearsal sets; the JSON's keys of the same meaning go.
+# Run config keys that a rehearsal sets; JSON keys with the same meaning are removed.
 _SHORTENED = ("train.steps", "optim.warmup_steps", "train.global_batch", "train.micro_batch")
-# Keys of the run config that make no sense in a rehearsal, or are written anew.
+# Run config keys that make no sense in a rehearsal or get new values.
 _REPLACED = (
     *("model.name", "model.init_from", "model.overrides", "data.path", "data.tokenizer"),
     *("data.mix", "data.eval_path", "data.too_long", "data.min_tokens", "data.max_tokens"),
@@ -133,24 +134,24 @@ class Job:
     layout: Grid
     micro_batch: int
     grad_accum: int
-    model: dict[str, Any]  # hugging Face config of the small model
+    model: dict[str, Any]  # Hugging Face config of the small model
     deepspeed: dict[str, Any]
     trust_remote_code: bool = False
 
     @classmethod
     def of(cls, real: Plan, ranks: int | None = None, trust_remote_code: bool = False) -> Job:
-        """Return the rehearsal of a job, on so many `ranks` if given.
+        """Return the rehearsal of a job, on `ranks` ranks if given.
 
-        Raises ConfigError for a number of ranks that does not fit, ValueError for a model that
+        Raises ConfigError for a number of ranks that does not fit, and ValueError for a model that
         cannot be shrunk.
         """
         layout = rehearsed(real.grid, ranks)
         split = _split(real)
         layers = sum(split) if split else _LAYERS_PER_STAGE * layout.pipeline
-        # A tokenizer of the user's brings its own ids.
+        # A user's tokenizer has its own ids.
         vocab_size = VOCAB_SIZE if tokenizer_of(real) is None else 2**31
         model = shrunk(real.model_config, layers, vocab_size)
-        if split:  # whose sum must be the number of layers, exactly
+        if split:  # its sum must equal the number of layers
             times = -(-(size_of(model, LAYERS) or 1) // sum(split))
             split = [count * times for count in split]
             if sum(split) > (size_of(real.model_config, LAYERS) or 1):
@@ -168,7 +169,7 @@ class Job:
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step."""
+        """Samples per step."""
         return self.micro_batch * self.grad_accum * self.layout.data
 
     @property
@@ -178,7 +179,7 @@ class Job:
 
     @property
     def random_steps(self) -> bool:
-        """True if dropout is on, which other ranks draw differently."""
+        """True if the model uses dropout, which differs with the number of ranks."""
         return self.real.config.model.stochastic_depth > 0 or any(
             isinstance(value, int | float) and value > 0
             for key, value in self.model.items()
@@ -231,7 +232,7 @@ class Job:
         run = self.real.config
         replaced = tuple(f"{key}." for key in _REPLACED)
         if self.real.attention_why and run.model.attention != "varlen":
-            replaced += ("model.attention.",)  # "auto" means the same here
+            replaced += ("model.attention.",)  # "auto" has the same meaning here
         return {
             key: value
             for key, value in flat(run.model_dump(exclude_unset=True))
@@ -249,7 +250,7 @@ class Job:
             "eval.every": min(run.eval.every, _EVERY),
             "eval.samples": min(run.eval.samples, _EVAL_SAMPLES),
             "save.every": min(run.save.every, _EVERY),
-            "save.export": False,  # a stage of its own
+            "save.export": False,  # a separate stage
             "log.every": 1,  # every step is compared
             "sample.tokens": min(run.sample.tokens, _SAMPLE_TOKENS),
         }
@@ -259,7 +260,9 @@ class Job:
         return {**keys, **self._ramp(), **self._groups()}
 
     def _ramp(self) -> dict[str, int]:
-        """Return as steep a ramp of batch and length as a few steps allow, in the first half."""
+        """Return ramp keys for batch and length: as steep as a few steps allow, within the first
+        half.
+        """
         ramp, tokens = self.real.config.ramp, STEPS * self.global_batch * SEQ_LEN // 2
         keys = {}
         if ramp.batch_from is not None and self.grad_accum > 1:
@@ -271,7 +274,7 @@ class Job:
         return keys
 
     def _groups(self) -> dict[str, Any]:
-        """Return the rules of optim.groups that fit a parameter of the small model, too."""
+        """Return the rules of optim.groups that match a parameter of the small model."""
         try:
             names = [tensor.name for tensor in Shape.from_hf(self.model).tensors()]
         except UnknownArchitecture:
@@ -285,14 +288,14 @@ class Job:
 
 
 def _expert_ranks(model: dict[str, Any], layout: Grid) -> int:
-    """Return the fewest data ranks that can share a model's experts; 1 if one must hold all."""
+    """Return the fewest data ranks that can share a model's experts; 1 if each must hold all."""
     return (*ExpertPlan.of(model).legal(layout.data), 1)[1]
 
 
 def _deepspeed(
     real: Plan, layout: Grid, model: dict[str, Any], split: list[int] | None
 ) -> dict[str, Any]:
-    """Return the job's JSON without what depends on its size and what the run config sets."""
+    """Return the job's JSON without size-dependent values and keys that the run config sets."""
     ds = copy.deepcopy(real.deepspeed_given)
     for key in ("gradient_accumulation_steps", *(k for k, r in SAME.items() if r in _SHORTENED)):
         *path, last = key.split(".")
@@ -300,7 +303,7 @@ def _deepspeed(
         for name in path:
             section = section.get(name, {})
         section.pop(last, None)
-    if "enabled" in ds.get("bf16", {}):  # "auto" is what it is on the job's GPUs
+    if "enabled" in ds.get("bf16", {}):  # "auto" means its value on the job's GPUs
         ds["bf16"]["enabled"] = real.precision == "bf16"
     for name in _MONITORS:
         if name in ds:
@@ -314,7 +317,7 @@ def _deepspeed(
         changes["sequence_parallel_size"] = layout.sequence
     if real.grid.expert > 1:
         changes[_EXPERT_RANKS] = _expert_ranks(model, layout)
-    if offloaded_to(ds, "optimizer") == "nvme":  # the job's drive is not here
+    if offloaded_to(ds, "optimizer") == "nvme":  # the job's drive does not exist here
         changes["zero_optimization.offload_optimizer.nvme_path"] = AUTO
     ratio = (size_of(model, HIDDEN) or 1) / (size_of(real.model_config, HIDDEN) or 1)
     sizes = {**_BUCKETS, **(_OF_STAGE_3 if real.zero_stage == 3 else {})}
@@ -329,6 +332,6 @@ def _deepspeed(
 
 
 def _split(real: Plan) -> list[int] | None:
-    """Return layers per stage in proportion, if the JSON lists them."""
+    """Return the proportions of layers per stage; None unless the JSON lists counts."""
     counts = literal(real.deepspeed_given, "pipeline.partition")
     return [round(n / min(counts)) for n in counts] if isinstance(counts, list) else None

@@ -1,7 +1,7 @@
-"""The job's model with a thousandth of the weights, and a part of its data.
+"""Shrinks a job's model to a thousandth of its weights, and takes a part of its data.
 
 All traits of the architecture stay: tied or untied embeddings, queries per key, heads wider than
-the hidden size, a mixture of experts, the order of kinds of layers. Only sizes shrink.
+the hidden size, a mixture of experts, the order of layer kinds. Only sizes shrink.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ VOCAB_SIZE = 8192  # of the tokenizer that is trained if the job has none
 
 
 def excerpt(path: str, folder: Path, format: str | None = None, split: str | None = None) -> str:
-    """Return `path` itself if it is small or holds token ids; else copy the beginnings of the
-    first files of its split to `folder`, under their names, and return that path.
+    """Return `path` itself if the corpus is small or holds token ids. Otherwise copy the beginnings
+    of the first files of its split to `folder`, under the same names, and return that path.
 
     Raises ConfigError if there is no text, as a run would.
     """
@@ -49,7 +49,7 @@ def excerpt(path: str, folder: Path, format: str | None = None, split: str | Non
 
 
 def tokenizer_of(real: Plan) -> str | None:
-    """Return the job's tokenizer: its own, or the one of the weights that it starts from."""
+    """Return the job's tokenizer: its own, or that of the weights it starts from."""
     source = real.config.model.init_from
     if real.config.data.tokenizer or source is None:
         return real.config.data.tokenizer
@@ -58,7 +58,7 @@ def tokenizer_of(real: Plan) -> str | None:
 
 
 def data_keys(real: Plan, folder: Path) -> dict[str, Any]:
-    """Return the keys for the first part of the job's data, kept in `folder`, and its tokenizer."""
+    """Return the run config keys for the job's tokenizer and an excerpt of its data in `folder`."""
     keys: dict[str, Any] = {}
     data = real.config.data
 
@@ -66,7 +66,7 @@ def data_keys(real: Plan, folder: Path) -> dict[str, Any]:
         shown = excerpt(path, folder / "data" / name, format, split)
         if find_corpus(shown, format, split=ALL).path.is_relative_to(folder):
             keys["data.cache_dir"] = str(folder / "cache")
-        if shown != path:  # a copy of the files of the split alone
+        if shown != path:  # a copy, which contains only files of the split
             split = ALL
         return {"path": shown, **({} if split in (None, TO_EVALUATE) else {"split": split})}
 
@@ -75,7 +75,7 @@ def data_keys(real: Plan, folder: Path) -> dict[str, Any]:
     if data.path is not None:
         own = first(data.path, "", data.format, data.split)
         keys |= {f"data.{key}": value for key, value in own.items()}
-    if data.mix:  # without limits: the beginnings of the sources have fewer samples
+    if data.mix:  # no limits: the excerpts of the sources have fewer samples
         keys["data.mix"] = [
             {
                 **source.model_dump(
@@ -110,8 +110,8 @@ _OF_THE_MODEL = ("model.name=", "model.init_from=", "model.overrides")
 def with_experts(asked: Command) -> tuple[Command, str | None]:
     """Return the command with a preset whose experts its JSON can divide, and the preset's name.
 
-    The command is unchanged, and the name None, if the JSON divides no experts, the model has
-    experts, or it cannot be read, which planning then reports.
+    The command is unchanged and the name None if the JSON divides no experts, if the model has
+    experts, or if it cannot be read, which planning then reports.
     """
     words = asked.assignments
     of_ds = (word.removeprefix(PREFIX) for word in words if word.startswith(PREFIX))
@@ -131,9 +131,9 @@ def with_experts(asked: Command) -> tuple[Command, str | None]:
         return replace(asked, assignments=(*others, f"model.name={MIXTURE}")), MIXTURE
 
 
-HIDDEN_SIZE = 64  # of all query heads together, as near as the number of heads allows
+HIDDEN_SIZE = 64  # all query heads together, as near as the number of heads allows
 MOST_HEADS_PER_KEY = 16
-WINDOW = 16  # tokens; shorter than a rehearsed sample, so that it bites
+WINDOW = 16  # tokens; shorter than a rehearsed sample, so that it takes effect
 EXPERTS = 4
 
 LAYERS, HIDDEN = SIZE_KEYS["layers"], SIZE_KEYS["hidden"]
@@ -146,10 +146,10 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 def shrunk(config: Mapping[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:
-    """Return a config of at most `vocab_size` tokens and about `layers` decoder layers: never more
-    than the model has, and enough to show each kind of layer.
+    """Return a config with at most `vocab_size` tokens and about `layers` decoder layers: never
+    more than the model has, but enough to include each kind of layer.
 
-    Raises ValueError for a config that does not name its sizes, or that brings its own code.
+    Raises ValueError for a config that lacks its sizes, or that comes with its own code.
     """
     if "auto_map" in config:
         raise ValueError("its code comes with its repository, so nobody knows which sizes may go")
@@ -171,7 +171,7 @@ def shrunk(config: Mapping[str, Any], layers: int, vocab_size: int) -> dict[str,
 
 
 def size_of(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """Return the value of the first of synonyms that is set."""
+    """Return the value of the first key in `names` that is set; None if none is."""
     key = _key(config, names)
     return None if key is None else int(config[key])
 
@@ -194,10 +194,10 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Shrink heads, their width and the hidden size; groups of queries that share a key stay."""
+    """Return fewer and narrower heads and the hidden size; query groups that share a key stay."""
     heads, hidden = _sizes(config, _HEADS, HIDDEN)
     key_heads = size_of(config, _KEY_HEADS) or heads
-    if config.get("multi_query"):  # Falcon's and GPTBigCode's word for one key head
+    if config.get("multi_query"):  # Falcon's and GPTBigCode's key for a single key head
         key_heads = 1
     group = min(heads // key_heads or 1, MOST_HEADS_PER_KEY)
     few_keys = min(key_heads, 4 if group == 1 else 2)
@@ -219,7 +219,7 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(rope := config.get(name), Mapping):
             values[name] = {
                 key: value[: max(1, len(value) * head_dim // _head_dim(config))]
-                if isinstance(value, list)  # a factor for each pair of a head's dimensions
+                if isinstance(value, list)  # one factor for each pair of a head's dimensions
                 else value
                 for key, value in rope.items()
             }
@@ -227,7 +227,7 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _widths(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """Shrink the widths of MLPs and experts in proportion to the hidden size."""
+    """Return the widths of MLPs and experts, in proportion to the hidden size."""
     (was,), (now,) = _sizes(config, HIDDEN), _sizes(small, HIDDEN)
     return {
         name: max(8, round(config[name] * now / was / 8) * 8)
@@ -245,7 +245,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(config: Mapping[str, Any], wanted: int) -> dict[str, Any]:
-    """Cut the number of layers, and every list that has an entry per layer."""
+    """Return fewer layers, with every list that has an entry per layer."""
     name = _key(config, LAYERS)
     assert name is not None
     count = min(config[name], max(wanted, 2, *_shows_every_kind(config, config[name])))
@@ -253,7 +253,7 @@ def _layers(config: Mapping[str, Any], wanted: int) -> dict[str, Any]:
     for key, value in config.items():
         if isinstance(value, list) and len(value) == config[name]:
             values[key] = value[:count]
-    if "max_window_layers" in config:  # layers from there on slide: all, some or none
+    if "max_window_layers" in config:  # layers from this one on slide: all, some or none
         first = config["max_window_layers"]
         values["max_window_layers"] = count if first >= config[name] else min(first, 1)
     if dense := config.get("mlp_only_layers"):
@@ -262,7 +262,7 @@ def _layers(config: Mapping[str, Any], wanted: int) -> dict[str, Any]:
 
 
 def _shows_every_kind(config: Mapping[str, Any], count: int) -> Iterator[int]:
-    """Yield how many layers each list needs to contain all its kinds."""
+    """Yield the number of layers that each setting needs to show all its kinds."""
     yield int(config.get("decoder_sparse_step") or 1)
     yield int(config.get("sliding_window_pattern") or 1)
     for value in config.values():
@@ -271,13 +271,15 @@ def _shows_every_kind(config: Mapping[str, Any], count: int) -> Iterator[int]:
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
-    """An explicit null switches the window off; an absent key leaves the family's default."""
+    """Return a short window. An explicit null disables it; without the key, the family's default
+    applies.
+    """
     window = config.get("sliding_window", _family(config).sliding_window)
     return {"sliding_window": min(window, WINDOW)} if isinstance(window, int) else {}
 
 
 def _vocabulary(config: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Cut the vocabulary, and move special tokens that would fall out of it to 0."""
+    """Return a smaller vocabulary; special tokens outside it become 0."""
     size = min(config.get("vocab_size") or most, most)
     tokens = {
         key: 0

@@ -1,4 +1,4 @@
-"""The stages of a rehearsal, each a command that a user would start, in real processes."""
+"""The stages of a rehearsal. Each runs a user's command in real processes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tools.rehearsal.job import STEPS, Job, shown
 Command = Callable[[str, list[str]], list[str]]
 """(stage, arguments) -> the command line of every rank."""
 
-SIGNAL = signal.SIGUSR1  # what batch systems send ahead of the time limit
+SIGNAL = signal.SIGUSR1  # sent by batch systems ahead of the time limit
 SIGNALLED_AFTER = 1  # steps
-STEPS_ELSEWHERE = 2  # that are compared: differences of rounding grow from step to step
-LIMIT_S = 1800.0  # of a stage; one that takes longer hangs
+STEPS_ELSEWHERE = 2  # compared steps; rounding differences grow with every step
+LIMIT_S = 1800.0  # per stage; a longer stage hangs
 _SAY_EVERY_S = 5.0
 _TAIL_LINES = 25
 _DIFFERENCES_SHOWN = 6
@@ -31,7 +31,7 @@ _DIFFERENCES_SHOWN = 6
 
 @dataclass(frozen=True)
 class Done:
-    """A stage that held."""
+    """A stage that passed."""
 
     stage: str
     seconds: float
@@ -39,7 +39,7 @@ class Done:
 
 
 class StageFailed(Exception):
-    """A stage failed: why, what its ranks wrote, and the exit code."""
+    """A stage failed: the reason, the output of its ranks, and the exit code."""
 
     stage = ""
 
@@ -56,9 +56,9 @@ def train_command(stage: str, arguments: list[str]) -> list[str]:
 
 @dataclass
 class Rehearsal:
-    """A job in `folder`, to which it writes the model, the JSON and the data.
+    """A rehearsal in `folder`, to which it writes the model, the JSON and the data.
 
-    `say` gets a line every few seconds.
+    `say` receives a line every few seconds.
     """
 
     job: Job
@@ -66,7 +66,7 @@ class Rehearsal:
     say: Callable[[str], None] = print
     command: Command = train_command
     arguments: list[str] = field(default_factory=list)
-    stopped_at: int = 0  # the step that the interrupted run was saved at
+    stopped_at: int = 0  # step at which the interrupted run was saved
 
     def __post_init__(self) -> None:
         self.arguments = self.job.write(self.folder)
@@ -75,7 +75,7 @@ class Rehearsal:
         )
 
     def stages(self) -> Iterator[Done]:
-        """Yield each stage as it is done. Raises StageFailed at the first that fails."""
+        """Yield each stage when it is done. Raises StageFailed at the first failure."""
         stages = [self.train, self.interrupt, self.resume, self.export]
         for stage in [*stages, *([self.elsewhere] if self.job.other else [])]:
             began = time.monotonic()
@@ -87,7 +87,7 @@ class Rehearsal:
             yield Done(stage.__name__, time.monotonic() - began, seen)
 
     def train(self) -> str:
-        """Train the reference, from the first step to the last."""
+        """Train the reference run from the first step to the last."""
         self._run("train", self.reference, self.job.layout.world_size, ExitCode.DONE)
         lines = by_step(self.reference.read_metrics())
         last = lines.get(STEPS, {})
@@ -101,7 +101,7 @@ class Rehearsal:
         return f"{STEPS} steps{skipped}: loss {lines[1]['loss']:.4f}, then {last['loss']:.4f}"
 
     def interrupt(self) -> str:
-        """Train the same run, stop it, and copy what that leaves."""
+        """Train the same run, stop it, and copy the resulting run folder."""
         self._run("interrupt", self.resumed, self.job.layout.world_size, ExitCode.STOPPED, SIGNAL)
         status = self.resumed.read_status() or {}
         step = status.get("step", 0)
@@ -113,7 +113,7 @@ class Rehearsal:
         return f"{SIGNAL.name} to one rank: all ended with code 75, saved at step {step}"
 
     def resume(self) -> str:
-        """Resume it, to the end."""
+        """Resume the interrupted run to the end."""
         self._run("resume", self.resumed, self.job.layout.world_size, ExitCode.DONE)
         lines = self.resumed.read_metrics()
         problems = differing(lines, self.reference.read_metrics())
@@ -131,7 +131,7 @@ class Rehearsal:
         )
 
     def export(self) -> str:
-        """Export its weights, and open them in transformers."""
+        """Export the resumed run's weights and open them in transformers."""
         tool, out = REPOSITORY / "tools" / "export_hf.py", self.folder / "export"
         command = [sys.executable, str(tool), str(self.resumed.path), "--out", str(out)]
         command += ["--trust-remote-code"] if self.job.trust_remote_code else []
@@ -146,9 +146,10 @@ class Rehearsal:
 
     def elsewhere(self) -> str:
         """Resume the interrupted run in another layout."""
-        # What stages may differ by from the unsplit model: wider than what other layouts made of
-        # the checkpoint gate's one model (tests/gates/test_checkpoints.py), since this may be any.
-        from harness.run.verify import TOLERANCES  # and with it torch, which planning does without
+        # The tolerances of pipeline stages against the unsplit model. They are wider than those
+        # measured in the checkpoint gate (tests/gates/test_checkpoints.py) for its one model, since
+        # this may be any model.
+        from harness.run.verify import TOLERANCES  # imports torch, which planning does without
 
         assert self.job.other
         layout, precision = self.job.other[0], self.job.real.precision
@@ -157,7 +158,7 @@ class Rehearsal:
         steps = [self.stopped_at + n for n in range(1, STEPS_ELSEWHERE + 1)]
         lines, expected = self.moved.read_metrics(), self.reference.read_metrics()
         if self.job.random_steps:
-            # Before it goes on, a run compares the loss of the checkpoint's probe.
+            # Before a resumed run continues, it compares the loss of the checkpoint's probe.
             return (
                 f"goes on with {shown(layout)}, its probe's loss as it was; dropout differs for "
                 "each rank, so the curve differs"
@@ -181,7 +182,9 @@ class Rehearsal:
         stop: signal.Signals | None = None,
         more: list[str] | None = None,
     ) -> None:
-        """Train on so many ranks; `stop` the last one after a step. All must end as `expected`."""
+        """Train on `ranks` ranks; send `stop` to the last one after a step. All must end as
+        `expected`.
+        """
         began = told_at = time.monotonic()
         command = self.command(stage, [*self.arguments, f"run.dir={run.path}", *(more or [])])
         with started(command, ranks, Path.cwd(), self.folder / "logs" / stage) as group:
@@ -209,7 +212,7 @@ class Rehearsal:
 
 
 def _tail(ranks: Ranks) -> str:
-    """Return the last lines of the first rank that failed by itself, else of rank 0."""
+    """Return the last lines of the first rank that failed by itself, otherwise of rank 0."""
     codes = [process.returncode for process in ranks.processes]
     first = next((rank for rank, code in enumerate(codes) if code not in (0, 75) and code > 0), 0)
     lines = ranks.logs[first].read_text(errors="replace").splitlines()[-_TAIL_LINES:]

@@ -1,4 +1,4 @@
-"""A run, or several on one another, as a picture."""
+"""Plots one run, or several in the same axes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BESIDE = ("learning-rate", "grad-norm", "mfu", "perplexity", "tokens-per-s")
-"""Charts that may be drawn small below the loss; the first three that have values are."""
+"""Charts for the row below the loss; the first three with values are drawn."""
 
 
 def drawn(runs: list[Recorded]) -> Figure:
-    """The loss, large; rate, gradient norm and throughput below."""
+    """Return a figure with a large loss chart, and three small charts below it."""
     runs = ranked(runs)[:MOST_DRAWN]
     by_name = {chart.name: chart for chart in charts(runs)}
     figure = new_figure(9.5, 5.6, *_titles(runs))
@@ -44,7 +44,7 @@ def drawn(runs: list[Recorded]) -> Figure:
 
 
 def _titles(runs: list[Recorded]) -> tuple[str, str]:
-    """Return model and cluster; and what came out."""
+    """Return the title (model and cluster) and the subtitle (results)."""
     (first, *others), best = runs, runs[0].best()
     held_out = f"held-out loss {best[1]:.2f} nats per token" if best else "not evaluated"
     if others:

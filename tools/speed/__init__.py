@@ -1,1 +1,1 @@
-"""Training speed, case by case."""
+"""Measures training speed, case by case."""

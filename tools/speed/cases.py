@@ -1,4 +1,4 @@
-"""The timed cases, each in processes of its own."""
+"""The timed cases; each runs in its own processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from tools.bounded import run_bounded
 
 ALIASES = {"micro_batch": "train.micro_batch", "seq_len": "data.seq_len", "model": "model.name"}
-"""Short names for --sweep."""
+"""Short key names for --sweep."""
 LADDER: dict[str, dict[str, str | None]] = {
     "eager": {"model.attention": "eager", "ds.optimizer.params.fused": "false"},
     "sdpa": {"model.attention": "sdpa"},
@@ -26,25 +26,25 @@ LADDER: dict[str, dict[str, str | None]] = {
     "compile": {"model.compile": "true"},
     "checkpointing": {"model.checkpointing": "full"},
 }
-"""Each on top of those before it that ran; None takes a key away."""
+"""Each rung adds to the earlier rungs that ran; None removes a key."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train: a name, and what is set."""
+    """One way to train: a name and its settings."""
 
     name: str
     settings: dict[str, str]
 
     def on_top(self, rung: str) -> Case:
-        """The same with a rung of the ladder."""
+        """Return this case with a rung of the ladder added."""
         changes = LADDER[rung]
         kept = {key: value for key, value in self.settings.items() if key not in changes}
         return Case(rung, kept | {key: value for key, value in changes.items() if value})
 
 
 def swept(base: dict[str, str], sweeps: Iterable[str]) -> Iterator[Case]:
-    """Every combination of `key=v1,v2,...`; the base alone without any.
+    """Yield every combination of `key=v1,v2,...`; without sweeps, only the base.
 
     Raises ValueError for a sweep without values.
     """
@@ -61,7 +61,7 @@ def swept(base: dict[str, str], sweeps: Iterable[str]) -> Iterator[Case]:
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 900.0
-# Of a run that is timed: nothing beside its steps. Whether it fits is to be seen.
+# A timed run does nothing besides its steps. plan.force: it may turn out not to fit.
 _TIMED = {
     "train.steps": "1000000",
     "log.every": "1000000",
@@ -83,9 +83,10 @@ def measured(
     limit_s: float = LIMIT_S,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the report of tools/speed/worker.py, or its end under `refused` or `error`.
+    """Return the report of tools/speed/worker.py; a failure is under `refused` or `error`.
 
-    One micro-batch a step on each of `ranks` unless the case says otherwise. `env`: beside ours.
+    A step is one micro-batch on each of `ranks` unless the case says otherwise. `env` adds to the
+    environment.
     """
     with tempfile.TemporaryDirectory() as scratch:
         out, log = Path(scratch, "found.json"), Path(scratch, "log.txt")

@@ -1,5 +1,5 @@
-"""Times the steps of a run as its own loop takes them, and counts waits of the host for a CUDA
-device, by the line that waits.
+"""Times a run's steps in its own loop, and counts the places where the host waits for a CUDA
+device.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from harness.run.run import Run
 WINDOWS = 4
 WARNING = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
 _INSIDE = (f"{Path(torch.__file__).parent}/", contextlib.__file__, warnings.__file__, __file__)
-"""Begins of the paths of frames that are no call sites: torch's own, by where it is installed."""
+"""Path prefixes of frames that are not call sites, such as those of the installed torch."""
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 _EXPLICIT = (
     (torch.cuda, "synchronize"),
     (torch.cuda.Stream, "synchronize"),
     (torch.cuda.Event, "synchronize"),
 )
-"""Waits that torch's own mode says nothing of."""
+"""Waits that torch's own mode does not report."""
 
 
 class Enough(Exception):
-    """The last step that is wanted has ended."""
+    """Raised after the last timed step."""
 
 
 class Recorder:
-    """Sees the end of every step of a run; raises Enough after the last.
+    """Times the steps of a run; raises Enough after the last.
 
-    The host waits for the device at the ends of a few windows of steps, and nowhere else: within
-    them it runs ahead as in any run. After them waits are counted for one more step.
+    The host waits for the device only at the ends of a few windows of steps; within a window it
+    runs ahead as in any run. After the last window, one more step counts the waits.
     """
 
     def __init__(self, run: Run, warmup: int, steps: int) -> None:
@@ -97,8 +97,8 @@ class Recorder:
 
 
 def _ends(warmup: int, steps: int) -> list[int]:
-    """Numbers of the steps after which the device is waited for: of the last that is not timed,
-    and of the last of each window.
+    """Return the steps after which to wait for the device: the last warmup step and the last step
+    of each window.
     """
     windows = min(WINDOWS, steps)
     return [warmup + steps * number // windows for number in range(windows + 1)]
@@ -109,7 +109,7 @@ def _ends(warmup: int, steps: int) -> list[int]:
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Count the waits of the body: "harness/run/meter.py:59" -> times. Slows it down."""
+    """Count the waits in the body, as "harness/run/meter.py:59" -> count. Slows it down."""
     places: Counter[str] = Counter()
 
     def warned(message: Any, *_: Any, **__: Any) -> None:
@@ -141,7 +141,7 @@ def _counted(wait: Callable[..., Any], places: Counter[str]) -> Callable[..., An
 
 
 def call_site(stack: traceback.StackSummary) -> str:
-    """Return the innermost line of a stack that is not torch's own, without the path's start."""
+    """Return the innermost line of a stack that is outside torch, with a shortened path."""
     for frame in reversed(stack):
         if not frame.filename.startswith(_INSIDE):
             return f"{package_path(frame.filename)}:{frame.lineno}"
@@ -149,5 +149,5 @@ def call_site(stack: traceback.StackSummary) -> str:
 
 
 def package_path(path: str) -> str:
-    """Return a source file's path in its package, or in this repository."""
+    """Return a source file's path within its package or this repository."""
     return _INSTALLED.sub("", path).removeprefix(f"{REPOSITORY}/")

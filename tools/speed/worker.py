@@ -1,6 +1,6 @@
-"""One case, in processes of its own: a run of the real loop on real data, timed.
+"""Times one case in its own processes: the real training loop on real data.
 
-Rank 0 writes what it found to `--out`: numbers, or what went wrong.
+Rank 0 writes the result to `--out`: the measurements, or the error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tools.preflight_checks.network import all_reduce_gb_per_s
 from tools.speed.recorder import Enough, Recorder
 
 FALLBACKS = ("fallback", "changed", "not_compared", "loss_not_chunked", "loss_not_fused")
-"""Kinds of events: precision, attention, a value of the JSON, what is not compared or fused."""
+"""Kinds of events that report a change to the request or a slower path."""
 
 
 def main() -> None:
-    """Time a case, and write it down."""
+    """Time a case and write its report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed", type=Path, required=True)
     parser.add_argument("--warmup", type=int, required=True)
@@ -47,7 +47,7 @@ def main() -> None:
         except ConfigError as error:
             report["refused"] = str(error)
         except BaseException as error:
-            if is_out_of_memory(error):  # perhaps on this rank alone
+            if is_out_of_memory(error):  # possibly on this rank only
                 report["error"] = f"out of memory: {str(error).splitlines()[0]}"
                 args.out.write_text(json.dumps(report))
             raise
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
-    """Train by the run's own loop, on its own data; time `steps` steps after `warmup`."""
+    """Train with the run's own loop and data; time `steps` steps after `warmup`."""
     from harness.loop import build, train
 
     run = build(plan)
@@ -86,7 +86,7 @@ def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
 
 
 def fallbacks(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Return in what a run computes otherwise than it was asked to, or than is fastest."""
+    """Return messages about settings that the run changed and fast paths that it does not use."""
     return [str(event["message"]) for event in events if event["kind"] in FALLBACKS]
 
 
@@ -107,7 +107,9 @@ def _expected(plan: Plan) -> dict[str, Any]:
 
 
 def _rates(plan: Plan, step_s: float) -> dict[str, Any]:
-    """Per GPU; TFLOP/s as in layout/shape.py, recomputation not counted."""
+    """Return tokens per second, TFLOP/s and MFU per GPU. FLOPs as in layout/shape.py, without
+    recomputation.
+    """
     tokens_per_s = plan.global_batch * plan.config.data.seq_len / step_s / plan.world.world_size
     tflops, mfu, gpu = None, None, known_gpu(plan.world.gpu)
     if plan.shape is not None:
@@ -118,7 +120,7 @@ def _rates(plan: Plan, step_s: float) -> dict[str, Any]:
 
 
 def _peak(device: torch.device) -> dict[str, Any]:
-    """Of this rank, GiB: the process's largest size, and what torch had on its GPU."""
+    """Return this rank's peaks in GiB: process size and, on a GPU, torch's allocator."""
     peaks = {"peak_process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
     if device.type == "cuda":
         peaks["peak_allocated_gib"] = torch.cuda.max_memory_allocated(device) / GIB

@@ -1,1 +1,1 @@
-"""Parts of tools/studio.py: pages and figures as data, their view in a browser, the server."""
+"""Parts of tools/studio.py: pages and figures as data, the browser view, the server."""

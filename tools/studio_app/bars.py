@@ -1,4 +1,4 @@
-"""Bars in the frame of the report's charts."""
+"""Bar charts in the frame of the report's charts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from harness.report.chart import (
 )
 
 _MOST_CATEGORIES = 16
-_LONG = 36  # letters of all categories that a phone has room for side by side
+_LONG = 36  # letters of all categories that fit side by side on a phone
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars for each category: the parts on top of each other, or side by side."""
+    """Bars for each category, stacked or side by side."""
 
     title: str
     unit: str
     categories: Sequence[str]
     parts: Mapping[str, Sequence[float]]
     colours: Mapping[str, str] = field(default_factory=dict)
-    """Names of the palette; without one, a part has its place's colour."""
+    """Palette names by part; a part without one takes the color of its position."""
     limits: Sequence[tuple[str, float]] = ()
     together: bool = True
     height: int = 0
@@ -43,7 +43,7 @@ def _colour(bars: Bars, place: int) -> str:
 
 
 def html_of(bars: Bars) -> str:
-    """Return bars as a <figure>."""
+    """Return the chart as a <figure>."""
     count, series = len(bars.categories), len(bars.parts)
     columns = list(zip(*bars.parts.values(), strict=True))
     tops = [sum(column) if bars.together else max(column) for column in columns]
@@ -87,7 +87,7 @@ def html_of(bars: Bars) -> str:
 
 
 def _values(bars: Bars) -> dict[str, Any]:
-    """Return what chart.js shows under the pointer."""
+    """Return the values that chart.js shows under the pointer."""
     places = [place + 0.5 for place in range(len(bars.categories))]
     curves = [
         {

@@ -1,4 +1,4 @@
-"""Reports of tools/clean_data.py below the folder of runs: only read."""
+"""Reads reports of tools/clean_data.py below the folder of runs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Ratio = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 
 
 class Left(BaseModel):
-    """The documents that are left of a corpus, or of its sample."""
+    """The documents that remain of a corpus or of its sample."""
 
     documents: Count
     characters: Count
     quality: Ratio
     """Share of words that are common in prose."""
     diversity: Count
-    """Different words."""
+    """Number of distinct words."""
     packing: Ratio
-    """Bytes that zlib makes of a character."""
+    """Compressed bytes per character, by zlib."""
 
 
 class AtStrictness(Left):
-    """Documents and tokens that filters of a strictness leave."""
+    """The documents that filters of some strictness keep."""
 
     strictness: Annotated[int, Field(ge=0, le=100)]
     rejected: dict[str, Count]
@@ -42,7 +42,7 @@ class AtStrictness(Left):
 
     @classmethod
     def of(cls, strictness: int, report: Report) -> AtStrictness:
-        """Return the numbers of documents that were filtered here."""
+        """Return the numbers of a report computed here."""
         return cls(
             strictness=strictness,
             documents=len(report.kept),
@@ -54,18 +54,18 @@ class AtStrictness(Left):
         )
 
     def rejects(self, name: str) -> int:
-        """Return the documents that a filter rejects."""
+        """Return the number of documents that a filter rejects."""
         return self.rejected.get(name, 0)
 
 
 class AfterStep(Left):
-    """Rest of the sample after a step of the recipe."""
+    """The documents of the sample that remain after a step of the recipe."""
 
     step: str
 
 
 class Cleaning(BaseModel):
-    """A report of tools/clean_data.py, as far as the page shows it."""
+    """A report of tools/clean_data.py, limited to the fields that the page shows."""
 
     corpus: str
     documents: dict[str, Count]
@@ -74,7 +74,7 @@ class Cleaning(BaseModel):
 
 
 def names() -> list[str]:
-    """Return the folders of reports below the root, the newest first."""
+    """Return the folders of reports below the root, newest first."""
     aged = []
     for folder in folders_with((_FILE,)):
         try:
@@ -85,7 +85,9 @@ def names() -> list[str]:
 
 
 def read_cleaning(name: str) -> Cleaning:
-    """Return the report in a folder of `names`. Raises ValueError for others, and damaged ones."""
+    """Return the report in a folder of `names`. Raises ValueError for other names and bad
+    reports.
+    """
     if name not in names():
         raise ValueError(f"there is no report in {name!r}")
     path = root() / name / _FILE

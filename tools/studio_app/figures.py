@@ -1,4 +1,4 @@
-"""Figures of a page as data, and their HTML. Any text in them is escaped."""
+"""Figures of a page as data, and their HTML. All text in them is escaped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tools.studio_app.bars import Bars
 
 Verdict = Literal["good", "warning", "bad"]
 Legend = Sequence[tuple[str, str]]
-"""(name of a colour of the palette, what it stands for)."""
+"""(name of a palette color, what it stands for)."""
 COPY = (
     '<button class="copy" onclick="navigator.clipboard.writeText('
     "this.parentElement.querySelector('pre').textContent)\">Copy</button>"
 )
 _LINES, _ROWS = 23, 20
-"""Lines of a code, and rows of a table on a phone, that look.css shows at once, about."""
+"""Approximate limits of look.css: lines of code, and rows of a table on a phone, shown at once."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text. The columns of `head` are divided by |; `links` lead from first cells."""
+    """Rows of text. `head` is the columns' names, separated by | if a string; `links` are the
+    addresses behind first cells.
+    """
 
     title: str
     head: str | Sequence[str]
@@ -61,7 +63,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Links:
-    """(text, address) of other pages."""
+    """Links to other pages, as (text, address)."""
 
     title: str
     links: Sequence[tuple[str, str]]
@@ -87,7 +89,7 @@ Figure = Numbers | Chart | Bars | Heat | Drawing | Table | Links | Code | Note
 
 
 def numbers(*rows: tuple[Any, ...]) -> Numbers:
-    """Return numbers from (label, text, note, verdict), of which the last two may be left out."""
+    """Return numbers from rows of (label, text, note, verdict); the last two are optional."""
     return Numbers([Number(*row) for row in rows])
 
 
@@ -115,7 +117,7 @@ def html_of(figure: Figure) -> str:
 
 
 def legend_of(legend: Legend) -> str:
-    """Return the colours of a picture, as many on a line as there is room for."""
+    """Return a picture's legend, with as many colors per line as fit."""
     parts = "".join(
         f'<li style="--c:var(--{colour})">{escape(text)}</li>' for colour, text in legend
     )
@@ -123,7 +125,7 @@ def legend_of(legend: Legend) -> str:
 
 
 def code(text: str) -> str:
-    """Return text to copy, with a sign where it is longer than its box."""
+    """Return text to copy, with a hint if it is longer than its box."""
     count = text.count("\n") + 1
     sign = _sign(f"{count} lines", count > _LINES, count > _LINES / 2)
     return f'{COPY}<pre class="code" tabindex="0">{escape(text)}</pre>{sign}'
@@ -135,7 +137,7 @@ def card(title: str, content: str) -> str:
 
 
 def _sign(text: str, is_cut: bool, is_cut_on_phones: bool) -> str:
-    """Return a sign that a box holds more than it shows."""
+    """Return a hint that a box holds more than it shows."""
     where = "" if is_cut else "on-phones"
     return f'<div class="sign {where}">{text}: scroll down</div>' if is_cut_on_phones else ""
 
@@ -149,7 +151,9 @@ def _number(number: Number) -> str:
 
 
 def _table(table: Table) -> str:
-    """On a phone look.css makes a card of each row, with the heads as labels."""
+    """Return a table as HTML. On a phone, look.css turns each row into a card with the heads as
+    labels.
+    """
     heads = table.head.split("|") if isinstance(table.head, str) else table.head
     rows = []
     for place, row in enumerate(table.rows):

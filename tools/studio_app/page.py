@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from tools.studio_app.figures import Figure
 
 Values = Mapping[str, Any]
-"""The value of each control, by its name."""
+"""The value of each control, by name."""
 
 
 class Lesson(NamedTuple):
-    """The text of a page: see lessons.toml."""
+    """The text of a page, from lessons.toml."""
 
     group: str
     title: str
@@ -30,7 +30,7 @@ class Lesson(NamedTuple):
 
 _TABLES = tomllib.loads(Path(__file__).with_name("lessons.toml").read_text(encoding="utf-8"))
 ABOUT: dict[str, str] = {group: table.pop("about") for group, table in _TABLES.items()}
-"""A sentence on each group of lessons."""
+"""A sentence about each group of lessons."""
 LESSONS = {
     slug: Lesson(group, **texts)
     for group, table in _TABLES.items()
@@ -40,7 +40,9 @@ LESSONS = {
 
 @dataclass(frozen=True)
 class Slider:
-    """One of several numbers in ascending order. `name` is its key in the page's address."""
+    """Chooses one of several numbers in ascending order. `name` is its key in the page's
+    address.
+    """
 
     name: str
     label: str
@@ -48,24 +50,26 @@ class Slider:
     default: float
     unit: str = ""
     one: str = ""
-    """The unit of 1; "" if it is the same."""
+    """Unit for the value 1; "" if it is the same."""
     plays: bool = False
     """True for a step of an animation, which a button plays."""
 
     def read(self, text: str) -> float:
-        """Return the value nearest to the one in an address; the default for no number."""
+        """Return the value nearest to the number in an address; the default if it is not a
+        number.
+        """
         try:
             number = float(text)
         except ValueError:
             return self.default
-        if number != number:  # NaN is near to nothing
+        if number != number:  # NaN is not near any value
             return self.default
         return min(self.values, key=lambda value: abs(value - number))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several words. `names`: those, or a function that looks them up each time."""
+    """Chooses one of several words. `names` is a list, or a function that is called each time."""
 
     name: str
     label: str
@@ -74,7 +78,7 @@ class Choice:
 
     @property
     def options(self) -> Sequence[str]:
-        """The words that there are now."""
+        """The words currently available."""
         return self.names() if callable(self.names) else self.names
 
     def read(self, text: str) -> str:
@@ -93,7 +97,7 @@ class Typed:
     lines: int = 1
 
     def read(self, text: str) -> str:
-        """Return as much of the text as is taken."""
+        """Return the text up to its limit."""
         return text[: self.most]
 
 
@@ -108,9 +112,11 @@ class Page:
     controls: Sequence[Control]
     figures: Callable[[Values], list[Figure]]
     every_s: float | None = None
-    """Seconds after which it is computed again, for what changes by itself."""
+    """Interval in seconds at which the page is recomputed; None if its figures do not change."""
     slow_at_first: Sequence[Mapping[str, str]] = ()
-    """Addresses whose first figures take seconds (imports, training) and are cached then."""
+    """Addresses whose figures take seconds at first (imports, training) and are cached
+    afterwards.
+    """
 
     @property
     def lesson(self) -> Lesson:
@@ -119,7 +125,7 @@ class Page:
 
 
 def read_values(controls: Sequence[Control], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values in an address; the default of each that is absent or impossible."""
+    """Return the values in an address; missing or invalid ones take their defaults."""
     return {
         each.name: each.read(query[each.name]) if each.name in query else each.default
         for each in controls
@@ -127,7 +133,7 @@ def read_values(controls: Sequence[Control], query: Mapping[str, str]) -> dict[s
 
 
 def query_of(controls: Sequence[Control], values: Values) -> dict[str, str]:
-    """Return the values that differ from the defaults, as an address has them."""
+    """Return the values that differ from the defaults, as query parameters."""
     return {
         each.name: format_value(values[each.name])
         for each in controls
@@ -136,12 +142,12 @@ def query_of(controls: Sequence[Control], values: Values) -> dict[str, str]:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as text, from which it is read again."""
+    """Return a value as text that can be read back."""
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
-    """Return first, twice that, ..., last."""
+    """Return (first, 2 * first, ..., last)."""
     values = [first]
     while values[-1] < last:
         values.append(2 * values[-1])

@@ -1,6 +1,7 @@
-"""Plans of pages: presets and shipped JSONs on machines that sliders describe.
+"""Plans behind pages: presets and shipped JSONs on machines that sliders describe.
 
-Only presets and models/, never a path or a hub id: an address must not make the studio read files.
+Pages accept only presets and models/, never a path or a hub id: an address must not make the studio
+read files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 
 ROOT = Path(__file__).resolve().parents[2]
 _PUBLISHED_AS = {path.stem: path for path in (ROOT / "tools/studio_app/models").glob("*.json")}
-"""Models of papers without a preset: LLaMA-13B and 65B (arXiv 2302.13971, table 2)."""
+"""Models from papers without a preset: LLaMA-13B and 65B (arXiv 2302.13971, table 2)."""
 MODELS = tuple(sorted([*preset_names(), *_PUBLISHED_AS]))
 JSONS = tuple(sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json")))
 PER_NODE = 8  # GPUs
@@ -69,7 +70,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "fp16": (_BF16, "fp16.enabled=true"),
     "fp32": (_BF16, "fp16.enabled=false"),
 }
-"""Changes of a DeepSpeed JSON, by precision."""
+"""Changes to a DeepSpeed JSON, by precision."""
 PRECISION = Choice("precision", "Precision", tuple(PRECISIONS), "the JSON's")
 LORA = Slider("lora", "LoRA rank, 0: all is trained", (0, *powers_of_two(2, 256)), 0)
 PLAN_CONTROLS: tuple[Control, ...] = (
@@ -86,15 +87,15 @@ _KEYS = {
     "tensor": "tensor_parallel.autotp_size",
     "optimizer": "optim.name",
 }
-"""Keys of a run that controls set, by their names; those of others are model.NAME."""
+"""Run config keys by control name; a control that is not listed sets model.NAME."""
 
 
 def planned(values: Values, changes: tuple[str, ...] = (), json_text: str = "") -> Plan:
-    """Return the plan that train.py would make of a page's values. What a page has no control for
-    is one sample of 512 tokens on one GPU under ZeRO 1. `changes` are key=value of the DeepSpeed
-    JSON; `json_text` replaces the shipped one.
+    """Return the plan that train.py would make from a page's values. Without a control, defaults
+    are one sample of 512 tokens on one GPU with ZeRO 1. `changes` are key=value for the DeepSpeed
+    JSON; `json_text` replaces the shipped JSON.
 
-    Raises ConfigError with every problem.
+    Raises ConfigError with all problems.
     """
     accumulation, gpus = values.get("accumulation", 1), values.get("gpus", 1)
     if json_text.strip():
@@ -125,7 +126,7 @@ def planned(values: Values, changes: tuple[str, ...] = (), json_text: str = "") 
 
 
 def settings_of(values: Values) -> dict[str, Any]:
-    """Return the keys of the section `model`, its name aside, that controls set, by their names."""
+    """Return the keys of the section `model` that controls set, without the model's name."""
     settings: dict[str, Any] = {}
     way = values.get(CHECKPOINTING.name, "none")
     if way == REVERSIBLE:
@@ -150,7 +151,7 @@ def name_of(model: str) -> str:
 
 
 def in_words(problem: str, controls: Sequence[Control]) -> str:
-    """Return a problem of a plan with the label of each control beside the key that it sets."""
+    """Return a plan's problem, with each key followed by the label of the control that sets it."""
     for model, path in _PUBLISHED_AS.items():
         problem = problem.replace(str(path), model)
     for control in controls:
@@ -164,7 +165,7 @@ def in_words(problem: str, controls: Sequence[Control]) -> str:
 
 
 def estimate_of(plan: Plan) -> Estimate:
-    """Return the estimate of a plan, whose `inputs` are of a family that is traced, too.
+    """Return the estimate of a plan; families that cannot be counted are traced.
 
     Raises ValueError for a model that can be neither counted nor traced.
     """
@@ -186,7 +187,7 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def shape_of(model: str) -> Shape:
-    """Return the tensors of a model. Raises ValueError for one that is in no table."""
+    """Return the tensors of a model. Raises ValueError for a model that is in no table."""
     shape = planned({"model": model}).shape
     if shape is None:
         raise ValueError(f"the tensors of {model} are in no table: choose another model")
@@ -194,18 +195,20 @@ def shape_of(model: str) -> Shape:
 
 
 VERDICTS: dict[str, Verdict] = {"fits": "good", "tight": "warning", "does not fit": "bad"}
-"""Colours of an estimate's verdict."""
+"""Colors of an estimate's verdict."""
 
 
 def gib(size: float) -> str:
-    """Return bytes as text."""
+    """Return bytes as text, in GiB or MiB."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 def memory_bars(
     title: str, sizes: Mapping[str, Mapping[str, int]], device: int | None, height: int = 340
 ) -> Bars:
-    """Return the six uses of memory, stacked, of each name, with the device as a limit."""
+    """Return the six uses of memory as stacked bars, one bar per name, with the device as a
+    limit.
+    """
     groups = {name: grouped(parts) for name, parts in sizes.items()}
     parts = {use: [group[use] / GIB for group in groups.values()] for use in COMPONENTS}
     limits = [(f"device, {gib(device)}", device / GIB)] if device else []

@@ -11,7 +11,7 @@ from tools.studio_app.plans import PER_NODE
 from tools.studio_app.svg import WIDTH, Svg, series
 
 _NODE, _IN_ONE_COLUMN = 104.0, 4
-_HIGH = 60.0  # of a rank's box
+_HIGH = 60.0  # height of a rank's box
 MOMENTS = (
     ("activations", "forward"),
     ("gradients", "backward, gradients"),
@@ -20,7 +20,7 @@ MOMENTS = (
     ("grid", "waits"),
 )
 _AFTER = {"gradients": "adds", "optimizer": "steps", "weights": "gathers"}
-"""What all ranks do after the passes, in the colour of that name."""
+"""Labels of the phases after the passes, by the color of that name."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Cell:
 
     @property
     def middle(self) -> float:
-        """Its centre from the left."""
+        """Horizontal center of the box."""
         return self.x + self.width / 2
 
 
 def _nodes(nodes: int, label: str) -> tuple[Svg, list[Cell]]:
-    """Return a picture of nodes, and the place of each rank."""
+    """Return a picture of nodes, and the position of each rank."""
     columns = 2 if nodes > _IN_ONE_COLUMN else 1
     width = WIDTH / columns
     picture, cells = Svg(-(-nodes // columns) * _NODE, label), []
@@ -53,7 +53,7 @@ def _nodes(nodes: int, label: str) -> tuple[Svg, list[Cell]]:
 
 
 def places_picture(grid: Grid, nodes: int, rank: int, group: Collection[int]) -> str:
-    """Return where every rank is on the three axes; those of a group are framed."""
+    """Return a picture of each rank's position on the three axes; a group's ranks are framed."""
     picture, cells = _nodes(nodes, f"{grid.world_size} ranks on {nodes} nodes")
     for number, cell in enumerate(cells):
         here, inset = grid.coords(number), 0
@@ -71,7 +71,7 @@ def places_picture(grid: Grid, nodes: int, rank: int, group: Collection[int]) ->
 
 
 def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
-    """Return what every rank does at a moment of a step, and whom it talks to."""
+    """Return a picture of each rank's work at a moment of a step, and of its communication."""
     picture, cells = _nodes(nodes, f"{moment.kind} of {grid.world_size} ranks")
     for number, cell in enumerate(cells):
         stage = grid.coords(number).pipeline
@@ -101,7 +101,7 @@ def moment_picture(grid: Grid, nodes: int, rank: int, moment: Moment) -> str:
 
 
 def _join(picture: Svg, cells: list[Cell]) -> None:
-    """Draw a bar below boxes, for each row that they are in."""
+    """Draw a bar below boxes that exchange data, one for each row of boxes."""
     for y in {cell.y for cell in cells}:
         row = [cell for cell in cells if cell.y == y]
         left, right = min(cell.x for cell in row), max(cell.x + cell.width for cell in row)
@@ -109,7 +109,7 @@ def _join(picture: Svg, cells: list[Cell]) -> None:
 
 
 def _arrow(picture: Svg, one: Cell, other: Cell) -> None:
-    """Draw an arrow from box to box, between the rows of boxes."""
+    """Draw an arrow between two boxes that runs between the rows."""
     down = other.y > one.y
     begin = one.y + _HIGH + 1 if down else one.y - 1
     lane = begin + 7 if down else begin - 8

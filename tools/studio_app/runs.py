@@ -1,4 +1,4 @@
-"""The runs below one folder: read, never written, and no link out of it is followed."""
+"""Reads the runs below one folder. It never writes, and follows no link out of the folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.report.lines import number
 from harness.report.recorded import Recorded, read, values_of
 
 _DEPTH = 3
-"""Folders below the root, in which trials of sweeps lie, too."""
+"""Depth of folders below the root; deep enough for the trials of sweeps."""
 _MOST_RUNS = 500
 _MOST_FOLDERS = 5_000
 _RECORDS = ("plan.json", "status.json", "metrics.jsonl", "events.jsonl")
@@ -23,7 +23,7 @@ _roots = [Path("runs")]
 
 
 def read_runs_of(root: Path) -> None:
-    """Read the runs of another folder from now on."""
+    """Set the folder whose runs are read."""
     _roots[0] = root
 
 
@@ -33,13 +33,13 @@ def root() -> Path:
 
 
 def names() -> list[str]:
-    """Return the runs' paths below the root, the newest first."""
+    """Return the runs' paths below the root, newest first."""
     aged = [(_age(folder), str(folder.relative_to(root()))) for folder in folders_with(_RECORDS)]
     return [name for _, name in sorted(aged)[:_MOST_RUNS]]
 
 
 def folders_with(files: Sequence[str]) -> Iterator[Path]:
-    """Yield folders below the root that have one of these files; no link is followed."""
+    """Yield folders below the root that contain one of these files; follow no links."""
     waiting, seen = [(root(), 0)], 0
     while waiting:
         folder, depth = waiting.pop()
@@ -60,7 +60,7 @@ def folders_with(files: Sequence[str]) -> Iterator[Path]:
 
 
 def _age(folder: Path) -> float:
-    """Seconds since a record of a run changed."""
+    """Return the seconds since a run's records last changed."""
     times = []
     for name in _RECORDS:
         try:
@@ -72,7 +72,7 @@ def _age(folder: Path) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its path below the root, its records, and seconds since one of them changed."""
+    """One run: its path below the root, its records, and the seconds since they last changed."""
 
     name: str
     records: Recorded
@@ -107,7 +107,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _read(path: Path, root: Path, _stamps: object) -> Recorded:
-    """Return the records of a run, unless a link leads out of the root."""
+    """Return the records of a run; if a link leads out of the root, only that problem."""
     leaving = [name for name in _RECORDS if not (path / name).resolve().is_relative_to(root)]
     if leaving:
         why = "is a link that leads out of the folder of runs"
@@ -118,7 +118,7 @@ def _read(path: Path, root: Path, _stamps: object) -> Recorded:
 
 
 def logs(name: str) -> list[tuple[str, str]]:
-    """Return (file, its end) of logs and heartbeats of a run, of `names` alone."""
+    """Return (file, end of its text) for a run's logs and heartbeats; empty if not in `names`."""
     if name not in names():
         return []
     folder, root = _roots[0] / name, _roots[0].resolve()

@@ -1,8 +1,8 @@
 """The studio's server: NiceGUI behind a guard, on a socket that is already bound.
 
-The studio only reads, and still: a page of another origin must not read along. A name that another
-site resolves to this machine (DNS rebinding) shows in the Host header, a request of another origin
-in Origin and Sec-Fetch-Site. Websockets are checked too: browsers let any origin read them.
+The studio only reads, but other origins must not read through it. A name that another site resolves
+to this machine (DNS rebinding) shows in the Host header, a request of another origin in Origin and
+Sec-Fetch-Site. Websockets are also checked, since browsers let any origin read them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tools.studio_pages import PAGES
 COOKIE = "studio_token"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _SOCKET = "/_nicegui_ws/"
-"""Where NiceGUI's browser side talks to its server; the only path that is written to."""
+"""Path of NiceGUI's connection to the browser; the only path that accepts writes."""
 _HEADERS = {
     # Vue compiles templates, and NiceGUI sends scripts within its pages.
     "content-security-policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; "
@@ -48,16 +48,16 @@ _HEADERS = {
 
 
 class Guard:
-    """The application behind its checks. `token` is asked of everybody; None on loopback alone."""
+    """The application behind its checks. Everybody must know `token`; None only on loopback."""
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self.token = token
-        # Without a token only the names of this machine are answered.
+        # Without a token, answer only to the names of this machine.
         hosts = LOOPBACK if token is None else ("*",)
         self.app = TrustedHostMiddleware(app, hosts, www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Answer or refuse a request."""
 
         async def sending(message: Message) -> None:
             if message["type"].endswith("response.start"):
@@ -69,7 +69,7 @@ class Guard:
         await (refusal or self.app)(scope, receive, sending)
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
-        """Return the answer to a request that must not reach the studio."""
+        """Return the answer to a request that must not reach the studio; None to let it through."""
         headers = request.headers
         origin, mode = headers.get("origin"), headers.get("sec-fetch-mode")
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
@@ -83,8 +83,8 @@ class Guard:
             return None
         query = dict(request.query_params)
         if request.scope["type"] == "http" and _equal(query.pop("token", ""), self.token):
-            # The token leaves the address, which is copied and kept in histories; "//name" were
-            # another host's to a browser.
+            # Remove the token from the address, which is copied and kept in histories. A browser
+            # would take "//name" for another host.
             address = "/" + quote(path.lstrip("/")) + (f"?{urlencode(query)}" if query else "")
             answer = RedirectResponse(address, 303)
             answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
@@ -104,11 +104,11 @@ def serve(
     listening: socket.socket, token: str | None, runs: Path, when_ready: Callable[[], None],
     warm: bool,
 ) -> None:  # fmt: skip
-    """Answer requests until Ctrl-C or SIGTERM. `runs`: the folder of runs that is shown; `warm`:
-    compute at once what takes seconds.
+    """Answer requests until Ctrl-C or SIGTERM. `runs` is the folder of runs; `warm` computes slow
+    figures in advance.
     """
     read_runs_of(runs)
-    warnings.filterwarnings("ignore", ".*reduce_op", FutureWarning)  # NiceGUI looks at all objects
+    warnings.filterwarnings("ignore", ".*reduce_op", FutureWarning)  # NiceGUI inspects all objects
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     add_pages(PAGES)
     app.get("/report", response_class=HTMLResponse)(report)
@@ -122,7 +122,7 @@ def serve(
 
 
 def report(run: str = "") -> HTMLResponse:
-    """Return the report of a run by its name, as tools/report.py writes it."""
+    """Return a run's report by its name, as tools/report.py writes it."""
     shown = read_run(run)
     if shown is None:
         return HTMLResponse("there is no run of that name", 404, media_type="text/plain")
@@ -130,7 +130,7 @@ def report(run: str = "") -> HTMLResponse:
 
 
 def _warm_up() -> None:
-    """Compute the pages that take seconds at first, so that nobody waits for them."""
+    """Compute slow pages in advance, so that nobody waits for them."""
     for page in PAGES:
         for query in page.slow_at_first:
             page.figures(read_values(page.controls, query))

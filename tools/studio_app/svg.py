@@ -1,4 +1,4 @@
-"""Pictures as SVG text, in the palette's colours by name, for light and dark surfaces."""
+"""Pictures as SVG text, in palette colors by name, for light and dark surfaces."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal, NamedTuple
 
 Anchor = Literal["start", "middle", "end"]
 WIDTH = 760.0
-"""Of every picture, in its own units."""
+"""Width of every picture, in its own units."""
 
 
 class Svg:
-    """A picture of `width` x `height` units, drawn from back to front. Any text is escaped."""
+    """A picture of `width` x `height` units, drawn from back to front. All text is escaped."""
 
     def __init__(self, height: float, label: str, width: float = WIDTH) -> None:
-        """`label`: the picture in a sentence, for readers who hear it."""
+        """`label` describes the picture in a sentence for screen readers."""
         self.size = width, height
         self.label = label
         self._parts: list[str] = []
@@ -25,7 +25,7 @@ class Svg:
         self, x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "none",
         opacity: float = 1, radius: float = 2, title: str = "",
     ) -> None:  # fmt: skip
-        """A box; `fill` and `stroke` are names of the palette; `title` shows while pointed at."""
+        """Draw a box; `fill` and `stroke` are palette names; `title` shows under the pointer."""
         self._parts.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" '
             f'height="{max(height, 0):.2f}" rx="{radius:g}" '
@@ -37,9 +37,9 @@ class Svg:
         self, x: float, y: float, text: str, *, fill: str = "ink", size: float = 13,
         anchor: Anchor = "start", bold: bool = False, room: float = math.inf,
     ) -> None:  # fmt: skip
-        """A line of text; `y` is its middle, `room` the width that it must not exceed.
+        """Draw a line of text; `y` is its middle, `room` the width that it must not exceed.
 
-        A phone shows the whole picture, and so larger text in it (--text of look.css).
+        A phone shrinks the picture to its width, so it shows larger text (--text in look.css).
         """
         most = room / max(1, len(text)) / (0.66 if bold else 0.6)
         size_css = f"calc({size:g}px*var(--text,1))"
@@ -55,7 +55,7 @@ class Svg:
         self, points: Sequence[tuple[float, float]], stroke: str = "ink", *, width: float = 1.5,
         arrow: bool = False,
     ) -> None:  # fmt: skip
-        """A line through points, perhaps with an arrow at its end."""
+        """Draw a line through points, optionally with an arrow at its end."""
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
         style = f"fill:none;stroke:{_colour(stroke)};stroke-width:{width:g}"
         self._parts.append(f'<polyline points="{path}" style="{style}"/>')
@@ -67,11 +67,11 @@ class Svg:
             self._parts.append(f'<polygon points="{corners}" style="fill:{_colour(stroke)}"/>')
 
     def path(self, path: str, fill: str, *, opacity: float = 1) -> None:
-        """A filled shape, by its SVG path."""
+        """Draw a filled shape, given its SVG path."""
         self._parts.append(f'<path d="{path}" style="fill:{_colour(fill)};opacity:{opacity:.3g}"/>')
 
     def circle(self, x: float, y: float, radius: float, fill: str, title: str = "") -> None:
-        """A disc."""
+        """Draw a disc."""
         self._parts.append(
             f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius:g}" style="fill:{_colour(fill)}">'
             f"{_title(title)}</circle>"
@@ -81,7 +81,7 @@ class Svg:
         self, x: float, y: float, width: float, height: float, fill: str, lines: Sequence[str],
         *, title: str = "", bold: bool = False, size: float = 13, opacity: float = 1,
     ) -> None:  # fmt: skip
-        """A box with lines of text in it, as large as there is room."""
+        """Draw a box with lines of text, at most as large as fits."""
         self.rect(x, y, width, height, fill, title=title, opacity=opacity)
         ink = "muted" if fill == "grid" else "on-colour"
         each = (height - 6) / max(1, len(lines))
@@ -101,7 +101,7 @@ class Svg:
 
 
 class Box(NamedTuple):
-    """A box in a lane: where it begins and ends, from 0 to 1."""
+    """A box in a lane; `begin` and `end` are from 0 to 1."""
 
     lane: int
     begin: float
@@ -116,7 +116,9 @@ def lanes(
     label: str, names: Sequence[str], boxes: Iterable[Box], *, row: float = 34, left: float = 80,
     bold: int = -1, back: str = "grid", top: float = 0,
 ) -> Svg:  # fmt: skip
-    """Return a picture of a lane for each name, with boxes in it; `bold` is the lane that runs."""
+    """Return a picture with a lane of boxes for each name; `bold` is the index of the active
+    lane.
+    """
     picture = Svg(top + len(names) * row, label)
     room = WIDTH - left
     for lane, name in enumerate(names):
@@ -138,10 +140,10 @@ def _title(text: str) -> str:
 
 
 def _colour(name: str) -> str:
-    """Return a name of the palette as CSS; "on-colour" is white, for text on filled boxes."""
+    """Return a palette name as CSS; "on-colour" is white, for text on filled boxes."""
     return {"none": "none", "on-colour": "#fff"}.get(name, f"var(--{name})")
 
 
 def series(place: int) -> str:
-    """Return the name of the colour at a place; the eight colours come again."""
+    """Return the color name for an index; the eight colors repeat."""
     return f"series-{place % 8 + 1}"

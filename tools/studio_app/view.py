@@ -1,4 +1,4 @@
-"""Pages in a browser, by NiceGUI: controls, figures, and an address that follows the controls."""
+"""Shows pages in a browser by NiceGUI: controls, figures, and an address that follows them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _HEAD = f"<style>{css()}{STYLE}{_LOOK}</style><script>{SCRIPT}{_KEYS}</script>"
 
 
 def add_pages(pages: Sequence[Page]) -> None:
-    """Register every page with NiceGUI, and the order of lessons as the front page."""
+    """Register every page with NiceGUI, and the list of lessons as the front page."""
     for page in pages:
         title = f"{page.lesson.title} | studio"
         ui.page(f"/{page.slug}", title=title, response_timeout=600)(_handler(page, pages))
@@ -78,7 +78,7 @@ def _handler(page: Page, pages: Sequence[Page]) -> Callable[[Request], Any]:
 def _add_menu(here: Page | None, pages: Sequence[Page]) -> None:
     ui.add_head_html(_HEAD)
     with (
-        # With a value of its own, or NiceGUI asks each browser and waits 1 s for the answer.
+        # An explicit value: otherwise NiceGUI asks each browser and waits 1 s for the answer.
         ui.left_drawer(value=False, bordered=True).props("width=238 show-if-above") as drawer,
         ui.element("nav"),
     ):
@@ -99,7 +99,7 @@ def _add_menu(here: Page | None, pages: Sequence[Page]) -> None:
 
 
 def home_of(pages: Sequence[Page]) -> str:
-    """Return the order of lessons: every page with what it shows."""
+    """Return the list of lessons as HTML: every page with a sentence about it."""
     cards = []
     groups = groupby(pages, key=lambda page: page.lesson.group)
     for number, (group, members) in enumerate(groups, 1):
@@ -114,7 +114,7 @@ def home_of(pages: Sequence[Page]) -> str:
 
 
 def lesson_of(page: Page) -> str:
-    """Return the text beside the pictures of a page."""
+    """Return the text of a page as HTML."""
     lesson = page.lesson
     titled = {"What you see": lesson.sees, "What to try": lesson.tries}
     titled["In a real run"] = lesson.means
@@ -123,7 +123,7 @@ def lesson_of(page: Page) -> str:
 
 
 def basis_of(page: Page) -> str:
-    """Return what a page rests on: formula, sources, and the functions that compute it."""
+    """Return a page's basis as HTML: formula, sources, and the functions that compute it."""
     lesson = page.lesson
     links = "; ".join(
         f'<a href="{escape(address)}" target="_blank" rel="noopener noreferrer">{escape(text)}</a>'
@@ -221,10 +221,10 @@ class PageView:
         await self.refresh()
 
     async def refresh(self) -> None:
-        """Compute the figures again; those of an older setting are dropped."""
+        """Recompute the figures; drop those of an older setting."""
         self._asked += 1
         asked = self._asked
-        await asyncio.sleep(0.02)  # a slider that is being dragged asks again at once
+        await asyncio.sleep(0.02)  # a dragged slider asks again at once
         if asked != self._asked:
             return
         self._area.classes(add="waits")
@@ -238,7 +238,7 @@ class PageView:
         return [html_of(figure) for figure in figures or []]
 
     def _draw(self, figures: list[str]) -> None:
-        """Put figures into the elements that are there; only what has changed is sent."""
+        """Put figures into the existing elements; only changed figures are sent."""
         if len(figures) != len(self._shown):
             self._area.clear()
             with self._area:

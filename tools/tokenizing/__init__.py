@@ -1,1 +1,1 @@
-"""The parts of tokenize_data.py, compare_tokenizers.py and train_tokenizer.py."""
+"""Parts of tokenize_data.py, compare_tokenizers.py and train_tokenizer.py."""

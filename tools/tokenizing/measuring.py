@@ -1,4 +1,4 @@
-"""Measures of tokenizers on the same texts."""
+"""Measures tokenizers on the same texts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _WORD = re.compile(r"\w+(?:['\u2019]\w+)*")
 _OF_CODE = re.compile(
     r"[{};]\s*$|^\s*(?:def |class |import |from \S+ import |return\b|#include|//|@)"
 )
-_CODE_SHARE = 0.15  # of lines that look like code, from which a text counts as code
+_CODE_SHARE = 0.15  # share of lines like code from which on a text counts as code
 _BATCH = 64
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text and the group that it is counted in."""
+    """A text and the group in which it is counted."""
 
     text: str
     group: str
@@ -40,7 +40,7 @@ class Text:
 
 @dataclass
 class Counts:
-    """Counts of the texts of one group by one tokenizer."""
+    """Counts of one tokenizer on the texts of one group."""
 
     texts: int = 0
     bytes: int = 0
@@ -48,20 +48,20 @@ class Counts:
     words: int = 0
     tokens: int = 0
     unknown: int = 0
-    changed: int = 0  # texts that decoding does not give back
+    changed: int = 0  # texts that decoding does not reproduce
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes for each token."""
+        """UTF-8 bytes per token."""
         return self.bytes / max(1, self.tokens)
 
     @property
     def fertility(self) -> float:
-        """Tokens for each word."""
+        """Tokens per word."""
         return self.tokens / max(1, self.words)
 
     def values(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the counts as plain values."""
         return {
             **vars(self),
             "bytes_per_token": round(self.bytes_per_token, 4),
@@ -72,13 +72,13 @@ class Counts:
 
 @dataclass
 class Measured:
-    """One tokenizer on all texts."""
+    """Counts of one tokenizer on all texts."""
 
     name: str
     vocab_size: int
     by_group: dict[str, Counts] = field(default_factory=lambda: defaultdict(Counts))
     used: set[int] = field(default_factory=set)  # ids that occurred
-    seconds: float = 0.0  # in the tokenizer
+    seconds: float = 0.0  # time spent in the tokenizer
 
     @property
     def all(self) -> Counts:
@@ -86,7 +86,9 @@ class Measured:
         return self.by_group[ALL]
 
     def embedding_bytes(self, hidden: int, bytes_each: int = 2) -> int:
-        """Return the size of the embedding for a model of that width, in bf16."""
+        """Return the embedding's size in bytes for a model of that hidden size, by default in
+        bf16.
+        """
         return self.vocab_size * hidden * bytes_each
 
 
@@ -138,7 +140,7 @@ def texts_of(
 
 
 def by_language(name: str, text: str, record: object) -> str:
-    """Return "code", or the language of a text; the name of its data where no model says it."""
+    """Return "code" or the language of a text; the name of its data without a language model."""
     if is_code(text):
         return CODE
     model = _language_model()

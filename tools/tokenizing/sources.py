@@ -1,4 +1,4 @@
-"""Tokenises the sources of a run config with many processes, or one task's share of them."""
+"""Tokenizes the sources of a run config in many processes, or one task's share of them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Share:
 def tokenized(
     run: RunConfig, out: Path | None, share: Share, report: Report, *, trust_remote_code: bool
 ) -> Iterator[str]:
-    """Tokenise each source into the cache, or into OUT.bin and OUT.idx; yield a line about each.
+    """Tokenize each source into the cache, or into OUT.bin and OUT.idx; yield a line about each.
 
     Raises ConfigError, OSError and WorkerFailed.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    from tools.tokenizing.work import Work  # torch, by way of transformers
+    from tools.tokenizing.work import Work  # imports torch by way of transformers
 
     work = Work(run, out, report, trust_remote_code)
     for source in work.sources():
@@ -49,7 +49,7 @@ def tokenized(
 
 
 def _write_shards(tokens: ShardedTokens, missing: list[int], of: Share) -> None:
-    """Tokenise a share of what is missing."""
+    """Tokenize a share of the missing shards."""
     share = [number for number in missing if number % of.tasks == of.task]
     if not share:
         return

@@ -1,4 +1,4 @@
-"""Kinds of tokenizers that train_tokenizer.py trains."""
+"""The kinds of tokenizers that train_tokenizer.py trains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from harness.errors import ConfigError
 
 def train(kind: str, corpus: Corpus, folder: Path, vocab_size: int, byte_fallback: bool) -> None:
     """Train a tokenizer on the text of a corpus, and write a Hugging Face folder. Raises
-    ConfigError, and OSError.
+    ConfigError and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     KINDS[kind](corpus, folder, vocab_size, byte_fallback)
@@ -46,7 +46,7 @@ def _sentencepiece(kind: str) -> Callable[[Corpus, Path, int, bool], None]:
 
 
 def to_unigram_backend(model: bytes) -> Tokenizer:
-    """Return a SentencePiece unigram model as a tokenizers pipeline; spaces are spaces in it."""
+    """Return a SentencePiece unigram model as a tokenizers pipeline in which spaces stay spaces."""
     proto: Any = sentencepiece_model
     pieces = proto.ModelProto.FromString(model).pieces
     of_type = proto.ModelProto.SentencePiece
@@ -59,7 +59,7 @@ def to_unigram_backend(model: bytes) -> Tokenizer:
     unknown = next(n for n, piece in enumerate(pieces) if piece.type == of_type.UNKNOWN)
     has_bytes = any(piece.type == of_type.BYTE for piece in pieces)
     backend = Tokenizer(Unigram(vocab, unk_id=unknown, byte_fallback=has_bytes))
-    # A text that spells a special token or a byte is cut in it, so that it is none.
+    # Text that spells a special token or a byte is split within it, so that it does not become one.
     spelled = Regex(r"<(?=0x[0-9A-F]{2}>|/?s>|unk>)")
     backend.pre_tokenizer = pre_tokenizers.Split(spelled, "merged_with_previous")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -67,7 +67,7 @@ def to_unigram_backend(model: bytes) -> Tokenizer:
 
 
 def _byte_bpe(corpus: Corpus, folder: Path, vocab_size: int, byte_fallback: bool) -> None:
-    """Byte-level BPE with GPT-2's division of text, by tokenizers: no text is unknown to it."""
+    """Train byte-level BPE with GPT-2's text splitting, by tokenizers; it knows every text."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""The corpora of a run config, as shards to tokenise."""
+"""The corpora of a run config, as shards to tokenize."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.plan.data import with_eval_splits
 
 @dataclass(frozen=True)
 class TextSource:
-    """A source of the run that is to be tokenised."""
+    """A source of the run to tokenize."""
 
     name: str
     spec: DataSpec
@@ -40,19 +40,19 @@ class Work:
     def __init__(
         self, run: RunConfig, out: Path | None, report: Report, trust_remote_code: bool
     ) -> None:
-        """Train the tokenizer if need be. Raises ConfigError."""
+        """Train the tokenizer if needed. Raises ConfigError."""
         if out is None:
             run, _ = with_eval_splits(run)
         if run.data.balance is not None:
             run = run.model_copy(update={"data": balanced(run.data)[0]})
-        if out is not None:  # a .bin/.idx cannot say that a bos token is not learned
+        if out is not None:  # a .bin/.idx cannot exclude a bos token from the loss
             run = run.model_copy(update={"data": run.data.model_copy(update={"bos": "off"})})
         self._spec = DataSpec.of_run(run, {}, trust_remote_code=trust_remote_code)
         self._out, self._report = out, report
         self._tokenizer = build_tokenizer(self._spec, report)
 
     def sources(self) -> list[TextSource]:
-        """Return the sources, without those that are token ids. Raises ConfigError."""
+        """Return the sources, except those that are token ids. Raises ConfigError."""
         sources, problems = [], []
         for name, spec in [*self._spec.sources().items(), *self._spec.eval_sets().items()]:
             corpus = corpus_of(spec)
@@ -100,7 +100,9 @@ class Work:
         return problems
 
     def finish(self, source: TextSource) -> str:
-        """Join the shards, and what training makes of the tokens; return a line about them."""
+        """Join the shards of a source into the files that training reads; return a line about
+        them.
+        """
         tokens = source.tokens
         if self._out is None:
             tokens.join(self._report)
@@ -110,7 +112,7 @@ class Work:
             then = f"; train with data.date={opened.day}" if opened.day else ""
             return f"tokenised {opened.summary()}{then}"
         lock, skipped = Path(f"{self._out}.lock"), ""
-        with locked(lock, self._report):  # of tasks that end together one writes
+        with locked(lock, self._report):  # if tasks end together, one writes
             if not self.is_made(source):
                 self._write_pair(source)
                 skipped = read_skipped(tokens.corpus, tokens.folder).skipped_text()
@@ -128,16 +130,16 @@ class Work:
         self._facts().write_text(json.dumps({"made_from": source.key}))
         for path in self._pair():
             joined = source.tokens.folder / f"{TOKENS}{path.suffix}"
-            if joined.exists():  # else it was moved before a kill
+            if joined.exists():  # otherwise it was moved before a kill
                 joined.replace(path)
 
     def missing(self, source: TextSource) -> list[int]:
-        """Return the numbers of the shards of a source that are not finished."""
+        """Return the numbers of a source's unfinished shards."""
         missing = source.tokens.missing()
-        return [] if self.is_made(source) else missing  # asked last: shards go once it is made
+        return [] if self.is_made(source) else missing  # checked last: then shards are deleted
 
     def is_made(self, source: TextSource) -> bool:
-        """Return True if PREFIX.bin and PREFIX.idx are those of the source."""
+        """Return True if PREFIX.bin and PREFIX.idx were made from the source."""
         return self._made_from() == source.key and all(path.exists() for path in self._pair())
 
     def _pair(self) -> list[Path]:
@@ -147,7 +149,7 @@ class Work:
         return Path(f"{self._out}.made-from.json")
 
     def _made_from(self) -> str | None:
-        """Return the key of the data that PREFIX.bin was made from, if this tool wrote it."""
+        """Return the key of the data in PREFIX.bin; None if this tool did not write it."""
         try:
             return str(json.loads(self._facts().read_text())["made_from"])
         except (OSError, ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""The round trip of checkpoints: does anything get lost between one layout and another?"""
+"""The round trip of checkpoints: nothing may be lost between layouts."""

@@ -1,4 +1,4 @@
-"""The round trips: precisions, architectures, and the layouts on both of their sides."""
+"""The round trips: precisions, architectures, and the layouts of their source and target."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from tests.gates.cells import Divided, Sizes, covering
 from tests.gates.models import DROPOUT, EVERYWHERE, FROZEN, MIXTURE, SHARED, WIDE
 
-# A matrix that is cut into shares, and a vector that ZeRO-3 may keep whole.
+# A matrix that is partitioned, and a vector that ZeRO 3 may keep whole.
 FROZEN_WEIGHTS = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
 BUFFERS = {"steps_seen": torch.tensor(7), "load": torch.tensor([0.25, -3.0, 1e-3, 5.0, 0.125])}
 BLANK_SEED = 1
-"""Of models that are to be loaded: whatever they hold before is nowhere in the checkpoint."""
+"""Seed of models to be loaded: their previous values appear nowhere in the checkpoint."""
 
 
 @contextlib.contextmanager
 def built_as(architecture: str) -> Iterator[None]:
-    """While engines are built: freeze and register what the architecture asks for."""
+    """Freeze parameters and register buffers of the architecture in engines built in the body."""
     if architecture != FROZEN:
         yield
         return
@@ -51,21 +51,21 @@ DIVIDED = ("tensor2_zero1", "tensor2_zero3")
 ROWS = ("sequence2_zero1", "sequence2_zero3")
 EXPERTS = ("expert2_zero1", "expert2_zero3")
 NARROW_EXPERTS = "tensor2_expert2_zero3"
-"""By number and width; in the full table alone."""
+"""Divided by number and by width; only in the full table."""
 DIVIDED_STAGES = ("pipe2_tensor2_zero0", "pipe2_tensor2_zero1")
 _BF16_SUMS = ("zero1_bf16_sums", "zero3_bf16_sums")
 LAYOUTS = (
     *("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
-    "zeropp",  # its second copy of the weights must not be left behind by what is loaded
+    "zeropp",  # loading must also update its second copy of the weights
     "zero3_default",
     *_STAGED,
     *_BF16_SUMS,
 )
-# Go on where they stopped; between them and the others a checkpoint is rounded.
+# They continue bit-equal only with themselves; between them and others a checkpoint is rounded.
 BF16_STATES = ("zero2_bf16_states", "zero3_bf16_states")
 PRECISIONS = ("fp32", "bf16", "fp16")
 _SIZES = Sizes(bucket=4096, live=20_000, sub_group=20_000, persistence=0)
-# The first step overflows; the scale is doubled again between save and end.
+# The first step overflows; the scale is doubled again after the save.
 _SCALING = {"initial_scale_power": 32, "hysteresis": 1, "loss_scale_window": 3}
 
 
@@ -83,7 +83,7 @@ class Side(Divided):
         return f"{self.layout}x{self.ranks}"
 
     def deepspeed(self, precision: str) -> dict[str, Any]:
-        """The DeepSpeed JSON, before it is resolved; at stage 1 fp32 sums are BF16_Optimizer."""
+        """Return the unresolved DeepSpeed JSON; at stage 1, fp32 sums select BF16_Optimizer."""
         return self.how.json(self.how.full_precision(precision), _SIZES, _SCALING)
 
     def sound(self, precision: str) -> bool:
@@ -91,7 +91,7 @@ class Side(Divided):
         if self.layout in _BF16_SUMS:
             return precision == "bf16"
         if self.layout in ("zero0", "zeropp"):
-            return precision == "fp32"  # of zeropp enough: it cuts and keeps what zero3 does
+            return precision == "fp32"  # enough for zeropp, which partitions as zero3 does
         return not (self.how.pipeline > 1 and self.how.stage == 0) or precision != "fp16"
 
 
@@ -112,12 +112,12 @@ class Cell:
 
     @property
     def same(self) -> bool:
-        """True if nothing changes: then the losses have to be bit-equal."""
+        """True if the layout does not change, so that losses must be bit-equal."""
         return self.source == self.target
 
 
 def sides(precision: str) -> list[Side]:
-    """All that train right; in 16 bits on one rank only what is cut otherwise there."""
+    """Return all sides that train correctly; in 16 bits, only a few of them on one rank."""
     alone = LAYOUTS if precision == "fp32" else ("zero1", "zero3")
     every = [
         Side(layout, ranks)
@@ -128,7 +128,9 @@ def sides(precision: str) -> list[Side]:
 
 
 def all_cells() -> list[Cell]:
-    """A tied Llama between all layouts; the others where they may differ from it."""
+    """Return all cells: a tied Llama between all layouts, other models where they may behave
+    differently.
+    """
     few = [Side("zero1", 2), Side("zero3", 2), Side("pipe2_zero1", 2), Side("zero3", 1)]
     cells = []
     for precision in PRECISIONS:
@@ -138,7 +140,7 @@ def all_cells() -> list[Cell]:
         around = [*zip(few, few, strict=True), *zip(few, few[1:] + few[:1], strict=True)]
         for architecture in ("llama", "mixtral", FROZEN):
             cells += [Cell(precision, architecture, *pair) for pair in around]
-        if precision == "fp32":  # the second copy of what nobody trains
+        if precision == "fp32":  # the second copy of untrained parameters
             cells.append(Cell(precision, FROZEN, few[0], Side("zeropp", 2)))
         if precision == "bf16":
             halves = [Side(layout, 2) for layout in BF16_STATES]
@@ -153,7 +155,9 @@ def all_cells() -> list[Cell]:
 
 
 def divided_stage_cells(precision: str) -> list[Cell]:
-    """Stages of divided tensors on four and on eight ranks: gone on with, left, reached."""
+    """Return cells of stages with tensor parallelism on four and eight ranks: continued, left,
+    reached.
+    """
     staged = [Side(layout, 4) for layout in DIVIDED_STAGES]
     staged = [side for side in staged if side.sound(precision)] + [Side(DIVIDED_STAGES[1], 8)]
     others = [Side("zero3", 2), Side("zero1", 1), Side("pipe2_zero1", 2), Side("tensor2_zero3", 2)]
@@ -164,7 +168,9 @@ def divided_stage_cells(precision: str) -> list[Cell]:
 
 
 def row_cells(precision: str) -> list[Cell]:
-    """Divided rows, whose ranks share ZeRO's states: gone on with, left, reached."""
+    """Return cells of sequence parallelism, whose ranks share ZeRO's states: continued, left,
+    reached.
+    """
     first, last = (Side(layout, 2) for layout in ROWS)
     pairs = [(first, first), (last, last)]
     for there, here in (
@@ -177,7 +183,7 @@ def row_cells(precision: str) -> list[Cell]:
 
 
 def expert_cells(precision: str) -> list[Cell]:
-    """Divided experts on two and on four ranks: gone on with, left, reached."""
+    """Return cells of expert parallelism on two and four ranks: continued, left, reached."""
     divided = [Side(layout, ranks) for layout in EXPERTS for ranks in (2, 4)]
     others = [Side("zero3", 2), Side("zero1", 1), Side("pipe2_zero1", 2), Side("tensor2_zero3", 2)]
     pairs = list(itertools.product(divided, repeat=2))
@@ -189,7 +195,7 @@ def expert_cells(precision: str) -> list[Cell]:
 
 
 def nvme_cells(precision: str) -> list[Cell]:
-    """Optimizer states in files: gone on with, left, reached, on other ranks."""
+    """Return cells of optimizer states in files: continued, left, reached, on other ranks."""
     alone, on_two = Side("zero3_nvme", 1), Side("zero3_nvme", 2)
     plain = Side("zero1", 2)
     pairs = ((on_two, on_two), (on_two, plain), (plain, on_two), (on_two, alone))
@@ -197,14 +203,14 @@ def nvme_cells(precision: str) -> list[Cell]:
 
 
 def covering_cells() -> list[Cell]:
-    """A small set that holds everything that `covers` names, without NVMe."""
+    """Return a small set of cells that covers all properties of `covers`, without NVMe."""
     return covering([cell for cell in all_cells() if cell.architecture != WIDE], covers)
 
 
 def covers(cell: Cell) -> set[tuple[Any, ...]]:
-    """Return the properties that a cell covers: a layout left or reached in a precision or resumed
-    unchanged, an architecture in fp32 or bf16, a change of the number of ranks. Divided stages,
-    experts and rows count by themselves: in pairs with all of these they would take a dozen cells.
+    """Return the properties that a cell covers: a layout left or reached in a precision, or resumed
+    unchanged; an architecture in fp32 or bf16; a change of the number of ranks. Divided stages,
+    experts and rows count separately: in pairs with all of these they would take a dozen cells.
     """
     precision, source, target = cell.precision, cell.source, cell.target
     if any(side.layout in DIVIDED_STAGES for side in (source, target)):
@@ -221,7 +227,7 @@ def covers(cell: Cell) -> set[tuple[Any, ...]]:
     if cell.same and source.layout in BF16_STATES:
         return shown | {("same", "bf16_states")}
     if cell.same:
-        # zeropp goes on as zero3 does.
+        # zeropp continues in the same way as zero3.
         return shown | {("same", source.layout)} - {("same", "zeropp")}
     shown |= {("ranks", source.ranks, target.ranks)}
     if target.layout == "zeropp":
@@ -232,7 +238,9 @@ def covers(cell: Cell) -> set[tuple[Any, ...]]:
 
 
 def _covers_of_divided_stages(cell: Cell) -> set[tuple[Any, ...]]:
-    """Left for ZeRO-3 in bf16, reached from it in fp32, in fp16, resumed unchanged."""
+    """Return the properties of divided stages: left for ZeRO 3 in bf16, reached from it in fp32, in
+    fp16, resumed unchanged.
+    """
     kind, layouts = "divided stages", [cell.source.layout, cell.target.layout]
     if cell.same:
         return {(kind, "same")} if cell.source.layout == "pipe2_tensor2_zero1" else set()
@@ -243,7 +251,9 @@ def _covers_of_divided_stages(cell: Cell) -> set[tuple[Any, ...]]:
 
 
 def _covers_of_experts(cell: Cell) -> set[tuple[Any, ...]]:
-    """Resumed unchanged at each stage; each precision; left for and reached from all else."""
+    """Return the properties of divided experts: resumed unchanged at each stage, each precision,
+    left for and reached from every other layout.
+    """
     kind, layouts = "experts", [cell.source.layout, cell.target.layout]
     if cell.same:
         return {(kind, "same", cell.source.layout)}

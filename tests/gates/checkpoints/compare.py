@@ -1,4 +1,4 @@
-"""Two checkpoints, tensor by tensor; two trajectories, step by step."""
+"""Compares two checkpoints tensor by tensor, and two trajectories step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.errors import Unusable
 
 
 def differences(first: Checkpoint, second: Checkpoint, turn: int, turns: int) -> list[str]:
-    """List differences of the second checkpoint; of its tensors compare every `turns`-th."""
+    """Return the differences between two checkpoints; compare every `turns`-th tensor."""
     before, after = first.reader(), second.reader()
     names = sorted(before.by_name.keys() | after.by_name.keys())
     lines = [line for name in names[turn::turns] for line in _of_tensor(name, before, after)]
@@ -41,12 +41,12 @@ def _of_tensor(name: str, first: Reader, second: Reader) -> list[str]:
 
 
 def whole(reader: Reader, name: str, kind: str) -> torch.Tensor:
-    """One tensor of a checkpoint; defects that are planted in reading leave this alone."""
+    """Return one tensor of a checkpoint; defects planted in reading do not affect this function."""
     return reader.whole(name, kind)
 
 
 def _known(reader: Reader, name: str) -> dict[str, Any]:
-    """Return a parameter's properties that no layout changes: every element is there once."""
+    """Return a parameter's properties that no layout changes; every element must exist once."""
     entries = reader.by_name.get(name, [])
     return {
         "shape": sorted({entry.shape for entry in entries}),
@@ -60,7 +60,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_scalars(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Counters, loss scaling and steps; a layout without loss scaling has nothing to say of it."""
+    """Return differences of counters, loss scaling and steps; a layout may lack loss scaling."""
     lines = []
     for section, values in before.items():
         common = values.keys() & after[section].keys()
@@ -76,26 +76,26 @@ def _of_scalars(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Apart:
-    """Return the relative difference of two trajectories at the worst step; 0 only if bit-equal."""
+    """Relative difference of two trajectories at the worst step; 0 only if bit-equal."""
 
     loss: float
     norm: float
 
     def exceeds(self, limit: Apart) -> list[str]:
-        """Name the quantities that are further apart than allowed, or not a number."""
+        """Return the names of quantities that differ by more than allowed or are not numbers."""
         return [name for name in vars(self) if not getattr(self, name) <= getattr(limit, name)]
 
     @classmethod
     def worst(cls, several: list[Apart]) -> Apart:
-        """The largest of each."""
+        """Return the largest difference of each quantity."""
         return cls(max(a.loss for a in several), max(a.norm for a in several))
 
 
 def apart(trajectory: dict[str, Any], reference: dict[str, Any], across: bool = False) -> Apart:
-    """Losses and gradient norms of two trajectories, as they are kept.
+    """Return the difference of losses and gradient norms of two recorded trajectories.
 
-    `across` layouts a norm counts not in a step that doubled fp16's loss scale: DeepSpeed's ZeRO-3
-    divides it by the new scale already, and reports half of it.
+    `across` layouts, norms of steps that doubled fp16's loss scale are ignored: DeepSpeed's ZeRO 3
+    already divides by the new scale and reports half the norm.
     """
     assert len(trajectory["losses"]) == len(reference["losses"]) > 0
     grown = {i for i, (was, now) in enumerate(pairwise(reference["scales"]), 1) if was != now}

@@ -1,4 +1,4 @@
-"""Defects that the round trip must catch, planted one at a time around the real save and load."""
+"""Defects that the round trip must catch, planted one at a time in the real save and load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gates.checkpoints.cells import Cell, Side
 from tests.gates.models import FROZEN
 
 Fill = Callable[[str, str, int, torch.Tensor], None]
-"""Reads a tensor of a name and a kind, from an offset, into a tensor."""
+"""Reads a tensor, given its name, kind and offset, into a tensor."""
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def _filling(change: Callable[[Fill, str, str, int, Any], None]) -> Iterator[Non
         with mock.patch.object(Reader, "fill", original):
             return reader.whole(name, kind)
 
-    # What compares the two checkpoints must see them as they are.
+    # The comparison must see the true values.
     with mock.patch.object(Reader, "fill", fill), mock.patch.object(compare, "whole", honestly):
         yield
 
@@ -61,7 +61,7 @@ def _restoring(**sections: dict[str, Any]) -> AbstractContextManager[Any]:
 
 
 def _loading_without(left_out: Callable[[Any], bool]) -> AbstractContextManager[Any]:
-    """A save still sees all."""
+    """Return a context in which loading, but not saving, leaves out some parameters."""
     from harness.engine import state
 
     original, restore = state.pieces, state.restore
@@ -79,7 +79,7 @@ def _loading_without(left_out: Callable[[Any], bool]) -> AbstractContextManager[
 _SWAP = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
 # fmt: off
 _PLANTS: dict[str, tuple[tuple[str, ...], Any]] = {
-    # Pieces that do not begin a parameter are read one element too early.
+    # Fragments that do not begin a parameter are read one element too early.
     "a fragment's offset off by one": (("fp32", "llama", "zero1", "zero3"), lambda: _filling(
         lambda fill, name, kind, offset, out: fill(name, kind, max(0, offset - 1), out))),
     "moments not loaded": (("fp32", "llama", "zero1", "zero3"), lambda: _filling(
@@ -90,13 +90,13 @@ _PLANTS: dict[str, tuple[tuple[str, ...], Any]] = {
         optimizer={"step": 0.0})),
     "masters read from bf16 weights": (("bf16", "llama_tied", "zero1", "zero1"), lambda: _filling(
         _masters_rounded)),
-    # The model computes its first loss with what it had before.
+    # The model computes its first loss with its previous weights.
     "weights not refreshed from the masters": (
         ("bf16", "llama_tied", "zero1", "zero1"), lambda: mock.patch(
             "harness.engine.state.refresh_weights")),
     "the loss scale not restored": (("fp16", "llama", "zero1", "zero3"), lambda: _restoring(
         loss_scaling={})),
-    # Nobody saves it.
+    # No layout saves it.
     "the tied copy of a pipeline not loaded": (
         ("fp32", "llama_tied", "zero1", "pipe2_zero1"), lambda: _loading_without(
             lambda parameter: getattr(parameter, "ds_pipe_replicated", False))),
@@ -109,9 +109,9 @@ DEFECTS = {
     name: (plant, Cell(precision, architecture, Side(source, 2), Side(target, 2)))
     for name, ((precision, architecture, source, target), plant) in _PLANTS.items()
 }
-"""Each with a cell that it must show in."""
+"""Each defect with a cell in which it must show."""
 
 
 def planted(defect: str | None) -> AbstractContextManager[None]:
-    """The context in which a defect acts; None plants nothing."""
+    """Return the context in which a defect is active; None plants nothing."""
     return DEFECTS[defect][0]() if defect else contextlib.nullcontext()

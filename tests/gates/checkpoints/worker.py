@@ -1,4 +1,4 @@
-"""Half a round trip on one rank: train and save; or load, save again and train on."""
+"""Runs half a round trip on one rank: train and save; or load, save again and continue."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ from tests.gates.parity.recipe import (
 
 @dataclass(frozen=True)
 class Job:
-    """Half a round trip. Without a target the source saves; else the target loads.
+    """Half a round trip. Without a target the source saves; otherwise the target loads.
 
-    With a `micro_batch` of its own a load only trains, to see what another order of sums does.
+    With its own `micro_batch`, a loading job only trains, to show the effect of another order of
+    sums.
     """
 
     precision: str
@@ -61,12 +62,12 @@ class Job:
 
     @property
     def saved(self) -> str:
-        """The folder, under the output's, of what is saved first."""
+        """Folder of the first save, relative to the output folder."""
         return f"saved/{self.precision}-{self.architecture}-{self.source.name}"
 
     @property
     def result(self) -> str:
-        """The file, under the output's, that says what it gave."""
+        """File of the result, relative to the output folder."""
         if self.target is None:
             return f"{self.saved}.json"
         cell = Cell(self.precision, self.architecture, self.source, self.target)
@@ -81,18 +82,18 @@ class Job:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
-        """Return what `asdict` gave as JSON."""
+        """Return the job from the JSON of `asdict`."""
         target = values["target"] and Side(**values["target"])
         return cls(**{**values, "source": Side(**values["source"]), "target": target})
 
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
-FP16_SCALE = 2.0**10  # far below what overflows on any layout, after the one step that did
+FP16_SCALE = 2.0**10  # far below the scale at which any layout overflows, after the step that did
 
 
 @dataclass
 class Trip:
-    """Results of one half of a round trip. Numbers are hex: equal only if every bit is."""
+    """Results of one half of a round trip. Numbers are hex, equal only if every bit is."""
 
     losses: list[str] = field(default_factory=list)  # of the steps after the checkpoint
     norms: list[str] = field(default_factory=list)
@@ -115,19 +116,19 @@ class Place:
     """Samples; 0 for the side's own."""
 
     def engine(self, seed: int) -> Any:
-        """A new engine; with BLANK_SEED one that waits for a checkpoint."""
+        """Return a new engine; with BLANK_SEED, one that expects a checkpoint."""
         from tests.gates.engines import build_engine
 
         with built_as(self.architecture):
             return build_engine(self._plan(seed), self.device, blank=seed == BLANK_SEED)
 
     def train(self, engine: Any, first_step: int, steps: int, trip: Trip) -> None:
-        """Take steps and note what they showed."""
+        """Take steps and record their results."""
         for step in range(first_step, first_step + steps):
             batch, rank = global_batch(step), engine.plan.grid.coords(self.world.rank).data
             micro, data_ranks = engine.plan.micro_batch, self.side.data_ranks
             share = share_of_rank(0, GLOBAL_BATCH, micro, rank, data_ranks)
-            torch.manual_seed(1000 * step + self.world.rank)  # dropout's, as a run draws it anew
+            torch.manual_seed(1000 * step + self.world.rank)  # new dropout seed, as in a run
             done = engine.train_batch([rows(batch, s.tolist()) for s in share], targets(batch), LR)
             trip.losses.append(float(engine.sum_over_ranks(done.loss_share)).hex())
             trip.norms.append(float(done.grad_norm).hex())
@@ -145,14 +146,14 @@ class Place:
 
 
 def save_half(place: Place, folder: Path) -> Trip:
-    """Train, save into `folder`, and go on as if nothing had been."""
+    """Train, save into `folder`, and continue."""
     with contextlib.closing(place.engine(seed=0)) as engine:
         trip = Trip()
         first = 0
         if place.precision == "fp16":
             place.train(engine, 0, 1, trip)
             assert engine.skipped_steps == 1, "the first step was to overflow"
-            # Twenty more steps would do the same.
+            # Twenty more steps would reach the same scale.
             engine.restore_scalars({**_NOTHING, "loss_scaling": {"cur_scale": FP16_SCALE}})
             first = 1
         place.train(engine, first, STEPS_BEFORE - first, trip)
@@ -166,7 +167,7 @@ _NOTHING: dict[str, dict[str, Any]] = {"counters": {}, "loss_scaling": {}, "opti
 
 
 def load_half(place: Place, folder: Path, again: Path | None) -> Trip:
-    """Load what `folder` holds, save it into `again`, compare the two, and train on."""
+    """Load the checkpoint in `folder`, save it into `again`, compare the two, and continue."""
     with contextlib.closing(place.engine(seed=BLANK_SEED)) as engine:
         saved = verified(folder / "step-00000003")
         load_into(engine, saved)
@@ -183,7 +184,7 @@ def load_half(place: Place, folder: Path, again: Path | None) -> Trip:
 
 
 def save(engine: Any, folder: Path) -> None:
-    """Save as a run does, without a run around it."""
+    """Save as a run does, but without a run."""
     plan = engine.plan
     manifest = Manifest(
         state=TrainState(STEPS_BEFORE),
@@ -201,14 +202,14 @@ def save(engine: Any, folder: Path) -> None:
 
 
 def gathered(lines: list[str]) -> list[str]:
-    """Gather the lines of all ranks, each once. Collective."""
+    """Return the distinct lines of all ranks. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, lines)
     return sorted({item for items in by_rank for item in items})
 
 
 def _missing(engine: Any, saved: Checkpoint) -> list[str]:
-    """List tensors of the model and its optimizer that the checkpoint lacks."""
+    """Return the tensors of the model and its optimizer that the checkpoint lacks."""
     reader, lines = saved.reader(), []
     expected = {
         name: {WEIGHT, "exp_avg", "exp_avg_sq"} if p.requires_grad else {WEIGHT}
@@ -231,7 +232,7 @@ def _turn() -> tuple[int, int]:
 
 
 def do(job: Job, world: World, device: torch.device, out: Path) -> None:
-    """Do one job on this rank; rank 0 keeps what it gave."""
+    """Do one job on this rank; rank 0 writes its result."""
     compute_alike()
     place = Place(job.precision, job.architecture, job.side, world, device, out, job.micro_batch)
     if job.target is None:

@@ -1,1 +1,1 @@
-"""Parts of tests/gates/measure_memory.py: cases, ranks that run them, live bytes, comparisons."""
+"""Parts of tests/gates/measure_memory.py: cases, workers, live bytes, comparisons."""

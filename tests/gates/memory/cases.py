@@ -41,7 +41,7 @@ class Case(Divided):
 
     @property
     def ranks(self) -> int:  # type: ignore[override]
-        """Two, or as many as have one model between them; with replicas of divided experts."""
+        """Two, or as many as share one model; divided experts also need replicas."""
         return max(2, self.how.pipeline * self.how.tensor, 2 * self.how.expert * self.is_mixture)
 
     @property
@@ -59,7 +59,7 @@ class Case(Divided):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Case:
-        """Return what `asdict` gave as JSON."""
+        """Return the case from the JSON of `asdict`."""
         return cls(**values)
 
     @property
@@ -73,23 +73,23 @@ class Case(Divided):
 
     @property
     def model(self) -> str:
-        """Name of its model's file."""
+        """Name of the model's file."""
         return "mixture.json" if self.is_mixture else "config.json"
 
     @property
     def is_mixture(self) -> bool:
-        """True if its experts are divided."""
+        """True if the experts are divided."""
         return self.how.expert > 1
 
     @property
     def model_keys(self) -> dict[str, Any]:
-        """Further keys of the run config's model section; overrides are of models.MEASURED."""
+        """Additional keys of the run config's model section; overrides apply to models.MEASURED."""
         tied = {"tie_word_embeddings": True} if "tied" in self.layout else {}
         return {"overrides": tied, "loss_chunk": self.how.loss_chunk, **self.how.model}
 
     @property
     def counts_saved(self) -> bool:
-        """True if bytes that are saved for the backward pass are counted, too."""
+        """True if bytes saved for the backward pass are also counted."""
         chunked = self.how.loss_chunk and self.how.pipeline == 1
         return self.is_divided or bool(self.how.model or chunked)
 
@@ -118,8 +118,8 @@ _OPTIMIZERS = [
 
 
 def all_cases() -> list[Case]:
-    """Every combination that the harness runs: not most of stage 0 in half precision, which it
-    runs as stage 1.
+    """Return every combination that the harness runs; most of stage 0 in half precision is left
+    out, since it runs as stage 1.
     """
     precisions = {name: {*PRECISIONS} for name in LAYOUTS}
     precisions |= {name: {*PRECISIONS} - {*_HALVES} for name in LAYOUTS if "offload" in name}
@@ -169,7 +169,7 @@ _COVERING = """
 
 
 def covering_cases() -> list[Case]:
-    """A small set with every layout, precision, accumulation and optimizer class."""
+    """Return a small set with every layout, precision, accumulation and optimizer class."""
     by_name = {case.name: case for case in all_cases()}
     optimizers = [case for case in _OPTIMIZERS if case.optimizer in ("adagrad", "muon")]
     return [by_name[name] for name in _COVERING.split()] + optimizers

@@ -1,4 +1,4 @@
-"""The estimate beside the peak of real runs on this machine's GPUs."""
+"""Compares the estimate with the peaks of real runs on this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from harness.layout.world import find_accelerator
 from tools.made_with import versions
 from tools.speed.cases import Case, measured
 
-STEPS = 3  # Adam makes its moments in the first, ZeRO 3 knows its order of parameters after it
+STEPS = 3  # Adam allocates its moments in the first, ZeRO 3 knows its parameter order after it
 MEDIAN, WORST = 0.01, 0.03
-"""The errors aimed at; the best published estimator: 1.6 % on one GPU, 3.0 % over several."""
+"""Target errors; the best published estimator has 1.6 % on one GPU and 3.0 % on several."""
 
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A run of one micro-batch a step and rank, unless it says otherwise."""
+    """A run with one micro-batch per step and rank, unless it says otherwise."""
 
     model: str
     json: str
     seq_len: int
     micro_batch: int
     more: tuple[str, ...] = ()
-    """key=value."""
+    """key=value assignments."""
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class GpuCase:
 
     @property
     def deepspeed(self) -> Path:
-        """Its DeepSpeed JSON."""
+        """Path of the DeepSpeed JSON."""
         return REPOSITORY / "ds_configs" / f"{self.json}.json"
 
 
@@ -61,7 +61,7 @@ _FULL = "model.checkpointing=full"
 _TWELVE = "model.overrides.num_hidden_layers=12"
 _EIGHT = "model.overrides.num_hidden_layers=8"
 _SGD = "optim.name=sgd"
-_DRY = "model.dropout=0"  # GPT-2's own is 0.1, of which the estimate only guesses
+_DRY = "model.dropout=0"  # GPT-2's own is 0.1, which the estimate only approximates
 GPU_CASES = [
     GpuCase("gpt2-124m", "fp32", 1024, 8, (_DRY,)),
     GpuCase("gpt2-124m", "zero0", 1024, 8, (_DRY,)),
@@ -93,7 +93,7 @@ GPU_CASES = [
 
 
 def measure_gpu(cases: Iterable[GpuCase], out: Path, ranks: int) -> Iterator[dict[str, Any]]:
-    """A row for each case as it is known; those that lie in `out` are not run again."""
+    """Yield a row for each case when it is done; cases kept in `out` are not run again."""
     out.mkdir(parents=True, exist_ok=True)
     for case in cases:
         kept = out / f"{case.name.replace(' ', '-')}-{ranks}.json"
@@ -108,7 +108,7 @@ def measure_gpu(cases: Iterable[GpuCase], out: Path, ranks: int) -> Iterator[dic
 
 
 def error_of(row: dict[str, Any]) -> float | None:
-    """Relative, above 0 when too much was estimated; None where nothing was measured."""
+    """Return the relative error, above 0 if too much was estimated; None without a measurement."""
     if not row.get("peak_allocated_gib") or not row.get("estimated_gib"):
         return None
     return float(row["estimated_gib"] / row["peak_allocated_gib"] - 1)
@@ -135,7 +135,7 @@ def is_broken_promise(row: dict[str, Any]) -> bool:
 
 
 def gpu_markdown(rows: list[dict[str, Any]]) -> str:
-    """The table."""
+    """Return the table."""
     devices = ", ".join(sorted({str(row["device"]) for row in rows if "device" in row}))
     lines = [
         "# Peaks on a GPU: estimated against measured",
@@ -170,7 +170,7 @@ def _gib(size: float | None) -> str:
 
 
 def no_gpu() -> str | None:
-    """Return the reason why nothing can be measured here; None if a GPU is there."""
+    """Return the reason for which nothing can be measured here; None if there is a GPU."""
     if find_accelerator() == "cuda":
         return None
     return "--gpu: there is no GPU on this machine; without it CPU ranks are measured"

@@ -1,4 +1,4 @@
-"""Measures the model states of a case, on one rank."""
+"""Measures the model states of a case on one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.gates.memory.cases import SEQ_LEN, Case
 
 
 def load_evenly(engine: Any) -> None:
-    """Send each of an engine's divided experts equally many tokens."""
+    """Make each of an engine's divided experts receive equally many tokens."""
     for name, module in engine.module.named_modules():
         if name.endswith(".experts"):
             module.forward = _evenly(module.forward, module.num_experts * engine.plan.grid.expert)
@@ -46,10 +46,10 @@ class Rise:
 
 @contextmanager
 def rise(mapped: int = 0) -> Iterator[Rise]:
-    """Follow every allocation of the CPU's allocator, that of C++ too, while the body runs.
+    """Follow every allocation of the CPU allocator while the body runs, including those of C++.
 
-    `mapped`: bytes of a file whose mappings are left out. Safetensors maps the whole file for each
-    tensor it reads; its pages are the kernel's, which drops them where memory is short.
+    `mapped` bytes of mapped files are left out: safetensors maps the whole file for each tensor
+    that it reads, and the kernel drops those pages if memory is short.
     """
     highest = Rise()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -70,7 +70,7 @@ Job = Case
 
 
 def plan_of(case: Case, world: World, model: Path) -> Plan:
-    """The Plan of one case, through the same door as every run."""
+    """Return the plan of one case, made in the same way as for every run."""
     run = RunConfig.model_validate(
         {
             "model": {
@@ -91,10 +91,11 @@ def plan_of(case: Case, world: World, model: Path) -> Plan:
 
 
 def measure(case: Case, world: World, device: torch.device, model: Path) -> dict[str, Any]:
-    """Bytes of live storages once built, with the gradients ready, and between steps; peaks.
+    """Return the bytes of live storages once built, with gradients ready and between steps, and the
+    peaks.
 
-    If tensors or sequences are divided, activations computed again, or the loss is in chunks, also
-    the bytes that are saved for the backward pass.
+    If tensors or sequences are divided, activations recomputed or the loss chunked, also return the
+    bytes saved for the backward pass.
     """
     from tests.gates.engines import build_engine
 
@@ -118,10 +119,10 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
     data_rank = plan.share.data_rank if plan.grid.tensor > 1 else world.rank
     generator = torch.Generator().manual_seed(0 if divided else data_rank)
     ids = torch.randint(0, vocab_size, (1, SEQ_LEN), generator=generator)
-    # Not one batch several times: the engine knows the last micro-batch by its identity.
+    # Distinct objects: the engine recognizes the last micro-batch by identity.
     batches = [Batch(ids, ids.clone(), None) for _ in range(plan.grad_accum)]
     peaks = {}
-    for _ in range(3):  # Adam makes its moments in the first step, ZeRO 3 knows its trace after it
+    for _ in range(3):  # Adam allocates its moments in step 1, ZeRO 3 has its trace after it
         start = points.get("between_steps", points["built"])["bytes"]
         with rise() as rose:
             engine.accumulate(batches, SEQ_LEN * plan.global_batch)
@@ -139,7 +140,7 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
 
 
 def _count_saved(engine: Any) -> None:
-    """Let an engine note in `saved` what autograd kept of its last forward pass, bytes."""
+    """Make an engine record in `saved` the bytes that autograd kept in its last forward pass."""
     forward_of = engine.forward.in_training
 
     def forward(*args: Any) -> Any:
@@ -152,7 +153,7 @@ def _count_saved(engine: Any) -> None:
 
 
 def do(case: Case, world: World, device: torch.device, out: Path) -> None:
-    """Measure one case; every rank keeps what it held."""
+    """Measure one case; every rank writes its result."""
     torch.manual_seed(0)
     measured = measure(case, world, device, out / case.model)
     (out / f"{case.name}.rank{world.rank}.json").write_text(json.dumps(measured))

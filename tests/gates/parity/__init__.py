@@ -1,1 +1,1 @@
-"""The parity gate: does the layout change what is learned?"""
+"""The parity gate: layouts must not change training."""

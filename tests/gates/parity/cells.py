@@ -1,4 +1,4 @@
-"""The cells that the parity gate compares, and sets of a few in which all that can occur does."""
+"""The cells that the parity gate compares, and small sets that cover all their properties."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tests.gates.models import (
 
 STEPS = 20
 ZERO = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-"""Layouts that are compared with every other value."""
+"""Layouts that are combined with every other value."""
 FEW = ("zeropp", "zero2_bf16_states", "zero3_bf16_states", "compiled_zero3", "compiled_zero1")
-"""Layouts in few combinations, a kind of them by itself in the covering set."""
+"""Layouts in few combinations; in the covering set, each counts as a separate kind."""
 COVERED_KINDS = ("longformer_zero3", "performer_zero3")
-"""Those of the layouts with a kind of attention that are in the covering set: one that goes by
-pieces, and one by sums."""
+"""Approximate attention in the covering set: one kind that works in blocks, and one with sums."""
 NVME = ("zero3_nvme",)
-"""Layouts that are not in the covering set."""
+"""Layouts outside the covering set."""
 STAGES = tuple(f"pipe{n}_zero{stage}" for n in (2, 4) for stage in (0, 1))
 DIVIDED_STAGES = tuple(f"pipe2_tensor2_zero{stage}" for stage in (0, 1))
 OTHER_ATTENTION = ("mistral", "gemma2", "phi3", "gpt_neox")
-"""Families in whose attention something is that FLAT has not: windows, caps, fused projections."""
+"""Families whose attention has features that FLAT lacks: windows, caps, fused projections."""
 DOCUMENTS = ("llama", "mistral", "gemma2", "gpt_neox")
-"""Families whose documents are kept apart by their bounds: shared key heads, windows, soft-capped
-scores, fused projections."""
+"""Families whose documents are separated by bounds: shared key heads, windows, soft-capped scores,
+fused projections.
+"""
 PRECISIONS = ("fp32", "bf16", "fp16")
 TWO = PRECISIONS[:2]
 ACCUMULATIONS = (1, 4)
@@ -61,7 +61,7 @@ class Cell(Divided):
 
     @classmethod
     def named(cls, name: str) -> Cell:
-        """Return the cell of a name. Raises ValueError for a name of another form."""
+        """Return the cell of a name. Raises ValueError for a malformed name."""
         architecture, layout, precision, accumulation, ranks = name.split("-")
         return cls(architecture, layout, precision, int(accumulation), int(ranks))
 
@@ -72,7 +72,7 @@ class Cell(Divided):
 
     @property
     def sums(self) -> str:
-        """The precision in which a rank adds up the gradients of its micro-batches."""
+        """The precision in which a rank sums the gradients of its micro-batches."""
         return self.how.sums_of(self.precision)
 
     @property
@@ -84,7 +84,7 @@ class Cell(Divided):
 
 @dataclass(frozen=True)
 class Job:
-    """A cell to train into a folder, with a defect planted or none."""
+    """A cell to train into a folder, optionally with a planted defect."""
 
     cell: Cell
     defect: str | None = None
@@ -97,14 +97,14 @@ class Job:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
-        """Return what `asdict` gave as JSON."""
+        """Return the job from the JSON of `asdict`."""
         return cls(**{**values, "cell": Cell(**values["cell"])})
 
 
 def all_cells() -> list[Cell]:
-    """Every combination but those that transformers' own model cannot train.
+    """Return every combination except those that transformers' own model cannot train.
 
-    Where several cells cover equally many pairs, the covering set takes the first.
+    If several cells cover equally many pairs, the covering set takes the first.
     """
     kinds = (
         flat_cells,
@@ -133,19 +133,19 @@ def all_cells() -> list[Cell]:
 
 
 def flat_cells() -> Iterator[Cell]:
-    """Every value with every other."""
+    """Return the cells of every value with every other."""
     return itertools.starmap(Cell, product(FLAT, ZERO, PRECISIONS, ACCUMULATIONS, RANKS))
 
 
 def preset_cells() -> Iterator[Cell]:
-    """The presets' other architectures under every layout that has no stages, ZeRO-2 first."""
+    """Return the presets' other architectures with every layout without stages, ZeRO 2 first."""
     layouts = dict.fromkeys(("zero2", *ZERO))
     return itertools.starmap(Cell, product(PRESETS, layouts, PRECISIONS, (4,), (2,)))
 
 
 def few_cells() -> Iterator[Cell]:
-    """FEW layouts with every architecture and precision, two micro-batches on each of four ranks;
-    on two, and in bf16, where only the states are other than in ZERO.
+    """Yield FEW layouts with every architecture and precision, with two micro-batches on each of
+    four ranks; those that differ from ZERO only in their states, on two ranks in bf16.
     """
     for states in (False, True):
         layouts = [name for name in FEW if LAYOUTS[name].has_bf16_states == states]
@@ -155,18 +155,18 @@ def few_cells() -> Iterator[Cell]:
 
 
 def nvme_cells() -> Iterator[Cell]:
-    """Optimizer states in files, in every precision, on one and on two ranks."""
+    """Return cells of optimizer states in files, in every precision, on one and on two ranks."""
     return itertools.starmap(Cell, product((WIDE,), NVME, PRECISIONS, (2,), RANKS))
 
 
 def compiled_cells() -> Iterator[Cell]:
-    """Compiled layers of divided tensors and rows; not in the covering set."""
+    """Yield compiled layers with tensor and sequence parallelism; not in the covering set."""
     for axis, stage, precision in product(("tensor", "sequence"), (1, 3), PRECISIONS):
         yield Cell("llama", f"compiled_{axis}2_zero{stage}", precision, 2, 4)
 
 
 def pipeline_cells() -> Iterator[Cell]:
-    """Every pipelined combination: as many micro-batches as stages and twice that; 2 x 2 ranks."""
+    """Yield all pipelined combinations: one and two micro-batches per stage, and 2 x 2 ranks."""
     for architecture, layout, precision in product(PIPELINED, STAGES, PRECISIONS):
         stages = LAYOUTS[layout].pipeline
         yield Cell(architecture, layout, precision, stages, stages)
@@ -176,8 +176,8 @@ def pipeline_cells() -> Iterator[Cell]:
 
 
 def tensor_cells() -> Iterator[Cell]:
-    """Divided tensors: over both ranks, over pairs of four, and over all four; of families that
-    divide as another does two stages, on two ranks.
+    """Yield cells of tensor parallelism: over both ranks, over pairs of four, and over all four.
+    For families that are divided like another one: two ZeRO stages, on two ranks.
     """
     ways = ((2, 4, 2), (2, 2, 4), (4, 2, 4))
     for architecture, stage, precision, way in product(FLAT, range(4), PRECISIONS, ways):
@@ -189,8 +189,9 @@ def tensor_cells() -> Iterator[Cell]:
 
 
 def sequence_cells() -> Iterator[Cell]:
-    """Divided rows, of several documents each: over both ranks, over pairs of four, and over all
-    four, with half as many key heads; divided tensors, too; and families on two ranks.
+    """Yield cells of sequence parallelism, with several documents per row: over both ranks, over
+    pairs of four, and over all four with half as many key heads; also with tensor parallelism, and
+    more families on two ranks.
     """
     ways = ((2, 4, 2), (2, 2, 4), (4, 2, 4))
     for architecture, stage, precision, way in product(FLAT, (1, 2, 3), PRECISIONS, ways):
@@ -206,8 +207,8 @@ def sequence_cells() -> Iterator[Cell]:
 
 
 def varlen_cells() -> Iterator[Cell]:
-    """Documents by their bounds: every stage, several sequences in a micro-batch, and divided
-    stages, tensors and rows.
+    """Yield cells of documents separated by bounds: every stage, several sequences in a
+    micro-batch, and pipeline, tensor and sequence parallelism.
     """
     every = product(DOCUMENTS, PRECISIONS, range(4), ACCUMULATIONS)
     for architecture, precision, stage, accumulation in every:
@@ -219,7 +220,9 @@ def varlen_cells() -> Iterator[Cell]:
 
 
 def kind_cells() -> Iterator[Cell]:
-    """Kinds of attention: under ZeRO 3, and with divided stages, tensors and rows."""
+    """Yield approximate attention with ZeRO 3, and with pipeline, tensor and sequence
+    parallelism.
+    """
     ways = ("zero3", "pipe2_zero1", "tensor2_zero1", "sequence2_zero1")
     for kind, precision, way in product(KINDS, TWO, ways):
         architecture = "llama_deep" if "pipe" in way else "llama"
@@ -227,8 +230,8 @@ def kind_cells() -> Iterator[Cell]:
 
 
 def chunked_cells() -> Iterator[Cell]:
-    """The loss in chunks: untied and tied, capped, beside a balancing loss; at every stage, on the
-    last of two pipeline stages, and with divided tensors and rows.
+    """Yield cells of the chunked loss: untied and tied, capped, with a balancing loss; at every
+    stage, on the last of two pipeline stages, and with tensor and sequence parallelism.
     """
     families = ("llama", "gpt2", "mixtral", "gemma2")
     for stage, precision, architecture in product(range(4), PRECISIONS, families):
@@ -241,8 +244,8 @@ def chunked_cells() -> Iterator[Cell]:
 
 
 def recomputed_cells() -> Iterator[Cell]:
-    """Layers and MLPs that are computed again, and inputs that wait on the host: without ZeRO and
-    with each stage in every precision, of divided tensors and rows, and of two pipeline stages.
+    """Yield cells of recomputed layers and MLPs, and of offloaded inputs: at every ZeRO stage in
+    every precision, with tensor and sequence parallelism, and with two pipeline stages.
     """
     for name, precision in product(RECOMPUTED, PRECISIONS):
         divided = [f"{axis}2_zero{stage}" for axis in ("tensor", "sequence") for stage in (1, 3)]
@@ -256,7 +259,9 @@ def recomputed_cells() -> Iterator[Cell]:
 
 
 def reversible_cells() -> Iterator[Cell]:
-    """Reversible layers at every stage and in every precision, and of divided tensors and rows."""
+    """Yield reversible layers at every stage in every precision, and with tensor and sequence
+    parallelism.
+    """
     for stage, precision in product(range(4), PRECISIONS):
         yield Cell("llama", f"reversible_zero{stage}", precision, 4, 2)
         yield Cell("gpt2", f"reversible_zero{stage}", precision, 2, 2)
@@ -265,13 +270,15 @@ def reversible_cells() -> Iterator[Cell]:
 
 
 def recurrent_cells() -> Iterator[Cell]:
-    """LSTM and GRU under every layout without stages, and cut into two."""
+    """Return cells of LSTM and GRU with every layout without stages, and with two."""
     layouts = (*ZERO, "pipe2_zero0", "pipe2_zero1", "full_zero3")
     return itertools.starmap(Cell, product(RECURRENT, layouts, PRECISIONS, (4,), (2,)))
 
 
 def divided_stage_cells() -> Iterator[Cell]:
-    """Two stages of divided tensors: one model on four ranks, and two data ranks on eight."""
+    """Yield two pipeline stages with tensor parallelism: one model on four ranks, two data ranks on
+    eight.
+    """
     families, ways = ("llama_deep", "llama_tied", "gpt2_deep"), ((2, 4), (4, 4), (2, 8))
     for layout, precision, way, architecture in product(DIVIDED_STAGES, PRECISIONS, ways, families):
         yield Cell(architecture, layout, precision, *way)
@@ -280,8 +287,8 @@ def divided_stage_cells() -> Iterator[Cell]:
 
 
 def expert_cells() -> Iterator[Cell]:
-    """Divided experts: over both ranks, over pairs of four, over all four, and with divided tensors
-    over pairs of four.
+    """Yield cells of expert parallelism: over both ranks, over pairs of four, over all four, and
+    with tensor parallelism over pairs of four.
     """
     ways = (("expert2", 4, 2), ("expert2", 2, 4), ("expert4", 1, 4), ("tensor2_expert2", 2, 4))
     for architecture, stage, precision, way in product(MIXTURES, (1, 2, 3), PRECISIONS, ways):
@@ -292,16 +299,16 @@ def expert_cells() -> Iterator[Cell]:
 
 
 def covering_cells() -> list[Cell]:
-    """A small set in which every pair of values that can occur together does occur; of pipelined
-    cells and of PRESETS an architecture counts by itself, as does a layout of FEW: in pairs it
-    would take dozens more.
+    """Return a small set in which every possible pair of values occurs. In pipelined cells and
+    PRESETS an architecture counts separately, and so does a layout of FEW: pairs would take dozens
+    more cells.
     """
     return covering([cell for cell in all_cells() if cell.layout not in NVME], covers)
 
 
 def brief_cells() -> list[Cell]:
-    """A few on two ranks, for every change: each pair of precision and ZeRO stage from 1 on, each
-    axis that divides a model, and offload occur once. Few families need few plain loops.
+    """Return a few cells on two ranks, trained on every change: each pair of precision and ZeRO
+    stage from 1 on, each parallel axis, and offload occur once. Few families need few plain loops.
     """
     families = {"pipeline": "llama_tied", "expert": "mixtral"}
 
@@ -324,7 +331,7 @@ def _occurs(cell: Cell) -> set[tuple[str, object]]:
 
 
 def covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
-    """Return what the covering set need not have another cell for, once it has this one."""
+    """Return the properties that the covering set no longer needs once it has this cell."""
     how, own = cell.how, asdict(cell)
     values: dict[str, Any] = own | {name: getattr(how, name) for name in (*AXES, "stage")}
 
@@ -352,8 +359,8 @@ def covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
         values["axis"] = rest.rpartition("_")[0] or "data"
         return each("recomputed", "how", "axis", "stage", "precision")
     if how.compiled and how.sequence * how.tensor > 1:
-        return set()  # of which a minute each is compilation
-    if how.sequence > 1:  # attention alone is another: not of every family that has llama's
+        return set()  # each spends a minute on compilation
+    if how.sequence > 1:  # only attention differs: not needed for every family with llama's
         is_alike = cell.architecture in ROWS and cell.architecture not in OTHER_ATTENTION
         names = () if is_alike else ("architecture",)
         return each("sequence", *names, "precision", "stage", "sequence", "tensor", "expert")

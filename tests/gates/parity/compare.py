@@ -1,4 +1,4 @@
-"""A trained cell against the plain loop."""
+"""Compares a trained cell with the plain loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.gates.parity.measure import Difference, Trajectory, difference, worst
 from tests.gates.parity.model import Split, Way
 from tests.gates.parity.reference import GATE, Sum, gradients, kept_spreads, trained
 
-LEAST_FALL = 0.2  # of the loss over the gate's steps: a model that does not learn proves little
+LEAST_FALL = 0.2  # relative fall of the loss in the gate; without learning, it proves little
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell's verdict."""
+    """The verdict on one cell."""
 
     cell: Cell
     distance: Difference
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """equal or DIFFERS."""
+        """The verdict: "equal" or "DIFFERS"."""
         return "DIFFERS" if self.failures else "equal"
 
     def pairs(self) -> dict[str, str]:
@@ -40,7 +40,9 @@ class Row:
         return {name: f"{x:.1e}/{allowed[name]:.1e}" for name, x in vars(self.distance).items()}
 
     def line(self) -> str:
-        """Return the verdict and every quantity; what exceeds has an exclamation mark."""
+        """Return a line with the verdict and every quantity; excess is marked by an exclamation
+        mark.
+        """
         pairs = [
             f"{name} {pair}" + ("!" if name in self.failures else "")
             for name, pair in self.pairs().items()
@@ -49,14 +51,14 @@ class Row:
 
 
 def compare(cell: Cell, out: Path, factor: float, whole: bool = False, device: str = "cpu") -> Row:
-    """Return how far `cell`, trained into `out`, is from the plain loop, and how far it may be.
+    """Return the distance of `cell`, trained into `out`, from the plain loop, and its tolerance.
 
-    `whole`: by the spread of all orders, though fewer of them allow as much as the cell differs.
-    `device`: on which it was trained, and the plain loop is.
+    `whole`: use the spread of all orders, even if fewer orders already allow the distance.
+    `device`: device of the training and of the plain loop.
     """
     mixture = "num_experts_per_tok" in LEARNED[cell.architecture]
-    # A balancing loss is not linear in the micro-batch, and dropout is drawn by its shape: it is
-    # therefore the cell's own.
+    # A balancing loss is not linear in the micro-batch, and dropout depends on its shape, so the
+    # plain loop uses the cell's own micro-batch.
     own = mixture or cell.architecture == DROPPING
     split = Split.even(cell.micro_batch if own else GLOBAL_BATCH)
     how = cell.how
@@ -69,8 +71,8 @@ def compare(cell: Cell, out: Path, factor: float, whole: bool = False, device: s
         kind=how.kind,
     )
     trajectory = Trajectory.load(out / cell.name)
-    # A token between two experts goes to either as a sum begins with one rank or another: the
-    # balancing loss, which counts tokens, then jumps.
+    # A token between two experts goes to one or the other, depending on which rank's part a sum
+    # begins with. The balancing loss, which counts tokens, then jumps.
     jumps = mixture and how.tensor > 2 and cell.precision != "fp32"
     for first_block in range(how.tensor if jumps else 1):
         reference = trained(replace(way, first_block=first_block), split, mixture, GATE)
@@ -87,13 +89,13 @@ def _against(
     fall = 1 - min(reference.losses) / reference.losses[0]
     assert fall >= LEAST_FALL, f"the reference's loss falls by {fall:.0%} only"
     how = cell.how
-    if cell.architecture == DROPPING:  # in another order other states would be dropped
+    if cell.architecture == DROPPING:  # another order would drop other states
         way = replace(way, architecture="gpt2")
     spreads = kept_spreads(way)
     distance = difference(trajectory, reference)
-    # Sums of bf16 states depend on their order. Divided tensors and rows add up each part's
-    # gradients, divided experts those of several ranks' tokens together, and a loss in chunks each
-    # chunk's summand of the hidden states'.
+    # Sums of bf16 states depend on their order. Tensor and sequence parallelism add the gradients
+    # of each part, expert parallelism adds those of several ranks' tokens, and a chunked loss adds
+    # each chunk's gradient of the hidden states.
     divided = how.tensor * how.sequence * how.expert > 1
     if not (how.has_bf16_states or divided or how.loss_chunk):
         by = Sum(
@@ -112,10 +114,10 @@ def _against(
 
 
 def judge(cell: Cell, distance: Difference, tolerances: Iterable[Difference], whole: bool) -> Row:
-    """Return the verdict by the first of the tolerances that allows the distance, or by the last.
+    """Return the verdict by the first tolerance that allows the distance, or by the last one.
 
-    None of them is smaller than the one before, so the verdict is that of the last; `whole` takes
-    no other, as a table shows it.
+    No tolerance is smaller than the previous one, so the verdict equals that of the last. `whole`
+    uses only the last one, as a table shows it.
     """
     for tolerance in tolerances:
         row = Row(cell, distance, tolerance, distance.exceeds(tolerance))

@@ -1,6 +1,6 @@
-"""Defects that the gate must catch, planted one at a time around the real engine.
+"""Defects that the gate must catch, planted one at a time in the real engine.
 
-`change(original, world)` returns what stands in place of each target on a rank.
+`change(original, world)` returns the replacement of each target on a rank.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ENGINES = ("harness.engine.zero.ZeroEngine", "harness.engine.pipeline.PipelineEn
 
 @dataclass(frozen=True)
 class Defect:
-    """What is replaced, and the cells in which that must show.
+    """The replaced targets, and the cells in which the defect must show.
 
-    `targets`: dotted names; `engine.NAME` is a method of each engine that has one of its own.
+    `targets` are dotted names; `engine.NAME` is that method in each engine class that defines it.
     """
 
     targets: str
@@ -65,7 +65,7 @@ class Defect:
                         continue
                     original = getattr(owner, name)
                     changed = self.change(original, world)
-                    if isinstance(original, dict):  # whoever imported it has the same one
+                    if isinstance(original, dict):  # importers share this object
                         stack.enter_context(mock.patch.dict(original, changed))
                     else:
                         stack.enter_context(mock.patch.object(owner, name, changed))
@@ -76,11 +76,11 @@ def _at(targets: str, change: Change, *cells: str) -> Defect:
     return Defect(targets, change, cells)
 
 
-# Targets of several defects, each with what makes a change of them.
+# Targets of several defects, each with a function that turns a change into a defect.
 
 
 def _batches(change: Callable[[list[Any], World], object], *cells: str) -> Defect:
-    """Change a rank's micro-batches of every step before they are trained on."""
+    """Change a rank's micro-batches in every step before they are trained on."""
 
     def wrap(original: Any, world: World) -> Any:
         def accumulate(self: Any, batches: list[Any], count: int) -> Any:
@@ -93,7 +93,7 @@ def _batches(change: Callable[[list[Any], World], object], *cells: str) -> Defec
 
 
 def _losses(change: Callable[..., Any], *cells: str) -> Defect:
-    """Change a micro-batch's summed loss and balancing loss, by its labels and the world."""
+    """Change a micro-batch's summed loss and balancing loss, given its labels and the world."""
 
     def wrap(original: Any, world: World) -> Any:
         def losses(model: Any, inputs: Any, labels: torch.Tensor, *more: Any) -> Any:
@@ -106,7 +106,7 @@ def _losses(change: Callable[..., Any], *cells: str) -> Defect:
 
 
 def _before_step(change: Callable[[Any, World], object], *cells: str) -> Defect:
-    """Change the DeepSpeed engine when learning rates are set and the step is to come."""
+    """Change the DeepSpeed engine between setting the learning rates and the step."""
 
     def wrap(original: Any, world: World) -> Any:
         def step(self: Any) -> None:
@@ -145,7 +145,7 @@ def _groups(*cells: str, **values: Any) -> Defect:
 
 
 def _model_file(change: Callable[[dict[str, Any]], object], *cells: str) -> Defect:
-    """Change the values of a model's file on their way to transformers."""
+    """Change the values of a model's config file on their way to transformers."""
 
     def wrap(original: Any, world: World) -> Any:
         def for_model(model_type: str, **values: Any) -> Any:
@@ -165,7 +165,7 @@ def _ignored(name: str, *cells: str) -> Defect:
 
 
 def _gradients_times(factor: float) -> Defect:
-    """The reported loss stays right."""
+    """Scale the gradients; the reported loss stays correct."""
 
     def scale(loss: Any, balancing: Any, *_: Any) -> Any:
         return tuple(x if x is None else new.Scaled.apply(x, factor) for x in (loss, balancing))
@@ -238,7 +238,7 @@ DEFECTS = {
     "query_pre_attn_scalar ignored": _ignored("query_pre_attn_scalar", "gemma2-zero2-fp32-4-2"),
     "router_aux_loss_coef ignored": _ignored("router_aux_loss_coef", EXPERTS),
     "dropout on": _model_file(lambda values: values.update(attention_dropout=0.1)),
-    # Documents by their bounds.
+    # Documents separated by bounds.
     "bounds of documents off by one": _at(
         "harness.models.varlen._in_turn", new.bounds_late,
         "llama-varlen_zero0-fp32-1-2", VARLEN_WINDOW),
@@ -246,7 +246,7 @@ DEFECTS = {
         "harness.models.varlen._in_turn",
         lambda in_turn, _: lambda *states, before, **how: in_turn(*states, before=-1, **how),
         VARLEN_WINDOW),
-    # Divided rows.
+    # Sequence parallelism.
     "documents lost across ranks": _at(
         "harness.models.sequence.create_masks_for_generate",
         lambda make, _: lambda *args, position_ids: make(*args, position_ids=None), ROWS),
@@ -260,7 +260,7 @@ DEFECTS = {
         "torch.Tensor.repeat_interleave",
         lambda *_: lambda heads, copies, dimension: torch.cat([heads] * copies, dimension),
         "llama-sequence4_zero1-fp32-2-4"),
-    # Divided tensors.
+    # Tensor parallelism.
     "the gradient of a head's norm not summed": _at(
         "harness.engine.tensor._sum_gradients", lambda *_: lambda *_: None,
         "qwen3-tensor2_zero1-fp32-4-2"),
@@ -286,7 +286,7 @@ DEFECTS = {
         "gpt2_dropping-tensor2_zero1-fp32-4-2"),
     "a view that halves the tokens": _at(
         "harness.engine.module.divide_forward", new.heads_undivided, "opt-tensor2_zero1-fp32-4-2"),
-    # The loss in chunks.
+    # The chunked loss.
     "the last chunk of the vocabulary dropped": _at(
         "harness.models.chunked_loss._How.columns",
         lambda columns, _: lambda self, vocab_size: iter([*columns(self, vocab_size)][:-1]),
@@ -296,13 +296,13 @@ DEFECTS = {
         CHUNKED, CHUNKED_STAGE),
     "logits of chunks not capped": _at(
         "harness.engine.build.operations_on_logits", lambda *_: lambda *_: (), CHUNKED_STAGE),
-    # Divided experts.
+    # Expert parallelism.
     "experts averaged over the wrong ranks": _at(
         "deepspeed.initialize", new.averaged_over_the_holders, "mixtral-expert2_zero1-fp32-2-4"),
     "the norm of a rank's own experts": _at(
         "deepspeed.runtime.zero.stage3.pg_utils.is_parallel", lambda *_: lambda *_: False,
         DIVIDED_EXPERTS_ZERO3),
-    # By BF16_Optimizer and by ZeRO 3, which are told in different ways.
+    # For BF16_Optimizer and ZeRO 3, which receive it in different ways.
     "the norm of one tensor rank's part of experts": _at(
         "harness.engine.expert.announce_experts",
         lambda announce, _: lambda model, stage, experts, replicas, parts: announce(
@@ -313,7 +313,7 @@ DEFECTS = {
     "experts' outputs in another order": _at(
         "harness.engine.expert.reordered", lambda *_: lambda rows, order: rows,
         DIVIDED_EXPERTS_ZERO3),
-    # Activations that are computed again.
+    # Recomputed activations.
     "kept results in another order": _at(
         "harness.models.recompute.deque", lambda *_: new.Swapped, "llama-selective_zero3-fp32-4-2"),
     "host memory reused for all layers": _at(
@@ -337,9 +337,9 @@ BRIEF = (
     "a stage's layers in the wrong order",
     "a part of the vocabulary off by one",
 )
-"""Planted with every change."""
+"""Planted on every change."""
 
 
 def planted(defect: str | None, world: World) -> contextlib.AbstractContextManager[None]:
-    """The context in which a defect acts; None plants nothing."""
+    """Return the context in which a defect is active; None plants nothing."""
     return DEFECTS[defect].planted(world) if defect else contextlib.nullcontext()

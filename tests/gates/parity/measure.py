@@ -1,4 +1,4 @@
-"""One trajectory and how two of them differ."""
+"""A trajectory, and the distance between two of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 @dataclass
 class Trajectory:
-    """The course of one training: losses, norms, gradients, changes of the weights."""
+    """The record of one training: losses, norms, gradients, weight changes."""
 
     losses: list[float] = field(default_factory=list)  # nats; the first is the initial loss
     norms: list[float] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Trajectory:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # at step 0
     sgd_changes: dict[str, torch.Tensor] = field(default_factory=dict)  # after one SGD step
     units: dict[str, torch.Tensor] = field(default_factory=dict)
-    """A unit in the last place of each fp32 weight that changed; of the plain loop alone."""
+    """One unit in the last place of each changed fp32 weight; only for the plain loop."""
 
     def save(self, path: Path) -> None:
         """Write to `path`.json and `path`.safetensors."""
@@ -34,7 +34,7 @@ class Trajectory:
 
     @classmethod
     def load(cls, path: Path) -> Trajectory:
-        """Read what `save` wrote."""
+        """Return the trajectory that `save` wrote."""
         result = cls(**json.loads(Path(f"{path}.json").read_text()))
         for key, tensor in load_file(f"{path}.safetensors").items():
             kind, _, name = key.partition("/")
@@ -44,7 +44,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Difference:
-    """Distance of two trajectories, all relative but for the losses (nats)."""
+    """Distance of two trajectories; all are relative except the losses (nats)."""
 
     initial_loss: float
     gradient: float  # worst parameter: norm of the difference over norm of the reference
@@ -54,24 +54,24 @@ class Difference:
     held_out: float
 
     def exceeds(self, tolerance: Difference) -> list[str]:
-        """Names of the quantities that differ by more than the tolerance, or are not numbers."""
+        """Return the quantities that exceed the tolerance or are not numbers."""
         return [name for name in vars(self) if not getattr(self, name) <= getattr(tolerance, name)]
 
     def scaled(self, factor: float) -> Difference:
-        """Every quantity times `factor`."""
+        """Return every quantity times `factor`."""
         return Difference(*(value * factor for value in vars(self).values()))
 
     @classmethod
     def largest(cls, several: list[Difference]) -> Difference:
-        """The worst of each quantity."""
+        """Return the largest value of each quantity."""
         return cls(
             *(_worst(values) for values in zip(*(vars(d).values() for d in several), strict=True))
         )
 
 
 def rounding(reference: Trajectory) -> Difference:
-    """One unit in the last place of fp32: two right sums can differ by that much, and a spread
-    that happens to be smaller is an accident of a few tries.
+    """Return one unit in the last place of fp32: two correct sums can differ by that much, and a
+    smaller spread is an accident of a few tries.
     """
     unit = torch.finfo(torch.float32).eps
     return Difference(
@@ -85,9 +85,9 @@ def rounding(reference: Trajectory) -> Difference:
 
 
 def difference(trajectory: Trajectory, reference: Trajectory) -> Difference:
-    """Compare a trajectory with the reference; both must name the same parameters.
+    """Return the distance of a trajectory from the reference; both must have the same parameters.
 
-    Raises ValueError naming the parameters that only one of them has.
+    Raises ValueError with the parameters that only one of them has.
     """
     steps = range(len(reference.losses))
     return Difference(
@@ -101,7 +101,7 @@ def difference(trajectory: Trajectory, reference: Trajectory) -> Difference:
 
 
 def unit_of(*weights: torch.Tensor) -> torch.Tensor:
-    """Return a unit in the last place of the largest of the fp32 weights, for each element."""
+    """Return, for each element, a unit in the last place of the largest of the fp32 weights."""
     largest = torch.stack(weights).abs().amax(0)
     return torch.nextafter(largest, torch.full_like(largest, math.inf)) - largest
 
@@ -111,11 +111,11 @@ def worst_relative(
     reference: dict[str, torch.Tensor],
     units: dict[str, torch.Tensor] | None = None,
 ) -> float:
-    """Return the norm of the difference over that of the reference, of the worst parameter.
+    """Return the relative norm of the difference for the worst parameter.
 
-    `units`: elements that differ by no more are equal. Two right sums differ by less, but where a
-    weight lies between two numbers each side takes another one; that is no distance of theirs.
-    Raises ValueError naming the parameters that only one of them has.
+    Elements that differ by at most their `units` count as equal: if a weight lies between two
+    numbers, two correct sums may round to different ones. Raises ValueError with the parameters
+    that only one side has.
     """
     if ours.keys() != reference.keys():
         raise ValueError(f"only in one of the two: {sorted(ours.keys() ^ reference.keys())}")
@@ -129,6 +129,6 @@ def worst_relative(
 
 
 def _worst(values: Iterable[float]) -> float:
-    """The largest, or NaN where any is: `max` keeps whatever came before a NaN."""
+    """Return the largest, or NaN if any is NaN; `max` would depend on their order."""
     listed = list(values)
     return math.nan if any(map(math.isnan, listed)) else max(listed)

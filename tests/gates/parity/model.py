@@ -1,4 +1,4 @@
-"""The plain loop's model: built by transformers alone, with fp32 masters, on one process."""
+"""The plain loop's model: built only by transformers, with fp32 masters, in one process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _NAMES = {
 
 
 def two_streams(model: PreTrainedModel) -> None:
-    """Let attentions add to one stream and MLPs to another, both in fp32, in place; they travel
-    between the layers side by side.
+    """Make attention add to one stream and MLPs to another, both in fp32, in place; the streams
+    pass between the layers side by side.
     """
     layers = decoder_layers(model)[1]
     for index, layer in enumerate(layers):
@@ -55,7 +55,7 @@ def _forward(
     *cache_and_mask: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    if cache_and_mask:  # as GPT-2 gives them
+    if cache_and_mask:  # as GPT-2 passes them
         kwargs["attention_mask"] = cache_and_mask[1]
     norm_1, attention, norm_2, mlp = modules
     packed = torch.cat([hidden_states.float()] * 2, -1) if is_first else hidden_states
@@ -72,13 +72,13 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Split:
-    """One way to walk through a global batch: which samples go into each micro-batch."""
+    """One way to walk through a global batch: the samples of each micro-batch."""
 
     micro_batches: tuple[tuple[int, ...], ...]
 
     @classmethod
     def even(cls, micro_batch: int) -> Split:
-        """Consecutive samples, `micro_batch` at a time."""
+        """Return consecutive samples, `micro_batch` at a time."""
         starts = range(0, GLOBAL_BATCH, micro_batch)
         return cls(tuple(tuple(range(s, s + micro_batch)) for s in starts))
 
@@ -91,30 +91,35 @@ class Way:
     precision: str
     bf16_states: bool = False
     compiled: bool = False
-    """Every decoder layer: operations that a compiler fuses round once, not each time, so a
-    compiled layout is compared with a compiled loop."""
+    """True for compiled decoder layers. Fused operations round only once, so a compiled layout is
+    compared with a compiled loop.
+    """
     blocks: int = 1
-    """Tensor-parallel ranks whose parts of a sum are added up: it rounds once for each."""
+    """Number of tensor-parallel ranks whose partial sums are added; each rounds once."""
     first_block: int = 0
-    """The rank with whose part a sum begins: a ring of ranks begins with each for a part of it."""
+    """Rank whose part a sum begins with: a ring of ranks begins with each of them for some
+    elements.
+    """
     tiles: int = 1
-    """Parts of a micro-batch's tokens that an MLP takes: the gradients of its weights round once
-    for each."""
+    """Parts of a micro-batch's tokens that an MLP processes one by one; the gradients of its
+    weights round once for each.
+    """
     reversible: bool = False
-    """Two streams in place of one."""
+    """True for two streams instead of one."""
     device: str = "cpu"
-    """That of the ranks that are compared: its kernels round as theirs do."""
+    """Device of the compared ranks, so that the loop's kernels round in the same way."""
     varlen: bool = False
-    """Document by document, which rounds otherwise than with a mask; in fp32 it does not matter."""
+    """True to attend document by document, which rounds differently from a mask; irrelevant in
+    fp32.
+    """
     kind: str = ""
-    """A kind of attention that computes less than exact attention."""
+    """Kind of approximate attention; "" for exact attention."""
 
 
 class PlainModel:
     """A model in its own precision with fp32 masters and fp32 accumulated gradients.
 
-    With `way.bf16_states` masters are in bf16, moments as the masters, and so is the summed
-    gradient that the optimizer is given.
+    With `way.bf16_states`, masters, moments and the summed gradient for the optimizer are in bf16.
     """
 
     def __init__(self, way: Way, balance: bool) -> None:
@@ -142,7 +147,7 @@ class PlainModel:
         self.masters = {n: p.detach().to(kept, copy=True) for n, p in named}
 
     def accumulate(self, batch: Batch, split: Split) -> float:
-        """Fill the masters' gradients; returns the mean loss over the batch's target tokens."""
+        """Fill the masters' gradients; return the mean loss over the batch's target tokens."""
         total = 0.0
         sums = {n: torch.zeros_like(m, dtype=torch.float32) for n, m in self.masters.items()}
         for loss, gradients in self.each_micro_batch(batch, split):
@@ -171,14 +176,14 @@ class PlainModel:
             yield reported, gradients
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the masters, and compute with them from now on."""
+        """Step the masters and copy them into the model."""
         optimizer.step()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.masters[name])
 
     def untied(self) -> dict[str, str]:
-        """Give a tied head a weight of its own; return its name, by that of the embedding."""
+        """Give a tied head its own weight; return its name, by that of the embedding."""
         head, before = self.model.get_output_embeddings(), {*self.masters}
         assert head is not None
         embedding = {id(p): name for name, p in self.model.named_parameters()}[id(head.weight)]
@@ -195,7 +200,7 @@ class PlainModel:
         return sum(float(self._loss(part)[0]) for part in parts) / targets(batch)
 
     def _loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the loss summed over target tokens and the weighted balancing loss, if any."""
+        """Return the loss summed over target tokens, and the weighted balancing loss or None."""
         tensors = (batch.input_ids, batch.labels, batch.position_ids)
         ids, labels, positions = (tensor.to(self.model.device) for tensor in tensors)
         keywords = batch.keywords(self.attention, self.model.device)
@@ -210,7 +215,7 @@ class PlainModel:
 
 
 def _built_by_transformers(way: Way, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the architecture as transformers does from its file, with the harness's own weights."""
+    """Build the architecture as transformers does from its config, with the harness's weights."""
     config = json.dumps(learned(way.architecture, way.device))
     return _built_once(config, dtype, ATTENTION.get(way.architecture, "sdpa"))
 
@@ -233,8 +238,8 @@ def _in_tiles(mlp: Callable[..., torch.Tensor], tiles: int, hidden: torch.Tensor
 
 @functools.cache
 def _compiled_once(way: Way) -> PreTrainedModel:
-    """Build it with compiled decoder layers, a kernel for each size of a micro-batch: compiling
-    them takes longer than all trajectories.
+    """Build it with compiled decoder layers, one kernel per micro-batch size: compilation takes
+    longer than all trajectories.
     """
     torch.compiler.reset()  # as in worker.py
     torch._dynamo.config.recompile_limit = 64
@@ -267,11 +272,10 @@ T = TypeVar("T")
 
 
 def sum_in_blocks(model: nn.Module, config: Mapping[str, Any], blocks: int, first: int) -> None:
-    """Let the layers that `blocks` tensor-parallel ranks divide add up as many products, each of
-    what one of them has and the `first` of them first: rounding then takes place where theirs does.
-    In place.
+    """Make the layers that `blocks` tensor-parallel ranks divide sum one product per rank, the
+    `first` rank's first, so that rounding takes place where theirs does. In place.
 
-    Forward that is where a weight is divided by its inputs, backward where by its outputs.
+    The forward pass sums if a weight is divided by its inputs, the backward pass if by its outputs.
     """
     plan = TensorPlan.of(config)
     for name, module in model.named_modules():
@@ -285,8 +289,8 @@ def sum_in_blocks(model: nn.Module, config: Mapping[str, Any], blocks: int, firs
 
 
 def _parts(module: Any, plan: TensorPlan, name: str, blocks: int) -> list[tuple[int, torch.Tensor]]:
-    """Return the dimension and the indices of each rank's part of a weight, none of them twice: all
-    parts together are the weight, or the loop would compute what the ranks do, be it wrong.
+    """Return the dimension and indices of each rank's distinct part of a weight. All parts together
+    are the weight; otherwise the loop would repeat the ranks' error.
     """
     every: dict[tuple[Range, ...], int] = {}
     shape = tuple(module.weight.shape)
@@ -319,7 +323,7 @@ def _by_inputs(module: Any, plan: TensorPlan, name: str, blocks: int, first: int
 
 def _by_outputs(module: Any, plan: TensorPlan, name: str, blocks: int) -> Forward:
     parts = _parts(module, plan, name, blocks)
-    if not parts:  # a vocabulary that does not divide
+    if not parts:  # a vocabulary that is not divided
         return module.forward  # type: ignore[no-any-return]
     places = torch.cat([chosen for _, chosen in parts]).argsort()
 
@@ -341,12 +345,12 @@ def _by_outputs(module: Any, plan: TensorPlan, name: str, blocks: int) -> Forwar
 def _linear(
     module: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As the module computes it: transformers' Conv1D has its weight the other way round."""
+    """Return the module's linear map; transformers' Conv1D stores its weight transposed."""
     return functional.linear(inputs, weight if isinstance(module, nn.Linear) else weight.t(), bias)
 
 
 def _from(first: int, parts: list[T]) -> list[T]:
-    """Return the parts from the `first` on, and then those before it."""
+    """Return the parts rotated to begin with the `first`."""
     return [*parts[first:], *parts[:first]]
 
 
@@ -366,8 +370,8 @@ def _experts(module: Any, blocks: int, first: int, *args: torch.Tensor) -> torch
 
 @torch.library.custom_op("parity::added", mutates_args=())
 def _added(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Add up parts as ranks exchange them: no compiler can leave the sum unrounded for what
-    follows.
+    """Return the sum of parts as ranks exchange them: no compiler can fuse it with later operations
+    and skip its rounding.
     """
     return functools.reduce(torch.add, parts).clone()
 

@@ -1,5 +1,5 @@
-"""What both sides of the gate train: hyperparameters of which none is a default of any library, and
-data that is learnable in a few steps, and uneven on purpose.
+"""The training that both sides of the gate do: hyperparameters that differ from every library's
+defaults, and data that is learnable in a few steps and uneven on purpose.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ LR = 4e-3  # the largest
 BETAS = (0.8, 0.97)
 EPS = 1e-5
 WEIGHT_DECAY = 0.1
-CLIP_NORM = 0.5  # below most of the norms, so that clipping acts in most steps
-# One step that is large beside the weights: after a small one, the change of a norm's weight would
-# be known no better than the last place of 1.0.
+CLIP_NORM = 0.5  # below most of the norms, so that most steps are clipped
+# One step that is large compared with the weights: after a small one, the change of a norm's weight
+# would only be known to the last place of 1.0.
 SGD_LR = 64.0
-# Parameters that are stepped otherwise than the rest; every decoder layer has some.
+# Parameters with their own learning rate and decay; every decoder layer has some.
 GROUP_PATTERN = "attn|attention[.]"
 GROUP_LR_MULTIPLIER = 0.5
 GROUP_WEIGHT_DECAY = 0.3
-HELD_OUT_SAMPLES = 13  # which no split into micro-batches and ranks divides
+HELD_OUT_SAMPLES = 13  # not divisible by any split into micro-batches and ranks
 
-DOCUMENT_TOKENS = 11  # does not divide SEQ_LEN: documents end in the middle of samples
+DOCUMENT_TOKENS = 11  # does not divide SEQ_LEN: documents end within samples
 
 
 def learning_rate(step: int) -> float:
-    """Return the rate of a step, counted from 0: each is far from its neighbours'."""
+    """Return the rate of a step, counted from 0; neighbouring steps have very different rates."""
     return LR * (1.0, 0.4, 0.8, 0.2, 0.6)[step % 5]
 
 
 @functools.cache
 def global_batch(step: int) -> Batch:
-    """The global batch of one step, (GLOBAL_BATCH, SEQ_LEN) on the CPU; whoever changes it copies.
+    """Return the global batch of one step, (GLOBAL_BATCH, SEQ_LEN) on the CPU. Callers copy it
+    before changing it.
 
     Tokens follow a fixed permutation within a document, so a model that attends learns quickly.
-    Samples hold documents that must not see each other (`position_ids` restart), and prompts of
+    Samples contain documents that must not see each other (`position_ids` restart), and prompts of
     very different lengths carry no loss: a mean over micro-batches instead of target tokens, a
     dropped sample or a dropped mask all change the result.
     """
@@ -51,7 +52,7 @@ def global_batch(step: int) -> Batch:
     for row in range(GLOBAL_BATCH):
         for column in range(SEQ_LEN + 1):
             if column % DOCUMENT_TOKENS == 0:
-                # Few different starts: the loss can fall well within the gate's few steps.
+                # Few different starts, so that the loss falls well within the gate's few steps.
                 current = torch.randint(0, 16, (), generator=generator)
             tokens[row, column] = current
             current = successor[current]
@@ -63,7 +64,7 @@ def global_batch(step: int) -> Batch:
 
 
 def held_out() -> Batch:
-    """Samples that are evaluated and never trained on, (HELD_OUT_SAMPLES, SEQ_LEN) on the CPU."""
+    """Return evaluation samples, never trained on, (HELD_OUT_SAMPLES, SEQ_LEN) on the CPU."""
     several = [global_batch(10_000 + number) for number in range(2)]
     columns = zip(*((b.input_ids, b.labels, b.position_ids) for b in several), strict=True)
     both = Batch(*(torch.cat(tensors) for tensors in columns))
@@ -71,10 +72,10 @@ def held_out() -> Batch:
 
 
 def rows(batch: Batch, chosen: list[int]) -> Batch:
-    """The given samples of a batch, in the given order."""
+    """Return the chosen samples of a batch, in that order."""
     return Batch(batch.input_ids[chosen], batch.labels[chosen], batch.position_ids[chosen])
 
 
 def targets(batch: Batch) -> int:
-    """Target tokens of a batch."""
+    """Return the number of target tokens in a batch."""
     return int((batch.labels != -100).sum())

@@ -1,4 +1,6 @@
-"""The truth: a plain PyTorch loop on one process, and its distance from itself in other orders."""
+"""The reference: a plain PyTorch loop in one process, and its distance from itself in other
+orders.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ class Task:
 
     steps: int
     batch: Callable[[int], Batch]
-    """The global batch of a step, counted from 0."""
+    """Returns the global batch of a step, counted from 0."""
     rate: Callable[[int], float]
-    """The learning rate of a step, counted from 0."""
+    """Returns the learning rate of a step, counted from 0."""
     held_out: Batch
 
 
@@ -58,7 +60,8 @@ GATE = Task(STEPS, global_batch, recipe.learning_rate, held_out())
 
 
 def train(way: Way, split: Split, balance: bool = True, task: Task = GATE) -> Trajectory:
-    """Gradients and one SGD step, then AdamW steps from the same start, and an evaluation.
+    """Return the gradients and the changes of one SGD step, then AdamW steps from the same start
+    and an evaluation.
 
     `balance` switches the balancing loss of a mixture of experts.
     """
@@ -87,13 +90,14 @@ def train(way: Way, split: Split, balance: bool = True, task: Task = GATE) -> Tr
 
 
 trained = functools.cache(train)
-"""The same, once in a process: of what is compared several times."""
+"""`train`, cached for trajectories that are compared several times in a process."""
 
 
 def _clip(masters: Iterable[torch.Tensor], limit: float) -> float:
-    """Scale gradients to a norm of at most `limit`; returns the norm before.
+    """Scale gradients to a norm of at most `limit`; return the norm before.
 
-    It is summed in fp64: torch's own, in fp32, is off by more than the order of samples changes it.
+    The norm is summed in fp64: torch's fp32 norm is off by more than the effect of the order of
+    samples.
     """
     gradients = [master.grad for master in masters if master.grad is not None]
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients) ** 0.5
@@ -103,7 +107,7 @@ def _clip(masters: Iterable[torch.Tensor], limit: float) -> float:
 
 
 def _groups(model: PlainModel) -> list[dict[str, Any]]:
-    """Return a group for each parameter, so that none is stepped as its neighbour is."""
+    """Return a group for each parameter, so that every parameter has its own settings."""
     embeddings = {
         f"{name}.weight"
         for name, module in model.model.named_modules()
@@ -122,12 +126,12 @@ def _groups(model: PlainModel) -> list[dict[str, Any]]:
 
 def spreads(way: Way, task: Task = GATE) -> Iterator[Difference]:
     """Yield the largest distance of the plain loop from itself when only the order of its sums
-    changes: over the quickest order, over the two quickest, and so on. The last one is the spread.
+    changes: over the fastest order, over the two fastest, and so on. The last one is the spread.
 
-    Trajectories over the same global batches, each in another order of the samples and with
-    micro-batches of 1 to 8. Two such orders are too few: on some processors a third one differs by
-    five times as much. None of the spreads is smaller than the one before: a difference that an
-    early one allows is allowed by the last.
+    The trajectories use the same global batches, each in another order of samples and with
+    micro-batches of 1 to 8. Two orders are too few: on some processors, a third one differs by five
+    times as much. No spread is smaller than the previous one, so a difference that an early spread
+    allows is also allowed by the last.
     """
     distances = []
     for number in range(orders_of(way)):
@@ -138,7 +142,7 @@ def spreads(way: Way, task: Task = GATE) -> Iterator[Difference]:
 def orders_of(way: Way) -> int:
     """Return the number of orders over which the spread of `way` is taken.
 
-    In half precision an order may send a token to another expert, and the loss then jumps. Of a
+    In half precision, an order may send a token to another expert, and the loss then jumps. For a
     compiled mixture, which rounds less often, 8 orders show half of the jump that 40 do (mixtral in
     fp16, held out: 1.4e-4 and 2.9e-4).
     """
@@ -150,11 +154,11 @@ def orders_of(way: Way) -> int:
 def distance(way: Way, number: int, task: Task = GATE) -> Difference:
     """Return the distance of the plain loop in one of its orders from itself, at least a rounding.
 
-    Without the balancing loss of a mixture: that one is not a sum over samples, and another split
-    is another loss.
+    The balancing loss of a mixture is left out: it is not a sum over samples, so another split
+    gives another loss.
     """
     base = trained(way, Split.even(GLOBAL_BATCH), False, task)
-    # Two parts have one sum, whichever comes first.
+    # Two parts have the same sum in either order.
     turned = replace(way, first_block=number % way.blocks) if way.blocks > 2 else way
     other = train(turned, _orders(orders_of(way))[number], False, task)
     return Difference.largest([rounding(base), difference(other, base)])
@@ -162,7 +166,7 @@ def distance(way: Way, number: int, task: Task = GATE) -> Difference:
 
 @functools.cache
 def _orders(count: int) -> list[Split]:
-    """So many of them, the quickest first: those with the largest micro-batches."""
+    """Return `count` orders, the fastest (with the largest micro-batches) first."""
     draw, samples, splits = random.Random(recipe.SEED), list(range(GLOBAL_BATCH)), []
     for micro_batch in itertools.islice(itertools.cycle((4, 2, 1, GLOBAL_BATCH)), count):
         draw.shuffle(samples)
@@ -175,14 +179,14 @@ FOLDER = REPOSITORY / "build" / "spread"
 
 
 def kept_spreads(way: Way) -> Iterator[Difference]:
-    """Yield the spreads of `way` as `spreads` does, from earlier measurements on a machine of this
-    kind, by the same code and packages, where there are any.
+    """Yield the spreads of `way` as `spreads` does; use earlier measurements on this kind of
+    machine by the same code and packages, if there are any.
     """
     path = FOLDER / f"{_kind(way.device)}-{_digest(json.dumps(asdict(way)))}.json"
     FOLDER.mkdir(parents=True, exist_ok=True)
     for number in range(orders_of(way)):
         with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # gate and self-test run side by side
+            fcntl.flock(lock, fcntl.LOCK_EX)  # gate and self-test run concurrently
             kept = json.loads(path.read_text()) if path.exists() else []
             if len(kept) == number:
                 kept.append(asdict(distance(way, number)))
@@ -194,7 +198,9 @@ def kept_spreads(way: Way) -> Iterator[Difference]:
 
 @functools.cache
 def _kind(device: str) -> str:
-    """Name everything that rounding depends on: the processor, the kernels, the packages, us."""
+    """Return a name for everything that rounding depends on: processor, kernels, packages, our
+    code.
+    """
     here = Path(__file__).parent
     files = [here.parent / "cells.py", here.parent / "models.py", *sorted(here.glob("*.py"))]
     source = b"".join(path.read_bytes() for path in files)
@@ -213,33 +219,36 @@ def _digest(text: str, more: bytes = b"") -> str:
 
 @dataclass(frozen=True)
 class Sum:
-    """A layout's way to add up the gradients of its micro-batches: in `precision` on each rank, and
-    over several ranks in the precision that the model computes in.
+    """How a layout sums the gradients of its micro-batches: in `precision` on each rank, and over
+    several ranks in the precision of the model.
     """
 
     precision: str
     micro_batch: int
     ranks: int
     every_micro_batch: bool
-    """Ranks add up each micro-batch, as ZeRO 2 and 3 do; else their sums at the end."""
+    """True if ranks sum each micro-batch, as ZeRO 2 and 3 do; False if they sum only the totals."""
     stages: int = 1
-    """Pipeline stages: the first and the last each add up their own part of a tied weight's."""
+    """Number of pipeline stages; the first and the last each sum their own part of a tied weight's
+    gradient.
+    """
     by_module: bool = False
-    """A tensor that several modules read gets one gradient of each of them, as under ZeRO 3, whose
-    hooks take a module's inputs apart."""
+    """True if a tensor that several modules read gets a separate gradient from each, as with ZeRO
+    3, whose hooks separate a module's inputs.
+    """
 
 
 def gradients(way: Way, by: Sum) -> tuple[Gradients, float]:
-    """Return the gradients at step 0, added up as `by` says, and how far they are from themselves
-    when the order changes: relative, of the worst parameter.
+    """Return the gradients at step 0, summed as `by` says, and their distance from themselves when
+    the order changes: relative, for the worst parameter.
 
-    Each micro-batch's gradients are the same to the bit as in a layout that splits alike. A sum in
-    a lower precision therefore shows, even where micro-batches are computed in it. A GPU's kernels
-    may add atomically, as fused attention's backward pass does: there the gradients are computed
-    once more, and how far they then are from themselves counts, too.
+    Each micro-batch's gradients are bit-equal to those of a layout with the same split, so a sum in
+    a lower precision shows, even if micro-batches are computed in it. A GPU's kernels may add
+    atomically, as fused attention's backward pass does: then the gradients are computed once more,
+    and the distance between the two counts, too.
     """
     model = PlainModel(way, balance=True)
-    model.scale *= by.ranks  # which divide by their number before they add up, where it may round
+    model.scale *= by.ranks  # ranks divide by their number before they sum, which may round
     tied = model.untied() if by.stages > 1 else {}
     if by.by_module:
         for module in model.model.modules():
@@ -247,7 +256,7 @@ def gradients(way: Way, by: Sum) -> tuple[Gradients, float]:
     split = Split.even(by.micro_batch)
 
     def computed() -> list[list[Gradients]]:
-        """Return the first micro-batch of every rank, the second..."""
+        """Return the micro-batches' gradients: the first of every rank, the second, and so on."""
         parts = [part for _, part in model.each_micro_batch(global_batch(0), split)]
         return [parts[start : start + by.ranks] for start in range(0, len(parts), by.ranks)]
 
@@ -272,7 +281,7 @@ def gradients(way: Way, by: Sum) -> tuple[Gradients, float]:
 
 
 def may_differ(device: str) -> bool:
-    """Return True if a device may compute the same operations otherwise the second time."""
+    """Return True if a device may compute the same operations differently the second time."""
     return device != "cpu"
 
 
@@ -281,7 +290,7 @@ def _inputs_apart(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 class _Apart(torch.autograd.Function):
-    """The same tensor, whose gradients are added up before they go on."""
+    """The identity, whose gradients are summed before they go on."""
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -293,7 +302,7 @@ class _Apart(torch.autograd.Function):
 
 
 def _sum(rounds: list[list[torch.Tensor]], model: PlainModel, by: Sum) -> torch.Tensor:
-    """Add up one parameter's fp32 gradients, by round and rank."""
+    """Return the sum of one parameter's fp32 gradients, given by round and rank."""
     kept = DTYPES[by.precision]
 
     def added(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

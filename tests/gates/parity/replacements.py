@@ -1,4 +1,4 @@
-"""What stands in place of a target that a planted defect names: see defects.py."""
+"""The replacements for targets of planted defects: see defects.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gates.models import SEQ_LEN
 from tests.gates.parity import recipe
 from tests.gates.parity.recipe import global_batch, targets
 
-# What is read, and how its losses are added up.
+# Samples, and sums of their losses.
 
 
 def drop_sample(batches: list[Any], world: World) -> None:
@@ -40,13 +40,13 @@ def number_on(batches: list[Any], world: World) -> None:
 
 
 def mean_of_means(loss: Any, balancing: Any, labels: torch.Tensor, world: World) -> Any:
-    total = targets(global_batch(0))  # the same in every step
+    total = targets(global_batch(0))  # equal in every step
     share = total * len(labels) / GLOBAL_BATCH
     return loss * (share / (labels != -100).sum().clamp(min=1)), balancing
 
 
 def mean_of_own_targets(loss: Any, balancing: Any, labels: torch.Tensor, world: World) -> Any:
-    """Not a number where a rank's part of the rows has no target."""
+    """Return the loss divided by this rank's own targets; NaN if its part of the rows has none."""
     own = (labels.chunk(2, 1)[world.rank % 2] != -100).sum()
     return loss / own * own, balancing
 
@@ -70,11 +70,13 @@ class Scaled(torch.autograd.Function):
         return gradient * context.factor, None
 
 
-# What the optimizer does.
+# The optimizer.
 
 
 def with_empty_first_step(original: Any, world: World) -> Any:
-    """All that remains of an empty step before Adam's first is the step count."""
+    """Return a step that begins with an empty one; before Adam's first step, only the step count
+    remains of it.
+    """
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = [
@@ -135,7 +137,7 @@ def round_masters(engine: Any, world: World) -> None:
             master.data.copy_(master.data.bfloat16())
 
 
-# The model that is built, and what is computed again.
+# The model, and recomputed activations.
 
 
 def layers_swapped(original: Any, world: World) -> Any:
@@ -162,7 +164,7 @@ def bounds_late(in_turn: Any, world: World) -> Any:
 
 
 class Swapped(deque[Any]):
-    """Results of which neighbours of one shape, an MLP's gate and up, change places."""
+    """Results in which equally shaped neighbours, an MLP's gate and up, are swapped."""
 
     def popleft(self) -> Any:
         first = super().popleft()
@@ -197,7 +199,7 @@ def overwrite(total: torch.Tensor, slope: torch.Tensor, weight: torch.Tensor) ->
     total.copy_(slope @ weight)
 
 
-# Divided tensors, rows and experts.
+# Tensor, sequence and expert parallelism.
 
 
 def averaged_over_the_holders(original: Any, world: World) -> Any:

@@ -1,4 +1,4 @@
-"""Trains a cell with the real engine, on one rank."""
+"""Trains a cell with the real engine on one rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ADAMW = {
 
 
 def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]) -> Plan:
-    """The Plan of one cell, through the same door as every run."""
+    """Return the plan of one cell, made in the same way as for every run."""
     run = RunConfig.model_validate(
         {
             "model": {
@@ -81,12 +81,14 @@ def make_cell_plan(cell: Cell, world: World, folder: Path, optim: dict[str, Any]
 
 
 def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> Trajectory:
-    """Gradients and one SGD step with one engine; 20 AdamW steps and an evaluation with another."""
+    """Return the gradients and one SGD step of one engine, and 20 AdamW steps and an evaluation of
+    another.
+    """
     from tests.gates.engines import build_engine
 
     if cell.how.compiled:
-        # Dynamo counts recompilations of a decoder layer over all engines of a process; past the
-        # eighth it leaves it as it is, and half precision then rounds otherwise.
+        # Dynamo counts recompilations of a decoder layer over all engines of a process. After the
+        # eighth it stops compiling the layer, and half precision then rounds differently.
         torch.compiler.reset()
     result = Trajectory()
     sgd = {"name": "sgd", "lr": SGD_LR, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": 0.0}
@@ -115,7 +117,7 @@ def train_cell(cell: Cell, world: World, device: torch.device, folder: Path) -> 
 
 
 def _held_out_loss(engine: ZeroEngine) -> float:
-    """Evaluate as every run does, with what an evaluation asks of a run."""
+    """Return the loss evaluated as in every run, with a minimal run around it."""
     run = SimpleNamespace(
         plan=engine.plan,
         data=SimpleNamespace(held_out=_HeldOut()),
@@ -132,7 +134,7 @@ def _held_out_loss(engine: ZeroEngine) -> float:
 
 
 class _HeldOut:
-    """The held-out samples as a stream, which begins anew where it ends."""
+    """The held-out samples as a stream that repeats."""
 
     samples = at_once = recipe.HELD_OUT_SAMPLES
     seq_len = SEQ_LEN
@@ -144,7 +146,7 @@ class _HeldOut:
 
 
 def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
-    """This rank's micro-batches of a global batch, dealt as in every run."""
+    """Return this rank's micro-batches of a global batch, distributed as in every run."""
     # Pipeline stages are the outer axis.
     data_rank = rank // (cell.how.tensor * cell.how.sequence) % cell.data_ranks
     share = batches.share_of_rank(0, GLOBAL_BATCH, cell.micro_batch, data_rank, cell.data_ranks)
@@ -152,7 +154,7 @@ def _share(batch: Any, cell: Cell, rank: int) -> list[Any]:
 
 
 def do(job: Job, world: World, device: torch.device, out: Path) -> None:
-    """Train a job's cell; rank 0 keeps the trajectory in its folder."""
+    """Train a job's cell; rank 0 writes the trajectory to its folder."""
     compute_alike()
     with planted(job.defect, world):
         trained = train_cell(job.cell, world, device, out)

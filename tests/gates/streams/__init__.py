@@ -1,1 +1,1 @@
-"""A device with streams, simulated on CPU ranks: races, and waits of the host, by file and line."""
+"""A device with streams, simulated on CPU ranks: finds races and host waits, by file and line."""

@@ -1,4 +1,4 @@
-"""The cells of the stream simulator: every shipped JSON, and what a run may do beside its steps."""
+"""The cells of the stream simulator: every shipped JSON, and optional features of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from harness.launch.ranks import REPOSITORY
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 STEPS = 6
-MEASURED = 5  # the step of which waits are counted: neither saved, evaluated nor discarded
+MEASURED = 5  # the step whose waits are counted: not saved, evaluated or discarded
 DISCARDED = 3
 
-_LION = "optim.name=lion"  # in torch's own operations, which are seen; the CPU's Adam is C++
-_IN_PLACE_OF = {  # sizes that need more ranks than are here -> theirs
+_LION = "optim.name=lion"  # uses torch operations, which the simulator sees; the CPU's Adam is C++
+_IN_PLACE_OF = {  # settings that need more ranks than available -> sizes to use
     "pipeline.stages": 2,
     "tensor_parallel.autotp_size": 2,
     "sequence_parallel_size": 2,
@@ -26,28 +26,28 @@ _IN_PLACE_OF = {  # sizes that need more ranks than are here -> theirs
 
 @dataclass(frozen=True)
 class Cell:
-    """One run under the simulator."""
+    """One run in the simulator."""
 
     name: str
     json: str
-    """Of ds_configs/."""
+    """Name of a JSON in ds_configs/."""
     arguments: tuple[str, ...] = ()
     ranks: int = 2
     discards: bool = False
-    """True if one step is judged to be a spike, and skipped."""
+    """True if one step is judged a spike and skipped."""
     resumes: bool = False
-    """True if a second run resumes the first, and is measured instead of it."""
+    """True if a second run resumes the first and is measured instead of it."""
     adapts: bool = False
-    """True if it begins with weights that stay as they are."""
+    """True if it starts from weights that stay frozen."""
 
     @property
     def is_plain(self) -> bool:
-        """True of a shipped JSON as it is."""
+        """True for an unchanged shipped JSON."""
         return self.name == self.json
 
     @property
     def model(self) -> str:
-        """The model, of tests/gates/models.py."""
+        """Name of the model in tests/gates/models.py."""
         if self.adapts:
             return "llama_weights"
         return "mixtral" if value_of(self._values, "expert_parallel.enabled") else "llama"
@@ -91,13 +91,13 @@ def _ranks(name: str) -> int:
 
 def _shipped() -> list[Cell]:
     names = sorted(path.stem for path in DS_CONFIGS.glob("*.json"))
-    lion = {name: (_LION,) for name in names if "offload" in name}  # from NVMe only Adam steps
+    lion = {name: (_LION,) for name in names if "offload" in name}  # from NVMe, only Adam steps
     return [Cell(name, name, lion.get(name, ()), _ranks(name)) for name in names]
 
 
 def _offloaded(*arguments: str) -> tuple[str, ...]:
-    """ZeRO-2 that copies gradients to the host without a wait of its own, as DeepSpeed does where
-    overlap_comm is left out.
+    """Return ZeRO 2 settings that copy gradients to the host without their own wait, as DeepSpeed
+    does without overlap_comm.
     """
     return (_LION, "ds.zero_optimization.overlap_comm=false", *arguments)
 
@@ -140,7 +140,7 @@ def all_cells() -> list[Cell]:
 
 
 def covering_cells() -> list[Cell]:
-    """Return a few cells: each ZeRO stage, stages of a pipeline, offload, and what is judged."""
+    """Return a few cells: each ZeRO stage, pipeline stages, offload, and judged steps."""
     names = (
         *("zero1", "zero2-discard", "zero3-clip_value", "pipeline2-documents", "zero1-varlen"),
         *("zero2_offload-late-clip_value", "zero0"),
@@ -149,5 +149,5 @@ def covering_cells() -> list[Cell]:
     return [by_name[name] for name in names]
 
 
-# Cells of the self-test: nobody waits for the device, and the simulator has to see that.
+# Cells of the self-test: nothing waits for the device, and the simulator must notice.
 CONTROLS = ("zero2-discard", "zero2_offload-late-clip_value")

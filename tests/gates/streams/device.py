@@ -1,4 +1,6 @@
-"""A device with streams, simulated by vector clocks: accesses that race, blocks reused early."""
+"""A device with streams, simulated by vector clocks: finds racing accesses and early block
+reuse.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _PASSED_THROUGH = (
 
 
 def place() -> str:
-    """Return file:line of the innermost line of those owners that leads here."""
+    """Return file:line of the innermost frame in one of the owners' files."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if name := _owned(frame.f_code.co_filename):
@@ -37,7 +39,7 @@ def place() -> str:
 
 
 def is_within(part: str, frames: int = 16) -> bool:
-    """Return True if one of the innermost frames is of a file whose path has `part` in it."""
+    """Return True if the path of one of the innermost frames contains `part`."""
     frame = sys._getframe(1)
     for _ in range(frames):
         if frame.f_back is None:
@@ -50,7 +52,7 @@ def is_within(part: str, frames: int = 16) -> bool:
 
 @functools.cache
 def _owned(file: str) -> str:
-    """Return a file's path in its package; "" where it belongs to nobody of interest."""
+    """Return a file's path in its package; "" if it belongs to no owner."""
     _, installed, inside = file.rpartition("/site-packages/")
     if not installed:
         inside = file.removeprefix(f"{REPOSITORY}/")
@@ -58,14 +60,14 @@ def _owned(file: str) -> str:
     return inside if owned else ""
 
 
-Clock = Counter[int]  # stream -> the last of its operations known to have ended
+Clock = Counter[int]  # stream -> its last operation known to have ended
 HOST = -1  # a number that no stream has
 
 
 class Timeline:
     """All streams of a device, and the host that launches on them.
 
-    `waits`: of the host, by (phase, file:line, kind).
+    `waits` counts the host's waits by (phase, file:line, kind).
     """
 
     def __init__(self) -> None:
@@ -78,18 +80,18 @@ class Timeline:
         self._entered = [self.default]
 
     def add(self, stream: Stream) -> int:
-        """Take in a stream; returns its number."""
+        """Add a stream; return its number."""
         self.streams.append(stream)
         return next(self._numbers)
 
     @property
     def current(self) -> Stream:
-        """The stream that operations are launched on."""
+        """The stream on which operations are launched."""
         return self._entered[-1]
 
     @contextlib.contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Launch on `stream` within."""
+        """Launch on `stream` in the body."""
         self._entered.append(stream or self.current)
         try:
             yield
@@ -98,7 +100,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count waits under the name of a phase within."""
+        """Count waits in the body under the name of a phase."""
         outer, self.phase = self.phase, phase
         try:
             yield
@@ -106,7 +108,7 @@ class Timeline:
             self.phase = outer
 
     def launched(self) -> Clock:
-        """Launch an operation on the current stream: it comes after all that the host has waited
+        """Launch an operation on the current stream, after everything that the host has waited
         for.
         """
         stream = self.current
@@ -115,12 +117,12 @@ class Timeline:
         return stream.clock
 
     def host_waits(self, clock: Clock, kind: str) -> None:
-        """Let the host wait for all that is in `clock`."""
+        """Make the host wait for everything in `clock`."""
         self.host |= clock
         self.waits[self.phase, place(), kind] += 1
 
     def synchronize(self) -> None:
-        """Let the host wait for all streams."""
+        """Make the host wait for all streams."""
         everything: Clock = Counter()
         for stream in self.streams:
             everything |= stream.clock
@@ -135,21 +137,21 @@ class Stream:
         self.number = timeline.add(self)
 
     def wait_stream(self, other: Stream) -> None:
-        """Let what is launched here from now on come after what `other` has."""
+        """Order later operations of this stream after all current ones of `other`."""
         self.clock |= other.clock
 
     def wait_event(self, event: Event) -> None:
-        """Let what is launched here from now on come after an event."""
+        """Order later operations of this stream after an event."""
         self.clock |= event.clock
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event after all that this stream has."""
+        """Return an event after all current operations of this stream."""
         event = event or Event(self.timeline)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the host wait for this stream."""
         self.timeline.host_waits(self.clock, "stream")
 
     def query(self) -> bool:
@@ -158,35 +160,35 @@ class Stream:
 
 
 class Event:
-    """The work that a stream had when it was recorded."""
+    """The operations that a stream had when the event was recorded."""
 
     def __init__(self, timeline: Timeline, **_options: Any) -> None:
         self.timeline, self.clock = timeline, Counter[int]()
 
     def record(self, stream: Stream | None = None) -> None:
-        """Take all that a stream has."""
+        """Record all current operations of a stream."""
         self.clock = Counter((stream or self.timeline.current).clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait for it."""
+        """Make a stream wait for the event."""
         (stream or self.timeline.current).clock |= self.clock
 
     def synchronize(self) -> None:
-        """Let the host wait."""
+        """Make the host wait for the event."""
         self.timeline.host_waits(self.clock, "event")
 
     def query(self) -> bool:
-        """Return False: nobody may count on its end."""
+        """Return False: nobody may rely on its end."""
         return False
 
     def elapsed_time(self, _other: Event) -> float:
-        """Return no time: none passes here."""
+        """Return 0: no time passes here."""
         return 0.0
 
 
 class Work:
-    """A collective on its way, which keeps its tensors until somebody has waited for it, as NCCL's
-    does: who waits, waits on the stream that is current then.
+    """A collective in progress, which keeps its tensors until someone has waited for it, as NCCL's
+    does. A wait acts on the stream that is current at that time.
     """
 
     def __init__(self, work: Any, timeline: Timeline, tensors: Any) -> None:
@@ -194,24 +196,24 @@ class Work:
         self._clock = Counter(timeline.network.clock)
 
     def wait(self, *timeout: Any) -> Any:
-        """Let the current stream wait."""
+        """Make the current stream wait for the collective."""
         self._timeline.current.clock |= self._clock
         self._tensors = None
-        with _disable_current_modes():  # gloo copies out of buffers of its own, NCCL has none
+        with _disable_current_modes():  # gloo copies out of its own buffers; NCCL has none
             return self._work.wait(*timeout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
-# What the data room makes of nothing is on the host, though torch names one device for both.
+# Tensors that the data room creates are on the host, although torch gives both the same device.
 _ON_HOST = "harness/data/"
-Touched = Sequence[tuple[torch.Tensor, bool]]  # with True where it is written
+Touched = Sequence[tuple[torch.Tensor, bool]]  # True if written
 
 
 @dataclass(frozen=True)
 class Access:
-    """One operation's reading or writing of bytes [begin, end) of a storage."""
+    """One operation's read or write of bytes [begin, end) of a storage."""
 
     begin: int
     end: int
@@ -225,7 +227,7 @@ class Access:
         return self.begin < other.end and other.begin < self.end and (self.writes or other.writes)
 
     def covers(self, other: Access) -> bool:
-        """Return True if being ordered after self implies being ordered after `other`."""
+        """Return True if an order after self implies an order after `other`."""
         return (
             self.begin <= other.begin
             and other.end <= self.end
@@ -235,22 +237,24 @@ class Access:
 
 @dataclass
 class Block:
-    """A storage: where it lies, the stream that it was allocated on, and its last accesses."""
+    """A storage: its kind of memory, the stream that allocated it, and its last accesses."""
 
     kind: Literal["device", "pinned", "pageable"]
     owner: int
     alive: weakref.ref[Any] | None = None
     accesses: list[Access] = field(default_factory=list)
     recorded: list[Stream] = field(default_factory=list)
-    """Streams that the allocator waits for, by record_stream: for all that they have at the end."""
+    """Streams that the allocator waits for after record_stream: for all their operations at the
+    end.
+    """
 
 
 class Memory:
-    """Every storage, by what is done to it.
+    """Every storage, tracked by the operations on it.
 
-    A storage that no operation made is the host's. `races`: conflicting accesses without an order,
-    "first place -> second place". `reuses`: blocks that were freed while another stream could still
-    use them, "last use -> who gets the block".
+    A storage that no operation created belongs to the host. `races`: conflicting accesses without
+    an order, as "first place -> second place". `reuses`: blocks freed while another stream could
+    still use them, as "last use -> new owner of the block".
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -258,30 +262,32 @@ class Memory:
         self.reuses: Counter[str] = Counter()
         self._timeline = timeline
         self._blocks: dict[int, Block] = {}
-        self._freed: dict[int, list[Block]] = defaultdict(list)  # by the stream that gets them
+        self._freed: dict[int, list[Block]] = defaultdict(list)  # by the stream that receives them
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor lies in the host's memory."""
+        """Return True if a tensor is in host memory."""
         return self._block(tensor).kind != "device"
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor lies in page-locked memory."""
+        """Return True if a tensor is in page-locked memory."""
         return self._block(tensor).kind == "pinned"
 
     def mark(self, tensor: torch.Tensor, kind: Literal["device", "pinned", "pageable"]) -> None:
-        """Let a tensor lie elsewhere, as if it were a copy that is done."""
+        """Move a tensor to another kind of memory, as if it were a finished copy."""
         block = self._block(tensor)
         block.kind, block.accesses = kind, []
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep a block from being reused before `stream` has done what it has when it is freed."""
+        """Keep a block from being reused before `stream` has finished its operations at the time of
+        freeing.
+        """
         self._block(tensor).recorded.append(stream)
 
     def run(self, touched: Touched, made: Sequence[torch.Tensor], is_copy: bool = False) -> bool:
-        """Note one operation; True if the host does it itself, on its own memory.
+        """Record one operation; return True if the host does it itself on its own memory.
 
-        `made`: what it returns, which lies with what it was made of. A copy between both memories
-        is the device's; other operations that take something of the host's read it at the launch.
+        `made` are its results, which are in the same memory as its inputs. A copy between both
+        memories runs on the device; other operations read host memory when they are launched.
         """
         here = [(tensor, writes) for tensor, writes in touched if tensor.device.type == "cpu"]
         on_host = bool(here) and all(self.is_host(tensor) for tensor, _ in here)
@@ -352,6 +358,6 @@ class Memory:
         for old in block.accesses:
             if old.stream != number and clock[old.stream] < old.time and new.conflicts(old):
                 self.races[f"{old.where} -> {where}"] += 1
-        if number != HOST:  # what is launched later comes after the host's own accesses
+        if number != HOST:  # later launches come after the host's own accesses
             later = [a for a in block.accesses if clock[a.stream] < a.time or not new.covers(a)]
             block.accesses[:] = [*later, new]

@@ -1,6 +1,6 @@
-"""Runs of the real loop on a device that has streams, and the conditions that they must meet.
+"""Runs the real loop on a device with streams, and states the conditions that it must meet.
 
-`main` is one rank: it takes a file that `Job.write` made, and writes its Seen to OUT.RANK.json.
+`main` is one rank: it reads a file written by `Job.write`, and writes its Seen to OUT.RANK.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.gates.models import LEARNED
 from tests.gates.streams.cells import DISCARDED, MEASURED, STEPS, Cell
 
 HOT = ("data", "micro-batches", "step", "log", "verdict")  # the phases of every step
-# The harness's waits beside the log line: (phase, file) -> why no step can do without.
+# Waits of the harness other than for the log line: (phase, file) -> why the step needs it.
 DECIDES = {
     ("micro-batches", "harness/engine/expert.py"): (
         "divided experts: a rank has to know how many tokens the others send before it can make "
@@ -46,16 +46,16 @@ class Job:
     """One run."""
 
     arguments: list[str]
-    """Of train.py."""
+    """Arguments of train.py."""
     measured: int
-    """Step of which waits are counted."""
+    """The step whose waits are counted."""
     discards: bool
     synchronizes: bool
-    """False if nobody waits for the whole device, nor for its gradients (gradients.py)."""
+    """False if nothing waits for the whole device or its gradients (gradients.py)."""
     out: str
 
     def write(self) -> Path:
-        """Write it where the ranks read it."""
+        """Write the job to the file that the ranks read."""
         path = Path(f"{self.out}.job.json")
         path.write_text(json.dumps(asdict(self)))
         return path
@@ -63,10 +63,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Wait:
-    """Waits of the host in one step, at one line."""
+    """The host's waits in one step at one line."""
 
     phase: str
-    """data, micro-batches, step, log or verdict."""
+    """One of data, micro-batches, step, log and verdict."""
     place: str
     kind: str
     count: int
@@ -84,19 +84,19 @@ class Seen:
 
     @classmethod
     def read(cls, path: Path) -> Seen:
-        """Read what a rank wrote."""
+        """Return the observations that a rank wrote."""
         values = json.loads(path.read_text())
         return cls(**{**values, "waits": [Wait(**wait) for wait in values["waits"]]})
 
 
 @dataclass(frozen=True)
 class Row:
-    """A cell and what its ranks saw."""
+    """A cell with its ranks' observations."""
 
     cell: Cell
     ranks: list[Seen] = field(default_factory=list)
     skipped: str = ""
-    """Why this machine cannot run it."""
+    """The reason for which this machine cannot run it."""
     failure: str = ""
     """How the run failed."""
 
@@ -112,7 +112,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """Return the conditions that are not met."""
+        """The conditions that are violated."""
         problems = [self.failure] if self.failure else []
         problems += [f"race: {race}" for race in self.races]
         problems += [f"reused too early: {reuse}" for reuse in self.reuses]
@@ -121,12 +121,12 @@ class Row:
 
 
 def hot(waits: Iterable[Wait], *phases: str) -> list[Wait]:
-    """Return the waits of these phases of a step, or of all of them."""
+    """Return the waits in these phases of a step, or in all of them."""
     return [wait for wait in waits if wait.phase in (phases or HOT)]
 
 
 def _own_waits(waits: list[Wait]) -> list[str]:
-    """Return the harness's waits in a step that should not be."""
+    """Return the harness's unnecessary waits in a step."""
     own = [wait for wait in hot(waits) if wait.place.startswith("harness/")]
     counts: Counter[tuple[str, str]] = Counter()
     for wait in own:
@@ -157,7 +157,7 @@ def prepare(folder: Path) -> None:
 
 
 def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
-    """Write a model with weights and tokenizer: those that adapters are trained beside."""
+    """Write a model with weights and a tokenizer, for which adapters are trained."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -171,16 +171,16 @@ def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
 
 
 def impossible(cell: Cell) -> str:
-    """Return the reason why a cell cannot run on this machine; "" if it can."""
+    """Return the reason for which a cell cannot run on this machine; "" if it can."""
     return "; ".join(libaio_problems()) if cell.needs_libaio else ""
 
 
 class Failed(Exception):
-    """A run did not end with code 0; with its output."""
+    """A run did not end with code 0; the message has its output."""
 
 
 def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) -> list[Seen]:
-    """Run a cell, unless `folder` holds its results; return what each rank saw.
+    """Run a cell, unless `folder` holds its results; return each rank's observations.
 
     Raises Failed.
     """
@@ -189,8 +189,9 @@ def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) ->
     if all(path.exists() for path in results):
         return [Seen.read(path) for path in results]
     run_dir = f"run.dir={out}-run"
-    shutil.rmtree(f"{out}-run", ignore_errors=True)  # of a run that was ended
-    # Twice the steps: the same place between saves, evaluations and looks is measured.
+    shutil.rmtree(f"{out}-run", ignore_errors=True)  # left by a run that was ended
+    # Twice the steps, so that the measured step has the same position between saves, evaluations
+    # and checks.
     for before in (0, STEPS) if cell.resumes else (0,):
         arguments = [*cell.command(folder, before + STEPS), run_dir]
         measured = before + MEASURED
@@ -210,7 +211,7 @@ def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) ->
 
 
 def main(argv: list[str]) -> int:
-    """Train under the simulator; return the run's exit code."""
+    """Train in the simulator; return the run's exit code."""
     job = Job(**json.loads(Path(argv[0]).read_text()))
     from harness import loop, train
     from harness.engine.deepspeed_0_19 import gradients
@@ -238,7 +239,7 @@ def main(argv: list[str]) -> int:
             waits.append(Counter(seen))
         with devices[0].timeline.during("data"):
             step = taken(run)
-        for batch in step.batches:  # as the thread that reads ahead does for a GPU
+        for batch in step.batches:  # as the prefetch thread does for a GPU
             for tensor in (
                 *(batch.input_ids, batch.labels, batch.position_ids),
                 batch.bounds.places,
@@ -283,7 +284,7 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _during(devices: list[Any], owner: Any, name: str, phase: str) -> Iterator[None]:
-    """Within this, waits in a function of the harness count to a phase."""
+    """Count waits in a function of the harness under a phase."""
     original: Callable[..., Any] = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""CPU ranks that believe in streams: every operation of a real engine is seen, without a GPU.
+"""Simulates streams on CPU ranks: every operation of a real engine is recorded without a GPU.
 
-Inside `simulated()` DeepSpeed's accelerator gives the streams and events of device.py, and each
-operation is noted with the storages that it reads and writes on the current stream.
+In `simulated()`, DeepSpeed's accelerator returns the streams and events of device.py, and each
+operation is recorded with the storages that it reads and writes on the current stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from harness.models import varlen
 from tests.gates.streams.device import Event, Memory, Stream, Timeline, Work, is_within
 
-_tolist = torch.Tensor.tolist  # before the simulator takes it for a wait
+_tolist = torch.Tensor.tolist  # before the simulator treats it as a wait
 
 
 def varlen_kernel(memory: Memory) -> varlen.Kernel:
@@ -45,11 +45,11 @@ def varlen_kernel(memory: Memory) -> varlen.Kernel:
 
 
 class _Launched(torch.autograd.Function):
-    """The CPU's attention document by document, seen as one operation."""
+    """The CPU's attention document by document, recorded as one operation."""
 
     @staticmethod
     def forward(context: Any, *inputs: Any) -> torch.Tensor:
-        """(tokens, heads, head_dim) each -> (tokens, heads, head_dim)."""
+        """Return the output (tokens, heads, head_dim) of inputs with the same shape."""
         query, key, value, bounds, alone, memory = inputs
         context.memory = memory
         with _disable_current_modes():
@@ -72,7 +72,7 @@ COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "broadcast"),
     *("reduce_scatter_tensor", "reduce", "all_to_all_single"),
 )
-BOUND = {  # what DeepSpeed's backend looked up when it was made
+BOUND = {  # functions that DeepSpeed's backend looks up when it is created
     "all_gather_function": "all_gather_into_tensor",
     "reduce_scatter_function": "reduce_scatter_tensor",
 }
@@ -87,7 +87,7 @@ WAITS = {  # operations whose result or size the host needs
     "aten::repeat_interleave.Tensor": "size",
 }
 COPIES = ("aten::copy_", "aten::_to_copy")
-VIEWS = ("aten::detach", "aten::alias", "aten::lift_fresh")  # beside those that say so
+VIEWS = ("aten::detach", "aten::alias", "aten::lift_fresh")  # besides those whose schema says so
 READS_SECOND = {
     *("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allgather_"),
     *("c10d::reduce_scatter_", "c10d::alltoall_base_"),
@@ -96,14 +96,14 @@ FROM_NUMBERS = ("FloatTensor", "ByteTensor", "IntTensor", "DoubleTensor", "LongT
 
 
 class _Name(str):
-    """The device's name, by which DeepSpeed asks for it: any other "cpu" is the host."""
+    """The device's name, as DeepSpeed requests it: any other "cpu" is the host."""
 
 
 HERE = _Name("cpu")
 
 
 class Device:
-    """A simulated device: its streams, and all memory."""
+    """A simulated device: its streams and all memory."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -112,20 +112,20 @@ class Device:
 
     @property
     def is_watched(self) -> bool:
-        """True in the thread that launches; others, which save, work on the host's memory."""
+        """True in the thread that launches; other threads, which save, work on host memory."""
         return threading.current_thread() is self._thread
 
     def pin(self, tensor: torch.Tensor, *_alignment: Any) -> torch.Tensor:
-        """Make this memory page-locked, of the host."""
+        """Mark this memory as page-locked host memory."""
         self.memory.mark(tensor, "pinned")
         return tensor
 
     def waits_for(self, kind: str) -> None:
-        """Let the host wait for the current stream."""
+        """Make the host wait for the current stream."""
         self.timeline.host_waits(self.timeline.current.clock, kind)
 
     def sent(self, tensor: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        """Return a copy on the device of a tensor on the host."""
+        """Return a device copy of a host tensor."""
         is_pinned = self.memory.is_pinned(tensor)
         with _disable_current_modes():
             copy = tensor.clone()
@@ -136,7 +136,7 @@ class Device:
         return copy
 
     def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host of a tensor on the device."""
+        """Return a host copy of a device tensor."""
         with _disable_current_modes():
             copy = tensor.detach().clone()
         self.memory.mark(copy, "pageable")
@@ -165,7 +165,7 @@ class _Watched(TorchDispatchMode):
         returns_early = kwargs.get("non_blocking") or (
             name == "aten::copy_" and args[2:] == (True,)
         )
-        # torch's optimizers read their step counters, which on a GPU are the host's or not read.
+        # torch's optimizers read their step counters, which on a GPU are on the host or not read.
         is_counter = name == "aten::_local_scalar_dense" and is_within("/torch/optim/")
         if name in WAITS and not (on_host or is_counter or kwargs.get("output_size") is not None):
             self.device.waits_for(WAITS[name])
@@ -178,11 +178,11 @@ class _Watched(TorchDispatchMode):
 def _accesses(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """(tensor, whether it is written) of all that an operation takes."""
+    """Yield (tensor, True if written) for all arguments of an operation."""
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        if func.name().startswith("c10d::"):  # whose schemas do not tell
+        if func.name().startswith("c10d::"):  # their schemas do not say
             writes = not (index == 1 and func.name() in READS_SECOND)
         yield from ((tensor, writes) for tensor in _tensors(value))
 
@@ -199,7 +199,7 @@ def _collective(device: Device, original: Callable[..., Any]) -> Callable[..., A
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors, timeline = [*_tensors(args), *_tensors([*kwargs.values()])], device.timeline
         if all(device.memory.is_host(tensor) for tensor in tensors):
-            return original(*args, **kwargs)  # gloo's
+            return original(*args, **kwargs)  # gloo's own
         timeline.network.wait_stream(timeline.current)
         with timeline.on(timeline.network):
             work = original(*args, **kwargs)
@@ -212,15 +212,17 @@ def _collective(device: Device, original: Callable[..., Any]) -> Callable[..., A
 
 
 def _moved(device: Device, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.to, between both memories where it names the other one."""
+    """Return a replacement of Tensor.to, which moves a tensor between memories if it names the
+    other one.
+    """
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         target = kwargs.get("device", args[0] if args else None)
         names_device = isinstance(target, str | torch.device) and str(target) != "meta"
-        names_device = names_device and not is_within("/torch/nn/utils/")  # where tensors are
+        names_device = names_device and not is_within("/torch/nn/utils/")  # it checks devices
         if device.is_watched and names_device and tensor.device.type == "cpu":
             is_host = device.memory.is_host(tensor)
-            to_host = type(target) is str  # the harness's and DeepSpeed's devices are objects
+            to_host = type(target) is str  # the devices of the harness and DeepSpeed are objects
             if is_host and not to_host:
                 tensor = device.sent(tensor, bool(kwargs.get("non_blocking")))
             elif to_host and not is_host:
@@ -232,7 +234,7 @@ def _moved(device: Device, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loaded(device: Device) -> Callable[..., torch.Tensor]:
-    """The harness's copy to the device, from page-locked memory."""
+    """Return a replacement of the harness's copy to the device, from page-locked memory."""
 
     def on_device(tensor: torch.Tensor, _target: torch.device) -> torch.Tensor:
         if not device.memory.is_host(tensor):
@@ -243,7 +245,9 @@ def _loaded(device: Device) -> Callable[..., torch.Tensor]:
 
 
 def _fetched(device: Device, original: Callable[..., Any], returns: bool) -> Callable[..., Any]:
-    """Tensor.cpu, if it `returns` the copy, or a function that reads all values of a tensor."""
+    """Return a replacement of Tensor.cpu (if it `returns` the copy) or of a function that reads all
+    values of a tensor.
+    """
 
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not device.is_watched or device.memory.is_host(tensor):
@@ -257,7 +261,9 @@ def _fetched(device: Device, original: Callable[..., Any], returns: bool) -> Cal
 
 
 def _sent(device: Device, original: Callable[..., Any], always: bool) -> Callable[..., Any]:
-    """A function that makes a tensor of numbers, on the device `always` or where it is named."""
+    """Return a replacement of a function that creates a tensor of numbers, on the device `always`
+    or if it is named.
+    """
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor: torch.Tensor = original(*args, **kwargs)
@@ -271,9 +277,9 @@ def _sent(device: Device, original: Callable[..., Any], always: bool) -> Callabl
 
 @contextlib.contextmanager
 def simulated(synchronizes: bool = True) -> Iterator[Device]:
-    """The CPU as a device with streams, on which the engine has to be built, too.
+    """Yield the CPU as a device with streams; the engine must also be built in the body.
 
-    `synchronizes`: False lets the accelerator's synchronize() do nothing. Ranks meet before it.
+    With `synchronizes` False, the accelerator's synchronize() does nothing. Ranks meet before it.
     """
     from deepspeed.comm.comm import cdb
 
