@@ -1,4 +1,4 @@
-"""A process group of one: saving and loading talk to all ranks."""
+"""A process group of one rank, since saving and loading are collective."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from harness.layout.box import Part
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Parameters of awkward sizes."""
+    """Return parameters of awkward sizes."""
     draw = torch.Generator().manual_seed(seed)
     shapes = {"embed": (13, 7), "norm": (7,), "scale": ()}
     return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
 
 
 def fragments(seed: int = 0) -> list[Fragment]:
-    """All of every parameter, with a moment."""
+    """Return the whole of every parameter, with a moment."""
     return [
         Fragment(name, Part.of(t.shape), 0, {"weight": t.view(-1), "exp_avg": 2 * t.view(-1)})
         for name, t in weights(seed).items()
@@ -49,7 +49,7 @@ def save(
     held_out_loss: float | None = None,
     before_publishing: Callable[[], None] = lambda: None,
 ) -> Saved:
-    """A checkpoint of `fragments(step)`."""
+    """Save a checkpoint of `fragments(step)`."""
     saver = Saver(Store(folder), 0, keep or Retention(), before_publishing)
     probe = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
     saver.start(manifest(step, held_out_loss), fragments(step), probe, background=False)

@@ -1,6 +1,5 @@
-"""A run goes on from the newest checkpoint whose every byte is as it was written. Where the newest
-is wrong and says that it is right, its hashes and checksum made anew as only a writer of
-checkpoints can, the one before is used.
+"""A run resumes from the newest checkpoint whose bytes are all unchanged. If the newest is wrong,
+even with matching hashes and checksum, the previous one is used.
 """
 
 from __future__ import annotations
@@ -105,13 +104,13 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 
 @pytest.fixture
 def newest(tmp_path: Path) -> Path:
-    """Of two checkpoints."""
+    """Return the newer of two checkpoints."""
     save(tmp_path, 1)
     return save(tmp_path, 2).path
 
 
 def passed_over(newest: Path) -> str:
-    """Return the reason why the newest was not used; asserts that the one before was."""
+    """Return the reason for which the newest was not used; assert that the previous one was."""
     checkpoint, problems = newest_usable(newest.parent)
     assert checkpoint.path.name == "step-00000001"
     (problem,) = problems
@@ -120,7 +119,7 @@ def passed_over(newest: Path) -> str:
 
 
 def sign(folder: Path, change: Callable[[dict[str, Any]], None] = lambda content: None) -> None:
-    """Change the manifest, and make every size, hash and checksum right."""
+    """Change the manifest, and recompute every size, hash and checksum."""
     path = folder / "manifest.json"
     content = json.loads(path.read_bytes())
     for file in content["files"]:
@@ -132,7 +131,7 @@ def sign(folder: Path, change: Callable[[dict[str, Any]], None] = lambda content
 
 
 def put(content: dict[str, Any], key: str, value: object) -> None:
-    """Set the value of a dotted key; a list's items have numbers."""
+    """Set the value of a dotted key; numbers index lists."""
     place: Any = content
     *way, last = [int(word) if word.isdigit() else word for word in key.split(".")]
     for word in way:
@@ -202,7 +201,7 @@ FILE = "rank-00000-000.safetensors"
 @pytest.mark.parametrize(
     ("pieces", "reason"),
     [
-        ([[0, 45, FILE], [0, 46, FILE]], "starts at element 0"),  # sums up to all 91
+        ([[0, 45, FILE], [0, 46, FILE]], "starts at element 0"),  # adds up to all 91
         ([[0, 46, FILE], [45, 45, FILE]], "starts at element 45"),
         ([[0, 45, FILE], [46, 45, FILE]], "starts at element 46"),
         ([[1, 90, FILE]], "starts at element 1"),
@@ -280,7 +279,7 @@ def test_only_regular_files_are_opened(newest: Path, name: str, kind: str) -> No
         path.mkdir()
     else:
         try:
-            os.mknod(path, 0o020644, os.makedev(1, 5))  # as /dev/zero
+            os.mknod(path, 0o020644, os.makedev(1, 5))  # like /dev/zero
         except PermissionError:
             pytest.skip("making a device needs rights that this process lacks")
     problem = passed_over(newest)

@@ -1,5 +1,5 @@
-"""Exports are what save_pretrained writes, and transformers opens them; in their configs version 4
-finds what it looks for (its own answer: tests/models/test_older_readers.py).
+"""Exports equal those of save_pretrained, and transformers opens them. Their configs have the keys
+that version 4 reads (checked with its answers in tests/models/test_older_readers.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied": {**MODEL, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "mixtral": {**MODEL, "model_type": "mixtral", "num_local_experts": 4},
-    # A correction bias of its routers that is a buffer, and saved.
+    # A correction bias of its routers, which is a saved buffer.
     "ernie4_5_moe": {
         **MODEL,
         "model_type": "ernie4_5_moe",
@@ -47,8 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
     },
 }
-# transformers 5 holds their experts in one tensor, and saves each by itself. Of these it counts
-# only the first when it fills shards, which become larger than they should.
+# transformers 5 holds their experts in one tensor, and saves each separately. It counts only the
+# first of them when it fills shards, which then exceed their size.
 EXPERTS_APART = {"mixtral", "qwen2_moe", "qwen3_moe", "ernie4_5_moe"}
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -63,7 +63,7 @@ def drawn(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
 
 
 def stored(model: PreTrainedModel, folder: Path, cuts: int = 3) -> Reader:
-    """The model's fp32 weights, as several ranks would have saved them."""
+    """Return a model's fp32 weights as several ranks would have saved them."""
     folder.mkdir()
     kept = model.state_dict()
     tensors = {name: (WEIGHT, p.detach().float()) for name, p in model.named_parameters()}
@@ -81,7 +81,7 @@ def stored(model: PreTrainedModel, folder: Path, cuts: int = 3) -> Reader:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Every file: tensors by name, texts as they are."""
+    """Return the content of every file: tensors by name, text unchanged."""
     by_file: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
@@ -98,7 +98,7 @@ def shards(folder: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
 
 
 def merged(folder: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """All tensors, each in the file that the index names."""
+    """Return all tensors, each from the file that the index names."""
     files = folder["model.safetensors.index.json"]["weight_map"]
     assert sum(map(len, shards(folder))) == len(files)
     return {name: folder[file][name] for name, file in files.items()}
@@ -137,7 +137,7 @@ def test_an_export_is_what_save_pretrained_writes(
     for name, content in theirs.items():
         if name.endswith(".safetensors"):
             assert_same_tensors(ours[name], content)
-        elif name == "config.json":  # which ours has more in, for readers of version 4
+        elif name == "config.json":  # ours has additional keys for version 4
             assert content.items() <= ours[name].items()
         else:
             assert ours[name] == content, name
@@ -186,7 +186,7 @@ with replacing(Path(sys.argv[1])) as unfinished:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that is writing an export to `folder`; kill -9 at the end."""
+    """Yield a process that is writing an export to `folder`; kill it with -9 at the end."""
     command = [sys.executable, "-c", WRITES, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
         try:
@@ -277,7 +277,7 @@ print(held("VmHWM") - now, sum(f.stat().st_size for f in (folder / f"out-{size}"
 """
 LARGE = {
     "llama": {"intermediate_size": 4096, "num_hidden_layers": 8},
-    # All experts of a layer are one tensor of 67 MB and one of half as much.
+    # All experts of a layer are one tensor of 67 MB and one of half that size.
     "mixtral": {"intermediate_size": 1024, "num_hidden_layers": 3, "num_local_experts": 16},
 }
 
@@ -285,7 +285,7 @@ LARGE = {
 @pytest.mark.gate("checkpoints")
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_memory_stays_below_a_third_more_than_a_shard(kind: str, tmp_path: Path) -> None:
-    """Of more than 300 MB of weights in bf16, from fp32."""
+    """For more than 300 MB of bf16 weights, exported from fp32."""
     shard_bytes, sizes = 64 * 10**6, {"hidden_size": 1024, "vocab_size": 16384, **LARGE[kind]}
     config = json.dumps({**MODEL, "model_type": kind, "num_attention_heads": 8, **sizes})
     command = [sys.executable, "-c", MEASURE, str(tmp_path), str(shard_bytes), config]
@@ -309,7 +309,7 @@ LAYERS = {
 
 
 def rewritten(folder: Path, config: Config) -> Config:
-    """The config.json of an export of a model that came with `config`."""
+    """Return the config.json of an export of a model that came with `config`."""
     model = hf_config(config)
     model.save_pretrained(folder)
     assert rewrite_config(folder, model, config) == []

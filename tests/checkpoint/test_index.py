@@ -1,4 +1,4 @@
-"""The index of a checkpoint: parts of parameters stay apart, and earlier indices are read."""
+"""The index of a checkpoint: parts of parameters stay separate, and older indices are readable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weights(shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
 
 
 def cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The part of a whole tensor, flat."""
+    """Return a part of a whole tensor, flattened."""
     for dimension, ranges in enumerate(part.ranges):
         pieces = [tensor.narrow(dimension, start, stop - start) for start, stop in ranges]
         tensor = torch.cat(pieces, dimension)
@@ -61,7 +61,7 @@ CUTS |= {"both": both(2)}
 
 
 def written(folder: Path, parts: list[Part], shards: int = 2) -> dict[str, Any]:
-    """The index of ranks that hold these parts, each in shards of ZeRO."""
+    """Return the index of ranks that hold these parts, each in ZeRO shards."""
     indices, rank = [], 0
     for part in parts:
         tensors = {"weight": cut(weights(), part), "exp_avg": cut(2 * weights(), part)}
@@ -70,7 +70,7 @@ def written(folder: Path, parts: list[Part], shards: int = 2) -> dict[str, Any]:
             _, entries = write_fragments(folder, rank, [own] if own else [])
             indices.append(to_index(entries))
             rank += 1
-    # As it comes out of a file.
+    # As read from a file.
     index: dict[str, Any] = json.loads(json.dumps(merged(indices)))
     return index
 
@@ -125,7 +125,7 @@ def of_one_rank(rank: int, part: Part, kind: str = "weight", numel: int = 8) -> 
 
 
 def test_two_ranks_that_save_the_same_elements_are_refused() -> None:
-    """An axis that cut a parameter and did not say so."""
+    """As if a parallel axis had cut a parameter without declaring it."""
     part = Part.of((2, 4))
     with pytest.raises(Unusable, match=r"rank-00000.* and rank-00001.* both hold w from 0"):
         merged([of_one_rank(0, part), of_one_rank(1, part)])
@@ -143,7 +143,7 @@ def test_a_buffer_that_several_ranks_have_is_there_once() -> None:
 
 
 def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
-    """Found before a checkpoint gets its name, not when it is needed."""
+    """It is found before a checkpoint gets its name, rather than when it is needed."""
     half = Fragment("w", Part.of(SHAPE).cut(0, ((0, 6),)), 0, {"weight": torch.zeros(60)})
     saver = Saver(Store(tmp_path), 0, Retention())
     saver.start(manifest(2), [half], {}, background=False)
@@ -207,7 +207,7 @@ def test_a_damaged_part_is_refused(tmp_path: Path, what: str, problem: str) -> N
 
 
 def save_divided(folder: Path) -> Path:
-    """A checkpoint of two ranks, each with half of the columns; the second is written here."""
+    """Write a checkpoint of two ranks, each with half of the columns."""
     first, second = (
         Fragment("w", part, 0, {"weight": cut(weights(), part)}) for part in by_columns(2)
     )
@@ -225,14 +225,14 @@ def save_divided(folder: Path) -> Path:
 
 
 def test_a_checkpoint_with_parts_has_a_format_of_its_own(tmp_path: Path) -> None:
-    """Earlier versions name the format that they cannot read, and load nothing wrong."""
+    """Earlier versions report a format that they cannot read, instead of loading wrong values."""
     path = save_divided(tmp_path)
     assert json.loads((path / MANIFEST).read_bytes())["format"] == 2
     checkpoint = verified(path)
     assert torch.equal(checkpoint.reader().whole("w", "weight"), weights())
 
 
-# Two ranks of ZeRO 1 wrote this before parameters could be cut.
+# Written by two ranks of ZeRO 1 before parameters could be cut.
 FORMAT_1 = Path(__file__).parent / "format_1" / "step-00000002"
 
 
@@ -251,7 +251,7 @@ def test_a_checkpoint_of_format_1_is_read_to_the_last_bit() -> None:
 
 
 def test_what_is_not_cut_is_written_as_format_1(tmp_path: Path) -> None:
-    """To the byte: earlier versions read it."""
+    """Byte for byte, so that earlier versions can read it."""
     assert read_manifest(FORMAT_1).to_bytes() == (FORMAT_1 / MANIFEST).read_bytes()
     index = json.loads((FORMAT_1 / INDEX).read_bytes())
     assert json.dumps(to_index(from_index(index))) == json.dumps(index)

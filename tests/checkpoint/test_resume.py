@@ -82,7 +82,7 @@ def test_precision_model_and_data_may_not_change(key: str) -> None:
 
 
 def test_a_run_of_a_quantized_folder_was_never_quantized() -> None:
-    """Earlier versions recorded quantization_config, of the files."""
+    """Earlier versions recorded the quantization_config of the files."""
     saved = record()
     saved["model_config"]["quantization_config"] = {"quant_method": "fp8"}
     assert resume_problems(saved, record(), []) == branch_problems(saved, record(), []) == []
@@ -106,7 +106,7 @@ def test_of_two_tables_the_difference_is_shown() -> None:
         ("ids-layout", "ids-layout", True),
         ("ids-layout", "other-layout", False),
         ("ids-layout", "ids-other", False),
-        ("layout", "ids-layout", True),  # of an earlier version, which hashed no ids
+        ("layout", "ids-layout", True),  # of an earlier version, which did not hash ids
         ("layout", "ids-other", False),
         ("ids-layout", "layout", False),
         (None, "ids-layout", False),

@@ -1,6 +1,4 @@
-"""Folders that are checkpoints, that stay and that are swept; the ranks share the work of checking
-them.
-"""
+"""Which folders are checkpoints, which stay and which are deleted; ranks share the verification."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def test_a_damaged_checkpoint_counts_for_nothing_and_stays(tmp_path: Path) -> No
 
 
 def test_what_the_run_fell_back_from_displaces_nothing(tmp_path: Path) -> None:
-    """Its sizes may be right, and its bytes not."""
+    """Its sizes may be correct although its bytes are not."""
     for step in (1, 2, 4):
         save(tmp_path, step)
     assert save(tmp_path, 3, Retention(last=1)).removed == ["step-00000001", "step-00000002"]
@@ -121,7 +119,7 @@ def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path:
 
 
 def test_kept_checkpoints_are_looked_at_once_until_a_name_goes(tmp_path: Path) -> None:
-    """Of a thousand ranks each has a thousand files, and the ranks wait for rank 0."""
+    """A thousand ranks have a thousand files each, and the ranks wait for rank 0."""
     store = Store(tmp_path)
     looked = []
     for step in (1, 2, 3, 4):
@@ -148,7 +146,7 @@ RANKS = 2
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Files in the order in which a save lists them: rank 0's, its probe, rank 1's, the index."""
+    """Return a folder of files in the order of a save: rank 0's, its probe, rank 1's, the index."""
     folder = tmp_path / "step-00000003"
     folder.mkdir()
     files, entries = [], []
@@ -173,7 +171,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def looked_at(folder: Path, ranks: int) -> list[set[str]]:
-    """The files that each rank looks up and hashes."""
+    """Return the files that each rank looks up and hashes."""
     group, seen = Group(ranks), [set[str]() for _ in range(ranks)]
 
     def looks(_: Path, file: Written) -> None:

@@ -1,5 +1,5 @@
-"""Fragments on disk: what is written is what safetensors reads, in any pieces; from and to an
-accelerator, and copied for saves in the background, in memory that stands for its own.
+"""Fragments on disk: safetensors reads them, in any pieces; copies from and to an accelerator, also
+for background saves, where memory stands in for the device's.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ PART_BYTES = 64
 
 
 class Bus:
-    """Notes buffers, and which half is waited for before it is filled again."""
+    """Records buffers, and which half is waited for before it is refilled."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -139,7 +139,7 @@ def test_a_save_from_an_accelerator_has_the_bytes_of_one_from_the_host(
     assert max(tensor.nbytes for f in fragments(1) for tensor in f.tensors.values()) > PART_BYTES
     for path in expected.path.iterdir():
         assert (saved.path / path.name).read_bytes() == path.read_bytes(), path.name
-    assert bus.sizes == [2 * PART_BYTES]  # one buffer, kept
+    assert bus.sizes == [2 * PART_BYTES]  # one buffer, which is kept
 
 
 def test_a_half_is_filled_while_the_other_is_hashed() -> None:
@@ -184,7 +184,7 @@ def test_what_is_on_the_host_takes_no_buffer(tmp_path: Path) -> None:
 
 
 class Buffers:
-    """Counts buffers and waits, and remembers the last buffer."""
+    """Counts buffers and waits, and keeps the last buffer."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -252,7 +252,7 @@ def test_files_from_the_buffer_are_those_of_a_save_in_the_foreground(tmp_path: P
     probe = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
     live = fragments(1)
     saver.start(manifest(1), live, probe, background=True)
-    for fragment in live:  # the next step, while this one is written
+    for fragment in live:  # the next step, during the write
         for tensor in fragment.tensors.values():
             tensor.zero_()
     saved = saver.finish()
