@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: its file, its keys and their other names, changes to it, and rules."""
+"""The DeepSpeed JSON: its file, its keys and their aliases, overrides, and rules."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_table_of_keys_is_what_the_installed_deepspeed_says() -> None:
 
 
 def test_the_table_holds_what_deepspeeds_documentation_shows() -> None:
-    """Spot checks by hand, so that a generator that finds nothing cannot pass."""
+    """Checked by hand, so that a generator that finds nothing cannot pass."""
     documented = {
         "zero_optimization.stage3_prefetch_bucket_size": 50_000_000,
         "zero_optimization.offload_param.max_in_cpu": 1_000_000_000,
@@ -152,9 +152,9 @@ def test_the_table_holds_what_deepspeeds_documentation_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "left", "note"),  # what the check leaves of a JSON, and its one note
+    ("tree", "left", "note"),  # the JSON after the check, and its one note
     [
-        # Both names of a key are taken.
+        # Both names of a key are accepted.
         ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}, None),
         ({"zero_optimization": {"max_live_parameters": 1e9, "max_reuse_distance": "auto"}},
          {"zero_optimization": {"stage3_max_live_parameters": 10**9,
@@ -174,7 +174,7 @@ def test_the_table_holds_what_deepspeeds_documentation_shows() -> None:
          '"stage3_gather_16bit_weights_on_model_save": true'),
         ({"zero_optimization": {"cpu_offload_use_pin_memory": True}}, ZERO, "left out, an old key"),
         ({"zero_optimization": {"cpu_offload": False}}, ZERO, None),
-        # What was removed, and is off.
+        # Removed keys that are off.
         *(({**off, "train_batch_size": 4}, {"train_batch_size": 4},
            f"{', '.join(off)} (ds.json): left out, DeepSpeed has removed it, and it is off")
           for off in (
@@ -190,12 +190,12 @@ def test_the_table_holds_what_deepspeeds_documentation_shows() -> None:
           "optimizer": {"type": "AdamW", "params": {"#": "x"}}},
          {"fp16": {"enabled": False}, "optimizer": {"type": "AdamW", "params": {}}},
          "_comment, // author, fp16._why, optimizer.params.# (ds.json): a comment"),
-        # Keys that never did anything.
+        # Keys without any effect.
         ({"bf16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1}},
          {"bf16": {"enabled": "auto"}},
          "bf16.loss_scale, bf16.hysteresis, bf16.min_loss_scale (ds.json): left out, bf16 has no "
          "loss scale"),
-        # What people write.
+        # Common mistakes.
         ({"train_batch_size": 48.0, "gradient_clipping": 1,
           "flops_profiler": {"enabled": True, "module_depth": -1},
           "zero_optimization": {"stage": 3, "overlap_comm": "auto", "offload_param": None,
@@ -257,7 +257,7 @@ def test_what_is_wrong_is_taken_out_and_the_rest_stays() -> None:
     assert ds.tree == {"fp16": {"loss_scale": 8}, "zero_optimization": {"stage": 2}}
 
 
-# Changes to it.
+# Overrides.
 
 
 def test_whole_numbers_become_integers_in_a_copy() -> None:
@@ -336,7 +336,7 @@ def test_every_rule_of_refusal_is_about_keys_that_deepspeed_knows() -> None:
     ("tree", "left_out"),
     [
         ({"checkpoint": {"load_universal": True}}, ["checkpoint.load_universal"]),
-        ({"checkpoint": {"load_universal": False}}, []),  # as it is without
+        ({"checkpoint": {"load_universal": False}}, []),  # same as without it
         ({"dataloader_drop_last": True}, ["dataloader_drop_last"]),
         ({"aio": {"queue_depth": 16}}, ["aio"]),
         ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1,

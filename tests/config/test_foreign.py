@@ -1,4 +1,4 @@
-"""Configs of other programs, and our two files in each other's place, are recognised."""
+"""Configs of other programs are recognized, and so are our two files if swapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run config: assignments, bounds, precedence, and reports of what cannot be read."""
+"""The run config: assignments, bounds, precedence, and error messages."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_value_knows_where_it_came_from(toml: Callable[[str], Path]) -> None:
     assert run.origin("optim.lr") == "command line"
     assert run.origin("optim.warmup_steps") == str(path)
     assert run.origin("optim.weight_decay") == "default"
-    # Told from a default of the same value.
+    # Distinguished from a default with the same value.
     keys = {"train.seed", "optim.lr", "optim.warmup_steps", "model.overrides"}
     assert {key for key in known_keys() if run.is_set(key)} == keys
 
@@ -332,7 +332,7 @@ def test_a_tilde_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("text", ["optim.lr,data.path", "[optim.lr, data.path]"])
 def test_keys_that_may_change_need_no_quotes(text: str) -> None:
-    """A shell takes the quotes of a list away."""
+    """A shell removes the quotes of a list."""
     run = RunConfig.model_validate({"resume": {"allow": text}})
     assert run.resume.allow == ["optim.lr", "data.path"]
 
@@ -356,7 +356,7 @@ def test_every_key_is_described_with_its_default() -> None:
 
 
 def test_every_list_and_table_has_an_example_that_it_takes() -> None:
-    """A wrong one is answered with it."""
+    """A message about a wrong value shows it."""
     kinds = (list, tuple, dict)
     defaults = ((key, RunConfig().get(key)) for key in known_keys())
     assert {key for key, value in defaults if isinstance(value, kinds)} == {*EXAMPLES}

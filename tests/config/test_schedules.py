@@ -1,4 +1,4 @@
-"""Schedules of the rate, of the batch and of the length, against their definitions."""
+"""Schedules of learning rate, batch and length, against their definitions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_warm_restarts_are_torchs(cycles: int, growth: int, first: int) -> None:
         assert schedule.lr(step) == pytest.approx(theirs.get_last_lr()[0]), step
         optimizer.step()
         theirs.step()
-    assert schedule.lr(110) == schedule.lr(500) == pytest.approx(1e-4)  # the end, not a beginning
+    assert schedule.lr(110) == schedule.lr(500) == pytest.approx(1e-4)  # the end, not a new cycle
 
 
 def test_a_run_shorter_than_its_warmup_never_reaches_the_maximum() -> None:
