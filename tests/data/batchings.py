@@ -1,4 +1,4 @@
-"""Documents as plain lists, and every batching that the library makes of them."""
+"""Documents as plain lists, and every batching that the library can make of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness.data.split import SIDES, load_split, stores_separator, write_splits
 from harness.data.whole import TooLong, WholeWindows, write_whole
 
 EOS, SEQ_LEN, ROWS = 2, 8, 2
-# Examples are the same in every run: a failure is a change of the code.
+# Examples are the same in every run, so that a failure means a code change.
 PROPERTY = settings(
     derandomize=True,
     database=None,
@@ -32,21 +32,21 @@ PROPERTY = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 Token = tuple[int, int]
-"""A document, and a place in it."""
+"""A document and a position in it."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Token ids of documents and which of them are masked, each with its separator."""
+    """Token ids of documents with separators, and which of them are masked."""
 
     ids: list[list[int]]
     masked: list[list[bool]]
     is_stored: bool
-    """False: the file holds no separators, and nothing is masked."""
+    """False: the file stores no separators, and nothing is masked."""
 
     @classmethod
     def drawn(cls, sizes: list[int], seed: int, is_stored: bool = True) -> Documents:
-        """Return documents of these sizes; any of their tokens may be masked."""
+        """Return documents of these sizes; any token may be masked."""
         draw = random.Random(seed)
         sizes = sizes if is_stored else [max(1, size) for size in sizes]
         ids = [[*(draw.randrange(3, 1000) for _ in range(size)), EOS] for size in sizes]
@@ -68,7 +68,7 @@ DOCUMENTS = st.builds(
 
 
 def masks_of(folder: Path, documents: list[list[bool]]) -> Masks:
-    """Write and open the masks of documents, given a value for each token."""
+    """Write and open the masks of documents, given as one bool per token."""
     writer = MaskWriter()
     for masked in documents:
         for token in masked:
@@ -78,7 +78,7 @@ def masks_of(folder: Path, documents: list[list[bool]]) -> Masks:
 
 
 class Corpus:
-    """Documents on disk, split into two sides."""
+    """Documents on disk, with a train and a held-out split."""
 
     def __init__(self, folder: Path, documents: Documents, seed: int = 0) -> None:
         self._folder, self._seed, self.documents = folder, seed, documents
@@ -92,13 +92,13 @@ class Corpus:
         self._masks, self._adds_separator = masks, adds_separator
 
     def arguments(self, side: str = "train", **changes: object) -> dict[str, Any]:
-        """Return the arguments of Packed for one side."""
+        """Return the arguments of Packed for one split."""
         split, own = load_split(self._folder, side), {"seq_len": SEQ_LEN, "vocab_size": 1000}
         own |= {"tokens": self.tokens.ids, "split": split, "masks": self._masks, "eos_id": EOS}
         return {**own, "add_separator": self._adds_separator, **changes}
 
     def packed(self, side: str = "train", **changes: object) -> Packed:
-        """Return the windows of one side's joined documents."""
+        """Return the packed windows of one split."""
         return Packed(**self.arguments(side, **changes))
 
     def stream(self, side: str = "train") -> Stream:
@@ -106,7 +106,7 @@ class Corpus:
         return Stream(self.packed(side), self._seed, "f", document_mask=True)
 
     def whole(self, side: str = "train", too_long: TooLong = "cut", *, alone: bool) -> Stream:
-        """Return windows of whole documents, of several or of one each."""
+        """Return samples of whole documents, one each if `alone`."""
         arguments = self.arguments(side)
         folder = self._folder / f"{alone}-{too_long}"
         folder.mkdir(exist_ok=True)
@@ -115,18 +115,18 @@ class Corpus:
         return Stream(windows, self._seed, "f", document_mask=True)
 
     def grouped(self, base: Stream, *, by_tokens: bool = False) -> Padded:
-        """Return single documents in pools of 12, in groups of 4."""
+        """Return single documents in pools of 12 and groups of 4."""
         key = str(self._seed)
         pools = Pools(base.lengths, 12, 4, base.samples, base.length, key)
         return Padded(base, pools, pad_to=4, by_tokens=by_tokens)
 
     def mixture(self, *streams: Stream) -> Mixture:
-        """Return a mixture of which an epoch holds an epoch of each stream."""
+        """Return a mixture in which an epoch contains an epoch of each stream."""
         shares = tuple(Fraction(stream.samples) for stream in streams)
         return Mixture(streams, MixOrder([Phase(0, shares)], [None] * len(streams)))
 
     def both_alone(self) -> Mixture:
-        """Return a mixture of both sides, a document in each sample."""
+        """Return a mixture of both splits with one document per sample."""
         return self.mixture(*(self.whole(side, alone=True) for side in SIDES))
 
 

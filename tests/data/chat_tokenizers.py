@@ -1,4 +1,4 @@
-"""Small tokenizers of five chat styles, trained here, and conversations for them."""
+"""Small tokenizers of five chat styles, trained here, with conversations for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ STYLES = {
 
 
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of a style, with its template."""
+    """Return a tokenizer of a style, with its template."""
     style = STYLES[name]
     special = ["<bos>", "<unk>", *style.special]
     backend = Tokenizer(models.BPE(unk_token="<unk>" if style.is_metaspace else None))
@@ -83,7 +83,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 
 def chats(count: int, *, tools: bool, seed: int = 0) -> Iterator[list[dict[str, Any]]]:
-    """Conversations of one to four questions, some with a system turn and with calls of tools."""
+    """Yield conversations of one to four questions, some with system turns and tool calls."""
     chooser = random.Random(seed)
 
     def said() -> str:
@@ -107,7 +107,9 @@ def chats(count: int, *, tools: bool, seed: int = 0) -> Iterator[list[dict[str, 
 
 
 def write_chats(path: Path, count: int, *, tools: bool) -> list[dict[str, Any]]:
-    """Write conversations as JSON lines; arguments of calls are JSON text, as OpenAI has them."""
+    """Write conversations as JSON lines; arguments of calls are JSON text, as in OpenAI's
+    format.
+    """
     records = []
     with path.open("w") as file:
         for turns in chats(count, tools=tools):

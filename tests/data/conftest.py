@@ -10,8 +10,9 @@ WORDS = "the model reads a long question and answers it in a word or two\n"
 
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer with the pieces of a few words: opened in 2 ms, where that of `library` takes a
-    quarter of a second."""
+    """Return a folder with a tokenizer for a few words: it opens in 2 ms, that of `library` takes
+    250 ms.
+    """
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text(WORDS * 20)
     train_tokenizer(find_corpus(str(folder / "text.txt")), folder / "small", 300)

@@ -1,4 +1,4 @@
-"""A tokenizer of numbers, made in no time: "17" is token 17, and "2" ends a document."""
+"""A tokenizer of numbers that needs no training: "17" is token 17, and "2" ends a document."""
 
 from __future__ import annotations
 

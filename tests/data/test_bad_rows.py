@@ -1,4 +1,4 @@
-"""data.bad_rows=skip: records that cannot be read are left out, counted and named."""
+"""data.bad_rows=skip: unreadable records are skipped, counted and listed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def as_lines(records: list[Any]) -> list[str]:
 
 
 def spoilt_lines(path: Path) -> Path:
-    """Forty records, of which five cannot be read in three ways."""
+    """Write forty records, five of which are unreadable in three ways."""
     lines = as_lines([record(number) for number in range(40)])
     lines[3] = '{"text": null, "l": "en"}'
     lines[7] = lines[8] = '{"text": "an emoji \\ud83d"}'
-    lines[11] = lines[11].replace("model", "m\udc9adel")  # a byte that is no UTF-8
+    lines[11] = lines[11].replace("model", "m\udc9adel")  # a byte that is not UTF-8
     lines[39] = lines[39][:20]
     path.write_text("\n".join(lines), errors="surrogateescape")
     return path
@@ -81,7 +81,7 @@ def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
     ]
     for limit in (0.125, 5):
         assert opened(path, tmp_path, **options, bad_rows_limit=limit).documents == 35
-    # What is in the cache is held against the limit of each start.
+    # Cached data is checked against the limit of each start.
     assert (
         "data.bad_rows_limit is 4, but the bad rows are 5 of"
         in refused(path, tmp_path, **options, bad_rows_limit=4)[0]

@@ -1,4 +1,4 @@
-"""Tensors of a micro-batch, and the thread that reads ahead."""
+"""The tensors of a micro-batch, and the prefetch thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.two_ranks import wait_for
 
 
 def test_batches_are_copied_to_a_device_from_pinned_memory() -> None:
-    """From other memory the host waits for the device in each copy."""
+    """From other memory, the host would wait for the device in each copy."""
     ids = torch.zeros(2, 4, dtype=torch.int64)
     positions = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
     pin = mock.Mock(side_effect=torch.clone)

@@ -1,4 +1,4 @@
-"""Invariants that every batching keeps, against documents that are plain lists."""
+"""Invariants that every batching keeps, checked against documents as plain lists."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from tests.data.batchings import (
 
 every_batching = pytest.mark.parametrize("name", BATCHINGS)
 TENSORS = ("input_ids", "labels", "position_ids", "sources", "windows", "goes_on")
-# Ranks, samples of a micro-batch, and micro-batches of a rank.
+# Ranks, samples per micro-batch, and micro-batches per rank.
 LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 Row = tuple[tuple[int, int], ...]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A new folder for each example."""
+    """Yield a new folder for each example."""
     return (tmp_path_factory.mktemp("corpus") for _ in itertools.count())
 
 
 def corpus_of(folders: Iterator[Path], documents: Documents) -> Corpus:
-    """Write documents of which both sides have samples in every batching."""
+    """Write documents of which both splits have samples in every batching."""
     corpus = Corpus(next(folders), documents)
     for side in ("train", "held_out"):
         packed = corpus.packed(side)
@@ -70,7 +70,7 @@ def assert_same(ours: Batch, theirs: Batch, names: tuple[str, ...] = TENSORS) ->
 
 
 def rows(batch: Batch) -> list[Row]:
-    """The (token, target) pairs of each row without padding."""
+    """Return the (token, target) pairs of each row, without padding."""
     pairs = zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True)
     return [_unpadded([*zip(ids, labels, strict=True)]) for ids, labels in pairs]
 
@@ -82,7 +82,7 @@ def _unpadded(row: list[tuple[int, int]]) -> Row:
 
 
 def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
-    """Compare a sample with its documents, and return the tokens that are learned in it."""
+    """Compare a sample with its documents; return the tokens learned in it."""
     sample = stream.sample(index)
     batch = sample.batch
     ids = batch.input_ids[0].tolist()
@@ -90,7 +90,7 @@ def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
     starts = np.cumsum([0, *(span.last - span.first for span in sample.spans)]).tolist()
     assert [span.column for span in sample.spans] == starts[:-1]
     assert ids[: len(parts)] == [documents.ids[n][at] for n, at in parts][:SEQ_LEN]
-    # A window of joined documents ends with the target of its last position.
+    # A packed window ends with the target of its last position.
     is_whole = len(parts) <= SEQ_LEN
     targets = {
         column - 1: token
@@ -262,7 +262,7 @@ def test_the_seed_changes_the_order(name: str, folders: Iterator[Path]) -> None:
 def test_a_sample_that_is_cut_is_what_shorter_samples_are(
     document_mask: bool, documents: Documents, pieces: int, first: int, folders: Iterator[Path]
 ) -> None:
-    """Positions, too, in documents that begin inside a piece or before it."""
+    """Positions too, in documents that begin inside a piece or before it."""
     packed = corpus_of(folders, documents).packed()
     long = Stream(packed, 0, "f", document_mask=document_mask)
     (cut,) = long.micro_batches(Slice(first, 3, pieces), 3, 0, 1)

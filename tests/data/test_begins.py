@@ -1,4 +1,6 @@
-"""Text and pairs have the ids that a tokenizer gives a request: one text, its begin, no marks."""
+"""Text and pairs get the ids that a tokenizer gives a request: one text, its beginning, no
+marks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ MARK = "\u2581"
 
 
 def spaced(legacy: bool) -> Tokenizer:
-    """Pieces with a mark for each space, and one before every text, as Llama 2's."""
+    """Return pieces with a mark for each space and one before every text, like Llama 2's."""
     letters = sorted({*"".join(WORDS), *"0123456789.,=+\n ", MARK})
     merges = [(MARK, "a"), ("t", "h"), ("th", "e"), (MARK, "the"), (MARK, MARK), ("e", "s")]
     vocab = ["<unk>", "<s>", "</s>", *letters, *("".join(pair) for pair in merges)]
@@ -77,7 +79,7 @@ def tokenizer_of(name: str, *, bos: bool = True) -> PreTrainedTokenizerFast:
 def documents(
     tokenizer: PreTrainedTokenizerFast, path: Path, learn: str = "assistant", bos: str = "auto"
 ) -> list[tuple[list[int], list[bool]]]:
-    """Ids of each document, and which are learned."""
+    """Return the ids of each document, and which of them are learned."""
     bad_lines, read, ids, learned = BadLines(), [], list[int](), list[bool]()
     encoder = Encoder(find_corpus(str(path)), tokenizer, HowEncoded.of(tokenizer, learn, bos, None))
     for group in encoder.encoded(bad_lines):
@@ -114,7 +116,7 @@ def test_a_pair_has_the_ids_of_one_text(
         served = tokenizer(prompt + answer, return_offsets_mapping=True)
         assert ids == [*served["input_ids"], tokenizer.eos_token_id]
         places = served["offset_mapping"][int(bos) :]
-        # A token that holds a character of the answer is learned, and so is the end.
+        # A token that contains a character of the answer is learned, and so is the end.
         expected = [stop > len(prompt) for _, stop in places]
         assert learned == [False] * bos + expected + [True]
     everything = documents(tokenizer, path, learn="all")
@@ -166,7 +168,7 @@ def test_a_long_document_has_no_marks_at_its_cuts(
     served = tokenizer(text).input_ids
     if separator:
         assert ids == [*served, tokenizer.eos_token_id]
-    else:  # a cut within a word divides a token at most
+    else:  # a cut within a word splits at most one token
         assert tokenizer.decode(ids[1:-1]) == tokenizer.decode(served[1:])
     assert sum(learned) < len(ids) - 1 if suffix == "pair" else sum(learned) == len(ids) - 1
 
@@ -187,7 +189,7 @@ def test_an_end_that_a_row_writes_itself_is_not_doubled(
         assert ids.count(tokenizer.eos_token_id) == 1
         assert ids.count(tokenizer.bos_token_id) == 1
         assert learned[-1]
-    # Within a text it ends nothing.
+    # Within a text it does not end anything.
     ((ids, _),) = documents(tokenizer, write_jsonl({"text": "the</s>word"}))
     assert ids[-1] == tokenizer.eos_token_id
     assert ids.count(tokenizer.eos_token_id) == 2
@@ -228,7 +230,7 @@ def test_a_run_of_text_says_what_its_documents_begin_with(
 
 
 class Adding(PreTrainedTokenizerFast):
-    """Adds a bos token by itself, as slow tokenizers do: its vocabulary does not say so."""
+    """Adds a bos token itself, as slow tokenizers do: its vocabulary does not show it."""
 
     def __call__(self, *texts: Any, add_special_tokens: bool = True, **options: Any) -> Any:
         made = super().__call__(*texts, add_special_tokens=False, **options)
@@ -269,7 +271,7 @@ def test_a_sample_of_text_that_a_run_kept_is_text(tmp_path: Path) -> None:
 
 
 class SlowTokenizer(PreTrainedTokenizerFast):
-    """Says of no token which characters it stands for."""
+    """Does not report the characters of its tokens."""
 
     is_fast = property(lambda self: False)  # type: ignore[assignment]
 

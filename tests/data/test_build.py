@@ -1,4 +1,4 @@
-"""From data.path to batches, as a run does it."""
+"""From data.path to batches, as in a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def opened(
 
 
 def everything(data: Data) -> dict[int, list[int]]:
-    """Ids of every document, put together again from the samples of both splits."""
+    """Return the ids of every document, reassembled from the samples of both splits."""
     tokens_of: dict[int, dict[int, int]] = {}
     for stream in (data.train, data.held_out):
         for index in range(stream.samples):
@@ -115,7 +115,7 @@ def test_the_tokenizer_is_trained_on_the_users_text(tmp_path: Path) -> None:
     data = opened(path, tmp_path)
     assert 300 < data.vocab_size < 8192
     assert data.tokenizer.decode(encode(data.tokenizer, [text(3)])[0]) == text(3)
-    assert (data.train.documents, data.held_out.documents) == (1, 1)  # one document, cut
+    assert (data.train.documents, data.held_out.documents) == (1, 1)  # one document, split in two
     assert data.held_out.tokens / data.train.tokens == pytest.approx(0.25, rel=0.01)
 
 
@@ -125,7 +125,7 @@ def test_the_library_is_as_the_readme_says_and_a_second_start_only_opens_it(
     assert library.vocab_size == 8192
     assert library.train.is_masked is False
     assert 2.5e6 < library.train.tokens < 4.5e6
-    assert library.held_out.samples > 96  # what one evaluation reads
+    assert library.held_out.samples > 96  # the samples of one evaluation
     assert 5 < library.bigram_nats + 1.5 < library.unigram_nats < math.log(8192)
     splits = [json.loads(file.read_text()) for file in cache_dir.glob("split-*/split.json")]
     (facts,) = [each for each in splits if each["fingerprint"] == library.fingerprint]
@@ -140,7 +140,7 @@ def test_the_library_is_as_the_readme_says_and_a_second_start_only_opens_it(
     assert {file: file.stat().st_mtime_ns for file in cache_dir.rglob("*")} == before
     assert again.fingerprint == other.fingerprint == library.fingerprint
     assert again.train.samples == pytest.approx(2 * library.train.samples, abs=1)
-    # The seed reorders what is trained on, and not what is held out.
+    # The seed reorders training samples, but not held-out ones.
     for side, is_same in (("train", False), ("held_out", True)):
         ours, theirs = (getattr(data, side).batch(0, 4).input_ids for data in (library, other))
         assert torch.equal(ours, theirs) == is_same
@@ -263,7 +263,7 @@ def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
 def test_ids_outside_the_vocabulary_are_refused_before_the_first_step(
     tmp_path: Path, tokenizer_dir: str
 ) -> None:
-    """In the last document, which no window of the first steps shows."""
+    """They are in the last document, which no window of the first steps contains."""
     ordinary = [*[10, 11, 12] * 11, *[14] * 40, 2]
     pair = write_pair(tmp_path / "pair", [ordinary] * 9 + [[*ordinary[:33], 9000, 9100, 2]])
     (problem,) = refused(pair, tmp_path, tokenizer=tokenizer_dir)
@@ -276,7 +276,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_the_first_step(
 def test_ids_that_are_replaced_in_place_change_the_fingerprint(
     tmp_path: Path, tokenizer_dir: str
 ) -> None:
-    """Same size, same .idx, same cache: of the one id that differs every reader is told."""
+    """Same size, same .idx, same cache: every reader must notice the one changed id."""
     documents = [[10 + number % 50, 11, 12, 13] * 20 + [2] for number in range(40)]
     pair = write_pair(tmp_path / "pair", documents)
     before = opened(pair, tmp_path, tokenizer=tokenizer_dir)
@@ -284,8 +284,8 @@ def test_ids_that_are_replaced_in_place_change_the_fingerprint(
     write_pair(pair, documents)
     after = opened(pair, tmp_path, tokenizer=tokenizer_dir)
     assert after.fingerprint != before.fingerprint
-    assert after.fingerprint[:16] != before.fingerprint[:16]  # what reports show of it
-    # The documents lie as before: a run that is allowed to go on does so in its order.
+    assert after.fingerprint[:16] != before.fingerprint[:16]  # the part that reports show
+    # The documents have the same positions: a run that may continue does so in its order.
     windows = [[data.train.sample(i).window for i in range(50)] for data in (before, after)]
     assert windows[0] == windows[1]
 
@@ -293,7 +293,7 @@ def test_ids_that_are_replaced_in_place_change_the_fingerprint(
 def test_text_whose_words_change_places_changes_the_fingerprint(
     tmp_path: Path, tokenizer_dir: str
 ) -> None:
-    """One character a token: neither sizes nor counts of tokens differ."""
+    """One character per token: neither sizes nor token counts differ."""
     folder = tmp_path / "folder"
     folder.mkdir()
     for number in range(40):
@@ -307,7 +307,7 @@ def test_text_whose_words_change_places_changes_the_fingerprint(
 
 
 def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
-    """Two ids, the larger one 70000: neither the width on disk nor the check may go by len()."""
+    """Two ids, the larger one 70000: neither the width on disk nor the check may use len()."""
     words = {"a": 70_000, "</s>": 1}
     backend = Tokenizer(WordLevel(words, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -332,7 +332,7 @@ def test_baselines_count_ids_that_the_tokenizer_lacks(tmp_path: Path, tokenizer_
 def test_runs_with_prompts_keep_the_fingerprint_of_earlier_versions(
     tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
 ) -> None:
-    """They stored the prompt tokens of each document, and resume with the same data."""
+    """They stored the number of prompt tokens per document, and must resume with the same data."""
     pairs = [("p" * (n % 4), text(n)) for n in range(30)]
     path = write_jsonl(*({"prompt": p, "completion": c} for p, c in pairs))
     data = opened(path, tmp_path, tokenizer=tokenizer_dir)

@@ -1,4 +1,4 @@
-"""Several real processes at one cache."""
+"""Several real processes use one cache."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from harness.data.tokenizer import write_tokenizer
 from harness.errors import ConfigError, NoRoom
 from tests.two_ranks import wait_for
 
-# Processes of their own, but for the imports of all that they build with.
+# New processes that share the imports they need.
 FORKED = multiprocessing.get_context("fork")
 
 
 def build_slowly(path: Path) -> None:
-    """Notes who built, beside the folder that is renamed; takes a tenth of a second."""
+    """Record the builder beside the folder that is renamed; take a tenth of a second."""
     with (path.parent / "builders.txt").open("a") as note:
         note.write(f"{os.getpid()}\n")
     for part in range(5):
@@ -96,7 +96,7 @@ def test_ranks_that_start_together_agree(tmp_path: Path, write_jsonl: Callable[.
 def test_without_locks_many_build_and_all_find_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system without flock: the second builder, seen from inside."""
+    """On a file system without flock, from the point of view of the second builder."""
 
     def no_locks(*_: object) -> None:
         raise OSError("flock is not implemented")
@@ -190,7 +190,7 @@ def as_nobody(cache: Path, results: multiprocessing.Queue) -> None:
 
 
 def test_a_full_disk_is_named_whoever_writes(small_disk: Path) -> None:
-    """The tokenizer's file is written by Rust, whose error is a bare Exception."""
+    """Rust writes the tokenizer's file, and its error is a plain Exception."""
     (small_disk / "filler").write_bytes(bytes((6 << 20) - (16 << 10)))
     words = [f"word{number}" for number in range(20_000)]
     backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))

@@ -1,4 +1,4 @@
-"""Chats are rendered and masked as transformers' apply_chat_template does it, turn by turn."""
+"""Chats are rendered and masked turn by turn as transformers' apply_chat_template does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ tokenizer_of_style = cache(tokenizer_of)
 def encoded(
     tokenizer: PreTrainedTokenizerFast, chat: Chat, learn: str = "assistant"
 ) -> tuple[list[int], list[int]]:
-    """Ids, and 1 for each that is learned."""
+    """Return the ids, and 1 for each learned one."""
     encoder = ChatEncoder(tokenizer, learn)
     (result,) = encoder.encode([encoder.render(chat)])
     mask = np.zeros(len(result.ids), dtype=int)
@@ -52,7 +52,7 @@ def by_transformers(
 
 
 def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    """The tokenizer, whose template does not say which part of a turn is the assistant's."""
+    """Return the tokenizer with a template that does not mark the assistant's part of a turn."""
     copy = tokenizer_of(next(name for name in STYLES if STYLES[name].eos == tokenizer.eos_token))
     template, marks = re.subn(r"\{%-?\s*(end)?generation\s*-?%\}", "", tokenizer.chat_template)
     assert marks == 2
@@ -72,7 +72,7 @@ def test_tokens_and_masks_are_those_of_transformers(
     for turns in chats(20, tools=tools is not None):
         ids, mask = by_transformers(tokenizer, turns, tools)
         assert encoded(masked, Chat(turns, tools)) == (ids, mask)
-        # Each of the assistant's turns is one run, which ends with the end of the turn.
+        # Each assistant turn is one run, which ends with the end of the turn.
         ends = [i for i in range(len(ids)) if mask[i] and (i + 1 == len(ids) or not mask[i + 1])]
         answers = [turn for turn in turns if turn["role"] == "assistant"]
         assert len(ends) == len(answers)
@@ -118,7 +118,7 @@ def opened(path: Path, tmp_path: Path, **options: Any) -> Data:
 
 
 def stored(tmp_path: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Ids and learned tokens of each document in the cache."""
+    """Return the ids and the learned tokens of each document in the cache."""
     (folder,) = (tmp_path / "cache").glob("tokens-????????????????")
     tokens, masks = IndexedTokens(folder / "tokens"), load_masks(folder / "masks.npy")
     places = np.arange(len(tokens.ids))
@@ -406,7 +406,7 @@ def test_the_runs_tokenizer_carries_the_template(
     data.tokenizer.save_pretrained(tmp_path / "run")
     again = AutoTokenizer.from_pretrained(tmp_path / "run")
     assert "<|im_start|>" in again.apply_chat_template(chat, tokenize=False)
-    # Another template or share of what is learned is other data; the same is the same.
+    # Another template or learned share is other data; equal ones are the same.
     mine = tmp_path / "mine.jinja"
     mine.write_text(again.chat_template)
     same = opened(path, tmp_path, **options, template=str(mine))
@@ -474,7 +474,7 @@ def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
 def test_a_template_that_cannot_be_masked_is_named(
     tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
-    """It writes all that the assistant says behind all questions."""
+    """It writes all of the assistant's text after all questions."""
     own = tmp_path / "own.jinja"
     own.write_text(
         "{% for m in messages if m.role == 'user' %}[user]{{ m.content }}{% endfor %}"

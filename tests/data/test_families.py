@@ -1,5 +1,5 @@
-"""The chat templates of 21 families, each with a small tokenizer: ids are apply_chat_template's,
-and what is learned is told by words that only one turn says, found in the text by their characters.
+"""The chat templates of 21 families, each with a small tokenizer: ids equal apply_chat_template's,
+and learned tokens are identified by words that occur in only one turn.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FAMILIES = {
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes, a few joined ones, and those of the family's template."""
+    """Return a tokenizer with bytes, a few merges, and the tokens of the family's template."""
     family = FAMILIES[name]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("e", "r"), ("i", "n"), ("o", "."), ("Ġ", "i"), ("}", "}")]
@@ -147,14 +147,14 @@ WITH_TOOLS = ("tools", "text beside a call", "thoughts and tools")
 
 
 def given(family: Family, turns: Turns) -> Turns:
-    """The turns as the family's template takes them."""
+    """Return the turns in the form that the family's template accepts."""
     if family.arguments == "object":
         return turns
     return [with_text(turn) for turn in turns]
 
 
 def with_text(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn whose calls have their arguments as text, as OpenAI's form has them."""
+    """Return a turn whose calls have their arguments as text, as in OpenAI's format."""
     calls = [
         {
             **call,
@@ -169,7 +169,7 @@ def with_text(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 class Read:
-    """A conversation of a family: its text, and which of its characters are learned."""
+    """A conversation of a family: its text, and which characters are learned."""
 
     def __init__(
         self, name: str, turns: Turns, tools: Any = None, learn: str = "assistant"
@@ -194,14 +194,14 @@ class Read:
 
     @property
     def is_closed(self) -> bool:
-        """True if no end was put behind what the template writes."""
+        """True if nothing was added after the template's output."""
         return len(self.ids) == len(self.plain["input_ids"])
 
     def places(self, word: str) -> list[range]:
         return [range(*found.span()) for found in re.finditer(re.escape(word), self.text)]
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """Start and stop of each run of learned characters."""
+        """Yield the start and stop of each run of learned characters."""
         for found in re.finditer("1+", "".join(str(int(mark)) for mark in self.marks)):
             yield found.span()
 
@@ -210,7 +210,9 @@ class Read:
         assert self.ids == [*self.plain["input_ids"], *more]
 
     def check_turn(self, words: list[str], place: int) -> None:
-        """All that a turn says is learned, from the prompt's end to the end of the turn."""
+        """Assert that a whole turn is learned, from the end of the prompt to the end of the
+        turn.
+        """
         at = self.places(words[-1])[place]
         start, stop = next(run for run in self.runs() if run[0] <= at.start < run[1])
         prompts = (self.family.prompt, re.sub(r"<think>\s*$", "", self.family.prompt))
@@ -239,7 +241,7 @@ class Read:
 
 
 def words_of(turn: dict[str, Any]) -> list[str]:
-    """The words that a turn says, in the order in which a template writes them."""
+    """Return the words of a turn, in the order of the template."""
     if turn["role"] != "assistant":
         return [re.search(r"\w+(?=\?| there|\.)", turn["content"])[0]]  # type: ignore[index]
     calls = [call["function"]["arguments"]["city"] for call in turn.get("tool_calls", [])]
@@ -258,7 +260,7 @@ def test_each_turn_is_learned_where_the_conversation_has_it(name: str, title: st
             Read(name, turns, tools)
         return
     if (name, title) == ("deepseek_r1", "tools"):
-        # A second call has no role marker before it: no prompt leads to it.
+        # A second call has no role marker before it, so no prompt leads to it.
         with pytest.raises(ValueError, match="does not begin with its generation prompt"):
             Read(name, turns, tools)
         return

@@ -1,5 +1,5 @@
-"""Token ids on disk: DeepSpeed's own reader and writer of the format are the oracle, in both
-directions; reads against a memory map, and of files that change under the reader.
+"""Token ids on disk, checked against DeepSpeed's reader and writer of the format in both
+directions; reads checked against a memory map; files that change under the reader.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_deepspeed_reads_what_we_write(tmp_path: Path, vocab_size: int, width: i
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 def test_we_read_what_deepspeed_writes(tmp_path: Path, dtype: type) -> None:
-    """Two sequences in the second document, none in the third."""
+    """The second document has two sequences, the third none."""
     prefix = tmp_path / "theirs"
     builder = MMapIndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for sequences in ([[1, 2, 3]], [[4], [5, 6]], [], [[7] * 9]):
@@ -71,7 +71,7 @@ def test_code_8_is_uint16_as_in_megatron_lm(tmp_path: Path) -> None:
 
 
 def test_a_document_of_several_sequences(tmp_path: Path) -> None:
-    """Sizes are int32 and memory is finite: a long document is written piece by piece."""
+    """Sizes are int32 and memory is limited: a long document is written in pieces."""
     sequences = [([1], True), ([1, 2, 3], False), ([], False), ([4], True), ([8], True)]
     write_indexed(tmp_path / "ours", 8192, sequences)
     theirs = MMapIndexedDataset(str(tmp_path / "ours"), skip_warmup=True)
@@ -129,7 +129,7 @@ def test_damage_is_named_with_the_sizes(tmp_path: Path, suffix: str, how: str, s
 
 @pytest.mark.parametrize(("code", "width"), [(6, 4), (7, 8), (8, 8), (4, 2)])
 def test_ids_of_another_width_than_the_index_says(tmp_path: Path, code: int, width: int) -> None:
-    """Floats are type 6 and 7 in Megatron-LM and gpt-neox."""
+    """Types 6 and 7 are floats in Megatron-LM and gpt-neox."""
     prefix = write(tmp_path / "ours")
     idx = bytearray(Path(f"{prefix}.idx").read_bytes())
     idx[17] = code
@@ -169,7 +169,7 @@ def file_of(tmp_path: Path, ids: np.ndarray = IDS) -> TokenFile:
     [
         [[5]],
         [[0, 1, 2], [49_997, 49_998, 49_999]],
-        [[3, 4, 4, 5, 7, 8]],  # a separator that is not stored, and a document that is left out
+        [[3, 4, 4, 5, 7, 8]],  # a separator that is not stored, and a skipped document
         [[10, 11, 40_000, 40_001], [2, 3, 4, 5]],
         [[9, 8, 7, 0]],
         ANYWHERE,
@@ -187,7 +187,7 @@ def test_any_places_are_read(tmp_path: Path, places: list[list[int]]) -> None:
 def test_a_file_that_changes_its_size_is_an_error_with_both_sizes(
     tmp_path: Path, num_bytes: int
 ) -> None:
-    """Also where the place that is read is still there: all ranks end at the same step."""
+    """Even if the position to read still exists, so that all ranks end at the same step."""
     file = file_of(tmp_path)
     os.truncate(file.path, num_bytes)
     said = rf"tokens\.bin was changed .* it has {num_bytes} bytes, 100000 when it was opened"
@@ -197,7 +197,7 @@ def test_a_file_that_changes_its_size_is_an_error_with_both_sizes(
 
 def test_a_file_that_is_cut_within_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = file_of(tmp_path)
-    monkeypatch.setattr(TokenFile, "_require_size", lambda self: None)  # looked just before
+    monkeypatch.setattr(TokenFile, "_require_size", lambda self: None)  # checked just before
     os.truncate(file.path, 50_001)
     with pytest.raises(ConfigError, match=r"has no byte 50001"):
         file.read(np.array([[24_999, 25_000, 25_001]]))
@@ -230,7 +230,7 @@ def test_a_large_file_is_sampled_with_its_ends_and_its_time(
         changed = IDS.copy()
         changed[place] ^= 1
         assert digest(changed) != before
-    # Every stretch of a sixteenth holds blocks that are looked at; the files of ours are hashed.
+    # Every sixteenth contains blocks that are checked; our own files are hashed.
     for part in range(16):
         changed = IDS.copy()
         changed[part * len(IDS) // 16 : (part + 1) * len(IDS) // 16] ^= 1

@@ -1,4 +1,4 @@
-"""Mixtures of sources, and held-out sets of their own, through build_data."""
+"""Mixtures of sources, and separate held-out sets, through build_data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = "the model reads a text and learns which word follows another".split()  
 
 @pytest.fixture
 def sources(write_jsonl: Callable[..., Path]) -> dict[str, Path]:
-    """Texts, short texts and pairs, told apart by their first word."""
+    """Return texts, short texts and pairs that differ in their first word."""
     draw = random.Random(0)
 
     def text(first: str, most: int) -> str:
@@ -46,7 +46,7 @@ def spec_of(tokenizer: str, cache: Path, *words: str) -> DataSpec:
 
 
 def mix(sources: dict[str, Path], **settings: str) -> str:
-    """The argument for some of the sources, each with settings in TOML."""
+    """Return the argument for some of the sources, with each one's settings in TOML."""
     entries = [f'{{path="{sources[name]}", {text}}}' for name, text in settings.items()]
     return f"data.mix=[{', '.join(entries)}]"
 
@@ -54,7 +54,7 @@ def mix(sources: dict[str, Path], **settings: str) -> str:
 def test_samples_are_those_of_the_sources_in_their_shares(
     sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
 ) -> None:
-    """Each source has the packing of its data."""
+    """Each source is packed according to its own data."""
     argument = mix(sources, long="share=0.5", other="share=0.3", pairs="share=0.2")
     mixed = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
     stream = mixed.train
@@ -72,7 +72,7 @@ def test_samples_are_those_of_the_sources_in_their_shares(
     assert read == [50, 30, 20]
     assert [s.holds_whole_documents for s in stream.streams] == [False, False, True]
     assert stream.holds_whole_documents
-    assert stream.document_mask  # of all, since prompts are masked in one
+    assert stream.document_mask  # for all of them, since prompts are masked in one
 
 
 def test_the_fingerprint_is_that_of_all_sources(

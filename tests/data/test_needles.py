@@ -1,4 +1,4 @@
-"""eval.needle_lengths: texts that hold what they ask for, at the depth that is said."""
+"""eval.needle_lengths: texts contain the answer to their question at the stated depth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def built(data: list[str]) -> Data:
 
 
 def answer_in(ids: list[int], asked: list[int], length: int) -> list[int]:
-    """The ids behind the first place of the question: all that retrieval takes."""
+    """Return the ids after the first occurrence of the question: all that retrieval needs."""
     places = range(len(ids) - len(asked) - length)
     at = next(place for place in places if ids[place : place + len(asked)] == asked)
     return ids[at + len(asked) : at + len(asked) + length]
@@ -68,7 +68,7 @@ def test_texts_are_a_function_of_their_number(built: Data) -> None:
 
 
 class Planted:
-    """An engine whose model has a loss of its own for each target of a text."""
+    """An engine whose model has a chosen loss for each target of a text."""
 
     def __init__(self, nats: Callable[[list[int], int], list[float]]) -> None:
         self.device, self._nats = torch.device("cpu"), nats
@@ -105,7 +105,7 @@ def test_who_finds_the_needle_scores_one_and_who_knows_nothing_is_at_chance(buil
     asked = len(built.tokenizer("\nThe number of abcdef is", add_special_tokens=False)["input_ids"])
 
     def finds(ids: list[int], length: int) -> list[float]:
-        question = ids[-length - asked // 2 : -length]  # with the key, which stands once before
+        question = ids[-length - asked // 2 : -length]  # with the key, which occurs once before
         right = answer_in(ids, question, length) == ids[-length:]
         return [0.0 if right else 9.0] * length
 

@@ -1,6 +1,6 @@
-"""Orders of samples: permutations, pools by length, shares of a mixture, and full windows.
+"""Orders of samples: permutations, pools by length, shares of a mixture, and packing.
 
-Each is a pure function of its numbers, so that a run resumes in any layout.
+Each is a pure function of its numbers, so that a run can resume in any layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTHS = np.random.default_rng(0).lognormal(4, 1, 5000).astype(np.int64).clip(1
 def test_windows_of_an_epoch_are_a_permutation(size: int, seed: int) -> None:
     whole = window_of(np.arange(2 * size), size, seed, "f")
     assert (np.sort(whole.reshape(2, size), axis=1) == np.arange(size)).all()
-    for first in (0, size // 2, 2 * size - 1):  # whichever are asked for together
+    for first in (0, size // 2, 2 * size - 1):  # in whatever batch they are requested
         part = np.arange(first, min(2 * size, first + 20))
         assert window_of(part, size, seed, "f").tolist() == whole[part].tolist()
 
@@ -43,7 +43,7 @@ def test_any_size_has_permutations(size: int) -> None:
 
 
 def test_golden_values() -> None:
-    """A run that is resumed years later, under another numpy, must read the same samples."""
+    """A run that is resumed years later, with another numpy, must read the same samples."""
     first_epoch = window_of(np.arange(8), 1000, seed=0, fingerprint="abc")
     assert first_epoch.tolist() == [150, 682, 883, 963, 764, 992, 32, 474]
     other = [
@@ -96,7 +96,7 @@ def test_every_sample_is_read_once_in_its_pool(
     """No pool crosses the end of an epoch, a change of a mixture's shares, or the stream's end."""
     changes = [change for change in changes if cut is None or change < cut]
     ordered = Pools(lengths, 256, 8, epoch, cut, "0", changes)
-    end = cut or 800  # where no stream ends, the last pool goes on beyond it
+    end = cut or 800  # without an end of the stream, the last pool extends beyond it
     places = ordered.places(np.arange(end))
     bounds = {*range(0, end, epoch), *changes, cut or 0}
     bounds |= {start + at for start in range(0, end, epoch) for at in range(0, epoch, 256)}
@@ -104,7 +104,7 @@ def test_every_sample_is_read_once_in_its_pool(
         assert sorted(places[first:stop].tolist()) == list(range(first, stop))
     again = Pools(lengths, 256, 8, epoch, cut, "0", changes)
     for place in np.random.default_rng(seed).integers(0, end, 5):
-        assert again.places(np.array([place])) == places[place]  # a place alone determines it
+        assert again.places(np.array([place])) == places[place]  # a position alone determines it
 
 
 def test_pools_after_a_change_are_those_without_it() -> None:
@@ -115,7 +115,7 @@ def test_pools_after_a_change_are_those_without_it() -> None:
 
 
 def test_groups_are_alike_and_steps_are_not() -> None:
-    """A group has neighbours of its pool; steps of six groups differ less than of any six."""
+    """A group has neighbours from its pool; steps of six groups differ less than random ones."""
     ordered = lengths(pools(pool=1024).places(np.arange(1024)))
     groups = ordered.reshape(-1, 8)
     assert np.median(groups.max(1) / groups.min(1)) < 1.1
@@ -170,7 +170,7 @@ def test_any_prefix_has_its_shares_within_one_sample(wanted: list[Fraction]) -> 
 def test_each_source_is_read_in_order_without_gaps(
     wanted: list[Fraction], change: int, seed: int, limited: int
 ) -> None:
-    """Also over limits and changes, and point by point as all at once."""
+    """Also across limits and changes, and the same one by one as all at once."""
     draw = np.random.default_rng(seed)
     limits = [int(draw.integers(1, 400)) if limited >> n & 1 else None for n in range(len(wanted))]
     phases = [Phase(0, tuple(wanted)), Phase(change, tuple(wanted[::-1]))]
@@ -195,12 +195,12 @@ def test_shares_of_a_mixture_in_numbers() -> None:
     order = MixOrder([Phase(0, shares(0.5, 0.3, 0.2))], [4, None, None])
     sources, _ = order.places(np.arange(1000))
     after = sources[order.parts[1].first :]
-    assert ((sources == 0).sum(), order.length) == (4, None)  # its share goes to the others
+    assert ((sources == 0).sum(), order.length) == (4, None)  # the other sources get its share
     assert abs((after == 1).sum() - 0.6 * len(after)) < 1
     order = MixOrder([Phase(0, shares(0.9, 0.1)), Phase(800, shares(0.5, 0.5))], [None, None])
     sources, _ = order.places(np.arange(1000))
     assert [(sources[:800] == 1).sum(), (sources[800:] == 1).sum()] == [80, 100]
-    order = MixOrder([Phase(0, shares(0.7, 0.3))], [None, None])  # no walk to a far sample
+    order = MixOrder([Phase(0, shares(0.7, 0.3))], [None, None])  # a far sample needs no walk
     assert [place.item() for place in order.places(np.array([10**15]))] == [0, 7 * 10**14]
     assert one_period((1,)).tolist() == [0]
     assert one_period((1, 0, 2)).tolist() == [2, 0, 2]
@@ -230,7 +230,7 @@ def bins_of(sizes: Sequence[int], capacity: int, at_once: int = 7) -> list[list[
 
 
 def item_by_item(sizes: Sequence[int], capacity: int) -> list[int]:
-    """The filling of every bin, when each item in turn goes where the least room is left."""
+    """Return how full each bin is if every item in turn goes where the least room is left."""
     rooms: list[int] = []
     for size in sorted(sizes, reverse=True):
         fitting = [room for room in rooms if room >= size]
@@ -256,14 +256,14 @@ def test_bins_are_those_of_best_fit_decreasing(at_once: int, sizes: list[int], r
 
 
 def test_bins_of_many_items_are_nearly_full_and_take_equal_ones_in_order() -> None:
-    """Chats of 20 to 4,096 tokens, at a tenth of a second on one core."""
+    """Chats of 20 to 4,096 tokens, in a tenth of a second on one core."""
     assert bins_of([3, 5, 3, 3, 5], 8) == [[1, 0], [4, 2], [3]]
     sizes = np.random.default_rng(0).lognormal(5.5, 1.0, 100_000).astype(np.int64).clip(20, 4096)
     assert sizes.sum() / (4096 * len(bins_of(sizes.tolist(), 4096, 30_000))) > 0.999
 
 
 def test_a_reservoir_keeps_every_sample_as_often() -> None:
-    """2,000 draws of 20 of 200: each sample 200 times, within five standard deviations."""
+    """2,000 draws of 20 out of 200: each sample 200 times, within five standard deviations."""
     assert reservoir(8, 5, "a").tolist() == [0, 1, 2, 3, 4]
     assert reservoir(8, 8, "a").tolist() == [*range(8)]
     counts = np.zeros(200)

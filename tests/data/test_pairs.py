@@ -1,5 +1,5 @@
-"""Folders of .bin/.idx pairs, against the same documents joined into one pair; and documents by
-their length: data.min_tokens and data.max_tokens, of data and of a source.
+"""Folders of .bin/.idx pairs, against the same documents joined into one pair; and data.min_tokens
+and data.max_tokens, of data and of a source.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "BLOCK", 7)  # of documents: many in a shard
+    monkeypatch.setattr(pair, "BLOCK", 7)  # documents per block: many per shard
     monkeypatch.setattr(token_files, "_MOST_OPEN", 2)
 
 
 def write(prefix: Path, seed: int, documents: int = 25, eos: int = 2) -> Path:
-    """Documents of 0 to 40 tokens, some of several sequences, ending with the separator."""
+    """Write documents of 0 to 40 tokens, some with several sequences, ending with the separator."""
     draw = random.Random(seed)
     sequences = []
     for _ in range(documents):
@@ -56,7 +56,7 @@ def write(prefix: Path, seed: int, documents: int = 25, eos: int = 2) -> Path:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """A folder of five pairs, and JOINED.bin beside it."""
+    """Return a folder of five pairs, with JOINED.bin beside it."""
     folder = tmp_path / "shards"
     folder.mkdir()
     names = ["a", "b", "c", "d", "e"]
@@ -74,7 +74,7 @@ def opened(path: Path, tokenizer: str, *words: str) -> Data:
 
 
 def of_ranks(data: Data, ranks: int = 2, steps: int = 3) -> list[torch.Tensor]:
-    """The micro-batches of all ranks of a few steps."""
+    """Return the micro-batches of all ranks for a few steps."""
     read = []
     for rank in range(ranks):
         how = {"micro_batch": 2, "data_rank": rank, "data_ranks": ranks}
@@ -150,7 +150,9 @@ LONG = 40
 
 @pytest.fixture
 def asked(tmp_path: Path, tokenizer_dir: str) -> list[str]:
-    """Arguments; of 200 documents in PAIR one in ten has 40 tokens or more with its separator."""
+    """Return arguments; one in ten of PAIR's 200 documents has at least 40 tokens with its
+    separator.
+    """
     sizes = [3 + n % 20 if n % 10 else LONG + n % 7 for n in range(200)]
     write_indexed(
         tmp_path / "pair", 8192, (([5 + n % 9] * (s - 1) + [2], True) for n, s in enumerate(sizes))
@@ -176,7 +178,7 @@ def test_documents_of_other_lengths_are_on_neither_side(asked: list[str], tmp_pa
         for words in ((), (f"data.min_tokens={LONG}",), (f"data.max_tokens={LONG - 1}",))
     )
     every = {*range(0, 200, 10)}
-    for side in ("train", "held_out"):  # what is held out is held out whatever the bounds are
+    for side in ("train", "held_out"):  # held-out documents are the same whatever the bounds are
         assert numbers(long, side) == numbers(whole, side) & every
         assert numbers(rest, side) == numbers(whole, side) - every
         lengths = np.diff(long.sources[0].sides[side].split.starts)
@@ -224,7 +226,7 @@ def test_a_sample_that_a_run_kept_has_no_documents(asked: list[str], tmp_path: P
 def test_a_held_out_set_is_read_as_it_says(
     asked: list[str], tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
-    """With the keys that data itself takes, and bounds of its own."""
+    """It accepts the keys of data itself, and its own bounds."""
     lines = [{"t": f"{n} " * (1 + n % 40), "kind": "ab"[n % 2]} for n in range(60)]
     text = write_jsonl(*lines).rename(tmp_path / "lines")
     table = f'path="{text}", format="jsonl", columns={{text="t"}}, where={{kind="a"}}'
@@ -237,6 +239,6 @@ def test_a_held_out_set_is_read_as_it_says(
     assert (own.facts.documents, own.facts.shorter) == (30, 0)
     assert (pair.facts.documents, pair.facts.shorter) == (200, 0)
     assert data.sources[0].facts.shorter == 180
-    # A run of an earlier version, which recorded a path alone, resumes.
+    # A run of an earlier version, which recorded only a path, resumes.
     recorded = DataConfig(eval_path="e").model_dump(mode="json")["eval_path"]
     assert recorded == {"": "e"}

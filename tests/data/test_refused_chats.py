@@ -1,4 +1,4 @@
-"""Conversations that are refused, each with its place; what finding turns costs; and rows of mixed
+"""Rejected conversations, each with its position; the cost of finding turns; and rows of mixed
 kinds.
 """
 
@@ -103,7 +103,7 @@ def test_tags_of_thoughts_in_a_users_text_are_passed_at_once(tags: str) -> None:
     assert rendered.text[start:stop] == "b.<|im_end|>"
 
 
-# It refuses marked texts: all ways to mark them are tried.
+# It rejects marked texts, so all ways to mark them are tried.
 REFUSING = "{% if 'Qz' in m.content %}{{ raise_exception('no') }}{% endif %}"
 
 

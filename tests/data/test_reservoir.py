@@ -1,4 +1,4 @@
-"""Samples that a run has kept: as it read them, mixed into other data, held out."""
+"""Samples that a run has kept: read as the run read them, mixed into other data, held out."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_kept_samples_have_the_documents_and_masks_of_the_data(
     flat = np.concatenate([ids for documents in kept for ids, _ in documents])
     assert (tokens.ids.read(np.arange(len(flat))[None])[0] == flat).all()
     assert (learned == np.concatenate([mask for documents in kept for _, mask in documents])).all()
-    # Every target of the data is a learned token of a kept document that is not its first.
+    # Every target is a learned token of a kept document, and not its first.
     targets = stream.targets_in(0, stream.samples)
     firsts = sum(int(mask[0]) for documents in kept for _, mask in documents)
     across = 0 if packing != "stream" else sum(len(documents) - 1 for documents in kept)
@@ -75,7 +75,7 @@ def write_run(folder: Path, data: Data, samples: int, tokens: int | None = None)
 def test_samples_are_read_as_the_run_read_them(
     pairs: Callable[..., Data], tmp_path: Path, write_jsonl: Callable[..., Path]
 ) -> None:
-    """Windows that were no neighbours are none: not a token of one is in another."""
+    """Windows that were not neighbours stay apart: no token of one is in another."""
     first = pairs(packing="stream")
     run = write_run(tmp_path / "run", first, 20, first.train.seq_len + 1)
     path = tmp_path / "new.jsonl"
@@ -87,12 +87,12 @@ def test_samples_are_read_as_the_run_read_them(
     assert {bytes(old.batch(n, 1).input_ids.numpy()) for n in range(20)} == as_read
     labels = {bytes(first.train.batch(n, 1).labels.numpy()) for n in range(20)}
     assert {bytes(old.batch(n, 1).labels.numpy()) for n in range(20)} == labels
-    # A held-out set of its own, as in the third run of a chain.
+    # A separate held-out set, as in the third run of a chain.
     both = {"new": str(path), "first": str(run / "reservoir" / HELD_OUT)}
     chained = pairs(path=str(path), eval_path=both, held_out=0.02)
     documents = sum(len(first.held_out.documents_of(index)) for index in range(20))
     assert chained.eval_sets["first"].documents == documents
-    # Of another length, whole parts of documents: none is continued by what did not follow it.
+    # At another length, samples are whole parts of documents: nothing unrelated continues them.
     longer = pairs(path=str(path), rehearse=str(run), seq_len=64)
     assert longer.train.streams[1].holds_whole_documents  # type: ignore[attr-defined]
 

@@ -37,7 +37,9 @@ def text(draw: random.Random, words: int) -> str:
 
 @pytest.fixture
 def opened(tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str) -> Opened:
-    """Opens 120 pairs, some of them longer than a sample or without a completion; or `texts`."""
+    """Return a function that opens `texts`, by default 120 pairs, some too long or without a
+    completion.
+    """
     draw = random.Random(0)
     pairs = [(draw.randrange(20), draw.randrange(draw.choice([4, 12, 40]))) for _ in range(120)]
     records = [{"prompt": text(draw, a), "completion": text(draw, b)} for a, b in pairs]
@@ -142,7 +144,7 @@ def test_data_that_cannot_be_contiguous_streams_is_refused(opened: Opened) -> No
 def test_an_epoch_has_the_same_gradient_packed_padded_or_grouped(
     opened: Opened, write_jsonl: Callable[..., Path]
 ) -> None:
-    """Documents beyond data.seq_len are among them, and rows with several documents."""
+    """Includes documents longer than data.seq_len, and rows with several documents."""
     draw = random.Random(0)
     lengths = [int(draw.lognormvariate(1.5, 0.9)) + 1 for _ in range(21)] + [70, 40]
     write_jsonl(*({"text": text(draw, length)} for length in lengths), name="few.jsonl")
@@ -155,7 +157,7 @@ def test_an_epoch_has_the_same_gradient_packed_padded_or_grouped(
 
 
 def _learned(data: Data, micro_batch: int) -> tuple[int, torch.Tensor]:
-    """Return the targets of an epoch and the gradient of the sum of their losses."""
+    """Return the number of targets of an epoch and the gradient of their summed losses."""
     torch.manual_seed(0)
     stream = data.train
     model = skeleton(hf_config({**MODEL, "vocab_size": data.vocab_size}), torch.float32)

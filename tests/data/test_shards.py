@@ -1,4 +1,4 @@
-"""A corpus in shards becomes the very bytes that one process writes, whatever happens meanwhile."""
+"""A corpus in shards becomes exactly the bytes that one process writes, whatever interrupts it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_lines_in_shards_are_the_same_tokens(
 def test_row_groups_of_one_file_are_the_same_tokens(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    """A row without its text is named by its place in the file, whichever shard it is in."""
+    """A row without text is reported by its position in the file, whichever shard it is in."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -149,7 +149,7 @@ def test_a_truncated_parquet_leaves_nothing_half_written(
     assert not [path for path in cache.rglob("*") if path.suffix != ".lock"]
     file.write_bytes(whole)
     assert build_data(DataSpec(config)).documents == len(rows)
-    # A footer that is whole over groups that are not: the last of them cannot be read.
+    # An intact footer over damaged groups: the last of them cannot be read.
     file.write_bytes(whole[: len(whole) // 3] + b"\0" * 4000 + whole[len(whole) // 3 + 4000 :])
     before = {path for path in cache.rglob("*") if path.suffix != ".lock"}
     with pytest.raises(ConfigError, match=r"rows\.parquet"):
@@ -165,7 +165,7 @@ def test_files_are_put_together_and_large_ones_divided(
     for number in range(60):
         (folder / f"a{number:02}.txt").write_text(words(number))
     (folder / "b.jsonl").write_text("".join(json.dumps(a_text(n)) + "\n" for n in range(90)))
-    (folder / "c.json").write_text(json.dumps([a_text(n) for n in range(90)]))  # not by lines
+    (folder / "c.json").write_text(json.dumps([a_text(n) for n in range(90)]))  # not line by line
     (folder / "d.csv").write_text("text\n" + "".join(f"{words(n)[:9]}\n" for n in range(9)))
     corpus = find_corpus(str(folder))
     shards = shards_of(corpus, LEAST)
@@ -201,16 +201,16 @@ def test_workers_that_are_killed_leave_work_that_goes_on(
 
 
 def alive(group: int) -> list[str]:
-    """Processes of a group that have not ended."""
+    """Return the processes of a group that are still running."""
     texts = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ends meanwhile
+        with contextlib.suppress(OSError):  # it may end meanwhile
             texts.append(path.read_text().rpartition(")")[2].split())
     return [state for state, _, of, *_ in texts if int(of) == group and state not in "ZX"]
 
 
 def until(tokens: ShardedTokens, finished: int) -> Callable[[int, Callable[[int], None]], None]:
-    """Work that stops in the middle of a shard once so many are finished."""
+    """Return work that stops within a shard once `finished` shards are done."""
 
     def write(number: int, progress: Callable[[int], None]) -> None:
         def slowly(count: int) -> None:
@@ -231,7 +231,7 @@ def test_what_another_task_has_joined_is_not_done_again(
         ours.write(number, nothing)
     assert theirs.missing() == []
     ours.join(nothing)
-    theirs.join(nothing)  # shards that are gone
+    theirs.join(nothing)  # shards that no longer exist
     assert theirs.missing() == []
     ours.remove()
     assert len(theirs.missing()) == len(ours.shards)

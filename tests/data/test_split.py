@@ -1,4 +1,4 @@
-"""Documents on two sides, and the masks of their tokens."""
+"""The train and held-out splits of documents, and the masks of their tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_document_is_on_one_side(tmp_path: Path) -> None:
 
 
 def test_the_choice_does_not_depend_on_the_content_and_only_grows(tmp_path: Path) -> None:
-    """More held out keeps what was held out before: results stay comparable."""
+    """A larger held-out share keeps the documents held out before, so results stay comparable."""
     tokens = indexed(tmp_path, [[n] * (1 + n % 7) for n in range(500)])
     small, large = (set(documents(split(tmp_path, tokens, f)[1])) for f in (0.05, 0.2))
     assert small < large
@@ -97,11 +97,11 @@ def test_runs_are_a_value_per_token(tmp_path: Path, share: float) -> None:
     masks = load_masks(tmp_path / "masks.npy")
     places = np.arange(len(tokens)).reshape(2, -1) if len(tokens) % 2 == 0 else np.arange(9)
     assert masks.at(places).ravel().tolist() == tokens[: places.size]
-    bounds = np.arange(len(tokens) + 3)  # beyond the last, too
+    bounds = np.arange(len(tokens) + 3)  # also beyond the last one
     assert masks.before(bounds).tolist() == [sum(tokens[:bound]) for bound in bounds]
     assert not NO_MASKS.at(places).any()
     assert not NO_MASKS.before(bounds).any()
-    # Runs are maximal, and a document without any takes no room.
+    # Runs are maximal, and a document without any takes no space.
     changes = sum(a != b for a, b in zip([False, *tokens], [*tokens, False], strict=True))
     assert len(masks.starts) == 1 + changes // 2
 

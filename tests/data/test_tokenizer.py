@@ -1,4 +1,4 @@
-"""Tokenizers: any text comes back, exports give the same ids, and the files that a run keeps."""
+"""Tokenizers: any text is restored, exports give the same ids, and a run's copy is complete."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ NASTY = [
 
 @pytest.fixture(scope="module")
 def model(library: Data) -> bytes:
-    """Trained a second time on the same corpus."""
+    """Return a model trained a second time on the same corpus."""
     return train_model(library.sources[0].corpus, DEFAULT_VOCAB_SIZE)
 
 
 def texts_of(library: Data, count: int) -> list[str]:
-    """Short documents of the library and parts of others cut anywhere, `count` in all."""
+    """Return `count` texts: short documents of the library and random excerpts of others."""
     whole = [piece.text for piece in library.sources[0].corpus.pieces()]
     cutter = random.Random(0)
     texts = [text for text in whole if len(text) < 10_000]
@@ -94,7 +94,7 @@ def test_any_text_comes_back(library: Data) -> None:
 
 
 def test_the_export_gives_the_same_ids_as_training(library: Data, tmp_path: Path) -> None:
-    """Twice exported, called as users call it, one text at a time and all at once."""
+    """Exported twice, called as users call it, one text at a time and all at once."""
     library.tokenizer.save_pretrained(tmp_path / "export")
     once = AutoTokenizer.from_pretrained(tmp_path / "export")
     once.save_pretrained(tmp_path / "again")
@@ -112,7 +112,7 @@ def test_the_export_gives_the_same_ids_as_training(library: Data, tmp_path: Path
 def test_sentencepiece_itself_gives_the_same_ids(library: Data, model: bytes) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     texts = [*texts_of(library, 1000), *random_unicode(200), *NASTY]
-    # SentencePiece takes a literal U+2581 for a space, and so cannot give it back; we can.
+    # SentencePiece reads a literal U+2581 as a space, so it cannot restore it; we can.
     texts = [text for text in texts if "\u2581" not in text]
     assert processor.encode(texts) == encode(library.tokenizer, texts)
 
@@ -124,7 +124,7 @@ def test_the_same_text_gives_the_same_tokenizer(library: Data, model: bytes) -> 
 
 
 def test_no_piece_reaches_over_the_end_of_a_word(library: Data) -> None:
-    """So long documents may be cut before a space (corpus._CUT) without changing an id."""
+    """Therefore long documents may be cut before a space (corpus._CUT) without changing an id."""
     assert not [text for text in library.tokenizer.get_vocab() if re.search("[^ ] ", text)]
 
 
@@ -179,7 +179,7 @@ def test_a_large_corpus_is_thinned(
 
 
 def test_other_tokenizers_are_called_as_they_are(tmp_path: Path) -> None:
-    """Truncation, padding and special tokens that a tokenizer.json brings along do not leak in."""
+    """Truncation, padding and special tokens of a tokenizer.json have no effect."""
     (tmp_path / "text.txt").write_text("one two three four five six\n" * 9)
     backend = to_backend(train_model(find_corpus(str(tmp_path / "text.txt")), 300))
     backend.enable_truncation(4)
@@ -191,7 +191,7 @@ def test_other_tokenizers_are_called_as_they_are(tmp_path: Path) -> None:
     other.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     texts = ["one two three four five six", "a</s>b"]
-    encoded = encode(loaded, texts)  # before any call of its own sets something
+    encoded = encode(loaded, texts)  # before its own calls set anything
     expected = [loaded(t, add_special_tokens=False, truncation=False)["input_ids"] for t in texts]
     assert encoded == expected
     assert len(expected[0]) > 4
@@ -243,7 +243,7 @@ TEXTS = [
 
 @pytest.fixture
 def kept(library: object, tmp_path: Path) -> Path:
-    """The folder of a run's tokenizer, which was trained here."""
+    """Return the folder of a run's tokenizer that was trained here."""
     save_tokenizer(library.tokenizer, tmp_path / "kept")  # type: ignore[attr-defined]
     return tmp_path / "kept"
 
@@ -254,7 +254,7 @@ def test_sentencepiece_opens_its_own_model_and_gives_the_same_ids(kept: Path) ->
     assert len(theirs) == len(tokenizer)
     for text in TEXTS:
         assert theirs.encode(text) == tokenizer(text, add_special_tokens=False).input_ids
-    # llama.cpp asks for each piece's score; merges are by rank, so it falls from piece to piece.
+    # llama.cpp asks for each piece's score; merges are ranked, so it falls from piece to piece.
     normal = [n for n in range(len(theirs)) if not (theirs.is_control(n) or theirs.is_byte(n))]
     scores = [theirs.get_score(number) for number in normal if not theirs.is_unknown(number)]
     assert len(set(scores)) > 1000
@@ -341,7 +341,7 @@ def test_special_ids_are_the_tokenizers(
 
 
 def test_a_config_keeps_what_the_tokenizer_has_not() -> None:
-    """Qwen's tokenizer has no token that begins a text, its config has one."""
+    """Qwen's tokenizer has no bos token, but its config does."""
     qwen = SpecialIds(bos=None, eos=2, pad=2, unk=None, special=frozenset({2, 3}))
     assert qwen.in_place_of({"bos_token_id": 3})["bos_token_id"] == 3
     assert qwen.in_place_of({"bos_token_id": 4})["bos_token_id"] is None
