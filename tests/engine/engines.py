@@ -27,7 +27,7 @@ from tests.tiers import rest_in_gate
 
 WORLD = World.from_environ()
 STAGES = (0, 1, 2, 3)
-# ZeRO-3 that really partitions: no parameter is small enough to stay whole.
+# ZeRO 3 that really partitions: no parameter is small enough to stay whole.
 SPLIT = {"stage3_param_persistence_threshold": 0}
 SGD = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}
 
@@ -36,21 +36,21 @@ cells = functools.partial(rest_in_gate, "engine")
 
 
 def drawn_weights(config: dict[str, Any] = MODEL) -> dict[str, torch.Tensor]:
-    """Return the initial weights of a model, drawn by one process alone."""
+    """Return the initial weights of a model, drawn by a single process."""
     model = skeleton(hf_config(config), torch.float32)
     materialize(model, 0, torch.device("cpu"))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def given_weights() -> dict[str, torch.Tensor]:
-    """Return weights of MODEL that no seed gives."""
+    """Return weights of MODEL that no seed produces."""
     return {name: tensor + 0.125 for name, tensor in drawn_weights().items()}
 
 
 def different(
     weights: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Return the names of the weights that are missing, unexpected or not the same bit by bit."""
+    """Return the names of weights that are missing, unexpected or not bit-equal."""
     own = dict(weights)  # collective
     missing = own.keys() ^ expected.keys()
     return sorted(
@@ -91,8 +91,8 @@ def gathered(value: Any) -> list[Any]:
 
 
 def plan_of(config: dict[str, Any], ds: dict[str, Any], world: World = WORLD) -> Plan:
-    """Return the plan of a run config, without the estimate of a model of no known family: its
-    trace takes a process and seconds.
+    """Return the plan of a run config. Models of unknown families get no estimate: their trace
+    takes a process and seconds.
     """
     with mock.patch.object(memory, "traced", side_effect=Untraceable):
         return make_plan(RunConfig.model_validate(config), ds, world)
@@ -116,13 +116,13 @@ def pipeline(zero: int = 1, **json_keys: Any) -> dict[str, Any]:
 
 
 def fp16(**knobs: float) -> dict[str, Any]:
-    """Return a DeepSpeed JSON whose loss scale overflows at once, and is halved at once."""
+    """Return a DeepSpeed JSON whose loss scale overflows and is halved in the first step."""
     settings = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1, **knobs}
     return {"zero_optimization": {"stage": 1}, "fp16": settings}
 
 
 def all_batches(step: int = 0) -> list[Batch]:
-    """Return the four micro-batches of two samples that all ranks train on together."""
+    """Return the four micro-batches of two samples that all ranks together train on."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=generator)
     rows = ids.split(2)
@@ -130,7 +130,9 @@ def all_batches(step: int = 0) -> list[Batch]:
 
 
 def batches(step: int = 0) -> tuple[list[Batch], int]:
-    """Return this rank's two micro-batches where every rank is a data rank, and all targets."""
+    """Return this rank's two micro-batches if every rank is a data rank, and the number of all
+    targets.
+    """
     return all_batches(step)[WORLD.rank :: WORLD.world_size], 8 * SEQ_LEN
 
 
@@ -141,7 +143,9 @@ def share_of(engine: Any, step: int = 0) -> tuple[list[Batch], int]:
 
 
 def losses(engine: Any, steps: int, lr: float = 3e-3) -> list[float]:
-    """Return each step's mean loss; always the same batch, so that it falls. Collective."""
+    """Return each step's mean loss; the batch is always the same, so that the loss falls.
+    Collective.
+    """
     means = []
     for _ in range(steps):
         result = engine.train_batch(*share_of(engine), lr)

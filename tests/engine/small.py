@@ -25,11 +25,11 @@ _TINY: dict[str, Any] = {
 }
 EAGER = {"bloom", "gpt_oss", "mamba", "rwkv"}  # without sdpa
 FAMILIES: dict[str, dict[str, Any]] = {
-    # Layers that return tuples, alibi, a norm after the embedding, tied weights.
+    # Layers that return tuples, ALiBi, a norm after the embedding, tied weights.
     "bloom": {**_TINY, "model_type": "bloom", "n_head": 4, "n_layer": 3},
     "falcon": {**_TINY, "model_type": "falcon", "alibi": False},
     "gpt_neox": {**_TINY, "model_type": "gpt_neox"},
-    # Projections around the layers, embedded positions with an offset.
+    # Projections around the layers, learned positions with an offset.
     "opt": {**_TINY, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0},
     "phi3": {**_TINY, "model_type": "phi3", "pad_token_id": 0},
     "cohere": {**_TINY, "model_type": "cohere", "pad_token_id": 0},
@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "output_router_logits": True,
         "head_dim": 8,
     },
-    # Its first layer is dense: the first stage of two sends no router.
+    # Its first layer is dense: the first of two stages sends no router logits.
     "qwen2_moe": {
         **_TINY,
         "model_type": "qwen2_moe",
@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 16,
         "output_router_logits": True,
     },
-    # Asks where the weight of its embedding is; every other layer a mixture, attention in chunks.
+    # Reads the device of its embedding; every other layer is a mixture, attention is chunked.
     "llama4_text": {
         **_TINY,
         "model_type": "llama4_text",
@@ -80,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "mamba": {**_TINY, "model_type": "mamba", "state_size": 4},
-    # States that pass every layer by: refused.
+    # States that bypass all layers: refused.
     "rwkv": {**_TINY, "model_type": "rwkv"},
 }
 _MIXTURE = {**_TINY, "num_experts_per_tok": 2, "pad_token_id": 0, "output_router_logits": True}
@@ -99,7 +99,7 @@ _LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-# Families whose experts are divided.
+# Families whose experts can be divided.
 MIXTURES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "model_type": "deepseek_v2"},
     "deepseek_v3": {**_LATENT, "model_type": "deepseek_v3", "routed_scaling_factor": 2.5},
@@ -136,7 +136,7 @@ CONFIGS = {"llama": MODEL, "gpt2": _GPT2, **FAMILIES, **MIXTURES}
 
 
 def run_config(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A run config of that model, whose config.json lies in `folder`."""
+    """Return a run config of the model whose config.json is in `folder`."""
     config: dict[str, Any] = {
         "model": {"name": str(folder / "config.json")},
         "data": {"seq_len": SEQ_LEN},

@@ -1,4 +1,4 @@
-"""The text of the checks of carried states, and the loop that they are compared with."""
+"""The text for checks of carried states, and the loop that they are compared with."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 ROWS, WINDOWS, STEPS = 8, 3, 5
-"""Rows of a batch; windows of a row in an epoch; steps, so that a second epoch begins in them."""
-# Three windows begin with a document, one of them a row's second; others begin within windows.
+"""Rows of a batch; windows per row and epoch; steps, enough to begin a second epoch."""
+# Three windows begin with a document, one of them a row's second; other documents begin within
+# windows.
 STARTS = (0, 30, 4 * SEQ_LEN, 100, 9 * SEQ_LEN, 15 * SEQ_LEN, 301)
 
 
@@ -44,7 +45,7 @@ def text() -> list[int]:
 
 @cache
 def stream(starts: tuple[int, ...] = STARTS) -> Contiguous:
-    """The text, divided into documents."""
+    """Return the text, divided into documents."""
     folder, ids = Path(tempfile.mkdtemp()), text()
     ends = (*starts[1:], len(ids))
     documents = ((ids[a:b], True) for a, b in zip(starts, ends, strict=True))
@@ -74,7 +75,7 @@ MAMBA2: dict[str, Any] = {
 
 
 class TokenLoop:
-    """The same model as a loop over tokens: nothing of it is the harness's but the weights."""
+    """The same model as a loop over tokens; it shares only the weights with the harness."""
 
     def __init__(self, weights: dict[str, torch.Tensor], cell: str) -> None:
         self.weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
@@ -82,7 +83,7 @@ class TokenLoop:
         self.states: dict[int, Any] = {}
 
     def loss(self, step: int) -> torch.Tensor:
-        """The mean loss of a step, whose gradients end where its windows begin."""
+        """Return the mean loss of a step; its gradients end where its windows begin."""
         total = torch.zeros(())
         for row in range(ROWS):
             begin = (row * WINDOWS + step % WINDOWS) * SEQ_LEN
@@ -128,7 +129,7 @@ class TokenLoop:
 
 
 class CacheLoop(TokenLoop):
-    """A model of transformers as a loop over rows, each with transformers' own cache."""
+    """A transformers model as a loop over rows, each with transformers' own cache."""
 
     def __init__(self, model: Any) -> None:
         super().__init__({name: w.detach() for name, w in model.named_parameters()}, "")

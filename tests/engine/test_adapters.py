@@ -35,17 +35,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3_bf16": {**stage(3), "bf16": {"enabled": True}},
 }
 WHOLE = ["embed_tokens", "lm_head"]
-# By variant: what the run config adds, and what peft does.
+# By variant: additions to the run config, and settings of peft.
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rslora": ({"rslora": True}, {"use_rslora": True}),
     "dora": ({"dora": True}, {"use_dora": True}),
-    # Trained themselves: what a new token needs.
+    # Trained directly, as new tokens require.
     "whole": ({"modules_to_save": WHOLE}, {"modules_to_save": WHOLE}),
     "targets": ({"targets": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj", "v_proj"]}),
 }
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]
-"""The losses of a plain loop, and the weights that it trained."""
+"""The losses of a plain loop, and the trained weights."""
 
 
 def base_model() -> PreTrainedModel:
@@ -55,7 +55,7 @@ def base_model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the weights that the adapters are put beside."""
+    """Return a folder with the base weights of the adapters."""
     folder = tmp_path_factory.mktemp("base")
     base_model().save_pretrained(folder)
     return str(folder)
@@ -63,7 +63,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def train_by_peft(model: Any, **settings: Any) -> Trained:
     """Train adapters of `model` in a plain loop."""
-    import peft  # takes seconds, and the ranks need none of it
+    import peft  # takes seconds, and the ranks do not need it
 
     values = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ALL, **settings}
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def train_by_peft(model: Any, **settings: Any) -> Trained:
 
 
 def plain_losses(model: torch.nn.Module) -> list[float]:
-    """Train all parameters that are not frozen, as the run config's defaults say."""
+    """Train all unfrozen parameters with the run config's defaults; return the losses."""
     trained = [p for p in model.parameters() if p.requires_grad]
     lookups = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     groups = [
@@ -82,7 +82,7 @@ def plain_losses(model: torch.nn.Module) -> list[float]:
         {"params": [p for p in trained if p.ndim != 2 or p in lookups], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    # The ids of tests/engine/engines.py.
+    # The same ids as in tests/engine/engines.py.
     ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(STEPS):
@@ -122,14 +122,14 @@ def bytes_of(engine: Any) -> int:
 
 
 def scales_of(parameter: Any) -> list[torch.Tensor]:
-    """Return the tensors beside the codes of a weight in 4 bits."""
+    """Return the tensors that accompany the codes of a 4-bit weight."""
     state = getattr(parameter, "quant_state", None)
     states = [] if state is None else [state, *([state.state2] if state.nested else [])]
     return [value for each in states for value in vars(each).values() if torch.is_tensor(value)]
 
 
 def estimated_bytes(engine: Any) -> int:
-    """Return the estimate of what `bytes_of` counts."""
+    """Return the estimate of the bytes that `bytes_of` counts."""
     inputs = memory_inputs(engine.plan)
     counted = ("parameters", "master", "moments")
     states = model_states(inputs, engine.share.data_rank)
@@ -137,7 +137,9 @@ def estimated_bytes(engine: Any) -> int:
 
 
 def compare_with_peft(layout: str, base: str, lora: dict[str, Any], by_peft: Trained) -> Any:
-    """Return an engine that trained as peft did, and saves and holds what it should. Collective."""
+    """Return an engine that trained as peft did, after checks of its saves and memory.
+    Collective.
+    """
     expected, weights = by_peft
     engine = adapted(LAYOUTS[layout], base, lora)
     is_half = layout.endswith("bf16")
@@ -157,7 +159,7 @@ def compare_with_peft(layout: str, base: str, lora: dict[str, Any], by_peft: Tra
 @pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1",)))
 @ranks(2)
 def test_adapters_train_as_peft_does(layout: str, base: str, by_peft: Trained) -> None:
-    """Checkpoints hold adapters alone; ZeRO-3 alone divides the frozen weights."""
+    """Checkpoints contain only adapters; only ZeRO 3 divides the frozen weights."""
     engine = compare_with_peft(layout, base, LORA, by_peft)
     whole = sum(tensor.numel for tensor in SHAPE.tensors()) + sum(ADAPTERS.values())
     elements = engine.describe()["elements_held"]
@@ -174,7 +176,7 @@ def variant_by_peft(variant: str, base: str) -> Trained:
 @pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "whole")))
 @ranks(2)
 def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
-    """Under ZeRO 3, or 2 for DoRA; with activation checkpointing in one of them."""
+    """With ZeRO 3, or 2 for DoRA; one of them with activation checkpointing."""
     ds, checkpointing = stage(2 if variant == "dora" else 3), "none"
     if variant == "targets":
         checkpointing = "full"
@@ -199,7 +201,7 @@ def test_a_run_resumes_from_its_adapters_alone(layout: str, base: str) -> None:
     }
 
     def fill(name: str, kind: str, offset: int, flat: Any, part: Any) -> None:
-        if (name, kind, offset) in kept:  # of replicated parameters the other rank has a half
+        if (name, kind, offset) in kept:  # the other rank has half of each replicated parameter
             flat.copy_(kept[name, kind, offset])
 
     second.restore(fill, lambda name: () if ":" in name else ("exp_avg", "exp_avg_sq"))

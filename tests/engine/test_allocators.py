@@ -1,4 +1,4 @@
-"""Settings of memory allocators: torch's, which it takes on CPUs, too, and glibc's."""
+"""Settings of memory allocators: torch's, which also apply on CPUs, and glibc's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.layout.world import World
 from tests.tiers import rest_in_gate
 from tests.two_ranks import REPOSITORY, environment
 
-# In a process of its own: what torch takes stays.
+# In a separate process, since torch keeps its settings.
 SETS = """
 from harness.engine.allocators import set_allocators
 from harness.layout.world import World
@@ -78,8 +78,8 @@ def _maps_huge_pages() -> bool:
     return "[always]" in text
 
 
-# As a step does: large blocks that are freed while others are kept, and a bucket of 2 GB, as ZeRO 1
-# makes it, hardly filled.
+# Like a step: large blocks are freed while others are kept, with a bucket of 2 GB, as ZeRO 1 makes
+# it, that is almost empty.
 FAULTS = """
 import resource
 import torch
@@ -131,7 +131,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_a_cpu_rank_maps_no_page_twice(
     of_user: dict[str, str], message: str, most: int | None
 ) -> None:
-    """Those whose malloc is left alone show that the kernel maps again what a step has freed."""
+    """Cases with an unchanged malloc show that the kernel maps freed pages again."""
     done = subprocess.run(
         [sys.executable, "-c", FAULTS],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""The engine's interface: who satisfies it, and what it costs to import."""
+"""The engine's interface: which classes satisfy it, and the cost of its import."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def test_the_interface_is_known_without_deepspeed() -> None:
 
 @pytest.mark.gate("engine")
 def test_both_engines_have_every_member_as_it_is_declared() -> None:
-    """Types are mypy's: Run.engine is an Engine, and gets what build_engine returns."""
+    """mypy checks the types: Run.engine is an Engine, and gets the result of build_engine."""
     assert int(printed(SATISFIES).splitlines()[-1]) <= 24

@@ -1,4 +1,4 @@
-"""Steps that must change nothing on two ranks, in every layout; replicas that differ in one bit."""
+"""Steps that must change nothing on two ranks, in every layout; replicas that differ by one bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def snapshot(engine: Any) -> list[torch.Tensor]:
-    """Return weights, master weights and moments of this rank, whatever DeepSpeed calls them."""
+    """Return weights, master weights and moments of this rank, however DeepSpeed names them."""
     optimizer = engine.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     tensors = [getattr(p, "ds_tensor", p) for p in engine._held.parameters()]
@@ -53,7 +53,7 @@ def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def gradient_of(engine: Any, value: float) -> Iterator[None]:
-    """On the last rank alone, one weight's gradient holds one such element, of one micro-batch."""
+    """Set one element of one weight's gradient, in one micro-batch and only on the last rank."""
     once = iter([True])
 
     def plant(gradient: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def gradient_of(engine: Any, value: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loss_of(value: float) -> Iterator[None]:
-    """The loss alone is no number, on the last rank alone: its gradients are finite."""
+    """Replace only the loss, only on the last rank; its gradients stay finite."""
     from harness.engine import forward as forward_room
     from harness.engine import pipeline as pipeline_room
 
@@ -90,7 +90,7 @@ def loss_of(value: float) -> Iterator[None]:
 
 
 def train_around_bad_steps(engine: Any) -> None:
-    """Take good steps, and between them six steps that must change nothing. Collective."""
+    """Take good steps, with six steps in between that must change nothing. Collective."""
 
     def take(number: int, is_spike: Any = None, learns: bool = True) -> Any:
         batches, targets = share_of(engine, number)
@@ -106,7 +106,7 @@ def train_around_bad_steps(engine: Any) -> None:
         assert math.isfinite(float(result.grad_norm)) == finite
 
     with gradient_of(engine, math.nan):
-        bad(0)  # before there are moments
+        bad(0)  # before moments exist
     take(1)
     with gradient_of(engine, math.nan):
         bad(2)
@@ -134,7 +134,7 @@ def agree(masters: dict[str, torch.Tensor]) -> bool:
 
 
 def masters_after(ds: dict[str, Any], *steps: int) -> dict[str, torch.Tensor]:
-    """Return the weights of an engine that took good steps alone. Collective."""
+    """Return the weights of an engine that took only good steps. Collective."""
     engine = engine_of(ds)
     for number in steps:
         engine.train_batch(*share_of(engine, number), 1e-3)
@@ -153,7 +153,7 @@ USUAL = ("zero3-bf16", "pipeline1-fp16")
 @pytest.mark.parametrize("layout", cells(LAYOUTS, USUAL))
 @ranks(2)
 def test_a_step_that_is_not_finite_or_a_spike_changes_no_bit(layout: str) -> None:
-    """Neither weights nor moments change; the run is the one that never met such steps."""
+    """Neither weights nor moments change: the run equals one without such steps."""
     engine = engine_of(LAYOUTS[layout])
     train_around_bad_steps(engine)
     masters = dict(engine.masters())
@@ -176,7 +176,7 @@ def test_clipping_by_value_hides_no_infinity(layout: str) -> None:
 @pytest.mark.parametrize("layout", cells(["zero1", "zero2", "zero3"], ("zero1",)))
 @ranks(2)
 def test_the_engine_can_go_on_after_the_minimum_loss_scale(layout: str) -> None:
-    """As a run does that goes back to a checkpoint then."""
+    """Like a run that then returns to a checkpoint."""
     zero = stage(int(layout[-1]))
     engine = engine_of({**fp16(min_loss_scale=2**32), **zero})
     before = snapshot(engine)
@@ -191,7 +191,7 @@ def test_the_engine_can_go_on_after_the_minimum_loss_scale(layout: str) -> None:
 
 
 def outliers(engine: Any) -> dict[str, list[int]]:
-    """Return the ranks that differ from the majority, by name of the weight. Collective."""
+    """Return the ranks that differ from the majority, by weight name. Collective."""
     from harness.guard.replicas import checksums, outside_majority
 
     replicas = [*engine.replicated()]
@@ -210,7 +210,7 @@ COMPARED = {
 @pytest.mark.parametrize("layout", cells(COMPARED, ("zero2-bf16", "pipeline1-fp32")))
 @ranks(2)
 def test_one_flipped_bit_names_the_weight(layout: str) -> None:
-    """Where nobody holds a copy, nothing is compared: a stage has one data rank here."""
+    """Without replicas nothing is compared: here a stage has one data rank."""
     engine = engine_of(COMPARED[layout])
     engine.train_batch(*share_of(engine), 1e-3)
     replicated = [replica.tensor for replica in engine.replicated()]
@@ -227,9 +227,9 @@ def test_one_flipped_bit_names_the_weight(layout: str) -> None:
 
 @ranks(2)
 def test_weights_that_are_still_being_gathered_are_not_compared() -> None:
-    """ZeRO-3 gathers weights after an evaluation, for a backward pass that never comes."""
+    """ZeRO 3 gathers weights after an evaluation, for a backward pass that never comes."""
     engine = engine_of(LAYOUTS["zero3-fp32"])
-    for _ in range(3):  # it gathers ahead once it has seen the order twice
+    for _ in range(3):  # it prefetches once it has seen the order twice
         engine.train_batch(*share_of(engine), 1e-3)
     engine.eval_batch(share_of(engine)[0])
     assert any(p.numel() == p.ds_numel for p in engine._held.parameters())

@@ -1,4 +1,4 @@
-"""Building: the same weights however they are spread, and never more than a piece in full."""
+"""Building: the same weights in every layout, and never more than one whole piece at a time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_two_ranks_start_from_the_weights_that_one_process_draws(number: int) ->
 
 @ranks(2)
 def test_zero3_never_holds_more_than_one_piece_in_full_and_leaves_half() -> None:
-    """Elements of parameters in full on this rank, before and after each piece is cut up."""
+    """Count the whole parameter elements on this rank before and after each piece is divided."""
     before: list[int] = []
     after: list[int] = []
     materialize = whole.materialize
@@ -77,7 +77,9 @@ def test_zero3_never_holds_more_than_one_piece_in_full_and_leaves_half() -> None
 
 
 def test_zero3_moves_the_buffers_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parameters are where zero.Init put them; another device than theirs shows who moves."""
+    """zero.Init has placed its parameters; another device than theirs shows who moves the
+    buffers.
+    """
     loaded = AutoModelForCausalLM.from_config(hf_config(MODEL))
     report = {"missing_keys": [], "unexpected_keys": []}
     monkeypatch.setattr(whole, "read_weights", lambda *_: (loaded, report))

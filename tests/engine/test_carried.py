@@ -1,5 +1,5 @@
-"""States that are carried from window to window: without an engine, rows that go on and rows that
-begin from zeros; in the real engine on two ranks, comparisons with loops whose gradients end where
+"""States carried from window to window. Without an engine: rows that continue and rows that begin
+with zeros. In the real engine on two ranks: comparisons with loops whose gradients end where
 windows begin, over single tokens or with transformers' own cache.
 """
 
@@ -72,7 +72,7 @@ def behind(value: float, rows: int = 2) -> Any:
 
 
 def begun(states: CarriedStates, number: int, rows: Batch) -> list[float]:
-    """Return the first number of the state that each row of a micro-batch begins with."""
+    """Return the first number of the state with which each row of a micro-batch begins."""
     values = states.before(number, rows).keywords["carried"].before.flatten(1)
     assert values.shape[1] == NUMBERS
     assert (values == values[:, :1]).all()
@@ -119,10 +119,10 @@ def test_checkpoints_keep_them_by_row(states: Any) -> None:
 
     alone = states(ranks=1, micro_batch=4)
     alone.restore(fill, kinds)
-    # Micro-batches are dealt to the ranks in turn: rows 0 and 1 are rank 0's, 2 and 3 rank 1's.
+    # Micro-batches are dealt to the ranks in turn: rows 0 and 1 to rank 0, 2 and 3 to rank 1.
     assert begun(alone, 0, batch([1, 2, 101, 102])) == [0, 0, 100, 100]
     assert begun(alone, 1, batch([11, 12, 111, 112])) == [10, 10, 110, 110]
-    other = states(ranks=1, global_batch=4, micro_batch=2)  # rows that are not the same ones
+    other = states(ranks=1, global_batch=4, micro_batch=2)  # different rows
     other.keep(0, batch([4, 5]), behind(1.0))
     other.restore(fill, kinds)
     assert begun(other, 0, batch([5, 6])) == [0, 0]
@@ -165,7 +165,7 @@ def loss(engine: Engine, step: int) -> float:
 
 
 def plain_model(kind: str) -> Any:
-    """Return the engine's model, as transformers computes it."""
+    """Return the engine's model as transformers computes it."""
     model = skeleton(hf_config(MODELS[kind]), torch.float32, "eager")
     materialize(model, 0, torch.device("cpu"))
     return model.eval()
@@ -180,7 +180,7 @@ def loop_of(kind: str) -> TokenLoop:
 
 @pytest.fixture
 def by_loop(cell: str) -> tuple[list[float], dict[str, Any]]:
-    """The losses of a loop's steps, and the gradients of the one after."""
+    """Return the losses of a loop's steps, and the gradients of the next step."""
     loop = loop_of(cell.partition("-")[0])
     losses = []
     for step in range(STEPS):
@@ -197,7 +197,7 @@ def by_loop(cell: str) -> tuple[list[float], dict[str, Any]]:
 def test_every_layout_learns_as_a_loop(
     cell: str, by_loop: tuple[list[float], dict[str, Any]]
 ) -> None:
-    """There is an evaluation between two steps."""
+    """An evaluation runs between two steps."""
     losses, expected = by_loop
     engine = carrying(kind=cell.partition("-")[0], **CELLS[cell])
     for step in range(STEPS):
@@ -214,7 +214,7 @@ def test_every_layout_learns_as_a_loop(
 
 @ranks(2)
 def test_windows_with_a_carried_state_are_one_long_window() -> None:
-    """Rows are of one document, and weights do not change."""
+    """Each row is one document, and weights do not change."""
     engine, losses = carrying(stage(3)), []
     whole = [share(engine, step, (0,))[0] for step in range(WINDOWS)]
     for batches in whole:
@@ -250,7 +250,7 @@ def evaluated(engine: Engine, held_out: HeldOutText) -> float | None:
 @pytest.mark.parametrize("kind", cells(["gru", "mamba2"]))
 @ranks(2)
 def test_evaluations_carry_states_over_held_out_text(kind: str) -> None:
-    """The loss is that of each text as one long window; the states of training stay."""
+    """The loss is that of each text as one long window; training states are unaffected."""
     packed = stream((0, 5 * SEQ_LEN, 8 * SEQ_LEN + 3)).packed  # the second begins with a window
     with mock.patch.object(contiguous, "LEAST_LENGTH", 6):
         held_out = HeldOutText(packed, 24)

@@ -1,4 +1,4 @@
-"""The loss in chunks in the real engine: as many gathers as without, evaluations, fallback."""
+"""The chunked loss in the real engine: the same number of gathers, evaluations, fallback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 24  # of 64 entries
 
 
 def count_gathers(engine: Any) -> int:
-    """Return how often two micro-batches gather the head's weight under ZeRO 3. Collective."""
+    """Return how often two micro-batches gather the head's weight with ZeRO 3. Collective."""
     head: Any = engine.module.get_output_embeddings().weight
     count = 0
 

@@ -1,4 +1,4 @@
-"""Pipeline stages with divided tensors on four ranks: the same weights, steps and texts."""
+"""Pipeline stages with tensor parallelism on four ranks: the same weights, steps and texts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def divided(zero: int = 1, **json_keys: Any) -> dict[str, Any]:
 
 
 def model_with(**values: Any) -> dict[str, Any]:
-    """Return the run config's section of the model with other values."""
+    """Return the run config's model section with other values."""
     return {"name": written("-".join(values), {**MODEL, **values})}
 
 
@@ -85,7 +85,7 @@ def undivided_steps(is_odd: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SPLIT)
 @ranks(4)
 def test_evaluation_texts_losses_and_norms_are_the_undivided_models(name: str) -> None:
-    """Stages send parts of states, unless these would be uneven."""
+    """Stages send parts of states, unless the parts would be uneven."""
     clipped = {"optim": {**SGD, "clip_value": 1e-3}} if name == "clipped by value" else {}
     model = {"model": model_with(**ODD)} if name == "odd" else {}
     whole = undivided_steps(name == "odd")
@@ -101,7 +101,7 @@ def test_evaluation_texts_losses_and_norms_are_the_undivided_models(name: str) -
 
 @ranks(4)
 def test_deepspeed_puts_no_uneven_parts_together() -> None:
-    """Once it does, plan/parallelism.py need not let stages send whole states."""
+    """Once it does, plan/parallelism.py no longer needs to make stages send whole states."""
     from deepspeed.runtime.utils import PartitionedTensor
 
     engine = engine_of(divided())
@@ -124,7 +124,7 @@ def test_deepspeed_puts_no_uneven_parts_together() -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 @ranks(4)
 def test_the_norm_that_clips_counts_everything_once(zero: int) -> None:
-    """A tied weight is on both stages, norms on both ranks of one."""
+    """A tied weight is on both stages, norms are on both ranks of one."""
     tied = model_with(tie_word_embeddings=True)
     engine = engine_of(divided(zero), model=tied, optim={**SGD, "clip_norm": 0.05})
     before = dict(engine.masters())
@@ -165,8 +165,9 @@ def test_ranks_of_a_stage_may_share_a_key_head() -> None:
 
 @ranks(4)
 def test_a_micro_batch_sends_what_the_documents_say() -> None:
-    """docs/layouts.md: to the other stage a part of the hidden states; within a stage these four
-    times a layer, and once more at either end; put together once there, and twice in coming back.
+    """As in docs/layouts.md: a part of the hidden states to the other stage; within a stage, the
+    states four times per layer and once more at either end, gathered once in the forward pass and
+    twice in the backward pass.
     """
     from deepspeed import comm as ds_comm
     from deepspeed.runtime.pipe import p2p
@@ -179,7 +180,7 @@ def test_a_micro_batch_sends_what_the_documents_say() -> None:
     send, all_reduce, gather = p2p.send, dist.all_reduce, ds_comm.all_gather_into_tensor
 
     def sending(tensor: torch.Tensor, *args: Any) -> Any:
-        if tensor.is_floating_point():  # and not the shapes
+        if tensor.is_floating_point():  # but not the shapes
             sent["stages"] += tensor.nbytes
         return send(tensor, *args)
 
@@ -218,6 +219,6 @@ def test_a_closed_engine_leaves_no_groups() -> None:
 
     before = process_groups()
     engine = engine_of(divided())
-    losses(engine, 1)  # until all ranks have been here, none may end
+    losses(engine, 1)  # no rank may end before all have been here
     engine.close()
     assert process_groups() <= before

@@ -1,4 +1,4 @@
-"""A model config's values that transformers alone trips over."""
+"""Values of a model config that only transformers fails on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Divided experts on two ranks: the same weights, gradients and logits, half of them on each."""
+"""Expert parallelism on two ranks: the same weights, gradients and logits, half of the experts
+each.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def experts(zero: int = 1, **keys: Any) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of experts over two ranks; `keys` are of ZeRO's section."""
+    """Return the DeepSpeed JSON of experts over two ranks; `keys` go into ZeRO's section."""
     ds = stage(zero)
     ds["zero_optimization"] |= keys
     return {**ds, "expert_parallel": {"enabled": True, "autoep_size": 2}}
@@ -74,7 +76,7 @@ def undivided_gradients(family: str = MIXTRAL) -> Gradients:
 
 
 def largest_distance(own: Gradients, whole: Gradients) -> float:
-    """Return the largest distance of a gradient, relative to the largest of its elements."""
+    """Return the largest difference of a gradient, relative to its largest element."""
     assert own.keys() == whole.keys()
     return max(
         float((own[name] - whole[name]).abs().max() / whole[name].abs().max().clamp(min=1e-30))
@@ -99,7 +101,7 @@ def test_gradients_are_those_of_undivided_experts_in_every_way(way: str) -> None
 
 @contextlib.contextmanager
 def all_to_the_first(engine: Any) -> Iterator[None]:
-    """Send all tokens to the first experts, which are rank 0's; other experts get none."""
+    """Route all tokens to the first experts, which rank 0 holds."""
     engine.module.config._experts_implementation = "eager"
     with contextlib.ExitStack() as stack:
         for name, module in engine.module.named_modules():
@@ -143,7 +145,7 @@ def test_deepspeed_clips_by_the_norm_of_all_experts(optimizer: str) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @ranks(2)
 def test_ranks_start_from_the_weights_that_one_process_draws(zero: int) -> None:
-    """Each rank has half of the experts, and all of the rest."""
+    """Each rank has half of the experts and all other parameters."""
     drawn = drawn_weights(MIXTURES[MIXTRAL])
     engine = mixture(experts(zero))
     assert different(engine.masters(), drawn) == []
@@ -160,7 +162,7 @@ def test_ranks_start_from_the_weights_that_one_process_draws(zero: int) -> None:
 
 @ranks(2)
 def test_given_weights_are_read_and_divided() -> None:
-    """They are those that transformers wrote, expert by expert."""
+    """They are in transformers' format, one tensor per expert."""
     path = folder() / "given_mixture"
     model = AutoModelForCausalLM.from_config(hf_config(MIXTURES[MIXTRAL]))
     if WORLD.rank == 0:
@@ -186,9 +188,9 @@ def test_the_last_tokens_logits_and_an_evaluation_are_the_undivided_models() -> 
         engine.close()
     (logits, sums), (divided, divided_sums) = outputs
     assert (logits - divided).abs().max() < 1e-6
-    assert (sums - divided_sums).abs().max() < 1e-4  # of some hundred tokens, nats
+    assert (sums - divided_sums).abs().max() < 1e-4  # sum of some hundred tokens, nats
     assert tokens[0] is None
-    assert tokens[1].sum() == 0  # counted of training batches alone
+    assert tokens[1].sum() == 0  # only training batches are counted
 
 
 @ranks(2)
@@ -201,7 +203,7 @@ def test_every_token_is_counted() -> None:
     config = engine.module.config
     engine.close()
     first, second = gathered(tokens)
-    assert first == second  # of all ranks
+    assert first == second  # over all ranks
     batch_tokens = sum(batch.input_ids.numel() for batch in batches)
     for layer in tokens:
         assert sum(layer) == WORLD.world_size * batch_tokens * config.num_experts_per_tok

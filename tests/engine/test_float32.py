@@ -1,4 +1,4 @@
-"""fp32 means fp32 unless the user says otherwise, and the run says which."""
+"""fp32 means fp32 unless the user overrides it, and the run reports it."""
 
 from __future__ import annotations
 

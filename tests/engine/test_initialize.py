@@ -1,4 +1,4 @@
-"""deepspeed.initialize gets the JSON of plan.json, and nothing else."""
+"""deepspeed.initialize receives exactly the JSON of plan.json."""
 
 from __future__ import annotations
 

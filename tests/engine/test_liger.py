@@ -1,6 +1,6 @@
-"""Liger's fused head and loss in the real engine, with a stand-in for its kernels: how it is asked.
+"""Calls of Liger's fused head and loss in the real engine, with a stand-in for its kernels.
 
-Triton runs on a GPU alone: tests/models/test_kernels.py.
+Triton runs only on GPUs: tests/models/test_kernels.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.ranks import ranks
 
 
 class _Fused(torch.autograd.Function):
-    """As Liger's: gradients are computed in the forward pass."""
+    """Computes gradients in the forward pass, as Liger does."""
 
     @staticmethod
     def forward(
@@ -39,7 +39,9 @@ class _Fused(torch.autograd.Function):
 
 
 def lce_forward(self: Any, *, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
-    """As liger_kernel/transformers/model/llama.py: it reads the head's weight outside the head."""
+    """Compute as liger_kernel/transformers/model/llama.py, which reads the head's weight outside
+    the head.
+    """
     labels = kwargs.pop("shift_labels").view(-1)
     assert (kwargs["num_items_in_batch"], kwargs["accum_dtype"]) == (1, torch.float32)
     hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state.flatten(0, 1)
@@ -55,7 +57,7 @@ def apply(model: Any, *, rope: bool, fused_linear_cross_entropy: bool) -> None:
 
 @ranks(2)
 def test_zero_3_gathers_the_heads_weight_that_is_read_outside_the_head() -> None:
-    """And the head's gradient is added up in fp32 over chunks of tokens, as it is asked."""
+    """The head's gradient is summed in fp32 over chunks of tokens, as requested."""
     package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
     package._apply_liger_kernel_to_instance = apply
     names = ("liger_kernel", "liger_kernel.transformers", package.__name__)

@@ -1,4 +1,4 @@
-"""Weights that become others as they are read: a vocabulary with new rows, quantized ones."""
+"""Weights that change when they are read: a vocabulary with new rows, quantized weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def expected() -> dict[str, torch.Tensor]:
-    """The given weights, with rows that are their mean in embedding and head."""
+    """Return the given weights, with rows of their mean in embedding and head."""
     weights = given_weights()
     for name, tensor in weights.items():
         if "embed" in name or "head" in name:
@@ -87,7 +87,7 @@ def test_a_weight_without_missing_rows_stays_as_it_is() -> None:
 
 
 def write_fp8(path: Path) -> dict[str, torch.Tensor]:
-    """Write weights in 8 bits with a scale for each block; return what they stand for."""
+    """Write 8-bit weights with a scale for each block; return the values that they represent."""
     stored, weights = dict[str, torch.Tensor](), drawn_weights()
     for name, tensor in list(weights.items()):
         if "_proj" not in name:
@@ -140,7 +140,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 @ranks(1)
 def test_experts_in_4_bits_are_trained_as_what_they_stand_for(tmp_path: Path) -> None:
-    """gpt-oss as it is published: two codes a byte, an exponent for each 32."""
+    """Uses gpt-oss's published format: two codes per byte, an exponent for each 32."""
     config = {**FAMILIES["gpt_oss"], "hidden_size": 32, "intermediate_size": 32}
     stored, expected = dict[str, torch.Tensor](), {}
     draw = torch.Generator().manual_seed(0)

@@ -33,9 +33,9 @@ from tests.ranks import ranks
 EIGHT_BIT = importlib.util.find_spec("bitsandbytes") is not None
 
 LR, STEPS, DECAY, BETAS, EPS, MOMENTUM = 1e-2, 3, 0.1, (0.9, 0.95), 1e-8, 0.9
-WIDE = 64  # the longest side of a matrix of the layers
+WIDE = 64  # the longest side of a layer's matrix
 Tensors = dict[str, torch.Tensor]
-Reference = Callable[[Tensors, Tensors], None]  # steps weights, in place, with gradients
+Reference = Callable[[Tensors, Tensors], None]  # applies gradients to weights, in place
 
 
 def decays(name: str) -> bool:
@@ -49,7 +49,9 @@ RULES = [
 
 
 def groups(weights: Tensors) -> list[dict[str, Any]]:
-    """Return groups as RULES say: the head has half the rate, and `up_proj` does not decay."""
+    """Return groups according to RULES: the head has half the rate, and `up_proj` does not
+    decay.
+    """
     return [
         {
             "params": [weight],
@@ -61,7 +63,7 @@ def groups(weights: Tensors) -> list[dict[str, Any]]:
 
 
 def torchs(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[..., Reference]:
-    """Return a maker of references by torch's own class, each made for the weights of a run."""
+    """Return a function that creates references from torch's own class for a run's weights."""
 
     def reference(weights: Tensors) -> Reference:
         optimizer = make(groups(weights), **settings)
@@ -77,7 +79,7 @@ def torchs(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Calla
 
 
 def lion(weights: Tensors) -> Reference:
-    """Program 1 of arXiv 2302.06675, line by line."""
+    """Return program 1 of arXiv 2302.06675, line by line."""
     momenta = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     settings = dict(zip(weights, groups(weights), strict=True))
 
@@ -97,7 +99,9 @@ def matrices(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def muon(weights: Tensors) -> Reference:
-    """torch.optim.Muon for the layers' matrices, each expert's by itself, AdamW for the rest."""
+    """Return torch.optim.Muon for the layers' matrices (each expert's separately), AdamW for the
+    rest.
+    """
     settings = dict(zip(weights, groups(weights), strict=True))
     by_muon = {n: matrices(weights[n]) for n in weights if "layers" in n and weights[n].ndim > 1}
     optimizers = [
@@ -155,14 +159,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline2-zero1": {**stage(1), "pipeline": {"stages": 2}},
     "pipeline2-zero1-bf16": {**stage(1), **_BF16, "pipeline": {"stages": 2}},
 }
-# As on GPUs, whose kernel for the CPU rounds otherwise.
+# As on GPUs; its CPU kernel rounds differently.
 FUSED = {"optimizer": {"params": {"fused": True}}}
 LAYOUTS |= {
     f"{name}-fused": {**LAYOUTS[name], **FUSED}
     for name in ("zero0", "zero2", "zero3", "zero1-bf16", "pipeline2-zero1")
 }
 EXPERTS: dict[str, dict[str, Any]] = {f"zero{n}-experts": stage(n) for n in (0, 1, 3)}
-"""Of a mixture, whose experts' matrices are stacked: for Muon."""
+"""Layouts of a mixture, whose experts' matrices are stacked, for Muon."""
 
 
 def layouts_of(name: str) -> list[str]:
@@ -197,7 +201,7 @@ def take(engine: Any, steps: range) -> Tensors:
 
 
 def distance(weights: Tensors, others: Tensors) -> float:
-    """Return the largest difference of two weights."""
+    """Return the largest difference between two sets of weights."""
     assert weights.keys() == others.keys()
     return max(float((weights[name] - other).abs().max()) for name, other in others.items())
 
@@ -206,8 +210,8 @@ USUAL = (
     *("adafactor pipeline2", "adamw zero3-fused", "momentum zero2-offload", "muon zero2-bf16"),
 )
 CELLS = [f"{name} {layout}" for name in REFERENCES for layout in layouts_of(name)]
-# Muon computes in bf16, where the last bit of a gradient can be the last of an update: that of the
-# largest update, four times.
+# Muon computes in bf16, where the last bit of a gradient can be the last bit of an update: four
+# times that of the largest update.
 BF16_BITS = 4 * LR * 0.2 * WIDE**0.5 * 2**-8
 
 
@@ -252,10 +256,10 @@ RESUMES = [f"{name} {trip}" for name, trips in RESUMED.items() for trip in trips
 
 
 def most_apart(name: str) -> float:
-    """Return the bound of a weight's change two steps after a change of the layout. Collective."""
+    """Return the bound of a weight's change two steps after a layout change. Collective."""
     if name == "adam8bit":
-        return LR  # blocks lie otherwise, and are quantised anew
-    # What last bits make of one of Muon's steps depends on the CPU's products in bf16.
+        return LR  # blocks have other bounds, and are requantized
+    # The effect of last bits on a step of Muon depends on the CPU's bf16 products.
     return 2 * 5 * muon_spread() if name == "muon" else 3e-7
 
 
@@ -265,7 +269,7 @@ def most_apart(name: str) -> float:
 )
 @ranks(2)
 def test_every_optimizer_resumes(cell: str) -> None:
-    """In the same layout bit for bit."""
+    """In the same layout, bit for bit."""
     name, layout, other = cell.split()
     engine = engine_with(name, layout)
     take(engine, range(2))
@@ -309,9 +313,9 @@ def orthogonalized(gradient: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def muon_spread() -> float:
-    """Return the largest change of a weight in one of Muon's steps when only the last bits of
-    gradients change, over enough draws that one crosses a boundary of bf16: its products in bf16
-    make more of them where a gradient is almost of a lower rank. Collective.
+    """Return the largest change of a weight in one of Muon's steps if only the last bits of
+    gradients change, over enough draws that one crosses a bf16 boundary: Muon's bf16 products
+    amplify them if a gradient almost has a lower rank. Collective.
     """
     engine = engine_with("muon", "zero1")
     engine.accumulate(*share_of(engine, 2))
@@ -330,7 +334,7 @@ def muon_spread() -> float:
 
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
 def test_a_fused_optimizer_counts_its_steps_on_the_device(fused: bool, device: str) -> None:
-    """Its kernel reads the count: one on the host would be refused in the first resumed step."""
+    """Its kernel reads the count: the first resumed step would reject a count on the host."""
     flat = torch.nn.Parameter(torch.empty(4, device="meta"))
     inner = torch.optim.AdamW([flat], fused=fused)
     inner.state[flat]["exp_avg"] = torch.empty_like(flat)

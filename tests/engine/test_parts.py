@@ -1,4 +1,4 @@
-"""Notes on parameters that an axis cuts: who saves them, and who counts them."""
+"""Marks on parameters that an axis divides: which ranks save them, and which count them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def by_rows(
 
 
 class Halves(nn.Module):
-    """A matrix of which a rank has its rows, and a norm that both have."""
+    """A matrix whose rows are divided over ranks, and a norm on both."""
 
     def __init__(self, share: Share) -> None:
         super().__init__()

@@ -45,8 +45,8 @@ LAYOUTS = {
 
 @ranks(2)
 def test_stages_start_from_the_weights_that_one_process_draws() -> None:
-    """Each rank draws its own stage, about half of the model, and nothing else."""
-    folder()  # whose models rank 0 draws, once
+    """Each rank draws only its own stage, about half of the model."""
+    folder()  # rank 0 draws its models, once
     pieces, draw = [], initialize.draw
 
     def watched(model: Any, piece: Any, seed: int) -> Any:
@@ -72,7 +72,7 @@ def test_stages_start_from_the_weights_that_one_process_draws() -> None:
 
 @ranks(2)
 def test_given_weights_are_loaded_exactly_or_refused_by_all() -> None:
-    """One stage alone lacks weights of the incomplete model."""
+    """Only one stage lacks weights of the incomplete model."""
     engine = engine_of(pipeline(), model={"init_from": str(folder() / "given")})
     assert different(engine.masters(), given_weights()) == []
     engine.close()
@@ -101,7 +101,7 @@ def test_clipping_by_value_clamps_every_element_and_reports_the_norm(zero: int) 
 @pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero0", "zero1-bf16")))
 @ranks(2)
 def test_parameter_groups_of_one_stage_alone_change_nothing(layout: str) -> None:
-    """A rule of `optim.groups` for the head: losses and norms are those without stages."""
+    """With a rule of `optim.groups` for the head, losses and norms equal those without stages."""
     ds = LAYOUTS[layout]
     optim = {**SGD, "groups": [{"pattern": "lm_head", "lr_multiplier": 0.5}]}
     engine = engine_of(ds, optim=optim)
@@ -115,7 +115,7 @@ def test_parameter_groups_of_one_stage_alone_change_nothing(layout: str) -> None
 
 @ranks(2)
 def test_logits_evaluation_and_losses_are_those_of_the_unsplit_model() -> None:
-    """Prompts have other lengths than the training's rows."""
+    """The lengths of prompts differ from those of training rows."""
     results = []
     for ds in (pipeline(), stage(1)):
         engine = engine_of(ds)
@@ -142,7 +142,7 @@ def test_activation_checkpointing_changes_nothing() -> None:
 
 
 def model_of(family: str) -> dict[str, str]:
-    """Return the run config's section of a family's small model."""
+    """Return the run config's model section for a family's small model."""
     attention = "eager" if family in EAGER else "sdpa"
     return {"name": written(family, FAMILIES[family]), "attention": attention}
 

@@ -15,7 +15,7 @@ from harness.layout.world import World
 from tests.tiers import rest_in_gate
 from tests.two_ranks import REPOSITORY, environment, run_ranks
 
-# Local rank 3 of 8 where srun shows each task its own GPU alone; no GPU is needed to see which one
+# Local rank 3 of 8, where srun shows each task only its own GPU. No GPU is needed to see which one
 # NCCL would be bound to.
 SEES_ONE_GPU = """
 import torch
@@ -76,7 +76,7 @@ def test_the_cores_that_ranks_may_use_are_divided_among_those_that_share_them(
 def test_openmp_takes_the_share_of_a_rank_whatever_the_launcher_set(
     variable: str | None, tmp_path: Path
 ) -> None:
-    """1 is torchrun's and accelerate's; DeepSpeed's CPU Adam runs in torch's OpenMP."""
+    """torchrun and accelerate set 1; DeepSpeed's CPU Adam runs in torch's OpenMP."""
     env = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": variable}
     done = run_ranks([sys.executable, "-c", SHARES], tmp_path, ranks=1, env=env).succeeded()
     threads = str(len(os.sched_getaffinity(0)))
@@ -129,8 +129,8 @@ def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.Mon
 def test_a_ninja_of_another_environment_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its package is on sys.path, its program in that environment's own folder; PATH never begins
-    with the current folder.
+    """Its package is on sys.path, its program in that environment's folder; PATH never begins with
+    the current folder.
     """
     packages = tmp_path / "lib" / "python3" / "site-packages"
     (about := packages / "ninja-1.13.0.dist-info").mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_a_ninja_of_another_environment_is_found(
     monkeypatch.setattr(sys, "path", [str(packages), *sys.path])
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     processes._find_own_ninja()
-    assert os.environ["PATH"] == "/usr/bin:/bin"  # there is no program
+    assert os.environ["PATH"] == "/usr/bin:/bin"  # the program does not exist
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ninja").touch(0o755)
     processes._find_own_ninja()

@@ -1,5 +1,5 @@
-"""Adapters beside weights in 4 bits, compared with peft and bitsandbytes in a plain loop; 8-bit
-moments out of bitsandbytes and back.
+"""Adapters on 4-bit weights, compared with peft and bitsandbytes in a plain loop; 8-bit moments
+converted from bitsandbytes and back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 
 QLORA = {**LORA, "quantize": "nf4"}
 LAYOUTS = ("zero0", "zero1", "zero2", "zero2_offload", "sequence2", "zero1_bf16")
-# By variant: what the run config says, what bitsandbytes does, what peft does.
+# By variant: settings of the run config, of bitsandbytes, and of peft.
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "fp4": (
         {"lora": {**QLORA, "quantize": "fp4", "double_quantize": False}},
@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def quantized_by_transformers(base: object, kind: str = "nf4", doubles: bool = True) -> Any:
-    """Return the model as others open it: its linear layers in 4 bits, the head as it is."""
+    """Return the model as others open it: linear layers in 4 bits, the head unchanged."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
@@ -76,7 +76,7 @@ def quantized_by_transformers(base: object, kind: str = "nf4", doubles: bool = T
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with the weights that are quantized."""
+    """Return a folder with the weights to quantize."""
     folder = tmp_path_factory.mktemp("base")
     base_model().save_pretrained(folder)
     return str(folder)
@@ -102,8 +102,8 @@ def variant_by_peft(variant: str, base: str) -> Trained:
 @pytest.mark.parametrize("variant", cells(VARIANTS, ("fp4",)))
 @ranks(2)
 def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
-    """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions
-    bitsandbytes packs weights anew as it first evaluates, and their gradients end.
+    """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions,
+    bitsandbytes repacks weights at the first evaluation, which ends their gradients.
     """
     engine = adapted(stage(2), base, **VARIANTS[variant][0])
     for expected in variant_by_peft[0]:
@@ -139,13 +139,13 @@ def test_weights_are_read_and_quantized_a_piece_at_a_time(tmp_path: Path) -> Non
     quantized = {tensor.name for tensor in linear_weights(Shape.from_hf(config))}
     kept = 4 * sum(p.numel() for name, p in empty.named_parameters() if name not in quantized)
     made = quantize_linear_maps(empty, Quantization("nf4"))
-    gc.collect()  # else models of above and of other tests go while it is counted
-    gc.freeze()  # what is there already is not looked through for each weight
+    gc.collect()  # otherwise earlier models would be freed during the count
+    gc.freeze()  # existing objects are not scanned for each weight
     before, most = floats_alive(), 0
 
     def counted(name: str, tensor: torch.Tensor) -> torch.nn.Parameter:
         nonlocal most
-        parameter = made(name, tensor)  # beside the piece that it is of
+        parameter = made(name, tensor)  # in addition to its piece
         most = max(most, floats_alive() - before)
         return parameter
 
@@ -200,7 +200,7 @@ def test_rounded_weights_are_what_quantized_ones_compute_with(
 
 
 class Dequantized(TorchDispatchMode):
-    """Notes the bytes of everything that is dequantized: of a weight its scales, then itself."""
+    """Records the bytes of everything that is dequantized: a weight's scales, then the weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_the_same_blocks_come_back_bit_for_bit_without_their_padding() -> None:
     state = optimizer.state[flat]
     filled = blank(flat)
     for key, values in per_element(state).items():
-        filled[key][:NUMEL] = values[:NUMEL]  # what a checkpoint has
+        filled[key][:NUMEL] = values[:NUMEL]  # as in a checkpoint
     blocks = per_block(optimizer, filled)
     for key in ("state1", "state2", "absmax1", "absmax2"):
         kept = NUMEL if key.startswith("state") else None

@@ -1,5 +1,5 @@
-"""Measurements beside the loss, in the real engine on two ranks: attention, loss by position
-and the weights' change equal direct computations with plain transformers and whole weights.
+"""Measurements beside the loss, in the real engine on two ranks: attention, loss by position and
+weight changes equal direct computations with plain transformers and whole weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.ranks import ranks
 
 BUCKETS, FIRST = 5, 7  # buckets that do not divide the length; tokens of the first document
 DOCUMENTS = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])
-SHARP = {**MODEL, "initializer_range": 0.3}  # attention that is far from even
+SHARP = {**MODEL, "initializer_range": 0.3}  # attention that is far from uniform
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # with settings of the model
     "zero0": (stage(0), {}),
     "zero1": (stage(1), {}),
@@ -50,8 +50,8 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def direct(documents: bool) -> tuple[list[list[float]], list[list[float]]]:
-    """(layers, 2) mean entropy and coverage; (buckets, 2) loss and targets, of plain transformers
-    with eager attention and a mask that is written out.
+    """Return (layers, 2) mean entropy and coverage, and (buckets, 2) loss and targets, of plain
+    transformers with eager attention and an explicit mask.
     """
     ids, labels = tokens()
     place = torch.arange(SEQ_LEN)
@@ -85,7 +85,7 @@ def direct(documents: bool) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def mean_of_layer(weights: torch.Tensor, seen: torch.Tensor) -> list[float]:
-    """Return mean entropy and coverage of attention (samples, heads, queries, tokens): of the
+    """Return mean entropy and coverage of attention (samples, heads, queries, tokens), for the
     first sample of each micro-batch.
     """
     entropies, coverages = [], []
@@ -109,7 +109,7 @@ def by_documents() -> dict[bool, Any]:
 
 
 def rows_of_documents(batches: list[Batch]) -> list[Batch]:
-    """Return the micro-batches, each row as two documents; no target at the seam."""
+    """Return the micro-batches with each row as two documents; no target at the boundary."""
     result = []
     for batch in batches:
         labels = batch.labels.clone()
@@ -119,8 +119,8 @@ def rows_of_documents(batches: list[Batch]) -> list[Batch]:
 
 
 def needles(batches: list[Batch]) -> list[Batch]:
-    """Return each micro-batch as one row of its two, of which the last five tokens are targets;
-    whose first id is odd is at the second depth.
+    """Return each micro-batch's two rows as one row whose last five tokens are targets; if its
+    first id is odd, it is at the second depth.
     """
     result = []
     for batch in batches:
@@ -131,7 +131,7 @@ def needles(batches: list[Batch]) -> list[Batch]:
 
 
 def expected_needles() -> list[list[float]]:
-    """Return the loss and the targets of each depth."""
+    """Return the loss and the number of targets at each depth."""
     ids, labels = (tensor.reshape(4, 2 * SEQ_LEN) for tensor in tokens())
     with torch.no_grad():
         logits = plain_model()(input_ids=ids, use_cache=False).logits[:, -5:]
@@ -156,7 +156,7 @@ def test_measurements_are_those_of_plain_transformers(
     layers, buckets = by_documents[documents]
     batches = rows_of_documents(own) if documents else own
 
-    # The loss by position is that of each token.
+    # The loss by position comes from each token.
     by_position = torch.zeros(BUCKETS, 2, dtype=torch.float64)
     sums = torch.cat([engine.eval_batch(batches, by_position), by_position.flatten()])
     loss, count, *by_bucket = engine.sum_over_ranks(sums).tolist()
@@ -164,7 +164,7 @@ def test_measurements_are_those_of_plain_transformers(
     assert sum(by_bucket[::2]) == pytest.approx(loss, rel=1e-6)
     assert sum(by_bucket[1::2]) == count
 
-    # Rows that are longer than those trained on are told apart by depth.
+    # Rows longer than the training rows are distinguished by depth.
     longer = torch.zeros(2, 2, dtype=torch.float64)
     engine.eval_batch(needles(own), longer)
     expected = expected_needles()
@@ -172,14 +172,14 @@ def test_measurements_are_those_of_plain_transformers(
     for measured, wanted in zip(engine.sum_over_ranks(longer).tolist(), expected, strict=True):
         assert measured == pytest.approx(wanted, rel=1e-4)
 
-    # Entropy and coverage are those of eager attention.
+    # Entropy and coverage equal those of eager attention.
     first = torch.tensor([True, False])  # of two samples in each micro-batch
     attention = attention_sums(engine, [(batch, first) for batch in batches])
     means = [[row[0] / row[2], row[1] / row[2]] for row in attention.tolist()]
     assert len({round(entropy, 3) for entropy, _ in layers}) == MODEL["num_hidden_layers"]
     assert torch.tensor(means) == pytest.approx(torch.tensor(layers), rel=1e-4)
 
-    # Norm and change of the weights are those of whole ones.
+    # Norm and change of the weights equal those of whole weights.
     before = dict(engine.masters())
     change = WeightChange(engine)
     change.step_begins(1)

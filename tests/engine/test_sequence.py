@@ -1,4 +1,4 @@
-"""Divided rows on two ranks: the undivided model's logits, losses and documents."""
+"""Sequence parallelism on two ranks: the undivided model's logits, losses and documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_logits_losses_and_an_evaluation_are_the_undivided_models() -> None:
         engine.close()
     (logits, sums, falling, after), (theirs, their_sums, their_falling, later) = results
     assert (logits - theirs).abs().max() < 1e-6
-    assert (sums - their_sums).abs().max() < 1e-4  # of some hundred tokens, nats
+    assert (sums - their_sums).abs().max() < 1e-4  # sum of some hundred tokens, nats
     assert max(abs(a - b) for a, b in zip(falling, their_falling, strict=True)) < 1e-5
     assert (after - later).abs().max() < 1e-4
     assert (after - logits).abs().max() > 0.01
@@ -39,7 +39,7 @@ def test_shorter_rows_at_the_start_of_a_ramp_are_divided_too() -> None:
     sums = []
     for ds in (stage(1), divided(1)):
         engine = engine_of(ds)
-        batches = [batch.cut(4) for batch in share_of(engine)[0]]  # rows of a quarter
+        batches = [batch.cut(4) for batch in share_of(engine)[0]]  # rows of a quarter of the length
         sums.append(engine.sum_over_ranks(engine.eval_batch(batches)))
         engine.close()
     assert (sums[0] - sums[1]).abs().max() < 1e-4
@@ -47,7 +47,7 @@ def test_shorter_rows_at_the_start_of_a_ramp_are_divided_too() -> None:
 
 @ranks(2)
 def test_tokens_attend_within_their_document_across_ranks() -> None:
-    """The first half of the document before lies on another rank."""
+    """The first half of the previous document is on another rank."""
     engine = engine_of(divided(1))
     ids = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) % 24
     end = SEQ_LEN // 2 - 2  # of the first document

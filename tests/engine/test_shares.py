@@ -1,4 +1,4 @@
-"""What a rank reads, builds with and keeps: its share of a model, a piece of it at a time."""
+"""A rank reads, builds and keeps only its share of a model, one piece at a time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ STAGES_OF_TENSORS = {"pipeline": {"stages": 2}, **TENSORS}
 
 
 def expected_elements(plan: Plan) -> int:
-    """Return the elements of this rank by the layout: of each parameter of its stage the part that
-    the boxes name, under ZeRO 3 a share of that.
+    """Return this rank's number of elements by the layout: the part of its stage's parameters named
+    by the boxes, with ZeRO 3 a share of that.
     """
     assert plan.shape is not None
     shape, share, shards = plan.shape, plan.share, 1
@@ -71,8 +71,7 @@ def test_zero_3_shares_out_what_tensor_ranks_hold() -> None:
     engine.close()
 
 
-# Of models whose weights are given: tied, fused projections; experts that files have one by one;
-# a saved buffer.
+# For models with given weights: tied, fused projections; experts stored one by one; a saved buffer.
 KEYS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gpt2": {
@@ -101,7 +100,7 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 def random_model(name: str) -> PreTrainedModel:
-    """Return a model with weights and buffers that no seed of a run gives."""
+    """Return a model with weights and buffers that no run's seed produces."""
     torch.manual_seed(1)
     config = {**MODEL, "model_type": name, **KEYS[name]}
     model = AutoModelForCausalLM.from_config(hf_config(config))
@@ -130,7 +129,7 @@ GIVEN = {
 
 
 def check_given_weights(layout: str, name: str) -> None:
-    """Assert that a model's weights and buffers are read exactly, into stages by pieces."""
+    """Assert that a model's weights and buffers are read exactly, into stages piece by piece."""
     elements, read_weights = [], reading.read_weights
 
     def watched(*args: Any) -> Any:
@@ -181,7 +180,7 @@ BUILT = {
     "tensors under ZeRO 3": {**stage(3), **TENSORS},
     "stages of tensors": {**stage(1), **STAGES_OF_TENSORS},
 }
-_LARGER = {  # whose layers are large beside the rest that is allocated
+_LARGER = {  # its layers are large compared with everything else
     **MODEL,
     "vocab_size": 512,
     "hidden_size": 128,
@@ -215,15 +214,15 @@ def check_peak(layout: str, way: str) -> None:
         engine = engine_of(BUILT[layout], model=model)
     share = 4 * engine.describe()["elements_held"]
     whole = sum(p.nbytes for p in engine.module.parameters() if p.ndim == 1)  # norms
-    dist.barrier()  # gloo's other ranks may still connect to this one's groups
+    dist.barrier()  # gloo's other ranks may still be connecting to this one's groups
     engine.close()
-    # A given weight that is not cut stays where its file is mapped.
+    # An undivided given weight stays in its mapped file.
     least = share - (whole if way == "given" else 0)
     assert least <= peaks[0] <= share + 2 * piece
 
 
 def _let_go(function: Any) -> Any:
-    """Return a collective after which gloo's threads have time to let go of what they sent."""
+    """Return a collective after which gloo's threads have time to release what they sent."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         work = function(*args, **kwargs)
@@ -235,7 +234,7 @@ def _let_go(function: Any) -> Any:
 
 def _measured(function: Any, peaks: list[int], mapped: int) -> Any:
     def measured(*args: Any) -> Any:
-        gc.collect()  # what was built before is not freed while this is measured
+        gc.collect()  # earlier objects must not be freed during the measurement
         with rise(mapped) as highest:
             built = function(*args)
         peaks.append(highest.bytes)

@@ -1,4 +1,4 @@
-"""Whole steps on a simulated device with streams: nothing overtakes what it depends on."""
+"""Whole steps on a simulated device with streams: no operation overtakes its dependencies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def zero(number: int, **keys: Any) -> dict[str, Any]:
-    """Return a JSON in bf16, without the timer whose waits hide races from the third step on."""
+    """Return a JSON in bf16 without the timer whose waits hide races from the third step on."""
     section = {**stage(number)["zero_optimization"], **keys}
     return {"zero_optimization": section, **BF16, "timers": {"throughput": {"enabled": False}}}
 
 
 PINNED = {"device": "cpu", "pin_memory": True}
-LION = {"optim": {"name": "lion"}}  # in torch's own operations, which are seen
+LION = {"optim": {"name": "lion"}}  # uses torch operations, which the simulator sees
 CLIPPED = {"optim": {"name": "lion", "clip_value": 1e-3}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero1": (zero(1), {}),
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 _OF_FRAGMENTS = "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py"
 _OF_WEIGHTS = "deepspeed/runtime/zero/stage3.py -> deepspeed/runtime/zero/partition_parameters.py"
-# Where one of our waits alone keeps the order: the wait, and who overtakes whom without it.
+# Layouts in which only our wait keeps the order: the wait, and the race without it.
 OVERTAKES = {
     "zero2": ("settle_gradients", _OF_FRAGMENTS),
     "zero3": ("gather_after_writing", _OF_WEIGHTS),
@@ -45,7 +45,9 @@ OVERTAKES = {
 
 
 def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
-    """Races, reuses and waits in four steps, one of them judged a spike; waits in the last."""
+    """Return races, reuses and waits in four steps, one of them judged a spike; waits are of the
+    last.
+    """
     from tests.gates.streams.simulated import simulated  # imports DeepSpeed
 
     ds, sections = CASES[name]
@@ -72,7 +74,7 @@ def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
 @pytest.mark.parametrize("name", cells(CASES, ("zero3 clipped",)))
 @ranks(2)
 def test_no_stream_and_no_host_overtakes_another(name: str) -> None:
-    """Our own code makes the host wait for nothing; DeepSpeed's waits are counted."""
+    """Our own code never makes the host wait; DeepSpeed's waits are counted."""
     facts = seen(name)
     assert facts["races"] == {}
     assert facts["reuses"] == {}
@@ -88,9 +90,10 @@ def files(race: str) -> str:
 @pytest.mark.parametrize("name", cells(OVERTAKES, ("offload2 clipped",)))
 @ranks(2)
 def test_without_the_waits_the_simulation_finds_races(name: str) -> None:
-    """Nor does DeepSpeed wait for the whole device, but where it offloads.
+    """DeepSpeed does not wait for the whole device either, except when it offloads.
 
-    Clamping races with the copy that it does not wait for, and so does the norm: as many places.
+    Clamping races with the copy that it does not wait for, and so does the norm: the same number of
+    places.
     """
     from harness.engine.deepspeed_0_19 import gradients
 

@@ -1,4 +1,4 @@
-"""Divided tensors on two ranks: the same weights and logits, half of each matrix on a rank."""
+"""Tensor parallelism on two ranks: the same weights and logits, half of each matrix on a rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensor(zero: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("zero", STAGES)
 @ranks(2)
 def test_ranks_start_from_the_weights_that_one_process_draws(zero: int) -> None:
-    """Each rank has half of what is divided, and all of the rest."""
+    """Each rank has half of what is divided and all other parameters."""
     drawn = drawn_weights()
     engine = engine_of(tensor(zero))
     assert different(engine.masters(), drawn) == []
@@ -56,7 +56,7 @@ def test_the_last_tokens_logits_and_an_evaluation_are_the_undivided_models() -> 
     (logits, sums), (divided, divided_sums) = outputs
     assert len(divided) == VOCAB_SIZE
     assert (logits - divided).abs().max() < 1e-6
-    assert (sums - divided_sums).abs().max() < 1e-4  # of some hundred tokens, nats
+    assert (sums - divided_sums).abs().max() < 1e-4  # sum of some hundred tokens, nats
 
 
 @ranks(2)
@@ -83,7 +83,7 @@ def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
 
 @ranks(2)
 def test_each_rank_draws_dropout_for_its_own_heads_and_all_else_alike() -> None:
-    """A layer that is computed again in the backward pass draws the same again."""
+    """A layer that is recomputed in the backward pass draws the same dropout."""
     model = {"attention": "eager", "attention_dropout": 0.5, "checkpointing": "full"}
     engine = engine_of(tensor(1), model=model)
     kept: list[torch.Tensor] = []
@@ -101,7 +101,7 @@ def test_each_rank_draws_dropout_for_its_own_heads_and_all_else_alike() -> None:
     after = torch.rand(4)
     engine.close()
     layers = 3
-    assert len(kept) == 2 * layers  # each is computed again, the last one first
+    assert len(kept) == 2 * layers  # each is recomputed, the last one first
     again = kept[layers:][::-1]
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=False))
     assert not torch.equal(kept[0], kept[1])

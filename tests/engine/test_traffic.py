@@ -1,4 +1,4 @@
-"""Bytes that a step sends over two ranks: those of every collective equal the formulas."""
+"""Bytes sent in a step over two ranks: those of every collective equal the formulas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = 16  # bytes: norms and the like
 
 
 class Collectives(TorchDispatchMode):
-    """Adds up the bytes of collectives over several ranks, by kind."""
+    """Sums the bytes of collectives over several ranks, by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def sent(ds: dict[str, Any], **model: str) -> tuple[dict[str, int], Inputs]:
-    """Return the second step's bytes and the plan's numbers: the first one sends shapes, too."""
+    """Return the second step's bytes and the plan's inputs; the first step also sends shapes."""
     engine = engine_of(ds, model=model)
     losses(engine, 1)
     with Collectives() as collectives:
@@ -98,7 +98,7 @@ def test_ranks_of_a_row_exchange_heads_and_are_data_ranks() -> None:
 
 @ranks(2)
 def test_experts_ranks_exchange_every_chosen_token_and_share_all_else() -> None:
-    """The tokens that come back from a rank depend on the load; only their mean is known."""
+    """The tokens that return from a rank depend on the load; only their mean is known."""
     ds = {**stage(1), "expert_parallel": {"enabled": True, "autoep_size": 2}}
     seen, inputs = sent(ds, name=written("mixtral", MIXTURES["mixtral"]))
     of_micro_batch = traffic.expert(inputs).total + traffic.expert_counts(inputs).total

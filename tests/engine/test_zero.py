@@ -20,7 +20,7 @@ from tests.engine.engines import (
 from tests.ranks import ranks
 from tests.shipped import DS_CONFIGS, fewest_ranks
 
-# zero3_nvme needs a library that may not be here: tests/plan/test_swap_space.py.
+# zero3_nvme needs a library that may be missing: tests/plan/test_swap_space.py.
 SHIPPED = sorted(
     path.stem
     for path in DS_CONFIGS.glob("*.json")
@@ -31,7 +31,7 @@ SHIPPED = sorted(
 @pytest.mark.parametrize("number", STAGES)
 @ranks(2)
 def test_clipping_by_value_clamps_every_element_and_reports_the_norm_before(number: int) -> None:
-    """One SGD step of rate 1 moves every weight by its clamped gradient."""
+    """One SGD step with rate 1 moves every weight by its clamped gradient."""
     limit = 1e-3
     engine = engine_of(stage(number), optim={**SGD, "clip_value": limit})
     before = dict(engine.masters())

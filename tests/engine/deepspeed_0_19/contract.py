@@ -1,7 +1,7 @@
-"""Expectations of each private name of DeepSpeed that the library reads.
+"""Expectations for each private name of DeepSpeed that the library reads.
 
-`name: (layout, expectation)`; every layout's engine is built once, has its gradients ready, and is
-asked for all of its names. Dotted names are read of what is left of the dot.
+`name: (layout, expectation)`. Each layout's engine is built once, has its gradients ready, and is
+checked for all of its names. Dotted names are read from the object before the dot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def parameter(engine: Any) -> Any:
-    """One that this rank has a part of."""
+    """Return the largest parameter of which this rank has a part."""
     linked = [p for p in engine.module.parameters() if getattr(p, "_hp_mapping", 0) is not None]
     return max(linked, key=lambda p: p.numel())
 
@@ -40,7 +40,7 @@ def link(engine: Any) -> Any:
 
 
 def group_of(engine: Any, groups: Any) -> bool:
-    """Return True if lists of parameters, one per group, hold all that is trained."""
+    """Return True if lists of parameters, one per group, contain all trained parameters."""
     trained = {id(p) for p in engine.module.parameters() if p.requires_grad}
     return {id(p) for group in groups for p in group} == trained
 
@@ -50,14 +50,14 @@ def flat(tensors: Any) -> bool:
 
 
 def takes(function: Any, *names: str) -> bool:
-    """Return True if a function or method has these parameters, and needs no other."""
+    """Return True if a function or method has these parameters and requires no others."""
     parameters = inspect.signature(function).parameters
     needed = {name for name, p in parameters.items() if p.default is p.empty} - {"self"}
     return set(names) <= parameters.keys() and needed <= set(names)
 
 
 def of_class(path: str, name: str) -> bool:
-    """Return True if a class of DeepSpeed, unused here, defines a method or sets a field."""
+    """Return True if a class of DeepSpeed, not used here, defines a method or sets a field."""
     module, _, owner = path.rpartition(".")
     source = inspect.getsource(getattr(__import__(module, fromlist=[owner]), owner))
     return f"def {name}(" in source or f"self.{name} =" in source

@@ -1,4 +1,4 @@
-"""Compiled operators: who builds, who waits, and what is said when a build fails."""
+"""Compiled operators: who builds, who waits, and the message of a failed build."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ cpp_extension.load(name="planted", sources=[sys.argv[1]], is_python_module=False
 print("loaded", flush=True)
 """
 STARTS_NOT = "echo 'planted.h:1: error: nothing works' >&2; exit 1"
-# Of a command only its flags say that it compiles: paths may hold any word.
+# Only flags show that a command compiles: paths may contain any word.
 COMPILES_NOT = f'case " $* " in *" -c "*) {STARTS_NOT};; *) exec c++ "$@";; esac'
 
 
 def compiler(folder: Path, script: str) -> str:
-    """A c++ that does something else."""
+    """Write a c++ that runs a script instead."""
     folder.mkdir()
     path = folder / "c++"
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -78,7 +78,7 @@ def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
 
 
 def test_who_waits_locks_what_others_see(tmp_path: Path) -> None:
-    """Its last holder removes the file: a lock on that one would keep nobody out."""
+    """The last holder removes the file: a lock on the removed file would exclude nobody."""
     path = tmp_path / "lock"
     first, second, waits = _BuildLock(str(path)), _BuildLock(str(path)), threading.Event()
     second._say = lambda text: waits.set()
@@ -144,7 +144,7 @@ def test_a_broken_compiler_ends_a_run_with_code_2(tmp_path: Path, data: list[str
 def test_what_is_there_already_is_loaded_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another installation may have built it: it is built again, and then somebody says so."""
+    """Another installation may have built it: then it is rebuilt, with a message."""
     monkeypatch.setattr(builds, "PATIENCE_S", 0.05)
     (tmp_path / "there.so").touch()
     said: list[str] = []

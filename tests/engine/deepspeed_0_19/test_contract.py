@@ -1,4 +1,4 @@
-"""A DeepSpeed that is newer than those tested: run with a line, or refused with what it lacks."""
+"""A DeepSpeed newer than those tested: used with a message, or refused with the missing names."""
 
 from __future__ import annotations
 

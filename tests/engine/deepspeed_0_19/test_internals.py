@@ -1,6 +1,6 @@
-"""Every private name of DeepSpeed that the library reads is there and means what it meant.
+"""Every private name of DeepSpeed that the library reads exists with its expected meaning.
 
-After an upgrade of DeepSpeed, run this file first: it names what has moved, within a minute.
+After an upgrade of DeepSpeed, run this file first: it lists all changed names within a minute.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tests.two_ranks import REPOSITORY
 LIBRARY = REPOSITORY / "harness"
 ROOM = LIBRARY / "engine" / "deepspeed_0_19"
 NAMES = {name.rpartition(".")[2] for name in CONTRACT}
-# Of the contract, what other things are called, too.
+# Names in the contract that other objects also use.
 ORDINARY = {"optimizer", "loss", "tensors", "dynamic", "model_parallel", "skipped_steps"}
-# Documented, or of torch and Python: `internals.py` may use these without a contract.
+# Documented, or from torch and Python: `internals.py` may use these without a contract.
 PUBLIC = {
     *("module", "parameters", "state", "requires_grad", "shape", "data", "numel", "view", "narrow"),
     *("start", "group", "update", "truncate", "open", "partition", "get_rank", "ProcessGroup"),
     *("Parameter", "Tensor", "zeros", "copy_", "clone"),
 }
 READERS = {"getattr", "hasattr", "setattr"}
-# Private names of torch's that are read elsewhere.
+# Private names of torch that are read elsewhere.
 OF_TORCH = {
     "_get_default_store",
     "_buffers",
@@ -43,7 +43,7 @@ OF_TORCH = {
 @pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1", "zero3")))
 @ranks(2)
 def test_the_names_are_what_they_were(layout: str) -> None:
-    """The names that are read of the engine of a layout, which has its gradients ready."""
+    """Check the names read from the engine of a layout that has its gradients ready."""
     engine = engine_of(LAYOUTS[layout])
     engine.train_batch(*share_of(engine), 1e-3)
     engine.accumulate(*share_of(engine))
@@ -64,7 +64,7 @@ def test_every_name_of_the_contract_has_a_layout() -> None:
 
 
 def attributes(path: Path) -> Iterator[tuple[int, ast.expr | None, str]]:
-    """(line, owner, name) of each attribute in a file, also of those read by `getattr`."""
+    """Yield (line, owner, name) of each attribute in a file, including those read by `getattr`."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.value, node.attr
@@ -75,7 +75,7 @@ def attributes(path: Path) -> Iterator[tuple[int, ast.expr | None, str]]:
 
 
 def private_reads(library: Path) -> list[str]:
-    """`path:line: name` of each private name that is read outside the room of DeepSpeed's."""
+    """Return `path:line: name` of each private name read outside the DeepSpeed room."""
     problems = []
     for path in sorted(library.rglob("*.py")):
         place = path.relative_to(library)

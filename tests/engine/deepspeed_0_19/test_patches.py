@@ -1,4 +1,6 @@
-"""Each defect that is worked around is still there; a failure here means that its patch can go."""
+"""Each DeepSpeed defect that has a workaround still exists; a failure here means that the
+workaround can be removed.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,7 @@ for name, module in (("deepspeeds", theirs), ("ours", ours)):
 BF16 = {
     **stage(1),
     "bf16": {"enabled": True},
-    "data_types": {"grad_accum_dtype": "fp32"},  # which BF16_Optimizer takes
+    "data_types": {"grad_accum_dtype": "fp32"},  # selects BF16_Optimizer
 }
 
 
@@ -195,7 +197,7 @@ def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(tmp_path: 
 
 @ranks(2)
 def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32() -> None:
-    """Ours is reported."""
+    """Our norm is reported."""
     engine = engine_of(stage(0))
     engine.accumulate(*batches())
     norm = torch.stack([gradient.norm() for _, gradient in engine.gradients()]).norm()
@@ -206,7 +208,7 @@ def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32() -> None:
 
 @ranks(2)
 def test_deepspeed_raises_a_bare_exception_at_the_minimum_loss_scale() -> None:
-    """Ours ends the run with a diagnosis."""
+    """Our engine ends the run with a diagnosis."""
     engine = engine_of(fp16(min_loss_scale=2**32))
     engine.accumulate(*batches())
     with pytest.raises(Exception, match="loss scale already at minimum") as caught:
@@ -255,7 +257,7 @@ def printed_by_an_engine(ds: dict[str, Any]) -> str:
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
 def test_deepspeeds_resumed_cpu_adam_rounds_differently_and_ours_does_not() -> None:
-    """As the CPU ranks use it, in a process that looks for no other device."""
+    """As on CPU ranks, in a process that looks for no other device."""
     command = [sys.executable, "-c", RESUMES_ADAM]
     env = environment(PYTHONPATH=str(REPOSITORY))
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -264,7 +266,9 @@ def test_deepspeeds_resumed_cpu_adam_rounds_differently_and_ours_does_not() -> N
 
 @ranks(2)
 def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage() -> None:
-    """One SGD step of rate 1 moves the weights by more than the limit, and ours by it."""
+    """One SGD step with rate 1 moves the weights by more than the limit; with our patch, by the
+    limit.
+    """
     limit = 0.05
     moved = {}
     for who in ("ours", "deepspeeds"):
@@ -282,7 +286,7 @@ def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage() -> No
 
 @ranks(2)
 def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once() -> None:
-    """A stage waits for the other one as often."""
+    """A stage still waits for the other one as often."""
     groups = [{"pattern": "lm_head", "lr_multiplier": 0.5}]
     engine = engine_of(pipeline(1), optim={"groups": groups})
     engine.accumulate(*share_of(engine))
@@ -367,7 +371,7 @@ def test_deepspeeds_pipeline_prints_whatever_the_log_level() -> None:
 
 @ranks(2)
 def test_zero_0_in_fp32_steps_with_nan() -> None:
-    """DeepSpeed by itself."""
+    """DeepSpeed without our code."""
     engine = engine_of(stage(0))
     with gradient_of(engine, math.nan):
         engine.accumulate(*share_of(engine))
@@ -379,7 +383,7 @@ def test_zero_0_in_fp32_steps_with_nan() -> None:
 
 @ranks(2)
 def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step() -> None:
-    """Without our workaround, the step after one with NaN is skipped, too."""
+    """Without our workaround, the step after one with NaN is also skipped."""
     from harness.engine.deepspeed_0_19 import gradients
 
     nothing = mock.patch.object(gradients, "drop_skipped_gradients")
@@ -426,7 +430,7 @@ def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
 
 
 def resolved(owner: str, name: str) -> bool:
-    """Return True if an attribute is there, of a module or of a class in one."""
+    """Return True if an attribute exists in a module or in a class of one."""
     try:
         place: object = importlib.import_module(owner)
     except ModuleNotFoundError:
