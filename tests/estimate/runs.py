@@ -1,4 +1,4 @@
-"""Inputs of an estimate, from a model and the keys in which a run differs from an empty JSON."""
+"""Inputs of an estimate, from a model and the settings that differ from an empty JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run_of(
     bounds: Bounds | None = None,
     **keys: Any,
 ) -> Inputs:
-    """Return a run of a preset or a config; what is no field of Inputs is a key of the JSON, by the
-    last part of its name.
+    """Return the inputs of a preset or a config; keywords that are not fields of Inputs are JSON
+    keys, named by their last part.
     """
     own = {name: keys.pop(name) for name in [*keys] if name in _OWN}
     ds = {"type": "AdamW", **keys}

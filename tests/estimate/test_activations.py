@@ -1,5 +1,5 @@
-"""Predicted activations against what autograd saves of the real models, on tiny shapes, and
-predicted bytes of the loss in chunks against those of the real head and loss.
+"""Predicted activations against those that autograd saves in real models, with tiny shapes; and
+predicted bytes of the chunked loss against those of the real head and loss.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ FAMILIES = {
     },
 }  # fmt: skip
 CPU = torch.device("cpu")
-# precision, attention, checkpointing, documents masked, activation offload, tiles of MLPs
+# precision, attention, checkpointing, documents masked, activation offload, MLP tiles
 WAYS = [
     ("bf16", "sdpa", "none", False),
     ("bf16", "eager", "none", False),
@@ -118,7 +118,7 @@ WAYS = [
 def saved_bytes(
     config, precision, attention, checkpointing, masked, offload=False, tiles=1, chunk=0
 ) -> int:
-    """Bytes of the storages that one forward pass saves, parameters and buffers left out."""
+    """Return the bytes of storages that one forward pass saves, without parameters and buffers."""
     torch.manual_seed(0)
     name = function_name(attention, ATTENTIONS[attention].sizes, 0)
     model = skeleton(hf_config(config), DTYPES[precision], name)
@@ -141,7 +141,7 @@ def saved_bytes(
     positions = (torch.arange(SEQ_LEN) % 40).repeat(MICRO_BATCH, 1) if masked else None
     with saved_by(model) as saved:
         batch = Batch(ids, ids.clone(), positions)
-        _loss = forward(  # alive, and all that it keeps
+        _loss = forward(  # keeps it alive with all that it references
             *(model, ids, batch.labels, positions), keywords=batch.keywords(attention, CPU)
         )
     return saved.bytes
@@ -158,23 +158,23 @@ def inputs_of(
 
 
 def exists(family, way):
-    """Return False where a family does not run in a way, or saves other tensors there."""
+    """Return False if a family does not support a way, or saves other tensors in it."""
     if family in ("opt", "bloom", "falcon") and way[1] == "varlen":
-        return False  # it does not tell attention where documents begin
+        return False  # its attention is not told where documents begin
     if family in ("gemma2", "bloom") and way[1] == "sdpa":
         return False  # it has no sdpa: tests/plan/test_kernels.py
     if family == "opt" and way[3]:
-        return False  # it ignores where documents end, and is refused: tests/engine/test_build.py
+        return False  # ignores document ends, and is refused: tests/engine/test_build.py
     if family == "falcon" and way[2] == "selective" and way[-1] != 4:
-        return False  # it adds attention to its MLP's result in place: counted a product too much
+        return False  # adds attention to its MLP's result in place: one product too many is counted
     if family == "falcon" and not is_older((2, 15), "torch") and (way[3] or way[-1] == 4):
-        return False  # estimated 1 to 9 % too high where fused kernels take its one key head
-    # An MLP that cannot be cut into tiles: tests/plan/refusals/model.toml.
+        return False  # estimated 1 to 9 % too high if fused kernels handle its one key head
+    # MLPs that cannot be tiled: tests/plan/refusals/model.toml.
     return way[-1] != 4 or family not in ("opt", "mixtral", "qwen3_moe")
 
 
 def saving_cases():
-    """Return all ways of llama, and the first of every other family; the rest is a gate's."""
+    """Return all ways of llama, and the first of every other family; a gate has the rest."""
     cases = []
     for family in FAMILIES:
         ways = [way for way in WAYS if exists(family, way)]
@@ -233,7 +233,7 @@ def test_eager_attention_has_a_mask_for_each_window():
     assert [parts["attention mask"] for parts in sizes] == [mask, 2 * mask]
 
 
-# docs/memory.md works these out term by term.
+# docs/memory.md derives these term by term.
 BY_HAND = {"llama": 905_728, "qwen3": 1_038_848, "mixtral": 1_390_080, "gpt2": 1_117_184}
 
 
@@ -286,7 +286,7 @@ VOCAB, CHUNK = 5000, 1024
 
 @pytest.fixture
 def alone() -> Iterator[dist.ProcessGroup]:
-    """A group of this process."""
+    """Yield a process group of only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -378,7 +378,7 @@ def test_a_rank_reads_the_whole_model_or_a_piece_at_a_time_of_what_it_divides() 
 
 
 def test_divided_logits_are_there_in_full_precision_three_times() -> None:
-    """models/vocabulary_loss.py; in bf16 14 bytes of each logit, of half the vocabulary."""
+    """See models/vocabulary_loss.py; in bf16, 14 bytes for each logit of half the vocabulary."""
     inputs = run_of(FAMILIES["llama"], grid=Grid(2, tensor=2))
     rank = estimate_memory(inputs).worst
     assert rank.phase("loss")["logits and loss"] == 14 * 150 * inputs.tokens

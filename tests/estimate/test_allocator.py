@@ -1,4 +1,6 @@
-"""The model of torch's allocator: rounding, segments, splits, streams; and what a run reserves."""
+"""The model of torch's allocator: rounding, segments, splits, streams; and the memory that a run
+reserves.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,13 @@ def test_the_smallest_block_that_is_large_enough_is_split() -> None:
         allocator.free(block)
     first, second = allocator.allocate(30 * MIB), allocator.allocate(90 * MIB)
     assert allocator.reserved == 140 * MIB
-    third = allocator.allocate(10 * MIB)  # of either rest
+    third = allocator.allocate(10 * MIB)  # from either remainder
     assert allocator.reserved == 140 * MIB
     assert allocator.allocate(20 * MIB)
     assert allocator.reserved == 160 * MIB
     for block in (first, second, third):
         allocator.free(block)
-    assert allocator.allocate(100 * MIB)  # whose parts have merged
+    assert allocator.allocate(100 * MIB)  # its parts have merged
     assert allocator.reserved == 160 * MIB
 
 
@@ -73,7 +75,7 @@ def test_segments_that_grow_put_freed_blocks_together() -> None:
             allocator.free(block)
         allocator.allocate(sum(sizes))
         reserved.append(allocator.reserved)
-    assert reserved == [512 * MIB, 260 * MIB]  # in pages of 20 MiB each time that it grows
+    assert reserved == [512 * MIB, 260 * MIB]  # in pages of 20 MiB each time it grows
 
 
 def test_every_gpu_has_a_generation() -> None:
@@ -123,7 +125,7 @@ def test_reserved_is_between_what_is_allocated_and_what_nothing_shares() -> None
 def test_layers_that_fit_once_fit_again(
     model: str, stage: int, expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not played anew for each layer of the backward pass changes nothing."""
+    """Layers of the backward pass that are not replayed change nothing."""
 
     def leave_each(tape: _Tape) -> None:
         while len(tape._layers) > 1:

@@ -1,5 +1,5 @@
-"""Runs that this machine cannot hold are refused, with the changes that would help; carried states
-count.
+"""Runs that exceed this machine's memory are refused, with the changes that would help; carried
+states count.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_a_process_on_a_gpu_holds_cudas_memory_of_the_host_too() -> None:
 
 
 def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_allocators() -> None:
-    exact = plan(OFFLOADED, **LLAMA)  # DeepSpeed pins unless it is told not to
+    exact = plan(OFFLOADED, **LLAMA)  # DeepSpeed pins memory unless told otherwise
     rounded = plan(OFFLOADED, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA)
     notes = [event["message"] for event in rounded.events if event["kind"] == "pinned_memory"]
     assert ["add pinned_max_cached_size_mb:64" in note for note in notes] == [True]
@@ -161,14 +161,14 @@ def test_the_line_of_a_cpu_counts_its_process_and_contradicts_itself_nowhere() -
     assert line.startswith(f"{as_size(2 * worst.on_cpu)} of host memory per node; a rank holds ")
     assert f"{as_size(worst.on_cpu)} at most, in {worst.cpu_peak_phase} (process " in line
     assert sum(worst.cpu_phase(worst.cpu_peak_phase).values()) == worst.on_cpu
-    # Nothing in it is larger than the whole, as the bucket that nobody fills was.
+    # Nothing in it is larger than the whole, as the empty bucket was.
     assert tiny.worst.peak > worst.on_cpu
     assert f"{tiny.worst.peak / GIB:.2f} GiB" not in line
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A /proc and a control group tree to write into."""
+    """Return a /proc and a control group tree to write into."""
     monkeypatch.setattr(fit, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(fit, "_CGROUPS", tmp_path / "cgroup")
     (tmp_path / "proc/self").mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""Whole jobs: evaluations and saves beside steps, the best interval between saves, what failures
-add, and a site's rates, which come out of steps that were measured there.
+"""Whole jobs: evaluations and saves in addition to steps, the best interval between saves, the
+effect of failures, and a site's rates, recovered from measured steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LLAMA_3 = Job(seconds=54 * DAY, gpus=16_384, watts=700)
 
 
 def test_failures_are_as_frequent_as_those_of_llama_3() -> None:
-    """419 unexpected ones in 54 days (arXiv 2407.21783)."""
+    """419 unexpected failures in 54 days (arXiv 2407.21783)."""
     assert LLAMA_3.seconds / LLAMA_3.failure_seconds == pytest.approx(419, rel=0.02)
 
 
@@ -72,7 +72,7 @@ def test_no_other_interval_loses_less() -> None:
 def test_hours_energy_and_cost() -> None:
     job = Job(seconds=10 * 3600, gpus=8, watts=500)
     assert (job.gpu_hours, job.energy_kwh) == (80, 40)
-    assert 160 < job.cost(2.0) < 170  # saves and failures are little for eight GPUs
+    assert 160 < job.cost(2.0) < 170  # saves and failures are minor for eight GPUs
 
 
 FACTORS = {"products": 0.6, "memory_rate": 1.7, "launch_scale": 2.5, "link_latency": 3.0}

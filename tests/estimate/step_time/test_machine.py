@@ -1,4 +1,4 @@
-"""Rates of GPUs with where they come from, and what is bound by them: matrix products and
+"""Rates of GPUs with their sources, and the operations that they bound: matrix products and
 collectives.
 """
 
@@ -39,7 +39,7 @@ def test_a_network_that_is_given_is_taken() -> None:
 
 
 def test_ranks_of_a_node_share_its_hosts_memory() -> None:
-    """One rank on a node has all of it: eight have what published runs on eight GPUs show."""
+    """One rank on a node has all of it; for eight, it equals published runs on eight GPUs."""
     alone, eight = (machine_of("h100-80", ranks, "bf16") for ranks in (1, 8))
     assert alone.host_memory_rate == 8 * eight.host_memory_rate
     assert eight.host_memory_rate == 20e9
@@ -70,7 +70,7 @@ def test_measured_rates_take_the_place_of_the_tables() -> None:
     assert (node.link_rate, node.network_rate) == (300e9, usual.network_rate)
     assert node.evidence == "measured"
     nodes = measured(usual, {**RATES_OF_ONE_NODE, "nodes": 2, "all_reduce_gb_per_s": 160.0})
-    # A ring enters and leaves each node once, over the cards of all eight.
+    # A ring enters and leaves each node once, using the network cards of all eight.
     assert (nodes.link_rate, nodes.network_rate) == (200e9, 20e9)
 
 
@@ -106,7 +106,7 @@ def test_one_tile_more_than_a_wave_takes_two_waves() -> None:
 
 def test_kernels_that_share_the_last_wave_lose_less_in_it() -> None:
     machine = replace(A100, partial_wave=0.25, kernel_seconds=0.0)
-    rows, columns = TILE * 12, TILE * 9  # a whole wave, and a quarter of another
+    rows, columns = TILE * 12, TILE * 9  # a full wave, and a quarter of another
     one = product_seconds(rows, columns, 8192, 2, machine)
     quarter = product_seconds(rows + TILE * 3, columns, 8192, 2, machine)
     assert quarter == pytest.approx((1.25 + 0.25 * 0.75) * one)
@@ -118,7 +118,7 @@ MACHINE = replace(machine_of("h100-80", 8, "bf16"), link_latency=0.0, network_la
 def test_groups_know_their_nodes_and_neighbours() -> None:
     assert Group.of(8, 1, 8) == Group(8, nodes=1, sharing=1)
     assert Group.of(64, 1, 8) == Group(64, nodes=8, sharing=1)
-    # Eight data ranks, one of each node: all eight tensor ranks' groups share the network.
+    # Eight data ranks, one per node: the groups of all eight tensor ranks share the network.
     assert Group.of(8, 8, 8) == Group(8, nodes=8, sharing=8)
     assert Group.of(4, 2, 8) == Group(4, nodes=1, sharing=1)
 

@@ -1,5 +1,5 @@
-"""Steps: terms that must be equal, larger or smaller when one thing of a run changes; and work
-between tokens, by kind of layer and of attention.
+"""Steps: terms that must be equal, larger or smaller if one property of a run changes; and work
+between tokens, by kind of layer and attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.layout.shape import Body, Shape, Tensor, active_parameters, flops_p
 from harness.layout.stages import split_evenly
 from tests.estimate.runs import run_of
 
-MACHINE = replace(machine_of("h100-80", 8, "bf16"), launch_scale=0.2)  # of a quick host
+MACHINE = replace(machine_of("h100-80", 8, "bf16"), launch_scale=0.2)  # of a fast host
 
 
 def run(model: str = "llama-1b", **changes: Any) -> Inputs:
@@ -70,7 +70,7 @@ def test_hooks_of_zero_3_are_hidden_as_far_as_the_host_is_idle() -> None:
         return estimate_time(run(micro_batch=micro_batch, **changes), machine).terms["launches"]
 
     hooks = 4 * 16 * HOOK_SECONDS[True][0]
-    assert launches(slow) == pytest.approx(launches(slow, stage=2) + hooks)  # the host has no rest
+    assert launches(slow) == pytest.approx(launches(slow, stage=2) + hooks)  # the host never idles
     assert 0 < launches(slow, 4) - launches(slow, 4, stage=2) < hooks
     assert launches(MACHINE, 2) == 0
 
@@ -92,7 +92,7 @@ def test_every_term_has_the_evidence_of_its_rates() -> None:
 def test_tensor_ranks_divide_products_and_add_sums() -> None:
     whole, divided = run(ranks=8), run(ranks=8)
     divided = replace(divided, grid=Grid(8, tensor=4), zero=replace(divided.zero, stage=1))
-    endless = replace(MACHINE, kernel_seconds=0.0)  # a kernel's least is not divided
+    endless = replace(MACHINE, kernel_seconds=0.0)  # a kernel's minimum time is not divided
     one, four = estimate_time(whole, endless), estimate_time(divided, endless)
     assert four.terms["products"] == pytest.approx(one.terms["products"] / 4, rel=0.05)
     assert four.terms["tensor"] > 0
@@ -174,14 +174,14 @@ def test_a_recurrent_layer_has_no_attention_but_a_step_for_each_token() -> None:
     tokens = 8192 * long.inputs.grad_accum
     assert long.terms["serial"] / tokens >= 4 * 2 * 5e-6  # layers, passes, a kernel
     many = estimate_time(traced(LSTM, micro_batch=16, seq_len=8192), MACHINE)
-    assert many.tokens_per_s_per_gpu > 10 * long.tokens_per_s_per_gpu  # samples go together
+    assert many.tokens_per_s_per_gpu > 10 * long.tokens_per_s_per_gpu  # samples run together
     assert long.evidence == "guessed"
     shape = long.inputs.shape
     assert flops_per_token(shape, 8192) == 6 * active_parameters(shape)
 
 
 def test_a_state_costs_no_more_than_its_kernels_move() -> None:
-    """Reference code keeps every state that a scan goes through; its kernel does not."""
+    """Reference code keeps every state of a scan; its kernel does not."""
     reference, little = (
         estimate_time(traced(MAMBA, bytes=size, way=BY_REFERENCE), MACHINE) for size in (1e9, 1e3)
     )
@@ -234,7 +234,7 @@ def test_utilisation_is_never_above_1(gpu: str) -> None:
                 step = estimate_time(replace(inputs, attention_sizes=sizes), machine)
                 share = step.mfu
                 if attention == "flash_attention_3":
-                    # So fast that what MFU counts of masked scores, half of attention, shows.
+                    # So fast that MFU's count of masked scores, half of attention, shows.
                     count = adapters.flops_per_token if adapters else flops_per_token
                     counted, linear = (count(inputs.shape, seen) for seen in (length, 0))
                     share *= (counted + linear) / 2 / counted
@@ -252,7 +252,7 @@ def test_frozen_weights_have_no_gradient_in_utilisation() -> None:
 
 
 def test_documents_are_seen_where_a_kernel_is_told_of_them() -> None:
-    """Beside a mask every score is computed."""
+    """With a mask, every score is computed."""
     terms = {}
     for attention in ("sdpa", "varlen", "longformer"):
         sizes = tuple(ATTENTIONS[attention].sizes.items())
