@@ -1,8 +1,8 @@
-"""Reads the advice in a message, and follows it in the line of words that caused the message.
+"""Reads the advice in a message, and applies it to the arguments that caused the message.
 
-Advice begins with a verb behind a colon or semicolon: "...: use 1 or 2, or leave it out". Each way
-out that it names becomes words: KEY=VALUE sets a key, -KEY removes one, -?KEY where it is there,
-OLD>NEW renames one. Phrases that leave a key or a value open are in advice.toml.
+Advice begins with a verb after a colon or semicolon: "...: use 1 or 2, or leave it out". Each
+option that it names becomes words: KEY=VALUE sets a key, -KEY removes it, -?KEY removes it if
+present, OLD>NEW renames it. advice.toml lists phrases that leave a key or a value open.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IT = r"(?:it|this|that|that key|the section)"
 _THING = rf"(?:{_IT}|{_KEY})"
 _A_KEY, _ASSIGNED = re.compile(_KEY), re.compile(rf"{_KEY}={_VALUE}")
 _OF_THE_JSON = re.compile(rf"(?:{_TOPS})\b")
-# What a message is without: origins of its values, and counts of rows.
+# Removed from messages: origins of values, and counts of rows.
 _BESIDE = re.compile(
     r" \((?:[\w.]+: [^()]*|command line(?:, command line.*)?)\)$"
     r"| \([\d,]+ of [\d,]+ lines read; this is the first\)"
@@ -39,7 +39,7 @@ _DOES = re.compile(
     rf"(?:\(|[:;] )({_KEY}={_VALUE}) (?:can|reads|leaves|names|splits|learns|makes)\b"
 )
 _WAYS = re.compile(rf", or |, (?=(?:{VERBS})\b)")
-# Phrases that say everything themselves.
+# Phrases that are complete.
 _SETS = re.compile(
     rf"(?:(?:use|set) )?({_KEY}={_VALUE}(?: and {_KEY}={_VALUE})*)"
     rf"(?: without ({_KEY}.*)|,? (?:to|for|with) .*|, too)?"
@@ -68,11 +68,11 @@ _BOOK = {
 
 
 class NoWay(AssertionError):
-    """Advice that cannot be followed as it is worded."""
+    """Advice that cannot be followed as worded."""
 
 
 class Message:
-    """A message about a line of words, and what it advises."""
+    """A message about a command line, and its advice."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -85,7 +85,7 @@ class Message:
 
     @property
     def kind(self) -> str:
-        """The message without its values."""
+        """The message with its values replaced."""
         return re.sub(r"\d[\d,.]*|'[^']*'|\[[^]]*\]", "N", self.text)
 
     @property
@@ -94,7 +94,7 @@ class Message:
         return [of_line(key) for phrase in self.phrases for key in _LEAVES_OPEN.findall(phrase)]
 
     def ways(self) -> Iterator[str]:
-        """Yield the words of each way out that the message names. Raises NoWay."""
+        """Yield the words of each option that the message names. Raises NoWay."""
         for phrase in self.phrases:
             before = ""
             for part in _WAYS.split(phrase):
@@ -102,7 +102,9 @@ class Message:
                 yield from words
 
     def _read(self, part: str, before: str, parts: list[str]) -> tuple[str, list[str]]:
-        """Return a phrase, and the words of its ways; it may begin with words of one `before`."""
+        """Return a phrase and the words of its options; it may begin with words of the previous
+        one.
+        """
         said = before.split()
         for length in (0, *reversed(range(1, len(said)))):
             whole = " ".join([*said[:length], part])
@@ -128,7 +130,7 @@ class Message:
         return None
 
     def _worded(self, phrase: str) -> list[str] | None:
-        """Return the words of a phrase that says everything itself."""
+        """Return the words of a complete phrase."""
         own = self.own
         if match := _SETS.fullmatch(phrase):
             left = [f"-?{of_line(key)}" for key in _A_KEY.findall(match[2] or "")]
@@ -161,7 +163,7 @@ class Message:
 
     @property
     def own(self) -> str:
-        """The key that the message begins with, or the JSON's that its value comes from."""
+        """The key at the beginning of the message, or the JSON's that its value comes from."""
         if " is not a key that DeepSpeed knows" in self.text:
             return f"ds.{self.key}"
         origins = (match.groups() for match in _ORIGIN.finditer(self.text))
@@ -170,7 +172,7 @@ class Message:
 
 
 def of_line(key: str) -> str:
-    """Return a key as a line of words has it."""
+    """Return a key as written on the command line."""
     return f"ds.{key}" if _OF_THE_JSON.match(key) else key
 
 
@@ -184,7 +186,7 @@ def _plain(value: str) -> str:
 
 
 def followed(line: str, words: str) -> str:
-    """Return a line of words after advice was followed. Raises NoWay if that changes nothing."""
+    """Return a command line with advice applied. Raises NoWay if that changes nothing."""
     before = shlex.split(line)
     after = before
     for word in shlex.split(words):

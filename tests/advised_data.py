@@ -1,7 +1,7 @@
-"""Data and words of which a run says what to set, for test_advice.py.
+"""Data and arguments for which a run gives advice, for test_advice.py.
 
-A row is the name of some data, words beside it, and a part of what is said. `$here` is the folder
-of the data, `$small` a tokenizer.
+A row is the name of some data, additional arguments, and a part of the message. `$here` is the
+folder of the data, `$small` a tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.gates.models import LEARNED
 
 TEXT = "the model reads a long question and answers it in a word or two"
 TURNS = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a word"}]
-# Which no text around it tells: a turn is written otherwise when others follow.
+# Text around a turn cannot reveal it: it is written differently when others follow.
 _HIDES_TURNS = (
     "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}-{% endif %}{% endfor %}"
 )

@@ -28,11 +28,11 @@ PATIENCE_S = 180
 WIDTHS = (1280, 390)
 """A laptop and a phone, in CSS pixels."""
 SHOWN = "!!document.querySelector('.figures .card, .figures .number, .figures .chart')"
-"""A page of the studio has its figures."""
+"""True once a page of the studio shows figures."""
 
 
 def missing() -> str:
-    """Return the reason why no browser can be driven here; "" if one can."""
+    """Return the reason for which no browser can be driven here; "" if one can."""
     if CHROMIUM is None:
         return "needs Chromium: apt-get install chromium"
     if importlib.util.find_spec("websockets") is None:
@@ -44,7 +44,7 @@ needs_browser = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 class Browser:
-    """A browser process without a window, a cache or a network of its own."""
+    """A headless browser process with a fresh profile and no background network traffic."""
 
     def __enter__(self) -> Browser:
         from websockets.sync.client import connect
@@ -67,7 +67,7 @@ class Browser:
         self._stack.callback(self._end)
         try:
             address = self._address()
-            # Without pings: a browser on a busy machine may answer none for 20 s.
+            # No pings: on a busy machine a browser may not answer for 20 s.
             connection = connect(
                 address, proxy=None, max_size=None, open_timeout=PATIENCE_S, ping_interval=None
             )
@@ -92,7 +92,7 @@ class Browser:
         self._profile.cleanup()
 
     def _address(self) -> str:
-        """Return the socket that Chromium names in its profile once it listens."""
+        """Return the socket that Chromium writes to its profile when it listens."""
         port_file = Path(self._profile.name, "DevToolsActivePort")
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -103,7 +103,7 @@ class Browser:
         raise RuntimeError(f"Chromium did not start: exit code {self._process.poll()}")
 
     def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
-        """Load a page, in a tab of its own, until its `load` event."""
+        """Load a page in a new tab until its `load` event."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session, target)
@@ -132,7 +132,7 @@ class Browser:
             self._note(answer)
 
     def listen(self, seconds: float) -> None:
-        """Take in events for so long."""
+        """Process events for some seconds."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -146,7 +146,7 @@ class Browser:
 
 
 class Page:
-    """A tab: what it shows, and what went wrong in it."""
+    """A tab: its content and its errors."""
 
     def __init__(self, browser: Browser, session: str, target: str) -> None:
         self._browser = browser
@@ -154,9 +154,9 @@ class Page:
         self._session = session
         self._loaded = False
         self.errors: list[str] = []
-        """Console errors, exceptions nobody caught, and requests that failed."""
+        """Console errors, uncaught exceptions and failed requests."""
         self.requests: list[str] = []
-        """Every URL requested, the page's own first."""
+        """Every requested URL, the page's own first."""
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a DevTools command to this tab."""
@@ -215,7 +215,7 @@ class Page:
             )
 
     def middle(self, selector: str) -> tuple[float, float]:
-        """Scroll to an element; return the middle of the part of it that is in view."""
+        """Scroll to an element; return the middle of its visible part."""
         place = self.evaluate(
             f"(() => {{const e = document.querySelector({json.dumps(selector)}); if (!e) return;"
             "e.scrollIntoView({block: 'center', behavior: 'instant'});"
@@ -231,7 +231,7 @@ class Page:
         self._browser.call("Target.closeTarget", targetId=self._target)
 
     def resize(self, width: int, height: int = 900) -> None:
-        """Show the page at a width in CSS pixels; below 600 as a phone does."""
+        """Set the page's width in CSS pixels; below 600, emulate a phone."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -246,7 +246,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, path: Path, whole: bool = True) -> None:
-        """Write a PNG of the whole page, or of the part in view."""
+        """Write a PNG of the whole page or of the visible part."""
         area: dict[str, Any] = {}
         if whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
@@ -256,12 +256,12 @@ class Page:
 
     @property
     def overflows(self) -> bool:
-        """True if the page must be scrolled sideways."""
+        """Return True if the page must be scrolled sideways."""
         script = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
         return bool(self.evaluate(script))
 
     def note(self, method: str, params: dict[str, Any]) -> None:
-        """Take in one event."""
+        """Process one event."""
         if method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Network.requestWillBeSent":

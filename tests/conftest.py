@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# Before torch is imported, here or in what a test starts: the matrices of tests are so small that
-# its threads only wait for each other.
+# Set before torch is imported, here or in subprocesses: the tests' matrices are so small that more
+# threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.launch.fork_server import Zygote
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from harness.data.data import Data
 
 
-# What takes longest begins first, so that no worker is left with it alone.
-LONG_TEST_S = 10.0  # beyond which a test says why
+# The longest tests start first, so that no worker ends up alone with one.
+LONG_TEST_S = 10.0  # longer tests must state the reason
 LONG = (
     "engine",
     "test_parity.py",
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Recorder:
-    """Adds each test that passed to a file, so that a gate that was stopped goes on from there."""
+    """Appends each passed test to a file, so that an interrupted gate continues from there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,7 +64,7 @@ class Recorder:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the tests of one gate, or those of none, and begin with the longest."""
+    """Select the tests of one gate, or those outside gates, and put the longest first."""
     gate, record = config.getoption("--gate"), config.getoption("--record")
     passed = {*record.read_text().splitlines()} if record and record.exists() else set()
 
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the tests that take long without saying why."""
+    """List long tests without a stated reason."""
     seconds: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -95,8 +95,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def room_of(file: str) -> str:
-    """Return what one worker takes as a whole: a file, or a room whose tests share what is slow to
-    start: the ranks of tests/engine, the server of tests/studio.
+    """Return the unit that one worker takes: a file, or a room whose tests share a slow start (the
+    ranks of tests/engine, the server of tests/studio).
     """
     path = Path(file)
     return next((r for r in ("engine", "studio") if f"tests/{r}/" in path.as_posix()), path.name)
@@ -104,7 +104,7 @@ def room_of(file: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Under -n a worker takes a whole room at a time, in the order above."""
+    """With -n, give a worker a whole room at a time, in the order above."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRoom(LoadScopeScheduling):
@@ -126,7 +126,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def library(cache_dir: Path) -> Data:
-    """The default corpus, built once for all tests."""
+    """Return the default corpus, built once for all tests."""
     from harness.config.data_section import DataConfig
     from harness.data.build import build_data
     from harness.data.spec import DataSpec
@@ -143,7 +143,7 @@ def tokenizer_dir(library: Data, tmp_path_factory: pytest.TempPathFactory) -> st
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments that name a small corpus, tokenised once for all runs."""
+    """Return the arguments for a small corpus, tokenized once for all runs."""
     from harness.config.data_section import DataConfig
     from harness.data.build import build_data
     from harness.data.spec import DataSpec
@@ -156,7 +156,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """Starts real runs within two seconds. Whatever happens to them, they leave nothing behind."""
+    """Yield a process that starts real runs within two seconds and cleans up after them."""
     process, temporary = imported()
     yield process
     close_all()  # ranks that wait for calls
@@ -164,7 +164,7 @@ def zygote() -> Iterator[Zygote]:
     assert process.left == []
     with temporary as folder:
         left = [path.name for path in Path(folder).iterdir()]
-    # Torch's own, and what a compiler leaves whose rank was killed while it waited for it.
+    # Torch's own, and leftovers of compilers whose rank was killed.
     own = re.compile(r"torchinductor_|cc\w{6}\.")
     assert not [name for name in left if not own.match(name)]
     shared = [path.name for path in SHARED_MEMORY.iterdir()]
@@ -173,7 +173,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MB: a checkpoint of SMALL_MODEL has 1.7."""
+    """Yield a file system of 6 MB; a checkpoint of SMALL_MODEL has 1.7 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
