@@ -211,7 +211,7 @@ def test_the_driver_is_asked_for_the_gpu_of_the_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Through a driver's tool that says how it was called; there is no GPU to ask."""
+    """A driver tool that records its arguments stands in: there is no GPU to query."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho 1234\n')
     tool.chmod(0o755)

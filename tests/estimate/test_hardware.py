@@ -1,4 +1,4 @@
-"""GPUs found under the names that people and drivers use, and no others."""
+"""GPUs are found under the names that people and drivers use, and under no others."""
 
 from __future__ import annotations
 

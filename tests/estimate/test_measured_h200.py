@@ -1,4 +1,4 @@
-"""Estimates beside runs of the harness itself on an H200 (measured_h200.toml)."""
+"""Estimates against runs of the harness itself on an H200 (measured_h200.toml)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _TABLE = Path(__file__).with_name("measured_h200.toml")
 RUNS: list[dict[str, Any]] = tomllib.loads(_TABLE.read_text(encoding="utf-8"))["run"]
 LARGE = [run for run in RUNS if run["allocated_gib"] > 1]
 TIMED = [run for run in RUNS if run not in LARGE or not run.get("module_by_module")]
-"""Not those of a large model whose layers ZeRO 3 gathers module by module: the host then waits some
-200 times a step, which makes it longer than estimated by a quarter to a half."""
+"""Runs whose time is compared. Excluded are large models whose layers ZeRO 3 gathers module by
+module: the host then waits some 200 times per step, which takes a quarter to a half longer than
+estimated.
+"""
 
 
 def estimate_of(run: dict[str, Any]) -> Estimate:
-    """Return the estimate of a run, as a plan on such a GPU makes it."""
+    """Return the estimate of a run, from a plan for such a GPU."""
     json = Path(f"ds_configs/{run['json']}.json")
     world = World(accelerator="cuda", gpu="NVIDIA H200", torch="2.11.0")
     plan = plan_from(Command(json, assignments=(*run["set"],)), world=world, estimating=True)
@@ -51,5 +53,5 @@ def test_seconds_are_as_measured(run: dict[str, Any]) -> None:
 
 
 def is_within(gib: float, interval: Interval) -> bool:
-    """Return True if so many GiB lie in an interval of bytes."""
+    """Return True if a number of GiB is in an interval of bytes."""
     return interval.low <= gib * GIB <= interval.high

@@ -1,4 +1,4 @@
-"""The memory of pipeline stages, against runs of the real engine and by hand."""
+"""The memory of pipeline stages, against runs of the real engine and manual calculations."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def inputs(
 
 
 def bytes_in(run: Inputs, rank: int, phase: str) -> int:
-    """Bytes on a CPU rank, the process left out."""
+    """Return the bytes on a CPU rank, without the process itself."""
     timeline = rank_timeline(run, rank)
     host = timeline.phase(phase, "host")
     return timeline.total(phase) + sum(host.values()) - host["process"]
 
 
-# Bytes of live tensors of four CPU ranks under DeepSpeed 0.19.8, buckets of 20,000 elements: the
-# first and the last rank, once built, with the gradients ready, and between steps.
+# Bytes of live tensors of four CPU ranks with DeepSpeed 0.19.8 and buckets of 20,000 elements: the
+# first and the last rank, after building, with gradients ready, and between steps.
 MEASURED = [
     ("fp32", 0, None, HALVES, 4, False, (1545356, 6188668, 4643452), (1545740, 6189972, 4644372)),
     ("fp32", 1, None, HALVES, 4, False, (2317964, 4835352, 3870744), (2318540, 4739308, 3871468)),
@@ -100,14 +100,14 @@ def test_the_class_that_deepspeed_uses(precision, stage, sums, expected):
 
 
 def llama_3_8b(**keys: Any) -> Inputs:
-    """8, 9, 9 and 6 layers on 16 ranks of two nodes."""
+    """Return a run with 8, 9, 9 and 6 layers on 16 ranks of two nodes."""
     config, _ = find_model_config("llama-3-8b")
     run = {"ranks": 16, "grad_accum": 16, "seq_len": 4096, "gpus_per_node": 8, **keys}
     return inputs(config, (0, 9, 18, 27, 34), grad_accum_dtype="fp32", **run)
 
 
 def test_earlier_stages_hold_the_activations_of_more_micro_batches():
-    """By hand: layers x micro-batches in flight x bytes of a layer."""
+    """Calculated as layers x micro-batches in flight x bytes per layer."""
     run = llama_3_8b()
     layer = layer_activations(run, 0)
     for stage, (layers, in_flight) in enumerate([(8, 4), (9, 3), (9, 2), (6, 1)]):

@@ -1,5 +1,5 @@
-"""Published memory of GPUs lies within the estimate's interval, and published differences of memory
-are near it (docs/memory.md). pytest -s shows each run.
+"""Published GPU memory lies within the estimate's interval, and published differences are close to
+the estimated ones (docs/memory.md). pytest -s shows each run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXPANDING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True)
 class Published:
-    """A row of published.toml, which says what each key means."""
+    """A row of published.toml, which explains each key."""
 
     name: str
     source: str
@@ -55,7 +55,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Card:
-    """A published run and its estimate."""
+    """A published run with its estimate."""
 
     row: Published
     interval: Interval
@@ -63,12 +63,12 @@ class Card:
 
     @property
     def error(self) -> float | None:
-        """Of the interval's middle, above 0 where too much was estimated."""
+        """Relative error of the interval's middle, above 0 if too much was estimated."""
         return None if self.row.gib is None else self.interval.middle / GIB / self.row.gib - 1
 
     @property
     def is_above(self) -> bool:
-        """True if more was published, its last digit rounded, than the interval allows for."""
+        """True if the published number, rounded to its last digit, exceeds the interval."""
         if self.row.gib is None:
             return False
         digits = len(str(self.row.gib).partition(".")[2])
@@ -77,7 +77,7 @@ class Card:
 
     @property
     def is_false_fit(self) -> bool:
-        """True if it was said to fit and did not."""
+        """True if it was predicted to fit but did not."""
         return self.row.ran is False and self.verdict == "fits"
 
 
@@ -91,7 +91,7 @@ def published(path: Path = PUBLISHED) -> list[Published]:
 
 
 def carded(row: Published) -> Card:
-    """Return the estimate beside a published run. Raises ConfigError if it cannot be planned."""
+    """Return a published run with its estimate. Raises ConfigError if it cannot be planned."""
     world = World(
         world_size=row.gpus,
         local_world_size=min(row.gpus, _PER_NODE),
@@ -117,7 +117,7 @@ def carded(row: Published) -> Card:
     if estimate.device_bytes is not None:
         verdict = rank.verdict(estimate.device_bytes)
     low, high = _interval(row, rank)
-    if row.ran is not False and estimate.device_bytes is not None:  # no device shows more
+    if row.ran is not False and estimate.device_bytes is not None:  # no device can show more
         high = max(low, min(high, estimate.device_bytes))
     return Card(row, Interval(low, high), verdict)
 
@@ -129,10 +129,12 @@ def _interval(row: Published, rank: RankTimeline) -> Interval:
 
 
 def _as_published(row: Published, rank: RankTimeline) -> RankTimeline:
-    """Return the rank with what the publishing run held besides, and without what it did not."""
+    """Return the rank with the additional memory of the published run, and without what that run
+    lacked.
+    """
     run = rank.inputs
     parts = [part for part in rank.parts if part.component not in row.lacks]
-    # No evaluation, save or loading of the harness's.
+    # Without the harness's evaluation, save and loading.
     parts = [replace(p, phases=p.phases - {"evaluation", "save"}) for p in parts]
     if row.starts_whole:
         others = sum(p.bytes for p in parts if "build" in p.phases and p.place == "device")
@@ -190,7 +192,7 @@ NEOX = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-"""Layers of 12 h^2 weights between two matrices of the vocabulary: 6.86B parameters."""
+"""Layers of 12 h^2 weights between two vocabulary matrices: 6.86B parameters."""
 
 
 def component(name: str, **keys: object) -> float:
@@ -208,8 +210,8 @@ def test_zero_2_without_overlap_saves_a_bucket() -> None:
 
 
 def test_zero_2_with_a_bucket_of_1e8_saves_two_times_what_it_is_smaller() -> None:
-    """DeepSpeed#1302, indices 0 and 3: 21,152 and 19,625 MiB. The copy that is reduced shrinks,
-    too, which DeepSpeed of then did not make.
+    """DeepSpeed#1302, indices 0 and 3: 21,152 and 19,625 MiB. The copy that is reduced also
+    shrinks; DeepSpeed did not make it at that time.
     """
     large, small = ({"overlap_comm": True, "reduce_bucket_size": n} for n in (500e6, 100e6))
 

@@ -1,11 +1,11 @@
-"""Estimated times are near published ones. `pytest -s` shows each source's errors.
+"""Estimated times are close to published ones. `pytest -s` shows the errors of each source.
 
-Rows of published/throughput.csv are fitted or judged: the constants of A100 and H100 in rates.toml
-were fitted to every third row of foundry, Megatron, BLOOM, OPT and torchtitan, flash-attn 3's and
-4's to four of Bekman's. Three choices looked at judged rows: the cost of a norm without a kernel of
-its own, taken from four; the network of Hagemann's cluster ("network assumed"); the products of
-MI325X. Hagemann's workbooks are CC BY-NC-SA 4.0; figures of their runs are quoted for comparison.
-Products: OpenXLA, matmul_interpolator_data.h (H100); Azure, AI-benchmarking-guide (A100); Bekman,
+Rows of published/throughput.csv are fitted or judged. The constants of A100 and H100 in rates.toml
+were fitted to every third row of foundry, Megatron, BLOOM, OPT and torchtitan; those of flash-attn
+3 and 4 to four of Bekman's. Three choices used judged rows: the cost of a norm without its own
+kernel, from four; the network of Hagemann's cluster ("network assumed"); the products of MI325X.
+Hagemann's workbooks are CC BY-NC-SA 4.0; numbers of their runs are quoted for comparison. Products:
+OpenXLA, matmul_interpolator_data.h (H100); Azure, AI-benchmarking-guide (A100); Bekman,
 ml-engineering (others).
 """
 
@@ -66,20 +66,20 @@ SOURCES = {
     "torchtitan-2024": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3; "
     "checkpointed layers assumed",
 }
-"""Where a row's figures stand."""
+"""Source of a row's numbers."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run that somebody published."""
+    """A published run."""
 
     source: str
     part: str
-    """fitted or judged: whether constants of rates.toml were fitted to it; other: it ran with
-    kernels that this harness does not use.
+    """"fitted" or "judged", depending on whether constants of rates.toml were fitted to it; "other"
+    if it ran with kernels that the harness does not use.
     """
     setting: str
-    """yes, or what the source does not say or has other than we train."""
+    """"yes", or the settings that the source does not state or that differ from ours."""
     gpu: str
     network_gb_per_s: float | None
     inputs: Inputs
@@ -87,12 +87,12 @@ class Row:
 
     @property
     def machine(self) -> Machine:
-        """The machine that it ran on."""
+        """Machine on which it ran."""
         nodes = self.inputs.gpus_per_node
         return machine_of(self.gpu, nodes, self.inputs.precision, self.network_gb_per_s)
 
     def time(self) -> StepTime:
-        """Return the estimate."""
+        """Return the estimated step time."""
         return estimate_time(self.inputs, self.machine)
 
 
@@ -193,7 +193,7 @@ _SIDES = ("rows", "columns", "depth")
 
 @dataclass(frozen=True)
 class Product:
-    """A product of (rows x depth) @ (depth x columns) that somebody timed."""
+    """A published time of a product (rows x depth) @ (depth x columns)."""
 
     gpu: str
     rows: int
@@ -202,7 +202,7 @@ class Product:
     tflops: float
 
     def error(self, machine: Machine) -> float:
-        """Return the relative error of the estimate; positive where it is too slow."""
+        """Return the relative error of the estimate; positive if it is too slow."""
         seconds = product_seconds(self.rows, self.columns, self.depth, _BF16_BYTES, machine)
         return seconds * self.tflops * 1e12 / (2 * self.rows * self.columns * self.depth) - 1
 
@@ -217,8 +217,8 @@ def products() -> list[Product]:
 
 
 def fitted_share(measured: list[Product]) -> Machine:
-    """Return the machine with the share of its peak that follows these products best: benchmarks
-    reach more of it than steps do.
+    """Return the machine with the share of its peak that fits these products best; benchmarks reach
+    more of the peak than steps do.
     """
     machine = machine_of(measured[0].gpu, 8, "bf16")
     machines = [replace(machine, products=share) for share in _SHARES]
@@ -227,17 +227,17 @@ def fitted_share(measured: list[Product]) -> Machine:
 
 @pytest.fixture(scope="module")
 def estimated() -> list[tuple[Row, float]]:
-    """Each row, and its estimate in tokens a second and GPU."""
+    """Return each row with its estimate in tokens per second and GPU."""
     return [(row, row.time().tokens_per_s_per_gpu) for row in published()]
 
 
 def error(row: Row, rate: float) -> float:
-    """Return the relative error; positive where the estimate is too quick."""
+    """Return the relative error; positive if the estimate is too fast."""
     return rate / row.tokens_per_s_per_gpu - 1
 
 
 def quantile(errors: Sequence[float], share: float) -> float:
-    """Return the absolute error that so large a share does not exceed."""
+    """Return the absolute error that a `share` of the errors does not exceed."""
     ordered = sorted(map(abs, errors))
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -255,7 +255,7 @@ def test_rows_that_nothing_was_fitted_to_are_near(estimated: list[tuple[Row, flo
 
 
 def kind_of(inputs: Inputs) -> str:
-    """Return the kind of layout under which the planner keeps the error of a time."""
+    """Return the kind of layout for which the planner records the error of a time."""
     grid = inputs.grid
     if grid.pipeline > 1:
         return "pipeline"
@@ -270,7 +270,7 @@ def test_the_planners_errors_are_those_of_published_runs_of_each_kind(
     errors: dict[str, list[float]] = {}
     for row, rate in estimated:
         kind = kind_of(row.inputs)
-        # NVIDIA's kernels are others; it is the only one that divides sequences alone.
+        # NVIDIA's kernels differ; it is the only source with sequence parallelism alone.
         if row.part == ("other" if kind == "sequence" else "judged"):
             errors.setdefault(kind, []).append(error(row, rate))
     assert {kind for kind, kept in ERRORS.items() if kept.rows} == {*errors}
@@ -284,7 +284,9 @@ def test_the_planners_errors_are_those_of_published_runs_of_each_kind(
 def test_two_kinds_of_layout_of_one_job_are_told_apart_beyond_five_percent(
     estimated: list[tuple[Row, float]],
 ) -> None:
-    """Pairs of published runs of one model on the same GPUs: below that one in five is not."""
+    """Pairs of published runs of one model on the same GPUs; below that, one in five is ordered
+    wrongly.
+    """
     jobs: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
     for row, rate in estimated:
         run = row.inputs
@@ -336,7 +338,7 @@ def test_five_jobs_that_ran_in_many_layouts_are_ranked_as_published(
 
 
 def kendall_tau(scores: Sequence[tuple[float, float]]) -> float:
-    """Return 1 where every pair is in the same order by both scores, -1 where none is."""
+    """Return 1 if both scores order every pair equally, -1 if they never do."""
     pairs = [*combinations(scores, 2)]
     signs = ((a[0] > b[0]) - (a[0] < b[0]) if a[1] != b[1] else 0 for a, b in pairs)
     orders = ((a[1] > b[1]) - (a[1] < b[1]) for a, b in pairs)

@@ -49,8 +49,8 @@ def test_a_rank_alone_gathers_nothing():
     assert "gathered parameters" not in {part.component for part in rank.parts}
 
 
-# Bytes per parameter between steps on two ranks, buckets left out, as measured with DeepSpeed
-# 0.19.8; `sums` is data_types.grad_accum_dtype.
+# Bytes per parameter between steps on two ranks, without buckets, measured with DeepSpeed 0.19.8;
+# `sums` is data_types.grad_accum_dtype.
 STEADY = [
     ("fp32", 0, None, 12.0),
     ("fp16", 0, None, 14.0),
@@ -98,7 +98,7 @@ def test_the_class_that_deepspeed_uses(precision, stage, sums, offload, expected
 def test_a_flat_group_is_padded_and_cut():
     flat = Flat((5, 4, 2), shards=2)
     assert (flat.shard, flat.padded) == (6, 12)
-    assert flat.whole == (9, 6)  # the second parameter lies on both sides of the cut
+    assert flat.whole == (9, 6)  # the second parameter is on both sides of the cut
     assert [flat.end_padding(rank) for rank in range(2)] == [0, 1]
     assert [flat.elsewhere(rank, above=1) for rank in range(2)] == [2, 5]
 
@@ -117,7 +117,7 @@ def test_sub_groups_close_with_the_parameter_that_fills_them():
 
 
 def test_a_large_embedding_makes_ranks_differ():
-    """Reduced gradients are kept by whole parameters."""
+    """Reduced gradients are kept as whole parameters."""
     estimate = estimate_memory(run_of("llama-3-8b", ranks=64, stage=2))
     assert len(estimate.ranks) == 2
     assert estimate.ranks[0].phase("gradients_ready")["gradients"] > 2 * 525_000_000
@@ -126,7 +126,7 @@ def test_a_large_embedding_makes_ranks_differ():
 
 @pytest.mark.parametrize(("checkpointing", "gibibytes"), [("none", 26.601), ("full", 3.082)])
 def test_llama_3_8b_saves_what_was_traced(checkpointing, gibibytes):
-    """Whole model on fake tensors, one sample of 4,096 tokens, all logits at once."""
+    """The whole model on fake tensors, with one sample of 4,096 tokens and all logits at once."""
     run = run_of("llama-3-8b", seq_len=4096, checkpointing=checkpointing, loss_chunk=0)
     assert saved_for_backward(run) / GIB == pytest.approx(gibibytes, abs=0.002)
 
@@ -135,7 +135,7 @@ def test_llama_3_8b_saves_what_was_traced(checkpointing, gibibytes):
     ("precision", "stage"), [("fp32", 0), ("fp32", 1), ("bf16", 1), ("bf16", 3), ("fp16", 2)]
 )
 def test_a_checkpoint_has_twelve_bytes_per_parameter_in_every_layout(precision, stage):
-    """tests/test_loop.py compares with what is on disk."""
+    """tests/test_loop.py compares this with files on disk."""
     run = run_of("llama-1b", precision, stage=stage)
     assert estimate_memory(run).checkpoint_bytes == 12 * run.parameters
 

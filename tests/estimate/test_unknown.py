@@ -1,4 +1,4 @@
-"""Architectures that the planner does not know, counted from their own classes."""
+"""Architectures unknown to the planner, counted by tracing their own classes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MIXED = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Traces are kept in a folder of the tests' own."""
+    """Keep traces in a temporary folder for the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield patch
@@ -100,7 +100,7 @@ KERNEL_FAMILIES = ["lfm2", "qwen3_next", "jamba", "mamba", "mamba2", "bamba"]
 @pytest.mark.gate("memory")
 @pytest.mark.parametrize("model_type", rest_in_gate("memory", KERNEL_FAMILIES))
 def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
-    """As they lie in their packages' sources; the rest of the layers keeps the same."""
+    """As in their packages' sources; the rest of the layers keeps the same."""
     kinds = {"layer_types": ["conv", "full_attention"] * 2} if model_type == "lfm2" else {}
     config = AutoConfig.for_model(model_type, num_hidden_layers=4, **kinds).to_dict()
     request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
@@ -116,15 +116,15 @@ def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
 
 @pytest.mark.gate("memory")
 def test_a_fused_layer_of_mamba_keeps_what_its_source_says() -> None:
-    """MambaInnerFn: input, projection, states, output; and what stands around it."""
+    """MambaInnerFn saves input, projection, states and output; the layer adds its surroundings."""
     sizes = {"hidden_size": 64, "state_size": 16, "conv_kernel": 4, "num_hidden_layers": 2}
     config = AutoConfig.for_model("mamba", **sizes).to_dict()
     rank, tokens, channels = config["time_step_rank"], 3000, 128
     request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
     request |= {"micro_batch": 1, "seq_len": tokens, "kernels": STATE_KERNELS}
     kept = 2 * tokens * (2 * channels + rank + 2 * 16 + 2 * 16 + channels)  # xz, x_dbl, B, C, out
-    kept += 4 * channels * 2 * 2 * 16  # two chunks' states, each twice, in fp32
-    kept += 4 * channels * (2 * 16 + 2)  # A and what it is the negative of, D, delta_bias
+    kept += 4 * channels * 2 * 2 * 16  # states of two chunks, each twice, in fp32
+    kept += 4 * channels * (2 * 16 + 2)  # A and its negative, D, delta_bias
     norm = 4 * tokens + tokens * 64 * (4 + 2 + 2)  # its root, in fp32, twice in bf16
     layer, _ = memory.traced(request).layers
     assert layer == kept + norm
