@@ -1,4 +1,4 @@
-"""Checks that hold after any fault."""
+"""Conditions that must hold after any fault."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SAVE_EVERY = 2
 
 
 def curve(run: RunFolder) -> list[tuple[Any, ...]]:
-    """Everything about each step that an undisturbed run has in common."""
+    """Return the part of each step's metrics that equals an undisturbed run's."""
     names = ("step", "loss", "grad_norm", "learning_rate", "samples", "eval_loss")
     return [tuple(line.get(name) for name in names) for line in run.read_metrics()]
 
 
 def executed(run: RunFolder) -> list[int]:
-    """The steps that were executed, over all attempts."""
+    """Return the executed steps of all attempts, in order."""
     lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
     return [line["step"] for line in lines if "loss" in line]
 
@@ -33,9 +33,9 @@ def check_survived(
     resumed: bool = True,
     lost: int = SAVE_EVERY,
 ) -> None:
-    """The run ended on the undisturbed curve, without doing saved steps again, and tidily.
+    """Assert that the run ended tidily on the undisturbed curve, without repeating saved steps.
 
-    `lost`: steps that each attempt but the last may have done after its last save.
+    `lost` is the number of steps that each attempt but the last may have done after its last save.
     """
     assert curve(run) == curve(undisturbed)
     assert (run.read_status() or {})["outcome"] == "done"
@@ -50,7 +50,7 @@ def check_survived(
 
 
 def check_tidy(run: RunFolder) -> None:
-    """Only whole checkpoints, and a pointer to the newest, are in the folder."""
+    """Assert that the folder contains only whole checkpoints and a pointer to the newest."""
     folders = sorted(path for path in run.checkpoints_dir.iterdir() if path.is_dir())
     assert [path.name for path in folders if path.name.startswith(".")] == []
     for path in folders:

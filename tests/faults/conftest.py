@@ -1,4 +1,4 @@
-"""An undisturbed run to compare with, and trials of a run that something is done to."""
+"""An undisturbed run for comparison, and trials of a run that faults interrupt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 
 
 def arguments(run: Path, data: list[str], *more: str, json: str = "zero1") -> list[str]:
-    """A run of eight steps with dropout and accumulation that saves after every second."""
+    """Return the arguments of a run of eight steps with dropout and accumulation that saves every
+    second step.
+    """
     return [
         *(f"--deepspeed={DS_CONFIGS / json}.json", *SMALL_MODEL, *SHORT_RUN, *data),
         *(f"train.steps={STEPS}", "save.every=2", "save.keep=2", "eval.every=3"),
@@ -29,7 +31,7 @@ def arguments(run: Path, data: list[str], *more: str, json: str = "zero1") -> li
 
 @dataclass
 class Trial:
-    """One run on two ranks, started as often as a test likes; `path` may be on another disk."""
+    """One run on two ranks, started as often as a test needs; `path` may be on another disk."""
 
     path: Path
     logs: Path
@@ -44,9 +46,9 @@ class Trial:
     def start(
         self, *more: str, code: int = 0, patience_s: float = math.inf, **fault: Any
     ) -> Outcome:
-        """Train until all ranks end with `code`; `fault`: see tests/faults/plant.py.
+        """Train until all ranks end with `code`; for `fault` see tests/faults/plant.py.
 
-        `patience_s`: how long a rank may outlive one that failed.
+        `patience_s` is how long a rank may outlive one that failed.
         """
         words = arguments(self.path, self.data, *more)
         ended = self.zygote.run(words, self.logs, fault or None, patience_s=patience_s)
@@ -54,7 +56,7 @@ class Trial:
         return ended
 
     def fill(self, disk: Path, *more: str, **fault: Any) -> Outcome:
-        """Train on `disk`, which is full from `fault` on, until all ranks end; then make room."""
+        """Train on `disk`, which is full from `fault` on, until all ranks end; then free space."""
         self.path = disk / "run"
         ended = self.start(*more, code=74, do="fill", mount=str(disk), **fault)
         (disk / "filler").unlink()
@@ -63,12 +65,14 @@ class Trial:
     def hang(
         self, *more: str, fault: dict[str, Any], patience_s: float = math.inf
     ) -> list[int | None]:
-        """The ranks' exit codes; None where one had to be ended: `patience_s` after the other."""
+        """Return the ranks' exit codes; None for a rank that had to be ended `patience_s` after the
+        other.
+        """
         words = arguments(self.path, self.data, *more)
         return self.zygote.run(words, self.logs, fault, limit_s=40, patience_s=patience_s).codes
 
     def kill(self, rank: int, at: str, nth: int, *more: str) -> None:
-        """Kill -9 `rank` there; the other ends too, and not as if all were well."""
+        """Kill `rank` with -9 at a place; assert that the other rank ends too, with an error."""
         fault = {"rank": rank, "at": at, "nth": nth, "do": "kill"}
         ended = self.zygote.run(arguments(self.path, self.data, *more), self.logs, fault)
         assert ended.codes[rank] == -9, ended.output
@@ -77,13 +81,15 @@ class Trial:
 
 @pytest.fixture
 def trial(zygote: Zygote, tmp_path: Path, data: list[str]) -> Trial:
-    """A run that has not begun."""
+    """Return a run that has not been started."""
     return Trial(tmp_path / "run", tmp_path, data, zygote)
 
 
 @pytest.fixture
 def finished(trial: Trial, undisturbed: RunFolder) -> Trial:
-    """A finished run whose newest checkpoint is of step 8, the one before of step 6."""
+    """Return a finished run whose newest checkpoint is from step 8, the previous one from
+    step 6.
+    """
     shutil.copytree(undisturbed.path, trial.path)
     return trial
 

@@ -1,10 +1,10 @@
-"""Faults, planted into the real code of one rank: at a named place, the n-th time it is passed.
+"""Plants faults into the real code of one rank: at a named place, the n-th time it is reached.
 
 {"rank": 1, "at": "after a file", "nth": 2, "do": "kill"}; `do`: kill (SIGKILL), term, usr1 (each
-signal twice), hup, int, stop (SIGSTOP), sleep (for "seconds"), skip (what is about to begin there),
-raise, starve (no thread begins), fill or readonly (the file system at "mount"), full ("file" takes
-no more), truncate (half of "file"), differ (the exported model has another loss). "nccl": the
-process group is left as NCCL is.
+signal twice), hup, int, stop (SIGSTOP), sleep (for "seconds"), skip (the call that would begin
+there), raise, starve (no thread can start), fill or readonly (the file system at "mount"), full
+("file" accepts no more data), truncate (half of "file"), differ (the exported model has another
+loss). "nccl": the process group is left as NCCL leaves it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tools.acceptance.plant import take_scaled_step
 
 
 def plant(fault: dict[str, Any], rank: int) -> None:
-    """Wrap what `fault` names, on the rank that it names; what it spoils, on all."""
+    """Wrap the place that `fault` names on its rank; apply what it spoils on all ranks."""
     if fault.get("do") == "hup":
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ranks ignore
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes ranks ignore it
     if "spoil" in fault:
         spoil(fault["spoil"])
         return
@@ -45,11 +45,11 @@ def plant(fault: dict[str, Any], rank: int) -> None:
 
 
 class _Skip(Exception):
-    """Raised to leave out the call that was about to begin."""
+    """Raised to skip the call that was about to begin."""
 
 
 class _Nth:
-    """Calls once, the n-th time."""
+    """Calls a function once, the n-th time."""
 
     def __init__(self, nth: int, act: Callable[[], None]) -> None:
         self.left = nth
@@ -62,7 +62,7 @@ class _Nth:
 
 
 class _Halves:
-    """A file in whose first tensor, half of it written, something happens."""
+    """A file that triggers an action when half of its first tensor is written."""
 
     def __init__(self, file: Any, act: Callable[[], None]) -> None:
         self.file, self.act, self.writes = file, act, 0
@@ -80,7 +80,7 @@ class _Halves:
         self.writes += 1
         middle = len(data) // 2
         self.file.write(data[:middle])
-        if self.writes == 2:  # the first is the header
+        if self.writes == 2:  # the first write is the header
             self.file.flush()
             self.act()
         self.file.write(data[middle:])
@@ -130,19 +130,21 @@ def _export_differs() -> None:
 
 
 def _cannot_begin(_: threading.Thread) -> None:
-    """As in a process without address space left."""
+    """Raise as in a process without free address space."""
     raise MemoryError
 
 
 def _leave_as_nccl() -> None:
-    """gloo closes its connections and goes; NCCL's group waits for the kernels of all its ranks."""
+    """Emulate NCCL: gloo closes its connections and exits, but NCCL's group waits for the kernels
+    of all its ranks.
+    """
     leave = dist.destroy_process_group
 
     def destroy_process_group(group: Any = None) -> None:
         if group is None and dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             store.add("leaving", 1)
-            with contextlib.suppress(dist.DistNetworkError):  # rank 0, whose it is, has gone on
+            with contextlib.suppress(dist.DistNetworkError):  # rank 0, which owns it, has moved on
                 while store.add("leaving", 0) < dist.get_world_size():
                     time.sleep(0.1)
         leave(group)
@@ -187,7 +189,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         Path.open = opened  # type: ignore[method-assign]
 
     def fsync(count: int) -> Callable[[Callable[[], None]], None]:
-        """Within `publish`: 1 before the rename, 2 after it, 3 before the pointer."""
+        """Place a fault in `publish`: 1 before the rename, 2 after it, 3 before the pointer."""
 
         def place(act: Callable[[], None]) -> None:
             calls = {"in": 0}
@@ -217,7 +219,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         _around(store.shutil, "rmtree", before=checkpoint)
 
     def any_moment(act: Callable[[], None]) -> None:
-        """Each millisecond after the first micro-batch, wherever the process then is."""
+        """Act at some millisecond after the first micro-batch, wherever the process is then."""
 
         def tick() -> None:
             while True:
@@ -233,7 +235,7 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         _around(ZeroEngine, "apply", before=started)
 
     def call(owner: Any, name: str, when: str = "before") -> Callable[[Callable[[], None]], None]:
-        assert hasattr(owner, name), f"{owner} has no {name}"  # at once, whichever fault is planted
+        assert hasattr(owner, name), f"{owner} has no {name}"  # checked for every fault
 
         def place(act: Callable[[], None]) -> None:
             _around(owner, name, **{when: lambda *_: act()})
@@ -274,10 +276,10 @@ PLACES = _places()
 
 
 def spoil(spoils: dict[str, Any]) -> None:
-    """`loss`: {first sample of a step: factor of its loss, on the last rank alone}; `flip`: step
-    after which the last rank's `weight`, by name, or its last one, has one bit flipped; `ruin`:
-    step after which that last one is no number; `nan`: how many steps this process takes until a
-    loss is none, on the last rank alone.
+    """Spoil a run. `loss`: {first sample of a step: factor of its loss}, only on the last rank.
+    `flip`: step after which one bit of the last rank's `weight` (by name, or the last one) is
+    flipped. `ruin`: step after which its last weight is NaN. `nan`: number of steps until a loss is
+    NaN, only on the last rank.
     """
     steps = itertools.count(1)
     take_step = loop.take_step

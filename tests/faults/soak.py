@@ -1,6 +1,6 @@
-"""One run, interrupted again and again, each time going on in another layout: a story by a seed.
-Attempt n of a seed always has the same layout, kind of interruption and moment. Outcomes are kept
-attempt by attempt, in a folder: a story that was broken off goes on there.
+"""Interrupts one run again and again, each time resuming in another layout; a seed determines the
+story. Attempt n of a seed always has the same layout, kind of interruption and moment. Outcomes are
+kept per attempt in a folder, where an interrupted story continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.runfolder import RunFolder
 from tests.faults.conftest import arguments
 from tests.two_ranks import SHARED_MEMORY, write_corpus
 
-# (JSON, ranks): number of ranks, ZeRO stage, offload and pipeline split all change.
+# (JSON, ranks): the number of ranks, ZeRO stage, offload and pipeline split all change.
 LAYOUTS = [
     *(("zero0", 2), ("zero1", 1), ("zero1", 2), ("zero1", 4), ("zero2", 2), ("zero3", 2)),
     *(("zero3", 4), ("zero2_offload", 2), ("zero3_offload", 2), ("pipeline2", 2)),
@@ -35,15 +35,15 @@ LAYOUTS = [
 ]
 REFERENCE = "zero1 x2"
 REPEATED = 0.25
-# A step that is skipped is another curve: the first one ends the attempt. Rate and epsilon are such
-# that rounding stays rounding: with 3e-3 and 1e-8 Adam makes steps of it, and layouts are 1e-3
-# apart after 100 steps; so, 1e-7 after 200.
+# A skipped step would change the curve, so the first one ends the attempt. Rate and epsilon keep
+# rounding small: with 3e-3 and 1e-8, Adam turns it into steps, and layouts are 1e-3 apart after 100
+# steps; with these, 1e-7 after 200.
 WORDS = (
     *("optim.lr=1e-3", "optim.eps=1e-6"),
     *("optim.schedule=constant", "model.dropout=0.0", "ds.bf16.enabled=false"),
     *("model.overrides.num_hidden_layers=4", "guard.max_bad_steps=1"),
 )
-PLACES = {  # how often a place is passed between two saves, at most
+PLACES = {  # how often a place is reached between two saves, at most
     "in a step": 5,
     "in an evaluation": 2,
     "before a save": 2,
@@ -89,7 +89,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run, and how it is interrupted."""
+    """One start of the run, and its interruption."""
 
     number: int
     json: str
@@ -97,11 +97,11 @@ class Attempt:
     kind: str
     fault: dict[str, Any]
     damage: str | None
-    """Damage done before to a file of the newest checkpoint."""
+    """Damage done beforehand to a file of the newest checkpoint."""
 
     @property
     def layout(self) -> str:
-        """As the tables call it."""
+        """Name of the layout in tables."""
         return f"{self.json} x{self.ranks}"
 
     @property
@@ -110,7 +110,7 @@ class Attempt:
         if self.fault.get("do") == "kill":
             return [{-9} if rank == self.fault["rank"] else {1} for rank in range(self.ranks)]
         codes: dict[str, set[int | None]] = {
-            "raise": {1, 74},  # 74 where it was raised within a save
+            "raise": {1, 74},  # 74 if raised within a save
             "full disk": {74},
             "nan": {76},
             "hang": {78},
@@ -119,15 +119,15 @@ class Attempt:
 
 
 def drawn(seed: int, number: int, disk: Path | None) -> Attempt:
-    """Attempt `number` of the story; `disk`: a file system to be filled, where there is one."""
+    """Return attempt `number` of the story; `disk` is a file system to fill, or None."""
     draw = random.Random(f"{seed}:{number}")
-    # Now and then that of the attempt before, as after most interruptions elsewhere.
+    # Sometimes the layout of the previous attempt, as after most real interruptions.
     whose = number - (draw.random() < REPEATED)
     json_name, ranks = random.Random(f"{seed}:{whose}:layout").choice(LAYOUTS)
     kinds = {kind: often for kind, often in KINDS.items() if disk or kind != "full disk"}
     (kind,) = draw.choices(list(kinds), list(kinds.values()))
     place = draw.choice(list(PLACES))
-    if kind == "raise" and place == "any moment":  # a thread's, which ends that thread alone
+    if kind == "raise" and place == "any moment":  # raised in a thread, it ends only that thread
         place = "in a step"
     rank = draw.randrange(ranks)
     fault: dict[str, Any] = {"at": place, "nth": draw.randint(1, PLACES[place]), "do": kind}
@@ -162,34 +162,36 @@ class Happened:
     damage: str | None
     codes: list[int | None]
     saved: int
-    """The step of the newest whole checkpoint before; 0 for none."""
+    """Step of the newest whole checkpoint before it; 0 for none."""
     start: str
-    """The checksum of its manifest."""
+    """Checksum of that checkpoint's manifest."""
     made: list[str]
     """Checksums of the checkpoints that it left."""
     before: int
     """Number of steps that other attempts had executed."""
     steps: list[int]
-    """Executed, in order."""
+    """Executed steps, in order."""
     seconds: float
 
 
 class Story:
-    """The run and what happened to it, in a folder."""
+    """The run and its history, in a folder."""
 
     def __init__(self, folder: Path, seed: int, zygote: Zygote) -> None:
         self.folder, self.seed, self.zygote = folder, seed, zygote
         folder.mkdir(parents=True, exist_ok=True)
         self.disk = _small_disk(folder / "disk")
         self.run, self._copy = RunFolder((self.disk or folder) / "run"), folder / "copy"
-        if self._copy.exists():  # of a story that was broken off
+        if self._copy.exists():  # left by an interrupted story
             shutil.move(self._copy, self.run.path)
         self.data = _data(folder)
         self._kept = folder / f"attempts-{seed}.jsonl"
         self.happened = [Happened(**line) for line in _lines(self._kept)]
 
     def interrupt(self, times: int) -> None:
-        """Go on until the run was interrupted so often. Raises AssertionError at a problem."""
+        """Continue until the run was interrupted `times` times. Raises AssertionError at a
+        problem.
+        """
         while len(self.happened) < times:
             happened = self._attempt(drawn(self.seed, len(self.happened), self.disk))
             with self._kept.open("a") as file:
@@ -197,21 +199,23 @@ class Story:
             self.happened.append(happened)
 
     def end(self) -> int:
-        """Take two more steps, to the end; returns their number, of which the run then consists."""
+        """Take two final steps; return the number of steps that the run then has."""
         last = max((step for happened in self.happened for step in happened.steps), default=0) + 2
         ended = self.train(self.run, REFERENCE, "last", f"train.steps={last}")
         assert set(ended.codes) == {0}, ended.output
         return last
 
     def undisturbed(self, steps: int) -> dict[str, RunFolder]:
-        """The same run in every layout of the story, begun at step 0 and left alone."""
+        """Return the same run in every layout of the story, started at step 0 and never
+        interrupted.
+        """
         runs = {}
         for layout in sorted({REFERENCE, *(happened.layout for happened in self.happened)}):
             run = RunFolder(self.folder / f"undisturbed {layout}")
             runs[layout] = run
             status = run.read_status() if run.path.exists() else None
             if status and (status["outcome"], status["step"]) == ("done", steps):
-                continue  # of a story that was broken off
+                continue  # left by an interrupted story
             shutil.rmtree(run.path, ignore_errors=True)
             words = (f"train.steps={steps}", "save.every=0")
             ended = self.train(run, layout, f"undisturbed {layout}", *words, limit_s=3600)
@@ -233,7 +237,7 @@ class Story:
         return self.zygote.run(every, self.folder / "logs" / name, fault, int(ranks), limit_s)
 
     def close(self) -> None:
-        """Give the small disk back; the run that was on it is kept."""
+        """Unmount the small disk; keep the run that was on it."""
         if self.disk:
             if self.run.path.exists():
                 shutil.copytree(self.run.path, self._copy)
@@ -291,7 +295,7 @@ class Story:
         return f"{attempt.damage}: {newest.name}/{path.name}"
 
     def _whole(self) -> dict[int, str]:
-        """Steps of the checkpoints that can be resumed from, and their checksums."""
+        """Return the checkpoints that can be resumed from: step -> checksum."""
         whole = {}
         for path in self.run.checkpoints_dir.glob("step-*"):
             with contextlib.suppress(Unusable):
@@ -300,14 +304,14 @@ class Story:
         return whole
 
     def executed(self) -> list[int]:
-        """The steps of all attempts, as they were executed."""
+        """Return the steps of all attempts in the order of execution."""
         return [line["step"] for line in metrics_lines(self.run) if "loss" in line]
 
 
 def _small_disk(folder: Path) -> Path | None:
-    """A file system of 64 MB, where mounting one is permitted: a checkpoint has 3."""
+    """Return a file system of 64 MB, if mounting is permitted; a checkpoint has 3 MB."""
     folder.mkdir(exist_ok=True)
-    if os.path.ismount(folder):  # a story was killed
+    if os.path.ismount(folder):  # left by a killed story
         return folder
     command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, check=False)
@@ -323,7 +327,7 @@ def _data(folder: Path) -> list[str]:
 
 
 def metrics_lines(run: RunFolder) -> list[dict[str, Any]]:
-    """Every whole line of metrics.jsonl, of steps that were done again, too."""
+    """Return every whole line of metrics.jsonl, including those of repeated steps."""
     return _lines(run.metrics_path)
 
 

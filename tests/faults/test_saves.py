@@ -1,5 +1,5 @@
-"""Kills and signals at every boundary of a save, in steps and in evaluations; and one rank that
-fails: all end with its code at once, and its traceback is on a console.
+"""Kills and signals at every boundary of a save, in steps and in evaluations. After a failure of
+one rank, all end with its code at once, and its traceback is on a console.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.two_ranks import events
 
 
 def test_every_place_exists() -> None:
-    from tests.faults.plant import PLACES  # imports the engine, for seconds
+    from tests.faults.plant import PLACES  # imports the engine, which takes seconds
 
     assert "in an evaluation" in PLACES
 
@@ -70,7 +70,7 @@ def test_a_signal_leads_to_one_save_of_all_and_code_75(
     trial.start()
     check_survived(trial.run, undisturbed)
     done = executed(trial.run)
-    assert done == list(range(1, len(done) + 1))  # nothing is done twice
+    assert done == list(range(1, len(done) + 1))  # no step is repeated
 
 
 @pytest.mark.gate("faults")
@@ -80,7 +80,7 @@ def test_a_kill_during_a_save_in_the_background(
 ) -> None:
     trial.kill(rank, place, 2, "save.async=true")
     trial.start("save.async=true")
-    # A save that is under way is not there yet.
+    # A save in progress does not exist yet.
     check_survived(trial.run, undisturbed, lost=2 * SAVE_EVERY)
 
 
@@ -117,7 +117,7 @@ def test_after_a_kill_the_status_names_the_last_checkpoint_and_the_failure(
     assert (status["outcome"], status["code"]) == ("failed", 1)
     (event,) = events(trial.run, "failed")
     assert (event["rank"], event["attempt"]) == (1 - rank, 1)
-    assert status["step"] >= 4  # of the newest checkpoint, or where the other rank was
+    assert status["step"] >= 4  # from the newest checkpoint, or where the other rank was
 
 
 @pytest.mark.gate("faults")
@@ -132,7 +132,7 @@ def test_while_a_run_trains_its_status_names_the_newest_checkpoint(trial: Trial)
 @pytest.mark.gate("faults")
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_save_starts_no_thread(background: str, trial: Trial) -> None:
-    """Python waits for ever for a thread that cannot begin."""
+    """Python waits forever for a thread that cannot start."""
     fault = {"rank": 1, "at": "before a save", "nth": 1, "do": "starve"}
     ended = trial.start("train.steps=4", f"save.async={background}", **fault)
     assert ended.codes == [0, 0]

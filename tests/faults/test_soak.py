@@ -1,6 +1,6 @@
-"""One run, interrupted again and again in random ways, each time going on in a random layout.
-SOAK=200 sets how often (make tables), SEED=... another sequence. SOAK_FOLDER=... keeps it, to go on
-there; SOAK_MARKDOWN=... writes the table there.
+"""One run, interrupted again and again in random ways, each time resuming in a random layout.
+SOAK=200 sets the number of interruptions (make tables), SEED=... another sequence. SOAK_FOLDER=...
+keeps the run, to continue it; SOAK_MARKDOWN=... is the path of the table.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Apart:
 
     @property
     def share(self) -> float:
-        """Of what is allowed."""
+        """Difference relative to the bound."""
         return self.difference / self.allowed
 
 
 def apart(run: RunFolder, undisturbed: dict[str, RunFolder]) -> list[Apart]:
-    """For each quantity the step that is closest to its bound; what exceeds it is NaN or above 1.
+    """Return, for each quantity, the step closest to its bound; violations are NaN or above 1.
 
     The bound at a step is TIMES the largest difference, up to that step, between the undisturbed
     runs of all layouts and the reference's, or the last place of fp32.
@@ -64,11 +64,11 @@ def apart(run: RunFolder, undisturbed: dict[str, RunFolder]) -> list[Apart]:
 
 
 def redone(run: RunFolder, happened: list[Happened]) -> tuple[int, list[int]]:
-    """Count the steps that were done again in the same layout from the same state; list those of
-    them that came out otherwise in a single bit.
+    """Return the number of steps repeated in the same layout from the same state, and the list of
+    those that differ in any bit.
 
-    An attempt's state at a step is that of another one where it began from the same checkpoint, or
-    from one that the other saved.
+    Two attempts have the same state at a step if they began from the same checkpoint, or if one
+    began from a checkpoint that the other saved.
     """
     lines = [line for line in metrics_lines(run) if "loss" in line]
     done: list[tuple[Happened, dict[int, Line]]] = []
@@ -91,7 +91,7 @@ def redone(run: RunFolder, happened: list[Happened]) -> tuple[int, list[int]]:
 
 
 def markdown(story: Story, steps: int, worst: list[Apart], again: int) -> str:
-    """build/tables/soak.md; `steps`: those that the run needed."""
+    """Return the content of build/tables/soak.md; `steps` is the number that the run needs."""
     executed = len(story.executed())
     rows = [
         f"| {each.quantity} | {each.share:.0%} | {each.difference:.0e} | {each.allowed:.0e} "
@@ -165,7 +165,7 @@ def test_a_run_survives_one_interruption_after_the_other(zygote: Zygote, tmp_pat
 
 
 def test_a_story_is_a_function_of_its_seed() -> None:
-    """Of every kind some, at every place, from any attempt on."""
+    """It has attempts of every kind, at every place, from the first one on."""
     disk = Path("/disk")
     story = [drawn(0, number, disk) for number in range(1000)]
     assert story[500:510] == [drawn(0, number, disk) for number in range(500, 510)]

@@ -1,4 +1,4 @@
-"""Whole runs in which steps go wrong, judged by the run folder alone."""
+"""Whole runs with bad steps, judged only by the run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.batch_text import first_sample_of
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 BATCH = 8
-# Short enough for a test: silent for four steps, and only what is far off is a spike.
+# Short enough for a test: no judgement for four steps, and only extreme values are spikes.
 WATCHED = ("train.steps=16", "guard.spike_window=16", "guard.spike_sigma=12", "save.every=5")
 
 Run = Callable[..., tuple[Outcome, RunFolder]]
@@ -26,7 +26,9 @@ Run = Callable[..., tuple[Outcome, RunFolder]]
 
 @pytest.fixture(scope="module")
 def spoiled(zygote: Zygote, data: list[str]) -> Run:
-    """Trains in a folder with spoils (tests/faults/plant.py) and more arguments."""
+    """Return a function that trains in a folder with spoils (tests/faults/plant.py) and
+    arguments.
+    """
 
     def train(
         folder: Path, spoils: dict[str, Any], *more: str, ranks: int = 2
@@ -42,7 +44,7 @@ def zero(stage: object) -> str:
 
 
 def metrics(run: RunFolder) -> list[tuple[Any, ...]]:
-    """All that a run's steps have learned."""
+    """Return the learned values of a run's steps."""
     names = ("step", "samples", "loss", "grad_norm", "skipped_steps", "eval_loss")
     return [tuple(line.get(name) for name in names) for line in run.read_metrics()]
 
@@ -91,7 +93,7 @@ def test_a_logged_spike_is_an_event_and_nothing_else(spoiled: Run, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def skipping(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
-    """The same run twice; the second is cut in two."""
+    """Return the same run twice; the second one is interrupted."""
     arguments = (zero(2), *WATCHED, "guard.spikes=skip", "optim.schedule=constant")
     spoils = {"loss": {first_sample(9): 1e4}}
     runs = []
@@ -127,7 +129,7 @@ def test_a_resumed_run_skips_the_same_steps(skipping: list[RunFolder]) -> None:
 
 @pytest.mark.gate("faults")
 def test_tensor_ranks_skip_a_spike_alike(spoiled: Run, tmp_path: Path) -> None:
-    """The loss of one of them is off: each for itself would decide otherwise."""
+    """Only one of them has a wrong loss: on their own they would decide differently."""
     spoils = {"loss": {first_sample(9): 1e4}}
     ended, run = spoiled(
         *(tmp_path, spoils, zero(1), *WATCHED, "guard.spikes=skip", "train.steps=11"),
@@ -136,13 +138,13 @@ def test_tensor_ranks_skip_a_spike_alike(spoiled: Run, tmp_path: Path) -> None:
     assert ended.codes == [0, 0], ended.output
     (spike,), (skipped,) = events(run, "spike"), events(run, "skipped_step")
     assert spike["step"] == skipped["step"] == 9
-    assert spike["of"] == "loss"  # on rank 0, too, whose own is not
+    assert spike["of"] == "loss"  # on rank 0 too, whose own loss is normal
     assert [event["step"] for event in events(run, "replicas_equal")][8:11] == [9, 10, 11]
 
 
 @pytest.fixture(scope="module")
 def rolled_back(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
-    """The same run twice, with two spikes."""
+    """Return the same run twice, with two spikes."""
     spoils = {"loss": {first_sample(9): 1e4, first_sample(18): 1e4}}
     runs = []
     for name in ("first", "second"):
@@ -161,7 +163,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_past_the_samples_since(
 ) -> None:
     run = rolled_back[0]
     first, second = events(run, "rollback")
-    # Step 9 read samples 64 to 72; from step 5 on with those after them.
+    # Step 9 read samples 64 to 72; from step 5 on, the run continues with those after them.
     assert (first["from_step"], first["to_step"]) == (9, 5)
     assert first["samples_skipped"] == [40, 72]
     # Samples 136 to 144 are then those of step 14, and the checkpoint is that of step 10.
@@ -270,9 +272,9 @@ NORM = "model.layers.1.input_layernorm.weight"
     ("ranks", "stage", "more", "weight", "differing", "named"),
     [
         (4, 1, (), NORM, [3], "rank 3 (data 1, tensor 1): suspect faulty"),
-        # One data rank, whose shards are whole weights, and split weights.
+        # One data rank, whose shards are whole weights, and partitioned weights.
         (2, 3, ("ds.zero_optimization.stage3_param_persistence_threshold=0",), NORM, [0, 1], ""),
-        # Tied ends of a pipeline: nobody else has this part.
+        # Tied ends of a pipeline: no other rank has this part.
         (4, 1, ("ds.pipeline.stages=2",), "model.embed_tokens.weight", [1, 3], ""),
     ],
     ids=["tensor2_data2", "tensor2_zero3", "tied_ends"],

@@ -1,5 +1,5 @@
-"""Runs that stop: signals while ranks start, of their own accord, and ranks that stop, sleep or go
-their own way, which are found and named, ended, and gone on from.
+"""Runs that stop: by signals while ranks start, by themselves, or because ranks stop, sleep or
+leave the common path. Such ranks are found, named and ended, and the run resumes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_signal_during_the_imports_is_noted(data: list[str], tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-# Evaluations long enough to be broken off: 32 micro-batches on each rank, four times 8.
+# Evaluations long enough to interrupt: 32 micro-batches on each rank, four times 8.
 LONG = ("data.held_out=0.4", "eval.samples=64", "train.micro_batch=1")
 
 
@@ -110,12 +110,12 @@ def test_a_run_saves_and_ends_before_its_time_is_up(trial: Trial) -> None:
 
 
 LIMIT_S = 6
-# Limits are learned within three steps; what takes long is then a hang.
+# Limits are learned within three steps; longer phases are then hangs.
 WATCHED = (f"guard.hang_floor_s={LIMIT_S}", "guard.hang_factor=10", "guard.hang_first_s=60")
 
 
 def check_report(run: RunFolder, named: str) -> dict[str, Any]:
-    """The one report names who holds the others up."""
+    """Return the only report; assert that it names the rank that blocks the others."""
     (event,) = events(run, "hang")
     assert re.search(named, event["message"]), event["message"]
     seconds = re.search(r"no progress for (\d+) s \(limit: (\d+) s\)", event["message"])
@@ -130,7 +130,7 @@ def test_a_rank_that_is_stopped_is_named(rank: int, trial: Trial, undisturbed: R
     fault = {"rank": rank, "at": "in a step", "nth": 6, "do": "stop"}
     codes = trial.hang(*WATCHED, fault=fault, patience_s=5)
     assert codes[1 - rank] == 78
-    assert codes[rank] is None  # still stopped: what starts the ranks ends it
+    assert codes[rank] is None  # still stopped: the launcher ends it
     check_report(trial.run, rf"rank {rank}.*: stopped, gone")
     status = trial.run.read_status() or {}
     assert (status["outcome"], status["code"]) == ("failed", 78)
@@ -156,8 +156,8 @@ def test_a_rank_that_waits_for_its_data_is_named(trial: Trial, undisturbed: RunF
 
 @pytest.mark.gate("faults")
 def test_a_rank_that_goes_its_own_way_is_found(trial: Trial, undisturbed: RunFolder) -> None:
-    """Its next collective is an all-reduce of another size. gloo ends it there, and with it the
-    other; NCCL would leave both to the watchdog.
+    """Its next collective is an all-reduce of another size. There gloo ends it, and with it the
+    other rank; NCCL would leave both to the watchdog.
     """
     fault = {"rank": 1, "at": "comparing replicas", "nth": 6, "do": "skip"}
     assert trial.hang(*WATCHED, "guard.replicas_every=1", fault=fault) == [1, -6]
@@ -181,5 +181,5 @@ def test_what_is_slow_at_first_is_no_hang(at: str, trial: Trial) -> None:
 def test_all_ranks_wait_for_the_export(trial: Trial) -> None:
     slow = {"rank": 0, "at": "exporting", "nth": 1, "do": "sleep", "seconds": 3 * LIMIT_S}
     ended = trial.start(*WATCHED, "save.export=true", code=0, **slow)
-    assert min(ended.seconds) > 3 * LIMIT_S  # srun would end the one that is left
+    assert min(ended.seconds) > 3 * LIMIT_S  # srun would end the remaining one
     assert trial.run.export_dir.exists()

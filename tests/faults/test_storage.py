@@ -1,5 +1,5 @@
-"""Damage on disk, full and read-only disks, folders that belong to others, changed data. Where no
-room is left, all ranks end with code 74 and one clear message, and nothing is lost.
+"""Damage on disk, full and read-only disks, folders owned by others, changed data. If no space is
+left, all ranks end with code 74 and one clear message, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Tri
 
 @pytest.mark.gate("faults")
 def test_weights_that_compute_something_else_are_refused(finished: Trial) -> None:
-    """All files are as they were saved; what the model makes of them is not."""
+    """All files are as saved, but the model computes another loss from them."""
     manifest = read_manifest(newest(finished.run))
     off = replace(manifest, probe_loss=manifest.probe_loss + 0.01)
     (newest(finished.run) / "manifest.json").write_bytes(off.to_bytes())
@@ -140,7 +140,7 @@ def test_changed_data_is_refused(finished: Trial, tmp_path: Path) -> None:
 
 @pytest.fixture
 def pair(trial: Trial) -> Path:
-    """The .bin of a pair that the trial now trains on: its own tokens."""
+    """Return the .bin of a pair that the trial now trains on: its own tokens."""
     cache = Path(trial.data[1].removeprefix("data.cache_dir="))
 
     def first_built(name: str) -> Path:
@@ -157,7 +157,7 @@ def pair(trial: Trial) -> Path:
 
 @pytest.mark.gate("faults")
 def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Trial) -> None:
-    """Every id but the separator, in a file of the same size with the same .idx."""
+    """Every id except the separator changes, in a file of the same size with the same .idx."""
     first = trial.start("train.steps=2")
     assert f"data           {pair.with_suffix('')}: 200 documents, " in first.output
     assert " are held out; the first begins '" in first.output
@@ -175,7 +175,7 @@ def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Tri
 def test_held_out_samples_without_a_target_are_refused_before_anything_is_written(
     trial: Trial, write_jsonl: Callable[..., Path]
 ) -> None:
-    """One prompt fills all that an evaluation reads."""
+    """One prompt fills everything that an evaluation reads."""
     values = [{"prompt": "a prompt of many words " * 3000, "completion": "x"} for _ in range(2)]
     tokenizer = next(Path(trial.data[1].partition("=")[2]).glob("tokenizer-*[!k]"))
     more = (f"data.path={write_jsonl(*values)}", f"data.tokenizer={tokenizer}")
