@@ -1,4 +1,4 @@
-"""Every format as a table: a name and a content are documents, or a sentence that refuses them."""
+"""Every format in tables: a name and content give documents, or a sentence that rejects them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ WRITERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
 
 
 def documents(path: Path, **options: Any) -> list[Any]:
-    """Texts, those of a prompt and its completion joined, and conversations."""
+    """Return the documents: texts (a prompt joined with its completion) and conversations."""
     found, text, bad_lines = [], "", BadLines()
     for part in find_corpus(str(path), **options).parts(bad_lines):
         if isinstance(part.document, Chat):
@@ -115,9 +115,9 @@ def test_every_kind_of_file_holds_the_same_documents(tmp_path: Path, name: str) 
     assert text.endswith(
         """the first begins 'line 0, "quoted"'; left out of 40 rows: columns id (40)"""
     )
-    if "csv" not in name and "tsv" not in name:  # where lines are counted, not rows
+    if "csv" not in name and "tsv" not in name:  # their errors count lines, not rows
         assert ": 40 documents" in text
-    # A rehearsal reads the first part, under the same name.
+    # A rehearsal reads the beginning, under the same name.
     excerpt = tmp_path / "excerpt" / name
     excerpt.parent.mkdir()
     excerpt.write_bytes(format_of(path, None).excerpt(path, 700))
@@ -150,17 +150,17 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [
         (name, "Prose é.\nMore.\n", {}, ["Prose é.\nMore.\n"])
         for name in ("a.txt", "a.MD", "a.py", "enwik8", "Makefile", "wiki.train.raw")
     ),
-    # The user's word goes before the suffix.
+    # The user's format overrides the suffix.
     ("a.jsonlines", LINES, {"format": "jsonl"}, ["one line", "another"]),
     ("a.jsonlines", LINES, {"format": "text"}, [LINES]),
-    # Questions are chats of one turn.
+    # Questions are chats with one turn.
     ("a.jsonl", '{"instruction": "Add.", "input": "1 2", "output": "3", "id": 1}\n', {},
         [Chat(ADD)]),
     ("a.jsonl", '{"instruction": "1 + 2?", "input": "", "output": "3"}\n', {}, [Chat(QUESTION)]),
     ("a.jsonl", '{"question": "1 + 2?", "answer": "3"}\n', {}, [Chat(QUESTION)]),
     ("a.jsonl", '{"q": "1 + 2?", "a": "3", "text": "x"}\n',
         {"columns": {"question": "q", "answer": "a"}}, [Chat(QUESTION)]),
-    # Prompts are read as they are under any name.
+    # Prompts are read unchanged under any name.
     ("a.jsonl", '{"question": "1+2=", "answer": "3"}\n',
         {"columns": {"prompt": "question", "completion": "answer"}}, ["1+2=3"]),
     ("a.jsonl", '{"prompt": "1+2=", "completion": "3", "id": 7}\n', {}, ["1+2=3"]),
@@ -219,7 +219,7 @@ ONE_AND_TWO = [{"text": "a, b; c|d", "n": "1"}, {"text": "line\nbreak", "n": "2"
         (table(ONE_AND_TWO, "\t"), "tabs"),
         (table(ONE_AND_TWO, "|"), "bars"),
         (table(ONE_AND_TWO), ""),
-        (table([*ONE_AND_TWO] * 30, ";") + b"short\n", "semicolons"),  # a bad row is its own
+        (table([*ONE_AND_TWO] * 30, ";") + b"short\n", "semicolons"),  # affects no other row
         (b"\xef\xbb\xbfsep=;\r\n" + table(ONE_AND_TWO, ";"), "semicolons"),
         (b"sep=^\n" + table(ONE_AND_TWO, "^"), "'^'"),
         (b'text,n\n"a, b; c|d",1\n"line\nbreak",2\n', ""),
@@ -257,7 +257,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 LFS_NAMES = ("jsonl", "json", "csv", "parquet", "arrow", "jsonl.gz", "txt", "zip", "png")
 ZIPPED = gzip.compress(LINES.encode(), mtime=0)
 Refusal = tuple[str, bytes, str]
-# Refused where the files are looked for: what is no text, with what to do.
+# Rejected when the files are located: not text, with advice.
 FOUND: list[Refusal] = [
     ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but neither an array nor one object a line"),
     ("a.xlsx", b"PK", "pandas.read_excel"),
@@ -274,13 +274,13 @@ FOUND: list[Refusal] = [
     ("a.jsonlines", LINES.encode(), "unknown suffix .jsonlines: data.format=text reads it"),
     ("empty.txt", b"", "is empty"),
 ]
-# Refused where a dry run glances at them.
+# Rejected when a dry run glances at them.
 GLANCED: list[Refusal] = [
     ("a.txt", "Über é".encode("utf-16"), "it is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
     ("a.txt", b"caf\xe9 au lait", "of Latin-1, iconv -f LATIN1"),
     ("a.txt", ZIPPED, "it is compressed: gunzip -k FILE"),
 ]
-# Refused where they are read.
+# Rejected when they are read.
 READING: list[Refusal] = [
     ("a.jsonl", LINES.encode("utf-16"), "it is UTF-16: iconv"),
     ("a.jsonl", ZIPPED, "it is compressed: gunzip -k FILE"),
@@ -321,7 +321,7 @@ def test_a_content_is_refused_with_a_sentence(
             glance(DataConfig(path=str(path)))
         assert message in caught.value.problems[0]
     elif not name.endswith((".jsonl", ".txt")):
-        assert " documents, " in glance(DataConfig(path=str(path)))  # which is no check
+        assert " documents, " in glance(DataConfig(path=str(path)))  # a glance does not check
 
 
 BAD_LINES = {

@@ -1,5 +1,5 @@
-"""Files that a path leads to: a folder, a pair, the standard library, and what is no file; and
-paths that cannot be.
+"""The files of a path: a folder, a pair, the standard library, and things that are not files; and
+impossible paths.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def refused(path: Path | str, **options: object) -> list[str]:
 
 
 def test_the_library_is_this_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is installed beside it is not looked through."""
+    """Packages installed beside it are not searched."""
     entered = []
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: entered.append(str(path)) or scandir(path))
@@ -110,7 +110,7 @@ def test_a_long_line_is_read_in_pieces(
     assert documents(path) == ["".join(value.values())] * 2
     trained_on = [piece.text for piece in find_corpus(str(path)).pieces()]
     assert "".join(trained_on) == "".join(piece.text for piece in pieces)
-    # A tokenizer that is trained on them sees no word across a prompt's end.
+    # A tokenizer trained on them sees no word that crosses the end of a prompt.
     assert len(value[keys[0]]) in accumulate(map(len, trained_on))
     learned = [piece.text[a:b] for piece in pieces for a, b in piece.learned or []]
     assert "".join(learned) == value.get("completion", "") * 2
@@ -146,7 +146,7 @@ def test_a_folder_is_read_but_for_what_is_no_text_which_is_counted(tmp_path: Pat
 
 
 def test_a_folder_with_data_that_would_not_be_read_is_refused(tmp_path: Path) -> None:
-    """As a snapshot from the hub, whose README is all the text there is."""
+    """Like a snapshot from the hub in which README is the only text."""
     (tmp_path / "README.md").write_text("About.")
     for name in ("a.xlsx", "b.xlsx", "c.foo"):
         (tmp_path / name).write_text("x")
@@ -160,7 +160,7 @@ def test_a_folder_of_pairs_is_one_corpus_in_the_order_of_the_names(tmp_path: Pat
     (tmp_path / "sub").mkdir()
     for name in ("b.1", "a", "sub/c"):
         write_indexed(tmp_path / name, 8192, [([1, 2, 3], True), ([4], True)])
-    (tmp_path / "a.made-from.json").write_text("{}")  # tokenize_data.py writes it
+    (tmp_path / "a.made-from.json").write_text("{}")  # written by tokenize_data.py
     files = find_files(str(tmp_path))
     assert files.kind == "indexed"
     assert files.pairs == tuple(tmp_path / name for name in ("a", "b.1", "sub/c"))
@@ -227,7 +227,7 @@ def test_a_line_that_is_no_document_is_shown_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:
-    """As save_to_disk writes it: shards, their order in state.json, and nothing else is read."""
+    """As written by save_to_disk: shards, their order in state.json, and nothing else is read."""
     folder = tmp_path / "saved"
     folder.mkdir()
     names = [f"data-{n:05}-of-00011.arrow" for n in range(11)]

@@ -1,4 +1,4 @@
-"""Values of data.format: a file of harness/files/formats/ each, and nothing besides."""
+"""Values of data.format: each is one file of harness/files/formats/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.files.file_kinds import FORMATS, format_of, kind_of
 
 ROOT = Path(__file__).parents[2]
 
-# All there is to a new format: one text a line, and no second column.
+# A complete new format: one text per line, and no second column.
 PSV = '''
 """Bar-separated values with one column: each line is a document."""
 
@@ -68,7 +68,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.gate("data")
 def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
-    """In a copy of the library a dry run, the key and the tokens know it."""
+    """In a copy of the library, a dry run, the key and the tokens support it."""
     for room in ("harness", "ds_configs"):
         shutil.copytree(ROOT / room, tmp_path / room)
     (tmp_path / "harness/files/formats/bar_separated.py").write_text(PSV)
@@ -91,7 +91,7 @@ def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
 def test_every_file_is_a_format_of_its_own() -> None:
     files = {path.stem for path in Path(formats.__path__[0]).glob("*.py")} - {"__init__"}
     assert len(FORMATS) == len(files)
-    assert next(iter(FORMATS)) == "text"  # what errors list first, and what has no suffix
+    assert next(iter(FORMATS)) == "text"  # first in errors; used for names without a suffix
     assert "jsonl" in FORMATS
 
 

@@ -1,4 +1,6 @@
-"""Folders as the hub and git leave them: what is read of them, and what is said about the rest."""
+"""Folders as the hub and git leave them: which files are read, and the messages about the
+others.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def test_a_data_set_of_the_hub_is_its_train_split(tmp_path: Path) -> None:
         ConfigError, match=r"data.split is 'dev', but .* holds the splits train, te"
     ):
         read(tmp_path, "dev")
-    # One that was not fetched is not asked for.
+    # A file that was not fetched is ignored.
     fill(tmp_path, test, content=POINTER)
     assert read(tmp_path) == [train]
     with pytest.raises(
@@ -147,12 +149,12 @@ def test_token_ids_lie_beside_a_card(tmp_path: Path) -> None:
         ),
         (("c4-train.00000-of-01024.json.gz", "c4-validation.00000-of-00008.json.gz"),
          {"c4-train": 1, "c4-validation": 1}),
-        # Words count whole, and "test_cases" is one beside a train split alone.
+        # Words must match completely; "test_cases" matches only beside a train split.
         (("contest.jsonl", "latest.jsonl", "trainer.jsonl", "dévtest.jsonl"), {}),
         (("a.jsonl", "unit_test.jsonl", "test_cases.jsonl"), {}),
         (("train.jsonl", "test_cases.jsonl"), {"train": 1, "test": 1}),
         (("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "more.jsonl"), {}),
-        # What is not held out is to be trained on, where no name says it.
+        # Files that are not held out are for training if no name says so.
         (("a.jsonl", "b.jsonl", "test.jsonl"), {"train": 2, "test": 1}),
         (("gsm8k.jsonl", "gsm8k_test.jsonl"), {"train": 1, "test": 1}),
         (("test.jsonl",), {"test": 1}),
@@ -253,7 +255,7 @@ def test_patterns_name_files_and_folders() -> None:
         assert matches("data/train-0.jsonl", pattern)
     for pattern in ("*.jsonl", "data/test-*", "train-*", "dat", "", "data/train-[z-a].jsonl"):
         assert not matches("data/train-0.jsonl", pattern)
-    assert not matches("a" * 60, "*a" * 30 + "b")  # at once
+    assert not matches("a" * 60, "*a" * 30 + "b")  # immediately
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,7 @@ def test_held_out_splits_evaluate_unless_the_user_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["run.dir", "resume.from"])
 def test_a_run_goes_on_with_the_split_that_it_read(how: str, tmp_path: Path) -> None:
-    """Versions without data.split read folders whole."""
+    """Versions without data.split read whole folders."""
     folder = fill(tmp_path / "data", "train.jsonl", "test.jsonl")
     path, run = f"data.path={folder}", f"{how}={tmp_path / 'run'}"
     (tmp_path / "run").mkdir()
@@ -319,11 +321,11 @@ def test_a_run_goes_on_with_the_split_that_it_read(how: str, tmp_path: Path) -> 
     plan, notes = goes_on_from(earlier)
     assert (plan.config.data.split, plan.config.data.eval_path) == ("all", {})
     assert notes == ["data.split is all, as the run that goes on read the whole folder"]
-    plan, notes = goes_on_from(plan.to_json())  # once more, as this version recorded it
+    plan, notes = goes_on_from(plan.to_json())  # again, as recorded by this version
     assert (plan.config.data.split, notes) == ("all", [])
     plan, notes = goes_on_from(plan_of(path).to_json())
     assert [*plan.config.data.eval_path] == ["test"]
-    del earlier["run"]["data"]["eval_path"]  # the user's word counts
+    del earlier["run"]["data"]["eval_path"]  # the user's setting has priority
     assert goes_on_from(earlier, "data.split=test")[0].config.data.split == "test"
     other = plan_of(run, f"data.path={fill(tmp_path / 'b', 'train.jsonl', 'dev.jsonl')}")
     assert [*other.config.data.eval_path] == ["validation"]

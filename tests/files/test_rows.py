@@ -1,4 +1,6 @@
-"""Forms of a row as a table: what is read of each, what is learned, what is named as left out."""
+"""Forms of a row in a table: what is read and learned of each, and which columns are reported as
+unused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def messages(*turns: object, **columns: object) -> dict[str, Any]:
 
 
 READ: dict[str, tuple[dict[str, Any], Chat]] = {
-    # Questions with answers, and what stands beside them.
+    # Questions with answers and additional columns.
     "alpaca": ({"instruction": "1 + 2?", "output": "3", "system": "Add."}, Chat([S, Q, A])),
     "alpaca's history": (
         {"instruction": "and 4?", "input": "", "output": "7", "history": [["1 + 2?", "3"]]},
@@ -100,7 +102,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     "turns as text in lines": (
         {"prompt": json.dumps([Q], indent=1), "completion": json.dumps([A], indent=1)},
         Chat([Q, A], prompt=1)),
-    # Marks of turns.
+    # Markers of turns.
     **{
         f"{key}={value}": (
             messages(Q, {**A, key: value}, Q2, {**A2, key: 1}),
@@ -112,7 +114,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     "no mark": (messages(Q, {**A, "weight": None}), Chat([Q, A])),
     "a mark of ShareGPT's": ({"conversations": [HUMAN, {**GPT, "loss": False}, HUMAN, GPT]},
         Chat([Q, A, Q, A], unlearned=frozenset({1}))),
-    # Calls of tools.
+    # Tool calls.
     "calls as text": (messages(Q, asks(call('{"a": 1}')), RESULT, A), Chat(CALLED)),
     "all calls as text": (
         messages(Q, {**asks(), "tool_calls": json.dumps([call({"a": 1})])}, RESULT, A),
@@ -190,7 +192,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     "a call, then another": (
         messages(Q, asks(call({"a": 1})), asks(call({"a": 2})), RESULT, RESULT, A),
         Chat([Q, asks(call({"a": 1}), call({"a": 2})), RESULT, RESULT, A])),
-    # Thoughts.
+    # Reasoning.
     **{
         key: (messages(Q, {**A, key: "hm"}), Chat([Q, {**A, "reasoning_content": "hm"}]))
         for key in ("reasoning_content", "reasoning", "thinking", "thought")
@@ -247,7 +249,7 @@ def test_segments_are_one_text() -> None:
     assert pieces({"segments": open_end}) == [
         Piece("a bc d", ((2, 3), (3, 4)), end_is_learned=False)
     ]
-    # Beside a text they are its transcript, or whatever else.
+    # Beside a text they are its transcript or something else.
     document, notes = read({"text": "a", "segments": [{"start": 1}]}, {})
     assert [*document] == [Piece("a")]  # type: ignore[misc]
     assert notes == [("columns", "segments")]
@@ -430,7 +432,7 @@ def test_columns_of_other_names_are_told_how_to_be_named(name: str) -> None:
     row, advice = NAMED[name]
     with pytest.raises(ValueError, match=re.escape(advice)) as refused:
         document_of(row, {})
-    # Followed, it reads the row.
+    # After following the advice, it reads the row.
     if columns := re.search(r"data\.columns[.=]\S.*?(?=$| learns| names)", str(refused.value)):
         tree: dict[str, Any] = {}
         assert assign_all(tree, [columns[0]])[1] == []
