@@ -1,4 +1,4 @@
-"""Losses that end a run or send it back; tests/faults/test_steps.py plants some in real runs."""
+"""Losses that end a run or roll it back; tests/faults/test_steps.py plants some in real runs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_it_survives_a_checkpoint() -> None:
     again.restore(patience.state())
     again.see(3.0, 3)
     assert again.is_over
-    again.restore({})  # of a run without
+    again.restore({})  # from a run without one
     assert not again.is_over
 
 
@@ -112,7 +112,9 @@ Curve = list[tuple[float, float]]
 
 
 def curve(steps: int, seed: int = 0) -> Curve:
-    """A loss that falls by a power law with noise; norms that fall with it, far values included."""
+    """Return a loss that falls by a power law with noise, and norms that fall with it, with
+    outliers.
+    """
     draw = random.Random(seed)
     return [
         (

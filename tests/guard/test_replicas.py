@@ -1,4 +1,6 @@
-"""Copies that differ, on three ranks without an engine; tests/engine/test_bad_steps.py has one."""
+"""Replicas that differ, on three ranks without an engine; tests/engine/test_bad_steps.py uses
+one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from tests.ranks import ranks
 
 
 def outliers(named: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Return the ranks outside the majority, of each tensor that has some."""
+    """Return the ranks outside the majority for each tensor that has any."""
     sums = checksums(named.values(), group, torch.device("cpu"))
     apart = dict(zip(named, map(outside_majority, sums), strict=True))
     return {name: found for name, found in apart.items() if found}

@@ -1,4 +1,4 @@
-"""Signals and time limits as stops of one process; tests/test_loop.py stops several ranks."""
+"""Signals and time limits stop one process; tests/test_loop.py stops several ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
 from tests.tiers import rest_in_gate
 from tests.two_ranks import REPOSITORY
 
-# It waits where Python runs no handler, as a rank does that waits for the others to join.
+# It waits where Python runs no handler, like a rank that waits for the others to join.
 WAITS = """
 import ctypes
 from harness.guard import stop_request
@@ -35,7 +35,7 @@ for _ in range(3):
 print(request.received)
 """
 
-# Six ranks in two rows of three, forked from one process; rank 4 is asked in its third step.
+# Six ranks in two rows of three, forked from one process; rank 4 is signalled in its third step.
 SIX_RANKS = """
 import os, sys
 import torch.distributed as dist
@@ -83,21 +83,21 @@ def test_many_ranks_agree_in_rows_and_columns(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SIX_RANKS, str(tmp_path / "store")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    written = [(False, False)] * 3 + [(False, True)] * 2  # two steps after all had
+    written = [(False, False)] * 3 + [(False, True)] * 2  # two steps after all had it
     answers = [*written, (True, True), (True, True), ExitCode.STOPPED, "from 0"]
     assert done.stdout.splitlines() == [str(answers)] * 6
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(64, 64), (100, 20), (1000, 65), (16384, 256)])
 def test_a_rank_is_connected_to_few_of_many(ranks: int, most: int) -> None:
-    """Whatever a row agrees on reaches every column."""
+    """Everything that a row agrees on reaches every column."""
     for rank in (0, ranks // 3, ranks - 1):
         groups = groups_of(rank, ranks)
         assert all(rank in group for group in groups)
         assert sum(map(len, groups)) <= most
         assert math.prod(map(len, groups)) == ranks
     assert groups_of(0, 1) == []
-    assert groups_of(5, 67) == [[*range(67)]]  # a prime number has no other rows
+    assert groups_of(5, 67) == [[*range(67)]]  # a prime number has only one row
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -126,7 +126,7 @@ def test_a_request_breaks_off_what_may_be_broken_off() -> None:
     with contextlib.closing(StopRequest()) as request:
         with pytest.raises(StopAsked), request.breaks_off():
             os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGUSR1)  # outside it is noted alone
+        os.kill(os.getpid(), signal.SIGUSR1)  # outside the body it is only recorded
         with pytest.raises(StopAsked), request.breaks_off():
             pytest.fail("it was asked before")
 
@@ -204,7 +204,7 @@ def test_the_last_step_is_the_one_after_which_another_and_a_save_would_end_too_l
     assert left.is_last_step(20, 60)
     assert not left.is_last_step(19, 60)
     now[0] = 1000 + 600 - 200
-    assert left.is_last_step(10, None)  # a save that was never timed counts two minutes
+    assert left.is_last_step(10, None)  # a save that was never timed counts as two minutes
     assert not TimeLeft(None, 1).is_last_step(1e9, 1e9)
 
 

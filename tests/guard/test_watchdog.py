@@ -1,5 +1,5 @@
 """Time limits of phases, heartbeats, and the ranks that a report names; tests/faults/test_stops.py
-has real hangs.
+tests real hangs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_limits_are_learned_from_the_longest_of_the_last_times(clock: list[float]) -> None:
     pulse = Pulse(Limits(floor_s=30, factor=10, first_s=600))
     assert pulse.limit_s("set-up") == 600
-    for seconds in (40, 2, 3):  # the first compiles
+    for seconds in (40, 2, 3):  # the first one compiles
         assert pulse.limit_s("step") == 600
         pulse("step", 1)
         clock[0] += seconds
@@ -45,7 +45,7 @@ def test_limits_are_learned_from_the_longest_of_the_last_times(clock: list[float
         pulse("step", 2)
         clock[0] += 2
         pulse("data", 3)
-    assert pulse.limit_s("step") == 30  # the floor; the first is forgotten
+    assert pulse.limit_s("step") == 30  # the minimum; the first value is discarded
     assert pulse.limit_s("save") == 30
     assert pulse.longest_s("load") is None
 
@@ -82,7 +82,7 @@ def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
 
 
 def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
-    """A rank may be stopped within a write: it is then named by the heartbeat before."""
+    """A rank may be stopped during a write: then the previous heartbeat names it."""
     watchdog = Watchdog(Pulse(Limits(1, 1, 1)), rank=0, world_size=1)
     watchdog.write_to(tmp_path, lambda report: None)
 
@@ -108,7 +108,7 @@ def test_ticks_are_as_rare_as_there_are_ranks() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_that_reports_a_hang_says_so_in_the_status(rank: int, tmp_path: Path) -> None:
-    """Rank 0, who writes it as a rule, may be the one that hangs."""
+    """Rank 0, which usually writes it, may be the one that hangs."""
     writer, folder = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
     writer.open()
     folder.attempt = writer.attempt
