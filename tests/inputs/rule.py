@@ -1,5 +1,5 @@
-"""The rule for every input: its exit code is in the table, no traceback, an end in bounded time;
-nothing of it is executed, leaks or is left behind; and a valid one is accepted.
+"""The rule for every input: its exit code is in the table, there is no traceback, and it ends in
+bounded time; nothing in it is executed, leaks or is left behind; and a valid input is accepted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.inputs.values import Draw, pick
 from tests.two_ranks import SHORT_RUN, SMALL_MODEL, write_corpus
 
 SECRET = "what-only-this-machine-should-hold"
-SMALL_BUCKET = "ds.zero_optimization.reduce_bucket_size=1000000"  # DeepSpeed's takes 2 GB
+SMALL_BUCKET = "ds.zero_optimization.reduce_bucket_size=1000000"  # DeepSpeed's own takes 2 GB
 SEED = int(os.environ.get("INPUTS_SEED", "0"))
 INPUTS = int(os.environ.get("INPUTS", "1500"))
-_LIMIT_S = 120.0  # of waiting; what computes ends after the zygote's BOUNDS
+_LIMIT_S = 120.0  # seconds of waiting; computation ends after the zygote's BOUNDS
 _SIGNS = (
     "Traceback (most recent call last)",
     "Fatal Python error",
@@ -36,31 +36,35 @@ _SIGNS = (
     "panicked at",
     "terminate called",
 )
-# What may be filled before an input turns out to be wrong.
+# Folders that may be filled before an input turns out to be invalid.
 _CACHES = ("cache", "home", ".cache", "new cache")
 _REFUSALS = (ExitCode.BAD_CONFIG, ExitCode.CANNOT_SAVE, ExitCode.NO_CHECKPOINT)
 
 Files = dict[str, tuple[int, int, int]]
-"""By path within an input's folder: mode, size and time of change; of folders the mode alone."""
+"""Files by path within an input's folder: mode, size and modification time; folders have only the
+mode.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, and what was done to the input that it names."""
+    """A command line, and the change to the input that it names."""
 
     argv: list[str]
     note: str
     main: str = "harness.train"
     """The module whose main(argv) is called."""
     valid: bool = False
-    """Nothing is wrong with it: any end but 0 is a fault."""
+    """True if the input is valid: any exit code but 0 is a failure."""
 
 
 class Base:
     """Valid inputs, made by the real commands; kinds change copies of them."""
 
     def __init__(self, zygote: Zygote, folder: Path) -> None:
-        """Write a corpus, its tokens, a run of two steps, its export in one file and in several."""
+        """Write a corpus, its tokens, a run of two steps, and its exports in one file and in
+        several.
+        """
         folder.mkdir(parents=True)
         self.corpus = write_corpus(folder / "corpus", documents=30)
         self.cache, self.run, self.sharded = folder / "cache", folder / "run", folder / "sharded"
@@ -93,7 +97,7 @@ class Place:
         return self.folder / "executed"
 
     def secret(self) -> Path:
-        """Write a file that no input may carry into what is written."""
+        """Write a file whose content no input may carry into an output."""
         path = self.folder / "secret.txt"
         path.write_text(f"{SECRET}\n")
         return path
@@ -106,7 +110,7 @@ class Place:
         return Path(shutil.copy2(source, target))
 
     def training(self, *more: str, steps: int = 1, data: bool = True, model: bool = True) -> Any:
-        """Return the arguments of a run of a step or two of a small model."""
+        """Return the arguments of a run of one or more steps of a small model."""
         words = [*(SMALL_MODEL if model else ()), *SHORT_RUN, SMALL_BUCKET]
         words += [f"train.steps={steps}", f"run.dir={self.folder / 'run'}"]
         if data:
@@ -116,7 +120,7 @@ class Place:
         return [*words, f"data.cache_dir={self.folder / 'cache'}", *more]
 
     def resuming(self, *more: str) -> list[str]:
-        """Return the arguments of the base's run, for one step more."""
+        """Return the arguments that resume the base's run for one more step."""
         return list(self.training("save.every=1", *more, steps=3))
 
     def plant_code(self, folder: Path) -> None:
@@ -127,24 +131,24 @@ class Place:
 
 
 Kind = Callable[[Draw[Any], Place, bool], Case]
-"""Makes an input in its place, from what it draws; the last argument: leave it valid."""
+"""Creates an input in its place from drawn values; the last argument asks for a valid one."""
 
 
 @st.composite
 def cases(draw: Draw[Any], kind: Kind, place: Place) -> Case:
-    """An input of a kind; one in six is valid."""
+    """Draw an input of a kind; one in six is valid."""
     return kind(draw, place, pick(draw, (True, *[False] * 5)))
 
 
 MANY = pytest.mark.parametrize(
     "count", [40, pytest.param(1000, marks=pytest.mark.gate("inputs"), id="all")]
 )
-"""Inputs of a test that needs no other process."""
-_NOT_SHRUNK = [Phase.generate]  # with a process for each the first failure is shown as it is
+"""Number of inputs of a test that needs no other process."""
+_NOT_SHRUNK = [Phase.generate]  # with one process per input, the first failure is shown as it is
 
 
 def each(count: int, **more: Any) -> settings:
-    """Return the settings of a test of so many inputs, always the same unless it has a seed."""
+    """Return the settings of a test with `count` inputs, always the same unless there is a seed."""
     return settings(
         max_examples=count,
         derandomize=True,
@@ -157,7 +161,7 @@ def each(count: int, **more: Any) -> settings:
 
 @dataclass
 class Inputs:
-    """Tries inputs of one kind, each in a process of its own; one that fails keeps its folder."""
+    """Tries inputs of one kind, each in a new process; a failing input keeps its folder."""
 
     zygote: Zygote
     base: Base
@@ -165,11 +169,13 @@ class Inputs:
     codes: Counter[int | None] = field(default_factory=Counter)
 
     def brief(self, kind: Kind, count: int) -> None:
-        """Try a few, always the same."""
+        """Try a few inputs, always the same."""
         each(count, phases=_NOT_SHRUNK)(self._test(kind))()
 
     def seeded(self, kind: Kind, share: int) -> None:
-        """Try `share` of 1,500 inputs; hardly anything accepted, or refused, proves nothing."""
+        """Try `share` of 1,500 inputs; if almost all are accepted or rejected, they prove
+        nothing.
+        """
         name = getattr(kind, "__name__", "")
         replay = f"INPUTS_SEED={SEED} pytest --gate inputs tests/inputs -k '{name}'"
         print(f"{name}, seed {SEED}; again: {replay}; INPUTS={INPUTS} in all")
@@ -197,7 +203,7 @@ class Inputs:
 def tried(
     zygote: Zygote, case: Case, place: Place, limit_s: float = _LIMIT_S
 ) -> tuple[Outcome, dict[str, str]]:
-    """Run one input in a process of its own; return its end, and what breaks the rule."""
+    """Run one input in a new process; return its outcome and violations of the rule."""
     before = _files_in(place.folder)
     outcome = zygote.run(
         [
@@ -215,7 +221,7 @@ def tried(
 
 
 def _can_be_passed(word: str) -> bool:
-    """A process's arguments are bytes without NUL."""
+    """Return True if a word can be a process argument: bytes without NUL."""
     with contextlib.suppress(UnicodeEncodeError):
         return b"\0" not in os.fsencode(word) and len(word) < 100_000
     return False
@@ -249,7 +255,7 @@ def _faults(case: Case, place: Place, before: Files, outcome: Outcome) -> dict[s
 
 
 def _files_in(folder: Path) -> Files:
-    """Return all files and folders of an input, links not followed."""
+    """Return all files and folders of an input, without following links."""
     table = {}
     for path in folder.rglob("*"):
         about = path.lstat()
@@ -264,7 +270,7 @@ def _holds_secret(path: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, however deep."""
+    """Remove a folder of any depth."""
     limit = sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(max(limit, 20_000))

@@ -1,4 +1,6 @@
-"""Wrong run configs, words, DeepSpeed JSONs, models and arguments: most of them in this process."""
+"""Invalid run configs, words, DeepSpeed JSONs, models and arguments, most of them in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from tests.inputs.values import (
 from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
 from tests.two_ranks import REPOSITORY
 
-# Values that every key takes, alone and together.
+# Values that every key accepts, alone and combined.
 _VALID: dict[str, dict[str, list[Any]]] = tomllib.loads("""
 model.name = ["tiny", "llama-1b", "gpt2-124m", "mixtral-8x7b"]
 model.checkpointing = ["none", "full", "selective", 2]
@@ -102,7 +104,7 @@ _JSONS: dict[str, Any] = {
     "nothing": {},
     **{path.stem: json.loads(path.read_text()) for path in REPOSITORY.glob("ds_configs/*.json")},
 }
-# What compiles, takes more ranks than one, or writes to another place.
+# Settings that compile, need more than one rank, or write to other places.
 _DEAR = ("offload", "pipeline", "monitor", "tensorboard", "wandb", "comet", "nvme", "aio", "fp16",
          "tensor_parallel", "sequence_parallel")
 _SMALL: dict[str, Any] = {
@@ -124,7 +126,7 @@ _MODELS: dict[str, dict[str, Any]] = {
              "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2},
 }
 # fmt: on
-# Families that families.toml does not count: a plan traces them in another process, for seconds.
+# Families outside families.toml: a plan traces them in another process, which takes seconds.
 _TRACED = {
     "xlstm": {"vocab_size": 512, "hidden_size": 64, "num_blocks": 2, "num_heads": 2},
     "recurrent": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "cell": "lstm"},
@@ -156,7 +158,7 @@ def draw_word(draw: Draw[Any]) -> str:
 
 
 def config(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """A TOML file, named by --config; planned, not run."""
+    """Write a TOML file for --config; it is planned, not run."""
     path, tree, note = place.folder / "run.toml", draw_tree(draw), "valid"
     path.write_text(toml_document(tree))
     if not valid:
@@ -175,7 +177,7 @@ def config(draw: Draw[Any], place: Place, valid: bool) -> Case:
 
 
 def words(draw: Draw[Any], _: Place, valid: bool) -> Case:
-    """A dry run with a few good words and, unless it is valid, one or two others."""
+    """Return a dry run with a few valid words and, unless it is valid, one or two others."""
     argv = [
         f"{section}.{key}={to_toml(value)}"
         for section, values in draw_tree(draw).items()
@@ -184,7 +186,7 @@ def words(draw: Draw[Any], _: Place, valid: bool) -> Case:
     wrong = [] if valid else [draw_word(draw) for _ in range(pick(draw, (1, 1, 2)))]
     for word in wrong:
         argv.insert(draw(st.integers(0, len(argv))), word)
-    # An option that takes a word may stand before it.
+    # An option that takes a value may consume the next word.
     argv.insert(0 if any(word.startswith("--config") for word in wrong) else len(argv), "--dry-run")
     return Case(argv, " ".join(map(ascii, wrong))[:150] or "valid", valid=valid)
 
@@ -206,7 +208,9 @@ def draw_json(draw: Draw[Any], path: Path, valid: bool) -> tuple[str, str, Any]:
 
 
 def ds_json(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """A DeepSpeed JSON, named by --deepspeed; planned, and trained with for a step if cheap."""
+    """Write a DeepSpeed JSON for --deepspeed; it is planned, and trained for a step if that is
+    cheap.
+    """
     path = place.folder / "ds.json"
     name, note, tree = draw_json(draw, path, valid)
     text = to_json(tree)
@@ -217,7 +221,7 @@ def ds_json(draw: Draw[Any], place: Place, valid: bool) -> Case:
         argv = ["--dry-run"]
     divided = not trained and ("pipeline" in text or "tensor_parallel" in text)
     if name == "zero2_bf16_states" or divided:
-        valid = False  # of a device with bf16; of more ranks than one
+        valid = False  # needs a device with bf16, or more ranks
     return Case(["--deepspeed", str(path), *argv], f"{name}: {note}", valid=valid)
 
 
@@ -242,7 +246,7 @@ def draw_model(
         key = pick(draw, tree)
         word = f"model.overrides.{key}={to_toml(draw(HOSTILE))}"
         more = [word.replace("\0", "")[:100_000]]
-    elif note == "code":  # beside it, which nobody asked for
+    elif note == "code":  # beside it, which nobody requested
         classes = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
         tree["auto_map"] = classes
         tree["model_type"] = pick(draw, (family, "x", "custom"))
@@ -257,7 +261,7 @@ def draw_model(
 
 
 def model(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """A folder with a config.json, or overrides; half of them trained for a step."""
+    """Write a folder with a config.json, or overrides; half of them are trained for a step."""
     family, note, argv = draw_model(draw, place, valid)
     if draw(st.booleans()):
         argv.append("--dry-run")
@@ -273,7 +277,7 @@ _PLANNING = {
 }
 _SWEEPS = ("micro_batch=9..1", "x=1..2", "gpus=0..8", "gpus=1..", "seq_len=1..99999999999999",
            "micro_batch=1..10000000", "")
-# Of each tool: valid arguments, and wrong ones. Those that would work for hours end at theirs.
+# Per tool: valid and invalid arguments. Those that would run for hours stop at their own limit.
 _TOOLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tools.estimate_memory": (
         ("", "--json", "--accounting paper", "--sweep micro_batch=1..4"),
@@ -302,7 +306,9 @@ _PLANNERS = ("tools.estimate_memory", "tools.show_layout")
 
 
 def arguments(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """A tool that plans, with good and bad arguments; other tools with bad ones."""
+    """Return a planning tool with valid and invalid arguments, or another tool with invalid
+    ones.
+    """
     place.secret()
     often = (*_PLANNERS, "tools.plot_schedule")
     main: str = pick(draw, often if valid else (*_TOOLS, *often, *often))
@@ -346,7 +352,7 @@ def _words_of(draw: Draw[Any], place: Place, kind: str) -> list[str]:
 
 
 def _not_traced(request: object) -> NoReturn:
-    raise Untraceable  # in another process, for seconds
+    raise Untraceable  # it would run in another process for seconds
 
 
 @MANY
@@ -354,7 +360,9 @@ def _not_traced(request: object) -> NoReturn:
 def test_words_are_planned_or_refused(
     kind: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, a hundred times as fast: a plan, a ConfigError, or the parser's code 2."""
+    """In this process, which is a hundred times faster: a plan, a ConfigError, or the parser's code
+    2.
+    """
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("harness.plan.memory.traced", _not_traced)
 
@@ -412,7 +420,7 @@ def test_a_changed_record_is_a_document_or_a_problem(count: int) -> None:
         except ValueError:
             return
         for piece in pieces:
-            piece.text.encode()  # raises a ValueError, too, at a lone surrogate
+            piece.text.encode()  # also raises a ValueError at a lone surrogate
         if isinstance(document, Chat):
             assert all(isinstance(turn["content"], str) for turn in document.messages)
             assert document.num_learned <= document.num_characters

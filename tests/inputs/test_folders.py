@@ -1,4 +1,6 @@
-"""Wrong data, tokenizers, weights, caches, runs, checkpoints, pickles: each in a process."""
+"""Invalid data, tokenizers, weights, caches, runs, checkpoints and pickles, each in a new
+process.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ _RECORDS: dict[str, list[Any]] = {
 
 
 def _lines(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
-    """Write records as JSON lines or an array, of which one is changed or the file is spoiled."""
+    """Write records as JSON lines or an array; one is changed, or the file is spoiled."""
     name = pick(draw, _RECORDS)
     path = place.folder / pick(draw, ("lines.jsonl", "lines.jsonl", "lines.json"))
     texts, note = [to_json(record, indent=None) for record in _RECORDS[name]], "valid"
@@ -88,7 +90,7 @@ def _lines(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
 
 
 def _texts(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
-    """Write a folder of texts, of which one or all are spoiled."""
+    """Write a folder of texts; one or all of them are spoiled."""
     folder = place.folder / "texts"
     folder.mkdir()
     for number, text in enumerate(_TEXTS[:20]):
@@ -130,7 +132,7 @@ def _texts(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
 
 
 def _table(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
-    """Write a table, compressed lines or another container, damaged or wrongly named."""
+    """Write a table, compressed lines or another container, damaged or with a wrong name."""
     import pyarrow
     from pyarrow import parquet
 
@@ -163,7 +165,7 @@ def _table(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
 
 
 def _pair(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
-    """Copy a .bin/.idx pair, of which one is spoiled."""
+    """Copy a .bin/.idx pair; one of the files is spoiled."""
     tokens = place.base.tokens
     ids, index = (place.copied(Path(f"{tokens}{suffix}")) for suffix in (".bin", ".idx"))
     prefix = place.folder / tokens.name
@@ -172,7 +174,7 @@ def _pair(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
         return pick(draw, (prefix, ids, index)), note
     if note in ("ids", "index"):
         note = spoil_file(draw, ids if note == "ids" else index)
-    elif note == "number":  # the version is 8 bytes from 9 on, the counts are from 18 on
+    elif note == "number":  # the version is in 8 bytes from 9 on, the counts start at 18
         data = index.read_bytes()
         at = pick(draw, (9, 17, 18, 26, *range(34, len(data) - 8, 4)))
         size = pick(draw, (1, 4, 8))
@@ -194,21 +196,21 @@ _SHAPES = {"lines": _lines, "texts": _texts, "table": _table, "pair": _pair}
 
 
 def data(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Text, records, tables, a folder, a .bin/.idx pair or a path; trained on for a step."""
+    """Train for a step on text, records, tables, a folder, a .bin/.idx pair or a path."""
     shape = pick(draw, _SHAPES if valid else (*_SHAPES, "lines", "path"))
     place.secret()
     path, note = pick(draw, _PATHS), "a path"
     if shape in _SHAPES:
         path, note = _SHAPES[shape](draw, place, valid)
     argv = [f"data.path={path}", f"data.tokenizer={place.base.tokenizer}", "data.held_out=0.2"]
-    if "chats" in note:  # valid ones are learned whole: their answers may begin behind a sample
+    if "chats" in note:  # learn valid ones completely: their answers may begin beyond a sample
         learn = "all" if valid else pick(draw, ("all", "last", "assistant"))
         argv += ["data.template=chatml", f"data.learn={learn}"]
     return Case([*place.training(data=False), *argv], f"{shape}: {note} {path}", valid=valid)
 
 
 def tokenizer(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """The base's tokenizer, of which something is spoiled; used for a step of training."""
+    """Train for a step with the base's tokenizer, in which something is spoiled."""
     folder, note = place.copied(place.base.tokenizer), "valid"
     if not valid:
         note = pick(draw, ("a file", "a file", "shallow", "code", "vocabulary"))
@@ -221,7 +223,7 @@ def tokenizer(draw: Draw[Any], place: Place, valid: bool) -> Case:
         if note == "shallow":
             rest = draw(changed({key: tree[key] for key in tree if key != "model"}))
             tree = {**tree, **rest} if isinstance(rest, dict) else rest
-        elif note == "code":  # of its own, and a template that would run something
+        elif note == "code":  # its own, and a template that would execute something
             place.plant_code(folder)
             tree |= {
                 "tokenizer_class": pick(draw, ("XTokenizer", "PreTrainedTokenizerFast", "Nothing")),
@@ -242,7 +244,7 @@ def tokenizer(draw: Draw[Any], place: Place, valid: bool) -> Case:
 
 
 def weights(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """An export of the base's run, whole or in shards, of which something is spoiled."""
+    """Use an export of the base's run, whole or in shards, in which something is spoiled."""
     is_sharded = draw(st.booleans())
     folder = place.copied(place.base.sharded if is_sharded else place.base.export, "model")
     note, source = "valid", "model"
@@ -270,7 +272,7 @@ def weights(draw: Draw[Any], place: Place, valid: bool) -> Case:
 
 
 def _spoil_weight_map(draw: Draw[Any], place: Place, folder: Path, shard: Path) -> str:
-    """Write an index whose names lead elsewhere, or link a shard to what is outside."""
+    """Write an index whose names lead elsewhere, or link a shard to an outside file."""
     place.secret()
     outside = place.folder / "outside.safetensors"
     shutil.copy(shard, outside)
@@ -296,7 +298,7 @@ def _spoil_weight_map(draw: Draw[Any], place: Place, folder: Path, shard: Path) 
 
 
 def _plant_pickle(draw: Draw[Any], place: Place, folder: Path) -> str:
-    """Put a pickle that would run something where a loader might look for weights."""
+    """Put a pickle with a payload where a loader might look for weights."""
     for path in folder.glob("*.safetensors*"):
         if draw(st.booleans()):
             path.unlink()
@@ -315,7 +317,7 @@ def _plant_pickle(draw: Draw[Any], place: Place, folder: Path) -> str:
 
 
 def cache(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """The base's cache, of which a file is spoiled, or another place for it."""
+    """Use the base's cache with a spoiled file, or another location for it."""
     argv, folder, note = place.training(), place.folder / "cache", "valid"
     if not valid:
         note = pick(draw, ("a file", "a file", "a file", "no file", "part", "whole", "place"))
@@ -335,7 +337,7 @@ _STEPS = ("", 0, 1, 2, 99, -1, 1.5, 10**8, "x", "2@2")
 
 
 def run(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """The base's run, resumed for one step or read by a tool, with a record spoiled."""
+    """Resume the base's run for one step or read it by a tool, with a spoiled record."""
     if valid:
         use = pick(draw, ("resume", "branch", "weights"))
         folder = place.copied(place.base.run, "run" if use == "resume" else "old")
@@ -398,7 +400,7 @@ def _add_to_run(draw: Draw[Any], folder: Path) -> str:
 
 
 def checkpoint(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """The newest checkpoint, spoiled; resumed, exported, or weights' source."""
+    """Resume or export the newest checkpoint, or read its weights, after it was spoiled."""
     folder = place.copied(place.base.run)
     newest, note = folder / "checkpoints" / "step-00000002", "valid"
     if pick(draw, (True, False, False, False)):  # nothing to fall back to
@@ -408,7 +410,7 @@ def checkpoint(draw: Draw[Any], place: Place, valid: bool) -> Case:
     manifest = json.loads((newest / "manifest.json").read_text())
     if note == "a file":
         note = spoil_file(draw, pick(draw, sorted(newest.iterdir())))
-    elif note != "valid":  # re-signed after the change, as only its writer could
+    elif note != "valid":  # signed again after the change, as only its writer could
         if note == "signed":
             names = [path.name for path in sorted(newest.iterdir()) if path.name != "manifest.json"]
             note += " " + spoil_file(
@@ -432,7 +434,7 @@ def checkpoint(draw: Draw[Any], place: Place, valid: bool) -> Case:
 
 
 def _spoil_pieces(draw: Draw[Any], place: Place, folder: Path) -> str:
-    """Change a place in the index that names elements of a file."""
+    """Change a position in the index that refers to elements of a file."""
     path = folder / "index.json"
     index = json.loads(path.read_text())
     about = index[pick(draw, index)]
@@ -455,7 +457,9 @@ def _spoil_pieces(draw: Draw[Any], place: Place, folder: Path) -> str:
 
 
 def _sign(folder: Path, manifest: Any) -> None:
-    """Write a manifest whose sizes and hashes are those of its files, and its own."""
+    """Write a manifest whose sizes and hashes match its files, and whose checksum matches
+    itself.
+    """
     files = manifest.get("files") if isinstance(manifest, dict) else None
     for file in files if isinstance(files, list) else ():
         if isinstance(file, dict) and isinstance(name := file.get("name"), str):
@@ -471,7 +475,7 @@ def _sign(folder: Path, manifest: Any) -> None:
 
 
 class Global:
-    """Pickled as the global of that name: called with those arguments, or with those attributes."""
+    """Pickled as the global of that name, called with the arguments or with the attributes set."""
 
     def __init__(self, name: str, *arguments: Any, **attributes: Any) -> None:
         self.module, _, self.name = name.partition(" ")
@@ -479,7 +483,7 @@ class Global:
 
 
 class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
-    """Writes globals by name, without importing them."""
+    """Writes globals by name without importing them."""
 
     write: Callable[[bytes], None]
 
@@ -542,7 +546,7 @@ def _states(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _payloads(target: str) -> list[Global]:
-    """Return calls that would create the marker, and objects of classes that are allowed."""
+    """Return calls that would create the marker, and objects of allowed classes."""
     code, mkdir = f"import os; os.mkdir({target!r})", Global("posix mkdir", target)
     touch = f"touch {target}"
     calls = {
@@ -565,7 +569,7 @@ def _payloads(target: str) -> list[Global]:
 
 
 def pickles(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """A checkpoint of DeepSpeed's own format, as the Trainer leaves it, for import_checkpoint."""
+    """Import a checkpoint in DeepSpeed's own format, as the Trainer writes it."""
     stage = pick(draw, (1, 2, 3))
     optimizer, model = _states(stage)
     engine = place.folder / "output" / "checkpoint-2" / "global_step2"
@@ -608,7 +612,7 @@ def pickles(draw: Draw[Any], place: Place, valid: bool) -> Case:
 
 
 def _change_archive(draw: Draw[Any], place: Place, path: Path) -> str:
-    """Write the same zip file with a member doubled, missing or replaced."""
+    """Write the same zip file with a member duplicated, missing or replaced."""
     payload = io.BytesIO()
     call = Global("posix mkdir", str(place.marker))
     _Pickler(payload, 2).dump({"optimizer_state_dict": call})
@@ -637,7 +641,7 @@ _EXPORTS = (
 
 
 def export(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """The base's run, exported with other arguments, another tokenizer or another plan."""
+    """Export the base's run with other arguments, another tokenizer or another plan."""
     run_folder = place.copied(place.base.run)
     folder, secret = run_folder / "tokenizer", place.secret()
     argv, note = [str(run_folder), "--out", str(place.folder / "out")], "valid"
@@ -665,7 +669,7 @@ def export(draw: Draw[Any], place: Place, valid: bool) -> Case:
     return Case(argv, note[:100], main="tools.export_hf", valid=valid)
 
 
-# Wrong arguments of the tools that prepare data.
+# Invalid arguments of the tools that prepare data.
 _WRONG = {
     "tools.tokenize_data": "--workers=0 --workers=x --task=3 --tasks=0 --out=nowhere/x --bogus "
     "--out= --out=/dev/null/x --config=nowhere.toml data.path=nowhere x",
@@ -677,7 +681,7 @@ _WRONG = {
 
 
 def preparing(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """A tool on data that may be spoiled, or with a spoiled argument or recipe."""
+    """Run a tool on possibly spoiled data, or with a spoiled argument or recipe."""
     main: str = pick(draw, _WRONG)
     wrong = "nothing" if valid else pick(draw, ("data", "data", "argument", "word", "recipe"))
     shape = pick(draw, _SHAPES if wrong == "data" else ("lines", "texts"))
@@ -743,7 +747,7 @@ _READERS: dict[str, tuple[Callable[[Path], object], bytes]] = {
 @MANY
 @pytest.mark.parametrize("name", _READERS)
 def test_a_spoiled_file_is_read_or_refused(name: str, count: int, tmp_path: Path) -> None:
-    """In this process, which is a thousand times as fast."""
+    """In this process, which is a thousand times faster."""
     read, content = _READERS[name]
 
     @each(count)

@@ -1,4 +1,4 @@
-"""The rule can be broken, and is seen to be."""
+"""Violations of the rule are detected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.inputs.rule import Case, Inputs, Place, tried
 
 
 def main(argv: list[str]) -> int:
-    """Break the rule as the first argument says; the second is what to create."""
+    """Violate the rule as the first argument says; the second is the file to create."""
     how, target = argv
     if how == "raise":
         raise RuntimeError("planted")
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     [
         ("raise", "traceback", "RuntimeError: planted"),
         ("memory", "traceback", "MemoryError"),
-        ("wait", "hang", "test_rule.py"),  # where it stood
+        ("wait", "hang", "test_rule.py"),  # where it waited
         ("executed", "executed", ""),
         ("written", "written", "planted"),
         ("leaked", "leaked", ""),

@@ -1,4 +1,4 @@
-"""Strategies: values that nobody expects, and valid trees, bytes and files with changes."""
+"""Strategies: unexpected values, and valid trees, bytes and files with changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Draw = Callable[[st.SearchStrategy[T]], T]
 
 PICKLE = b"cposix\nsystem\n(S'touch executed'\ntR."
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
-# Written as they stand in place of the quoted word: no serialiser gets that far.
+# Written in place of the quoted word: no serializer would produce them.
 RAW = {
     "@nested@": "[" * 3000 + "]" * 3000,
     "@tables@": '{"a":' * 1500 + "1" + "}" * 1500,
@@ -64,7 +64,7 @@ def pick(draw: Draw[Any], options: Any) -> Any:
 
 
 def slots(tree: Any) -> list[tuple[Any, Any]]:
-    """Return every place of a tree that holds a value: a dict or list, and its key or index."""
+    """Return every position of a tree that holds a value: a dict or list, and its key or index."""
     keys = [*tree] if isinstance(tree, dict) else range(len(tree))
     places = [(tree, key) for key in keys]
     for key in keys:
@@ -74,14 +74,14 @@ def slots(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def draw_slot(draw: Draw[Any], tree: Any) -> tuple[Any, Any]:
-    """Draw a place of a tree."""
+    """Draw a position of a tree."""
     places = slots(tree)
     return places[draw(st.integers(0, len(places) - 1))]
 
 
 @st.composite
 def changed(draw: Draw[Any], tree: Any) -> Any:
-    """A copy of a tree with one to three changes."""
+    """Return a copy of a tree with one to three changes."""
     tree = deepcopy(tree)
     for _ in range(pick(draw, (1, 1, 1, 2, 3))):
         if not tree:
@@ -152,7 +152,7 @@ _CHANGES = (*(_replaced, _replaced, _removed, _renamed, _added), _of_another_typ
 
 @st.composite
 def damaged(draw: Draw[Any], data: bytes) -> bytes:
-    """Bytes of which a part is changed, or others in their place."""
+    """Return bytes with a changed part, or other bytes."""
     at = draw(st.integers(0, len(data)))
     end = min(len(data), at + pick(draw, (1, 1, 4, 40, 4096)))
     early = draw(st.integers(0, min(len(data), 64)))
@@ -205,7 +205,7 @@ _NO_FILES: dict[str, Callable[[Path], object]] = {
 
 
 def replace_file(draw: Draw[Any], path: Path) -> str:
-    """Put something that is not a regular file at a path; return its name."""
+    """Replace a path by something that is not a regular file; return its name."""
     name: str = pick(draw, _NO_FILES)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -215,7 +215,7 @@ def replace_file(draw: Draw[Any], path: Path) -> str:
 
 
 def spoil_file(draw: Draw[Any], path: Path) -> str:
-    """Change a file as its format has it, damage its bytes or replace it; return the change."""
+    """Change a file within its format, damage its bytes or replace it; return the change."""
     way = pick(draw, ("content", "content", "content", "bytes", "bytes", "no file"))
     if way == "no file":
         return replace_file(draw, path)
@@ -235,7 +235,7 @@ def spoil_file(draw: Draw[Any], path: Path) -> str:
 
 
 def _spoil_header(draw: Draw[Any], path: Path, data: bytes) -> None:
-    """Change the table of a safetensors file, whose data stays."""
+    """Change the header of a safetensors file, but not its data."""
     (size,) = struct.unpack("<Q", data[:8])
     table = json.loads(data[8 : 8 + size])
     names = [name for name in table if name != "__metadata__"]
@@ -257,17 +257,17 @@ def _spoil_header(draw: Draw[Any], path: Path, data: bytes) -> None:
 
 
 def encoded(text: str) -> bytes:
-    """Return the bytes of a text, lone surrogates included."""
+    """Return the bytes of a text, including lone surrogates."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, RAW's words replaced."""
+    """Write a value as JSON, with RAW's words replaced."""
     path.write_bytes(encoded(to_json(value)))
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
-    """Return a value as JSON, RAW's words replaced."""
+    """Return a value as JSON, with RAW's words replaced."""
     return _with_raw(json.dumps(value, indent=indent), RAW)
 
 
