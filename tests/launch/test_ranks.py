@@ -1,4 +1,4 @@
-"""Process groups end together."""
+"""The processes of a group end together."""
 
 from __future__ import annotations
 
