@@ -1,4 +1,4 @@
-"""Cuts of parameters, held against tensors that are really cut."""
+"""Divided parameters, compared with tensors that torch really splits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHAPES = [(), (7,), (4, 6), (5, 1, 3), (3, 4, 5), (2, 3, 2, 3)]
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor whose every element is its own number."""
+    """Return a tensor whose elements are their own indices."""
     return torch.arange(math.prod(shape)).view(shape)
 
 
 def own_tensor(part: Part) -> torch.Tensor:
-    """Return `part` of `numbered(part.whole)`, cut by torch."""
+    """Return `part` of `numbered(part.whole)`, split by torch."""
     tensor = numbered(part.whole)
     for dimension, ranges in enumerate(part.ranges):
         cut = [tensor.narrow(dimension, start, stop - start) for start, stop in ranges]
@@ -41,7 +41,7 @@ def own_tensor(part: Part) -> torch.Tensor:
 
 
 def own_elements(piece: Piece) -> torch.Tensor:
-    """The numbers of a piece's elements, in its order."""
+    """Return the numbers of a piece's elements, in its order."""
     return own_tensor(piece.part).reshape(-1)[piece.offset : piece.offset + piece.numel]
 
 
@@ -50,7 +50,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def random_ranges(draw: random.Random, size: int) -> tuple[Range, ...]:
-    """One to three ranges of a dimension."""
+    """Return one to three ranges of a dimension."""
     edges = sorted(draw.sample(range(size + 1), min(size + 1, 2 * draw.randint(1, 3)) // 2 * 2))
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
@@ -124,7 +124,7 @@ def test_the_same_part_is_one_flat_range() -> None:
 
 
 def test_whole_rows_are_one_flat_range_of_both() -> None:
-    """Cut by rows, a matrix is read in one go, whoever wrote it."""
+    """A matrix divided by rows is read in one go, whoever wrote it."""
     rows = Part.of((8, 6)).cut(0, ((2, 5),))
     (overlap,) = overlaps(Piece(Part.of((8, 6)), 0, 48), Piece(rows, 0, 18))
     assert overlap == Overlap((18,), (12, 0), ((1,), (1,)))

@@ -1,5 +1,5 @@
 """A model's part on a tensor-parallel rank by transformers' plans, and the adapters that peft
-makes; what engines really hold: tests/gates.
+makes; tests/gates checks what engines really hold.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def test_the_table_is_what_the_installed_transformers_says() -> None:
 
 
 def test_the_table_holds_plans_that_were_read_in_transformers() -> None:
-    """Spot checks by hand, so that a generator that finds nothing cannot pass."""
+    """Checked by hand, so that a generator that finds nothing cannot pass."""
     llama = tensor_plan("llama")
     assert llama["layers.*.self_attn.q_proj"] == "colwise"
     assert llama["layers.*.mlp.down_proj"] == "rowwise"
@@ -217,7 +217,7 @@ def test_a_plan_is_a_copy() -> None:
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if tensor_plan(name)])
 def test_a_plan_names_modules_that_the_family_has(model_type: str) -> None:
-    """By the names of families.toml, of which a pattern is one or a beginning."""
+    """By the names of families.toml: a pattern is one of them or its beginning."""
     modules = [module.name for module in FAMILIES[model_type].layers]
     for plan in (tensor_plan(model_type), expert_plan(model_type)):
         for pattern in plan or {}:

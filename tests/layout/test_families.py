@@ -1,6 +1,7 @@
-"""Each table of families.toml against the model that transformers builds, and a table more.
+"""Each table of families.toml against the model that transformers builds, and a new table.
 
-Names and shapes of all parameters: test_shape.py; activations: ../estimate/test_activations.py.
+test_shape.py checks names and shapes of all parameters, ../estimate/test_activations.py
+activations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TABLES = read_families((Path(families.__file__).parent / "families.toml").read_t
 
 
 def small_model(model_type: str, **config: Any) -> PreTrainedModel:
-    """Two layers of the class's default sizes, on meta."""
+    """Return two layers with the class's default sizes, on meta."""
     with init_empty_weights():
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(model_type, **{"num_hidden_layers": 2, **config})
@@ -68,7 +69,7 @@ def test_the_activation_is_the_config_class_s(model_type: str) -> None:
 def test_torchs_attention_is_refused_where_transformers_refuses_it(model_type: str) -> None:
     supported = type(small_model(model_type))._supports_sdpa
     if model_type == "gemma2" and is_older((5, 21)):
-        supported = False  # it took Gemma 2, and left out the cap
+        supported = False  # it accepted Gemma 2, and ignored the cap
     assert supported == (not FAMILIES[model_type].sdpa_lacks)
 
 
@@ -81,7 +82,7 @@ def test_special_tokens_are_the_config_class_s(model_type: str) -> None:
 
 def test_a_family_is_traced_only_where_a_test_traces_it() -> None:
     traced = {name for name, family in FAMILIES.items() if "activations" in family.compared}
-    partly = {"falcon"}  # with one key head for all queries, as its larger models have not
+    partly = {"falcon"}  # only with one key head for all queries, which its larger models lack
     assert traced == {config["model_type"] for config in TRACED.values()} - partly
 
 
@@ -127,7 +128,7 @@ def test_a_table_that_says_what_no_family_has(text: str, message: str) -> None:
         read_families(text)
 
 
-# Families as one would add them to families.toml.
+# Families in the form in which one would add them to families.toml.
 NEW = {
     "arcee": """
         like = "llama"
@@ -170,7 +171,7 @@ assert not NEW.keys() <= TABLES.keys(), "all of them were added: put others here
 def test_a_new_family_is_one_table(
     model_type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is counted, planned and estimated with no other line changed."""
+    """It is counted, planned and estimated without any other change."""
     text = (Path(families.__file__).parent / "families.toml").read_text("utf-8")
     added = read_families(f"{text}\n[{model_type}]\n{NEW[model_type]}")[model_type]
     monkeypatch.setitem(families._TABLES, model_type, added)

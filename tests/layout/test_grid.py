@@ -1,5 +1,5 @@
-"""Rank <-> coordinates, held against DeepSpeed's own topology, and a rank's tokens, parts and
-groups: together the ranks have everything once.
+"""Rank <-> coordinates, compared with DeepSpeed's own topology; and a rank's tokens, parts and
+groups: together the ranks have everything exactly once.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def shares(grid: Grid, cutters: Mapping[Axis, Cutter] | None = None) -> list[Sha
 def halves(
     name: str, shape: tuple[int, ...], place: int, places: int
 ) -> dict[int, tuple[Range, ...]]:
-    """A plan of tensor parallelism: qkv by rows, each of them, the output by columns; 2 key heads
-    of 4 elements, which more ranks share.
+    """Return a tensor-parallel plan: q, k and v each by rows, the output by columns; 2 key heads of
+    4 elements, which more ranks share.
     """
     match name:
         case "qkv":
@@ -175,7 +175,7 @@ def test_those_that_hold_the_same_are_found_over_all_axes_but_stages() -> None:
 
 
 def test_axes_cut_one_after_the_other() -> None:
-    """Experts are cut by number and by width; here their number over the sequence's ranks."""
+    """Experts are divided by number and by width; here, their number over the sequence ranks."""
 
     def by_number(
         name: str, shape: tuple[int, ...], place: int, places: int

@@ -1,4 +1,4 @@
-"""Shapes held equal, name by name and shape by shape, to transformers' own models built on meta."""
+"""Shapes equal transformers' own models built on meta, name by name and shape by shape."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GQA = {"num_key_value_heads": 2}
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4}
 QWEN_MOE = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
 
-# (model_type, config): every branch that changes a tensor, from configs as hubs hold them.
+# (model_type, config): every branch that changes a tensor, from configs as found on hubs.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {**TINY}),
     ("llama", {**TINY, **GQA, "tie_word_embeddings": True}),
@@ -91,7 +91,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def transformers_tensors(config: Any) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter of transformers' model, tied ones once."""
+    """Return name -> shape of every parameter of transformers' model, tied ones once."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
@@ -99,7 +99,7 @@ def transformers_tensors(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def our_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter of ours."""
+    """Return name -> shape of every parameter of ours."""
     return {tensor.name: tensor.shape for tensor in shape.tensors()}
 
 
@@ -126,14 +126,14 @@ def test_every_family_has_a_tiny_case(model_type: str) -> None:
 def test_what_a_config_leaves_out_means_what_transformers_means(
     model_type: str, config: dict[str, Any]
 ) -> None:
-    """The sizes from the sparse config are those from transformers' filled-in one."""
+    """The sizes of the sparse config equal those of transformers' completed one."""
     filled = AutoConfig.for_model(model_type, **config).to_dict()
     assert Shape.from_hf({"model_type": model_type, **config}) == Shape.from_hf(filled)
 
 
 @pytest.mark.parametrize(("model_type", "config"), CASES)
 def test_keys_of_other_families_mean_nothing(model_type: str, config: dict[str, Any]) -> None:
-    """A size under a key that the config class does not read is no size of the model."""
+    """A size whose key the config class does not read does not affect the model."""
     family, config_class = FAMILIES[model_type], type(AutoConfig.for_model(model_type))
     others = {
         key: 8 * number
@@ -172,7 +172,7 @@ def test_sliding_windows() -> None:
 
 
 def test_flops_of_a_published_model() -> None:
-    """GPT-2 124M by hand: 12 layers of 12 h^2, a tied head, attention of 12 L h T."""
+    """GPT-2 124M calculated: 12 layers of 12 h^2, a tied head, attention of 12 L h T."""
     shape = Shape.from_hf(AutoConfig.for_model("gpt2").to_dict())
     matrices = 12 * 12 * 768**2 + 50257 * 768
     assert active_parameters(shape) == matrices

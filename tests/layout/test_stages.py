@@ -1,4 +1,4 @@
-"""Splits held against brute force, the schedule against DeepSpeed's own."""
+"""Splits compared with brute force, the schedule with DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def every_split(num_layers: int, stages: int) -> Iterator[Bounds]:
 
 
 def random_costs(num_layers: int, stages: int, seed: int) -> list[list[int]]:
-    """Of each unit on each stage; few values, so that splits tie."""
+    """Return the cost of each unit on each stage; few distinct values, so that splits tie."""
     draw = random.Random(seed)
     return [[draw.randrange(4) for _ in range(num_layers + 2)] for _ in range(stages)]
 
@@ -74,13 +74,15 @@ def test_a_split_is_the_best_of_all(num_layers: int, stages: int, seed: int) -> 
 
 
 def test_a_head_as_long_as_two_layers_takes_two_layers_away() -> None:
-    """One layer by hand: 4 h^2 + 3 h f weights, 12 h T for attention; the head: V h weights."""
+    """One layer calculated: 4 h^2 + 3 h f weights, 12 h T for attention; the head has V h
+    weights.
+    """
     hidden, width, tokens = 48, 80, 32
     layer = 6 * (4 * hidden**2 + 3 * hidden * width) + 12 * hidden * tokens
     shape = llama(vocab_size=2 * layer // (6 * hidden))
     assert flops_per_unit(shape, tokens) == [0, *[layer] * 6, pytest.approx(2 * layer, rel=1e-3)]
     assert layers_per_stage(split(shape, 2, tokens)) == (4, 2)
-    # Layers that run forward twice cost a third more than before, the head does not.
+    # Layers that run forward twice cost a third more; the head does not.
     larger = llama(vocab_size=4 * layer // (6 * hidden))
     assert layers_per_stage(split(larger, 2, tokens)) == (5, 1)
     assert layers_per_stage(split(larger, 2, tokens, "full")) == (4, 2)
@@ -92,7 +94,7 @@ def test_units_cost_what_the_model_costs() -> None:
 
 
 def test_a_published_model() -> None:
-    """Llama-3-8B's head is 525,336,576 weights, each of its layers 218,112,000."""
+    """Llama-3-8B's head has 525,336,576 weights, each of its layers 218,112,000."""
     config = {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -172,7 +174,7 @@ def test_the_parts_of_a_model_are_the_model(tied: bool) -> None:
 
 
 def test_only_the_tied_weight_is_copied() -> None:
-    """GPT-2 ties its tokens' embedding; that of positions is the first stage's alone."""
+    """GPT-2 ties its token embedding; only the first stage has that of positions."""
     sizes = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": 96}
     shape = Shape.from_hf({"model_type": "gpt2", **sizes})
     last = [tensor.name for tensor in stage_shape(shape, (0, 2, 4), 1).tensors()]
@@ -186,7 +188,7 @@ def test_one_stage_is_the_whole_model() -> None:
 
 
 def deepspeeds_row(stages: int, micro_batches: int, stage: int) -> tuple[Work, ...]:
-    """The same from DeepSpeed, whose instructions name buffers, not micro-batches."""
+    """Return the same from DeepSpeed, whose instructions name buffers instead of micro-batches."""
     done = {ForwardPass: 0, BackwardPass: 0}
     words = {ForwardPass: "forward", BackwardPass: "backward"}
     row: list[Work] = []

@@ -1,4 +1,4 @@
-"""The place of a process among the ranks, its device, and the port at which a Slurm step meets."""
+"""A process's position among the ranks, its device, and the rendezvous port of a Slurm step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from harness.layout.world import (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"},
             ("torch", 1, 2, 1, 2),
         ),
-        (  # srun over two nodes of different size: the larger counts
+        (  # srun over two nodes of different sizes: the larger one counts
             {
                 "SLURM_STEP_ID": "0",
                 "SLURM_PROCID": "3",
@@ -45,11 +45,11 @@ from harness.layout.world import (
             },
             ("slurm", 3, 4, 0, 3),
         ),
-        (  # a batch script, not started by srun, is one process whatever the job has
+        (  # a batch script, not started by srun, is one process, whatever the job has
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"},
             ("none", 0, 1, 0, 1),
         ),
-        (  # deepspeed or torchrun inside a Slurm step: the finer truth wins
+        (  # deepspeed or torchrun within a Slurm step: the more specific one wins
             {
                 "SLURM_STEP_ID": "0",
                 "SLURM_PROCID": "0",
@@ -110,14 +110,14 @@ def test_pinned_memory_is_rounded_by_a_torch_that_knows_no_setting_against_it(mo
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", absent)  # a laptop that plans
+    monkeypatch.setattr(importlib.metadata, "version", absent)  # a laptop for planning
     assert World.from_environ(ours).has_torch(2, 13)
 
 
 def test_accelerator_is_read_from_the_driver_not_from_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "NVIDIA_CONTROL", tmp_path / "nvidiactl")
     assert find_accelerator({}) == "cpu"
-    assert find_accelerator({"DS_ACCELERATOR": "cuda"}) == "cuda"  # as under WSL
+    assert find_accelerator({"DS_ACCELERATOR": "cuda"}) == "cuda"  # as with WSL
     (tmp_path / "nvidiactl").touch()
     assert find_accelerator({}) == "cuda"
     for hidden in ({"DS_ACCELERATOR": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}):
@@ -182,7 +182,7 @@ def test_every_job_restart_and_step_has_a_port_of_its_own() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_port_that_somebody_listens_on_is_not_free(host: str) -> None:
-    port = free_port(29_999)  # the next one is the first again
+    port = free_port(29_999)  # wraps around to the first port
     with socket.create_server((host, port)):
         assert not is_free(port)
         assert free_port(port) not in (port, 30_000)
@@ -191,9 +191,9 @@ def test_a_port_that_somebody_listens_on_is_not_free(host: str) -> None:
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> int:
-    """The port of a job step in which nobody says where the ranks meet."""
+    """Return the port of a job step without a configured rendezvous."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")  # put back as it was, whatever is set below
+        monkeypatch.setenv(name, "")  # restored afterwards, whatever is set below
         monkeypatch.delenv(name)
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
@@ -210,5 +210,5 @@ def test_rank_0_of_srun_names_a_port_that_is_taken(
     with socket.create_server(("", step)):
         with pytest.raises(ConfigError, match=f"port {step} of .* is taken.*set MASTER_PORT"):
             set_environment(world)
-        monkeypatch.setenv("MASTER_PORT", str(step))  # the user's own: torch's store is there
+        monkeypatch.setenv("MASTER_PORT", str(step))  # the user's own, where torch's store is
         set_environment(world)
