@@ -1,4 +1,4 @@
-"""Exports whose code travels with them: opened by it, by the harness's own, and without it."""
+"""Exports that include their code: opened with it, by the harness's own, and without it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model_of(**config: Any) -> Any:
 
 
 def exported(folder: Path, attention: dict[str, Any], **config: Any) -> Any:
-    """Write an export; return the model that it is of, as it was trained."""
+    """Write an export; return its model as trained."""
     model = model_of(**config)
     model.save_pretrained(folder)
     write_code(folder, model, attention)
@@ -49,7 +49,7 @@ def exported(folder: Path, attention: dict[str, Any], **config: Any) -> Any:
 
 
 def _fresh(config: Any) -> Any:
-    """Return a config in which nobody has chosen an attention."""
+    """Return a config without a chosen attention."""
     config._attn_implementation = None
     return config
 
@@ -61,7 +61,7 @@ def logits(model: Any, **arguments: Any) -> torch.Tensor:
 
 
 def run_python(code: str, folder: Path) -> str:
-    """Return the output of a process that knows transformers alone."""
+    """Return the output of a process that only knows transformers."""
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_copied_code_imports_nothing_of_the_harness(tmp_path: Path) -> None:
     for text in files.values():
         assert not re.findall(r"^\s*(?:from|import) harness", text, re.MULTILINE)
         assert {*re.findall(r"^from \.(\w+) import", text, re.MULTILINE)} <= files.keys()
-    # transformers 4 copies what the first file names.
+    # transformers 4 copies the files that the first one imports.
     named = re.findall(r"^from \.(\w+) import", files.pop("modeling_as_trained"), re.MULTILINE)
     assert {*named} == files.keys()
 
@@ -177,4 +177,4 @@ def test_others_open_it_with_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
         expected += [str(total)] * 2 + [str(model.generate(IDS, **options)[0, -4:].tolist())]
     shown = run_python(_OPENS.format(ids=IDS.tolist()), tmp_path).splitlines()
-    assert [line for line in shown if "accelerator" not in line] == expected  # another library's
+    assert [line for line in shown if "accelerator" not in line] == expected  # from another library

@@ -1,5 +1,5 @@
-"""Attention that can be exchanged, that is summed, and that stays within documents as transformers
-separates them.
+"""Attention that can be exchanged, that is summed, and that separates documents as transformers
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.engine.small import EAGER, FAMILIES, MODEL, SEQ_LEN, VOCAB_SIZE
 from tests.gates.models import LEARNED, ROWS
 from tests.tiers import rest_in_gate
 
-# Its attention has a weight for each head (gpt_oss), or asks for no function at all.
+# Its attention has a weight for each head (gpt_oss), or calls no attention function.
 UNDIVIDED = {"bloom", "falcon", "gpt_oss", "mamba", "rwkv"}
 
 
@@ -53,7 +53,7 @@ def test_a_model_is_left_as_it_was() -> None:
     }
 
 
-# Attention written out in the family's own code, with sinks, or none at all.
+# Attention implemented in the family's own code, with sinks, or none at all.
 UNSEEN = {"bloom", "falcon", "gpt_oss", "mamba", "rwkv"}
 COMPARED = sorted({"llama", *FAMILIES} - UNSEEN)
 CONFIGS = {"llama": MODEL, **FAMILIES}
@@ -71,7 +71,7 @@ def ids(length: int = SEQ_LEN) -> torch.Tensor:
 
 
 def summed(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """(layers, 3) of both samples."""
+    """Return the (layers, 3) sums of both samples."""
     sums = AttentionSums(model.config.num_hidden_layers, torch.ones(2, dtype=torch.bool))
     with torch.no_grad(), sums.recorded():
         model(input_ids=input_ids, use_cache=False)
@@ -90,7 +90,7 @@ def test_sums_are_those_of_the_weights_that_a_family_returns(family: str) -> Non
         assert own[0] == pytest.approx(float(torch.special.entr(exact).sum()), rel=1e-4)
         needed = (exact.sort(-1, descending=True).values.cumsum(-1) < COVERED).sum(-1) + 1
         assert own[1] <= float((needed / (exact > 0).sum(-1)).sum()) * 1.0001
-        if family == "llama":  # without windows every earlier token is visible
+        if family == "llama":  # without windows, every earlier token is visible
             visible = torch.arange(1, SEQ_LEN + 1)
             assert own[1] == pytest.approx(float((needed / visible).sum()), rel=1e-6)
 
@@ -98,7 +98,7 @@ def test_sums_are_those_of_the_weights_that_a_family_returns(family: str) -> Non
 @pytest.mark.parametrize("family", rest_in_gate("models", sorted(UNSEEN & set(FAMILIES))))
 def test_attention_of_another_kind_is_not_taken_for_this_one(family: str) -> None:
     sums = summed(made(family, "eager" if family in EAGER else "sdpa"), ids())
-    assert not 0 < float(sums[:, 2].sum()) < torch.inf  # none, or no number
+    assert not 0 < float(sums[:, 2].sum()) < torch.inf  # zero or not finite
 
 
 def test_a_long_sample_is_looked_at_in_places() -> None:
@@ -149,7 +149,7 @@ def test_rows_of_one_document_each_have_no_positions_on_the_device() -> None:
 
 
 class Unread(TorchDispatchMode):
-    """Within this, no value of a tensor becomes a number of the host's."""
+    """Fails if the host reads a value of a tensor in the body."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read"

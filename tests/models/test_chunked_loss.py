@@ -1,4 +1,4 @@
-"""Head and cross-entropy over parts of the vocabulary against all logits at once."""
+"""Head and cross-entropy over chunks of the vocabulary, against all logits at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tiers import rest_in_gate
 
 
 class Peak(TorchDispatchMode):
-    """Follows the bytes of the storages that are made within it, on any device."""
+    """Follows the bytes of storages created in the body, on any device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Peak(TorchDispatchMode):
 
 
 class HeadAlone:
-    """A head, its input and labels: all that the loss is computed of."""
+    """A head, its input and labels: everything that the loss needs."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class HeadAlone:
         self.labels = torch.zeros(1, tokens, dtype=torch.int64, device=device)
 
     def run(self, trains: bool = True) -> None:
-        """Forward pass, and backward pass."""
+        """Run the forward pass, and the backward pass."""
         with self.loss.of(self.labels, 0.0), torch.set_grad_enabled(trains):
             output = self.head(self.hidden)
         loss = self.loss.taken(output)
@@ -94,7 +94,7 @@ CHUNK = 48  # of 128: the last one is smaller
 
 
 def built(family: str, precision: str = "fp32", chunk: int = CHUNK) -> PreTrainedModel:
-    """A drawn model with its loss in chunks, unless `chunk` is 0."""
+    """Return a model with random weights and a chunked loss, unless `chunk` is 0."""
     attention = ATTENTION.get(family, "sdpa")
     model = skeleton(hf_config(FAMILIES[family]), DTYPES[precision], attention)
     operations = operations_on_logits(model)
@@ -110,7 +110,7 @@ def loss_and_gradients(
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(0, 128, (2, 32), generator=generator) for _ in range(2))
     labels[0, :5] = -100
-    torch.manual_seed(1)  # a model may drop out
+    torch.manual_seed(1)  # a model may use dropout
     loss, auxiliary = forward(model.train(), ids, labels, smoothing=smoothing)
     (loss / 59 + (0 if auxiliary is None else auxiliary)).backward()
     return float(loss.detach()), {
@@ -119,7 +119,7 @@ def loss_and_gradients(
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Largest relative distance of two gradients."""
+    """Return the largest relative difference between two gradients."""
     assert ours.keys() == theirs.keys()
     return max(
         float((ours[n].float() - g.float()).norm() / g.float().norm()) for n, g in theirs.items()
@@ -198,18 +198,18 @@ def test_without_labels_the_model_has_all_its_logits() -> None:
 
 
 def test_a_loss_that_the_model_fuses_has_priority() -> None:
-    """As under model.kernels=liger: its forward pass in training never calls the head."""
+    """As with model.kernels=liger: in training, its forward pass never calls the head."""
     model, ids = built("llama"), torch.arange(8)[None]
     fused = SimpleNamespace(logits=None, loss=torch.tensor(7.0))
     with mock.patch.object(model, "forward", return_value=fused):
         assert float(forward(model.train(), ids, ids)[0]) == 7
-    with torch.no_grad():  # which it does in evaluation
+    with torch.no_grad():  # it calls the head in evaluation
         expected, _ = forward(built("llama", chunk=0).eval(), ids, ids)
         assert float(forward(model.eval(), ids, ids)[0]) == pytest.approx(float(expected))
 
 
 def operations_with(change: Any) -> Operations:
-    """Of a Llama whose logits are changed once more."""
+    """Return the operations on the logits of a Llama with one more change."""
     model = skeleton(hf_config(LEARNED["llama"]), torch.float32)
     own = model.forward
 
@@ -263,14 +263,14 @@ def test_the_peak_of_8192_tokens_and_a_vocabulary_of_128256() -> None:
     with Peak() as peak:
         head.run()
     assert peak.most < 1.5 * GIB
-    # The head's gradient; a chunk's slope in fp32 and bf16; in fp32 the hidden states' gradient.
+    # The head's gradient; a chunk's gradient in fp32 and bf16; the hidden states' gradient in fp32.
     parts = 2 * vocab * hidden + (4 + 2) * chunk * tokens + 4 * tokens * hidden
     assert parts <= peak.most < 1.001 * parts
 
 
 @pytest.mark.gate("models")
 def test_live_bytes_on_a_cpu() -> None:
-    """An eighth of each of those."""
+    """An eighth of the sizes above."""
     tokens, hidden, vocab = 1024, 512, 16_032
     head = HeadAlone(tokens, hidden, vocab, 1024)
     with rise() as rose:

@@ -1,5 +1,5 @@
-"""What is left out at random: layers of a real decoder, and attention weights, of which each rank
-draws for its own heads; on two ranks: tests/engine/test_tensor.py.
+"""Random dropout: of layers in a real decoder, and of attention weights, which each rank draws for
+its own heads (on two ranks: tests/engine/test_tensor.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CPU = torch.device("cpu")
 
 
 def drawn(place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the draws of a rank within, and after."""
+    """Return the draws of a rank within the body, and after it."""
     torch.manual_seed(3)
     torch.rand(2)
     with own_draws(place, CPU):
@@ -80,7 +80,7 @@ def test_ranks_draw_apart_within_and_alike_after() -> None:
     assert not torch.equal(first, second)
     assert torch.equal(after, later)
     assert not torch.equal(first, after)
-    assert torch.equal(first, drawn(0)[0])  # as a layer that is computed again draws
+    assert torch.equal(first, drawn(0)[0])  # as a recomputed layer draws
 
 
 def test_two_layers_draw_apart() -> None:
@@ -104,7 +104,7 @@ def test_an_error_within_leaves_the_generator_as_it_would_be() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_documents_and_masks_stay(attention: str, rate: float) -> None:
-    """In evaluation nothing is drawn: the same numbers as without."""
+    """Evaluation draws nothing: the result is the same as without dropout."""
     from transformers import AutoModelForCausalLM
 
     config = hf_config({**MODEL, "attention_dropout": rate})

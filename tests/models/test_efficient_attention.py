@@ -1,4 +1,4 @@
-"""Efficient attention: causal, within documents, equal to exact attention at its largest sizes."""
+"""Efficient attention: causal, within documents, and equal to exact attention at full size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = {
     "performer": {"features": 48},
     "reformer": {"buckets": 4, "window": 8},
 }
-"""Of which 200 tokens are several pieces."""
+"""Sizes with which 200 tokens take several blocks."""
 EXACT = {
     "longformer": {"window": 200, "global": 0},
     "strided": {"window": 200},
@@ -46,7 +46,7 @@ def states(
 
 
 def attend(kind: str, sizes: dict[str, int], *qkv: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    """(batch, heads, tokens, head_dim) each -> (batch, tokens, heads, head_dim)."""
+    """Return (batch, tokens, heads, head_dim) from (batch, heads, tokens, head_dim) each."""
     function = ALL_ATTENTION_FUNCTIONS[function_name(kind, sizes, keywords.pop("seed", 0))]
     output: torch.Tensor = function(MODULE, *qkv, None, **keywords)[0]
     return output
@@ -78,7 +78,7 @@ def test_with_its_largest_sizes_it_is_exact_attention(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_position_reads_the_future(kind: str) -> None:
-    """Neither a gradient nor a single bit of an output comes from later tokens."""
+    """Neither a gradient nor a single bit of an output depends on later tokens."""
     qkv = states(200)
     output = attend(kind, SMALL[kind], *qkv)
     for place in (0, 23, 24, 63, 64, 127, 128, 150):
@@ -95,7 +95,7 @@ def test_no_position_reads_the_future(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_document_is_computed_as_if_it_were_alone(kind: str) -> None:
-    """Nor does it matter which batch it lies in, nor beside which others."""
+    """Its batch and its neighbours do not matter either."""
     qkv = states(100, batch=2)
     bounds = [0, 37, 100, 101, 200]
     output = attend(kind, SMALL[kind], *qkv, cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32))
@@ -109,7 +109,7 @@ def test_a_document_is_computed_as_if_it_were_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_finite_differences(kind: str) -> None:
-    """In fp64 where the kind computes in it."""
+    """In fp64 if the kind computes in it."""
     qkv = states(70, torch.float32 if kind == "performer" else torch.float64)
     output = attend(kind, SMALL[kind], *qkv)
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def test_earlier_blocks_are_seen_as_means_of_their_tokens() -> None:
 
 
 def test_tokens_of_the_same_hash_are_seen() -> None:
-    """The latest of a bucket, of either round, and the token itself."""
+    """The latest tokens of a bucket, in either round, and the token itself."""
     sizes = SMALL["reformer"]
     query, key, value = qkv = states(100)
     output = attend("reformer", sizes, *qkv)
@@ -187,7 +187,7 @@ def test_tokens_of_the_same_hash_are_seen() -> None:
 
 
 def _softmax_over(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(heads, width), (key heads, keys, width), the same -> (heads, width)."""
+    """Return (heads, width) from (heads, width) and twice (key heads, keys, width)."""
     keys, values = (part.repeat_interleave(HEADS // KEY_HEADS, 0) for part in (keys, values))
     weights = (torch.einsum("hd,hkd->hk", query, keys) * WIDTH**-0.5).softmax(-1)
     return torch.einsum("hk,hkd->hd", weights, values)
@@ -206,7 +206,7 @@ def test_the_error_of_random_features_falls_with_the_root_of_their_number() -> N
             return math.sqrt(float(torch.stack(apart).mean()))
 
         few, many = error(64), error(4096)
-    assert 4 < few / many < 16  # 8 of 64 times as many
+    assert 4 < few / many < 16  # from 8 to 64 times as many
 
 
 def test_draws_are_a_function_of_seed_and_layer() -> None:

@@ -1,4 +1,4 @@
-"""Decoders that may be cut between their layers, and messages on the others."""
+"""Decoders that can be split between their layers, and messages about the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Toy(PreTrainedModel):
-    """A decoder whose layers are wired up as the test likes."""
+    """A decoder whose layers are connected as a test needs."""
 
     config_class = LlamaConfig
 

@@ -1,4 +1,4 @@
-"""Initial weights: a function of seed and name, distributed as transformers' own."""
+"""Initial weights: a function of seed and name, with the same distribution as transformers'."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAMILIES = {
         "eos_token_id": 0,
     },
     "phi3": SMALL,
-    # Its embedding is initialised by the model within, which alone has it.
+    # Only the inner model has its embedding, and initializes it.
     "xlstm": {**SMALL, "num_heads": 4, "mode": "train"},
 }
 ATTENTION = {"gemma2": "eager", "xlstm": "eager"}
@@ -71,7 +71,7 @@ def transformers_own(family: str) -> PreTrainedModel:
 
 
 def pooled(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The elements of each parameter, those of all layers together: more to measure by."""
+    """Return the elements of each parameter, pooled over all layers for better statistics."""
     values: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         kind = ".".join("N" if word.isdigit() else word for word in name.split("."))

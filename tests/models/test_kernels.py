@@ -1,4 +1,4 @@
-"""Liger's kernels against the model's own code; Triton runs on a GPU alone."""
+"""Liger's kernels against the model's own code; Triton runs only on GPUs."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_loss_and_gradients_are_those_of_the_model(family: str) -> None:
     assert found == pytest.approx(expected, rel=1e-6)
     for own, theirs in zip(gradients, fused, strict=True):
         assert float((own - theirs).norm()) <= 1e-5 * float(own.norm())
-    again, _ = loss_and_gradients(config, liger=False)  # the next model is as it was
+    again, _ = loss_and_gradients(config, liger=False)  # the next model is unchanged
     assert again == expected

@@ -1,4 +1,4 @@
-"""The training loss, and losses by source: the sums of the samples' own losses."""
+"""The training loss, and losses by source: sums of the samples' individual losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_token_and_balancing_loss_add_up_to_what_transformers_computes() -> None
 
 
 def test_padding_is_not_balanced() -> None:
-    """Experts are balanced as if the padding of data/whole.py were not there."""
+    """Experts are balanced as if the padding of data/whole.py did not exist."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config(MIXTRAL)).eval()
     ids, labels = torch.randint(0, 64, (1, 9)), torch.randint(0, 64, (1, 9))

@@ -1,4 +1,4 @@
-"""Exports of every family of the table, opened by transformers 4 in an environment of its own."""
+"""Exports of every family of the table, opened by transformers 4 in a separate environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "ffn_dim": 48,
     "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "word_embed_proj_dim": 32,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "moe_num_experts": 4,
-    # Other than each class has where they are left out.
+    # Different from every class's defaults.
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -48,7 +48,7 @@ _OF_LAYERS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 333.0},
 }
 _LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_type": "longrope"}
-# Beside each family as it is: what stands in other places in version 4.
+# In addition to each family: keys that version 4 reads from other places.
 MORE: dict[str, Config] = {
     **{name: {"model_type": name, **_LATENT} for name in ("deepseek_v2", "deepseek_v3")},
     "llama scaled": {"model_type": "llama", "rope_parameters": _LLAMA3, "head_dim": 8},
@@ -99,7 +99,7 @@ print(json.dumps(found, default=list))
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with transformers 4 and this one's torch."""
+    """Return the interpreter of an environment with transformers 4 and this one's torch."""
     folder = tmp_path_factory.mktemp("older")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
@@ -119,7 +119,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened_by(python: Path, folder: Path, text: str = "") -> dict[str, Any]:
-    """What transformers 4 finds in the folders within a folder."""
+    """Return what transformers 4 reads from the subfolders of a folder."""
     done = subprocess.run(
         [python, "-c", _OPENS, folder, text],
         capture_output=True,
@@ -134,7 +134,7 @@ def opened_by(python: Path, folder: Path, text: str = "") -> dict[str, Any]:
 
 
 def small(config: Config) -> Config:
-    """A tiny model of a family, whose rotary base is none that a class would take by itself."""
+    """Return a tiny model of a family, with a rotary base that is no class's default."""
     model_type = config["model_type"]
     keys = AutoConfig.for_model(model_type).to_dict()
     sizes = {key: value for key, value in _SIZES.items() if key in keys}
@@ -204,7 +204,7 @@ TOKENIZERS: dict[str, Config] = {
 
 
 def write_source(folder: Path, config: Config) -> None:
-    """A tokenizer of words, as version 4 writes one."""
+    """Write a tokenizer of words, as version 4 does."""
     words = ["<unk>", "<s>", "<|endoftext|>", *_MARKS, "hello", "world"]
     backend = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,4 +1,4 @@
-"""Layers and MLPs that are computed again: the same gradients, from as little as was kept."""
+"""Recomputed layers and MLPs: the same gradients, from as little as was kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.small import CONFIGS
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The loss of a batch with ids below 63, and the gradient of every trained parameter."""
+    """Return the loss of a batch with ids below 63, and the gradient of every trained parameter."""
     torch.manual_seed(1)
     ids = torch.randint(0, 63, (2, 16))
     loss = forward(model, ids, ids.clone())[0]
@@ -63,7 +63,7 @@ WAYS = list(itertools.product(("full", "selective", 2), (False, True)))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("config", [_LLAMA, _GPT2, _BLOOM], ids=["llama", "gpt2", "bloom"])
 def test_what_is_computed_again_is_bit_for_bit_the_same(config, precision, checkpointing, offload):
-    """GPT-2 draws dropout in its attention and after it: the same numbers the second time."""
+    """GPT-2 uses dropout in and after attention: the second draw gives the same numbers."""
     expected, model = gradients(built(config, precision)), built(config, precision)
     checkpoint_layers(model, checkpointing, offload)
     actual = gradients(model)
@@ -112,7 +112,7 @@ def test_scores_that_are_written_out_are_computed_again():
 
 
 def test_a_result_that_is_changed_in_place_afterwards_is_computed_again():
-    """ZeRO 3 adds a bias so, to a product behind whose back the sum is a view."""
+    """ZeRO 3 adds a bias in this way to a product whose sum is secretly a view."""
     results: Any = Reuse.__init__.__globals__["deque"]()
     x, weight = torch.randn(2, 3, 4), torch.randn(4, 5)
     with Keep(results, attention=True, buffers=None):
@@ -147,7 +147,7 @@ def test_offloaded_inputs_are_copies():
 
 
 def test_host_memory_of_copies_is_used_again_and_none_that_is_in_use():
-    """Which a GPU waits for when it is page-locked; its smaller blocks serve shorter sequences."""
+    """If it is page-locked, a GPU waits for it; its smaller blocks serve shorter sequences."""
     buffers = Buffers()
     sizes: list[tuple[int, int]] = [(4, 6), (2, 3), (4, 6)]
     first: set[int] = set()
@@ -163,13 +163,13 @@ def test_host_memory_of_copies_is_used_again_and_none_that_is_in_use():
         )
         returned = [copy.back() for copy in copies]
         del copies
-        for _ in range(2):  # what came back is no longer in the buffers
+        for _ in range(2):  # what was returned is no longer in the buffers
             HostCopy(torch.zeros(rows, 4, 6), buffers)
         assert all(map(torch.equal, returned, tensors))
     larger = HostCopy(torch.zeros(100), buffers)
     assert larger.copy.untyped_storage().nbytes() == 400
     buffers.take(1, False)
-    assert len(buffers._free) == len(sizes) - 2  # a larger one in the place of one
+    assert len(buffers._free) == len(sizes) - 2  # a larger one replaced one
 
 
 def test_evaluation_keeps_nothing():

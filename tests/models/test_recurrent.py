@@ -1,5 +1,5 @@
-"""LSTM and GRU decoders: torch's own cells, causal; and states that are carried, against single
-long windows and transformers' own cache.
+"""LSTM and GRU decoders: torch's own cells, causal; and carried states, against single long windows
+and transformers' own cache.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def model_of(kind: str) -> Any:
     [*MODELS.values(), {"model_type": "recurrent", "cell": "gru"}, {"model_type": "mamba2"}],
 )
 def test_the_plan_counts_a_rows_numbers(config: dict[str, Any]) -> None:
-    """Also those of a config that leaves its sizes to its class."""
+    """Also for a config that leaves its sizes to its class."""
     window = WINDOWS[config["model_type"]]
     assert carried_numbers(config) == window.numbers(hf_config(config))
 

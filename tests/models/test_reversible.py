@@ -1,4 +1,4 @@
-"""Reversible layers: the gradients of autograd, from two streams alone."""
+"""Reversible layers: autograd's gradients, from two streams alone."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def built(model_type: str = "llama", precision: str = "fp32", **sizes: Any) -> P
 
 
 def kept_by_autograd(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The gradients of the same two streams with every activation kept."""
+    """Return the gradients of the same two streams with every activation kept."""
     add = Streams.add
     with mock.patch.object(Streams, "add", lambda self, half, _reversible: add(self, half, False)):
         return gradients(model)
 
 
 def errors(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:
-    """Each gradient's distance from what autograd computes, relative to its norm."""
+    """Return each gradient's distance from autograd's, relative to its norm."""
     expected, actual = kept_by_autograd(reference), gradients(model)
     assert actual.keys() == expected.keys()
     return {n: float((actual[n] - g).norm() / g.norm()) for n, g in expected.items()}
@@ -57,7 +57,7 @@ def errors(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, floa
 
 @pytest.mark.parametrize("model_type", rest_in_gate("models", REVERSIBLE_FAMILIES))
 def test_a_layer_is_its_two_halves(model_type: str) -> None:
-    """Added to one stream they are the layer that transformers has, bit for bit."""
+    """Added to one stream, they equal transformers' layer bit for bit."""
     model = built(model_type)
     _, layers = decoder_layers(model)
     inputs: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def test_a_layer_is_its_two_halves(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", rest_in_gate("models", REVERSIBLE_FAMILIES))
 def test_gradients_are_autograds_within_rounding(model_type: str) -> None:
-    """GPT-2, GPT-NeoX and Phi-3 draw dropout: the same numbers the second time."""
+    """GPT-2, GPT-NeoX and Phi-3 use dropout: the second draw gives the same numbers."""
     models = [built(model_type) for _ in range(2)]
     for model in models:
         reverse_layers(model)
@@ -91,7 +91,7 @@ def test_gradients_are_autograds_within_rounding(model_type: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_streams_in_fp32_come_back_in_half_precision(precision: str) -> None:
-    """The error of 24 inversions in fp32 is lost as streams are rounded to be read."""
+    """The error of 24 inversions in fp32 vanishes when streams are rounded for reading."""
     models = [built(precision=precision, num_hidden_layers=24) for _ in range(2)]
     for model in models:
         reverse_layers(model)
@@ -140,7 +140,7 @@ def test_nothing_outlives_the_backward_pass() -> None:
 
 
 def test_two_forward_passes_have_streams_of_their_own() -> None:
-    """As where evaluations, or more micro-batches, run before a backward pass."""
+    """As when evaluations or more micro-batches run before a backward pass."""
     expected, model = built(), built()
     for each in (expected, model):
         reverse_layers(each)
@@ -190,8 +190,8 @@ def test_all_products_of_a_layer_run_again(tiles: int) -> None:
     mlp, layer = 2 * matrix_elements(shape.body.layers[0]), flops_per_unit(shape, 16)[1] // 3
     again = 0 if tiles == 1 else mlp
     assert flops_again(shape, 16, "reversible", tiles)[1] == layer + again
-    # Four matrices of attention. Of a tile: three forward, once more with its half, two once more
-    # by itself, and twice as many as forward for the gradients.
+    # Four matrices of attention. Per tile: three forward, again with its half, two again alone, and
+    # twice the forward number for the gradients.
     more = 4 + 3 if tiles == 1 else 4 + (3 + 3 + 2 + 6) * tiles - 9
     assert counts["reversible"] - counts["plain"] == 3 * more
 

@@ -1,4 +1,4 @@
-"""Models without weights, and which of their parameters decay."""
+"""Models without weights, and which of their parameters have weight decay."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ GEMMA2 = {
 
 
 def test_scores_are_soft_capped_or_the_attention_is_refused() -> None:
-    """A cap that an attention drops in silence would train another model."""
+    """A cap that an attention silently ignores would train another model."""
     ids = torch.arange(12).view(1, 12)
 
     def logits(cap: float | None) -> torch.Tensor:
@@ -158,13 +158,13 @@ def test_scores_are_soft_capped_or_the_attention_is_refused() -> None:
         model = skeleton(config, torch.float32, "eager")
         materialize(model, 0, torch.device("cpu"))
         for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.data.mul_(50)  # fresh scores are too small for a cap
+            layer.self_attn.q_proj.weight.data.mul_(50)  # initial scores are too small for a cap
         with torch.no_grad():
             return model(input_ids=ids, use_cache=False).logits
 
     assert not torch.allclose(logits(0.5), logits(None))
     assert torch.allclose(logits(1e6), logits(None), atol=1e-4)
-    if is_older((5, 21)):  # the plan alone refuses it
+    if is_older((5, 21)):  # only the plan rejects it
         return
     with pytest.raises(ValueError, match="does not support an attention implementation"):
         skeleton(hf_config(GEMMA2), torch.float32, "sdpa")

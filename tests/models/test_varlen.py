@@ -1,4 +1,6 @@
-"""Attention within documents: equal to masked attention; kernels are asked as they are written."""
+"""Attention within documents equals masked attention; kernels are called with their real
+signatures.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def loss_and_gradients(model: Any, batch: Batch, attention: str) -> dict[str, to
 
 
 def apart(family: str, attention: str = "varlen", **changed: Any) -> float:
-    """The largest relative distance of loss and gradients from those with a mask."""
+    """Return the largest relative difference of loss and gradients from those with a mask."""
     masked = "eager" if family == "gemma2" else "sdpa"
     batch = global_batch(0)
     exact = loss_and_gradients(learned(family, masked), batch, masked)
@@ -97,7 +99,7 @@ def test_layers_are_computed_again_with_their_documents() -> None:
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, soft_caps: bool = False) -> None:
-    """Take the path of a GPU, whose kernels are replaced by whoever calls this."""
+    """Take the path of a GPU; the caller replaces its kernels."""
     monkeypatch.setattr(varlen, "_in_turn", varlen.fused_kernel(soft_caps))
 
 
@@ -124,10 +126,10 @@ def test_torchs_kernel_is_asked_as_it_is_written(monkeypatch: pytest.MonkeyPatch
     on_a_gpu(monkeypatch)
     monkeypatch.setattr(of_torch, "varlen_attn", stand_in)
     assert max(apart("llama"), apart("mistral")) < 5e-6
-    assert windows == {-1, 7}  # a window of 8 tokens has seven before its own
+    assert windows == {-1, 7}  # a window of 8 tokens includes seven earlier ones
 
 
-# torch 2.11, whose kernel takes fewer key heads than query heads without being told
+# torch 2.11, whose kernel accepts fewer key heads than query heads without a flag
 def varlen_attn_of_2_11(
     query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
     return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
@@ -152,14 +154,14 @@ def test_an_older_torchs_kernel_is_asked_for_what_it_knows(monkeypatch: pytest.M
         if kernel is varlen_attn_of_2_11:
             on_a_gpu(monkeypatch)
             assert max(apart("llama"), apart("mistral")) < 5e-6
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     with pytest.raises(ValueError, match="no varlen_attn with windows: install flash-attn"):
         varlen.fused_kernel(soft_caps=False)
 
 
 @of_2_11
 def test_torchs_kernel_takes_its_inputs_in_16_bits_alone() -> None:
-    """Its custom operator traces on fake tensors, with gradients, as it is asked here."""
+    """Its custom operator is traced on fake tensors, with gradients, with the calls made here."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -202,7 +204,7 @@ def flash_attn_varlen_func(
 
 
 def test_soft_capped_scores_are_flash_attns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     with pytest.raises(ValueError, match="no soft-capped scores: install flash-attn"):
         varlen.fused_kernel(soft_caps=True)
     package: Any = ModuleType("flash_attn")
@@ -216,7 +218,7 @@ def test_soft_capped_scores_are_flash_attns(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flash_attention_of_transformers_waits_for_nothing(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D3: it looks for documents in no layer, and takes micro-batches of several sequences."""
+    """D3: it searches no layer for documents, and accepts micro-batches of several sequences."""
 
     def looked(*_: Any) -> bool:
         raise AssertionError("transformers looks for documents on the device")
