@@ -19,7 +19,9 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Planner:
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Packages:
-    """Have packages, as in packages("triton"), or have none of them."""
+    """Return a function that sets the installed packages, as in packages("triton"); at first
+    none.
+    """
     find, here = importlib.util.find_spec, dict[str, ModuleSpec | None]()
 
     def have(*names: str, none: bool = False) -> None:
@@ -34,5 +36,5 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Packages:
 
 @pytest.fixture
 def cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meaning of "auto" on a CPU depends on the one at hand."""
+    """Fix the meaning of "auto" on a CPU, which depends on the machine."""
     monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: True)

@@ -1,4 +1,4 @@
-"""Plans of one line of words, as they follow train.py, and the small models that they may name."""
+"""Plans of one command line, in the form that follows train.py, and the small models in it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ MODELS: dict[str, Mapping[str, Any]] = {
 
 
 class Planner:
-    """Plans of lines of words; `$NAME` is the folder of a small model.
+    """Plans command lines; `$NAME` is the folder of a small model.
 
     RANKS=4, RANKS_PER_NODE=2, GPU=h100-80 and TORCH=2.11.0 describe the machine, which has CPUs
-    without a GPU. The JSON is empty but for the words, unless they name one.
+    unless it has a GPU. The JSON is empty except for the words, unless they name one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,9 @@ class Planner:
     def __call__(
         self, line: str, ds: Mapping[str, Any] | None = None, *, estimate: bool = True
     ) -> Plan:
-        """Plan a line, with a JSON below its words; without an `estimate` nothing is traced."""
+        """Return the plan of a line, with a JSON under its words; without an `estimate`, nothing is
+        traced.
+        """
         words = shlex.split(re.sub(r"\$(\w+)", rf"{self._folder}/\1", line))
         machine = dict(
             word.split("=") for word in words if word.startswith(("RANKS", "GPU=", "TORCH="))
@@ -101,5 +103,5 @@ class Planner:
         ]
 
     def plain(self, sentence: str) -> str:
-        """Return a sentence without the command line, which most of its values come from."""
+        """Return a sentence without "(command line)", the origin of most of its values."""
         return sentence.replace(" (command line)", "").replace(f"{self._folder}/", "$")

@@ -1,4 +1,4 @@
-"""Batches, ramps, lengths, the chunks of a loss and carried states, as a plan decides them."""
+"""Batches, ramps, lengths, chunks of a loss and carried states, as decided by a plan."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_routers_of_experts_see_padding(planned: Planner) -> None:
     [
         ("", 8192),
         ("ds.tensor_parallel.autotp_size=2", 8192),
-        ("ds.sequence_parallel_size=2", 16_384),  # of half as many tokens
+        ("ds.sequence_parallel_size=2", 16_384),  # half as many tokens
         ("model.loss_chunk=100", 100),
         ("model.loss_chunk=0", 0),
         ("model.overrides.vocab_size=32000", 0),

@@ -21,12 +21,12 @@ CHATS = Counts(examples=294, windows=28, is_masked=True)
 
 @pytest.fixture
 def start(planned: Planner) -> str:
-    """The words of a run from given weights."""
+    """Return the words of a run that starts from given weights."""
     return f"data.seq_len=16 model.init_from={planned.add('weights', MODEL).parent}"
 
 
 def of(made: Plan) -> tuple[int, float | None]:
-    """The batch and the epochs."""
+    """Return the batch and the epochs."""
     assert made.global_batch == made.config.train.global_batch
     return made.global_batch, made.config.train.epochs
 
@@ -35,15 +35,15 @@ def of(made: Plan) -> tuple[int, float | None]:
     ("words", "examples", "windows", "batch", "epochs"),
     [
         ("", 300, 31, 1, 4),  # ten chats in a window
-        ("", 294, 98, 4, 5),  # three: a step has eight at least
+        ("", 294, 98, 4, 5),  # three: a step has at least eight
         ("", 8, 1, 1, 15),
         ("", 1000, 100, 2, 3),
-        ("", 5000, 1000, 16, 3),  # 187 steps; of 32 windows 94
+        ("", 5000, 1000, 16, 3),  # 187 steps; with 32 windows, 94
         ("", 5000, 1700, 48, 3),
-        ("", 10_000, 10_000, 48, 2),  # 25,000 examples at most, as long as there are 100 steps
+        ("", 10_000, 10_000, 48, 2),  # at most 25,000 examples, as long as there are 100 steps
         ("", 100_000, 50_000, 48, 1),
         ("data.batching=padded", 294, 294, 8, 3),
-        ("data.batching=padded", 50, 50, 8, 15),  # 94 steps, as often as LIMA reads its own
+        ("data.batching=padded", 50, 50, 8, 15),  # 94 steps, as many epochs as in LIMA
         ("train.epochs=6", 300, 31, 1, 6),
         ("train.epochs=40", 300, 31, 8, 40),
         ("train.epochs=1", 300, 31, 1, 1),
@@ -140,7 +140,7 @@ def test_what_was_settled_is_kept_by_a_run_that_goes_on(
     )
     assert of(with_counts(branch, more)) == (1, 4)
     assert (branch.config.optim.lr, branch.config.optim.warmup_ratio) == (0.5, 0.03)
-    # A run of a version whose warm-up was that of random weights, once its user set a rate.
+    # A run of a version that warmed up as for random weights once its user set a rate.
     record = made.to_json()
     record["run"]["optim"].pop("warmup_ratio")
     record["run"]["optim"] |= {"lr": 0.25, "warmup_steps": 20}
@@ -148,7 +148,7 @@ def test_what_was_settled_is_kept_by_a_run_that_goes_on(
     (tmp_path / "run/plan.json").write_text(json.dumps(record))
     old = planned(f"{line} optim.lr=0.25", estimate=False).config.optim
     assert (old.lr, old.warmup_steps, old.warmup_ratio) == (0.25, 20, None)
-    # What its user set is not kept in silence: resuming asks for it (checkpoint/resume.py).
+    # Settings of its user are not kept silently: resuming checks them (checkpoint/resume.py).
     assert planned(line, estimate=False).config.optim.lr == 2.6e-3
     for damaged in ("{}", "[]", '{"run": {"data": {}, "optim": 3}}', '{"run": {"data": {}}}'):
         (tmp_path / "run/plan.json").write_text(damaged)
@@ -203,7 +203,7 @@ def test_a_run_too_short_to_learn_says_so_with_the_keys(start: str, planned: Pla
     (event,) = by_tokens.events
     assert "takes only 2 steps" in event["message"]
     assert event["message"].endswith("or raise train.tokens")
-    # Who asks for ten steps gets them.
+    # A run with ten requested steps takes ten.
     assert planned("train.steps=10 optim.warmup_steps=1", estimate=False).events == ()
 
 

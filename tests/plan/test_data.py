@@ -1,5 +1,5 @@
-"""Data in a plan: sources of equal share, and what a run that goes on keeps of the run before:
-packing, date and begin of text.
+"""Data in a plan: sources with equal shares, and the settings that a continued run keeps from the
+previous one: packing, date and bos.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def plan_of(*words: str, here: bool = True) -> Plan:
 
 @pytest.fixture
 def uneven(write_jsonl: Callable[..., Path]) -> Path:
-    """Nine English records for each German one, of equal length."""
+    """Write nine English records for each German one, of equal length."""
     records = (
         {"text": "a b c d e f g h i j k", "l": "de" if n % 10 == 0 else "en"} for n in range(300)
     )
@@ -128,7 +128,7 @@ def planned(*words: str) -> Plan:
 
 
 def begun(folder: Path, *words: str, earlier: bool = False) -> dict[str, object]:
-    """Write the plan.json of a run; of an `earlier` version it has no data.packing."""
+    """Write the plan.json of a run; an `earlier` version lacks data.packing and others."""
     record = planned(*words).to_json()
     for key in ("packing", "too_long", "date", "bos") if earlier else ():
         del record["run"]["data"][key]
@@ -152,7 +152,7 @@ def begun(folder: Path, *words: str, earlier: bool = False) -> dict[str, object]
 def test_a_run_keeps_what_decides_its_tokens(
     how: str, words: list[str] | None, key: str, value: str | None, tmp_path: Path
 ) -> None:
-    """Words of None are those of an earlier version, which had no such keys."""
+    """Words of None stand for an earlier version, which had no such keys."""
     record = begun(tmp_path / "run", *(words or ()), earlier=words is None)
     plan = planned(f"{how}={tmp_path / 'run'}")
     assert getattr(plan.config.data, key) == value

@@ -1,6 +1,6 @@
-"""DeepSpeed JSONs as people have them: one of each kind, in the style of the projects named, that
-pass unchanged, or that say what to write instead; their monitors; and runs on two ranks. Of 140
-real files with 'auto', of 29 public repositories, 130 pass; those here have their keys.
+"""DeepSpeed JSONs in common use: one of each kind, in the style of the projects named, that pass
+unchanged or whose message says what to write instead; their monitors; and runs on two ranks. Of 140
+real files with 'auto' from 29 public repositories, 130 pass; these examples have their keys.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def stage_3(**more: Any) -> Json:
 UNGATHERED = {key: value for key, value in ZERO_3.items() if "gather" not in key}
 STAGE_0 = "zero_optimization.stage is 1, not 0"
 
-# Name -> the JSON, and what a note of its plan says; None: it has none of its own.
+# Name -> the JSON, and text of a note in its plan; None if it has none of its own.
 # fmt: off
 PASS: dict[str, tuple[Json, str | None]] = {
     "trainer, stage 2": ({**AUTO, **stage_2()}, None),
@@ -179,7 +179,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
         "train.global_batch = 32, from the JSON's gradient_accumulation_steps"),
 }
 
-# Name -> the JSON, and what its one problem says to write instead.
+# Name -> the JSON, and text of its one problem, which says what to write instead.
 REFUSED: dict[str, tuple[Json, str]] = {
     "axolotl, torch.compile": (
         {**AUTO, "compile": {"backend": "inductor"}},
@@ -255,7 +255,7 @@ def test_a_monitor_without_a_place_of_its_own_becomes_a_tracker(
     notes = "\n".join(planned.notes("", ds))
     assert "tensorboard.enabled is False, not True" in notes
     assert "log.wandb=t/p" in notes
-    # The user's own tracker wins and is written once.
+    # The user's own tracker has priority and is written once.
     made = planned("log.wandb=mine", {"wandb": {"enabled": True}})
     assert (made.config.log.wandb, made.deepspeed["wandb"]["enabled"]) == ("mine", False)
 
@@ -288,7 +288,7 @@ BF16_STATES = {**IN_BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer
 def trained(
     zygote: Zygote, folder: Path, data: list[str], ds: dict[str, Any]
 ) -> tuple[list[float], RunFolder]:
-    """Return the losses of three steps with a JSON."""
+    """Return the losses of three steps with a JSON, and the run folder."""
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(ds))
     words = [*SMALL_MODEL, *SHORT_RUN, "train.steps=3", "ds.bf16.enabled=true"]

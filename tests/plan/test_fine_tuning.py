@@ -1,4 +1,4 @@
-"""Defaults beside given weights, adapters, and weights in 4 bits."""
+"""Defaults for given weights, adapters, and 4-bit weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = "data.seq_len=16 train.global_batch=8"
 
 @pytest.fixture
 def start(planned: Planner) -> str:
-    """The words of a run from given weights."""
+    """Return the words of a run that starts from given weights."""
     return f"{SHORT} model.init_from={planned.add('weights', MODEL).parent}"
 
 
@@ -32,7 +32,7 @@ def start(planned: Planner) -> str:
         ("", 2.6e-3, 3.0),  # 2e-5 x 4096 / 32
         ("optim.name=adam8bit", 2.6e-3, 3.0),
         ("optim.name=sgd", 3e-3, 3.0),
-        ("model.lora.rank=4", 3e-3, 3.0),  # at most that of random weights
+        ("model.lora.rank=4", 3e-3, 3.0),  # at most the rate for random weights
         ("optim.lr=0.1 train.steps=3", 0.1, None),
         ("ds.optimizer.type=AdamW ds.optimizer.params.lr=0.25", 0.25, 3.0),
     ],
@@ -49,7 +49,7 @@ def test_weights_imply_shape_rate_and_length(
     ("name", "full", "adapters"),
     [
         ("llama-2-7b", 2e-5, 2e-4),  # Llama 2's own, and QLoRA's
-        ("llama-3-70b", 1e-5, 1e-4),  # LIMA's of 65B, and QLoRA's
+        ("llama-3-70b", 1e-5, 1e-4),  # LIMA's for 65B, and QLoRA's
         ("llama-1b", 4e-5, 4e-4),
     ],
 )
@@ -66,7 +66,7 @@ def test_the_rate_falls_with_the_width(
     ("words", "steps"),
     [
         ("", 3),
-        ("optim.lr=2e-3", 3),  # one key of the user's brings no other default back
+        ("optim.lr=2e-3", 3),  # a key of the user's restores no other default
         ("optim.lr=2e-3 optim.schedule=linear train.steps=40", 3),
         ("optim.warmup_steps=7", 7),
         ("optim.warmup_ratio=0.1", 10),
@@ -92,8 +92,8 @@ def test_random_weights_keep_their_defaults(planned: Planner) -> None:
         ("model.name=llama-3-8b", 3e-4),
         ("model.name=llama-3-70b", 1.5e-4),
         ("model.name=olmo2-13b", 9e-4),
-        ("model.name=qwen3-8b", 3e-4),  # nobody published its own: by size
-        ("model.name=mixtral-8x7b", 2.6e-4),  # a token meets 12.6 billion
+        ("model.name=qwen3-8b", 3e-4),  # none was published: by size
+        ("model.name=mixtral-8x7b", 2.6e-4),  # a token uses 12.6 billion parameters
         ("model.name=llama-3-8b model.overrides.num_hidden_layers=2", 4.1e-4),
         ("model.name=tiny", 3e-3),
     ],
@@ -151,7 +151,7 @@ def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
     words = f"{SHORT} model.init_from={weights} model.lora.rank=16"
     lora, qlora = planned(words), planned(f"{words} {NF4}")
     assert gib(lora, "dequantized weight") == 0
-    # 6.48e9 weights at 4.127 bits (QLoRA, section 3), 0.26e9 and the adapters as they were.
+    # 6.48e9 weights at 4.127 bits (QLoRA, section 3); 0.26e9 and the adapters unchanged.
     count = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     bits = 4 + 8 / 64 + 32 / (64 * 256)
     saved = count * (4 * 8 / 8 - bits / 8) / 2**30  # fp32 on CPUs
@@ -160,7 +160,9 @@ def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
 
 
 def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:
-    """Nor by a larger tokenizer, which shows once the data is read; the run's export does."""
+    """Not even for a larger tokenizer, which is known once the data is read; the run's export gets
+    them.
+    """
     run = planned.add("run", MODEL).parent
     given = f"{SHORT} model.init_from={run}"
     assert planned(f"{given} model.overrides.vocab_size=90", estimate=False)

@@ -58,7 +58,7 @@ SOFT_CAPS = "sdpa has no soft-capped attention scores, which gemma2 models have"
         (f"{ZERO_1} model.name=gemma-2-9b", "eager", SOFT_CAPS),
         (f"{ON_H100} model.name=$mamba data.seq_len=16", *NO_SDPA),
         (f"{ZERO_1} model.name=$mamba data.seq_len=16", *NO_SDPA),
-        # The family does not tell where documents begin.
+        # The family's attention is not told where documents begin.
         (f"{ON_H100} model.name=$opt data.seq_len=16 {DOCUMENTS}", "sdpa", ""),
         (f"{ON_H100} model.attention=eager", "eager", ""),
     ],
@@ -192,7 +192,7 @@ def test_the_estimate_of_reversible_layers_is_flat_in_depth(planned: Planner) ->
 
 
 def test_weights_of_another_function_are_refused(planned: Planner) -> None:
-    """Those of a reversible model make a reversible one, as a shape is implied."""
+    """Weights of a reversible model give a reversible one, since their config implies it."""
     config = planned(REVERSIBLE).model_config
     plain = planned.add("plain", {**config, "reversible": False}).parent
     streams = planned.add("streams", config).parent

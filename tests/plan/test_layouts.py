@@ -1,4 +1,4 @@
-"""Ranks that divide tensors, rows, experts or layers: what each of them has."""
+"""Tensor, sequence, expert and pipeline parallelism: the part of each rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GPT2 = "model.name=gpt2-124m data.seq_len=1024 ds.zero_optimization.stage=1"
         (MIXTURE, (4, 1, 1, 2, 1)),
         (f"{MIXTURE} {TENSORS}", (2, 1, 2, 2, 1)),
         (f"{MIXTURE} ds.expert_parallel.enabled=false", (4, 1, 1, 1, 1)),
-        # Without pretraining_tp, slow_but_exact does nothing.
+        # Without pretraining_tp, slow_but_exact has no effect.
         (f"RANKS=2 {TENSORS} model.name=$bloom_slow data.seq_len=16", (1, 1, 2, 1, 1)),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_rank_has_a_part_of_each_tensor_and_row(planned: Planner) -> None:
     assert share.part("lm_head.weight", (8192, 192)).shape == (4096, 192)
     made = planned(f"RANKS=4 {ROWS} train.global_batch=8")
     assert made.share.positions(512) == (0, 256)
-    # DeepSpeed takes the ranks of a row for data ranks.
+    # DeepSpeed treats the ranks of a row as data ranks.
     assert made.deepspeed["train_batch_size"] == 2 * made.global_batch == 16
     assert "4 ranks (2 data x 2 sequence)" in describe(made)
 
@@ -78,7 +78,7 @@ def test_neighbours_share_the_experts(planned: Planner) -> None:
     assert share.every("expert_replicas") == ((0, 2), (1, 3))
     assert share.holders(WEIGHT, (4, 48, 96)) == "expert_replicas"
     assert share.holders("lm_head.weight", (128, 48)) == "replicas"
-    # Beside divided tensors, experts are divided by number and by width.
+    # With tensor parallelism, experts are divided by number and by width.
     share = on_rank_1({"tensor_parallel": {"autotp_size": 2}}).share
     assert share.part(WEIGHT, (4, 48, 96)).ranges == (((0, 2),), ((0, 48),), ((48, 96),))
     assert share.every("experts") == ((0, 2), (1, 3))
@@ -103,7 +103,7 @@ def test_a_vocabulary_that_does_not_divide_costs_what_the_next_size_saves(planne
     line = f"RANKS=2 model.name=gpt2-124m train.global_batch=8 {TENSORS}"
     whole, divided = planned(line), planned(f"{line} model.overrides.vocab_size=50258")
     (event,) = whole.events
-    # The tied embedding and head: half of the rows, but for the one that is added.
+    # The tied embedding and head: half of the rows, except the added one.
     elements = (50_257 // 2) * 768
     assert f"{elements:,} parameters more" in event["message"]
     assert f"note           {event['message']}" in summary(whole)
@@ -117,7 +117,7 @@ def layers(made: Plan) -> tuple[int, ...]:
 
 
 def test_stages_are_balanced_by_time_unless_said_otherwise(planned: Planner) -> None:
-    """GPT-2's head is as much work as 4.5 of its layers; as 3.3 where they run forward twice."""
+    """GPT-2's head takes as much work as 4.5 of its layers; as 3.3 if they run forward twice."""
     line = f"RANKS=3 {GPT2} ds.pipeline.stages=3"
     for partition in ("", *(f"ds.pipeline.partition={way}" for way in ("best", "auto", "time"))):
         assert layers(planned(f"{line} {partition}", estimate=False)) == (5, 6, 1)

@@ -1,4 +1,4 @@
-"""A plan as a whole: the command line, what DeepSpeed gets, fill_in, record, text and time."""
+"""A plan as a whole: the command line, DeepSpeed's JSON, fill_in, the record, text and time."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_json_of_the_hugging_face_trainer_works_unchanged(planned: Planner) ->
     assert (zero["sub_group_size"], type(zero["sub_group_size"])) == (10**9, int)
     assert made.config.optim.schedule == "constant"
     assert made.schedule(20).lr(20) == made.config.optim.lr
-    # The record is plain and complete.
+    # The record is plain JSON and complete.
     saved = json.loads(json.dumps(made.to_json(), allow_nan=False))
     assert saved["deepspeed"] == made.deepspeed
     assert json.dumps(saved["deepspeed_given"]) == json.dumps(HF_TRAINER_ZERO3) == before
@@ -239,7 +239,7 @@ def test_data_and_templates_that_are_not_there_are_in_the_report(
     assert template.startswith("data.template is 'chatlm'")
     assert template.endswith("chatml, gemma, llama3, mistral, phi; did you mean chatml?")
     assert "chats.jsonl does not exist" in path
-    # Of a cluster, whose files are not here, a name alone.
+    # For a cluster, whose files are not here, only a name.
     on_gpus = "GPU=h100-80 data.path=/there.jsonl data.eval_path=/held-out data.template="
     assert planned(f"{on_gpus}/there.jinja", estimate=False).config.data.path == "/there.jsonl"
     assert len(planned.problems(f"{on_gpus}chatlm")) == 1

@@ -1,4 +1,4 @@
-"""The model's config: where it is found, overrides, dropout, and longer rotary positions."""
+"""The model's config: its sources, overrides, dropout, and longer rotary positions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_preset_a_folder_and_a_file(folder: Path) -> None:
 
 
 def test_the_checkpoints_of_a_run_are_not_quantized(tmp_path: Path) -> None:
-    """Earlier versions recorded quantization_config, of the files that the weights came from."""
+    """Earlier versions recorded the quantization_config of the weights' files."""
     recorded = {**LLAMA, "quantization_config": {"quant_method": "fp8"}}
     plan = {"model_config": recorded, "model_source": "preset tiny"}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
@@ -82,7 +82,7 @@ def test_a_hub_id_is_asked_last(name: str, folder: Path, monkeypatch: pytest.Mon
 def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from huggingface_hub import constants  # which has read the environment already
+    from huggingface_hub import constants  # it has read the environment already
 
     def unknown(*_: object) -> None:
         raise socket.gaierror("Name or service not known")
@@ -99,7 +99,7 @@ def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
 def test_weights_that_are_not_there_are_not_sought_among_the_presets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which have none."""
+    """Presets have no weights."""
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
@@ -160,7 +160,7 @@ def test_values_of_each_layer_are_as_many_as_the_layers_of_an_override(tmp_path:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "phi3", "falcon", "gpt_neox", "gptj"])
 def test_dropout_sets_every_probability_that_transformers_has(tmp_path: Path, family: str) -> None:
-    """A config.json may leave the keys out: gpt2's then default to 0.1."""
+    """A config.json may omit the keys: gpt2's then default to 0.1."""
     transformers = pytest.importorskip("transformers")
     config = load_from(tmp_path, {"model_type": family}, "model.dropout=0.25")
     config.pop("model_type")
@@ -201,7 +201,7 @@ def test_frequencies_are_those_of_the_factor(config: Config, tmp_path: Path) -> 
     assert linear["max_position_embeddings"] == 256
     torch.testing.assert_close(frequencies(linear), before / 4)
     yarn = frequencies(load_from(tmp_path, config, "model.context=256"))
-    # What turns often within the old positions stays, what turns less than once is stretched.
+    # Frequencies that turn often within the old positions stay; those below one turn are stretched.
     torch.testing.assert_close(yarn[0], before[0])
     torch.testing.assert_close(yarn[-1], before[-1] / 4)
     ratios = before / yarn

@@ -1,4 +1,4 @@
-"""Optimizers and schedules: what is adopted from the JSON, what DeepSpeed gets, and groups."""
+"""Optimizers and schedules: settings adopted from the JSON, DeepSpeed's JSON, and groups."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
         (optimizer("Adam"), (), {"name": "adamw", **ADAMW}),
         (optimizer("Adam", adam_w_mode=True), (), {"name": "adamw"}),
         (optimizer("Adam", adam_w_mode=False), (), {"name": "adam"}),
-        # What a section leaves out is DeepSpeed's default.
+        # Missing keys have DeepSpeed's defaults.
         (optimizer("AdamW", lr=2e-5), (), {**ADAMW, "lr": 2e-5}),
         (optimizer("Adam", eps=1e-6), (), {**ADAMW, "eps": 1e-6}),
         (optimizer("AdamW", torch_adam=True), (), {**ADAMW, "weight_decay": 0.01}),
@@ -88,14 +88,14 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
          {"lr": 1e-4, "warmup_steps": 7}),
         (scheduler("WarmupDecayLR"), ("optim.warmup_steps=7", "optim.lr=1e-4"),
          {"lr": 1e-4, "warmup_steps": 7}),
-        # A rate that is written is the maximum where the scheduler names none.
+        # An explicit rate is the maximum if the scheduler sets none.
         *(({**optimizer("AdamW", lr=1e-5), **scheduler(kind)}, (), {"lr": 1e-5, "schedule": how})
           for kind, how in SCHEDULES.items()),
         (({**optimizer("AdamW"), **scheduler("WarmupDecayLR")}), (), {"lr": 1e-3}),
         ({**optimizer("AdamW", lr="auto"), **scheduler("WarmupDecayLR")}, ("optim.lr=1e-5",),
          {"lr": 1e-5}),
         ({**optimizer("AdamW", lr="auto"), **scheduler("WarmupDecayLR")}, (), {"lr": 3e-3}),
-        # As in DeepSpeed, the scheduler's maximum wins.
+        # As in DeepSpeed, the scheduler's maximum has priority.
         ({**optimizer("AdamW", lr=1e-3), **scheduler("WarmupLR", warmup_max_lr=1e-4)}, (),
          {"lr": 1e-4}),
     ],

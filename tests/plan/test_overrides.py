@@ -1,4 +1,4 @@
-"""model.overrides: what is written is what is built, or is refused with what would be."""
+"""model.overrides: either they are built as written, or refused with a correction."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_layers_that_rotate_by_their_kind_are_overridden_by_it(tmp_path: Path) -
 def test_an_override_that_changes_nothing_is_refused(
     config: Config, words: list[str], expected: str, tmp_path: Path
 ) -> None:
-    """Those of common families: refusals/model.toml."""
+    """refusals/model.toml has those of common families."""
     problem = problem_of(tmp_path, config, *words)
     assert problem.startswith(f"model.overrides.{words[0].partition('=')[0]} (command line) ")
     assert expected in problem
@@ -185,7 +185,7 @@ def test_lists_that_are_no_list_of_layers_do_not_ask_for_more(tmp_path: Path) ->
 
 
 def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> None:
-    """The advice names all that is needed; followed once, it is what is built."""
+    """The advice names everything that is needed; once followed, it is built."""
     config = {**QWEN, "layer_types": ["full_attention"] * 3}
     problem = problem_of(tmp_path, config, "sliding_window=8")
     assert (
@@ -197,7 +197,7 @@ def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> Non
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     built = hf_config(load(tmp_path, config, *words, f"layer_types={json.dumps(kinds)}"))
     assert (built.sliding_window, built.layer_types) == (8, kinds)
-    # A class that has no such switch is not told to set it.
+    # A class without such a switch is not told to set it.
     config = {**MODEL, "model_type": "gemma2", "layer_types": ["full_attention"] * 3}
     assert "use_sliding_window" not in problem_of(tmp_path, config, "sliding_window=8")
 
@@ -227,7 +227,7 @@ def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
 def test_a_run_keeps_the_overrides_without_effect_that_it_has(
     config: Config, words: list[str], why: str, tmp_path: Path
 ) -> None:
-    """Earlier versions merged overrides into the config as they are."""
+    """Earlier versions merged overrides into the config unchecked."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, **config}))
     named = [f"model.overrides.{word}" for word in words if word != "INIT"]
     named += [f"model.init_from={tmp_path}"] if "INIT" in words else []

@@ -1,4 +1,4 @@
-"""Every shipped preset: what is in it, and that it is the published model."""
+"""Every shipped preset has the content of the published model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.plan.model_config import find_model_config, preset_names, presets
 
 PRESETS = preset_names()
 
-# Published, too.
+# Also published.
 ROPE_THETA = {
     **dict.fromkeys(("tiny", "gemma-2-9b"), 1e4),
     **dict.fromkeys(("llama-1b", "llama-3-8b", "llama-3-70b", "olmo2-7b"), 5e5),
@@ -27,7 +27,9 @@ ROPE_THETA = {
 
 
 def published_parameters(name: str) -> int:
-    """The number in a preset's source: of model cards' safetensors, GPT-2's of its repository."""
+    """Return the number in a preset's source: from the model card's safetensors, for GPT-2 from its
+    repository.
+    """
     (count,) = re.findall(r"([\d,]+) parameters", presets()[name]["source"])
     return int(count.replace(",", ""))
 
@@ -61,12 +63,12 @@ def test_a_preset_is_the_published_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_transformers_knows_every_key(name: str) -> None:
-    """A key that the config class does not know is kept and ignored: a misspelt one, silently."""
+    """Unknown keys are kept and ignored by the config class: a typo would be silent."""
     keys, _ = find_model_config(name)
     library_config = AutoConfig.for_model(keys["model_type"])
     # transformers 5 moves them into rope_parameters
     renamed = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"}
-    # read all the same
+    # read although undeclared
     undeclared = {"head_dim"} if keys["model_type"] in ("qwen3_moe", "glm4_moe") else set()
     assert {key for key in keys if not hasattr(library_config, key)} <= renamed | undeclared
 
@@ -75,16 +77,16 @@ def test_transformers_knows_every_key(name: str) -> None:
 def test_rotary_positions_arrive(name: str) -> None:
     keys = presets()[name]["config"]
     rope = getattr(AutoConfig.for_model(**keys), "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # of families with a rate for each kind of attention
+    rope = rope.get("full_attention", rope)  # for families with a rate for each kind of attention
     assert rope.get("rope_theta") == keys.get("rope_theta")
     assert ROPE_THETA.get(name, keys.get("rope_theta")) == keys.get("rope_theta")
     if name == "llama-1b":
         assert (rope["rope_type"], rope["factor"]) == ("llama3", 32.0)
 
 
-# What classes have otherwise, or leave out.
+# Values that differ from the classes' defaults, or that they lack.
 OWN_VALUES: list[tuple[str, str, Any]] = [
-    # Without its coefficient and the router's logits transformers leaves the balancing loss out.
+    # Without its coefficient and the router's logits, transformers omits the balancing loss.
     ("mixtral-8x7b", "router_aux_loss_coef", 0.02),
     ("qwen3-30b-a3b", "router_aux_loss_coef", 0.001),
     ("qwen3-235b-a22b", "router_aux_loss_coef", 0.001),

@@ -1,4 +1,4 @@
-"""Every shipped DeepSpeed JSON: what it means, to the plan and to DeepSpeed itself."""
+"""Every shipped DeepSpeed JSON, and its meaning to the plan and to DeepSpeed itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.shipped import DS_CONFIGS, fewest_ranks, model_for
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
 
-# name -> (fill_in, stage, what is offloaded)
+# name -> (fill_in, stage, offloaded states)
 EXPECTED = {
     **dict.fromkeys(("3d", "moe_expert8", "pipeline2", "pipeline4"), ("bf16", 1, "")),
     **dict.fromkeys(("fp16", "fp16_static", "pipeline2_fp16"), ("fp16", 1, "")),
@@ -35,9 +35,9 @@ EXPECTED = {
     "zero3_nvme": ("bf16", 3, "param"),
     "zero3_offload": ("bf16", 3, "optimizer param"),
 }
-# What the run config owns: no key=value of it can conflict with a shipped JSON.
+# Owned by the run config: none of its key=value can conflict with a shipped JSON.
 OWNED = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
-# Defaults of DeepSpeed that are repeated to show a knob.
+# DeepSpeed defaults that are repeated to show a setting.
 SHOWN = {
     "zero_optimization.stage",
     "zero_optimization.offload_optimizer.pin_memory",
@@ -48,7 +48,7 @@ SHOWN = {
 
 
 def shipped(name: str) -> Plan:
-    """Return its plan on the fewest ranks that it needs."""
+    """Return the plan on the fewest ranks that a JSON needs."""
     ds = read_ds_json(DS_CONFIGS / f"{name}.json")
     ranks = fewest_ranks(ds)
     run = RunConfig.model_validate({"model": {"name": model_for(ds)}})
@@ -139,7 +139,7 @@ def test_deepspeed_itself_accepts_and_understands_every_resolved_json() -> None:
     resolved, expected = {}, {}
     for name in EXPECTED:
         plan = shipped(name)
-        # DeepSpeed takes ranks that have parts of one row for data ranks, and has one rank here.
+        # DeepSpeed treats ranks with parts of one row as data ranks, and has one rank here.
         samples = plan.deepspeed["train_batch_size"] // plan.grid.sequence // plan.grid.data
         resolved[name] = {**plan.deepspeed, "train_batch_size": samples}
         batch = [48, 8, 6] if plan.grid.data == 1 else [6, 6, 1]  # of eight data ranks

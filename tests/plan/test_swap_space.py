@@ -1,4 +1,4 @@
-"""Optimizer states on a drive: what a machine lacks for it, and, where it can, that it is exact."""
+"""Optimizer states on a drive: what a machine lacks for it and, if nothing, that it is exact."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_libaio() -> bool:
 
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with libaio."""
+    """Pretend that the machine has libaio."""
     monkeypatch.setattr(machine, "libaio_problems", list)
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_asked_of_runs_without_a_drive(
 ) -> None:
     monkeypatch.setenv("CXX", "false")
     assert swap_problems(plan(tmp_path, "zero3_offload")) == []
-    unknown = replace(plan(tmp_path), estimate=None)  # whose files nobody has counted
+    unknown = replace(plan(tmp_path), estimate=None)  # its files are not counted
     assert len(swap_problems(unknown)) == 1
 
 

@@ -1,8 +1,7 @@
-"""The tables of what a plan refuses and of what it notes.
+"""The tables of a plan's refusals and notes.
 
-A row is a line of words, as in plans.py, and what is said of it; "..." stands for any text. The
-title of a table is the words that all its rows begin with. Sentences are worded there and nowhere
-else.
+A row is a command line, as in plans.py, and its message; "..." stands for any text. The title of a
+table is the beginning of all its rows. Messages are asserted here and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def rows(*paths: Path) -> list[tuple[str, list[str]]]:
 
 
 def assert_match(sentences: list[str], patterns: list[str]) -> None:
-    """Assert that the sentences are those of the patterns, in any order."""
+    """Assert that the sentences match the patterns, in any order."""
     assert len(sentences) == len(patterns), sentences
     for pattern in patterns:
         expression = ".*".join(map(re.escape, pattern.split("...")))

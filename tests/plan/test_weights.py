@@ -1,4 +1,4 @@
-"""Damaged, foreign and hostile folders of weights are refused by their headers."""
+"""Damaged, foreign and malicious folders of weights are refused by their headers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_index_names_safetensors_beside_it_alone(
         '{"metadata": {}, "weight_map": {"w": 7}}',
         '{"metadata": {}, "weight_map": {"w": null}}',
         '{"metadata": 3, "weight_map": {"w": "a.safetensors"}}',
-        '{"weight_map": {"w": "a.safetensors"}}',  # transformers asks for metadata
+        '{"weight_map": {"w": "a.safetensors"}}',  # transformers requires metadata
     ],
 )
 def test_a_broken_index_is_named(text: str, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_what_is_no_folder_of_safetensors_is_told_apart(
     (tmp_path / file).write_bytes(b"x")
     (problem,) = weight_file_problems(str(tmp_path), opens=True)
     assert reason in problem
-    # At home, where a job is planned, the weights may not be.
+    # Where a job is planned, the weights may be missing.
     assert weight_file_problems(str(tmp_path)) == ([] if file == "README.md" else [problem])
 
 
