@@ -1,4 +1,4 @@
-"""Run folders as a run leaves them, without the run."""
+"""Run folders as a run leaves them, written without a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BEGIN_S = 1_790_000_000
 
 
 def line_at(step: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
-    """A metrics line, its keys in the order in which a run writes them."""
+    """Return a metrics line, with keys in the order in which a run writes them."""
     line: dict[str, Any] = {
         "attempt": attempt,
         "unix_time_s": BEGIN_S + 0.5 * step,
@@ -32,7 +32,7 @@ def line_at(step: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
 
 
 def plan(**optim: Any) -> dict[str, Any]:
-    """As much of plan.json as a page shows."""
+    """Return the part of plan.json that a page shows."""
     return {
         "run": {
             "model": {"name": "tiny", "attention": "sdpa"},
@@ -69,7 +69,7 @@ def write_run(
     the_plan: dict[str, Any] | None = None,
     **status: Any,
 ) -> Path:
-    """A run of 200 steps that is done, but for what is named."""
+    """Write a run of 200 steps that is done, except for the given changes."""
     folder.mkdir(parents=True)
     if lines is None:
         lines = [line_at(step) for step in range(1, 201)]

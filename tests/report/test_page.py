@@ -40,7 +40,7 @@ class Elements(HTMLParser):
 
 
 def values_of(page: str) -> dict[str, Any]:
-    """The numbers that the page's script shows, by chart."""
+    """Return the numbers that the page's script shows, by chart."""
     found = re.findall(r"<figure class='chart[^']*' id=chart-(\S+) .*?data-values=\"(.*?)\"", page)
     return {name: json.loads(unescape(text)) for name, text in found}
 
