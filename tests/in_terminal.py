@@ -1,4 +1,4 @@
-"""Commands in a terminal of any width."""
+"""Runs commands in a terminal of any width."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.two_ranks import REPOSITORY, environment
 
 
 class Terminal:
-    """A command whose terminal is read as it writes; Ctrl-C can be pressed."""
+    """A command whose terminal output is read as it appears; Ctrl-C can be pressed."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Terminal:
         env: Mapping[str, str] | None = None,
         cwd: Path = REPOSITORY,
     ) -> None:
-        """Start it as a shell does: in a session whose terminal this is."""
+        """Start it as a shell does, in a session that owns this terminal."""
         self._end, theirs = pty.openpty()
         self.resize(columns)
         self.process = subprocess.Popen(
@@ -44,15 +44,15 @@ class Terminal:
         self.text = ""
 
     def resize(self, columns: int) -> None:
-        """Change the width of the window."""
+        """Change the width of the terminal."""
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def press_ctrl_c(self) -> None:
-        """Send SIGINT to everything in the foreground, as the terminal does."""
+        """Send SIGINT to the foreground processes, as the terminal does."""
         os.write(self._end, b"\x03")
 
     def read(self, until: Callable[[str], bool], timeout_s: float = 900) -> None:
-        """Read until a condition holds of everything written, or the command has ended."""
+        """Read until a condition holds for the whole output, or the command has ended."""
         deadline = time.monotonic() + timeout_s
         while not until(self.text):
             assert time.monotonic() < deadline, self.text
@@ -72,7 +72,7 @@ class Terminal:
         return self.process.wait(60)
 
     def close(self) -> None:
-        """End what still runs, and close the terminal."""
+        """End what is still running, and close the terminal."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -82,7 +82,7 @@ class Terminal:
 def shown_in(
     command: Sequence[object], columns: int = 80, env: Mapping[str, str] | None = None
 ) -> str:
-    """Return the text that a command writes to a terminal of so many columns."""
+    """Return the text that a command writes to a terminal with `columns` columns."""
     terminal = Terminal(command, columns, env)
     try:
         terminal.ended()

@@ -1,8 +1,8 @@
-"""Screenshots of every page, for a person to look at: `python -m tests.pictures build/pictures`.
+"""Screenshots of every page, for visual inspection: `python -m tests.pictures build/pictures`.
 
-Each at the widths of a laptop and of a phone, light and dark; further arguments name pages, as in
-`studio-pipeline`. What the studio says in its terminal counts as an error. Runs are those of runs/
-where there are some, else one as a run leaves it, with every kind of chart and event.
+Each page at laptop and phone width, light and dark; further arguments select pages, such as
+`studio-pipeline`. Output of the studio in its terminal counts as an error. The runs are those in
+runs/ if there are any, otherwise a generated one with every kind of chart and event.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DRAWN = f"document.querySelector('.q-layout') ? {SHOWN} : !!document.querySelec
 
 
 def main(out: Path, *names: str) -> int:
-    """Write the pictures; a page with an error of the console, or wider than its window, fails."""
+    """Write the screenshots; a page fails if it has a console error or exceeds its window."""
     if reason := missing():
         print(f"no picture: it {reason}", file=sys.stderr)
         return 1
@@ -48,12 +48,12 @@ def main(out: Path, *names: str) -> int:
 
 
 def _taken(browser: Browser, name: str, url: str, out: Path) -> Iterator[bool]:
-    """Write a page's pictures; yield for each whether it has a problem."""
+    """Write a page's screenshots; yield True for each one with a problem."""
     for width in WIDTHS:
         for dark in (False, True):
             page = browser.open(url, width, dark=dark)
             page.wait_for(_DRAWN)
-            browser.listen(1.0)  # what is drawn after loading
+            browser.listen(1.0)  # content drawn after loading
             path = out / f"{name}-{width}{'-dark' * dark}.png"
             page.screenshot(path)
             problems = [*page.errors, *(["wider than its window"] * page.overflows)]
@@ -63,7 +63,7 @@ def _taken(browser: Browser, name: str, url: str, out: Path) -> Iterator[bool]:
 
 
 def _reports(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and address of the page of one run, and of several."""
+    """Yield name and address of the pages of one run and of several."""
     runs = sorted(path for path in (REPOSITORY / "runs").glob("*") if is_run(path))
     paths = [*runs[-4:], _made(folder / "every-kind", 3e-4), _made(folder / "lower-rate", 1e-4)]
     recorded = [read(path) for path in paths]
@@ -115,7 +115,7 @@ def _made(folder: Path, rate: float) -> Path:
 
 @contextmanager
 def _studio(made: Path) -> Iterator[str]:
-    """Serve the studio on any port, if NiceGUI is there; yield its address, or ""."""
+    """Serve the studio on any port, if NiceGUI is installed; yield its address, or ""."""
     runs = REPOSITORY / "runs"
     command = [sys.executable, str(REPOSITORY / "tools" / "studio.py"), "--port", "0"]
     command += ["--runs", str(runs if any(map(is_run, runs.glob("*"))) else made)]

@@ -1,4 +1,4 @@
-"""Texts with planted duplicates and personal data, and how many of them cleaning finds."""
+"""Texts with planted duplicates and personal data, and the share that cleaning finds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ SECRETS = ("email", "IP", "phone")
 
 
 def recall(folder: Path, duplicates: int, of_a_kind: int) -> dict[str, float]:
-    """Return the share of planted equal documents, near ones and secrets that cleaning finds."""
+    """Return the share of planted exact duplicates, near duplicates and secrets that cleaning
+    finds.
+    """
     folder.mkdir()
     draw, words = random.Random(1), frequent_words()
     originals = [prose(draw, words, 200) for _ in range(2 * duplicates)]
@@ -40,7 +42,7 @@ def recall(folder: Path, duplicates: int, of_a_kind: int) -> dict[str, float]:
 
 
 def prose(draw: random.Random, words: list[str], count: int) -> str:
-    """Sentences of words in their natural frequencies, in no natural order."""
+    """Return sentences of words with natural frequencies in random order."""
     sentences = []
     while count > 0:
         length = draw.randrange(6, 25)
@@ -51,7 +53,7 @@ def prose(draw: random.Random, words: list[str], count: int) -> str:
 
 
 def frequent_words() -> list[str]:
-    """Return the words of Python's documentation, each as often as it occurs."""
+    """Return the words of Python's documentation with their repetitions."""
     from pydoc_data.topics import topics
 
     return [

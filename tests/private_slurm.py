@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, in a folder of its own."""
+"""Runs a real Slurm with two nodes on this machine, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "munge", "unmunge")
 
 
 class CannotStart(Exception):
-    """No private Slurm can be started here; the message says why."""
+    """No private Slurm can be started here; the message has the reason."""
 
 
 class PrivateSlurm:
-    """Starts munge where it does not run, slurmctld and two slurmd; ends what it started."""
+    """Starts munge unless it is running, slurmctld and two slurmd; ends what it started."""
 
     def __init__(self, folder: Path) -> None:
         missing = [name for name in NEEDED if shutil.which(name) is None]
@@ -48,17 +48,17 @@ class PrivateSlurm:
             time.sleep(0.2)
 
     def run(self, *command: object, cwd: Path = REPOSITORY) -> str:
-        """Standard output of a client command."""
+        """Return the standard output of a client command."""
         words = [str(word) for word in command]
         done = subprocess.run(words, env=self.env, capture_output=True, text=True, cwd=cwd)
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, ...; DONE for a job that Slurm has forgotten."""
+        """Return PENDING, RUNNING, ...; DONE for a job that Slurm no longer knows."""
         return self.run("squeue", "--noheader", "--format=%T", "--job", job) or "DONE"
 
     def close(self) -> None:
-        """End the daemons that were started here."""
+        """End the daemons that it started."""
         for process in (*self.daemons, *filter(None, [self.munged])):
             process.send_signal(signal.SIGTERM)
         for process in (*self.daemons, *filter(None, [self.munged])):

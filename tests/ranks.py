@@ -1,7 +1,7 @@
-"""Functions that run on several ranks: `@ranks(2)`.
+"""Runs functions on several ranks: `@ranks(2)`.
 
 The ranks are forked from a process that has imported everything. They join each other once and stay
-for the calls that follow, those of other test files too.
+for later calls, also from other test files.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 
 from tests.two_ranks import REPOSITORY, start
 
-LIMIT_S = 600.0  # for one call, which may compile an operator of DeepSpeed's first
-_GRACE_S = 2.0  # for the other ranks once one has failed: they may wait for it in a collective
-_MOST_CALLS = 60  # of one group: closed engines leave threads behind
+LIMIT_S = 600.0  # per call, which may have to compile a DeepSpeed operator
+_GRACE_S = 2.0  # for the other ranks after a failure: they may wait for it in a collective
+_MOST_CALLS = 60  # per group: closed engines leave threads behind
 
 
 def ranks(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run the decorated function on `count` CPU ranks of one process group.
 
-    A test runs there with the values of its fixtures, and fails where any rank does. Any other
-    function returns a list of what it returns on each rank; a call is made once and remembered.
-    Arguments and values travel by pickle. Raises AssertionError with the ranks' tracebacks.
+    A test runs there with the values of its fixtures, and fails if any rank does. Any other
+    function returns a list of each rank's result; a call is made once and cached. Arguments and
+    values are pickled. Raises AssertionError with the ranks' tracebacks.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,10 +67,10 @@ class _Group:
         self._by_rank = [by_rank[rank] for rank in range(count)]
 
     def call(self, *call: Any) -> list[Any]:
-        """Return what the function returns on each rank. A failure ends the group."""
+        """Return the function's result on each rank. A failure ends the group."""
         self.calls += 1
         for connection in self._by_rank:
-            connection.send_bytes(pickle.dumps(call))  # `send` would lend tensors, not copy them
+            connection.send_bytes(pickle.dumps(call))  # `send` would share tensors, not copy
         values: dict[Connection, Any] = {}
         errors: list[str] = []
         until = time.monotonic() + LIMIT_S
@@ -94,7 +94,7 @@ class _Group:
         return [values[connection] for connection in self._by_rank]
 
     def close(self) -> None:
-        """End the ranks, kindly first."""
+        """End the ranks, gently first."""
         for connection in self._by_rank:
             connection.close()
         self._processes.wait(_GRACE_S)
@@ -129,7 +129,7 @@ atexit.register(close_all)
 
 
 def main(argv: list[str]) -> int:
-    """Join the other ranks, and do what comes through the socket `argv[0]` until it is closed."""
+    """Join the other ranks, and run the calls from the socket `argv[0]` until it is closed."""
     from harness.engine.processes import ending_together, join
     from harness.layout.world import World
 
