@@ -260,7 +260,7 @@ def test_verdicts_are_good_where_all_went_well(tmp_path):
 
 
 def learning(first: float, last: float) -> list[dict[str, Any]]:
-    """Lines of a run that is evaluated before its first step and after its last."""
+    """Return the lines of a run that is evaluated before its first step and after its last."""
     lines = [line_at(step) for step in range(201)]
     del lines[0]["loss"]
     lines[0]["eval_loss"], lines[-1]["eval_loss"] = first, last
@@ -409,7 +409,7 @@ def test_losses_on_different_held_out_sets_are_not_compared(tmp_path):
     alike = compare_page_of([runs[0], runs[2]], "two")
     assert "a \u2605 best<" in alike
     assert "<th>set" not in alike
-    # Of an earlier version: what it was planned with.
+    # From an earlier version: its planned values.
     old = [
         read(write_run(tmp_path / name, the_plan=plan() | {"data_fingerprint": name}))
         for name in "ef"

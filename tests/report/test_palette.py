@@ -1,4 +1,4 @@
-"""Colours that can be told apart and read."""
+"""Colors are distinguishable and readable."""
 
 from __future__ import annotations
 
