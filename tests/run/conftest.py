@@ -1,4 +1,4 @@
-"""Runs that several tests look at, each made once."""
+"""Runs that several tests inspect, each made once."""
 
 from __future__ import annotations
 

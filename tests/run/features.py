@@ -1,4 +1,4 @@
-"""Features of runs, each a row of `key=value` words, and the layouts that they are trained in."""
+"""Features of runs, each with `key=value` words, and the layouts in which they are trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PHRASE = "the model reads a question and answers it in a word or two".split()  #
 
 @dataclass(frozen=True)
 class Layout:
-    """A JSON of ds_configs/, its ranks, further words, and what its ranks must report."""
+    """A JSON of ds_configs/, its ranks, additional words, and text that its ranks must report."""
 
     json: str
     ranks: int = 2
@@ -38,7 +38,7 @@ class Layout:
 _TENSORS = "ds.tensor_parallel.autotp_size=2"
 _SEQUENCES = "ds.sequence_parallel_size=2"
 _EXPERTS = ("ds.expert_parallel.enabled=true", "ds.expert_parallel.autoep_size=2")
-# Nothing is small enough to stay whole on every rank.
+# No parameter is small enough to stay whole on every rank.
 _SPLIT = "ds.zero_optimization.stage3_param_persistence_threshold=0"
 LAYOUTS = {
     "one": Layout("fp32", 1, zero_stage=1),
@@ -75,12 +75,12 @@ _SMALL = " ".join(SMALL_MODEL)
 
 @dataclass(frozen=True)
 class Feature:
-    """A row: what is trained, and the verbs that apply to it.
+    """A feature to train, and the verbs that apply to it.
 
-    A run of `steps` steps has a checkpoint after `stop` of them. `alike`: layouts that learn the
-    same from the start; `others`: layouts that go on from the checkpoint; each may be followed by
-    more words. Those with a + are in `make test`, as are the verbs in `now`; the others are the
-    gate's.
+    A run of `steps` steps has a checkpoint after `stop` of them. `alike` are layouts that learn the
+    same from the start; `others` are layouts that resume the checkpoint. Each may be followed by
+    more words. Those with a + are in `make test`, as are the verbs in `now`; the rest are in the
+    gate.
     """
 
     words: str = ""
@@ -92,13 +92,13 @@ class Feature:
     model: str | dict[str, Any] = _SMALL
     steps: int = 4
     stop: int = 2
-    is_random: bool = False  # each layout drops something else
-    resumed_with: str = ""  # words that change nothing
-    loss_rounding: float = 1e-5  # relative, between layouts
+    is_random: bool = False  # each layout drops other values
+    resumed_with: str = ""  # words that do not change the result
+    loss_rounding: float = 1e-5  # relative difference between layouts
     norm_rounding: float = 1e-5
 
     def cells(self, verb: str) -> list[tuple[str, bool]]:
-        """Return the layouts that a verb applies to, and whether they are in `make test`."""
+        """Return the layouts to which a verb applies, and whether they are in `make test`."""
         if verb == "trains":
             return [(self.layout, bool(self.now) or "+" in self.alike + self.others)]
         if verb in ("resumes", "exports"):
@@ -178,7 +178,7 @@ FEATURES = {
         others="zero3 alone",
         now="exports",
         model={**_LSTM, "vocab_size": 512},
-        resumed_with="eval.every=50",  # an evaluation leaves the states as they are
+        resumed_with="eval.every=50",  # an evaluation leaves the states unchanged
     ),
     "gru": Feature(
         "train.carry_state=true eval.every=1 eval.seq_len=64 save.export=true",
@@ -252,12 +252,12 @@ FEATURES = {
 
 
 def in_gate(*values: object) -> Any:
-    """Return parameters of a test that is the gate's."""
+    """Return parameters of a test that only the gate runs."""
     return pytest.param(*values, marks=pytest.mark.gate("runs"))
 
 
 def sentence(draw: random.Random, fewest: int, most: int) -> str:
-    """Return words of PHRASE in a random order, `fewest` or more, but less than `most`."""
+    """Return words of PHRASE in random order, at least `fewest` and fewer than `most`."""
     return " ".join(draw.choice(PHRASE) for _ in range(draw.randrange(fewest, most)))
 
 
@@ -268,7 +268,7 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
 
 
 def _skewed(folder: Path) -> list[str]:
-    """Documents of skewed lengths."""
+    """Write documents of skewed lengths; return their words."""
     draw = random.Random(0)
     counts = [int(draw.lognormvariate(2, 0.8)) + 2 for _ in range(200)]
     texts = [{"text": sentence(draw, count, count + 1)} for count in counts]
@@ -276,7 +276,7 @@ def _skewed(folder: Path) -> list[str]:
 
 
 def _mixture(folder: Path) -> list[str]:
-    """Text and pairs, with two held-out sets."""
+    """Write text and pairs with two held-out sets; return their words."""
     draw = random.Random(0)
     texts = [{"text": sentence(draw, 3, 60)} for _ in range(150)]
     pairs = [{"prompt": sentence(draw, 3, 9), "completion": sentence(draw, 3, 9)} for _ in texts]
@@ -292,7 +292,9 @@ def _mixture(folder: Path) -> list[str]:
 
 
 def _chats(folder: Path) -> list[str]:
-    """Conversations with calls of tools, and a tokenizer without a template."""
+    """Write conversations with tool calls, and a tokenizer without a template; return their
+    words.
+    """
     tokenizer = tokenizer_of("llama3")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -316,7 +318,7 @@ CORPORA: dict[str, Callable[[Path], list[str]]] = {
 def train(
     zygote: Zygote, layout: str, path: Path, *words: str, ranks: int = 2, code: int = 0
 ) -> str:
-    """Train or go on with a short run, which must end with `code`; return all ranks' output."""
+    """Train or resume a short run, which must end with `code`; return all ranks' output."""
     json_path = REPOSITORY / "ds_configs" / f"{layout}.json"
     arguments = [f"--deepspeed={json_path}", *SHORT_RUN, *words, f"run.dir={path}"]
     ended = zygote.run(arguments, path.with_name(f"{path.name}-logs"), ranks=ranks)
@@ -326,7 +328,7 @@ def train(
 
 @dataclass
 class Runs:
-    """Runs of features. Each is made once, and copied by those that go on with it."""
+    """Runs of features. Each is made once, and copied by tests that resume it."""
 
     zygote: Zygote
     folder: Path
@@ -335,7 +337,7 @@ class Runs:
     _words: dict[str, list[str]] = field(default_factory=dict)
 
     def whole(self, name: str, layout: str | None = None) -> RunFolder:
-        """Return a run that was never stopped, in its own layout or another one."""
+        """Return an uninterrupted run, in its own layout or another one."""
         key = (name, layout or FEATURES[name].layout)
         if key not in self._whole:
             path = Path(tempfile.mkdtemp(prefix=name.replace(" ", "-"), dir=self.folder)) / "run"
@@ -346,7 +348,7 @@ class Runs:
     def resumed(
         self, name: str, layout: str, path: Path, *more: str, whole: RunFolder | None = None
     ) -> RunFolder:
-        """Return a copy of the whole run as it was at its stop, gone on with in a layout."""
+        """Return a copy of the whole run as it was at its stop, resumed in a layout."""
         feature = FEATURES[name]
         shutil.copytree((whole or self.whole(name)).path, path)
         store = Store(path / "checkpoints")
@@ -357,7 +359,7 @@ class Runs:
         return RunFolder(path)
 
     def train(self, name: str, layout: str, path: Path, *more: str, code: int = 0) -> str:
-        """Train or go on with a run, which must end with `code` on all ranks; return its output."""
+        """Train or resume a run, which must end with `code` on all ranks; return its output."""
         feature = FEATURES[name]
         title, *extra = layout.split(" ") if layout not in LAYOUTS else [layout]
         ds = LAYOUTS[title]

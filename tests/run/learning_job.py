@@ -1,4 +1,6 @@
-"""The command's own build and train, on the default model and data; targets may be shuffled."""
+"""The command's own build and train, on the default model and data, optionally with shuffled
+targets.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from harness.plan.command import parse_command, plan_from
 
 
 def shuffle_targets() -> None:
-    """Take targets from another window, in another order: only their frequencies are left."""
+    """Take targets from another window in another order, so that only their frequencies can be
+    learned.
+    """
     read = Packed.read
 
     def shuffled(packed: Packed, windows: NDArray[np.int64]) -> Windows:

@@ -1,4 +1,4 @@
-"""The attention of a run: compared as it starts, replaced where it differs, kept by a resume."""
+"""The attention of a run: compared at the start, replaced if it differs, kept on resume."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ in_turn = varlen._in_turn
 
 
 def late(q: Any, k: Any, v: Any, bounds: torch.Tensor, *more: Any, **how: Any) -> Any:
-    """The kernel with documents that begin one token late."""
+    """Return the kernel's output for documents that begin one token late."""
     bounds = torch.cat([bounds[:1], bounds[1:-1] + 1, bounds[-1:]])
     return in_turn(q, k, v, bounds, *more, **how)
 
 
 def wide(*states: Any, before: int, **how: Any) -> Any:
-    """The kernel without windows."""
+    """Return the kernel's output without windows."""
     return in_turn(*states, before=-1, **how)
 
 
 def one_more(*states: Any, before: int, **how: Any) -> Any:
-    """The kernel with windows of a token more."""
+    """Return the kernel's output for windows that are one token longer."""
     return in_turn(*states, before=before + (before >= 0), **how)
 
 
 def planned(*words: str, precision: str = "bf16") -> Plan:
-    """A plan for a GPU, whose kernel is the CPU's here."""
+    """Return a plan for a GPU, whose kernel here is the CPU's."""
     ds: dict[str, Any] = {"zero_optimization": {"stage": 1}}
     ds |= {} if precision == "fp32" else {precision: {"enabled": True}}
     world = World() if precision == "fp32" else GPU
@@ -51,7 +51,7 @@ def planned(*words: str, precision: str = "bf16") -> Plan:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """One rank without a process group; the plan.json of its run folder."""
+    """Yield the plan.json of a run folder, for one rank without a process group."""
     saved: dict[str, Any] = {}
     monkeypatch.setattr(settling, "problem_of_any", lambda problem: problem)
     monkeypatch.setattr(settling, "saved_plan", lambda plan: saved or None)
@@ -81,7 +81,7 @@ def test_every_kind_of_family_is_compared(family: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(varlen, "_in_turn", seen)
     compare(plan, "varlen", "sdpa", CPU)
-    assert layers  # both were computed: what is equal is not one and the same
+    assert layers  # both were computed: equality is not identity
 
 
 def test_what_differs_falls_back_with_an_event(

@@ -1,5 +1,5 @@
-"""Runs in stages and of divided tensors: what each rank holds, what is refused as they begin, and
-how they go on in other layouts once they were killed.
+"""Runs with pipeline stages and tensor parallelism: contents of each rank, refusals at the start,
+and resuming in other layouts after a kill.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TENSORS = "ds.tensor_parallel.autotp_size=2"
 
 @pytest.fixture
 def train(zygote: Zygote, data: list[str], tmp_path: Path) -> Train:
-    """Train a model of a config, by default the small one, in stages."""
+    """Return a function that trains a model, by default the small one, in stages."""
 
     def run(
         *words: str, model: dict[str, Any] | None = None, defect: str | None = None, ranks: int = 2
@@ -74,7 +74,7 @@ def test_each_rank_holds_what_was_predicted(layout: str, runs: Runs) -> None:
     elements = [rank["elements_held"] for rank in engine["ranks"]]
     assert max(elements) < 0.6 / tensors * sum(elements)
     assert {row["rank"] for row in memory["rows"]} == {*range(2 * tensors)}
-    batches = 3 * 4 * 2 * (2 * 32 * 8)  # of this step and two ahead: ids and labels; no estimate
+    batches = 3 * 4 * 2 * (2 * 32 * 8)  # this step and two ahead: ids and labels; not estimated
     for row in memory["rows"]:
         measured = row["measured"] - (batches if row["point"] == "between_steps" else 0)
         assert row["predicted"] == pytest.approx(measured, rel=0.01), row
@@ -109,7 +109,7 @@ def test_a_plan_that_forgets_a_weight_is_refused_after_the_first_backward_pass(
 
 @pytest.mark.gate("runs")
 def test_tied_weights_of_a_family_with_dropout_keys_are_compared(train: Train) -> None:
-    """GPT-2's config names a dropout that its language model does not have."""
+    """GPT-2's config names a dropout that its language model lacks."""
     ended, run = train("model.dropout=0", model={**GPT2, "model_type": "gpt2"})
     assert ended.codes == [0, 0], ended.output
     (verified,) = events(run, "verified")
@@ -118,7 +118,7 @@ def test_tied_weights_of_a_family_with_dropout_keys_are_compared(train: Train) -
 
 @pytest.mark.gate("runs")
 def test_weights_that_cannot_be_drawn_are_refused_by_all_data_ranks(train: Train) -> None:
-    """Of two ranks of a stage one draws, and finds out; the other waits for the weights."""
+    """Of two ranks of a stage, one draws the weights and finds out; the other waits for them."""
     model = {**SIZES, "model_type": "apertus", "vocab_size": 8192, "pad_token_id": 0}
     ended, _ = train(model=model, ranks=4)
     assert ended.codes == [2] * 4, ended.output
@@ -145,7 +145,7 @@ def test_four_stages_train_where_verification_is_not_wanted(train: Train) -> Non
 def test_a_stopped_and_killed_run_goes_on_as_zero_3_and_back(
     data_ranks: int, data: list[str], tmp_path: Path
 ) -> None:
-    """Of two stages x data ranks x two tensor ranks: the curve and the export of one rank."""
+    """Two stages x data ranks x two tensor ranks give the curve and the export of one rank."""
     run, alone = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone")
     divided, zero3 = ("ds.pipeline.stages=2", TENSORS), ("ds.zero_optimization.stage=3",)
     ranks = 4 * data_ranks
@@ -177,7 +177,7 @@ def test_a_stopped_and_killed_run_goes_on_as_zero_3_and_back(
 
 
 def has_reached(run: RunFolder, group: Group, step: int) -> bool:
-    """Return True once a checkpoint of a step, or of a later one, can be resumed."""
+    """Return True once a checkpoint of a step, or a later one, can be resumed."""
     return group.ended or any(number >= step for number in saved_steps(run))
 
 

@@ -1,4 +1,4 @@
-"""Every feature trains, goes on as if undisturbed, changes its layout, and is exported."""
+"""Every feature trains, resumes as if uninterrupted, changes its layout, and is exported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EQUAL = ("samples", "tokens", "global_batch", "sequence_length", "learning_rate"
 
 
 def lines_of(run: RunFolder) -> Lines:
-    """Return by step what a run learned, and from what."""
+    """Return the values that a run learned and their inputs, by step."""
     lines: Lines = {}
     for line in run.read_metrics():
         values = {
@@ -56,7 +56,7 @@ def lines_of(run: RunFolder) -> Lines:
 
 
 def assert_alike(feature: Feature, run: RunFolder, whole: RunFolder, after: int = -1) -> None:
-    """Compare two runs of a feature, up to its rounding, after a step."""
+    """Compare two runs of a feature after a step, within its rounding."""
     ours, theirs = lines_of(run), lines_of(whole)
     compared = [step for step in theirs if step > after and step in ours]
     assert len(compared) > 1
@@ -70,12 +70,12 @@ def assert_alike(feature: Feature, run: RunFolder, whole: RunFolder, after: int 
 
 
 def reservoir(run: RunFolder) -> dict[str, bytes]:
-    """Return the files of the sample that a run keeps of its data, if it keeps one."""
+    """Return the files of a run's reservoir; empty if it keeps none."""
     return {path.name: path.read_bytes() for path in run.path.glob("reservoir/*")}
 
 
 def cells(verb: str) -> list[Any]:
-    """Return the features that a verb applies to, each with its layout; most are the gate's."""
+    """Return the features to which a verb applies, each with its layout; most are in the gate."""
     return [
         pytest.param(
             *(name, layout),
@@ -115,7 +115,7 @@ def assert_trained(run: RunFolder, name: str, layout: str) -> None:
     for event in verified:
         if feature.is_random:
             assert event["grad_norm"] == "not compared: steps are random"
-        elif name != "smoothing" and 1 in lines:  # the first batch is compared without
+        elif name != "smoothing" and 1 in lines:  # the first batch is compared without smoothing
             rounding = 1e-5 if "offload" in layout or name == "experts" else 1e-6
             assert event["loss"] == pytest.approx(lines[1]["loss"], rel=rounding)
             assert event["grad_norm"] == pytest.approx(lines[1]["grad_norm"], rel=1e-5)
@@ -135,12 +135,12 @@ def test_a_resumed_run_is_the_same_bit_for_bit(
     feature, whole = FEATURES[name], runs.whole(name)
     again = runs.resumed(name, layout, tmp_path / "run", *feature.resumed_with.split())
     assert len(events(again, "resumed")) == 1
-    assert events(again, "verified") == events(whole, "verified")  # and not once more
+    assert events(again, "verified") == events(whole, "verified")  # but not a second time
     ours, theirs = lines_of(again), lines_of(whole)
     logged = [step for step in theirs if step > feature.stop]
     assert logged == [step for step in ours if step > feature.stop]
     for step in logged:
-        if feature.resumed_with:  # which say what is evaluated, and when
+        if feature.resumed_with:  # they set what is evaluated, and when
             theirs[step] = {key: theirs[step][key] for key in ours[step]}
         assert ours[step] == theirs[step], step
     assert "eval_loss" in ours[feature.steps]
@@ -164,7 +164,7 @@ def test_a_run_goes_on_in_another_layout(
 def test_the_export_computes_what_was_trained_and_answers(
     name: str, layout: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The loss of the held-out samples whose loss the checkpoint holds, in transformers or peft."""
+    """It equals the held-out loss in the checkpoint, computed in transformers or peft."""
     run, export = runs.whole(name, layout), tmp_path / "export"
     assert run.export_dir.exists() == ("save.export=true" in " ".join(runs.words(name)))
     assert export_hf.main([str(run.path), "--out", str(export)]) == 0
@@ -182,7 +182,7 @@ def test_the_export_computes_what_was_trained_and_answers(
 
 
 def opened(export: Path, runs: Runs) -> Any:
-    """Open an export as the docs say."""
+    """Return an export opened as the docs say."""
     attention = export / "trained_attention.json"
     if not (export / "adapter_config.json").exists():
         brings_code = (export / "modeling_as_trained.py").exists()
@@ -196,7 +196,7 @@ def opened(export: Path, runs: Runs) -> Any:
 
 
 def base_of(export: Path, runs: Runs) -> Any:
-    """Open the model that adapters were trained beside, in 4 bits where it was."""
+    """Return the base model of adapters, in 4 bits if it was."""
     description, more = export / "quantization_config.json", {}
     if description.exists():
         bits = BitsAndBytesConfig.from_dict(json.loads(description.read_text()))
@@ -205,7 +205,7 @@ def base_of(export: Path, runs: Runs) -> Any:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **more)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # rows of this model are not packed
+            module.support_avx512bf16_for_cpu = False  # this model's rows are not packed
     return model
 
 
@@ -245,7 +245,7 @@ def test_adapters_alone_are_kept_and_merged_weights_compute_the_same(
 
 @pytest.mark.gate("runs")
 def test_another_base_is_another_model(runs: Runs, tmp_path: Path) -> None:
-    """Weights that are not in the checkpoint are those that it was trained beside."""
+    """Weights outside the checkpoint must be those of its training."""
     base, other = runs.whole("plain").export_dir, tmp_path / "other"
     model = AutoModelForCausalLM.from_pretrained(base)
     model.save_pretrained(other)
@@ -290,7 +290,7 @@ def test_chats_have_a_template_and_answers_that_end(runs: Runs) -> None:
 
 
 def test_losses_of_sources_are_parts_of_the_loss(runs: Runs) -> None:
-    """Over the steps since the last line, by targets; the first step alone is a line of its own."""
+    """They cover the steps since the last line, by targets; the first step has its own line."""
     run = runs.whole("mixture")
     plan, lines, previous = run.read_plan() or {}, lines_of(run), 0
     assert plan["data_mixture"] == [[0, [7, 3]], [24, [1, 4]]]
@@ -317,7 +317,7 @@ def test_padding_is_less_than_without_groups(runs: Runs) -> None:
     (batched,) = events(run, "batched")
     shares = [batched[f"{name}padding_share"] for name in ("", "plain_", "full_")]
     assert shares == sorted(shares)
-    assert shares[0] < 0.75 * shares[1]  # these documents are short beside multiples of 8
+    assert shares[0] < 0.75 * shares[1]  # these documents are short compared with multiples of 8
     lines = [line for line in run.read_metrics() if "loss" in line]
     assert all(0 <= line["padding_share"] < 0.5 for line in lines)
     assert all(0 <= line["data_wait_share"] <= 1 for line in lines)
@@ -325,7 +325,7 @@ def test_padding_is_less_than_without_groups(runs: Runs) -> None:
 
 
 def test_batches_and_lengths_grow_as_planned(runs: Runs) -> None:
-    """The batch rises with the first step that begins after 22 of 44 samples, and after 44; the
+    """The batch grows with the first step that begins after 22 of 44 samples, and after 44; the
     sequences double after 16 and 32 of 32.
     """
     lines = [line for line in lines_of(runs.whole("ramp")).values() if "loss" in line]
@@ -368,7 +368,7 @@ def test_regularisation_is_in_the_loss_and_not_in_the_held_out_loss(name: str, r
 
 
 def test_a_run_keeps_its_attention(runs: Runs, tmp_path: Path) -> None:
-    """The kernel as at the start of the run, and no other window."""
+    """The kernel stays as at the start of the run; another window is rejected."""
     trained_in = "stages model.attention=varlen model.checkpointing=full"
     whole = runs.whole("documents", trained_in)
     run = runs.resumed(
@@ -389,7 +389,7 @@ def test_a_run_keeps_its_attention(runs: Runs, tmp_path: Path) -> None:
 def test_what_was_trained_begins_another_run(
     name: str, source: str, runs: Runs, tmp_path: Path
 ) -> None:
-    """The first held-out loss is the last one of the run that wrote the weights."""
+    """The first held-out loss equals the last one of the run that wrote the weights."""
     whole, layout = runs.whole(name), FEATURES[name].layout
     weights = whole.path if source == "run" else whole.export_dir
     words = (f"model.init_from={weights}", "train.steps=1")

@@ -1,4 +1,6 @@
-"""Fine-tuning as the README prints it: its defaults learn, are kept, and say what is too short."""
+"""Fine-tuning as the README prints it: its defaults learn, persist, and report what is too
+short.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ QUIET = ("eval.samples=8", "sample.tokens=0", "log.report=false", "ds.bf16.enabl
 
 
 def train(zygote: Zygote, path: Path, *words: str, ranks: int = 1) -> tuple[RunFolder, str]:
-    """Train a run of the harness's own defaults; return it and the output of its ranks."""
+    """Train a run with the harness's own defaults; return it with the output of its ranks."""
     arguments = [JSON, *QUIET, *words, f"run.dir={path}"]
     ended = zygote.run(arguments, path.with_name(f"{path.name}-logs"), ranks=ranks)
     assert ended.codes == [0] * ranks, ended.output
@@ -30,7 +32,7 @@ def train(zygote: Zygote, path: Path, *words: str, ranks: int = 1) -> tuple[RunF
 
 @pytest.fixture(scope="module")
 def given(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The README's arguments: a model that knows nothing, and 300 chats in a form to learn."""
+    """Return the README's arguments: an untrained model, and 300 chats with a pattern to learn."""
     folder = tmp_path_factory.mktemp("chats")
     chats = [
         [

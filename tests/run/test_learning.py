@@ -1,5 +1,5 @@
-"""The default job learns from text, and only from text; the demo beats pairs of tokens; a carried
-state remembers in evaluations what it does in training.
+"""The default job learns from text, and only from text; the demo beats a bigram model; a carried
+state remembers in evaluations as it does in training.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from harness.runfolder import RunFolder
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.two_ranks import REPOSITORY, TRAIN, events, start, wait
 
-# A twelfth of the default's samples a step, a larger rate, and fewer steps: enough to be a nat
-# below the tokens' own frequencies. After 120 steps text is half a nat below them, which shuffled
-# targets never are.
+# A twelfth of the default's samples per step, a larger rate, and fewer steps: enough to be a nat
+# below the unigram loss. After 120 steps text is half a nat below it, which shuffled targets never
+# reach.
 JOB = (
     *("train.global_batch=4", "optim.lr=1e-3"),
     *("eval.every=0", "sample.tokens=0", "save.export=false"),
@@ -61,8 +61,8 @@ def test_the_demo_is_below_a_bigram_model_and_writes_python(tmp_path: Path) -> N
 
 @pytest.mark.gate("runs")
 def test_held_out_loss_follows_the_training_loss_of_a_carried_state(tmp_path: Path) -> None:
-    """A GRU remembers a number for ten tokens, in windows of eight; after these steps it was 0.67
-    on held-out text where every window began from zeros, and 0.21 in training.
+    """A GRU remembers a number for ten tokens, in windows of eight. After these steps the held-out
+    loss was 0.67 if every window began from zeros, and 0.21 in training.
     """
     draw, texts = random.Random(0), []
     for _ in range(60):
@@ -93,7 +93,7 @@ def test_held_out_loss_follows_the_training_loss_of_a_carried_state(tmp_path: Pa
 
 
 def _start(targets: str, folder: Path) -> Ranks:
-    """One process with one thread; the two jobs share the machine."""
+    """Start one process with one thread; the two jobs share the machine."""
     words = [f"--deepspeed={REPOSITORY / 'ds_configs/fp32.json'}", f"run.dir={folder}"]
     words += [f"train.steps={STEPS[targets]}", *JOB]
     command = [sys.executable, "-m", "tests.run.learning_job", targets, *words]

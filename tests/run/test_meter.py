@@ -1,4 +1,4 @@
-"""A run's terminal lines and messages, its metrics, and the text that it shows."""
+"""A run's terminal lines and messages, its metrics, and its sampled text."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_monitors_get_what_is_known_by_samples() -> None:
 
 
 def test_a_console_that_is_gone_does_not_end_a_run() -> None:
-    """A closed terminal, or a log on a full disk; nor does what is left in its buffer."""
+    """Not a closed terminal, a log on a full disk, or the rest in its buffer."""
     code = "from harness.run.progress import Progress\nprogress = Progress(True)\n"
     code += "for _ in range(3):\n    progress.say('x' * 10_000)\n"
     with Path("/dev/full").open("w") as full:
@@ -198,7 +198,7 @@ def test_a_sparse_tensor_is_passed_over() -> None:
 
 
 def _counting(ids: torch.Tensor) -> torch.Tensor:
-    """Logits that leave no choice: after 3 comes 4."""
+    """Return logits with only one possible token: after 3 comes 4."""
     logits = torch.full((12,), -math.inf)
     logits[int(ids[0, -1]) + 1] = 0.0
     return logits.where(logits == 0.0, -1e9)
@@ -240,7 +240,7 @@ def test_unused_rows_name_the_tokenizer_that_fits(tmp_path: Path, source: str) -
         Path(own).mkdir()
     if source == "export":
         (tmp_path / "export" / "tokenizer.json").write_text("{}")
-    if source == "run":  # as its run folder has it
+    if source == "run":  # as in its run folder
         fits = tmp_path / "run" / "tokenizer"
         fits.mkdir(parents=True)
         (fits / "tokenizer.json").write_text("{}")

@@ -26,7 +26,9 @@ WHOLE = 'model.lora.modules_to_save=["embed_tokens", "lm_head"]'
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of 398 rows, a tokenizer of 400 ids, and a text of all of them."""
+    """Return a folder with weights of 398 rows, a tokenizer of 400 ids, and a text with all of
+    them.
+    """
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     config = hf_config({**MODEL, "vocab_size": ROWS})
@@ -88,7 +90,7 @@ def test_adapters_bring_the_rows_that_their_base_lacks(
     model.resize_token_embeddings(IDS)
     peft = PeftModel.from_pretrained(model, str(run.export_dir))
     new = peft.get_input_embeddings().weight[-1]
-    if not is_trained:  # else as far as the few steps read it
+    if not is_trained:  # otherwise as far as the few steps read it
         assert torch.allclose(new, mean_of(base, "model.embed_tokens.weight"))
     head = peft.get_output_embeddings().weight[-1]
     assert torch.allclose(head, mean_of(base, "lm_head.weight")) != is_trained

@@ -1,4 +1,4 @@
-"""report.html of real runs: written while they train, and never the reason why one ends."""
+"""report.html of real runs: written during training, and never the cause of a failure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_loop_does_not_wait_for_a_page(opened, monkeypatch):
     kept.update()  # one at a time
     assert kept._process is process
     monkeypatch.setattr(pages.subprocess, "Popen", popen)
-    kept.finish(2.0)  # the one under way is killed, the last one written
+    kept.finish(2.0)  # the current one is killed, the last one is written
     assert process.returncode == -9
     (event,) = events(opened, "no_report")
     assert "longer than 2 s" in event["message"]

@@ -1,4 +1,6 @@
-"""A whole run against a plain PyTorch loop: schedule, groups, data and evaluation as used."""
+"""A whole run against a plain PyTorch loop: schedule, groups, data and evaluation as users have
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,11 @@ WORDS = [
     *("log.every=1", "eval.every=5", f"eval.samples={HELD_OUT_SAMPLES}", "data.held_out=0.1"),
     "data.document_mask=true",
 ]
-TOLERANCE_FACTOR = 5.0  # as the gate's
+TOLERANCE_FACTOR = 5.0  # the same as in the gate
 
 
 def rate(step: int) -> float:
-    """Warm up over the first steps, then fall along half a cosine to LEAST at the last one."""
+    """Return the rate of a step: a warm-up, then half a cosine down to LEAST at the last one."""
     number = step + 1
     if number < WARMUP_STEPS:
         return recipe.LR * number / WARMUP_STEPS
@@ -54,7 +56,7 @@ def rate(step: int) -> float:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments that name prompts and completions, which are packed as whole documents."""
+    """Return the arguments for prompts and completions, packed as whole documents."""
     folder, draw = tmp_path_factory.mktemp("pairs"), random.Random(0)
     pairs = [
         {"prompt": sentence(draw, 2, 14), "completion": f" {sentence(draw, 2, 14)}"}
@@ -101,7 +103,7 @@ def test_a_run_is_a_plain_loop(
         losses=[line["loss"] for line in lines],
         norms=[line["grad_norm"] for line in lines],
         held_out=lines[-1]["eval_loss"],
-        gradients=reference.gradients,  # which no run records
+        gradients=reference.gradients,  # not recorded by runs
         sgd_changes=reference.sgd_changes,
     )
     assert [line["learning_rate"] for line in lines] == pytest.approx([*map(rate, range(STEPS))])
@@ -117,7 +119,7 @@ def test_a_run_is_a_plain_loop(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute as a rank does: more threads add up in another order."""
+    """Compute with one thread as a rank does: more threads would sum in another order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""A closer look at a few steps, through real runs on two ranks."""
+"""Profiling a few steps in real runs on two ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def learned(run: RunFolder) -> list[tuple[Any, ...]]:
 
 
 def traced_steps(path: Path) -> set[int]:
-    """The steps that a Chrome trace marks."""
+    """Return the steps marked in a Chrome trace."""
     with gzip.open(path) as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}
     return {int(name.removeprefix("step ")) for name in names if re.fullmatch(r"step \d+", name)}
@@ -119,8 +119,8 @@ def test_profiling_shows_the_steps_of_its_window_and_changes_nothing(
     assert times == sorted(times, reverse=True)
     assert times[0] > 0
     assert any(name.startswith("aten::") for *_, name in rows)
-    # Torch counts the FLOPs that mfu is reckoned with: under ZeRO 3 those of the unsharded model,
-    # of a pipeline those of the first stage.
+    # Torch counts the FLOPs on which mfu is based: with ZeRO 3 those of the unsharded model, in a
+    # pipeline those of the first stage.
     assert float(*re.findall(r"FLOPs counted by torch, ([\d.]+) of", ended.output)) == 1.0
     text = (run.profile_dir / "flops-6.txt").read_text()
     assert re.search(r"^ +[\d,]+ +[\d.]+% aten\.mm$", text, re.M), text
@@ -166,7 +166,7 @@ def test_a_stop_in_the_window_writes_what_was_traced_and_the_resumed_run_the_res
     ended, run = train(tmp_path / "run", WINDOW, fault=stop)
     assert ended.codes == [75, 75], ended.output
     at = (run.read_status() or {})["step"]
-    assert 3 <= at < 5  # within the window, so that both have a part
+    assert 3 <= at < 5  # within the window, so that both attempts have a part
     assert written(run) == [f"trace-3-{at}.json.gz"]
     ended, _ = train(tmp_path / "run", WINDOW)
     assert ended.codes == [0, 0], ended.output

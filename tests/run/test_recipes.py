@@ -1,5 +1,5 @@
-"""The recipes of docs/recipes/: short, listed in the README, planned for the GPUs that they are
-meant for, and each trained on small data to the loss that its first line states.
+"""The recipes of docs/recipes/: short, listed in the README, planned for their intended GPUs, and
+each trained on small data to the loss stated in its first line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUIET = (
     *("eval.samples=32", "sample.tokens=0", "save.export=false", "log.report=false"),
     "ds.bf16.enabled=false",
 )
-# For what a recipe is meant: GPUs, and the model whose weights it is given.
+# Intended GPUs of a recipe, and the model whose weights it starts from.
 MEANT = {
     "chat": ("RANKS=8 GPU=h100-80", "llama-3-8b"),
     "lora": ("RANKS=2 GPU=h100-80", "llama-3-8b"),
@@ -47,7 +47,7 @@ MEANT = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file of docs/recipes/: what its first two lines say."""
+    """A file of docs/recipes/, with the information in its first two lines."""
 
     path: Path
 
@@ -61,7 +61,7 @@ class Recipe:
 
     @property
     def losses(self) -> tuple[float, float]:
-        """The held-out loss of its first line, before and after training."""
+        """The held-out loss in its first line, before and after training."""
         first, last = re.findall(
             r"held-out loss ([\d.]+) -> ([\d.]+)", self.path.read_text().splitlines()[0]
         )[0]
@@ -73,7 +73,7 @@ RECIPES = {path.stem: Recipe(path) for path in sorted(FOLDER.glob("*.toml"))}
 
 @dataclass(frozen=True)
 class Small:
-    """What a recipe is given here beside its data: sizes of a small model, and a rate for it."""
+    """A recipe's substitutes, besides its data: sizes of a small model, and a rate for it."""
 
     words: str = ""
     ranks: int = 2
@@ -160,7 +160,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Planner:
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the recipes name."""
+    """Return a folder with the files that the recipes name."""
     folder = tmp_path_factory.mktemp("corpora")
     write_lines(folder / "chats.jsonl", ({"messages": _turns(a, b)} for a, b in _sums()))
     write_lines(
@@ -172,7 +172,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(zygote: Zygote, corpora: Path) -> Path:
-    """The export of a small model that has read chats of these words and numbers, in any order."""
+    """Return the export of a small model trained on chats of these words and numbers in any
+    order.
+    """
     draw, run = random.Random(1), corpora / "weights"
 
     def turn(role: str, end: str) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Beginnings of runs: as a branch of another run, from another run's weights; what they leave."""
+"""Starts of runs: as a branch of another run, or from another run's weights; and what they leave
+behind.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ DS_CONFIGS = REPOSITORY / "ds_configs"
 
 
 def words(run: Path, data: list[str], *more: str, json: str = "zero2") -> list[str]:
-    """Six steps, saved after every second, whose learning rate does not depend on their number."""
+    """Return the words of six steps, saved after every second, with a learning rate that ignores
+    the step.
+    """
     return [
         *(f"--deepspeed={DS_CONFIGS / json}.json", *SMALL_MODEL, *SHORT_RUN, *data),
         *("train.steps=6", "save.every=2", "save.keep=9", "optim.schedule=constant"),
@@ -79,11 +83,11 @@ def test_a_branch_goes_back_and_on_with_another_learning_rate(
     )
     assert [change["was"] for change in event["changes"] if change["key"] == "optim.lr"] == [3e-3]
     assert sorted(lines(run)) == [5, 6]
-    assert lines(run)[5] == lines(parent)[5]  # of the same weights, before they part
+    assert lines(run)[5] == lines(parent)[5]  # with the same weights, before they diverge
     assert lines(run)[6] != lines(parent)[6]
     assert lines(run, "learning_rate")[5] == 1e-4
     assert sorted(path.name for path in parent.checkpoints_dir.iterdir()) == before
-    # Started again it is a run of its own, which has nothing left to do.
+    # Started again, it is an independent run with nothing left to do.
     again, _ = branch(zygote, tmp_path, data, source, "optim.lr=1e-4")
     assert again.codes == [0, 0], again.output
     assert len(events(run, "branched")) == 1
@@ -119,7 +123,7 @@ def test_what_cannot_be_branched_from_is_refused(
 def test_what_one_rank_misses_ends_all(
     parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
 ) -> None:
-    """Of another model: the rank that finds all of its share waits for no collective."""
+    """With another model, the rank that finds its whole share waits in no collective."""
     more = ("resume.allow=model_config,model.overrides", "model.overrides.num_hidden_layers=3")
     ended, run = branch(zygote, tmp_path, data, str(parent.path), *more)
     assert ended.codes == [77, 77], ended.output
@@ -152,7 +156,7 @@ def test_weights_alone_begin_a_new_run(
     assert lines(run, "eval_loss")[0] == pytest.approx(lines(parent, "eval_loss")[6], rel=1e-6)
     assert sorted(lines(run)) == [1, 2, 3, 4, 5, 6]
     assert lines(run)[6] < lines(parent)[6]
-    # Resumed, it goes on from its own checkpoint, not from the weights once more.
+    # When resumed, it continues from its own checkpoint instead of the weights.
     again = zygote.run(words(run.path, data, source, "train.steps=7", json=json), tmp_path)
     assert again.codes == [0, 0], again.output
     assert events(run, "resumed")[0]["step"] == 6

@@ -1,4 +1,4 @@
-"""What the data of a run decides, once all ranks have read it."""
+"""Decisions about a run's data, once all ranks have read it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_rates_are_read_once(site: Path) -> None:
 
 def compares(clock: StepClock) -> bool:
     clock.count_line()
-    assert clock.compares == clock.compares  # which changes nothing
+    assert clock.compares == clock.compares  # reading it changes nothing
     return clock.compares
 
 

@@ -1,4 +1,4 @@
-"""Runs that end early, learn nothing, show or evaluate texts, and export what ends them."""
+"""Runs that stop early, learn nothing, sample or evaluate texts, and export the end of a text."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_a_run_that_learns_nothing_more_ends(
     (ended,) = events(run, "ended_early")
     assert (ended["step"], ended["best_step"]) == (2, 0)
     assert (run.read_status() or {})["outcome"] == "done"
-    # It stays ended, until it is given more patience.
+    # It stays ended until it is given more patience.
     train(zygote, "fp32", run.path, *patient)
     assert run.read_metrics()[-1]["step"] == 2
-    # A branch has as much patience as the run began with.
+    # A branch has as much patience as the run had at the start.
     train(zygote, "fp32", branch.path, *patient, "train.steps=6", f"resume.from={run.path}")
     assert branch.read_metrics()[-1]["step"] > 4
     train(zygote, "fp32", run.path, *still, "eval.patience=0")
@@ -60,7 +60,7 @@ def test_a_run_that_learns_nothing_more_ends(
 def test_given_weights_are_sampled_before_training_only_where_they_are_asked(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
-    """Under ZeRO 3 each token gathers all weights: a start does not wait for an idle text."""
+    """With ZeRO 3, each token gathers all weights: a start must not wait for unrequested text."""
 
     def titles(name: str, *words: str) -> list[str]:
         run, short = RunFolder(tmp_path / name), ("sample.tokens=2", "train.steps=1")
@@ -81,7 +81,7 @@ def test_given_weights_are_sampled_before_training_only_where_they_are_asked(
 def test_a_step_without_a_target_changes_nothing_and_says_so(
     policy: str, zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Its samples are parts of prompts alone; the balancing loss would teach the routers."""
+    """Its samples are parts of prompts only; the balancing loss would train the routers."""
     run, steps, batch, draw = RunFolder(tmp_path / "run"), 12, 2, random.Random(0)
     pairs = [
         {"prompt": sentence(draw, 60, 61), "completion": sentence(draw, 8, 9)} for _ in range(80)
@@ -102,7 +102,7 @@ def test_a_step_without_a_target_changes_nothing_and_says_so(
     assert [step for step in range(1, steps + 1) if lines[step]["loss"] is None] == empty
     for step in range(1, steps + 1):
         is_same = lines[step]["eval_loss"] == lines[step - 1]["eval_loss"]
-        assert is_same == (step in empty)  # not a bit has moved
+        assert is_same == (step in empty)  # not a bit has changed
         assert (lines[step]["grad_norm"] is None) == (step in empty)
         assert lines[step]["samples"] == step * batch
     skipped = events(run, "skipped_step")
@@ -115,14 +115,14 @@ def test_a_step_without_a_target_changes_nothing_and_says_so(
 
 # --- the end of a text ---
 
-# As a preset's: ids of another tokenizer.
+# As in a preset: ids of another tokenizer.
 FOREIGN = {"bos_token_id": 300, "eos_token_id": 301, "pad_token_id": 302}
 TEXT = "the model reads a text"
 
 
 @pytest.fixture(scope="module")
 def ending(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A model that has learned to end: every document is the same sentence."""
+    """Return a model that has learned to end: every document is the same sentence."""
     run = RunFolder(tmp_path_factory.mktemp("ends") / "run")
     texts = write_lines(run.path.with_name("texts.jsonl"), 400 * [{"text": TEXT}])
     output = train(
@@ -146,14 +146,14 @@ def test_generation_ends_where_a_document_does(ending: RunFolder) -> None:
     for name in ("config.json", "generation_config.json"):
         content = json.loads((ending.export_dir / name).read_text())
         assert [content.get(key) for key in FOREIGN] == [1, 2, None], name
-    kept = (ending.tokenizer_dir / "tokenizer.model").read_bytes()  # sentencepiece's
+    kept = (ending.tokenizer_dir / "tokenizer.model").read_bytes()  # in SentencePiece's format
     assert (ending.export_dir / "tokenizer.model").read_bytes() == kept
 
 
 def test_what_the_weights_brought_stays(
     ending: RunFolder, zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ends of turns, temperatures; also where no rank has the whole model."""
+    """Ends of turns and temperatures; also if no rank has the whole model."""
     model, run = tmp_path / "model", RunFolder(tmp_path / "run")
     ending.export_dir.rename(model)
     brought = {"eos_token_id": [0, 1, 300], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
@@ -170,7 +170,7 @@ def test_what_the_weights_brought_stays(
     assert content == {
         **brought,
         "bos_token_id": 1,
-        "eos_token_id": [2, 1],  # 0 is <unk>, and 300 a word
+        "eos_token_id": [2, 1],  # 0 is <unk>, and 300 is a word
         "pad_token_id": None,
     }
 
@@ -184,7 +184,7 @@ TRAINED, LONGER = 128, 256  # tokens
 def test_what_lies_beyond_the_training_length_is_what_plain_transformers_has(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
-    """Two steps of 64 positions, then six from their export, of 32 to 128 tokens."""
+    """Two steps of 64 positions, then six from their export, with 32 to 128 tokens."""
     first, run = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
     words = (*data, "save.export=true", "eval.every=0", "log.every=1")
     short = ("model.overrides.max_position_embeddings=64", "data.seq_len=64", "train.steps=2")
@@ -215,7 +215,9 @@ def test_what_lies_beyond_the_training_length_is_what_plain_transformers_has(
 
 
 def plain_losses(run: RunFolder, batch: Batch) -> torch.Tensor:
-    """Nats of each token, (samples, tokens), by transformers alone; 0 where none is a target."""
+    """Return nats per token, (samples, tokens), by transformers alone; 0 for tokens without a
+    target.
+    """
     model = AutoModelForCausalLM.from_pretrained(run.export_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(input_ids=batch.input_ids, use_cache=False).logits

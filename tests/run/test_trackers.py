@@ -1,4 +1,4 @@
-"""Trackers with their real packages: a run's curve, which goes on after a stop."""
+"""Trackers with their real packages: a run's curve, which continues after a stop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def line(step: int, loss: float, **more: Any) -> dict[str, Any]:
 
 
 def write(folder: RunFolder, log: LogConfig, after: int, steps: range, loss: float) -> list[str]:
-    """One attempt at a run: its steps, and the problems that it met."""
+    """Log one attempt of a run; return the problems that it met."""
     problems: list[str] = []
     trackers = Trackers(lambda kind, message: problems.append(message))
     trackers.open(log, folder, {"run": {"train": {"steps": 8}}}, after)
@@ -43,7 +43,7 @@ def write(folder: RunFolder, log: LogConfig, after: int, steps: range, loss: flo
 
 
 def two_attempts(folder: RunFolder, log: LogConfig) -> None:
-    """Steps 1 to 5, of which 3 were saved; then from 4 on."""
+    """Log steps 1 to 5, of which 3 were saved; then from 4 on."""
     assert write(folder, log, 0, range(1, 6), loss=1.0) == []
     assert write(folder, log, 3, range(4, 9), loss=2.0) == []
 
@@ -88,12 +88,12 @@ def test_weights_and_biases_goes_on_with_the_same_run(folder: RunFolder, monkeyp
     monkeypatch.setenv("WANDB_MODE", "offline")
     two_attempts(folder, LogConfig(wandb="trials"))
     identity = folder.read_trackers()["wandb"]
-    # Of the same second, the second folder's name ends with -1.
+    # Within the same second, the second folder's name ends with -1.
     first, second = sorted((folder.path / "wandb").glob("offline-run-*"))
     for run in (first, second):
         assert identity in run.name
         file, deadline = run / f"run-{identity}.wandb", time.monotonic() + 60
-        while b"train/loss" not in file.read_bytes():  # its server writes on a little
+        while b"train/loss" not in file.read_bytes():  # its server is still writing
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -126,7 +126,7 @@ def test_names_of_a_line() -> None:
 
 @pytest.fixture(scope="module")
 def ran(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[Ended]]:
-    """A run of a JSON with a monitor, stopped by its length and resumed, on one rank."""
+    """Return a run on one rank of a JSON with a monitor, stopped by its length and resumed."""
     there = tmp_path_factory.mktemp("tracked")
     run = RunFolder(there / "run")
     asked = [f"run.dir={run.path}", "ds.tensorboard.enabled=true", "eval.every=2"]
