@@ -1,4 +1,4 @@
-"""A studio that serves, as a user starts it."""
+"""Serves a studio, started as a user starts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Studio:
     address: str
     runs: Path
     errors: Path
-    """What it writes to its terminal, beside its address."""
+    """Its terminal output, except its address."""
 
     @property
     def said(self) -> str:
@@ -36,7 +36,7 @@ class Studio:
 
 @contextmanager
 def serving(runs: Path, *arguments: str) -> Iterator[Studio]:
-    """`python tools/studio.py --port 0 arguments` in a folder of its own, ended afterwards."""
+    """Run `python tools/studio.py --port 0 arguments` in a new folder; end it afterwards."""
     command = [sys.executable, REPOSITORY / "tools/studio.py", "--cold"]
     command += ["--port", "0", "--runs", runs]
     errors = runs.parent / "said.txt"
@@ -63,7 +63,7 @@ def serving(runs: Path, *arguments: str) -> Iterator[Studio]:
 
 @pytest.fixture(scope="session")
 def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
-    """A studio on 127.0.0.1, shared by all tests; its folder of runs is empty at first."""
+    """Yield a studio on 127.0.0.1 for all tests; its folder of runs is empty at first."""
     pytest.importorskip("nicegui", reason="needs NiceGUI: pip install 'decoder-harness[studio]'")
     runs = tmp_path_factory.mktemp("studio") / "runs"
     runs.mkdir()
@@ -73,7 +73,7 @@ def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder, of which the studio of this process reads the runs."""
+    """Yield an empty folder whose runs this process's studio reads."""
     root = tmp_path / "runs"
     root.mkdir()
     read_runs_of(root)

@@ -1,4 +1,4 @@
-"""Every page in a real Chromium: no error, its figures, and controls that move them."""
+"""Every page in a real Chromium: no errors, all figures, and working controls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def browser() -> Iterator[Browser]:
 
 
 def figure(tab: Tab, label: str) -> str:
-    """The text of the figure with a label, as the page shows it."""
+    """Return the text of the figure with a label, as the page shows it."""
     script = f"document.querySelector('[data-figure={json.dumps(label)}]')?.textContent"
     return str(tab.evaluate(script))
 
@@ -51,12 +51,12 @@ CUT = """
     return inner.width && (inner.left < outer.left - 2 || inner.right > outer.right + 2);
   }).map((text) => text.textContent))
 """
-"""What has no room: boxes whose content is wider, and words that leave their picture."""
+"""Returns content without room: boxes whose content is wider, and words outside their picture."""
 
 
 @pytest.mark.parametrize("page", rest_in_gate("pages", PAGES), ids=lambda page: page.slug)
 def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
-    """At both widths, light and dark, from this machine alone."""
+    """At both widths, light and dark, with requests only to this machine."""
     slug = page.slug  # type: ignore[attr-defined]
     tab = opened(browser, studio, slug)
     for width in WIDTHS:
@@ -81,7 +81,7 @@ def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
 
 @pytest.mark.gate("pages")
 def test_a_slider_moves_the_numbers_and_the_address(browser: Browser, studio: Studio) -> None:
-    """By keyboard; the numbers are those of the Python call, and the address brings them back."""
+    """By keyboard; the numbers are those of the Python call, and the address restores them."""
     tab = opened(browser, studio, "memory?json=zero1&model=gpt2-124m&seq_len=1024")
     query = {"json": "zero1", "model": "gpt2-124m", "seq_len": "1024"}
     label = "Peak on a GPU"
@@ -112,7 +112,7 @@ TEXTS = "[...document.querySelector('.figures').children].map((card) => card.tex
 
 
 def texts_of(figures: list[Figure]) -> list[str]:
-    """The words and numbers that a browser shows of figures."""
+    """Return the words and numbers that a browser shows for figures."""
     shown = (re.sub(r"<[^>]*>", "", html_of(figure)) for figure in figures)
     return [words(unescape(text)) for text in shown]
 

@@ -1,4 +1,6 @@
-"""Reports of tools/clean_data.py on the cleaning page: a real one, hostile names, damaged files."""
+"""Reports of tools/clean_data.py on the cleaning page: a real one, malicious names, damaged
+files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def left(documents: int, **more: Any) -> dict[str, Any]:
 
 
 def write_report(folder: Path, **changes: Any) -> Path:
-    """A report as report_of writes it, as far as the page reads it."""
+    """Write a report as report_of does, with the fields that the page reads."""
     report = {
         "corpus": "/data/pages",
         "documents": {"read": 100, "empty": 0, "written": 60},
@@ -40,7 +42,7 @@ def write_report(folder: Path, **changes: Any) -> Path:
 
 @pytest.mark.gate("pages")
 def test_a_real_report_is_shown_as_it_counts(runs: Path) -> None:
-    """Against the same rules on the same documents, without the tool's pipeline."""
+    """Compared with the same rules on the same documents, without the tool's pipeline."""
     pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")
     from tools.clean_data import main
 

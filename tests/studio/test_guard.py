@@ -17,7 +17,9 @@ PAGE, SOCKET = "/memory", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 def ask(
     port: int, path: str = PAGE, method: str = "GET", **headers: str
 ) -> tuple[int, dict[str, str], str]:
-    """(status, headers, body) of one request; `sec_fetch_site` is the header Sec-Fetch-Site."""
+    """Return (status, headers, body) of one request; `sec_fetch_site` is the header
+    Sec-Fetch-Site.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, headers=named)
@@ -28,7 +30,7 @@ def ask(
 
 
 def upgrade(port: int, **headers: str) -> int:
-    """The status of an attempt to open a websocket, as browsers do."""
+    """Return the status of an attempt to open a websocket, as browsers do."""
     key = base64.b64encode(b"0" * 16).decode()
     return ask(
         port,
@@ -54,7 +56,7 @@ def test_its_own_pages_are_answered(studio: Studio) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
 def test_a_name_that_resolves_here_is_refused(studio: Studio, host: str) -> None:
-    """DNS rebinding."""
+    """This would be DNS rebinding."""
     status, _, body = ask(studio.port, Host=host)
     assert (status, body) == (400, "Invalid host header")
     assert ask(studio.port, SOCKET, Host=host)[0] == 400
@@ -70,7 +72,7 @@ def test_another_origin_is_refused(studio: Studio, origin: str) -> None:
 
 
 def test_its_own_socket_opens(studio: Studio) -> None:
-    """So that a refusal above is no accident of the request."""
+    """This shows that the refusals above are not accidents of the request."""
     own = f"http://127.0.0.1:{studio.port}"
     with socket.create_connection(("127.0.0.1", studio.port), timeout=60) as connection:
         lines = [
@@ -88,7 +90,7 @@ def test_its_own_socket_opens(studio: Studio) -> None:
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 def test_what_another_site_embeds_is_refused(studio: Studio, site: str) -> None:
-    """A script or an image that names an address here sends no Origin."""
+    """A script or an image with an address here sends no Origin."""
     assert ask(studio.port, SOCKET, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
 
 
@@ -148,7 +150,7 @@ def test_another_address_asks_for_a_token(tmp_path: Path) -> None:
         assert upgrade(studio.port) == 403
         assert ask(studio.port, PAGE, Cookie="studio_token=x; ;;=")[0] == 403
         status, headers, _ = ask(studio.port, f"{PAGE}?gpus=8&token={token}")
-        assert (status, headers["location"]) == (303, f"{PAGE}?gpus=8")  # out of the address
+        assert (status, headers["location"]) == (303, f"{PAGE}?gpus=8")  # removed from the address
         cookie = headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "samesite=strict" in cookie.lower()

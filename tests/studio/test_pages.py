@@ -1,4 +1,4 @@
-"""Each page's function, without a browser: its settings, its figures, and what they come from."""
+"""Each page's function, without a browser: its settings, its figures, and their sources."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def figures_of(slug: str, **query: str) -> list[Figure]:
 
 
 def number(figures: list[Figure], label: str) -> str:
-    """The text of the figure with a label."""
+    """Return the text of the figure with a label."""
     return next(n.text for f in figures for n in getattr(f, "numbers", ()) if n.label == label)
 
 
@@ -151,7 +151,7 @@ def _twice(function: Callable[..., float]) -> Callable[..., float]:
 
 
 def _of_letters(model: bytes) -> bytes:
-    """A SentencePiece model without its pieces of two letters."""
+    """Return a SentencePiece model without its pieces of two letters."""
     from sentencepiece import sentencepiece_model_pb2
 
     pb: Any = sentencepiece_model_pb2
@@ -162,7 +162,7 @@ def _of_letters(model: bytes) -> bytes:
     return proto.SerializeToString()
 
 
-# What a page keeps of results that a change of the function below would not reach.
+# Cached results of a page that a change of the function below would not reach.
 KEPT = {
     "data": "tools.studio_pages.data.trained_step",
     "optimizers": "tools.studio_pages.optimizers.trajectory",
@@ -170,7 +170,7 @@ KEPT = {
     "tokenizers": "tools.studio_pages.tokenizers.trained",
     "cleaning": "tools.studio_pages.cleaning.cleaned",
 }
-# By page, a function that it names, where that is looked up, and how its result is changed.
+# By page: a function that it names, where that is looked up, and a change of its result.
 CHANGES: dict[str, tuple[str, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     "memory": (
         "harness.estimate.timeline.estimate_memory",
@@ -353,7 +353,7 @@ MODELS_FOLDER = ROOT / "tools/studio_app/models"
 def test_options_of_a_model_are_planned_as_on_the_command_line(
     query: dict[str, str], keys: dict[str, Any]
 ) -> None:
-    """The page's memory and time, and its command, against the plan that the command makes."""
+    """The page's memory, time and command, against the plan that the command makes."""
     from harness.config.ds_file import load_ds_json
     from harness.layout.world import World
     from harness.plan.duration import step_time
@@ -449,7 +449,7 @@ def test_memory_follows_optimizer_and_precision(query: dict[str, str]) -> None:
     assert number(figures_of("memory", **query), label) != number(figures_of("memory"), label)
 
 
-# (p - 1) x these of a micro-batch's time on a stage: 1 forward and 2 backward.
+# (p - 1) x these, in units of a micro-batch's time on a stage: 1 forward and 2 backward.
 BUBBLES = {
     "1F1B": lambda chunks: 3.0,  # arXiv 2006.09503, as GPipe's, arXiv 1811.06965, section 2.3
     "GPipe": lambda chunks: 3.0,
@@ -478,7 +478,7 @@ def test_every_schedule_waits_and_keeps_what_its_paper_says(
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_uses_nothing_before_it_is_there(name: str) -> None:
-    """Every task once, on one stage at a time, after what it needs."""
+    """Every task runs once, one at a time per stage, and after its inputs."""
     stages, batches = 4, 8
     chunks = 2 if name.startswith("inter") else 1
     placed = spans(SCHEDULES[name](stages, batches, chunks), [(1, 2)] * stages, chunks)
@@ -516,7 +516,7 @@ def test_the_best_trade_offs_are_marked() -> None:
 
 @pytest.mark.gate("pages")
 def test_experts_are_balanced_within_the_shown_steps() -> None:
-    """And are not without the balancing loss."""
+    """Without the balancing loss, they are not."""
     assert float(number(figures_of("experts"), "Busiest expert").split()[0]) < 1.5
     assert float(number(figures_of("experts", balance="0"), "Busiest expert").split()[0]) > 2
 
@@ -566,8 +566,8 @@ def test_gradients_of_all_ranks_are_those_of_one() -> None:
 
 
 def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
-    """2 x and 3 x the parameters with one micro-batch, as the paper has it for stages 0 and 3
-    (arXiv 1910.02054, section 7); stages 1 and 2 add up whole gradients.
+    """2 x and 3 x the parameters with one micro-batch, as in the paper for stages 0 and 3 (arXiv
+    1910.02054, section 7); stages 1 and 2 sum whole gradients.
     """
     from harness.estimate.fit import with_stage
     from tools.studio_pages.zero import _inputs, traffic
@@ -582,7 +582,7 @@ def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
 
 
 def test_checkpointing_holds_what_autograd_saves() -> None:
-    """The sum over the layers is the estimate's, which is compared with real models elsewhere."""
+    """The sum over the layers equals the estimate, which is compared with real models elsewhere."""
     from harness.estimate.activations import activations
     from tools.studio_pages.checkpointing import _inputs, kept_bytes
 
@@ -634,7 +634,7 @@ def test_a_rank_is_where_the_grid_says() -> None:
 
 
 def test_optimizers_step_as_their_references_do() -> None:
-    """One step from the start of the saddle, without noise, by hand."""
+    """One step from the start of the saddle, without noise, calculated here."""
     import torch
 
     from tools.studio_pages.optimizers import SURFACES, trajectory
@@ -652,7 +652,7 @@ def test_optimizers_step_as_their_references_do() -> None:
         path = trajectory(optimizer, name, rate, 0.0, 0.0)
         assert path[1][0] == pytest.approx(point, abs=1e-5), optimizer
     # Muon: both rows step by about 0.2 sqrt(2) of the rate, at right angles: the orthogonal factor
-    # of the gradient, which five Newton-Schulz steps give roughly.
+    # of the gradient, as five Newton-Schulz steps approximate it.
     muon = torch.tensor(trajectory("muon", name, rate, 0.0, 0.0)[1]) - torch.tensor(
         [(x, y), second]
     )
@@ -683,7 +683,7 @@ def test_a_loss_scale_saves_what_fp16_would_lose() -> None:
 
 
 def test_the_fit_is_that_of_the_paper() -> None:
-    """Chinchilla's own size and tokens: arXiv 2203.15556, section 3.3, gives the constants."""
+    """Chinchilla's own size and tokens; arXiv 2203.15556, section 3.3, gives the constants."""
     from tools.studio_pages.sizes import loss, optimum
 
     assert loss(70e9, 1.4e12) == pytest.approx(1.69 + 0.0835 + 0.1634, abs=2e-3)
@@ -692,7 +692,7 @@ def test_the_fit_is_that_of_the_paper() -> None:
 
 
 def test_a_step_of_3d_parallelism_is_the_pipelines_schedule() -> None:
-    """Each pass happens once on each stage, after what it needs was sent; then the rest."""
+    """Each pass happens once on each stage, after its input was sent; then the rest."""
     from harness.layout.grid import Grid
     from tools.layout.moments import moments
 
@@ -719,7 +719,7 @@ def test_a_step_of_3d_parallelism_is_the_pipelines_schedule() -> None:
 
 
 def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The picture and its place follow the slider and the schedule."""
+    """The picture and its position follow the slider and the schedule."""
     from harness.plan.duration import step_time
     from tools.studio_pages import hybrid
 

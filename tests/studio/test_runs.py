@@ -1,4 +1,4 @@
-"""Runs as the studio reads them: hostile names, links, half-written files, and what it shows."""
+"""Runs as the studio reads them: malicious names, links, half-written files, and the figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOSTILE = "<img src=x onerror=window.hacked=1>"
 
 
 def write_run(path: Path, steps: int = 12, loss: float = 5.0) -> RunFolder:
-    """A run's records, written by the class that writes those of real runs."""
+    """Write a run's records with the class that real runs use."""
     folder = RunFolder(path)
     with contextlib.closing(folder):
         folder.open()
@@ -182,7 +182,7 @@ def test_every_event_of_a_problem_is_one_that_train_py_writes() -> None:
 
 @needs_browser
 def test_a_script_in_a_name_is_not_executed(studio: Studio) -> None:
-    """And a run that goes on is followed."""
+    """A run in progress is also followed."""
     folder = write_run(studio.runs / HOSTILE)
     with (folder.path / "events.jsonl").open("a") as file:
         file.write(json.dumps({"kind": HOSTILE, "message": f"<script>{HOSTILE}</script>"}) + "\n")
