@@ -1,4 +1,4 @@
-"""A page of a sweep whose trials never ran, with every state and hostile names."""
+"""The page of a sweep whose trials never ran, with every state and malicious names."""
 
 from __future__ import annotations
 

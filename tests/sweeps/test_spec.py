@@ -1,4 +1,4 @@
-"""Files of sweeps: what they describe, and every mistake in one report."""
+"""Files of sweeps: their content, with all mistakes in one report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of a sweep in Optuna's journal, without runs: a formula stands for the loss."""
+"""Trials of a sweep in Optuna's journal, without runs: a formula replaces the loss."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_third_of_the_trials_goes_on_at_each_share_of_a_run(tmp_path: Path) ->
     study = Study(sweep)
     trials = [study.take(number) for number in range(9)]
     assert not any(trial.report(0.05, 9.0 - trial.number) for trial in trials)
-    # The later ones are better: each is the best when it comes.
+    # Later ones are better: each is the best when it arrives.
     assert not any(trial.report(0.1, 9.0 - trial.number) for trial in trials)
     late = [Study(sweep).take(number) for number in range(9)]
     stops = [trial.report(0.31, 1.0 + trial.number) for trial in late]
