@@ -1,4 +1,4 @@
-"""tools/accept_gpu.py with steps that hold, fail, raise, hang and write rubbish."""
+"""tools/accept_gpu.py with steps that pass, fail, raise, hang and write garbage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def raising(bench: Bench) -> str:
 
 
 def rubbish(bench: Bench) -> str:
-    """Write what is no text wherever something is read, and end as if all were well."""
+    """Write invalid text to every place that is read, and end successfully."""
     os.write(1, b"\xff\x00\x1b[2J" * 1000)
     (bench.folder / "now").write_bytes(b"\xff\xfe\x1b[2J")
     (bench.folder / "result.json").write_text('{"figure": [], "checks": [{"name": 3}]}')
@@ -60,7 +60,7 @@ def rubbish(bench: Bench) -> str:
 
 
 def hanging(bench: Bench) -> str:
-    """Start a process that a launcher would start, and that hears no SIGTERM; then hang."""
+    """Start a process as a launcher would, which ignores SIGTERM; then hang."""
     child = subprocess.Popen(["sh", "-c", IN_A_SESSION_OF_ITS_OWN], start_new_session=True)
     bench.say("hanging")
     Path(os.environ["PLANTED_PIDS"]).write_text(f"{os.getpid()} {child.pid}")

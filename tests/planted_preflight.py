@@ -1,4 +1,4 @@
-"""The preflight after something was done to its rank: CODE, then the tool's own arguments."""
+"""The preflight with a manipulated rank: CODE, then the tool's own arguments."""
 
 from __future__ import annotations
 

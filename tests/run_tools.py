@@ -1,4 +1,4 @@
-"""Tools, run as a user runs them, and code in a fresh interpreter."""
+"""Runs tools as a user does, and code in a new interpreter."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def run_tool(
     said: str = "",
     **variables: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    """`python tools/NAME.py arguments`, which must end with `code`; forked from a process that has
-    imported everything. The name of a gate stands for `python -m tests.gates.NAME`.
+    """Run `python tools/NAME.py arguments`, forked from a process that has imported everything; it
+    must end with `code`. The name of a gate stands for `python -m tests.gates.NAME`.
 
-    `said`: what it reads; `variables`: of its environment, None removes one.
+    `said` is its standard input; `variables` change its environment, None removes one.
     """
     rooms = (REPOSITORY / "tools", REPOSITORY / "tests" / "gates")
     script = next(path for room in rooms if (path := room / f"{name}.py").exists())

@@ -1,4 +1,4 @@
-"""The JSONs of ds_configs/, and how many ranks each needs."""
+"""The JSONs of ds_configs/, and the number of ranks that each needs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SIZES = ("pipeline.stages", "tensor_parallel.autotp_size", "sequence_parallel_s
 
 
 def fewest_ranks(ds: Mapping[str, Any]) -> int:
-    """Return the ranks of one data rank, or those that share the experts."""
+    """Return the ranks of one data rank, or the number that shares the experts."""
     sizes = [value_of(ds, key) for key in _SIZES]
     ranks = math.prod(size for size in sizes if isinstance(size, int) and size > 1)
     return max(ranks, ranks_with_experts(ds))
 
 
 def ranks_with_experts(ds: Mapping[str, Any]) -> int:
-    """Return the data ranks that share the experts; 1 if these are not divided."""
+    """Return the number of data ranks that share the experts; 1 if these are not divided."""
     section = "expert_parallel"
     return int(value_of(ds, f"{section}.autoep_size")) if value_of(ds, f"{section}.enabled") else 1
 

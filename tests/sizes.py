@@ -1,7 +1,7 @@
-"""Lines and files of every room, beside what is committed in sizes.toml.
+"""Lines and files of every room, compared with those committed in sizes.toml.
 
-python -m tests.sizes            # exit code 1 where a room has grown by more than 3 %
-python -m tests.sizes --write    # commit the new figures with the change that needs them
+python -m tests.sizes            # exit code 1 if a room has grown by more than 3 %
+python -m tests.sizes --write    # commit the new numbers with the change that needs them
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KEPT = Path(__file__).with_name("sizes.toml")
 MOST_GROWTH = 1.03
-# Lines and files to aim at.
+# Target lines and files.
 GOALS = {
     "harness": (31_000, 180),
     "tools": (12_500, 95),
@@ -25,8 +25,8 @@ GOALS = {
 
 
 def sizes(root: Path = ROOT) -> dict[str, tuple[int, int]]:
-    """Return lines and files, Python's and in docs/ Markdown's, of each room: a folder of harness/
-    and tools/, what lies beside these folders, and tests/ and docs/ as a whole.
+    """Return lines and files of each room, of Python and, in docs/, of Markdown. Rooms are the
+    folders of harness/ and tools/, the files beside these folders, and tests/ and docs/ as a whole.
     """
     listed = subprocess.run(
         ["git", "ls-files", "-z", "harness/*.py", "tools/*.py", "tests/*.py", "docs/*.md"],
@@ -43,7 +43,7 @@ def sizes(root: Path = ROOT) -> dict[str, tuple[int, int]]:
 
 
 def grown(now: dict[str, tuple[int, int]], kept: dict[str, list[int]]) -> list[str]:
-    """Return the rooms that are new or have more lines than is committed, and 3 % beyond."""
+    """Return the rooms that are new or exceed their committed lines by more than 3 %."""
     return [
         f"{room}: {lines:,} lines, committed are {kept.get(room, [0])[0]:,}"
         for room, (lines, _) in now.items()

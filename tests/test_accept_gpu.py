@@ -1,4 +1,4 @@
-"""The acceptance: how its steps are run, ended and reported; and all of it on two CPU ranks."""
+"""The acceptance: how its steps run, end and are reported; and all of them on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def accept(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """(the ended command, its JSON, the folder) of all planted steps but the one that hangs."""
+    """Return (ended command, its JSON, folder) of all planted steps except the hanging one."""
     folder = tmp_path_factory.mktemp("planted")
     names = ("good", "skipped", "failing", "raising", "rubbish")
     done = accept("--only", *names, "--json", str(folder / "out.json"), folder=folder)
@@ -70,7 +70,7 @@ def test_a_command_ends_with_all_of_its_processes(tmp_path: Path) -> None:
 
 
 def test_what_a_command_leaves_behind_is_ended(tmp_path: Path) -> None:
-    """Its own end is no reason to leave an orphan, of another session, alone."""
+    """Even if it has ended itself, an orphan in another session must not stay."""
     script = "setsid sleep 1000 & echo $!; exit 3"
     ended = run_bounded(["sh", "-c", script], 60, tmp_path / "log", tmp_path)
     assert ended.code == 3
@@ -171,7 +171,7 @@ def test_help_has_an_example_and_every_step() -> None:
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
-    """At most eight, as nvidia-smi lists them, or those that are visible."""
+    """At most eight, as nvidia-smi lists them, or only the visible ones."""
     listed = "\n".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})" for n in range(10))
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}\nEND\n")
@@ -210,14 +210,14 @@ def test_verdicts_of_a_step() -> None:
     assert Result("s", 1.0, checks=(held, failed)).verdict == "failed"
     assert Result("s", 1.0, checks=(skipped, skipped)).verdict == "skipped"
     assert Result("s", 1.0, problem="x", checks=(held,)).verdict == "failed"
-    assert Result("s", 1.0).verdict == "failed"  # which has looked at nothing
+    assert Result("s", 1.0).verdict == "failed"  # it has checked nothing
     results = [Result("s", 1.0, checks=(held,)), Result("t", 2.0, checks=(skipped,))]
     assert code(results) == as_json(results, {})["code"] == 0
     assert code([*results, Result("u", 1.0)]) == 1
 
 
 def test_attention_is_held_to_the_precision_that_it_ran_in(tmp_path: Path) -> None:
-    """bf16 is "auto" there: on a CPU, too, where its processor has it."""
+    """There, "auto" means bf16: also on a CPU whose processor supports it."""
     row = {"loss": 9.023745, "expected": 9.023883, "gradients_apart": 1e-2, "precision": "bf16"}
     assert _equal(Bench(tmp_path, tmp_path, 2, "cpu"), row).startswith("bf16: loss 9.023745")
     with pytest.raises(Failed, match="gradients 1e-02 apart"):
@@ -269,7 +269,9 @@ def test_sdpa_on_a_gpu_has_a_fused_kernel(tmp_path: Path) -> None:
 
 
 def simulated(name: str) -> int:
-    """Waits of a step of one micro-batch that drain the device, by docs/host_waits.md."""
+    """Return the waits per step of one micro-batch that drain the device, from
+    docs/host_waits.md.
+    """
     total = 0
     for line in (REPOSITORY / "docs" / "host_waits.md").read_text().splitlines():
         place, _, when, runs = (*line.strip("| ").split(" | "), *[""] * 4)[:4]
@@ -327,7 +329,7 @@ def test_rungs_of_gpus_are_named_on_cpu_ranks(
 def test_rungs_that_a_step_has_no_time_for_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for GPUs, on which each rung takes ten seconds."""
+    """A stand-in for GPUs on which each rung takes ten seconds."""
     now = [0.0]
     tried: list[tuple[str, dict[str, str], dict[str, str]]] = []
 

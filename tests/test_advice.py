@@ -1,8 +1,8 @@
-"""Advice leads out: each way that a message names, followed once, gets past that message.
+"""Advice works: each option that a message names, followed once, gets past that message.
 
 The lines are those of tests/plan/refusals, of tests/plan/notes.toml, and of advised_data.py, whose
-data is read as a run reads it. No device, no ranks. What says what must be ("it must be at least
-1") is no advice.
+data is read as a run reads it. Needs no device and no ranks. A requirement ("it must be at least
+1") is not advice.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MOST_STEPS = 4  # from a message to a run
 
 
 class Line(NamedTuple):
-    """A line of words, and the name of the data beside it."""
+    """A command line, and the name of its data."""
 
     words: str
     data: str = ""
     noted: bool = False
-    """What is said is a note, which may need an estimate."""
+    """True if the message is a note, which may need an estimate."""
 
 
 LINES = [
@@ -55,7 +55,7 @@ LINES = [
 
 
 class Speaker:
-    """Says what a run says of a line of words, and of its data, before a device is used."""
+    """Returns a run's messages about a command line and its data, before a device is used."""
 
     def __init__(self, folder: Path) -> None:
         self.planned, self._folder = Planner(folder), folder
@@ -64,7 +64,7 @@ class Speaker:
         train_tokenizer(find_corpus(str(folder / "text.txt")), folder / "small", 300)
 
     def __call__(self, line: Line) -> tuple[list[str], list[str]]:
-        """Return refusals, and notes where there are none."""
+        """Return the refusals; without any, the notes."""
         if line not in self._said:
             self._said[line] = self._answer(line)
         return self._said[line]
@@ -79,7 +79,7 @@ class Speaker:
         return [], [self._plain(message, line) for message in said]
 
     def _words(self, line: Line) -> str:
-        """Return the words with the folder of the data, which is written where it is not there."""
+        """Return the words with the data's folder, which is created if missing."""
         if not line.data:
             return line.words
         here = self._here(line)
@@ -112,9 +112,10 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
 
 
 def way_back(speaker: Speaker, line: Line, kinds: list[str], steps: int = MOST_STEPS) -> str:
-    """Return why a line does not lead past the first of `kinds` of messages; "" if it does.
+    """Return the reason for which a line does not get past the first of `kinds` of messages; "" if
+    it does.
 
-    What is said anew is answered, too, by one of its ways: none may be the answer that undoes.
+    New messages are also followed, by one of their options; none may simply undo the first one.
     """
     refusals, notes = speaker(line)
     said = [Message(text) for text in refusals or notes]
@@ -164,7 +165,7 @@ def test_no_key_is_advised_that_is_set_already(speaker: Speaker) -> None:
             assert not already, (line, message.text)
 
 
-# What is not followed here, by the reason: a file, or a file and a part of its message.
+# Not tested here, by reason: a file, or a file and a part of its message.
 NOT_FOLLOWED = {
     "an option of the command line, which the parser or the reader of its file answers": (
         "config/ds_file.py: there is no DeepSpeed JSON",
@@ -231,7 +232,7 @@ _BEGINS = re.compile(rf"(?:^|[:;,] |\(){ADVICE.pattern}")
 
 
 def advising(path: Path) -> Iterator[list[str]]:
-    """Yield the messages in a file that advise, each as the texts between its values."""
+    """Yield the messages with advice in a file, each as the texts between its values."""
     if path.suffix == ".toml":
         table = tomllib.loads(path.read_text(encoding="utf-8"))
         texts = [rule["why"] for rule in table.get("rule", ())] + [
@@ -242,7 +243,7 @@ def advising(path: Path) -> Iterator[list[str]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     others: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr | ast.Assert):  # docstrings, and what we believe
+        if isinstance(node, ast.Expr | ast.Assert):  # docstrings and assertions
             others |= {id(part) for part in ast.walk(node)}
         if isinstance(node, ast.JoinedStr):
             others |= {id(part) for part in ast.walk(node) if part is not node}

@@ -1,4 +1,4 @@
-"""The batch script's questions: where the run is, and whether the job goes on."""
+"""The batch script's questions: the run folder, and whether the job continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools import batch_job
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a run config."""
+    """Return a working directory with a run config."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text('[run]\ndir = "from the file"\n')
     (tmp_path / "torn.toml").write_text("[run\n")
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("--config my.toml run.dir=a run.dir=b", "b"),
         ("--config=my.toml model.name=tiny ds.bf16.enabled=true", "from the file"),
-        ("run.dir=3", "3"),  # for the preflight to refuse
+        ("run.dir=3", "3"),  # the preflight refuses it
         ("model.name=tiny --deepspeed ds_configs/zero3.json", None),
         ("--config torn.toml", None),
         ("--config other.toml", None),
@@ -49,7 +49,7 @@ def test_a_home_is_expanded(
 
 
 def run_of(folder: Path, attempt: int, code: int | None, hung: bool = False) -> RunFolder:
-    """A run folder as an attempt left it."""
+    """Return a run folder as an attempt left it."""
     run = RunFolder(folder / "run")
     run.heartbeats_dir.mkdir(parents=True)
     run.status_path.write_text(json.dumps({"attempt": attempt, "code": code, "step": 3}))
@@ -64,7 +64,7 @@ def run_of(folder: Path, attempt: int, code: int | None, hung: bool = False) -> 
         (137, False, None, False, 137),  # a rank was killed, and rank 0 with it
         (137, False, 75, False, 75),  # killed late
         (137, False, 76, False, 76),
-        (137, False, 0, False, 137),  # not all of it was done
+        (137, False, 0, False, 137),  # it was not done completely
         (137, False, None, True, 78),
         (1, False, 1, False, 1),
         (138, True, None, False, 75),  # the warning killed ranks that were starting
@@ -100,7 +100,7 @@ def test_a_rank_killed_in_the_preflight_is_no_reason_to_try_again(
 
 @pytest.mark.parametrize("text", ["", "{", None])
 def test_a_status_that_cannot_be_read_says_nothing(tmp_path: Path, text: str | None) -> None:
-    """Nor does a run folder that is a file: both are the run's to report."""
+    """Neither does a run folder that is a file: the run reports both."""
     path = tmp_path / "status.json"
     path.write_text(text or "")
     run = RunFolder(path if text is None else tmp_path)
@@ -108,7 +108,7 @@ def test_a_status_that_cannot_be_read_says_nothing(tmp_path: Path, text: str | N
 
 
 def verdicts(folder: Path, warned: bool, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The answers after six equal ends."""
+    """Return the answers after six equal ends."""
     words = [
         "verdict",
         "train.py",
@@ -126,7 +126,7 @@ def verdicts(folder: Path, warned: bool, capsys: pytest.CaptureFixture[str]) -> 
     ("warned", "left_s", "requeues"),
     [
         (False, 9000.0, 3),
-        (True, 300.0, 3),  # the time limit does not leave the time for one step
+        (True, 300.0, 3),  # the time limit is too short for one step
         (True, 301.0, 6),
         (True, None, 6),
     ],
@@ -142,7 +142,7 @@ def test_a_job_without_progress_is_requeued_three_times_unless_somebody_stopped_
     monkeypatch.setattr(batch_job, "slurm_seconds_left", lambda: left_s)
     answers = ["requeue"] * requeues + [""] * (6 - requeues)
     assert verdicts(tmp_path, warned, capsys) == answers
-    if requeues < 6:  # a newer checkpoint, and it begins anew
+    if requeues < 6:  # with a newer checkpoint, the count restarts
         (tmp_path / "run/checkpoints/step-00000080").mkdir(parents=True)
         assert verdicts(tmp_path, warned, capsys) == answers
 

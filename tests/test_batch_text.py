@@ -65,7 +65,7 @@ def test_masks_and_positions(
     shown = show_step(data, step=1, global_batch=2, first=0, ids=True)
     assert "targets   - -" in shown
     assert "positions 0 1" in shown
-    # Without what is green, nothing that is trained on is left.
+    # Without the green parts, nothing remains that is trained on.
     colored = show_step(data, step=1, global_batch=8, first=0, color=True)
     green = re.findall(r"\033\[32m(.*?)\033\[0m", colored)
     batch = data.train.batch(0, 8)
@@ -74,7 +74,7 @@ def test_masks_and_positions(
     assert "ab" not in "".join(green)
     marked = show_step(data, step=1, global_batch=8, first=0)
     assert re.findall(r"«(.*?)»", marked.partition("\n")[2]) == green
-    # Read as two sequences each, positions begin anew in the second: no place is larger than 3.
+    # Read as two sequences each, positions restart in the second: none is larger than 3.
     pieces = show_step(data, step=1, global_batch=2, first=0, pieces=2, ids=True)
     lines = [line.split()[1:] for line in pieces.splitlines() if line.startswith("  positions")]
     assert [max(map(int, line)) for line in lines] == [3, 3]
@@ -98,9 +98,9 @@ def test_the_command_needs_the_run_folder_alone(
         "data_fingerprint": library.fingerprint,
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    monkeypatch.setattr(sys, "path", [*sys.path])  # as a script it replaces the first entry
+    monkeypatch.setattr(sys, "path", [*sys.path])  # as a script, it replaces the first entry
     main = importlib.import_module("tools.show_batch").main
-    assert main([str(tmp_path)]) == 0  # the first step, in short
+    assert main([str(tmp_path)]) == 0  # the first step, shortened
     assert capsys.readouterr().out == show_step(library, 1, 4, 0, whole=False) + "\n"
     assert main([str(tmp_path), "--step", "3", "--all", "--ids"]) == 0
     assert capsys.readouterr().out == show_step(library, 3, 4, 8, ids=True) + "\n"

@@ -1,4 +1,4 @@
-"""The benchmark of a training step, on the CPU: its arithmetic, its cases, how they end."""
+"""The benchmark of a training step, on the CPU: its arithmetic, its cases, and their results."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_waits_of_a_gpu_are_counted_in_a_step_that_is_not_timed(
         with pytest.raises(Enough):
             engine.train_batch()
     report = recorder.report()
-    assert len(waited) == 3  # at the ends of two windows of a step each, and before them
+    assert len(waited) == 3  # at the ends of two windows with one step each, and before them
     assert report["losses"] == [2.0] * 3
     assert report["host_waits_per_step"] == 1
     assert report["step_time_s"] > 0
@@ -109,11 +109,11 @@ def test_a_rung_with_another_loss_is_named(losses: list[float], differs: bool) -
     assert bool(message) == differs
     if message and losses[0] == 5.0:
         assert "4.01, not 4" in message
-    assert losses_apart(lowest, {}) is None  # the lowest itself
+    assert losses_apart(lowest, {}) is None  # the lowest rung itself
 
 
 def test_waits_are_counted_by_the_line_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch warns where a tensor is read; of explicit waits it says nothing."""
+    """torch warns about reads of a tensor, but not about explicit waits."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -136,7 +136,7 @@ def test_waits_are_counted_by_the_line_that_waits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_folder_called_torch_hides_no_line() -> None:
-    """Only torch's own lines are skipped: an environment may lie below a folder of that name."""
+    """Only torch's own lines are skipped: an environment may be in a folder of that name."""
     packages = "/home/torch/env/lib/python3.12/site-packages"
     own = f"{Path(torch.__file__).parent}/cuda/__init__.py"
     frames = [
@@ -179,7 +179,7 @@ def test_a_sweep_times_every_case_in_a_process_of_its_own(data: list[str]) -> No
         assert line["estimated_gib"] > 0
         assert len(line["losses"]) == 1 + 3
         assert line["loss"] == line["losses"][-1]
-        assert line["host_waits_per_step"] is None  # which a CPU has none of
+        assert line["host_waits_per_step"] is None  # a CPU has none
         assert any("autotuning.enabled is False, not True" in why for why in line["fallbacks"])
         shape = make_plan(load_run_config(None, SMALL_MODEL), {}, World()).shape
         assert shape
@@ -189,7 +189,7 @@ def test_a_sweep_times_every_case_in_a_process_of_its_own(data: list[str]) -> No
 
 @pytest.mark.gate("tools")
 def test_what_is_out_of_memory_is_a_line_beside_its_estimate(tmp_path: Path) -> None:
-    """By a mask of 300,000 x 300,000, which no machine of these tests has room for."""
+    """Needs a mask of 300,000 x 300,000, too large for any test machine."""
     (tmp_path / "texts").mkdir()
     for number in range(24):
         (tmp_path / "texts" / f"{number}.txt").write_text("a few words of a long text\n" * 10_000)
@@ -223,5 +223,5 @@ def test_a_rung_that_this_machine_lacks_is_skipped_with_the_reason(
     assert eager["losses"][:2] == pytest.approx(full["losses"][:2])
     assert "differs" not in full
     assert "it needs a GPU and the package flash_attn" in flash["skipped"]
-    assert full["step_time_s"] > 0  # on top of eager attention, not of flash
+    assert full["step_time_s"] > 0  # in addition to eager attention, not flash
     assert len(capsys.readouterr().out.splitlines()) == 3

@@ -1,4 +1,4 @@
-"""The browser that other tests look through: it must see what goes wrong."""
+"""The browser used by other tests must notice errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/chat.py: what it opens, what it answers, what it refuses."""
+"""tools/chat.py: the models that it opens, its answers, its refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.chat import end_of_turn
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a chat template, as an export is."""
+    """Return a model with a chat template, in the form of an export."""
     folder = tmp_path_factory.mktemp("exported")
     tokenizer = tokenizer_of("chatml")
     tokenizer.save_pretrained(folder)
@@ -42,7 +42,7 @@ def test_lines_are_answered_until_the_end(exported: Path) -> None:
 
 @pytest.mark.parametrize("special", [True, False])
 def test_the_end_of_a_turn_is_not_shown(special: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where the marker of the template is a text of several tokens, as for a base model."""
+    """Even if the template's marker is text of several tokens, as for a base model."""
     tokenizer = tokenizer_of("chatml" if special else "phi")
     tokenizer.chat_template = tokenizer_of("chatml").chat_template
     end = end_of_turn(tokenizer)

@@ -48,10 +48,10 @@ def prose(seed: int, sentences: int = 14) -> str:
 
 
 def corpus(folder: Path) -> Path:
-    """Prose, exact and near duplicates of some, lists of symbols, and personal data."""
+    """Write prose, exact and near duplicates of some, lists of symbols, and personal data."""
     texts = [{"text": prose(seed), "id_here": seed} for seed in range(90)]
     texts += [{"text": prose(seed), "id_here": 1000 + seed} for seed in range(25)]  # exact
-    for seed in range(30, 45):  # near: one word of about 150
+    for seed in range(30, 45):  # near: one word in about 150
         words = prose(seed).split()
         words[70] = "another"
         texts.append({"text": " ".join(words), "id_here": 2000 + seed})
@@ -77,7 +77,7 @@ def _small_shards() -> Any:
 
 @pytest.fixture(scope="module")
 def cleaned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(corpus, output) of the light recipe."""
+    """Return (corpus, output) of the light recipe."""
     folder = tmp_path_factory.mktemp("clean")
     path = corpus(folder)
     assert main([str(path), str(folder / "out"), "--workers=2"]) == ExitCode.DONE
@@ -205,7 +205,7 @@ def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Killed among the shards, and again while they are joined."""
+    """It is killed during the shards, and again while they are joined."""
     path, out = cleaned
     plain = tmp_path / "plain"
     words = [f"data.path={out / 'data'}", f"data.tokenizer={tokenizer_dir}", f"--out={plain}"]

@@ -1,4 +1,4 @@
-"""Images and manifests for clusters: what each says, and what their tools find in them."""
+"""Images and manifests for clusters: their content, and the results of their tools."""
 
 from __future__ import annotations
 

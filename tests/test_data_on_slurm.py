@@ -1,4 +1,6 @@
-"""Cleaning and tokenising on a real Slurm of two nodes write the bytes that this machine writes."""
+"""Cleaning and tokenizing on a real Slurm with two nodes write the same bytes as on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSlurm]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Enough for two tasks."""
+    """Write a corpus that is large enough for two tasks."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = [f'{{"text": "{prose(seed % 4000, 25)}"}}\n' for seed in range(6000)]
     (folder / "corpus.jsonl").write_text("".join(texts))

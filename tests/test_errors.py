@@ -28,7 +28,7 @@ FULL = [
     OSError(errno.ENOSPC, "No space left on device", "x"),
     OSError(errno.EROFS, "Read-only file system"),
     OSError(errno.EDQUOT, "Disk quota exceeded"),
-    Exception("No space left on device (os error 28)"),  # of tokenizers
+    Exception("No space left on device (os error 28)"),  # from tokenizers
     shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")]),
     CannotSave("anything"),
 ]

@@ -58,7 +58,7 @@ def test_json_has_stable_keys():
     assert estimate.keys() >= STABLE_KEYS
     assert list(estimate["phases"]) == list(PHASES)
     assert estimate["peak_phase"] == "loss"
-    # As the layers' backward begins: without the head's, and without logits.
+    # When the layers' backward pass begins: without the head's activations and logits.
     saved = [
         v for k, v in estimate["phases"]["backward_first"].items() if k.startswith("activations")
     ]
@@ -69,7 +69,7 @@ def test_json_has_stable_keys():
     assert estimate["evidence"]["weakest"] == "read"
 
 
-# Each machine differs in something that a run would look at.
+# Each machine differs in a property that affects runs.
 MACHINES = (
     {"DS_ACCELERATOR": "cpu"},
     {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "-1", "PATH": "/nonexistent"},
@@ -112,7 +112,7 @@ def test_a_run_that_does_not_fit_is_told_what_would():
 @pytest.mark.parametrize(
     ("key", "value", "title", "parts"),
     [
-        # Of the width a quarter, and of each logit 14 bytes, not 12; the tokens are whole.
+        # A quarter of the width, and 14 bytes per logit instead of 12; the tokens stay whole.
         ("tensor_parallel.autotp_size", 4, "tensors over 4", (4, 4 * 12 / 14)),
         ("sequence_parallel_size", 8, "sequences over 8", (8, 8)),
     ],
@@ -144,7 +144,7 @@ def test_a_trace_is_compared_with_the_undivided_run():
 
 
 def test_the_paper_counts_what_a_rank_has():
-    """Norms 266,240, and an eighth of 8,029,995,008."""
+    """Norms have 266,240 parameters, the rest is an eighth of 8,029,995,008."""
     keys = ("--model", "llama-3-8b", "--gpus", "64", "ds.tensor_parallel.autotp_size=8")
     text = run(*keys, "--accounting", "paper").stdout
     assert "1,004,015,616 parameters of one rank, 8 ranks" in text
@@ -162,7 +162,7 @@ def test_sweep_and_plot(tmp_path):
     assert sum("micro_batch" in line and "seq_len" in line for line in text.splitlines()) == 6
     drawn = picture.read_text()
     assert "tokens in a sample" in drawn
-    assert "backward begins" not in drawn  # the sweep that was asked for, and nothing else
+    assert "backward begins" not in drawn  # only the requested sweep
     run("--plot", str(picture.with_suffix(".png")))
     assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
@@ -257,7 +257,7 @@ def test_bad_input_is_one_report_and_code_2(arguments, message):
 
 @pytest.mark.gate("memory")
 def test_a_trace_of_8b_agrees_within_4_gib():
-    """The loss takes the vocabulary in chunks: 26.601 GiB less 4 bytes for each logit."""
+    """The loss takes the vocabulary in chunks: 26.601 GiB minus 4 bytes for each logit."""
     estimate = estimated(
         "--model", "llama-3-8b", "--seq-len", "4096", "--trace", "ds.bf16.enabled=true"
     )

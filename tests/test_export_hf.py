@@ -1,4 +1,4 @@
-"""The tool that exports: from any layout, without DeepSpeed, and not without its probe's loss."""
+"""The export tool: from any layout, without DeepSpeed, and only with its probe's loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
 from tools.export_hf import _bytes, main
 
 JSONS = REPOSITORY / "ds_configs"
-# As a script. transformers and accelerate import DeepSpeed in many places, where it is installed.
+# As a script. transformers and accelerate import DeepSpeed in many places if it is installed.
 WITHOUT_DEEPSPEED = """
 import runpy, sys
 sys.argv = sys.argv[1:]
@@ -38,7 +38,7 @@ finally:
 
 @pytest.fixture(scope="module")
 def run(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """Two steps on two ranks under ZeRO 3, exported at their end."""
+    """Return a run of two steps on two ranks with ZeRO 3, exported at its end."""
     folder = tmp_path_factory.mktemp("runs")
     command = train_command(
         *("--deepspeed", JSONS / "zero3.json", *data, f"run.dir={folder / 'run'}"),
@@ -50,7 +50,7 @@ def run(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture
 def copy(run: RunFolder, tmp_path: Path) -> RunFolder:
-    """The same run, to be damaged."""
+    """Return a copy of the run, to be damaged."""
     shutil.copytree(run.path, tmp_path / "run")
     return RunFolder(tmp_path / "run")
 
@@ -67,7 +67,7 @@ def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def with_manifest(run: RunFolder, **changes: Any) -> Any:
-    """The run's last checkpoint, whose manifest says something else."""
+    """Return the run's last checkpoint with a changed manifest."""
     checkpoint = checkpoint_of(str(run.path))
     return replace(checkpoint, manifest=replace(checkpoint.manifest, **changes))
 
@@ -103,7 +103,7 @@ def test_an_earlier_step_in_another_dtype_and_in_shards(run: RunFolder) -> None:
 
 
 def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Path) -> None:
-    """As when other weights had been written: other norms."""
+    """The same happens if other weights had been written: here, another norm."""
     right = checkpoint_of(str(run.path)).manifest
     wrong = with_manifest(run, model_config={**right.model_config, "rms_norm_eps": 0.1})
     with pytest.raises(ExportDiffers, match=rf"a loss of {right.probe_loss:.7g} .* has \d"):
@@ -131,7 +131,7 @@ def test_a_plan_that_does_not_say_what_was_trained_is_named(
 def test_a_checkpoint_of_another_loss_is_no_good_one(
     copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All files are as they were signed, yet the weights do not give the loss that was saved."""
+    """All files are as signed, but the weights do not give the saved loss."""
     checkpoint = checkpoint_of(str(copy.path))
     off = replace(checkpoint.manifest, probe_loss=1000.0)
     (checkpoint.path / "manifest.json").write_bytes(off.to_bytes())
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_not_exported(
 def test_what_is_no_file_of_a_tokenizer_is_not_shared(
     copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that somebody else made may hold links to files of the user who exports it."""
+    """A run from someone else may contain links to files of the user who exports it."""
     secret = tmp_path / "secret"
     secret.write_text("not to be shared")
     (copy.tokenizer_dir / "vocab.txt").symlink_to(secret)
@@ -200,7 +200,7 @@ def test_what_is_no_file_of_a_tokenizer_is_not_shared(
 
 @pytest.mark.gate("runs")
 def test_a_run_without_steps_is_exported_too(data: list[str], tmp_path: Path) -> None:
-    """And a pipeline: no rank has the whole model."""
+    """It is a pipeline, so no rank has the whole model."""
     run = RunFolder(tmp_path / "run")
     command = train_command(
         *("--deepspeed", JSONS / "pipeline2.json", *data, f"run.dir={run.path}"),
@@ -247,7 +247,7 @@ BROKEN = ["", "{", "[]", "null", '{"run": ', "\0", '{"run": ' + "9" * 5000 + "}"
 def test_a_broken_plan_is_named(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By both tools that read it."""
+    """Both tools that read it report it."""
     show_batch = import_module("tools.show_batch").main
     (tmp_path / "plan.json").write_text(text)
     for command in ([main, str(tmp_path)], [show_batch, str(tmp_path), "--step", "1"]):

@@ -32,10 +32,10 @@ look = functools.partial(run_tool, "find_lr")
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_it_finds_the_best_rate_within_a_factor_of_two(name: str, data: list[str]) -> None:
     shown = look(*SMALL_MODEL, *data, *RUN, f"optim.name={name}", "--json").stdout
-    found = json.loads(shown.splitlines()[-1])  # DeepSpeed warns before it
+    found = json.loads(shown.splitlines()[-1])  # DeepSpeed prints warnings before it
     assert BEST / 2 < found["suggested"] < 2 * BEST
     assert found["suggested"] < found["lowest"] < found["rates"][-1]
-    assert len(found["rates"]) == len(found["losses"]) < 120  # it stopped where all was lost
+    assert len(found["rates"]) == len(found["losses"]) < 120  # it stopped after the loss exploded
 
 
 def test_ranks_under_zero_3_find_the_same_and_leave_nothing(

@@ -1,7 +1,7 @@
-"""The house holds: which file may import what, and what a file may be called.
+"""The architecture holds: which file may import what, and which names files may have.
 
-Imports are read with `ast`, those inside functions too.  A new room finds its place in FLOORS, a
-new dependency in THIRD_PARTY; both lists are the design, so changing them is a decision.
+Imports are read with `ast`, including those inside functions. A new room is added to FLOORS, a new
+dependency to THIRD_PARTY. Both lists are the design, so changing them is a decision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.sizes import grown, sizes
 
 ROOT = Path(__file__).parents[1]
 
-# A room is a folder, or one of the files on the landing; it imports lower floors and itself.
+# A room is a folder, or a file directly in harness/; it imports lower floors and itself.
 FLOORS: list[set[str]] = [
     {"errors", "layout", "terminal"},
     {"files", "estimate"},
@@ -37,7 +37,7 @@ FLOORS: list[set[str]] = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 UPPER = set().union(*FLOORS[4:])
 
-# Where each third party is met; nowhere else.
+# The only rooms that may import each third party.
 THIRD_PARTY: dict[str, set[str]] = {
     "deepspeed": {"engine", "launch"},
     "transformers": {"models", "data", "checkpoint", "engine", "launch"},
@@ -62,7 +62,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 
 
 def imported(tree: ast.Module, package: list[str]) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import in a module of `package`, at any depth."""
+    """Yield (line, dotted name) of every import in a module of `package`, at any depth."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -75,7 +75,7 @@ def imported(tree: ast.Module, package: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def broken_rule(room: tuple[int, str], name: str) -> str | None:
-    """The rule that importing `name` breaks in a room, or None."""
+    """Return the rule that importing `name` breaks in a room, or None."""
     floor, own = room
     top, _, rest = name.partition(".")
     if top in sys.stdlib_module_names:
@@ -96,7 +96,7 @@ def broken_rule(room: tuple[int, str], name: str) -> str | None:
 
 
 def floor_violations(library: Path) -> list[str]:
-    """`path:line: rule` for every import in the library that breaks one."""
+    """Return `path:line: rule` for every import in the library that breaks one."""
     violations = []
     for path in sorted(library.rglob("*.py")):
         parts = list(path.relative_to(library).with_suffix("").parts)
@@ -116,9 +116,9 @@ def floor_violations(library: Path) -> list[str]:
 
 
 def name_violations(library: Path) -> list[str]:
-    """`path: rule` for every file or folder that would hide another module.
+    """Return `path: rule` for every file or folder that would hide another module.
 
-    `harness/` itself lands on sys.path when train.py is run as a script.
+    `harness/` is on sys.path when train.py runs as a script.
     """
     foreign = packages_distributions().keys() - {"harness"}
     violations = []
@@ -134,7 +134,9 @@ def name_violations(library: Path) -> list[str]:
 
 
 def import_circle(library: Path) -> list[str]:
-    """Return the files of a circle of imports in the library, the first one again at the end."""
+    """Return the files of an import cycle in the library, with the first one repeated at the
+    end.
+    """
     imports: dict[str, set[str]] = {}
     for path in library.rglob("*.py"):
         parts = ["harness", *path.relative_to(library).with_suffix("").parts]
@@ -181,14 +183,14 @@ def test_mypy_checks_the_whole_library() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     mypy = settings["tool"]["mypy"]
     assert (mypy["files"][0], mypy["strict"]) == ("harness", True)
-    # Packages without types of their own, tools and tests; of the library nothing is left out.
+    # Untyped packages, tools and tests; nothing of the library is excluded.
     modules = [module for table in mypy["overrides"] for module in table["module"]]
     assert not [module for module in modules if module.startswith(("harness", "*"))]
     assert "exclude" not in mypy
 
 
 def test_no_room_hides_a_circle() -> None:
-    """An import that only a type checker sees is an import."""
+    """Imports for type checkers count as imports."""
     library = (ROOT / "harness").rglob("*.py")
     assert [str(path) for path in library if "TYPE_CHECKING" in path.read_text("utf-8")] == []
 
@@ -200,19 +202,19 @@ def test_the_landing_holds_seven_files_at_most() -> None:
 
 
 def modules_of(room: str) -> list[str]:
-    """Dotted names of every module in a room."""
+    """Return the dotted names of all modules in a room."""
     files = (ROOT / "harness" / room).rglob("*.py")
     return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
 
 
 def run_python(*arguments: str) -> str:
-    """Return the output of a fresh interpreter."""
+    """Return the output of a new interpreter."""
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def test_layout_estimate_and_files_need_nothing_but_the_standard_library() -> None:
-    """Imported by an interpreter that has no site-packages at all."""
+    """They are imported by an interpreter without any site-packages."""
     modules = ", ".join(modules_of("layout") + modules_of("estimate") + modules_of("files"))
     assert run_python("-S", "-c", f"import {modules}; print('whole')") == "whole\n"
 
@@ -225,7 +227,7 @@ def test_a_plan_is_made_without_torch_transformers_or_deepspeed() -> None:
 
 @pytest.mark.gate("tools")
 def test_deepspeed_is_met_only_once_the_device_is_known() -> None:
-    """Imported before, it looks for devices by itself, and says so."""
+    """If imported earlier, it searches for devices itself and prints it."""
     code = "import harness.loop, sys; print('deepspeed' in sys.modules)"
     assert run_python("-c", code) == "False\n"
 

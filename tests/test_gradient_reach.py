@@ -1,4 +1,4 @@
-"""tools/gradient_reach.py: distances that gradients reach, what is shown, what is refused."""
+"""tools/gradient_reach.py: distances that gradients reach, its output, its refusals."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_nothing_is_reached_beyond_the_windows_of_all_layers() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     norms = gradient_norms(model, torch.randint(MODEL["vocab_size"], (25,)))
     assert len(norms) == 24
-    assert all(norm > 0 for norm in norms[:9])  # each layer reads four tokens before its own
+    assert all(norm > 0 for norm in norms[:9])  # each layer reads four earlier tokens
     assert not any(norms[9:])
 
 
 def test_a_norm_is_that_of_the_loss_of_the_last_token() -> None:
-    """Against a difference quotient along the gradient of one embedding."""
+    """Compared with a difference quotient along the gradient of one embedding."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config(MODEL)).double().eval()
     ids = torch.arange(3, 13)
@@ -50,7 +50,7 @@ def test_a_norm_is_that_of_the_loss_of_the_last_token() -> None:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GRU of random weights, as an export is."""
+    """Return a GRU with random weights, in the form of an export."""
     recurrent.register()
     folder = tmp_path_factory.mktemp("gru")
     tokenizer = tokenizer_of("chatml")

@@ -1,4 +1,4 @@
-"""Training goes on from DeepSpeed's own checkpoints, and nothing in them is run."""
+"""Training resumes from DeepSpeed's own checkpoints, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ JSONS = REPOSITORY / "ds_configs"
 def test_a_run_of_the_trainer_goes_on(
     zero: dict[str, int], data: list[str], tmp_path: Path
 ) -> None:
-    """Every weight and moment is what DeepSpeed itself says that it was; of many flat tensors under
-    ZeRO-3.
+    """Every weight and moment equals what DeepSpeed reports; with ZeRO 3, from many flat
+    tensors.
     """
     config = {**MODEL, "vocab_size": 512, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -81,7 +81,7 @@ OPTIM, MODEL_FILE = (
 
 
 def _checkpoint(folder: Path, **optimizer: Any) -> Path:
-    """As the Trainer would have left it, of one rank and one parameter."""
+    """Write a checkpoint as the Trainer does, with one rank and one parameter."""
     path = folder / "checkpoint-1"
     (path / "global_step1").mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(MODEL))
@@ -99,7 +99,7 @@ def _checkpoint(folder: Path, **optimizer: Any) -> Path:
 
 
 def change(path: Path, key: str, value: object) -> None:
-    """Set the value of a dotted key of a pickle; GONE takes it away."""
+    """Set the value of a dotted key in a pickle; GONE removes it."""
     content = torch.load(path, weights_only=True)
     *way, last = [int(word) if word.isdigit() else word for word in key.split(".")]
     place: Any = content
@@ -160,7 +160,7 @@ def test_a_folder_within_a_file_is_a_wrong_argument(
 def test_after_an_interruption_the_same_command_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even one in the middle of the tokenizer."""
+    """Even after one during the copy of the tokenizer."""
     source, new = _checkpoint(tmp_path / "source") / "checkpoint-1", tmp_path / "new"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).write_text("{}")

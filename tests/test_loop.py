@@ -1,4 +1,4 @@
-"""Whole runs: harness/train.py on real ranks, judged by the run folder alone."""
+"""Whole runs: harness/train.py on real ranks, judged only by the run folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ METRICS = {
 
 
 def opened(data: list[str]) -> Data:
-    """Return the data that those arguments name."""
+    """Return the data that the arguments name."""
     path, cache = (argument.partition("=")[2] for argument in data)
     return build_data(
         DataSpec(DataConfig(path=path, cache_dir=cache, seq_len=32), model_vocab_size=512)
@@ -67,7 +67,9 @@ def opened(data: list[str]) -> Data:
 
 
 def stochastic(data: list[str], run_dir: Path, *more: object) -> list[object]:
-    """A run in which any slip of resuming shows: dropout, accumulation, a moving rate."""
+    """Return the command of a run in which any resume error shows: dropout, accumulation, a
+    changing rate.
+    """
     return train_command(
         *data,
         f"--deepspeed={DS_CONFIGS / 'zero2.json'}",
@@ -125,7 +127,7 @@ def story(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def raw_metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    """Every line ever written, steps done again included."""
+    """Return every line ever written, including those of repeated steps."""
     return [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
 
 
@@ -149,7 +151,7 @@ def test_every_step_has_all_metrics(undisturbed: RunFolder) -> None:
 
 
 def test_a_run_learns_and_says_how_it_ended(undisturbed: RunFolder) -> None:
-    """The held-out loss is taken at the start, when it is due, and at the end."""
+    """The held-out loss is measured at the start, when due, and at the end."""
     losses = {m["step"]: m["eval_loss"] for m in undisturbed.read_metrics() if "eval_loss" in m}
     assert [*losses] == [0, 5, 10, STEPS]
     assert losses[STEPS] < losses[0] - 1
@@ -200,7 +202,7 @@ def test_any_stop_signal_to_any_rank_gives_every_rank_code_75(story: Story) -> N
 def test_a_resumed_run_repeats_the_undisturbed_curve_bit_for_bit(
     story: Story, undisturbed: RunFolder
 ) -> None:
-    """Each attempt leaves a checkpoint of its last step, and no step is taken twice."""
+    """Each attempt leaves a checkpoint of its last step, and no step is repeated."""
 
     def curve(folder: RunFolder) -> list[tuple[Any, ...]]:
         return [
@@ -228,7 +230,7 @@ def test_another_learning_rate_is_refused_until_it_is_allowed(
     before = raw_metrics(undisturbed)
     allowed = run_ranks([*other, "resume.allow=optim.lr"], tmp_path / "allowed")
     assert allowed.codes == [0, 0], allowed.output
-    # And a finished run started again does nothing.
+    # A finished run that is started again does nothing.
     assert raw_metrics(undisturbed) == before
     (resumed,) = events(undisturbed, "resumed")
     assert [change["was"] for change in resumed["changes"] if change["key"] == "optim.lr"] == [3e-3]
@@ -252,7 +254,7 @@ def test_no_steps_at_all_export_the_initial_weights(data: list[str], tmp_path: P
 
 @pytest.fixture(scope="module")
 def overflowing(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A part of an epoch in fp16, at a scale that overflows at first."""
+    """Return a run over a part of an epoch in fp16, at a scale that overflows at first."""
     folder = tmp_path_factory.mktemp("overflowing")
     run_ranks(
         [
@@ -341,7 +343,7 @@ def test_a_second_job_in_a_run_folder_is_refused(data: list[str], tmp_path: Path
         assert folder.read_status() == status
 
 
-# Samples of a million tokens, attention scores of which no machine holds.
+# Samples of a million tokens; no machine holds their attention scores.
 TOO_LONG = (
     "data.seq_len=1000000",
     "data.held_out=0.5",
@@ -380,7 +382,7 @@ LAUNCHERS = {
     "deepspeed": ["deepspeed", "--num_accelerators=2", "--master_port={port}"],
     "torchrun": ["torchrun", "--nproc-per-node=2", "--master-port={port}"],
     "accelerate": [
-        # Its --cpu starts one process; --multi_gpu means torchrun, whatever the ranks compute on.
+        # Its --cpu starts one process; --multi_gpu means torchrun, whatever device the ranks use.
         *("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
         "--main_process_port={port}",
     ],
@@ -390,7 +392,7 @@ LAUNCHERS = {
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as somebody gets it who never installs it."""
+    """Return a clone of the repository that is not installed."""
     folder = tmp_path_factory.mktemp("clone") / "harness-clone"
     subprocess.run(["git", "clone", "--quiet", REPOSITORY, folder], check=True)
     return folder

@@ -1,4 +1,4 @@
-"""What the harness itself asks of file system and network does not grow with the ranks.
+"""The harness's own use of file system and network does not grow with the number of ranks.
 
 Ranks are threads of one process that call the harness's own code.
 """
@@ -33,7 +33,7 @@ from harness.runfolder import RunFolder
 from tests.thread_ranks import Group
 
 FEW, MANY = 4, 16
-# All of these ask the file system for names or attributes.
+# All of these query the file system for names or attributes.
 CALLS = ("stat", "lstat", "open", "listdir", "scandir", "mkdir", "rmdir", "unlink", "remove",
          "rename", "replace", "fsync", "ftruncate")  # fmt: skip
 
@@ -58,7 +58,7 @@ def counted_calls() -> Iterator[Counter[threading.Thread]]:
 
 
 class Costs:
-    """File system calls and received bytes, (rank 0, busiest other rank), by name."""
+    """File system calls and received bytes by name, as (rank 0, busiest other rank)."""
 
     def __init__(self, ranks: int, folder: Path) -> None:
         self.ranks = ranks
@@ -82,7 +82,7 @@ class Costs:
         self.bytes[what] = group.received[0], max(group.received[1:])
 
     def _checkpoints(self, folder: Path) -> None:
-        """Save three times, so that one is removed; then verify."""
+        """Save three times, so that one checkpoint is removed; then verify."""
         kept = Store(folder / "checkpoints")
         savers = [Saver(kept, rank, Retention(last=2)) for rank in range(self.ranks)]
 
@@ -99,7 +99,7 @@ class Costs:
         checkpoint = store.Checkpoint(path, store.read_manifest(path, check_sizes=False))
 
         def load(rank: int) -> None:
-            if rank != 1:  # threads share the memory of open files, which ranks do not
+            if rank != 1:  # unlike ranks, threads share open files
                 return
             reader = checkpoint.reader()
             for fragment in self._fragments(rank):
@@ -109,7 +109,7 @@ class Costs:
         self._measure("a load", load)
 
     def _fragments(self, rank: int) -> Iterator[Fragment]:
-        """Yield a fragment of each of eight weights, as under ZeRO 3."""
+        """Yield a fragment of each of eight weights, as with ZeRO 3."""
         for number in range(8):
             tensors = {kind: torch.zeros(4) for kind in ("weight", "exp_avg", "exp_avg_sq")}
             name = f"model.layers.{number}.self_attn.q_proj.weight"
@@ -140,7 +140,7 @@ def test_a_rank_asks_the_file_system_as_often_of_many(costs: tuple[Costs, Costs]
 def test_a_rank_is_sent_as_much_of_many(costs: tuple[Costs, Costs]) -> None:
     few, many = costs
     for what, sent in many.bytes.items():
-        if what != "verification":  # which lists the files of all ranks
+        if what != "verification":  # it lists the files of all ranks
             assert sent[1] <= few.bytes[what][1] + 8, what
 
 
@@ -148,7 +148,7 @@ def test_a_rank_is_sent_as_much_of_many(costs: tuple[Costs, Costs]) -> None:
 def test_all_heartbeats_are_few_calls_a_second(ranks: int, tick_s: float, tmp_path: Path) -> None:
     dog = Watchdog(Pulse(Limits(0.0, 0.0, 0.0)), 0, ranks)
     dog.folder = tmp_path
-    dog.tick()  # the file is there from now on
+    dog.tick()  # from now on the file exists
     with counted_calls() as calls:
         dog.tick()
     assert dog.tick_s == tick_s

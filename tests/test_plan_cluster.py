@@ -1,4 +1,4 @@
-"""The cluster planner: what it counts is what train.py plans, and it says why layouts lose."""
+"""The cluster planner: it counts what train.py plans, and explains why layouts lose."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_rates_of_another_gpu_or_precision_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_layout_is_taken_by_the_plan_with_the_same_bytes() -> None:
-    """One of each ZeRO stage, offload, set of axes and way of checkpointing, of a dense model and
-    of a mixture, on numbers of GPUs that are no power of two.
+    """One of each ZeRO stage, offload, set of axes and checkpointing mode, for a dense model and a
+    mixture, on numbers of GPUs that are not powers of two.
     """
     for model, gpus, step in (("gpt2-124m", 6, 6), ("mixtral-8x7b", 4, 13)):
         words = ("--gpus", gpus, "--gpus-per-node", gpus, "--gpu", "a100-40", "--seq-len", 1536)
@@ -130,7 +130,7 @@ def test_divisors_stages_and_ways_that_are_no_powers_of_two_are_counted() -> Non
 
 @pytest.mark.gate("plan")
 def test_ten_thousand_layouts_are_counted_from_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls, not seconds: parts that many layouts share are counted once (docs/planner.md)."""
+    """By counting calls instead of seconds: shared parts are counted once (docs/planner.md)."""
     calls: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[..., Any]:
@@ -161,7 +161,9 @@ def test_ten_thousand_layouts_are_counted_from_few_parts(monkeypatch: pytest.Mon
 
 
 def shown(answered: Answer) -> list[Layout | None]:
-    """Return what an answer shows: the recommended, the quickest, and one of each way that fits."""
+    """Return the layouts in an answer: the recommended, the fastest, and one of each way that
+    fits.
+    """
     some = answered.best, answered.quickest, *answered.ways.values()
     return [each.layout if each and each.answers else None for each in some]
 
@@ -246,7 +248,7 @@ def test_an_answer_has_a_row_for_each_way_that_an_expert_asks_about() -> None:
 def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
     model: str, gpus: int, gpu: str, seq_len: int, batch: int
 ) -> None:
-    """Every axis, offload, precision and window: of each way to divide one layout."""
+    """Every axis, offload, precision and window: one layout for each way to divide."""
     words = ("--model", model, "--gpus", gpus, "--gpu", gpu, "--seq-len", seq_len)
     question = question_of(arguments(*words, "--global-batch", batch))
     shape = question.some.shape
@@ -261,7 +263,7 @@ def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
         assert counted.driver == worst.driver
         assert counted.terms == estimate_time(counted.inputs, question.machine).terms, text
         if counted.fits is None:
-            continue  # its allocator decides, and is not asked here
+            continue  # its allocator decides, which is not simulated here
         assert counted.fits == (memory.verdict == "fits" and not counted.missing_host_bytes)
 
 

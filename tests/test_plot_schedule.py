@@ -1,4 +1,4 @@
-"""tools/plot_schedule.py: what it prints and draws, from any config."""
+"""tools/plot_schedule.py: its output and plots, for any config."""
 
 from __future__ import annotations
 

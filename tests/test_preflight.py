@@ -1,4 +1,4 @@
-"""The preflight names what falls out of line, in measurements that are given."""
+"""The preflight names outliers in given measurements."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def plan(**run: dict[str, Any]) -> Plan:
 
 
 def healthy() -> list[Facts]:
-    """Reports of four nodes with a GPU each, in which nothing is to be found."""
+    """Return reports of four nodes with one GPU each, without any problem."""
     pairs: list[list[tuple[str, int, float]]] = [[] for _ in HOSTS]
     for level, partner in pair_rounds(HOSTS):
         for rank, other in partner.items():
@@ -90,7 +90,7 @@ def healthy() -> list[Facts]:
 
 
 def row(check: str, reports: list[Facts | None] | list[Facts], **run: dict[str, Any]) -> Row:
-    """The row of a check; all others must be well."""
+    """Return the row of a check; all others must be ok."""
     rows = judge(plan(**run), HOSTS, reports)
     others = [result for result in rows if result.check != check and result.verdict != "ok"]
     assert others == []
@@ -99,7 +99,7 @@ def row(check: str, reports: list[Facts | None] | list[Facts], **run: dict[str, 
 
 
 def changed(rank: int, part: str = "", **changes: Any) -> list[Facts]:
-    """Healthy reports, with a part of one rank changed; its facts themselves without a part."""
+    """Return healthy reports with a changed part of one rank; without a part, its facts."""
     reports = healthy()
     if part == "seen":
         reports[rank] = replace(reports[rank], seen=Seen({**SEEN, **changes}))
@@ -252,7 +252,7 @@ def test_room_is_for_one_checkpoint_more_than_are_kept(
 @pytest.mark.parametrize(
     ("save", "due"),
     [
-        ({}, 1),  # at the end alone
+        ({}, 1),  # only at the end
         ({"every": 50}, 2),
         ({"every": 1}, 4),
         ({"every": 1, "keep_best": True}, 5),
@@ -296,7 +296,7 @@ def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:
 def test_a_network_that_fails_is_reported_and_its_group_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To destroy it could wait for ever, and would hide what failed."""
+    """Destroying it could wait forever, and would hide the failure."""
 
     def broken(*_: object) -> float:
         raise RuntimeError("planted\nin two lines")

@@ -1,4 +1,4 @@
-"""The preflight measures a device, asks its driver, and judges the answers."""
+"""The preflight measures a device, queries its driver, and judges the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.preflight_checks import machine as checks
 
 
 def fake_nvml(**answers: Any) -> SimpleNamespace:
-    """NVML of a healthy GPU, changed by `answers`: a value, or an exception."""
+    """Return the NVML of a healthy GPU, changed by `answers`: values or exceptions."""
 
     class NVMLError(Exception):
         pass
@@ -126,7 +126,7 @@ def test_errors_in_the_kernels_log_are_counted_for_the_gpu_alone() -> None:
 @pytest.mark.parametrize(
     ("driver", "torchs", "nvcc", "problem"),
     [
-        ("12.4", "12.8", "12.6", ""),  # of one major version
+        ("12.4", "12.8", "12.6", ""),  # of the same major version
         ("13.0", "12.8", None, ""),
         ("12.4", "13.0", None, "the driver is of CUDA 12.4, torch of 13.0"),
         ("13.0", "13.0", "12.8", "nvcc is of CUDA 12.8, torch of 13.0"),

@@ -1,4 +1,4 @@
-"""The preflight on real ranks, with one of them made to fall out of line."""
+"""The preflight on real ranks, one of which is manipulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODES = 'os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"'
 def fly(
     folder: Path, *arguments: object, what: str = "", limit_s: float = 120, fresh: bool = False
 ) -> Ended:
-    """Do `what` to each `rank`, then check; `fresh`: nothing is imported before."""
+    """Do `what` to each `rank`, then run the check; with `fresh`, nothing is imported before."""
     words = [sys.executable, "-m", "tests.planted_preflight", what, *SMALL_MODEL]
     env = {"PYTHONPATH": str(REPOSITORY)} if fresh else None
     folder.mkdir(exist_ok=True)
@@ -25,7 +25,7 @@ def fly(
 
 
 def verdicts(ended: Ended) -> dict[str, dict[str, str]]:
-    """The checks of --json, by name."""
+    """Return the checks of --json by name."""
     text = ended.outputs[0]
     found = json.loads(text[text.index("{") : text.rindex("}") + 1])
     return {check["check"]: check for check in found["checks"]}
@@ -38,7 +38,7 @@ def test_two_real_ranks_are_ready(data: list[str], tmp_path: Path) -> None:
         assert f"\n{check:<20}" in table, table
     assert "links between nodes" in table
     assert "preflight: ok to start" in table
-    # torch's build for CUDA warns of a machine without a GPU.
+    # torch's CUDA build warns about a machine without a GPU.
     assert [line for line in ended.outputs[1].splitlines() if "cpp_extension" not in line] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.log", "rank-1.log"]
 

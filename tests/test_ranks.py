@@ -1,4 +1,4 @@
-"""`@ranks`: values by rank, failures with their tracebacks, and fresh ranks after a failure."""
+"""`@ranks`: values by rank, failures with their tracebacks, and new ranks after a failure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every command of the README and of the pages that it leads to runs, shrunk, in a copy of the
-clone that was never installed.
+"""Every command of the README and of the pages that it links to runs, with small settings, in a
+copy of the clone that was never installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.two_ranks import TRAIN, run_ranks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-WRITTEN = (  # by hand; the other pages are generated, or hold no commands
+WRITTEN = (  # by hand; the other pages are generated, or have no commands
     "layouts configs data cleaning models runs slurm export performance planner seeing"
     " troubleshooting long_sequences"
 )
@@ -38,20 +38,20 @@ def commands_of(text: str) -> list[str]:
 
 
 COMMANDS, OF_THE_README = commands_of(PAGES), commands_of(README)
-# A model and a run so small that what is left is the command itself.
+# A model and a run so small that only the command itself takes time.
 SHRUNK = shlex.split(
     "model.overrides.num_hidden_layers=1 model.overrides.hidden_size=96"
     " model.overrides.intermediate_size=64 data.seq_len=16 train.global_batch=4 eval.samples=4"
     " model.overrides.vocab_size=8192 sample.tokens=2"
 )
-# What cannot run as it stands, and what runs instead.
+# Commands that cannot run unchanged, and their replacements.
 INSTEAD = {
     "make demo": "make -n demo",  # the job itself: test_run.py and the learning test
     "make test": "make -n test",  # this
     "srun python harness/train.py": "python harness/train.py --dry-run",  # test_slurm.py
     "source slurm/site.env": "bash slurm/site.env",
     "sbatch": "bash -n slurm/train.sbatch",  # the job itself: test_slurm.py
-    # whichever of its runs is there
+    # whichever of its runs exists
     "python tools/report.py runs/first runs/again": "python tools/report.py runs/first runs/first",
     "python tools/rehearse.py": "python tools/rehearse.py --dry-run",  # test_rehearse.py
     # all of its steps: test_accept_gpu.py
@@ -66,16 +66,16 @@ INSTEAD = {
     # test_parity.py
     "python -m tests.gates.check_parity --cells": "python -m tests.gates.check_parity --help",
 }
-# runs/first has so many steps before any command; two commands go on with it.
+# runs/first has this many steps before any command; two commands resume it.
 FIRST_STEPS = 2
 STEPS = {"train.steps=200": 3, "train.steps=300": 4}
-# Lines of a plan that begin so depend on the CPU at hand, or on its Python.
+# Lines of a plan that begin with these depend on the CPU or on its Python.
 OF_THE_CPU = ("spread", "note", "memory", "length", "data", "this machine")
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tracked and new files of this checkout, with the data that the README speaks of."""
+    """Return a copy of this checkout's tracked and new files, with the README's data."""
     there = tmp_path_factory.mktemp("clone")
     names = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(names, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -117,8 +117,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
-    """Run one command in the clone, shrunk, on one CPU rank; those of pages beside the README
-    without the launcher and the imports of each rank.
+    """Run one command in the clone with small settings on one CPU rank; commands of pages other
+    than the README run without the launcher and the imports of each rank.
     """
     launched = command in OF_THE_README
     for start, other in INSTEAD.items():
@@ -164,7 +164,7 @@ def free_port() -> int:
 
 
 def first_run(clone: Path) -> None:
-    """runs/first, which several commands come back to, and the model folder and tokens."""
+    """Create runs/first, which several commands use, and the model folder and tokens."""
     if (clone / "runs/first/export").exists():
         return
     done = run(
@@ -195,13 +195,13 @@ def test_no_link_leads_nowhere() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_no_page_names_a_file_that_is_not_there() -> None:
-    """The changelog may: it tells what was."""
+    """The changelog may, since it describes the past."""
     lost = []
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         named = re.findall(
@@ -252,7 +252,7 @@ def test_the_job_that_is_submitted_can_be_planned() -> None:
 
 
 def test_every_file_is_in_the_tree() -> None:
-    """By its name, or by its room's."""
+    """By its name or by its room's."""
     tree = (ROOT / "CONTRIBUTING.md").read_text().partition("## Repository layout")[2]
     names = subprocess.run(
         ["git", "ls-files", "harness", "tools"], cwd=ROOT, capture_output=True, text=True
@@ -279,7 +279,7 @@ def test_the_presets_table_is_what_the_presets_hold() -> None:
     from harness.plan.model_config import presets
 
     for name, preset in presets().items():
-        count = r"[\d,]+"  # of those that are traced: tests/plan/test_presets.py
+        count = r"[\d,]+"  # of traced ones: tests/plan/test_presets.py
         if preset["config"]["model_type"] in FAMILIES:
             count = f"{num_parameters(Shape.from_hf(preset['config'])):,}"
         assert re.search(rf"\| `{name}`[^|]*\| {count} \|", PAGES), f"{name}: {count}"

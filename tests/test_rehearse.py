@@ -1,4 +1,4 @@
-"""rehearse.py: what a job is shrunk to; that a rehearsal holds, and that it can fail."""
+"""rehearse.py: the small version of a job; a rehearsal passes, and can fail."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
 from tools.rehearsal.shrink import MOST_BYTES, VOCAB_SIZE, excerpt, shrunk, size_of
 from tools.rehearsal.stages import Done, train_command
 
-MOST_PARAMETERS = 8_000_000  # sixteen heads for a key make Llama-3.1-405B the largest
+MOST_PARAMETERS = 8_000_000  # sixteen heads per key head make Llama-3.1-405B the largest
 LAYERS = 4
 DS_CONFIGS = REPOSITORY / "ds_configs"
 
@@ -45,14 +45,14 @@ DS_CONFIGS = REPOSITORY / "ds_configs"
 def job(
     *arguments: str, gpus: int = 8, json_name: str = "zero3.json", ranks: int | None = None
 ) -> Job:
-    """The rehearsal that the command line asks for."""
+    """Return the rehearsal that the command line requests."""
     command = parse_command(["--deepspeed", str(DS_CONFIGS / json_name), *arguments])
     world = World(world_size=gpus, local_world_size=gpus, accelerator="cuda")
     return Job.of(plan_from(command, world=world), ranks)
 
 
 def cpu(ranks: int) -> World:
-    """So many of them."""
+    """Return a world of CPU ranks."""
     return World(world_size=ranks, local_world_size=ranks)
 
 
@@ -60,14 +60,16 @@ def cpu(ranks: int) -> World:
 
 
 def small_parameters(config: dict[str, Any]) -> int:
-    """Of the model that transformers builds from a config, without weights."""
+    """Return the parameters of the model that transformers builds from a config, without
+    weights.
+    """
     return skeleton(hf_config(config), torch.float32, "eager").num_parameters()
 
 
 def assert_same_kind(small: dict[str, Any], large: dict[str, Any]) -> None:
     one, other = Shape.from_hf(small), Shape.from_hf(large)
     assert (one.num_kv_heads == 1) == (other.num_kv_heads == 1)
-    if "multi_query" not in large:  # as Falcon says that there is one, however many ask
+    if "multi_query" not in large:  # Falcon's key for a single key head, however many queries
         assert one.num_heads // one.num_kv_heads == other.num_heads // other.num_kv_heads
     assert one.tied == other.tied
     assert bool(one.num_experts) == bool(other.num_experts)
@@ -93,7 +95,7 @@ def test_a_shrunken_preset_is_small_and_of_its_kind(name: str) -> None:
 @pytest.mark.parametrize("filled", [False, True], ids=["sparse", "filled_in"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_shrinks_from_its_default_sizes(family: str, filled: bool) -> None:
-    """Also from a config.json that says no more than it must."""
+    """Also from a minimal config.json."""
     kept = ("model_type", "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts")
     kept += ("ffn_dim", "multi_query")
     ends = ("_size", "_heads", "_layers", "_per_tok", "_embd", "_head", "_layer", "_positions")
@@ -289,21 +291,21 @@ def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) 
     arguments = made.write(tmp_path / "made")
     assert f'data.tokenizer="{weights}"' in arguments
     assert not [argument for argument in arguments if "init_from" in argument]
-    assert made.model["vocab_size"] == 128256  # whichever ids it gives
+    assert made.model["vocab_size"] == 128256  # whatever ids it gives
     assert "the weights of model.init_from" in made.not_rehearsed()
 
 
 def test_zero_3_partitions_the_small_model_as_the_large() -> None:
     zero = job("model.name=llama-3-8b", "ds.zero_optimization.stage3_max_live_parameters=1e9")
     sizes = zero.deepspeed["zero_optimization"]
-    assert sizes["reduce_bucket_size"] == "auto"  # which follows the model anyhow
+    assert sizes["reduce_bucket_size"] == "auto"  # it follows the model anyway
     hidden = zero.model["hidden_size"]
     assert sizes["stage3_max_live_parameters"] == int(1e9 * (hidden / 4096) ** 2)
     literal = job(
         "model.name=llama-3-8b", "ds.zero_optimization.stage3_param_persistence_threshold=100000"
     )
     threshold = literal.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"]
-    assert hidden < threshold < hidden**2  # norms stay whole, matrices are cut
+    assert hidden < threshold < hidden**2  # norms stay whole, matrices are partitioned
 
 
 def test_layers_per_stage_keep_their_proportion() -> None:
@@ -472,7 +474,7 @@ def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path, data: list[str
         [*tool, f"--folder={tmp_path}"],
         env=environment(),
         stdout=subprocess.DEVNULL,
-        # Where the tests run in a shell's background, Ctrl-C would be ignored.
+        # In a shell's background job, Ctrl-C would be ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     wait_for(lambda: ranks_under(tmp_path), "the ranks")
@@ -483,7 +485,7 @@ def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path, data: list[str
 
 
 def ranks_under(folder: Path) -> list[str]:
-    """Processes that train into a folder."""
+    """Return the processes that train into a folder."""
     names = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -527,7 +529,7 @@ def test_a_rehearsal_of_zero_3_holds(
 
 @contextlib.contextmanager
 def forked(command: list[str], ranks: int, cwd: Path, logs: Path) -> Iterator[Group]:
-    """Ranks as the rehearsal starts them, which have imported everything."""
+    """Start ranks as the rehearsal does, but with everything imported."""
     group = start(command, cwd, ranks, logs=logs)
     try:
         yield group

@@ -1,4 +1,4 @@
-"""tools/report.py: pages in a real browser, pictures, a million lines."""
+"""tools/report.py: pages in a real browser, plots, a million lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory) -> Path:
-    """A million lines, 340 MB; three of them far from all others, three evaluated."""
+    """Return a run of a million lines, 340 MB; three are outliers, three have evaluations."""
     folder = write_run(tmp_path_factory.mktemp("long") / "run", [], step=STEPS)
     values = {
         key: line_at(1)[key] for key in ("learning_rate", "mfu", "loss_scale", "skipped_steps")
@@ -62,7 +62,7 @@ def test_a_million_lines_are_a_page_in_seconds(long_run):
     run_tool("report", long_run)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    # Every line is decoded once; beside other tests a core does half as much in a second.
+    # Every line is decoded once; beside other tests, a core does half as much per second.
     lines = (long_run / "metrics.jsonl").read_bytes()[:20_000_000].splitlines()
     begin = time.process_time()
     for line in lines[: STEPS // 20]:
@@ -73,7 +73,7 @@ def test_a_million_lines_are_a_page_in_seconds(long_run):
     assert len(page) < 5_000_000
     values = values_of(page)
     assert [3 - n * 0.3 for n in (1, 2, 3)] == pytest.approx(values["loss"]["curves"][-1]["y"])
-    assert "55.5" in page  # cut off from the picture, and named
+    assert "55.5" in page  # cut off from the plot, but named
 
 
 @pytest.mark.gate("pages")
@@ -89,11 +89,11 @@ def test_no_spike_of_a_long_run_is_lost(long_run):
 
 @pytest.mark.parametrize("change", [{}, {"grad_norm": None}, {"loss": 1e-07}, {"loss/code": 2.0}])
 def test_long_files_keep_extremes_whatever_their_lines_look_like(tmp_path, change):
-    """Also where the quick search of plain numbers does not apply."""
+    """Even if the fast search for plain numbers does not apply."""
     lines = [json.dumps(line_at(step, attempt=1, **change)) for step in range(1, 30_001)]
     lines[12_344] = json.dumps(line_at(12_345, loss=44.5, grad_norm=2e-09))
     lines[20_000] = json.dumps(line_at(20_001, loss="nan"))
-    lines[25_000] = '{"step": 25001, "loss": 3.0, "grad_n'  # a write cut short, then gone on
+    lines[25_000] = '{"step": 25001, "loss": 3.0, "grad_n'  # a write cut off, then continued
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(lines) + '\n{"step": 30001, "lo')
     assert path.stat().st_size > WHOLE_BYTES

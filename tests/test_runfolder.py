@@ -1,4 +1,4 @@
-"""The run folder: what a kill or a second writer must not be able to spoil."""
+"""The run folder: a kill or a second writer must not be able to damage it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 @contextmanager
 def another_writer(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A second process that has opened the folder and waits."""
+    """Yield a second process that has opened the folder and waits."""
     command = [sys.executable, "-c", HOLD + "print('open', flush=True); sys.stdin.read()", path]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:

@@ -1,4 +1,4 @@
-"""show_batch.py tells the truth: from what it prints, transformers alone gets the logged loss."""
+"""show_batch.py is correct: from its output, transformers alone computes the logged loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gate("tools")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same job twice: for no step at all, with its export; and for two steps."""
+    """Return the same job twice: without steps, with its export; and with two steps."""
     folder = tmp_path_factory.mktemp("show")
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps(_question(number)) + "\n" for number in range(200)))
@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         f"data.cache_dir={folder / 'cache'}",
         "data.held_out=0.2",
         "train.seed=3",
-        "optim.name=sgd",  # nothing to compile, and the first loss comes before any step
+        "optim.name=sgd",  # nothing to compile, and the first loss precedes any step
     ]
     for name, more in (
         ("start", ["train.steps=0", "save.export=true"]),
@@ -44,14 +44,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _question(number: int) -> dict[str, str]:
-    """Prompts and completions of many lengths, so that targets fall unevenly on samples."""
+    """Return a prompt and completion; their lengths vary, so that targets fall unevenly on
+    samples.
+    """
     words = [WORDS[(number * 7 + place) % len(WORDS)] for place in range(3 + number % 11)]
     return {"prompt": " ".join(words) + "?", "completion": " " + " ".join(words[::-2]) + "."}
 
 
 @pytest.fixture(scope="module")
 def show(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """The tool as a command, run from somewhere else."""
+    """Return a function that runs the tool as a command in another folder."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
 
     @functools.cache
@@ -63,7 +65,7 @@ def show(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> C
 
 @torch.no_grad()
 def loss_of(shown: dict[str, Any], export: Path) -> float:
-    """Mean cross-entropy over the targets of a step, from what the tool printed."""
+    """Return the mean cross-entropy over the targets of a step, from the tool's output."""
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     samples = shown["samples"]
     ids, positions = (torch.tensor([s[key] for s in samples]) for key in ("ids", "positions"))
@@ -81,7 +83,7 @@ def test_transformers_alone_gets_the_logged_loss_of_step_1(
         line["step"]: line["loss"] for line in RunFolder(run).read_metrics() if "loss" in line
     }
     assert loss_of(first, start / "export") == pytest.approx(logged[1], rel=2e-6)
-    # Any other batch is told apart.
+    # Any other batch is detected.
     assert loss_of(second, start / "export") != pytest.approx(logged[1], rel=1e-4)
 
 

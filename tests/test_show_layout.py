@@ -1,4 +1,4 @@
-"""show_layout.py: the plan's layout as text and as a picture, without torch."""
+"""show_layout.py: the plan's layout as text and as a plot, without torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pipeline_stages() -> None:
     text = run(*GPT2, "--gpus-per-node", "4", "--accumulation", "6", "ds.pipeline.stages=2")
     assert "ranks 8 = 2 pipeline x 4 data, 4 a node" in text
     assert re.search(r"stage 0 +on node 0 +0 +1 +2 +3\n +stage 1 +on node 1 +4 +5 +6 +7\n", text)
-    # The head is a copy of the embedding of 50257 x 768; positions are the first stage's alone.
+    # The head is a copy of the embedding, 50257 x 768; only the first stage has positions.
     layer, embedding, positions = 7_087_872, 50257 * 768, 1024 * 768
     first, last = embedding + positions + 8 * layer, embedding + 2 * 768 + 4 * layer
     assert re.search(rf"embedding, layers 0-7 +{first:,} ", text)

@@ -1,4 +1,4 @@
-"""The shipped batch script, on a real Slurm of two nodes."""
+"""The shipped batch script on a real Slurm with two nodes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tests.two_ranks import (
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 STEPS = 20
-# In the place of harness/train.py, where the script's own decisions are tested. Each start of the
-# job does what its word says: waits for a signal, without a handler for it if it is deaf, crashes
-# after it saved that checkpoint, or ends with that code.
+# Replaces harness/train.py where the script's own decisions are tested. Each start of the job does
+# what its word says: wait for a signal (without a handler if it is deaf), crash after saving that
+# checkpoint, or end with that code.
 STAND_IN = """
 import os, pathlib, signal, sys, time
 
@@ -56,12 +56,12 @@ if what.startswith("step"):
 sys.exit(int(what))
 """
 PYTHON = f"export PATH={Path(sys.executable).parent}:$PATH\n"
-# A node on which Python finds no installed package.
+# A node on which Python finds no installed packages.
 BARE_NODE = f"""#!/bin/bash
 [[ $SLURMD_NODENAME == n2 ]] && exec {sys.executable} -S "$@"
 exec {sys.executable} "$@"
 """
-# Steps that take long enough to be stopped in the middle.
+# Steps that take long enough to be stopped during a run.
 LONGER = ("data.seq_len=128", "train.global_batch=16", f"train.steps={STEPS}", "eval.every=0")
 
 
@@ -96,9 +96,9 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def submit(
     slurm: PrivateSlurm, folder: Path, *arguments: str, preflight: bool = True, nodes: int = 2
 ) -> str:
-    """Submit the shipped script; returns the job's number."""
+    """Submit the shipped script; return the job's number."""
     folder.mkdir(exist_ok=True)
-    # The preflight takes longer than the run; what follows a warning, and a branch, have it.
+    # The preflight takes longer than the run; only runs after a warning, and a branch, use it.
     options = (
         f"--nodes={nodes}",
         "--time=30",
@@ -108,7 +108,7 @@ def submit(
 
 
 def clone_of(folder: Path, site: str) -> Path:
-    """A clone in `folder` with the shipped script, where STAND_IN is what it starts."""
+    """Return a clone in `folder` with the shipped script, which starts STAND_IN."""
     clone = folder / "a clone"
     for path, text in (
         ("harness/train.py", STAND_IN),
@@ -172,9 +172,9 @@ def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturb
     assert output.count("preflight: ok to start") == 2 * preflight, output
     assert "train.py ended with 75" in output, output
     assert "train.py ended with 0" in output, output
-    first, second = events(run, "time_limit")  # as squeue said
+    first, second = events(run, "time_limit")  # as squeue reported
     assert 1500 < first["seconds_left"] <= 1800
-    assert 1500 < second["seconds_left"] <= 1800  # a requeued job has all its time again
+    assert 1500 < second["seconds_left"] <= 1800  # a requeued job has its full time again
     lines = run.read_metrics()
     assert {line["attempt"] for line in lines} == {1, 2}
     done = [line["step"] for line in lines if "loss" in line]
@@ -195,7 +195,7 @@ def test_a_wrong_config_is_not_requeued(
     job = submit(slurm, tmp_path, *arguments, "train.stpes=3")
     wait_for(partial(ended, slurm, job), f"job {job} to end", 120)
     output = (tmp_path / "job.out").read_text()
-    assert output.count("did you mean train.steps?") == 1  # one report of all ranks
+    assert output.count("did you mean train.steps?") == 1  # one report for all ranks
     assert output.count("preflight.py ended with 2: not started") == 1
     assert "train.py ended with" not in output
 
@@ -204,7 +204,7 @@ def test_a_wrong_config_is_not_requeued(
 def test_a_config_that_only_the_run_refuses_is_not_requeued(
     slurm: PrivateSlurm, tmp_path: Path
 ) -> None:
-    """Nor because of what an earlier attempt left in the run folder, which the config names."""
+    """Not even because of files from an earlier attempt in the run folder that the config names."""
     (tmp_path / "run/heartbeats").mkdir(parents=True)
     (tmp_path / "run/heartbeats/hang.json").write_text("{}")
     (tmp_path / "my.toml").write_text('[run]\ndir = "run"\n')
@@ -215,7 +215,7 @@ def test_a_config_that_only_the_run_refuses_is_not_requeued(
 
 @pytest.mark.gate("slurm")
 def test_a_job_finds_its_run_folder_and_a_free_port(slurm: PrivateSlurm, tmp_path: Path) -> None:
-    """The run config of the folder where it was submitted says where; the port is taken."""
+    """The run config in the folder of submission sets it; the default port is taken."""
     (tmp_path / "my.toml").write_text('[run]\ndir = "from the file"\n')
     words = ("--config=my.toml",)
     job = submit_stand_in(slurm, tmp_path, "1,0", "--hold", words=words)
@@ -231,7 +231,7 @@ def test_a_job_finds_its_run_folder_and_a_free_port(slurm: PrivateSlurm, tmp_pat
     assert "run.dir=" not in said_by(tmp_path)
 
 
-# What a container's tool is given, and then the program itself: no tool can be installed here.
+# Prints the arguments of a container's tool and runs the program: no tool can be installed here.
 APPTAINER = """#!/bin/bash
 echo "apptainer $*" >> "$(dirname "$0")/said"
 until [[ $1 == *.sif ]]; do shift; done
@@ -327,7 +327,7 @@ def test_a_warning_during_the_preflight_requeues_the_job_as_it_is(
 def side_by_side(
     slurm: PrivateSlurm, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """Two jobs that have ended: one that crashes, and one that only its time limit stops."""
+    """Return two jobs that have ended: one that crashes, and one stopped only by its time limit."""
     crashing, limited = (tmp_path_factory.mktemp(name) / "job" for name in ("crash", "limit"))
     jobs = [
         submit_stand_in(slurm, crashing, "1,step-00000007,1,1,1,0"),
@@ -347,7 +347,7 @@ def test_a_crash_is_requeued_three_times_without_progress(side_by_side: tuple[Pa
 @pytest.mark.gate("slurm")
 def test_the_time_limit_is_seen_coming(side_by_side: tuple[Path, Path]) -> None:
     _, limited = side_by_side
-    # Slurm warns so short a job any time after its start: of a slow one, before its ranks start.
+    # Slurm may warn such a short job any time after its start, even before its ranks start.
     assert codes(limited) in ([75, 0], [0]), said_by(limited)
     assert said_by(limited).count("ended with 75") == 1, said_by(limited)
 
@@ -355,7 +355,7 @@ def test_the_time_limit_is_seen_coming(side_by_side: tuple[Path, Path]) -> None:
 def cancelled(
     slurm: PrivateSlurm, folder: Path, *options: str, starts: str = "waits,0"
 ) -> list[int]:
-    """The codes of a job that `scancel` was called for while it ran."""
+    """Return the codes of a job that was cancelled with `scancel` while it ran."""
     job = submit_stand_in(slurm, folder, starts)
     wait_for(lambda: "waits" in said_by(folder), "the start", 60)
     slurm.run("scancel", *options, job)
@@ -385,7 +385,7 @@ def test_a_job_that_a_user_cancels_is_not_requeued(slurm: PrivateSlurm, tmp_path
 
 
 def process_of(run: RunFolder, rank: int) -> int:
-    """A rank's process, as its own heartbeat says."""
+    """Return a rank's process id from its own heartbeat."""
     path = run.heartbeats_dir / f"rank-{rank:05d}.json"
     wait_for(lambda: path.exists() and path.stat().st_size, f"{path} to be written", 60)
     return int(json.loads(path.read_text())["pid"])
@@ -397,14 +397,14 @@ def attempt_goes_on(run: RunFolder, attempt: int) -> bool:
 
 
 def end_of(slurm: PrivateSlurm, job: str, folder: Path) -> list[int]:
-    """The codes of all starts of a job, once it has ended."""
+    """Return the codes of all starts of a job, once it has ended."""
     wait_for(partial(ended, slurm, job), f"job {job} to end\n{said_by(folder)}", 400)
     return codes(folder)
 
 
 @pytest.fixture(scope="module")
 def fine_tuning(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) -> list[str]:
-    """A local model folder and prompts with completions: the README's example."""
+    """Return the README's example: a local model folder, and prompts with completions."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("fine-tuning")

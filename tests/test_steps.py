@@ -18,7 +18,7 @@ STEPS = 6
 
 
 class Numbers(Stream):
-    """Samples that hold their own number, of which every third has no target."""
+    """Samples that hold their own number; every third has no target."""
 
     def __init__(self) -> None:
         self.document_mask = False
@@ -42,7 +42,7 @@ def steps(rank: int = 0, ranks: int = 1, *words: str) -> Steps:
 
 
 def taken(steps: Steps) -> list[Any]:
-    """(number, samples, targets, rate, seed) of all steps that are left."""
+    """Return (number, samples, targets, rate, seed) of all remaining steps."""
     taken = []
     while steps.are_left:
         step = steps.take()

@@ -49,13 +49,13 @@ def test_random_rates_with_early_stopping_come_near_a_grid_at_a_third_of_its_ste
     assert "raise sweep.budget.steps" in output
     by_grid, by_random = (records(path, monkeypatch) for path in (exhaustive, stopped))
     steps = sum(record.used.steps for record in by_random)
-    assert whole / 6 < steps < whole / 3 + 4  # a step or two until the stop arrives
+    assert whole / 6 < steps < whole / 3 + 4  # a step or two until the stop takes effect
     assert sum(record.state == "pruned" for record in by_random) >= 3
     best_by_grid, best = best_of(by_grid), best_of(by_random)
     assert best_by_grid
     assert best
     assert best.value < 1.3 * best_by_grid.value
-    # A rate that nobody should take is far from that.
+    # A rate that is obviously bad is far from that.
     assert max(record.value for record in by_grid) > 1.5 * best_by_grid.value
     assert f"optim.lr={best.choice['optim.lr']}" in output.splitlines()[-3]
     _page_shows(tmp_path / "runs" / "random" / "sweep.html", by_random)
@@ -88,7 +88,7 @@ def test_killed_and_interrupted_it_finishes_the_same_set(
     process.send_signal(signal.SIGKILL)
     ended(process, code=-signal.SIGKILL)
     assert [record.state for record in records(disturbed, monkeypatch)][:2] == ["done", "running"]
-    psutil.wait_procs(ranks, timeout=600)  # of their own accord
+    psutil.wait_procs(ranks, timeout=600)  # they end by themselves
     assert not any(rank.is_running() for rank in ranks)
 
     process = start(disturbed)

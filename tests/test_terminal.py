@@ -1,4 +1,4 @@
-"""Texts on a terminal: real commands in a pseudo-terminal of 80 columns, and of fewer."""
+"""Output on a terminal: real commands in a pseudo-terminal with 80 or fewer columns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_line_of_a_tool_is_wider_than_the_terminal(name: str, columns: int) -
     text = ESCAPES.sub("", shown_in([sys.executable, *TOOLS[name]], columns))
     assert text.strip()
     wide = [line for line in text.split("\n") if len(line) > columns]
-    # What has no space in it is left whole, so that it can be copied.
+    # Text without spaces is not wrapped, so that it can be copied.
     assert not [line for line in wide if len(max(line.split(), key=len)) < columns // 2], wide
 
 
@@ -95,7 +95,7 @@ def test_a_broken_line_continues_below_its_text() -> None:
 
 
 class _Stream:
-    """A terminal of so many columns, by a real pseudo-terminal."""
+    """A terminal of a given width: a real pseudo-terminal."""
 
     def __init__(self, columns: int) -> None:
         self.terminal = Terminal(["sleep", "600"], columns)
@@ -110,7 +110,7 @@ class _Stream:
 
 
 def live_lines(progress: Progress, monkeypatch: pytest.MonkeyPatch, lines: Any) -> list[str]:
-    """Return what each metrics line writes."""
+    """Return the text that each metrics line writes."""
     written: list[str] = []
     monkeypatch.setattr(progress.stream, "write", lambda text: written.append(text))
     for line in lines:
@@ -150,7 +150,9 @@ def test_a_line_stays_every_five_per_cent_and_every_ten_minutes(
 
 @pytest.mark.gate("tools")
 def test_a_launched_run_at_80_columns_and_ctrl_c(tmp_path: Path) -> None:
-    """The launcher turns Ctrl-C into a SIGTERM for the ranks, which have had their SIGINT."""
+    """The launcher turns Ctrl-C into a SIGTERM for the ranks, which have already received
+    SIGINT.
+    """
     corpus = write_corpus(tmp_path / "corpus")
     run = tmp_path / "run"
     words = train_command(f"data.path={corpus}", f"run.dir={run}", "train.steps=100000")
@@ -163,7 +165,7 @@ def test_a_launched_run_at_80_columns_and_ctrl_c(tmp_path: Path) -> None:
         terminal.ended()
     finally:
         terminal.close()
-    # Behind whichever line is there the terminal echoes ^C, and DeepSpeed's launcher writes its own
+    # The terminal echoes ^C after the current line, and DeepSpeed's launcher writes its own
     # KeyboardInterrupt.
     shown = re.sub(r"\^C|Traceback", r"\n\g<0>", terminal.text)
     live = re.findall(r"\r(step +\d+/[^\r\n]*)", shown)

@@ -1,4 +1,4 @@
-"""tokenize_data.py leaves nothing to tokenise for the run."""
+"""After tokenize_data.py, the run has nothing left to tokenize."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_run_only_opens_what_was_tokenised(
     assert "shards of" in capsys.readouterr().out
     assert main([*asked, "--tasks=2", "--task=0", "--workers=2"]) == ExitCode.DONE
     assert "tokenised data: " in capsys.readouterr().out
-    monkeypatch.setattr(source, "write_tokens", None)  # what a run would call
+    monkeypatch.setattr(source, "write_tokens", None)  # a run would call it
     data = opened(*asked)
     assert data.documents == 290
     assert main(asked) == ExitCode.DONE  # nothing left to do
@@ -88,7 +88,7 @@ def test_held_out_splits_and_rows_that_are_left_out_are_those_of_the_run(
     asked += ["data.seq_len=16", "data.bad_rows=skip"]
     assert main([*asked, "--workers=2"]) == ExitCode.DONE
     assert "bad rows left out: 1 of 201" in capsys.readouterr().out
-    monkeypatch.setattr(source, "write_tokens", None)  # what a run would call
+    monkeypatch.setattr(source, "write_tokens", None)  # a run would call it
     plan = make_plan(load_run_config(None, asked), {}, World(), here=True)
     data = build_data(DataSpec.of_run(plan.config, {}))
     assert (data.documents, [*data.eval_sets]) == (200, ["test"])
@@ -110,7 +110,7 @@ def test_tasks_that_end_together_write_one_pair(
     child = os.fork()
     if not child:
         wait_for(begun.exists, "a join that has begun")
-        monkeypatch.setattr(shards, "join_indexed", None)  # what only the first may do
+        monkeypatch.setattr(shards, "join_indexed", None)  # only the first may call it
         os._exit(main([*asked, "--out", str(out)]))
 
     def join_late(parts: Sequence[Path], prefix: Path) -> None:
@@ -128,7 +128,7 @@ def test_tasks_that_end_together_write_one_pair(
     out.with_suffix(".bin").unlink()
     out.with_suffix(".idx").unlink()
     monkeypatch.setattr(shards, "join_indexed", whole)
-    assert main([*asked, "--out", str(out)]) == ExitCode.DONE  # what was removed is made again
+    assert main([*asked, "--out", str(out)]) == ExitCode.DONE  # removed files are made again
     assert out.with_suffix(".bin").read_bytes() == before
 
 
@@ -193,7 +193,7 @@ def test_chats_with_a_date_are_found_by_the_run_of_that_date(
     assert "data.date: the chat template writes the date into" in capsys.readouterr().err
     assert main([*asked, "data.date=2026-01-31"]) == ExitCode.DONE
     assert "; train with data.date=2026-01-31" in capsys.readouterr().out
-    monkeypatch.setattr(source, "write_tokens", None)  # what a run would call
+    monkeypatch.setattr(source, "write_tokens", None)  # a run would call it
     assert opened(*asked[:-1], "data.date=2026-01-31").documents == 20
 
 
@@ -229,7 +229,7 @@ sys.exit(main(sys.argv[1:]))
 def test_the_whole_command_is_killed_in_both_phases(
     tmp_path: Path, write_jsonl: Callable[..., Path], into: str
 ) -> None:
-    """By SIGKILL to its process group, as an out-of-memory killer or a node that fails ends it."""
+    """By SIGKILL to its process group, as by an out-of-memory killer or a failing node."""
     corpus, tokenizer = write_jsonl(*records(200)), write_number_tokenizer(tmp_path / "numbers")
 
     def asked(folder: str) -> list[str]:

@@ -101,7 +101,7 @@ def test_without_byte_fallback_rare_characters_are_unknown(
 
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
-    """A tokenizer of whole words, of which it knows three."""
+    """Return a tokenizer of whole words that knows three of them."""
     backend = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "bb": 3, "ccc": 4}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""The cluster planner's what-ifs: the largest micro-batch, and numbers of GPUs."""
+"""The cluster planner's what-ifs: the largest micro-batch, and other numbers of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers: their errors arrive whole, and none outlives its parent."""
+"""Workers: their errors arrive complete, and none outlives its parent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_worker_that_is_killed_while_it_reports_is_named(
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_the_parent_may_be_process_1(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container, where a worker whose parent is dead has another one."""
+    """As in a container; a worker whose parent is dead has another parent."""
     ids = SimpleNamespace(getpid=lambda: 1, getppid=lambda: 4711 if is_dead else 1)
     monkeypatch.setattr(workers, "os", ids)
     worked = workers.multiprocessing.get_context("fork").Value("i", 0)

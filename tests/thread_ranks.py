@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: stands in for torch.distributed and counts received bytes."""
+"""Ranks as threads of one process: a stand-in for torch.distributed that counts received bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 @dataclass
 class Group:
-    """Stands in for `torch.distributed`. What is not here is not simulated: an AttributeError.
+    """Stands in for `torch.distributed`. Functions that it lacks raise AttributeError.
 
-    Bytes that arrive are counted: a gather is a message of every other rank to rank 0, a broadcast
-    one to each, an all-gather one of every other rank to each, a reduction its tensor twice (there
-    and back, as in a tree).
+    It counts received bytes: a gather is a message from every other rank to rank 0, a broadcast one
+    to each rank, an all-gather one from every other rank to each, and a reduction its tensor twice
+    (there and back, as in a tree).
     """
 
     ranks: int
@@ -31,13 +31,15 @@ class Group:
         self.received = [0] * self.ranks
         """Bytes that reached each rank."""
         self.threads: list[threading.Thread] = []
-        """Thread of each rank in the last run. Their idents may be reused, once one has ended."""
+        """Thread of each rank in the last run. An ident may be reused once its thread has ended."""
         self._here = threading.local()
         self._meet = threading.Barrier(self.ranks)
         self._values: list[Any] = [None] * self.ranks
 
     def run(self, work: Callable[[int], Any], *rooms: ModuleType) -> list[Any]:
-        """Call `work` once a rank, with this group as `dist` of the modules; return the results."""
+        """Call `work` once per rank, with this group as `dist` of the modules; return the
+        results.
+        """
         results: list[Any] = [None] * self.ranks
         failures: list[BaseException] = []
 
@@ -65,7 +67,7 @@ class Group:
         return results
 
     def is_initialized(self) -> bool:
-        """True: there is one."""
+        """Return True."""
         return True
 
     def get_rank(self, group: Any = None) -> int:
@@ -104,7 +106,7 @@ class Group:
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None
     ) -> None:
-        """Replace every rank's tensor by the largest elements, or their sums."""
+        """Replace every rank's tensor by the elementwise maximum or sum."""
         tensors = torch.stack(self._exchanged(tensor.clone()))
         self._count(2 * tensor.nbytes)
         tensor.copy_(tensors.amax(0) if op == dist.ReduceOp.MAX else tensors.sum(0))

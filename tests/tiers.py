@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test run in `make test`, and which in a gate."""
+"""Splits the cases of a parametrized test between `make test` and a gate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 
 def rest_in_gate(gate: str, cases: Iterable[Any], keep: int | Collection[Any] = 1) -> list[Any]:
-    """Return the cases with all but some marked for a gate.
+    """Return the cases, all but some marked for a gate.
 
-    `keep`: these, or so many of the first, are in `make test`.
+    `keep`: the cases in `make test`, or the number of first ones.
     """
     cases = list(cases)
     kept = cases[:keep] if isinstance(keep, int) else keep

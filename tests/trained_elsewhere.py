@@ -1,8 +1,8 @@
-"""On every rank: what transformers' Trainer saves, by DeepSpeed's own calls.
+"""On every rank: saves as transformers' Trainer does, by DeepSpeed's own calls.
 
     python tests/trained_elsewhere.py OUT JSON CONFIG
 
-It also leaves OUT/expected.pt, all weights and moments in full.
+Also writes OUT/expected.pt, with all weights and moments in full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def trainer(out: Path, ds_json: str, config: str) -> None:
 
     # For inference; compiling it takes a minute. As an attribute of deepspeed.comm, torch is torch.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed.init_distributed(dist_backend="gloo")  # ZeRO-3 divides the model as it is built
+    deepspeed.init_distributed(dist_backend="gloo")  # ZeRO 3 partitions the model while it is built
     wish = TrainingArguments(
         str(out),
         deepspeed=ds_json,
@@ -45,7 +45,7 @@ def trainer(out: Path, ds_json: str, config: str) -> None:
 
 
 def in_full(engine: torch.nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """By parameter: its fp32 weight and its moments, by DeepSpeed's own functions."""
+    """Return each parameter's fp32 weight and moments, by DeepSpeed's own functions."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     return {

@@ -1,4 +1,4 @@
-"""DeepSpeed JSON as in the guides of transformers' Trainer."""
+"""A DeepSpeed JSON as in the guides of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ ZERO_3: dict[str, Any] = {
     "stage3_max_reuse_distance": 1e9,
     "stage3_gather_16bit_weights_on_model_save": True,
 }
-"""Its section zero_optimization, without offload."""
+"""The section zero_optimization, without offload."""

@@ -1,4 +1,6 @@
-"""Real runs on a few CPU ranks, without a launcher: it, and the imports of each rank, take 5 s."""
+"""Real runs on a few CPU ranks without a launcher; the launcher and each rank's imports take
+5 s.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from harness.runfolder import RunFolder
 TRAIN = REPOSITORY / "harness" / "train.py"
 SHARED_MEMORY = Path("/dev/shm")
 
-# A Llama of about 100,000 parameters, a step of which takes milliseconds.
+# A Llama with about 100,000 parameters; a step takes milliseconds.
 SMALL_MODEL = (
     "model.overrides.vocab_size=512",
     "model.overrides.hidden_size=64",
@@ -51,7 +53,7 @@ _WORDS = "the model reads a text and learns which word follows another".split() 
 
 
 def write_corpus(path: Path, documents: int = 200) -> Path:
-    """A folder of text files with few words in a random order: learnable, and small."""
+    """Write a folder of text files with few words in random order: learnable and small."""
     path.mkdir()
     draw = random.Random(0)
     for number in range(documents):
@@ -66,39 +68,39 @@ class Ended:
 
     codes: list[int]
     outputs: list[str]  # stdout and stderr of each rank
-    left_in_shared_memory: list[str]  # DeepSpeed's files of this group, removed since
+    left_in_shared_memory: list[str]  # DeepSpeed's files of this group, now removed
 
     @property
     def output(self) -> str:
         return "\n".join(self.outputs)
 
     def succeeded(self) -> Ended:
-        """Itself; fails with all output when a rank did not exit with 0."""
+        """Return the object itself; fail with all output unless every rank exited with 0."""
         assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.output}"
         return self
 
 
-# Of the environment, for a run on CPU; None removes a variable.
+# Environment changes for a run on CPU; None removes a variable.
 CHANGES = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONFAULTHANDLER": "1",
     "PYTHONPATH": None,
-    # As in an activated environment: another ninja would build every operator again.
+    # As in an activated environment: another ninja would rebuild every operator.
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
 }
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """This process's environment for a run on CPU; None removes a variable."""
+    """Return this process's environment for a run on CPU; None removes a variable."""
     return cpu_ranks.environment(CHANGES, changes)
 
 
 @functools.cache
 def imported() -> tuple[Zygote, tempfile.TemporaryDirectory[str]]:
-    """The process, which has imported everything, that ranks and tools are forked from, with its
-    TMPDIR; a fault of tests/faults/plant.py can go into its ranks.
+    """Return the process from which ranks and tools are forked, with its TMPDIR. It has imported
+    everything; a fault of tests/faults/plant.py can be planted in its ranks.
     """
     temporary = tempfile.TemporaryDirectory()
     variables = {**CHANGES, "PYTHONWARNINGS": "ignore", "TMPDIR": temporary.name}
@@ -106,7 +108,7 @@ def imported() -> tuple[Zygote, tempfile.TemporaryDirectory[str]]:
 
 
 def _module_of(words: Sequence[str]) -> str | None:
-    """Name the module of harness/ or tools/, or by -m, that `words` run; None if it is none."""
+    """Return the module of harness/ or tools/, or after -m, that `words` run; None without one."""
     interpreter, script, *arguments = words
     if interpreter != sys.executable:
         return None
@@ -127,7 +129,7 @@ def start(
 ) -> Group:
     """Start `command` in `folder`, once per rank; rank N writes to rank-N.log there, or in `logs`.
 
-    A module or a script of this repository is forked from a process that has imported everything,
+    A module or script of this repository is forked from a process that has imported everything,
     unless `env` changes the environment.
     """
     words = [str(word) for word in command]
@@ -139,7 +141,7 @@ def start(
 
 
 def wait(group: Group, timeout_s: float = 900) -> Ended:
-    """Wait for what `start` started. Ranks that outlive the time say where they are, and abort."""
+    """Wait for the ranks of `start`. Ranks that exceed the time print their stacks and abort."""
     deadline = time.monotonic() + timeout_s
     for process in group.processes:
         try:
@@ -165,12 +167,12 @@ def run_ranks(
 
 
 def train_command(*arguments: object) -> list[object]:
-    """The main command with `arguments`, after those of a short run of a small model."""
+    """Return the main command with `arguments`, after those of a short run of a small model."""
     return [sys.executable, TRAIN, *SMALL_MODEL, *SHORT_RUN, *arguments]
 
 
 def events(run: RunFolder, kind: str) -> list[dict[str, Any]]:
-    """A run's events of one kind."""
+    """Return a run's events of one kind."""
     return [event for event in run.read_events() if event["kind"] == kind]
 
 
