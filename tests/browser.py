@@ -32,7 +32,7 @@ SHOWN = "!!document.querySelector('.figures .card, .figures .number, .figures .c
 
 
 def missing() -> str:
-    """Return the reason for which no browser can be driven here; "" if one can."""
+    """Return the reason why no browser can be driven here; "" if one can."""
     if CHROMIUM is None:
         return "needs Chromium: apt-get install chromium"
     if importlib.util.find_spec("websockets") is None:

@@ -112,7 +112,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
 
 
 def way_back(speaker: Speaker, line: Line, kinds: list[str], steps: int = MOST_STEPS) -> str:
-    """Return the reason for which a line does not get past the first of `kinds` of messages; "" if
+    """Return the reason why a line does not get past the first of `kinds` of messages; "" if
     it does.
 
     New messages are also followed, by one of their options; none may simply undo the first one.

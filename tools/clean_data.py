@@ -182,7 +182,7 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
 
 
 def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
-    """Return the reasons for which tokenizing would fail, before the cleaning starts."""
+    """Return the reasons why tokenizing would fail, before the cleaning starts."""
     if args.tokenizer is None:
         return []
     if args.slurm:

@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
 
 
 def environment_problem() -> str | None:
-    """Return the reason for which this Python cannot import a run's packages; None if it can.
+    """Return the reason why this Python cannot import a run's packages; None if it can.
 
     Torch is really imported, since it loads libraries that may be missing; the others are only
     looked up.

@@ -110,7 +110,7 @@ def newest(tmp_path: Path) -> Path:
 
 
 def passed_over(newest: Path) -> str:
-    """Return the reason for which the newest was not used; assert that the previous one was."""
+    """Return the reason why the newest was not used; assert that the previous one was."""
     checkpoint, problems = newest_usable(newest.parent)
     assert checkpoint.path.name == "step-00000001"
     (problem,) = problems

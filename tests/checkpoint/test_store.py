@@ -1,4 +1,4 @@
-"""Which folders are checkpoints, which stay and which are deleted; ranks share the verification."""
+"""Checkpoint folders: recognition, retention and deletion; ranks share the verification."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_shares_of_a_mixture_in_numbers() -> None:
     order = MixOrder([Phase(0, shares(0.9, 0.1)), Phase(800, shares(0.5, 0.5))], [None, None])
     sources, _ = order.places(np.arange(1000))
     assert [(sources[:800] == 1).sum(), (sources[800:] == 1).sum()] == [80, 100]
-    order = MixOrder([Phase(0, shares(0.7, 0.3))], [None, None])  # a far sample needs no walk
+    order = MixOrder([Phase(0, shares(0.7, 0.3))], [None, None])  # far samples need no iteration
     assert [place.item() for place in order.places(np.array([10**15]))] == [0, 7 * 10**14]
     assert one_period((1,)).tolist() == [0]
     assert one_period((1, 0, 2)).tolist() == [2, 0, 2]

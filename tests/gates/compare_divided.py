@@ -51,11 +51,11 @@ class Row:
     """Name of the parameter with the worst gradient."""
     mixture: bool = False
     problem: str = ""
-    """The reason for which it was not compared."""
+    """The reason why it was not compared."""
 
     @property
     def verdict(self) -> str:
-        """The verdict: "equal", "DIFFERS", or the reason for which it was not compared."""
+        """The verdict: "equal", "DIFFERS", or the reason why it was not compared."""
         if self.problem:
             return self.problem
         return "equal" if max(self.loss, self.gradient) < LIMIT else "DIFFERS"

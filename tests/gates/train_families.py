@@ -5,7 +5,7 @@
 For each family of hybrids.py: two steps of ZeRO 1 on two CPU ranks and two more of ZeRO 3 from its
 checkpoint, against four uninterrupted steps of ZeRO 1; the export's held-out loss by plain
 transformers, against the run's; and a step in every layout that divides a model, whose loss and
-gradient norm must equal the undivided ones, or the reason for which there is none. Rows kept in
+gradient norm must equal the undivided ones, or the reason why there is none. Rows kept in
 --out are not run again. Exit code 0, or 1 if a family gives neither a result nor a reason.
 """
 

@@ -206,7 +206,7 @@ def test_the_error_of_random_features_falls_with_the_root_of_their_number() -> N
             return math.sqrt(float(torch.stack(apart).mean()))
 
         few, many = error(64), error(4096)
-    assert 4 < few / many < 16  # from 8 to 64 times as many
+    assert 4 < few / many < 16  # 8 is expected for 64 times as many
 
 
 def test_draws_are_a_function_of_seed_and_layer() -> None:

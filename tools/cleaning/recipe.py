@@ -374,7 +374,7 @@ def packaged_model() -> Path:
 
 
 def missing_for(recipe: Recipe) -> list[str]:
-    """Return the problems of packages and files that a recipe needs and that are missing here."""
+    """Return problems with packages and files that a recipe needs but this machine lacks."""
     packages = {"datatrove": "datatrove", "orjson": "orjson"}
     if recipe.url:
         packages |= {

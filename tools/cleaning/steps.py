@@ -125,7 +125,7 @@ def _metadata(part: Part) -> dict[str, Any]:
 
 
 def why_no_text(corpus: Corpus) -> str | None:
-    """Return the reason for which a corpus cannot be cleaned; None if it can be."""
+    """Return the reason why a corpus cannot be cleaned; None if it can be."""
     if corpus.kind == "indexed":
         return "holds token ids: clean the text that they were made of"
     first = next(corpus.parts(BadLines()), None)

@@ -139,7 +139,7 @@ def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:
 
 
 def refusal(args: argparse.Namespace, layout: Layout) -> str:
-    """Return the reason for which train.py would refuse a layout; "" if it accepts it."""
+    """Return the reason why train.py would refuse a layout; "" if it accepts it."""
     try:
         plan_of(args, layout)
     except ConfigError as error:

@@ -162,7 +162,7 @@ class Counted:
         return self.peak_interval[1] <= (1 - share) * self.question.device_bytes
 
     def why_it_does_not_fit(self) -> str:
-        """Return the reason for which it is no answer; "" if it is one or may be one."""
+        """Return the reason why it is no answer; "" if it is one or may be one."""
         if self.trained is False:
             return f"refused: {self.refusal}"
         if self.missing_host_bytes:
@@ -198,7 +198,7 @@ class Counted:
     @property
     def peak_interval(self) -> tuple[int, int]:
         """Fewest and most bytes of the fullest GPU as its driver reports them; for a layout that
-        does not fit, the fewest twice.
+        does not fit, both are the fewest.
         """
         if self.fits_by_bounds is False:
             return self.peak_bytes, self.peak_bytes
@@ -227,7 +227,7 @@ class Question:
     disk_gb_per_s: float
     """Write bandwidth per node for checkpoints."""
     refusal: Callable[[Layout], str]
-    """Returns the reason for which train.py would refuse a layout; "" if it accepts it."""
+    """Returns the reason why train.py would refuse a layout; "" if it accepts it."""
 
     @property
     def some(self) -> Inputs:

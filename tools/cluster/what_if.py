@@ -109,7 +109,7 @@ def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
 
 
 def _best(args: argparse.Namespace) -> Counted | str:
-    """Return the best layout of a question, or the reason for which there is none."""
+    """Return the best layout of a question, or the reason why there is none."""
     try:
         return answer_to(args, question_of(args)).best or "nothing fits"
     except ConfigError as error:

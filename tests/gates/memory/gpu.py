@@ -170,7 +170,7 @@ def _gib(size: float | None) -> str:
 
 
 def no_gpu() -> str | None:
-    """Return the reason for which nothing can be measured here; None if there is a GPU."""
+    """Return the reason why nothing can be measured here; None if there is a GPU."""
     if find_accelerator() == "cuda":
         return None
     return "--gpu: there is no GPU on this machine; without it CPU ranks are measured"

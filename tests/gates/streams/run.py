@@ -96,7 +96,7 @@ class Row:
     cell: Cell
     ranks: list[Seen] = field(default_factory=list)
     skipped: str = ""
-    """The reason for which this machine cannot run it."""
+    """The reason why this machine cannot run it."""
     failure: str = ""
     """How the run failed."""
 
@@ -171,7 +171,7 @@ def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
 
 
 def impossible(cell: Cell) -> str:
-    """Return the reason for which a cell cannot run on this machine; "" if it can."""
+    """Return the reason why a cell cannot run on this machine; "" if it can."""
     return "; ".join(libaio_problems()) if cell.needs_libaio else ""
 
 
