@@ -1,4 +1,4 @@
-"""Colors are distinguishable and readable."""
+"""Colours are distinguishable and readable."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def pipeline_drawn(plan: Plan) -> Figure:
 
 
 def zero_drawn(plan: Plan) -> Figure:
-    """Return a figure with a column per rank and a lane per state; the rank's shard is colored."""
+    """Return a figure with a column per rank and a lane per state; the rank's shard is coloured."""
     title, subtitle = titles(plan)
     figure = new_figure(11.5, 4.2, title, subtitle)
     axis = figure.subplots()

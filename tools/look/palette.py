@@ -1,4 +1,4 @@
-"""Colors, fonts and titles that plots and pages share."""
+"""Colours, fonts and titles that plots and pages share."""
 
 from __future__ import annotations
 

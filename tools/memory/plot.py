@@ -67,7 +67,7 @@ def estimate_drawn(estimate: Estimate, title: str, subtitle: str) -> Figure:
 
 
 def _bars(axis: Axes, sizes: dict[str, dict[str, int]]) -> None:
-    """Draw stacked bars, each labeled with its total."""
+    """Draw stacked bars, each labelled with its total."""
     groups = {name: grouped(parts) for name, parts in sizes.items()}
     places = range(len(groups))
     bottoms = [0.0] * len(groups)

@@ -31,7 +31,7 @@ class Bars:
     categories: Sequence[str]
     parts: Mapping[str, Sequence[float]]
     colours: Mapping[str, str] = field(default_factory=dict)
-    """Palette names by part; a part without one takes the color of its position."""
+    """Palette names by part; a part without one takes the colour of its position."""
     limits: Sequence[tuple[str, float]] = ()
     together: bool = True
     height: int = 0

@@ -14,7 +14,7 @@ from tools.studio_app.bars import Bars
 
 Verdict = Literal["good", "warning", "bad"]
 Legend = Sequence[tuple[str, str]]
-"""(name of a palette color, what it stands for)."""
+"""(name of a palette colour, what it stands for)."""
 COPY = (
     '<button class="copy" onclick="navigator.clipboard.writeText('
     "this.parentElement.querySelector('pre').textContent)\">Copy</button>"
@@ -117,7 +117,7 @@ def html_of(figure: Figure) -> str:
 
 
 def legend_of(legend: Legend) -> str:
-    """Return a picture's legend, with as many colors per line as fit."""
+    """Return a picture's legend, with as many colours per line as fit."""
     parts = "".join(
         f'<li style="--c:var(--{colour})">{escape(text)}</li>' for colour, text in legend
     )

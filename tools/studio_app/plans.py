@@ -195,7 +195,7 @@ def shape_of(model: str) -> Shape:
 
 
 VERDICTS: dict[str, Verdict] = {"fits": "good", "tight": "warning", "does not fit": "bad"}
-"""Colors of an estimate's verdict."""
+"""Colours of an estimate's verdict."""
 
 
 def gib(size: float) -> str:

@@ -20,7 +20,7 @@ MOMENTS = (
     ("grid", "waits"),
 )
 _AFTER = {"gradients": "adds", "optimizer": "steps", "weights": "gathers"}
-"""Labels of the phases after the passes, by the color of that name."""
+"""Labels of the phases after the passes, by the colour of that name."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pictures as SVG text, in palette colors by name, for light and dark surfaces."""
+"""Pictures as SVG text, in palette colours by name, for light and dark surfaces."""
 
 from __future__ import annotations
 
@@ -145,5 +145,5 @@ def _colour(name: str) -> str:
 
 
 def series(place: int) -> str:
-    """Return the color name for an index; the eight colors repeat."""
+    """Return the colour name for an index; the eight colours repeat."""
     return f"series-{place % 8 + 1}"
