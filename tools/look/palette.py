@@ -43,9 +43,7 @@ __all__ = [
 
 
 def titles(plan: Plan, batch: bool = True) -> tuple[str, str]:
-    """Return the title (model and cluster) and the subtitle (layout and, with `batch`, the
-    batch).
-    """
+    """Return title (model and cluster) and subtitle (layout and, with `batch`, the batch)."""
     world, grid, model = plan.world, plan.grid, plan.config.model
     size = f", {short(num_parameters(plan.shape))} parameters" if plan.shape else ""
     device = world.gpu or ("GPU" if world.accelerator == "cuda" else world.accelerator.upper())
