@@ -267,7 +267,7 @@ def main(argv: list[str]) -> int:
             (PipelineEngine, "accumulate", "micro-batches"),
             (loop, "log_or_evaluate", "log"),
             (reporting, "evaluated", "evaluation"),
-            (loop, "ask", "verdict"),
+            (loop, "decide", "verdict"),
             (loop, "save_if_due", "save"),
         ):
             stack.enter_context(_during(devices, owner, name, phase))
