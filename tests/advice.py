@@ -18,7 +18,8 @@ from harness.config.run_config import RunConfig
 
 VERBS = (
     "set|use|remove|leave|keep|name|write|make|give|change|lower|raise|take|move|put|merge|convert|"
-    "choose|add|increase|extend|mend|did you mean|the nearest that do are"
+    "choose|add|increase|extend|fix|rewrite|list|did you mean|"
+    "the nearest valid values are"
 )
 ADVICE = re.compile(rf"(?:or )?(?:{VERBS})\b")
 _FIELDS, _TOPS = "|".join(RunConfig.model_fields), "|".join(ds_keys()["keys"])
@@ -46,7 +47,7 @@ _SETS = re.compile(
 )
 _SETS_TO = re.compile(rf"set ({_KEY}) to ({_VALUE})(?: or (?:more|less)|, too)?")
 _USES = re.compile(
-    rf"(?:use|set it to|the nearest that do are) ({_VALUE})(?: and ({_VALUE}))?(?: or more)?"
+    rf"(?:use|set it to|the nearest valid values are) ({_VALUE})(?: and ({_VALUE}))?(?: or more)?"
 )
 _ONE_OF = re.compile("(?:use|set it to) one of (.+)")
 _AS_IN = re.compile(rf"(?:name|leave) .*, as in ({_KEY}={_VALUE})")

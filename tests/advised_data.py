@@ -161,17 +161,17 @@ PATH = f"{SMALL} data.path=$here/a.jsonl data.seq_len=16"
 LONG = f"{SMALL} data.path=$here/a.jsonl data.seq_len=64"
 MIX = f"{SMALL} data.seq_len=16"
 ROWS: list[tuple[str, str, str]] = [
-    ("some bad rows", PATH, "data.bad_rows=skip leaves such rows out"),
-    ("many bad rows", f"{PATH} data.bad_rows=skip", "mend them, or raise it"),
+    ("some bad rows", PATH, "data.bad_rows=skip leaves out such rows"),
+    ("many bad rows", f"{PATH} data.bad_rows=skip", "fix them, or raise it"),
     ("a column of another name", PATH, "data.columns.text=body names the text"),
-    ("columns of unknown names", PATH, "name those to read by data.columns"),
+    ("columns of unknown names", PATH, "name the columns to read in data.columns"),
     ("rows marked as not learned", LONG, "as in data.where.weight=1"),
     ("rows marked by false", LONG, "as in data.where.train=True"),
     ("bad examples", LONG, "as in data.where.label=True"),
     (
         "a preference behind turns",
         f"{LONG} data.template=chatml",
-        'data.columns={prompt="conversations", completion="chosen"} learns chosen alone',
+        'data.columns={prompt="conversations", completion="chosen"} learns only chosen',
     ),
     ("texts", f"{PATH} train.epochs=1", "lower train.global_batch (now 48), or raise train.epochs"),
     ("two forms", PATH, "name those to read, as in data.columns="),
@@ -188,7 +188,7 @@ ROWS: list[tuple[str, str, str]] = [
     ("bars", f"{MIX} data.path=$here/a.psv", "data.format=csv reads it"),
     ("a pair and a text", f"{MIX} data.path=$here/d", "or name a pair, as in data.path="),
     ("a pair with masks", f"{MIX} data.path=$here/d", "name that pair alone, or in data.mix"),
-    ("pairs of two widths", f"{MIX} data.path=$here/d", "or name both in data.mix"),
+    ("pairs of two widths", f"{MIX} data.path=$here/d", "or list both in data.mix"),
     (
         "a pair with masks",
         f"{MIX} data.path=$here/d/p data.min_tokens=2",
@@ -248,11 +248,11 @@ ROWS: list[tuple[str, str, str]] = [
         f"{PATH} data.packing=whole data.too_long=refuse",
         "raise data.seq_len, or set data.too_long to cut or drop",
     ),
-    ("texts", f"{PATH} eval.seq_len=512", "lower it, or give more held-out text"),
+    ("texts", f"{PATH} eval.seq_len=512", "lower it, or add held-out text"),
     (
         "texts",
         f"{PATH} eval.seq_len=1000 data.eval_path=$here/few.jsonl",
-        "lower it, or give more held-out text",
+        "lower it, or add held-out text",
     ),
     ("prompts", f"{LONG} eval.seq_len=128", "set data.packing=stream"),
     (
@@ -273,7 +273,7 @@ ROWS: list[tuple[str, str, str]] = [
     (
         "long prompts",
         f"{PATH} data.packing=stream data.held_out=0.005",
-        "raise data.seq_len, or give more held-out text",
+        "raise data.seq_len, or add held-out text",
     ),
     (
         "prompts",
@@ -283,7 +283,7 @@ ROWS: list[tuple[str, str, str]] = [
     (
         "texts",
         f"{PATH} model.name=lstm train.carry_state=true train.global_batch=480",
-        "lower train.global_batch or data.seq_len, or give more text",
+        "lower train.global_batch or data.seq_len, or add text",
     ),
     *(
         (

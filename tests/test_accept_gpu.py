@@ -120,7 +120,7 @@ def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
     done = accept("--only", "good", "hanging", "--limit", "40", folder=tmp_path)
     assert done.returncode == 1
     output = " ".join(done.stdout.split())
-    assert "FAILED: it took longer than 40 s, and was ended, at: hanging" in output
+    assert "FAILED: it took longer than 40 s and was stopped, at: hanging" in output
     assert "of at most 40 s: hanging" in done.stderr
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "interrupted; nothing of it runs any more" in err
+    assert "interrupted; all of its processes have ended" in err
     assert "good           held" in out
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 

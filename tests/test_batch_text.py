@@ -115,7 +115,7 @@ def test_the_command_needs_the_run_folder_alone(
     assert main([str(tmp_path), "--step", "3"]) == 2
     assert "the data has changed since the run" in capsys.readouterr().err
     for arguments, message in (
-        ([str(tmp_path / "none"), "--step", "1"], "holds no plan.json"),
+        ([str(tmp_path / "none"), "--step", "1"], "has no plan.json"),
         ([str(tmp_path), "--step", "0"], "steps count from 1"),
     ):
         with pytest.raises(SystemExit, match="2"):

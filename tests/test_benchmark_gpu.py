@@ -206,7 +206,7 @@ def test_what_is_out_of_memory_is_a_line_beside_its_estimate(tmp_path: Path) -> 
 def test_a_case_ends_at_its_limit() -> None:
     done = run_tool("benchmark_gpu", *SHORT, "--limit=1", code=1)
     (line,) = [json.loads(text) for text in done.stdout.splitlines()]
-    assert line["error"].startswith("not done after 1 s")
+    assert line["error"].startswith("not finished after 1 s")
 
 
 @pytest.mark.gate("tools")

@@ -67,6 +67,6 @@ def test_a_prompt_is_answered_alike_again(exported: Path) -> None:
 def test_what_cannot_be_opened_is_named(exported: Path, tmp_path: Path) -> None:
     assert "neither a run nor an exported" in run_tool("chat", tmp_path, code=2).stderr
     refused = run_tool("chat", exported, "--before", "--prompt=x", code=2)
-    assert "no weights that it began with" in refused.stderr
+    assert "did not start from pretrained weights" in refused.stderr
     (tmp_path / "plan.json").write_text("{}")
     assert "python tools/export_hf.py" in run_tool("chat", tmp_path, code=2).stderr

@@ -292,7 +292,7 @@ def test_pipeline_stages_are_listed_with_their_fullest_rank():
     text = run(*PIPELINED, "--seq-len", "1024").stdout
     assert re.search(r"Peak on rank \d, pipeline stage \d: ", text)
     assert re.search(r"stage 1 +4 layers +28,351,488 parameters +3 in flight ", text)
-    assert text.count("refused under pipeline stages") == 2
+    assert text.count("rejected under pipeline stages") == 2
     assert {rank["pipeline_stage"] for rank in estimated(*PIPELINED)["ranks"]} == {0, 1, 2, 3}
 
 
@@ -319,4 +319,4 @@ def test_a_host_has_a_verdict_of_its_own():
     verdicts = [estimated(*words, "--host-memory", gib) for gib in (needed + 1, needed - 1)]
     assert [each["host_verdict"] for each in verdicts] == ["fits", "does not fit"]
     text = run(*words, "--host-memory", 8).stdout
-    assert f"Host of a node: does not fit: {needed:,.2f} of 8.00 GiB" in text
+    assert f"Host memory per node: does not fit: {needed:,.2f} of 8.00 GiB" in text

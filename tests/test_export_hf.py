@@ -227,7 +227,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as caught:
             main(wrong)
         assert caught.value.code == 2
-    assert "name two steps" in capsys.readouterr().err
+    assert "name different steps" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 77  # a folder without a checkpoint
 
 
@@ -273,6 +273,6 @@ def test_an_emptied_plan_is_named(
 
 def test_sizes() -> None:
     for text in ("0", "0.5", "9" * 400, "four"):
-        with pytest.raises(ArgumentTypeError, match="is no size"):
+        with pytest.raises(ArgumentTypeError, match="is not a size"):
             _bytes(text)
     assert [_bytes(t) for t in ("4GB", "500mb", "1.5 k", "7")] == [4 * 10**9, 5 * 10**8, 1500, 7]

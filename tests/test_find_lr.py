@@ -57,7 +57,7 @@ def test_ranks_under_zero_3_find_the_same_and_leave_nothing(
 
 def test_bad_arguments_are_one_report(tmp_path: Path) -> None:
     stderr = look("--from", "1", "--to", "0.1", "--steps", "3", "--plot", "x.gif", code=2).stderr
-    for said in ("must rise", "fewer than 10", ".svg or .png"):
+    for said in ("must be above 0", "at least 10", ".svg or .png"):
         assert said in stderr
     assert "optim.nmae" in look("optim.nmae=sgd", code=2).stderr
     assert not [*tmp_path.iterdir()]

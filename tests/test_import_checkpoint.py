@@ -240,7 +240,7 @@ def test_a_small_one_is_imported_whole(tmp_path: Path) -> None:
     [
         ({"partition_count": 2}, "was saved by 2 ranks, but has the files of 0"),
         ({"fp32_flat_groups": [torch.arange(5.0)]}, "5 elements"),
-        ({"optimizer_state_dict": None}, "in a way not known here"),
+        ({"optimizer_state_dict": None}, "in an unknown format"),
     ],
 )
 def test_what_is_not_whole_is_refused(
@@ -258,7 +258,7 @@ def test_what_is_not_whole_is_refused(
 def test_a_wrong_argument_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nothing"), "--out", str(tmp_path)]) == 2
     assert main([str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "is no checkpoint known here" in capsys.readouterr().err
+    assert "is not a known checkpoint" in capsys.readouterr().err
     source = _checkpoint(tmp_path / "source")
     assert main([f"{source}@7", "--out", str(tmp_path / "new")]) == 2
     assert "checkpoints of steps [1], not of 7" in capsys.readouterr().err

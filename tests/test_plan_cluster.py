@@ -83,7 +83,7 @@ def test_rates_of_another_gpu_or_precision_are_refused(tmp_path: Path) -> None:
     usual = question_of(arguments(*JOB)).machine
     for flag, path in (("--rates", site), ("--measured", preflight)):
         assert question_of(arguments(*JOB, flag, path)).machine.products != usual.products
-        with pytest.raises(ConfigError, match=f"{flag} .* on a100-40 in bf16, and this is h200"):
+        with pytest.raises(ConfigError, match=f"{flag} .* on a100-40 in bf16, but this is h200"):
             question_of(arguments(*JOB, "--gpu", "h200", flag, path))
         changes = {change.gpu: change for _, change in _changes(arguments(*JOB, flag, path))}
         assert (changes["a100-40"].rates or changes["a100-40"].measured) == path
@@ -180,7 +180,7 @@ def test_what_is_shown_was_planned_and_what_is_refused_is_not_the_answer() -> No
     assert way_of(usual.best.layout) == "ZeRO 1"
     assert again.best is not None
     assert way_of(again.best.layout) == "ZeRO 2"
-    assert why_not(again.ways["ZeRO 1"], again.best) == f"refused: {why}"
+    assert why_not(again.ways["ZeRO 1"], again.best) == f"rejected: {why}"
     assert not any(each.answers for each in again.counted if each.trained is False)
 
 
@@ -419,14 +419,14 @@ def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
     for row in rows:
         if row["fits"]:
             assert row["host_gib"] * GIB <= 10 * GIB
-    assert any("for a node's host" in row["why_not"] for row in rows)
+    assert any("for the host memory of a node" in row["why_not"] for row in rows)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--gpu", "h9000"), "--gpu: unknown GPU 'h9000'"),
-        (("--gpus", 12), "--gpus 12 do not fill nodes of 8"),
+        (("--gpus", 12), "--gpus 12 is not a multiple of 8 GPUs per node"),
         (("--model", "no/such"), "no/such"),
         (("--global-batch", 3, "--seq-len", 1023, "--lora", 8), "--global-batch 3 does not divide"),
         (("--quantize", "nf4"), "--quantize nf4: it needs adapters: add --lora 16"),

@@ -34,7 +34,7 @@ def test_it_is_drawn(name: str, begins: bytes, tmp_path: Path) -> None:
     data = picture.read_bytes()
     assert data.startswith(begins)
     if name.endswith("svg"):
-        assert b"tokens in a sequence" in data
+        assert b"tokens per sequence" in data
         run(
             "--plot",
             str(tmp_path / "again.svg"),

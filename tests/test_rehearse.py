@@ -370,7 +370,7 @@ def test_one_bit_a_missing_and_a_repeated_step_are_differences() -> None:
     expected = lines(3.0, 2.0, 1.0)
     assert differing(lines(3.0, 2.0, 1.0, stopped_at=2), expected) == []
     assert differing(lines(3.0, 2.0 + 2**-40, 1.0), expected)[0].startswith("loss of step 2 is")
-    assert differing(lines(3.0, 2.0), expected) == ["step 3 is in one of the two runs only"]
+    assert differing(lines(3.0, 2.0), expected) == ["step 3 is in only one of the two runs"]
     assert done_twice(lines(3.0, 2.0, 1.0, stopped_at=2), 2) == []
     assert done_twice(lines(3.0, 2.0, 1.0, stopped_at=1), 2) == [2]
 
@@ -390,7 +390,7 @@ def test_what_cannot_be_planned_is_said_before_anything_runs() -> None:
     done = run_tool("rehearse", *words, code=2)
     assert "train.step (command line) is not a key" in done.stderr
     done = run_tool("rehearse", *words[:2], *words[3:], code=2)
-    assert "the nearest that do are 16 or 24" in done.stderr
+    assert "the nearest valid values are 16 or 24" in done.stderr
     done = run_tool("rehearse", "--gpus", "1", "--gpu", "h100-80", words[4], code=2)
     assert "GiB of GPU memory, but 79.65 GiB are free" in done.stderr
     done = run_tool("rehearse", "--gpus", "8", "--ranks", "9", code=2)
@@ -413,14 +413,14 @@ def test_dry_run_says_what_would_be_rehearsed() -> None:
     asked = ("--dry-run", "--gpus", "64", "--deepspeed", "ds_configs/pipeline4.json")
     done = run_tool("rehearse", *asked, "train.global_batch=256", "model.name=mixtral-8x7b")
     assert "8 ranks = 4 stages x 2 data, a mixtral of" in done.stdout
-    assert "64 GPUs = 4 stages x 16 data, ZeRO 1, bf16, 256 windows a step" in done.stdout
+    assert "64 GPUs = 4 stages x 16 data, ZeRO 1, bf16, 256 windows per step" in done.stdout
 
 
 def test_all_takes_a_mixture_where_a_json_divides_experts() -> None:
     asked = ("--all", "--dry-run", "--gpus", 8, "--ranks", 2, "data.seq_len=64")
     only = ("--only", "moe_expert8.json", "--only", "zero1.json")
     done = run_tool("rehearse", *asked, *only, "model.name=llama-3-8b")
-    assert "moe_expert8.json divides experts, of which the model has none" in done.stdout
+    assert "moe_expert8.json shards experts, which this model lacks" in done.stdout
     assert re.search(r"rehearsing moe_expert8.json as 2 ranks, a mixtral of", done.stdout)
     assert re.search(r"rehearsing zero1.json as 2 ranks, a llama of", done.stdout)
     assert "2 of 2 rehearsals held" in done.stdout
@@ -429,7 +429,7 @@ def test_all_takes_a_mixture_where_a_json_divides_experts() -> None:
     unknown = run_tool("rehearse", "--all", "--only", "zero9.json", code=2)
     assert "--only zero9.json: ds_configs/ has no such file" in unknown.stderr
     alone = run_tool("rehearse", "--only", "zero1.json", code=2)
-    assert "it chooses of --all" in " ".join(alone.stderr.split())
+    assert "it selects files of --all" in " ".join(alone.stderr.split())
 
 
 def test_the_table_has_a_row_for_each_json() -> None:
@@ -519,10 +519,10 @@ def test_a_rehearsal_of_zero_3_holds(
     assert code == 0, out + err
     stages = [line.split()[0] for line in out.splitlines() if " s  " in line]
     assert stages == ["plan", "train", "interrupt", "resume", "export", "elsewhere"]
-    assert "8 GPUs, ZeRO 3, bf16, 256 windows a step = 8 x 4 accumulated x 8" in out
+    assert "8 GPUs, ZeRO 3, bf16, 256 windows per step = 8 x 4 accumulated x 8" in out
     assert "equal the uninterrupted run's in every step, bit for bit" in out
     assert re.search(r"opens in transformers; its probe loss is (\S+), and was \1", out)
-    assert "goes on with 1 rank: loss and norm of steps" in out
+    assert "resumes with 1 rank: loss and norm of steps" in out
     assert "all held in" in out
     assert not list(tmp_path.iterdir())
 

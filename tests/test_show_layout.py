@@ -141,7 +141,10 @@ def test_zero_layouts_have_a_picture_too(tmp_path: Path) -> None:
         words = (f"ds.zero_optimization.stage={stage}", "ds.bf16.enabled=false")
         run(*GPT2, *words, "--plot", str(picture))
         drawn = picture.read_text()
-        assert (drawn.count(">1/8 on each rank"), drawn.count(">whole on every rank")) == shares
+        assert (
+            drawn.count(">1/8 on each rank"),
+            drawn.count(">replicated on every rank"),
+        ) == shares
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_a_node_without_the_environment_is_named_and_nobody_waits(
     output = said_by(tmp_path)
     assert f"n2: {sys.executable} cannot import torch, deepspeed" in output
     assert "n1:" not in output
-    assert output.count("not started: mend Python there (slurm/site.env)") == 1
+    assert output.count("not started: fix Python there (slurm/site.env)") == 1
     assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", job)
     assert not (tmp_path / "run").exists()
 
@@ -303,7 +303,7 @@ def test_a_script_without_its_clone_says_so(slurm: PrivateSlurm, tmp_path: Path)
     script.write_text(SCRIPT.read_text())
     job = sbatch(slurm, tmp_path, tmp_path, "--nodes=1", script)
     wait_for(partial(ended, slurm, job), f"job {job} to end", 60)
-    assert f"n1 sees no {tmp_path}/harness/train.py" in said_by(tmp_path)
+    assert f"n1 cannot see {tmp_path}/harness/train.py" in said_by(tmp_path)
     assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", job)
 
 

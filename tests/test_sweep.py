@@ -96,8 +96,8 @@ def test_killed_and_interrupted_it_finishes_the_same_set(
     ranks = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
     output = ended(process, code=75)
-    assert "trials save and end" in output
-    assert "the same command goes on: python tools/sweep.py disturbed.toml" in output
+    assert "trials will save and end" in output
+    assert "the same command resumes: python tools/sweep.py disturbed.toml" in output
     assert not any(rank.is_running() for rank in ranks)
 
     ended(start(disturbed))

@@ -134,7 +134,7 @@ def test_the_numbers_are_those_of_the_texts(
     other = reports[1]["groups"]["all"]
     assert other["saved"] == round(1 - other["tokens"] / 5, 4)
     assert other["unknown"] == other["changed"] == 0
-    assert "Bytes a token" in picture.read_text()
+    assert "Bytes per token" in picture.read_text()
     assert compare(asked) == ExitCode.DONE
     assert "2.800" in capsys.readouterr().out
 
@@ -167,7 +167,7 @@ def test_all_problems_come_at_once(
     asked = ["--data", lost, "--data", str(corpus), "--data", str(corpus), "--hidden=0"]
     assert compare([there, *asked, "--plot=a.txt"]) == ExitCode.BAD_CONFIG
     report = capsys.readouterr().err
-    for part in ("4 problems", "does not exist", "another one is named texts", "--hidden is 0"):
+    for part in ("4 problems", "does not exist", "another is also named texts", "--hidden is 0"):
         assert part in report
     assert compare([lost, str(tmp_path), "--data", str(corpus)]) == ExitCode.BAD_CONFIG
     assert "2 problems" in capsys.readouterr().err

@@ -47,16 +47,26 @@ _INTERRUPTED = 130  # as shells have it
 STEPS = tuple(
     Step(name, question, limit_s, f"tools.acceptance.{where}")
     for name, question, limit_s, where in (
-        ("environment", "are driver, packages, limits and links there?", 90, "machine:look_at"),
-        ("optimizer", "is AdamW torch's? does a killed build matter?", 120, "optimizer:look"),
+        (
+            "environment",
+            "are the driver, packages, limits and links in place?",
+            90,
+            "machine:look_at",
+        ),
+        ("optimizer", "is AdamW torch's, and is a killed build harmless?", 120, "optimizer:look"),
         ("joining", "do ranks meet under every launcher?", 90, "machine:join_ranks"),
-        ("parity", "does every layout learn what a plain loop learns?", 240, "parity:look"),
-        ("attention", "do all implementations give one loss and gradient?", 90, "attention:look"),
-        ("waits", "does the host wait for the device only where it must?", 90, "measured:wait"),
-        ("saving", "is nothing lost in a save, a resume, another layout?", 120, "runs:save"),
-        ("faults", "does every end have its exit code, on all ranks?", 150, "runs:fail"),
-        ("memory", "does a run hold what the estimate says?", 120, "measured:hold"),
-        ("speed", "how fast is a step, and what makes it so?", 180, "measured:climb"),
+        ("parity", "does every layout train like a plain loop?", 240, "parity:look"),
+        (
+            "attention",
+            "do all implementations give the same loss and gradient?",
+            90,
+            "attention:look",
+        ),
+        ("waits", "does the host wait for the device only where necessary?", 90, "measured:wait"),
+        ("saving", "do save, resume and another layout lose nothing?", 120, "runs:save"),
+        ("faults", "do all ranks end with the right exit code?", 150, "runs:fail"),
+        ("memory", "does a run use as much memory as estimated?", 120, "measured:hold"),
+        ("speed", "how fast is a step, and why?", 180, "measured:climb"),
     )
 )
 
@@ -71,7 +81,7 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
     accelerator = find_accelerator()
     most = _gpus() if accelerator == "cuda" else MOST_RANKS
     if not most:
-        parser.error("the driver is here, but no GPU: see nvidia-smi, or set DS_ACCELERATOR=cpu")
+        parser.error("there is a driver, but no GPU: check nvidia-smi, or set DS_ACCELERATOR=cpu")
     ranks = most if accelerator == "cuda" else CPU_RANKS
     ranks = ranks if args.ranks is None else args.ranks
     if not 1 <= ranks <= most:
@@ -96,7 +106,7 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
             limit_s = args.limit or (step.limit_s if accelerator == "cuda" else CPU_LIMIT_S)
             results.append(_done(step, folder, ranks, accelerator, min(limit_s, left_s)))
     except KeyboardInterrupt:
-        _say("interrupted; nothing of it runs any more")
+        _say("interrupted; all of its processes have ended")
         if results:
             say(report.table(results))
         return _INTERRUPTED
@@ -129,7 +139,7 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
     if ended.code == 0:
         return report.read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
     at = readable(now.read_text(errors="replace")) if now.exists() else "its start"
-    why = f"it took longer than {limit_s:.0f} s, and was ended, at: {at}"
+    why = f"it took longer than {limit_s:.0f} s and was stopped, at: {at}"
     if ended.code is not None:
         last = log.read_text(errors="replace").strip().rpartition("\n")[2]
         why = f"it ended with code {ended.code}, at: {at}: {last}"
@@ -137,7 +147,7 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
 
 
 def _too_late(step: Step) -> Result:
-    why = f"{TOTAL_S:.0f} s were over; --only {step.name} takes its own time"
+    why = f"{TOTAL_S:.0f} s are over; run it alone with --only {step.name}"
     return Result(step.name, 0.0, checks=(Check("all of it", "skipped", why),))
 
 
@@ -157,7 +167,7 @@ def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="STEP", help="Run only these steps.")
     add("--ranks", type=int, help="Number of ranks (default: all GPUs of this node, at most 8).")
     add("--json", type=Path, metavar="FILE", help="Write the results to this file, as JSON.")
-    limit = "Time limit of each step, instead of its own."
+    limit = "Time limit per step, instead of the default."
     add("--limit", type=float, metavar="SECONDS", help=limit)
     return parser
 

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     verdict.add_argument("code", type=int)
     verdict.add_argument("run", type=RunFolder)
     verdict.add_argument("attempt_before", type=int)
-    verdict.add_argument("--warned", action="store_true", help="the job was told to end soon")
+    verdict.add_argument("--warned", action="store_true", help="the job is about to be stopped")
     args, words = parser.parse_known_args(argv)
     if args.question == "run-dir":
         print(run_dir(parse_command(words)))

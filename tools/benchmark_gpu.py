@@ -57,7 +57,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the lines above are whole", file=sys.stderr)
+        print("stopped; the lines above are complete", file=sys.stderr)
         return 130
     whole = any("step_time_s" in line for line in lines)
     return 0 if whole and not any("differs" in line for line in lines) else 1
@@ -119,11 +119,11 @@ def _arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
-    each = "Values of a key; several sweeps give every combination."
+    each = "Values to try for a key; several sweeps give every combination."
     add("--sweep", action="append", default=[], metavar="KEY=V,V", help=each)
-    add("--ladder", action="store_true", help="Add one improvement after the other.")
+    add("--ladder", action="store_true", help="Add one improvement after another.")
     add("--ranks", type=int, default=1, help="Number of GPUs (default: 1).")
-    limit = "Time limit of a case (default: %(default)g)."
+    limit = "Time limit per case in seconds (default: %(default)g)."
     add("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=limit)
     add("--warmup", type=int, default=5, help="Steps before the timed ones (default: 5).")
     add("--steps", type=int, default=20, help="Timed steps (default: 20).")

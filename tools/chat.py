@@ -57,15 +57,15 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("run", type=option_path, help="Run folder, or an exported model.")
-    add("--prompt", action="append", help="Send one prompt, and exit; may be repeated.")
-    add("--before", action="store_true", help="Show the answer before training, too.")
-    add("--tokens", type=int, default=256, help="Length of the longest answer (default: 256).")
-    warmth = "Sampling temperature; 0 takes the likeliest token (default: 0)."
+    add("run", type=option_path, help="Run folder or exported model.")
+    add("--prompt", action="append", help="Send one prompt and exit; may be repeated.")
+    add("--before", action="store_true", help="Also show the answer before training.")
+    add("--tokens", type=int, default=256, help="Maximum tokens per answer (default: 256).")
+    warmth = "Sampling temperature; 0 picks the most likely token (default: 0)."
     add("--temperature", type=float, default=0.0, help=warmth)
     add("--seed", type=int, default=0, help="Sampling seed (default: 0).")
     add("--system", help="System turn of each conversation.")
-    add("--trust-remote-code", action="store_true", help="Run code that the model brings.")
+    add("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
     return parser
 
 
@@ -184,7 +184,7 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
         if arguments.before:
             if source is None:
                 raise ConfigError(
-                    f"{arguments.run} names no weights that it began with: no --before"
+                    f"{arguments.run} did not start from pretrained weights: remove --before"
                 )
             before = Speaker("before", opened(source, remote), tokenizer)
     after = Speaker("after", model, tokenizer)

@@ -53,15 +53,15 @@ def main(argv: list[str]) -> int:
         with stopping():
             return _clean(args)
     except Stopped as stop:
-        jobs = "; jobs in the queue go on, scancel ends them" * args.slurm
-        say(f"stopped by {stop}{jobs}; the same command goes on", sys.stderr)
+        jobs = "; queued jobs continue, scancel ends them" * args.slurm
+        say(f"stopped by {stop}{jobs}; the same command resumes", sys.stderr)
         return int(ExitCode.STOPPED)
     except ConfigError as error:
         of_ours = [text.replace("data.path: ", "IN: ", 1) for text in error.problems]
         say(f"cannot clean: {ConfigError(of_ours)}", sys.stderr)
         return int(error.code)
     except (OSError, WorkerFailed) as error:
-        say(f"cannot clean: {error}\nthe same command goes on with the rest", sys.stderr)
+        say(f"cannot clean: {error}\nthe same command resumes with the rest", sys.stderr)
         return int(ExitCode.CANNOT_SAVE) if is_full_disk(error) else 1
 
 
@@ -70,21 +70,21 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("input", nargs="?", metavar="IN", help="Text, in a form that data.path reads.")
+    add("input", nargs="?", metavar="IN", help="Text in any format that data.path reads.")
     add("output", nargs="?", type=option_path, metavar="OUT", help="Folder for the result.")
     presets = ", ".join(PRESETS)
     add("--recipe", default="light", help=f"{presets}, or FILE.toml (default: %(default)s).")
-    add("--text", metavar="COLUMN", help="Column of the text (default: text).")
-    add("--split", metavar="NAME", help="Split of a folder, as data.split (default: train).")
-    add("--workers", type=int, default=cores(), help="Processes (default: %(default)s).")
-    add("--slurm", action="store_true", help="Run as Slurm arrays, with slurm/site.env.")
+    add("--text", metavar="COLUMN", help="Column with the text (default: text).")
+    add("--split", metavar="NAME", help="Split of a folder, as in data.split (default: train).")
+    add("--workers", type=int, default=cores(), help="Number of processes (default: %(default)s).")
+    add("--slurm", action="store_true", help="Run as Slurm job arrays, with slurm/site.env.")
     add("--tokenizer", metavar="TOKENIZER", help="Also write OUT/tokens.bin and OUT/tokens.idx.")
-    add("--trust-remote-code", action="store_true", help="Run code that the tokenizer brings.")
-    add("--keep-work", action="store_true", help="Keep the files between the steps.")
+    add("--trust-remote-code", action="store_true", help="Run code that comes with the tokenizer.")
+    add("--keep-work", action="store_true", help="Keep the intermediate files.")
     add("--json", action="store_true", help="Print the report as JSON.")
-    add("--dry-run", action="store_true", help="Check everything, and stop.")
+    add("--dry-run", action="store_true", help="Check everything and exit.")
     add("--keys", action="store_true", help="List the keys of a recipe.")
-    add("assignments", nargs="*", metavar="key=value", help="Changes of the recipe.")
+    add("assignments", nargs="*", metavar="key=value", help="Keys of the recipe to change.")
     return parser
 
 
@@ -170,7 +170,7 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
         except ConfigError as error:
             problems += [text.replace("data.split", "--split") for text in error.problems]
     if args.output is not None and args.output.exists() and not args.output.is_dir():
-        problems.append(f"OUT: {args.output} is a file: name a folder")
+        problems.append(f"OUT: {args.output} is a file: give a folder")
     if recipe is not None:
         problems += missing_for(recipe)
     problems += _tokenizer_problems(args)

@@ -48,11 +48,11 @@ def main(argv: list[str]) -> int:
     data = "Text to tokenise; may be repeated."
     add("--data", action="append", required=True, metavar="[NAME=]PATH", help=data)
     add("--by", default="language", help="Group by language, data, or the name of a column.")
-    add("--hidden", type=int, default=4096, help="Width of the model (default: %(default)s).")
-    add("--most-mb", type=float, default=4.0, help="MB to read of each --data (%(default)s).")
-    add("--plot", type=option_path, metavar="FILE.svg|.png", help="Draw the comparison, too.")
+    add("--hidden", type=int, default=4096, help="Hidden size of the model (default: %(default)s).")
+    add("--most-mb", type=float, default=4.0, help="MB to read from each --data (%(default)s).")
+    add("--plot", type=option_path, metavar="FILE.svg|.png", help="Also draw the comparison.")
     add("--json", action="store_true", help="Print one JSON object.")
-    add("--trust-remote-code", action="store_true", help="Run code that the tokenizer brings.")
+    add("--trust-remote-code", action="store_true", help="Run code that comes with the tokenizer.")
     args = parser.parse_args(argv)
     try:
         measured = _measured(args)
@@ -88,12 +88,12 @@ def _measured(args: argparse.Namespace) -> list[Measured]:
         if not equals or Path(text).exists():
             name, path = Path(text).stem, text
         if name in corpora:
-            problems.append(f"--data {text}: another one is named {name}: write NAME=PATH")
+            problems.append(f"--data {text}: another is also named {name}: write NAME=PATH")
             continue
         try:
             corpora[name] = find_corpus(path, split=ALL)
             if corpora[name].kind == "indexed":
-                problems.append(f"--data {text} holds token ids: name the text")
+                problems.append(f"--data {text} contains token ids: give the text")
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -155,7 +155,7 @@ def _values(of: Measured, first: Measured, hidden: int) -> dict[str, Any]:
 def as_text(measured: list[Measured], hidden: int) -> str:
     """Return a table with a row per tokenizer, then bytes per token by group."""
     first, width = measured[0], max(9, *(len(of.name) for of in measured))
-    heads = ("vocabulary", "bytes a token", "fertility", "saved", "unknown", "changed", "used")
+    heads = ("vocabulary", "bytes per token", "fertility", "saved", "unknown", "changed", "used")
     sizes = (10, 13, 9, 7, 8, 7, 6, 10)
     columns = "  ".join(
         f"{head:>{size}}" for head, size in zip((*heads, "embedding"), sizes, strict=True)
@@ -175,7 +175,10 @@ def as_text(measured: list[Measured], hidden: int) -> str:
         )
         row = "  ".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
         lines.append(f"{of.name:<{width}}  {row}")
-    lines += ["", f"{'bytes a token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured))]
+    lines += [
+        "",
+        f"{'bytes per token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured)),
+    ]
     for of in measured:
         cells = (f"{of.by_group[name].bytes_per_token:9.3f}" for name in _groups(measured))
         lines.append(f"{of.name:<{width}}  " + "  ".join(cells))
@@ -211,8 +214,8 @@ def drawn(measured: list[Measured]) -> Figure:
         for place, value in zip(places, fertility, strict=True):
             lower.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points",
                            ha="center", fontsize=7)  # fmt: skip
-    upper.set_title("Bytes a token (more is shorter sequences)")
-    lower.set_title("Tokens a word (fertility)")
+    upper.set_title("Bytes per token (more means shorter sequences)")
+    lower.set_title("Tokens per word (fertility)")
     lower.set_xticks(range(len(groups)), groups)
     upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     return figure

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     if not args.json:
         if verdict := _on_host(memory, args.host_memory).get("host_verdict"):
             needed = memory.host_bytes_per_node / GIB
-            say(f"Host of a node: {verdict}: {needed:,.2f} of {args.host_memory:,.2f} GiB")
+            say(f"Host memory per node: {verdict}: {needed:,.2f} of {args.host_memory:,.2f} GiB")
         _add_notes(args, plan, traced)
         if step := step_time(plan):
             say(f"Time: {step_line(step)}: docs/planner.md")
@@ -90,7 +90,7 @@ def _add_notes(args: argparse.Namespace, plan: Plan, traced: dict[str, float]) -
             f"{MAX_DEFAULT_MICRO_BATCH} at once, unless train.micro_batch says otherwise."
         )
     for message in _not_trained(plan):
-        say(f"train.py would refuse this: {message}")
+        say(f"train.py would reject this: {message}")
     for name, size in traced.items():
         print(f"{name}: {size:.3f}")
 
@@ -113,7 +113,7 @@ def _estimate(plan: Plan) -> Estimate:
     try:
         traced_inputs(plan)
     except Untraceable as error:
-        raise ConfigError(f"{plan.model_source}: its tensors are not known here: {error}") from None
+        raise ConfigError(f"{plan.model_source}: its tensors are unknown: {error}") from None
     raise AssertionError("it was traced this time")
 
 
@@ -139,15 +139,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_plan_arguments(parser)
     add = parser.add_argument
-    host = "Host memory of a node, for a verdict on it."
+    host = "Host memory per node in GiB, for a verdict on it."
     add("--host-memory", type=float, metavar="GIB", help=host)
     add("--json", action="store_true", help="Print machine-readable JSON, sizes in GiB.")
     kinds = ("deepspeed", "paper")
-    counted = "Count what DeepSpeed really allocates, or the ZeRO paper's formula."
+    counted = "Count DeepSpeed's actual allocations, or use the ZeRO paper's formula."
     add("--accounting", choices=kinds, default=kinds[0], help=counted)
-    ranges = "Estimate a range of micro_batch, seq_len or gpus, or several."
+    ranges = "Estimate a range of micro_batch, seq_len or gpus, or of several."
     add("--sweep", nargs="+", default=[], metavar="NAME=FROM..TO", help=ranges)
-    traced = "Also run the model's own class on fake tensors, and print what it saves."
+    traced = "Also run the model's own class on fake tensors and print what it saves."
     add("--trace", action="store_true", help=traced)
     return parser
 

@@ -37,10 +37,12 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     path, step = run_and_step(str(arguments.run))
     if step is not None and arguments.step not in (None, step):
-        parser.error(f"{arguments.run} and --step {arguments.step} name two steps: leave one out")
+        parser.error(
+            f"{arguments.run} and --step {arguments.step} name different steps: remove one"
+        )
     step = arguments.step if step is None else step
     if not path.is_dir():
-        parser.error(f"{path} is no folder: give the folder of a run (run.dir)")
+        parser.error(f"{path} is not a folder: give a run folder (run.dir)")
     run = RunFolder(path)
     try:
         source = (run.read_plan() or {}).get("model_source")
@@ -56,11 +58,11 @@ def main(argv: list[str]) -> int:
         trust_remote_code=arguments.trust_remote_code,
     )
     try:
-        _say("reading the checkpoint, and whether it is as it was written ...")
+        _say("reading and verifying the checkpoint ...")
         checkpoint = checkpoint_of(str(path) if step is None else f"{path}@{step}")
         _say(f"exporting step {checkpoint.state.step:,} of {path} to {out}")
         if not run.tokenizer_dir.is_dir():
-            _say(f"{run.tokenizer_dir} is not there: the export will have no tokenizer")
+            _say(f"{run.tokenizer_dir} does not exist: the export will have no tokenizer")
         checked = export(checkpoint, out, run.tokenizer_dir, options, Shown())
     except Unusable as error:
         return _fail(str(error), ExitCode.NO_CHECKPOINT)
@@ -69,14 +71,14 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         return _fail(str(error), error.code)
     except FileNotFoundError as error:
-        return _fail(f"{error}: did the run remove it meanwhile?", ExitCode.NO_CHECKPOINT)
+        return _fail(f"{error}: has the run removed it since?", ExitCode.NO_CHECKPOINT)
     except OSError as error:
         code = ExitCode.CANNOT_SAVE if is_full_disk(error) else ExitCode.BAD_CONFIG
-        return _fail(f"{error}: see to it, or choose another folder (--out)", code)
-    except ExportDiffers as error:  # the code that a run resumed from it would end with
+        return _fail(f"{error}: fix this, or choose another folder (--out)", code)
+    except ExportDiffers as error:  # as a run that would go on from it is refused
         return _fail(f"{error}; --no-check exports it anyway", ExitCode.NO_CHECKPOINT)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing is left of it", 130)
+        return _fail("interrupted; nothing was left behind", 130)
     say(f"exported {out}; {checked}")
     return 0
 
@@ -92,11 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=kinds, help="Type of the weights (default: the run's precision).")
     out = "Folder to write (default: RUN/export, or RUN/export-step-N with a step)."
     add("--out", type=option_path, help=out)
-    size = "Largest size of a file, e.g. 500MB (default: 4GB)."
+    size = "Maximum size per file, e.g. 500MB (default: 4GB)."
     add("--shard-size", type=_bytes, default=4 * 10**9, help=size)
-    add("--no-check", action="store_true", help="Do not open the export to compare its loss.")
-    add("--merge", action="store_true", help="Add adapters (model.lora) to the weights.")
-    add("--trust-remote-code", action="store_true", help="Run code that the model brings.")
+    add("--no-check", action="store_true", help="Do not verify the export by comparing its loss.")
+    add("--merge", action="store_true", help="Merge adapters (model.lora) into the weights.")
+    add("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
     return parser
 
 
@@ -117,7 +119,7 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
     size = float(match[1]) * _UNITS[match[2]] if match else 0
     if not 1 <= size <= MAX_INTEGER:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 4GB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write it as 4GB or 500MB")
     return int(size)
 
 

@@ -62,12 +62,12 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
-    add("--config", type=Path, metavar="TOML", help="A run config.")
+    add("--config", type=Path, metavar="TOML", help="Run config.")
     least, most = "Lowest learning rate (%(default)g).", "Highest learning rate (%(default)g)."
     add("--from", dest="lowest", type=float, default=1e-6, metavar="LR", help=least)
     add("--to", dest="highest", type=float, default=1.0, metavar="LR", help=most)
-    add("--steps", type=int, default=100, help="Steps in between (default: %(default)s).")
-    add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the losses, too.")
+    add("--steps", type=int, default=100, help="Number of steps (default: %(default)s).")
+    add("--plot", type=Path, metavar="FILE.svg|.png", help="Also draw the losses.")
     add("--json", action="store_true", help="Print one JSON object.")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
@@ -79,9 +79,9 @@ def main(argv: list[str]) -> int:
         problems = [*plot_problems(args.plot)]
         if not 0 < args.lowest < args.highest:
             limits = f"--from {args.lowest:g} --to {args.highest:g}"
-            problems.append(f"{limits}: the rate must rise from above 0")
+            problems.append(f"{limits}: --from must be above 0 and below --to")
         if args.steps < 10:
-            problems.append(f"--steps is {args.steps}: with fewer than 10 there is nothing to see")
+            problems.append(f"--steps is {args.steps}: it must be at least 10")
         if problems:
             raise ConfigError(problems)
         own = (f"run.dir={folder}", "save.export=false")
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         return int(stop.code)
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            say(f"cannot look: {error}", sys.stderr)
+            say(f"cannot find a learning rate: {error}", sys.stderr)
         return int(error.code)
     finally:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -111,7 +111,7 @@ def _on_all_ranks(plan: Plan, lowest: float, highest: float, steps: int, folder:
     """Run the range test; `folder` is removed even if a failure of this rank ends the process."""
     from harness.engine.processes import ending_together
 
-    with ending_together("cannot look"), redirect_stdout(sys.stderr):  # progress
+    with ending_together("cannot find a learning rate"), redirect_stdout(sys.stderr):  # progress
         try:
             return range_test(plan, lowest, highest, steps)
         finally:
@@ -180,8 +180,8 @@ def judged(rates: list[float], losses: list[float]) -> Found:
     low = min(range(len(smooth)), key=smooth.__getitem__, default=0)
     if low < 3:
         raise ConfigError(
-            f"the loss never fell, from the lowest rate on ({rates[0] if rates else 0:.2e}): begin "
-            "lower (--from), or see whether the run learns at all"
+            f"the loss never fell, from the lowest rate on ({rates[0] if rates else 0:.2e}): start "
+            "lower (--from), or check whether the run learns at all"
         )
     steep = min(range(1, low), key=lambda n: smooth[n + 1] - smooth[n - 1])
     return Found(rates, losses, smooth, suggested=rates[steep], lowest=rates[low])
@@ -194,9 +194,9 @@ def as_text(result: Found) -> str:
             f"try optim.lr={result.suggested:.2g}",
             f"there the smoothed loss fell fastest; it was lowest at {result.lowest:.2g}"
             + (
-                ", and went up from there"
+                " and rose from there"
                 if result.rates[-1] > result.lowest
-                else ", the highest rate tried: look further with --to"
+                else ", the highest rate tried: raise --to"
             ),
         ]
     )

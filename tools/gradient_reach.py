@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(problems)
         reaches = {str(run): _reach(run, arguments) for run in arguments.runs}
     except ConfigError as error:
-        say(f"cannot tell: {error}", sys.stderr)
+        say(f"cannot measure: {error}", sys.stderr)
         return int(error.code)
     except KeyboardInterrupt:
         return 130
@@ -56,12 +56,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=option_path, help="Run folders, or exported models.")
-    add("--text", type=option_path, required=True, help="A text file, UTF-8.")
-    add("--tokens", type=int, default=512, help="Tokens of a window (default: 512).")
-    add("--windows", type=int, default=16, help="Windows of the text (default: 16).")
+    add("runs", nargs="+", type=option_path, help="Run folders or exported models.")
+    add("--text", type=option_path, required=True, help="Text file in UTF-8.")
+    add("--tokens", type=int, default=512, help="Tokens per window (default: 512).")
+    add("--windows", type=int, default=16, help="Number of windows (default: 16).")
     add("--plot", type=option_path, metavar="FILE", help="Draw the result as .svg or .png.")
-    add("--trust-remote-code", action="store_true", help="Run code that the model brings.")
+    add("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
     return parser
 
 

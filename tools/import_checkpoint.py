@@ -53,11 +53,11 @@ def main(argv: list[str]) -> int:
         return _fail(str(error), error.code)
     except OSError as error:
         code = ExitCode.CANNOT_SAVE if is_full_disk(error) else ExitCode.BAD_CONFIG
-        return _fail(f"{error}: see to it, or choose another folder (--out)", code)
+        return _fail(f"{error}: fix this, or choose another folder (--out)", code)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing is left of it", 130)
+        return _fail("interrupted; nothing was left behind", 130)
     step = int(path.name.removeprefix("step-"))
-    say(f"imported {path}; resume.from={arguments.out}@{step} goes on from it")
+    say(f"imported {path}; resume with resume.from={arguments.out}@{step}")
     return 0
 
 

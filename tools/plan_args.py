@@ -30,14 +30,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="Preset, config.json, folder or hub id.")
     add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
-    add("--config", type=Path, metavar="TOML", help="A run config.")
+    add("--config", type=Path, metavar="TOML", help="Run config.")
     add_machine_arguments(parser)
-    add("--micro-batch", help="Samples that a GPU computes at once (default: 1).")
-    add("--seq-len", help="Tokens of a sample.")
-    filling = "Micro-batches per step (default: 1; with pipeline stages 4 for each stage)."
+    add("--micro-batch", help="Samples per GPU and forward pass (default: 1).")
+    add("--seq-len", help="Tokens per sample.")
+    filling = "Micro-batches per step (default: 1; 4 per pipeline stage)."
     add("--accumulation", help=filling)
     add("--checkpointing", help="Layers to recompute: none, selective, full, or every N-th.")
-    add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the result, too.")
+    add("--plot", type=Path, metavar="FILE.svg|.png", help="Also draw the result.")
     add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
 
 
@@ -45,8 +45,8 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the machines that a job is planned for."""
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="Total number of GPUs (default: 1).")
-    add("--gpus-per-node", type=int, help="GPUs of a node (default: up to 8).")
-    add("--gpu", help="Name of the GPU, such as h100-80; without it there is no verdict.")
+    add("--gpus-per-node", type=int, help="GPUs per node (default: up to 8).")
+    add("--gpu", help="GPU type, such as h100-80; without it there is no verdict.")
     add_kernels(parser)
 
 
@@ -59,7 +59,7 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
         choices=STATE_KERNELS,
         default=(),
         metavar="PACKAGE",
-        help=f"Packages there for recurrent layers: {', '.join(STATE_KERNELS)}.",
+        help=f"Installed packages for recurrent layers: {', '.join(STATE_KERNELS)}.",
     )
 
 

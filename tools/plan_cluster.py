@@ -124,30 +124,63 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="preset, config.json, folder or hub id")
-    add("--gpus", type=_count_of, required=True, help="of the whole job")
-    add("--gpu", required=True, help="a name such as h100-80")
+    add("--gpus", type=_count_of, required=True, help="total number of GPUs")
+    add("--gpu", required=True, help="GPU type, such as h100-80")
     add_kernels(parser)
-    add("--gpus-per-node", type=_count_of, help="default: up to 8")
-    add("--network", type=_positive, metavar="GB/S", help="of a node, for each of its GPUs")
-    add("--host-memory", type=_positive, metavar="GIB", help="of a node (default: 256 a GPU)")
-    add("--disk", type=_positive, metavar="GB/S", help="of a node, that saves write (default: 2)")
-    add("--measured", type=Path, metavar="JSON", help="of preflight.py --json on such nodes")
-    add("--rates", type=Path, metavar="JSON", help="of --calibrate RUN... --rates JSON, such nodes")
-    add("--seq-len", type=_count_of, required=True, help="tokens of a sample")
-    add("--global-batch", type=_count_of, required=True, help="samples of a step")
-    add("--data-tokens", type=_tokens, help="of the job: 300B, 15T (default: 20 a parameter)")
-    add("--deadline-days", type=_positive, help="is it met?")
-    add("--price", type=_positive, help="of a GPU-hour")
-    add("--lora", type=_count_of, metavar="RANK", help="train adapters of this rank alone")
-    add("--quantize", choices=("nf4", "fp4"), help="frozen weights beside adapters in 4 bits")
-    add("--write", type=Path, metavar="FOLDER", help="the recommended layout, ready to run")
-    add("--what-if", action="store_true", help="other GPUs, lengths, numbers of GPUs")
+    add("--gpus-per-node", type=_count_of, help="GPUs per node (default: up to 8)")
+    add("--network", type=_positive, metavar="GB/S", help="network bandwidth of a node, per GPU")
+    add(
+        "--host-memory",
+        type=_positive,
+        metavar="GIB",
+        help="host memory per node (default: 256 per GPU)",
+    )
+    add(
+        "--disk",
+        type=_positive,
+        metavar="GB/S",
+        help="write bandwidth of checkpoint storage, per node (default: 2)",
+    )
+    add(
+        "--measured",
+        type=Path,
+        metavar="JSON",
+        help="rates measured by preflight.py --json on such nodes",
+    )
+    add(
+        "--rates",
+        type=Path,
+        metavar="JSON",
+        help="rates written by --calibrate RUN... --rates JSON for such nodes",
+    )
+    add("--seq-len", type=_count_of, required=True, help="tokens per sample")
+    add("--global-batch", type=_count_of, required=True, help="samples per step")
+    add(
+        "--data-tokens",
+        type=_tokens,
+        help="tokens to train on, such as 300B or 15T (default: 20 per parameter)",
+    )
+    add("--deadline-days", type=_positive, help="report whether the job meets this deadline")
+    add("--price", type=_positive, help="price per GPU-hour")
+    add("--lora", type=_count_of, metavar="RANK", help="train only adapters of this rank")
+    add("--quantize", choices=("nf4", "fp4"), help="4-bit type of the frozen weights, with --lora")
+    add(
+        "--write",
+        type=Path,
+        metavar="FOLDER",
+        help="write the recommended layout to FOLDER, ready to run",
+    )
+    add(
+        "--what-if",
+        action="store_true",
+        help="also plan for other GPU types, sequence lengths and numbers of GPUs",
+    )
     add(
         "--json",
         action="store_true",
-        help="machine-readable, every layout, the recommended one first",
+        help="print every layout as JSON, the recommended one first",
     )
-    add("assignments", nargs="*", metavar="key=value", help="as for train.py")
+    add("assignments", nargs="*", metavar="key=value", help="settings, as for train.py")
     return parser
 
 

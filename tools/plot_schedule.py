@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--config", type=Path, metavar="TOML", help="A run config.")
+    add("--config", type=Path, metavar="TOML", help="Run config.")
     add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
     add("--steps", type=int, help="Number of steps, for a run whose length is given in epochs.")
     add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the schedule.")
@@ -61,7 +61,9 @@ def main(argv: list[str]) -> int:
         plan = plan_from(command, world=World())
         steps = args.steps or plan.steps
         if steps is None:
-            raise ConfigError("train.epochs: the data decides how many steps; name them by --steps")
+            raise ConfigError(
+                "train.epochs: the number of steps depends on the data; set it with --steps"
+            )
         if steps == 0:
             raise ConfigError("train.steps is 0: there is nothing to draw")
     except ValueError as error:
@@ -142,9 +144,9 @@ def drawn(plan: Plan, points: list[Point]) -> Figure:
     subtitle = f"rate {optim.lr:g} at its highest, {warmup:,} steps of warm-up"
     panels = [("learning rate", rates)]
     if len(set(batches)) > 1:
-        panels.append(("tokens in a step", batches))
+        panels.append(("tokens per step", batches))
     if grows:
-        panels.append(("tokens in a sequence", lengths))
+        panels.append(("tokens per sequence", lengths))
     figure = new_figure(10, 1.4 + 2.2 * len(panels), title, subtitle)
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for place, (axis, (name, values)) in enumerate(zip(axes, panels, strict=True)):

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     # The scheduler's name of this node, under which it can be drained.
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if problem := environment_problem():
-        say(f"{'' if args.environment else f'cannot look: {host}: '}{problem}", sys.stderr)
+        say(f"{'' if args.environment else f'cannot check: {host}: '}{problem}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     if args.environment:
         return int(ExitCode.DONE)
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     try:
         return fly(command, host, args.json, args.limit_s)
     except (Absent, ValueError) as error:
-        say(f"cannot look: {error}", sys.stderr)
+        say(f"cannot check: {error}", sys.stderr)
         return int(getattr(error, "code", ExitCode.BAD_CONFIG))
     except KeyboardInterrupt:
         return _INTERRUPTED

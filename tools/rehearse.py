@@ -83,9 +83,12 @@ def main(argv: list[str], command: stages.Command = train_command) -> int:
     args, rest = parser.parse_known_args(argv)
     asked = parse_command(rest)
     if args.markdown and not args.all:
-        parser.error(f"--markdown {args.markdown}: the table is of --all")
+        parser.error(f"--markdown {args.markdown}: the table needs --all")
     if args.only and not args.all:
-        parser.error(f"--only {' '.join(args.only)}: it chooses of --all; or give --deepspeed")
+        parser.error(
+            f"--only {' '.join(args.only)}: it selects files of --all; add --all, or "
+            "use --deepspeed"
+        )
     if args.all and any(word.startswith("--deepspeed") for word in rest):
         parser.error("--all rehearses every shipped JSON: leave --deepspeed out")
     jsons = [asked.deepspeed_path]
@@ -101,7 +104,7 @@ def main(argv: list[str], command: stages.Command = train_command) -> int:
             results.append(result)
             codes.append(code)
     except KeyboardInterrupt:
-        print("interrupted; nothing is left of it", file=sys.stderr)
+        print("interrupted; nothing was left behind", file=sys.stderr)
         return INTERRUPTED
     if args.all:
         total = sum(result.seconds for result in results)
@@ -118,7 +121,7 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
     if args.all:
         asked, result.model = with_experts(asked)
     if result.model:
-        say(f"{result.name} divides experts, of which the model has none: {result.model} has them")
+        say(f"{result.name} shards experts, which this model lacks: {result.model} was used")
     try:
         world = world_of(args)
         real = _planned(asked, world)
@@ -187,7 +190,7 @@ def _planned_as(real: Plan) -> str:
     verdict = real.estimate.verdict if real.estimate and real.world.gpu else None
     return (
         f"{shown(real.grid, 'GPU')}, ZeRO {real.zero_stage}, "
-        f"{real.precision}, {real.global_batch} windows a step = {real.micro_batch} x "
+        f"{real.precision}, {real.global_batch} windows per step = {real.micro_batch} x "
         f"{real.grad_accum} accumulated x {real.grid.data} data ranks"
         + (f"; {verdict} {real.world.gpu}" if verdict else "")
     )
@@ -199,7 +202,8 @@ def _rehearsed_as(job: Job) -> str:
     except ValueError:  # an architecture unknown to the planner
         size = "an unknown size"
     return (
-        f"{shown(job.layout)}, a {job.model['model_type']} of {size}, {job.global_batch} windows a "
+        f"{shown(job.layout)}, a {job.model['model_type']} of {size}, {job.global_batch} "
+        "windows per "
         f"step = {job.micro_batch} x {job.grad_accum} accumulated x {job.layout.data} data ranks, "
         f"{STEPS} steps"
     )
@@ -257,12 +261,12 @@ def _parser() -> argparse.ArgumentParser:
     add_machine_arguments(parser)
     add = parser.add_argument
     add("--ranks", type=int, help="Number of CPU ranks to rehearse on (default: see above).")
-    add("--folder", type=Path, metavar="DIR", help="Where to make the temporary folder.")
-    add("--keep", action="store_true", help="Keep that folder; a failure keeps it, too.")
+    add("--folder", type=Path, metavar="DIR", help="Parent of the temporary folder.")
+    add("--keep", action="store_true", help="Keep that folder, as after a failure.")
     add("--all", action="store_true", help="Rehearse every shipped ds_configs/*.json.")
-    only = "Rehearse this file of --all; may be repeated."
+    only = "With --all: rehearse only this file; may be repeated."
     add("--only", action="append", default=[], metavar="NAME.json", help=only)
-    add("--markdown", type=Path, metavar="FILE", help="With --all: write a table.")
+    add("--markdown", type=Path, metavar="FILE", help="With --all: write a table in Markdown.")
     return parser
 
 

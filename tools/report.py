@@ -54,9 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="*", type=Path, help="run folders; none: all of runs/")
-    parser.add_argument("--out", type=Path, help="the page to write")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg|png", help="write a picture instead")
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders (default: all of runs/)")
+    parser.add_argument("--out", type=Path, help="page to write")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.svg|png", help="write a picture instead of a page"
+    )
     return parser
 
 
@@ -68,7 +70,7 @@ def _paths(named: list[Path]) -> list[Path]:
         return named
     folders = sorted(path for path in ALL.glob("*") if is_run(path)) if ALL.is_dir() else []
     if not folders:
-        raise ConfigError(f"there is no run in {ALL.absolute()}: name its folder")
+        raise ConfigError(f"there is no run in {ALL.absolute()}: give a run folder")
     return folders
 
 

@@ -42,10 +42,10 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("run", help="Run folder.")
     add("--step", type=int, default=1, help="Optimizer step, from 1 (default: 1).")
-    add("--all", action="store_true", help="Show every window, in full.")
-    add("--ids", action="store_true", help="Show ids, targets and positions, too.")
+    add("--all", action="store_true", help="Show every window in full.")
+    add("--ids", action="store_true", help="Also show ids, targets and positions.")
     add("--json", action="store_true", help="Print one JSON object.")
-    add("--trust-remote-code", action="store_true", help="Run code that the tokenizer brings.")
+    add("--trust-remote-code", action="store_true", help="Run code that comes with the tokenizer.")
     arguments = parser.parse_args(argv)
     if arguments.step < 1:
         parser.error(f"--step {arguments.step}: steps count from 1")
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     try:
         plan = folder.read_plan()
         if plan is None:
-            parser.error(f"{arguments.run} holds no plan.json: no run was started there")
+            parser.error(f"{arguments.run} has no plan.json: it is not a run folder")
         run, model_config = _planned(plan, folder.plan_path)
         events = folder.read_events()
     except ConfigError as error:
@@ -100,9 +100,9 @@ def _planned(plan: dict[str, Any], path: Path) -> tuple[RunConfig, dict[str, Any
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is damaged: {error!r}") from error
     if not isinstance(model_config, dict):
-        raise ConfigError(f"{path} is damaged: its model_config is no object")
+        raise ConfigError(f"{path} is damaged: its model_config is not an object")
     if not isinstance(plan.get("data_fingerprint", ""), str):
-        raise ConfigError(f"{path} is damaged: its data_fingerprint is no text")
+        raise ConfigError(f"{path} is damaged: its data_fingerprint is not a string")
     return run, model_config
 
 

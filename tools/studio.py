@@ -32,13 +32,21 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--port", type=int, default=8230, help="0 takes any that is free")
-    parser.add_argument("--host", default="127.0.0.1", help="any but this asks for a token")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of runs")
+    parser.add_argument(
+        "--port", type=int, default=8230, help="port to serve on (default: 8230); 0: any free port"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to serve on (default: 127.0.0.1); any other requires a token",
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)"
+    )
     parser.add_argument(
         "--cold",
         action="store_true",
-        help="train nothing before it is asked for; some pages then take seconds at first",
+        help="do not compute pages in advance; some then take seconds to open",
     )
     args = parser.parse_args(argv)
     if importlib.util.find_spec("nicegui") is None:

@@ -63,14 +63,14 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("file", type=Path, metavar="SWEEP.toml")
     parser.add_argument(
-        "--slurm", action="store_true", help="Submit the trials as one Slurm array."
+        "--slurm", action="store_true", help="Submit the trials as one Slurm job array."
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="List the trials and their cost, and stop."
+        "--dry-run", action="store_true", help="List the trials and their cost, then exit."
     )
     parser.add_argument("--retry", action="store_true", help="Run failed trials again.")
     parser.add_argument(
-        "--report", action="store_true", help="Only write the table and the page again."
+        "--report", action="store_true", help="Only rewrite the table and the page."
     )
     parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)  # of slurm/sweep.sbatch
     args = parser.parse_args(argv)
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         finally:
             release(lock)
     except KeyboardInterrupt:  # the second one
-        say("interrupted: unsaved work is lost; the same command goes on", sys.stderr)
+        say("interrupted: unsaved work is lost; the same command resumes", sys.stderr)
         return INTERRUPTED
     except ConfigError as error:
         say(f"cannot sweep: {error}", sys.stderr)
@@ -125,7 +125,7 @@ def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
         cut_torn_line(sweep.folder)
     study, screen = Study(sweep), Screen()
     if args.retry:
-        screen.say(f"{len(study.retry())} failed trials wait again")
+        screen.say(f"{len(study.retry())} failed trials will run again")
     if not args.report:
         (_run_array if args.slurm else _run_here)(sweep, study, screen)
     records = study.records()
@@ -136,7 +136,7 @@ def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
     screen.say(f"report: {page}")
     if any(not record.has_ended for record in records):
         again = f"python tools/sweep.py {sweep.path}{' --slurm' * args.slurm}"
-        screen.say(f"not all trials have ended; the same command goes on: {again}")
+        screen.say(f"not all trials have ended; the same command resumes: {again}")
         return int(ExitCode.STOPPED)
     return int(ExitCode.DONE) if any(record.state == "done" for record in records) else 1
 
@@ -157,7 +157,7 @@ def _run_array(sweep: Sweep, study: Study, screen: Screen) -> None:
         if job is not None:
             follow(job, study, lambda record: _ended(sweep, study, screen, record))
     except KeyboardInterrupt:
-        screen.say(f"job {job} goes on; `scancel {job}` ends it")
+        screen.say(f"job {job} continues; `scancel {job}` ends it")
 
 
 def _ended(sweep: Sweep, study: Study, screen: Screen, record: Record) -> None:
@@ -173,7 +173,7 @@ def _stopping(queue: Queue, screen: Screen) -> Iterator[None]:
         if queue.is_stopped:
             raise KeyboardInterrupt
         queue.is_stopped = True
-        screen.say(f"{name}: trials save and end; once more ends them now")
+        screen.say(f"{name}: trials will save and end; repeat it to end them now")
 
     with on_stop(stop):
         yield

@@ -37,14 +37,14 @@ def main(argv: list[str]) -> int:
         with stopping():
             return _tokenize(args)
     except Stopped as stop:
-        say(f"stopped by {stop}; what is finished is kept: the same command goes on", sys.stderr)
+        say(f"stopped by {stop}; finished work is kept: the same command resumes", sys.stderr)
         return int(ExitCode.STOPPED)
     except ConfigError as error:
         say(f"cannot tokenise: {error}", sys.stderr)
         return int(error.code)
     except (OSError, WorkerFailed) as error:
         say(
-            f"cannot tokenise: {error}\nwhat is finished is kept: the same command goes on",
+            f"cannot tokenise: {error}\nfinished work is kept: the same command resumes",
             sys.stderr,
         )
         return int(ExitCode.CANNOT_SAVE) if is_full_disk(error) else 1
@@ -55,12 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--config", type=option_path, metavar="TOML", help="A run config.")
+    add("--config", type=option_path, metavar="TOML", help="Run config.")
     add("--workers", type=int, default=cores(), help="Number of processes (default: %(default)s).")
     add("--out", type=option_path, metavar="PREFIX", help="Write PREFIX.bin and PREFIX.idx.")
-    add("--task", type=int, default=0, help="Number of this share of the work, from 0.")
-    add("--tasks", type=int, default=1, help="Number of shares, as of a Slurm array.")
-    add("--trust-remote-code", action="store_true", help="Run code that the tokenizer brings.")
+    add("--task", type=int, default=0, help="Index of this share of the work, from 0.")
+    add("--tasks", type=int, default=1, help="Number of shares, such as the size of a Slurm array.")
+    add("--trust-remote-code", action="store_true", help="Run code that comes with the tokenizer.")
     add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     return parser
 
@@ -81,7 +81,7 @@ def _tokenize(args: argparse.Namespace) -> int:
     others = [key for key in ("mix", "balance", "eval_path", "rehearse") if getattr(run.data, key)]
     if args.out and others:
         names = ", ".join(f"data.{key}" for key in others)
-        problems.append(f"--out writes one corpus, that of data.path: remove {names}")
+        problems.append(f"--out writes only the corpus of data.path: remove {names}")
     if problems:
         raise ConfigError(problems)
     share = Share(args.workers, args.task, args.tasks)

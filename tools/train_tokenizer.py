@@ -37,11 +37,11 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("input", metavar="IN", help="Text, in a form that data.path reads.")
-    add("output", type=option_path, metavar="OUT", help="Folder to write; it must be new.")
+    add("input", metavar="IN", help="Text in any format that data.path reads.")
+    add("output", type=option_path, metavar="OUT", help="Folder to create.")
     add("--kind", choices=KINDS, default="bpe", help="Kind of tokenizer (default: %(default)s).")
-    add("--vocab-size", type=int, default=8192, help="Number of pieces (default: %(default)s).")
-    add("--text", metavar="COLUMN", help="Column of the text (default: text).")
+    add("--vocab-size", type=int, default=8192, help="Vocabulary size (default: %(default)s).")
+    add("--text", metavar="COLUMN", help="Column with the text (default: text).")
     add("--no-byte-fallback", action="store_true", help="Turn rare characters into <unk>.")
     args = parser.parse_args(argv)
     temporary = args.output.with_name(f".{args.output.name}.partial")
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         with stopping():
             return _train(args, temporary)
     except Stopped as stop:
-        say(f"stopped by {stop}; nothing is written: the same command begins anew", sys.stderr)
+        say(f"stopped by {stop}; nothing was written: the same command starts over", sys.stderr)
         return int(ExitCode.STOPPED)
     except ConfigError as error:
         problems = [text.replace("data.path: ", "IN: ", 1) for text in error.problems]
@@ -73,7 +73,7 @@ def _train(args: argparse.Namespace, temporary: Path) -> int:
             f"--vocab-size is {args.vocab_size}: it must be between {_LEAST} and {_MOST:,}"
         )
     if args.output.exists():
-        problems.append(f"OUT: {args.output} is there: remove it, or choose another name")
+        problems.append(f"OUT: {args.output} exists: remove it, or choose another name")
     elif not args.output.absolute().parent.is_dir():
         problems.append(f"OUT: there is no folder {args.output.absolute().parent}")
     if args.no_byte_fallback and args.kind == "byte_bpe":
@@ -83,7 +83,7 @@ def _train(args: argparse.Namespace, temporary: Path) -> int:
         columns = {} if args.text is None else {"text": args.text}
         corpus = find_corpus(args.input, columns=columns, split=ALL)
         if corpus.kind == "indexed":
-            problems.append(f"IN: {corpus.path} holds token ids: name the text")
+            problems.append(f"IN: {corpus.path} contains token ids: give the text")
     except ConfigError as error:
         problems += error.problems
     if problems or corpus is None:
@@ -95,9 +95,7 @@ def _train(args: argparse.Namespace, temporary: Path) -> int:
     pieces = vocab_size(load_tokenizer(temporary))
     temporary.rename(args.output)
     fewer = (
-        ""
-        if pieces == args.vocab_size
-        else f" (the text has no more than that of {args.vocab_size:,})"
+        "" if pieces == args.vocab_size else f" (of {args.vocab_size:,}, because the text is short)"
     )
     say(f"{args.output}: {pieces:,} pieces{fewer}; train with data.tokenizer={args.output}")
     return int(ExitCode.DONE)

@@ -131,7 +131,7 @@ def _end_with(parent: int) -> None:
 def _how(code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
-        of_memory = " (the kernel does that when memory runs out: fewer --workers)" * (code == -9)
+        of_memory = " (the kernel does that when memory runs out: lower --workers)" * (code == -9)
         return f"a worker was ended by {name}{of_memory}"
     return f"a worker ended with code {code}"
 

@@ -23,11 +23,11 @@ def parsed_toml(text: str) -> dict[str, Any]:
     """Return TOML text as a dict. Raises TOMLDecodeError, and ValueError beyond the limits."""
     # tomllib stores every prefix of a dotted key: gigabytes for a megabyte of text.
     if any(match[0].count(".") > MAX_DEPTH for match in _DOTTED.finditer(text)):
-        raise ValueError(f"a key in it has more than {MAX_DEPTH} parts: it is too deep")
+        raise ValueError(f"a key in it has more than {MAX_DEPTH} parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def beyond_bounds(tree: Any) -> str | None:
@@ -38,7 +38,7 @@ def beyond_bounds(tree: Any) -> str | None:
     level, depth = [("", tree)], 0
     while level:
         if depth > MAX_DEPTH:
-            return f"{_place(level)} is nested more than {MAX_DEPTH} deep"
+            return f"{_place(level)} is nested more than {MAX_DEPTH} levels deep"
         inner = []
         for key, value in level:
             if isinstance(value, dict):
@@ -68,7 +68,7 @@ def _bad_text(text: str) -> str | None:
 
 
 COMMAND_LINE = "command line"
-IMPLIED = "default beside model.init_from"
+IMPLIED = "default with model.init_from"
 BY_SIZE = "default by size"
 COUNTED = "follows from the data"
 KEPT = "as the run began"
@@ -107,7 +107,9 @@ def parse_value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except ValueError:
-        raise ValueError(f"{text[:20]}..., too large or too deep to be read") from None
+        raise ValueError(
+            f"{text[:20]}..., which is too large or too deeply nested to read"
+        ) from None
     value = table["value"]
     return text if len(table) > 1 or isinstance(value, datetime.date | datetime.time) else value
 

@@ -47,14 +47,14 @@ class Batch:
             below = global_batch // data_ranks * data_ranks
             legal = " or ".join(str(batch) for batch in (below, below + data_ranks) if batch > 0)
             raise ValueError(
-                f"train.global_batch = {global_batch} does not divide over {data_ranks} data "
-                f"ranks: the nearest that do are {legal}"
+                f"train.global_batch = {global_batch} is not divisible by {data_ranks} data "
+                f"ranks: the nearest valid values are {legal}"
             )
         if quantum is not None and quantum % data_ranks:
             raise ValueError(
-                f"ramp.batch_from and ramp.batch_step make batches of multiples of {quantum} "
-                f"windows, which do not divide over {data_ranks} data ranks: make both multiples "
-                "of that"
+                f"ramp.batch_from and ramp.batch_step make batches in multiples of {quantum} "
+                f"windows, which is not divisible by {data_ranks} data ranks: make both multiples "
+                f"of {data_ranks}"
             )
         per_rank = global_batch // data_ranks
         smallest = per_rank if quantum is None else quantum // data_ranks
@@ -65,11 +65,11 @@ class Batch:
         ):
             if size is not None and size not in legal_ones:
                 nearest = sorted(legal_ones, key=lambda legal: abs(legal - size))[:2]
-                least = "" if smallest == per_rank else f", {smallest} at least under ramp.*"
+                least = "" if smallest == per_rank else f", at least {smallest} under ramp.*"
                 raise ValueError(
-                    f"{key} = {size} does not divide the {per_rank} windows of a data rank{least} "
+                    f"{key} = {size} does not divide the {per_rank} windows per data rank{least} "
                     f"(train.global_batch {global_batch} / {data_ranks} data ranks): "
-                    f"the nearest that do are {' and '.join(map(str, sorted(nearest)))}"
+                    f"the nearest valid values are {' and '.join(map(str, sorted(nearest)))}"
                 )
         if micro_batch is None:
             largest = max(size for size in legal_sizes if size <= MAX_DEFAULT_MICRO_BATCH)
@@ -77,7 +77,7 @@ class Batch:
             if micro_batch not in legal_sizes:
                 raise ValueError(
                     f"gradient_accumulation_steps = {grad_accum} makes micro-batches of "
-                    f"{micro_batch} windows, but the ramp's first steps have {smallest} for a data "
+                    f"{micro_batch} windows, but the ramp's first steps have {smallest} per data "
                     f"rank (ramp.batch_from, ramp.batch_step): set it to {per_rank // smallest} or "
                     'more, or "auto"'
                 )

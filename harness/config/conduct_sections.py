@@ -30,8 +30,9 @@ class EvalConfig(Section):
     samples: Count = 96
     """Held-out windows per evaluation, over all ranks."""
     patience: CountOrZero = 0
-    """Consecutive evaluations without a better held-out loss that end the run early, as done; 0
-    disables this. The last step is exported; save.keep_best also keeps the best checkpoint."""
+    """Consecutive evaluations without a better held-out loss that end the run early, with exit
+    code 0; 0 disables this. The last step is exported; save.keep_best also keeps the best
+    checkpoint."""
     better_by: PositiveOrZero = 0.0
     """Nats by which a held-out loss must beat the best one to count as better."""
     seq_len: Count | None = None

@@ -53,7 +53,7 @@ def _day(value: object) -> object:
             datetime.fromisoformat(value)
         except ValueError as error:
             raise ValueError(
-                f"data.date is {value!r}, which is no date such as 2026-01-31: {error}"
+                f"data.date is {value!r}, which is not a date such as 2026-01-31: {error}"
             ) from error
     return value.isoformat() if isinstance(value, date) else value
 
@@ -288,12 +288,14 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
             below = data.tokens_per_batch // data.seq_len * data.seq_len
             legal = " or ".join(str(n) for n in (below, below + data.seq_len) if n)
             yield (
-                f"data.tokens_per_batch is {data.tokens_per_batch}, no multiple of data.seq_len = "
+                f"data.tokens_per_batch is {data.tokens_per_batch}, which is not a multiple of "
+                "data.seq_len = "
                 f"{data.seq_len}, the longest document: set it to {legal}"
             )
     if data.pool_samples % data.group_samples:
         yield (
-            f"data.pool_samples is {data.pool_samples}, no multiple of data.group_samples = "
+            f"data.pool_samples is {data.pool_samples}, which is not a multiple of "
+            "data.group_samples = "
             f"{data.group_samples}"
         )
     if data.packing == "stream" and data.too_long != "cut":
@@ -321,7 +323,7 @@ def _row_problems(data: DataConfig) -> Iterator[str]:
     if data.bad_rows != "skip" and limit != DataConfig.model_fields["bad_rows_limit"].default:
         yield "data.bad_rows_limit is for data.bad_rows=skip: set data.bad_rows=skip, or remove it"
     if limit > 1 and limit % 1:
-        yield f"data.bad_rows_limit is {limit:g}: above 1 it is a whole number of records"
+        yield f"data.bad_rows_limit is {limit:g}: above 1 it must be a whole number of records"
 
 
 def _eval_problems(data: DataConfig) -> Iterator[str]:
@@ -332,13 +334,13 @@ def _eval_problems(data: DataConfig) -> Iterator[str]:
         )
     for name in data.eval_path:
         if name and not re.fullmatch(NAME_PATTERN, name):
-            yield f"data.eval_path: {name!r} is no name (letters, digits, _, . and -)"
+            yield f"data.eval_path: {name!r} is not a valid name (letters, digits, _, . and -)"
 
 
 def _rehearsal_problems(data: DataConfig) -> Iterator[str]:
     default = DataConfig.model_fields["rehearse_share"].default
     if data.rehearse is None and data.rehearse_share != default:
-        yield "data.rehearse_share without data.rehearse: name the run or the data to rehearse"
+        yield "data.rehearse_share needs data.rehearse: name the run or the data to rehearse"
     if data.rehearse is not None and REHEARSED in (source.label for source in data.mix):
         yield f"data.mix: {REHEARSED!r} is the name of the data of data.rehearse: set another name"
 
@@ -348,7 +350,7 @@ def _mix_problems(data: DataConfig) -> Iterator[str]:
     if data.balance is not None and data.mix:
         yield "data.balance and data.mix exclude each other: use where for each source of data.mix"
     elif data.balance is not None and data.path is None:
-        yield "data.balance without data.path: Python's own library has no columns"
+        yield "data.balance needs data.path: Python's own library has no columns"
     if not data.mix:
         of_mix = ("mix_temperature", "mix_until", *(() if data.balance else ("mix_by",)))
         alone = [
@@ -357,7 +359,7 @@ def _mix_problems(data: DataConfig) -> Iterator[str]:
             if getattr(data, key) != DataConfig.model_fields[key].default
         ]
         if alone:
-            yield f"{', '.join(alone)} without data.mix: name its sources"
+            yield f"{', '.join(alone)} set without data.mix: name its sources"
         return
     if data.path is not None:
         yield "data.path and data.mix exclude each other: a source has its own path"
@@ -366,7 +368,7 @@ def _mix_problems(data: DataConfig) -> Iterator[str]:
         if labels.count(label) > 1:
             yield f"{labels.count(label)} sources of data.mix are named {label!r}: set their name"
         elif not re.fullmatch(NAME_PATTERN, label):
-            yield f"data.mix: {label!r} is no name (letters, digits, _, . and -): set name"
+            yield f"data.mix: {label!r} is not a valid name (letters, digits, _, . and -): set name"
     for key in ("share", "then"):
         values = [getattr(source, key) for source in data.mix]
         if None in values and any(value is not None for value in values):
@@ -376,8 +378,10 @@ def _mix_problems(data: DataConfig) -> Iterator[str]:
             yield f"data.mix: {key} is 0 for every source"
     shares, then = data.mix[0].share, data.mix[0].then
     if shares is not None and data.mix_temperature is not None:
-        yield "data.mix_temperature makes shares of sizes: remove it, or the share of each source"
+        yield (
+            "data.mix_temperature derives shares from sizes: remove it, or the share of each source"
+        )
     if data.mix_until is not None and data.mix_until > 1 and data.mix_until % 1:
-        yield f"data.mix_until is {data.mix_until:g}: above 1 it is a whole number of steps"
+        yield f"data.mix_until is {data.mix_until:g}: above 1 it must be a whole number of steps"
     if (then is None) != (data.mix_until is None):
-        yield "data.mix_until and the share `then` of each source of data.mix need each other"
+        yield "data.mix_until and the share `then` of each source of data.mix must be set together"

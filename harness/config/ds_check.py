@@ -94,7 +94,7 @@ def check_keys(ds: DsJson, problems: Problems) -> None:
     _check_section(ds, ds.tree, ds_keys(), "", problems, unlike_any)
     where = f"({ds.name})"
     if len(unlike_any) > NAMED_AT_ONCE:
-        keys = f"{len(unlike_any)} keys {where} are none that DeepSpeed knows: {listed(unlike_any)}"
+        keys = f"DeepSpeed does not know {len(unlike_any)} keys {where}: {listed(unlike_any)}"
         problems.say(keys)
     else:
         problems.say(*(f"{key} {where} is not a key that DeepSpeed knows" for key in unlike_any))
@@ -180,7 +180,7 @@ def _replace(ds: DsJson, key: str, value: Any, node: Mapping[str, Any], problems
         ds.remove(key, f"left out, an old key: see {new}")
     elif ds.literal(new) is not None or ds.is_auto(new):
         problems.say(
-            f"{key} ({ds.origin(key)}) is an old key for {new}, which is there too: remove it"
+            f"{key} ({ds.origin(key)}) is an old key for {new}, which is also set: remove it"
         )
         ds.reject(key)
     elif value and value != AUTO:

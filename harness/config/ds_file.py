@@ -41,9 +41,9 @@ def foreign_config(path: object, keys: Iterable[str], wanted: str) -> str | None
     if option := table.get("option"):
         return f"{problem}: give it with {option}"
     places = [f"{key} is {place}" for key, place in table["here"].items() if key in plain]
-    instead = "write what is learned"
+    instead = "write its settings"
     if wanted == "deepspeed":
-        instead = "give --deepspeed one of ds_configs/, and write what is learned"
+        instead = "give --deepspeed one of ds_configs/, and write the other settings"
     replacements = f" ({'; '.join(places)})" if places else ""
     return f"{problem}: {instead} as keys of the run config{replacements}"
 
@@ -108,7 +108,7 @@ def read_ds_json(path: str | Path) -> dict[str, Any]:
         problem = foreign_config(path, top_level_keys(text), "deepspeed")
         raise ConfigError(problem or f"{where} is not valid JSON: {error.msg}") from None
     except RecursionError:
-        raise ConfigError(f"DeepSpeed JSON {path} is nested too deep to be read") from None
+        raise ConfigError(f"DeepSpeed JSON {path} is nested too deeply to be read") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"DeepSpeed JSON {path} cannot be read: {error}") from None
     if problem := beyond_bounds(content):
@@ -123,4 +123,4 @@ def read_ds_json(path: str | Path) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number that JSON has")
+    raise ValueError(f"{name} is not a valid JSON number")

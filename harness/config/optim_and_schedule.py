@@ -90,7 +90,7 @@ class GroupConfig(Section):
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression: {error}") from None
+            raise ValueError(f"{value!r} is not a valid regular expression: {error}") from None
         return value
 
 

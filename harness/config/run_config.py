@@ -141,7 +141,7 @@ def keys_as_text() -> str:
     section by section.
     """
     lines = {key: _described(key, owner, name) for key, owner, name in _fields(RunConfig)}
-    parts = ["To begin with:", *(lines[key] for key in FIRST_KEYS)]
+    parts = ["Start with:", *(lines[key] for key in FIRST_KEYS)]
     for name, section in RunConfig.model_fields.items():
         kind: Any = section.annotation
         parts += ["", f"[{name}] {_purpose(kind)}"]

@@ -147,7 +147,7 @@ def _sentences(items: list[ErrorDetails], origins: Mapping[str, str]) -> list[st
             sentences += by_key.values()
         else:
             sentences.append(
-                f"{len(by_key)} keys ({origin}) are none of the run config: {listed(by_key)}"
+                f"{len(by_key)} keys ({origin}) are not in the run config: {listed(by_key)}"
             )
     return sentences
 

@@ -58,7 +58,8 @@ def share_of_rank(
     """
     per_round = data_ranks * micro_batch
     assert global_batch % per_round == 0, (
-        f"global_batch {global_batch} is no multiple of {data_ranks} ranks x {micro_batch} samples"
+        f"global_batch {global_batch} is not a multiple of {data_ranks} ranks x {micro_batch} "
+        "samples"
     )
     starts = np.array(starts_of(data_rank, data_ranks, global_batch, micro_batch), dtype=np.int64)
     return first_sample + starts[:, None] + np.arange(micro_batch)

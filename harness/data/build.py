@@ -102,12 +102,14 @@ def _contiguous(stream: Stream, rows: int) -> Stream:
     if stream.holds_whole_documents:
         raise ConfigError(
             "train.carry_state is true, but windows hold whole documents (data.packing, the "
-            "default where prompts are masked): set data.packing=stream, or train.carry_state=false"
+            "default if prompts are masked): set data.packing=stream, or train.carry_state=false"
         )
     if rows > stream.samples:
         raise ConfigError(
-            f"train.carry_state is true, but {stream.samples} windows are no {rows} streams of "
-            "text (train.global_batch): lower train.global_batch or data.seq_len, or give more text"
+            f"train.carry_state is true, but {stream.samples} windows are too few for {rows} "
+            "streams of text (train.global_batch): lower train.global_batch or data.seq_len, "
+            "or add "
+            "text"
         )
     return Contiguous(stream.packed, rows)
 

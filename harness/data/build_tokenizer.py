@@ -83,7 +83,7 @@ def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBa
     rows = spec.model_vocab_size
     if rows is not None and ids > rows and not spec.adds_rows:
         raise ConfigError(
-            f"data.tokenizer: {source} has {ids} ids, the model's vocabulary only {rows}: set "
+            f"data.tokenizer: {source} has {ids} ids, but the model's vocabulary has {rows}: set "
             f"model.overrides.vocab_size={ids}{_or_fewer(spec, tokenizer)}"
         )
     return tokenizer

@@ -51,8 +51,9 @@ def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> P
         fill_once(folder, build, report)
     except OSError as error:
         problem = (
-            f"data.cache_dir: cannot use {folder.parent}: {error}; name a folder with room, which "
-            "you may write"
+            f"data.cache_dir: cannot use {folder.parent}: {error}; set it to a writable folder "
+            "with "
+            "free space"
         )
         raise (NoRoom if is_full_disk(error) else ConfigError)(problem) from error
     return folder
@@ -121,8 +122,8 @@ def _map_of(array: NDArray[Any]) -> mmap.mmap | None:
 def damaged(path: Path, problem: object) -> ConfigError:
     """Return the error for an unreadable file in a finished folder."""
     return ConfigError(
-        f"data.cache_dir: {path} cannot be read ({problem}): remove {path.parent}, which is then "
-        "built again"
+        f"data.cache_dir: {path} cannot be read ({problem}): remove {path.parent}, which will then "
+        "be rebuilt"
     )
 
 

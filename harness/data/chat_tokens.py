@@ -74,8 +74,8 @@ class ChatEncoder:
             )
         if not tokenizer.is_fast:
             raise ConfigError(
-                f"data.tokenizer: {type(tokenizer).__name__} does not say which characters a token "
-                "stands for, so the assistant's turns of a conversation cannot be told: it needs a "
+                f"data.tokenizer: {type(tokenizer).__name__} gives no character offsets, so the "
+                "assistant's turns of a conversation cannot be located: use one with a "
                 "tokenizer.json"
             )
         added = tokenizer.added_tokens_decoder

@@ -142,8 +142,8 @@ class Data:
             return ""
         shown = ", ".join(f"{name} ({count} pieces)" for name, count in divided.items())
         return (
-            "the chat template writes what is no token of the tokenizer, and is learned as text: "
-            f"{shown}; data.template may name one whose tokens it has"
+            "the chat template writes control tokens that the tokenizer does not have, which are "
+            f"learned as text: {shown}; set data.template to a template whose tokens it has"
         )
 
     @property

@@ -175,9 +175,9 @@ class Encoder:
         assert piece.learned, "asked for parts alone"
         if not _is_end(piece.learned, len(piece.text)):
             raise ConfigError(
-                f"data.tokenizer: {type(self._tokenizer).__name__} does not say which characters a "
-                "token stands for, so only the end of a text can be learned, and data.path has "
-                "segments that are not learned behind learned ones: it needs a tokenizer.json"
+                f"data.tokenizer: {type(self._tokenizer).__name__} gives no character offsets, so "
+                "only the end of a text can be learned, but data.path has segments that are not "
+                "learned after learned ones: use one with a tokenizer.json"
             )
         ids, before = encode(self._tokenizer, [piece.text, piece.text[: piece.learned[0][0]]])
         pairs = zip(ids, before, strict=False)

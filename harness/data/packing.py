@@ -76,7 +76,7 @@ class Packed:
         if not other.num_windows:
             raise ConfigError(
                 f"eval.seq_len is {seq_len}, but the held-out text has {self.split.num_tokens} "
-                "tokens: lower it, or give more held-out text (data.held_out, data.eval_path)"
+                "tokens: lower it, or add held-out text (data.held_out, data.eval_path)"
             )
         return other
 

@@ -140,17 +140,17 @@ class Pair:
         for width in (1, 2, 4, 8):
             if width != dtype.itemsize and tokens * width == self.bin_bytes:
                 raise ConfigError(
-                    f"{self.bin_path} has {width} bytes a token, but type {code} in "
-                    f"{self.idx_path.name} is {dtype.name}, of {dtype.itemsize}"
-                    + ("; in Megatron-LM it is a float, and no token id" if code in (6, 7) else "")
-                    + ": write the ids as int32 (or uint16 below 65,500 of them)"
+                    f"{self.bin_path} has {width} bytes per token, but type {code} in "
+                    f"{self.idx_path.name} is {dtype.name}, with {dtype.itemsize}"
+                    + ("; in Megatron-LM it is a float, not a token id" if code in (6, 7) else "")
+                    + ": write the ids as int32 (or as uint16 if there are fewer than 65,500)"
                 )
 
     def _require_size(self, path: Path, num_bytes: int, expected: int) -> None:
         if num_bytes != expected:
             raise ConfigError(
                 f"{path} is {'truncated' if num_bytes < expected else 'too long'}: {num_bytes} "
-                f"bytes, where {self.idx_path.name} describes {expected}"
+                f"bytes, but {self.idx_path.name} describes {expected}"
             )
 
 
@@ -267,8 +267,8 @@ class IndexedTokens:
         if other := next((pair for pair in self._pairs if pair.dtype != first.dtype), None):
             raise ConfigError(
                 f"data.path: {first.bin_path} holds {first.dtype.name}, {other.bin_path} "
-                f"{other.dtype.name}: all pairs of a folder need one type, so write one of them "
-                "anew, or name both in data.mix"
+                f"{other.dtype.name}: all pairs of a folder need the same type, so rewrite one of "
+                "them, or list both in data.mix"
             )
         files = [(pair.bin_path, pair.bin_bytes) for pair in self._pairs]
         self.ids = TokenFiles(files, first.dtype) if files[1:] else first.ids()

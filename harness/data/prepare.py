@@ -154,7 +154,7 @@ def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
     if not counts.characters:
         raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
     if not counts.learned:
-        why = counts.notes.text() or "its rows mark all of it as not learned"
+        why = counts.notes.text() or "its rows mark everything as not learned"
         documents = f"{counts.documents:,} documents"
         raise ConfigError(f"data.path: {corpus.path} has nothing to learn in {documents}: {why}")
 
@@ -255,7 +255,7 @@ def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) ->
     path, document, offset = tokens.place_of(outside[0])
     advice = f"set model.overrides.vocab_size={facts.highest_id + 1}"
     if facts.lowest_id < 0 or facts.highest_id >= _NO_TOKEN_ID:
-        advice = f"these are no token ids: is {path.with_suffix('.idx')} of the same file?"
+        advice = f"these are not token ids: does {path.with_suffix('.idx')} belong to this file?"
     raise ConfigError(
         f"data.path: {path}: document {document} has token id {outside[1]} at offset "
         f"{offset}, outside the model's vocabulary of {vocab_size}; the ids "

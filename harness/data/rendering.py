@@ -121,7 +121,7 @@ class Marks:
                     message: {kind: place} for message, (kind, place) in zip(of, marks, strict=True)
                 }
             elif marks:
-                raise ValueError("writes equal turns in other numbers than they are said")
+                raise ValueError("does not write equal turns as often as the conversation has them")
         return by_message
 
 
@@ -271,7 +271,7 @@ class ChatTemplate:
             text.encode()  # a lone surrogate in a tool call is valid JSON but not valid text
         except Exception as error:  # a template may raise anything
             problem = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"is refused by the {self.name}: {problem[:300]}") from error
+            raise ValueError(f"is rejected by the {self.name}: {problem[:300]}") from error
         return text, spans
 
     def _compile(self, source: str) -> Any:

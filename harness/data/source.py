@@ -170,21 +170,21 @@ class Source:
         if self.name in spec.config.eval_path and self.corpus.split:
             share = ", or set data.held_out, which evaluates on documents of the train split"
         if self._of_other_length:
-            share += f"; not read were {self._of_other_length} ({self.bounds.text()})"
+            share += f"; {self._of_other_length} were not read ({self.bounds.text()})"
         for side, packed in self.sides.items():
             if packed.num_windows:
                 continue
             if isinstance(packed, WholeWindows) and packed.facts.without_target:
                 yield (
                     f"data.path: {of}the {side.replace('_', '-')} split has no document with a "
-                    f"token to learn in its first {spec.config.seq_len} (data.seq_len): raise "
-                    "data.seq_len, or set data.packing=stream"
+                    f"token to learn in its first {spec.config.seq_len} tokens (data.seq_len): "
+                    "raise data.seq_len, or set data.packing=stream"
                 )
             else:
                 yield (
                     f"data.path: {of}the {side.replace('_', '-')} split has "
                     f"{packed.split.num_tokens} tokens in {packed.split.num_documents} documents; "
-                    f"one window takes data.seq_len + 1 = {spec.config.seq_len + 1}: give more "
+                    f"one window takes data.seq_len + 1 = {spec.config.seq_len + 1}: add "
                     f"text{',' if share else ' or'} lower data.seq_len{share}"
                 )
 
@@ -207,8 +207,8 @@ def open_source(
     elif masks_of(corpus.path).is_file():
         if spec.bounds != ANY_LENGTH:
             raise ConfigError(
-                f"{spec.bounds.text()}: {corpus.path} holds samples that a run kept, cut from its "
-                "documents, whose lengths they do not say: remove it for this data"
+                f"{spec.bounds.text()}: {corpus.path} holds samples that a run kept, cut from "
+                "documents of unknown length: remove it for this data"
             )
         masks = _kept_masks(masks_of(corpus.path))
     tokens = IndexedTokens(*prefixes)
@@ -263,7 +263,9 @@ def _kept_masks(path: Path) -> Masks:
     try:
         return load_masks(path)
     except ConfigError as error:  # it advises removal, but nothing rebuilds this file
-        raise ConfigError(f"data.path: {path} is damaged: bring back what the run kept") from error
+        raise ConfigError(
+            f"data.path: {path} is damaged: restore the file that the run kept"
+        ) from error
 
 
 def _masks_alone(begin: Sequence[int], tokens: IndexedTokens, masks: Masks) -> bool:

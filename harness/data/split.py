@@ -77,8 +77,8 @@ def stores_separator(tokens: IndexedTokens, eos_id: int) -> bool:
     ended = int((tokens.ids.read(sampled) == eos_id).sum())
     if ended not in (0, len(sampled)):
         raise ConfigError(
-            f"data.path: {ended} of {len(sampled)} documents looked at in {tokens.name} end "
-            f"with the tokenizer's eos (id {eos_id}), the others do not; is data.tokenizer the "
+            f"data.path: {ended} of {len(sampled)} sampled documents in {tokens.name} end "
+            f"with the tokenizer's eos (id {eos_id}), the others do not: is data.tokenizer the "
             "one that wrote them?"
         )
     return ended > 0

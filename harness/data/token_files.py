@@ -124,8 +124,8 @@ class TokenFile:
         num_bytes = os.fstat(self._file.fileno()).st_size
         if num_bytes != self.num_bytes:
             raise ConfigError(
-                f"data.path: {self.path} was changed while the run reads it: it has {num_bytes} "
-                f"bytes, {self.num_bytes} when it was opened; restore it and start the run again"
+                f"data.path: {self.path} changed while the run was reading it: it has {num_bytes} "
+                f"bytes, {self.num_bytes} when it was opened; restore it and restart the run"
             )
 
 

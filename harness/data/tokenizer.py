@@ -182,15 +182,16 @@ def load_tokenizer(
         if not is_folder and (offline or is_path):
             reached = ", and the hub cannot be reached from here" if offline else ""
             raise ConfigError(
-                f"data.tokenizer is {str(source)!r}: there is no such folder, the local cache of "
-                f"the hub does not hold it{reached}: name a folder, data.tokenizer=FOLDER"
+                f"data.tokenizer is {str(source)!r}: there is no such folder, and it is not in "
+                f"the hub's local cache{reached}: set data.tokenizer=FOLDER"
             ) from None
         raise ConfigError(
-            f"data.tokenizer: {source} opens as no tokenizer: {type(error).__name__}: {error}"
+            f"data.tokenizer: {source} cannot be opened as a tokenizer: {type(error).__name__}: "
+            f"{error}"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"data.tokenizer: {source} names no eos_token, which must separate the documents; "
+            f"data.tokenizer: {source} has no eos_token, which must separate the documents; "
             "set it in its tokenizer_config.json"
         )
     return tokenizer

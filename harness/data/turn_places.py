@@ -166,8 +166,8 @@ class Turns:
         stop = self._stop(number)
         if stop is None or not self._is_its(number, start, stop):
             raise NotFound(
-                f"the {name} writes an earlier assistant turn so differently when others follow "
-                "that it cannot be told from the text around it"
+                f"the {name} changes an earlier assistant turn when others follow, so that it "
+                "cannot be located in the text"
             )
         text = self._whole.text[start:stop]
         if not self._finder.without_tokens(text):
@@ -258,9 +258,9 @@ class Turns:
         try:
             text = template.text(first, self._chat.tools, prompt=prompt)
         except ValueError as error:
-            problem = str(error).removeprefix(f"is refused by the {template.name}: ")
+            problem = str(error).removeprefix(f"is rejected by the {template.name}: ")
             raise NotFound(
-                f"the {template.name} refuses the conversation up to that turn: {problem}"
+                f"the {template.name} rejects the conversation up to that turn: {problem}"
             ) from error
         try:
             return self._marks.take(text, first)

@@ -212,8 +212,8 @@ def write_whole(
     if too_long == "refuse" and longer:
         raise ConfigError(
             f"data.too_long is refuse: {longer:,} of {packed.split.num_documents:,} documents are "
-            f"longer than data.seq_len = {cut} tokens, document {first_longer} the first of them, "
-            f"the longest has {longest:,}: raise data.seq_len, or set data.too_long to cut or drop"
+            f"longer than data.seq_len = {cut} tokens (the first is document {first_longer}, the "
+            f"longest has {longest:,}): raise data.seq_len, or set data.too_long to cut or drop"
         )
     write = _write_alone if alone else _write_bins
     windows = write(folder / side, packed, chosen, counts)

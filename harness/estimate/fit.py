@@ -202,8 +202,8 @@ def _short_disk(needed: int, run_dir: Path) -> list[str]:
     if needed <= free:
         return []
     return [
-        f"a checkpoint needs {as_size(needed)}, but {as_size(free)} are free in {folder}: make "
-        "room, or choose another run.dir; plan.force=true tries it all the same"
+        f"a checkpoint needs {as_size(needed)}, but {as_size(free)} are free in {folder}: free "
+        "space, or choose another run.dir; plan.force=true runs anyway"
     ]
 
 
@@ -279,7 +279,7 @@ def _short(
         advice = changes_that_help(estimate, free // ranks_sharing, is_possible)
     return [
         f"the run needs {_gib(needed)} of {kind} memory, but {_gib(free)} are free: {advice}; "
-        "plan.force=true tries it all the same"
+        "plan.force=true runs anyway"
     ]
 
 

@@ -51,7 +51,7 @@ def find_gpu(name: str) -> Gpu:
     """
     words = set(re.findall(r"rtx|[a-z]+\d+[a-z]*|\d+|[a-z]+", name.lower()))
     if "mig" in words:
-        raise ValueError(f"unknown GPU {name!r}: a MIG slice, whose share of its GPU is not known")
+        raise ValueError(f"unknown GPU {name!r}: it is a MIG slice of unknown size")
     matching = []
     for key, gpu in GPUS.items():
         must = set(gpu.must.split())
@@ -59,7 +59,7 @@ def find_gpu(name: str) -> Gpu:
             matching.append(key)
     if len(matching) == 1:
         return GPUS[matching[0]]
-    raise ValueError(f"unknown GPU {name!r}: one of {', '.join(matching or GPUS)}")
+    raise ValueError(f"unknown GPU {name!r}: it must be one of {', '.join(matching or GPUS)}")
 
 
 def known_gpu(name: str | None) -> Gpu | None:

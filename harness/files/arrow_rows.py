@@ -20,7 +20,7 @@ def why_no_pyarrow() -> str:
     """Return an install hint that completes a sentence about a file; "" if pyarrow is installed."""
     if find_spec("pyarrow") is not None:
         return ""
-    return 'is read by pyarrow, which is not installed: pip install "pyarrow>=17"'
+    return 'needs pyarrow, which is not installed: pip install "pyarrow>=17"'
 
 
 def open_bytes(file: Path) -> IO[bytes]:

@@ -59,7 +59,7 @@ def _names(beside: dict[Path, str]) -> Iterator[str]:
     for name, count in sorted(kinds.items())[:_NAMED]:
         yield name if count == 1 else f"{count} {name}"
     if more := sum(count for _, count in sorted(kinds.items())[_NAMED:]):
-        yield f"{more} more of such files"
+        yield f"{more} more such files"
 
 
 def _counts(counts: Counter[str]) -> Iterator[str]:

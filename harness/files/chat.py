@@ -51,8 +51,8 @@ def read_template(template: str) -> str:
 
 # A tokenizer takes a hundred bytes per character.
 MOST_CHARACTERS = 1 << 24
-_MARKED: Note = ("turns", "turns of other roles than the assistant's marked as learned")
-_THOUGHT_LOST: Note = ("turns", "thoughts of other roles than the assistant's (not read)")
+_MARKED: Note = ("turns", "turns of roles other than the assistant that are marked as learned")
+_THOUGHT_LOST: Note = ("turns", "thoughts of roles other than the assistant (not read)")
 # Roles that may follow; None: the start.
 _NEXT = {
     None: ("system", "user"),
@@ -119,7 +119,7 @@ def chat_of(
         notes=(_MARKED,) * others + (_THOUGHT_LOST,) * lost,
     )
     if chat.num_characters > MOST_CHARACTERS:
-        raise ValueError(f"is a conversation of more than {MOST_CHARACTERS:,} characters")
+        raise ValueError(f"is a conversation with more than {MOST_CHARACTERS:,} characters")
     return chat
 
 
@@ -173,7 +173,7 @@ def _joined_calls(turns: list[Turn]) -> list[Turn]:
         if (before.is_learned is False) != (turn.is_learned is False):
             raise ValueError(
                 "marks a text and the tool call after it differently; they form one turn: mark "
-                "both alike"
+                "both the same"
             )
         calls = [*before.message.get("tool_calls", []), *turn.message["tool_calls"]]
         thoughts = [of.message[THOUGHT] for of in (before, turn) if THOUGHT in of.message]
@@ -196,8 +196,7 @@ def _require_order(messages: list[Message]) -> None:
         if role not in _NEXT[before]:
             after = "at the beginning" if before is None else f"after {before}"
             raise ValueError(
-                f"has roles out of order: {role} {after}, where {' or '.join(_NEXT[before])} must "
-                "be"
+                f"has roles out of order: {role} {after}, instead of {' or '.join(_NEXT[before])}"
             )
         says = message["content"].strip() or message.get("tool_calls") or message.get(THOUGHT)
         if role == ASSISTANT and not says:

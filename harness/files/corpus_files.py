@@ -141,8 +141,8 @@ def _of_hub(path: str) -> str:
         return ""
     name = path.replace("/", "--")
     return (
-        f"; a data set of the hub is fetched by: hf download {path} --repo-type dataset "
-        f"--local-dir {name}, and read by data.path={name}"
+        f"; for a data set of the hub run: hf download {path} --repo-type dataset "
+        f"--local-dir {name}, and set data.path={name}"
     )
 
 
@@ -191,7 +191,9 @@ def _saved_splits(folder: Path) -> list[str] | None:
         raise ConfigError(f"data.path: {folder}: {error}") from error
     for name in names:
         if Path(name).name != name or _saved_files(folder / name) is None:
-            raise ConfigError(f"data.path: {path} names {name}, which is no saved data beside it")
+            raise ConfigError(
+                f"data.path: {path} names {name}, but no such saved data is beside it"
+            )
     return [*names]
 
 
@@ -206,7 +208,7 @@ def _saved_files(folder: Path) -> tuple[Path, ...] | None:
         raise ConfigError(f"data.path: {folder}: {error}") from error
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
-        raise ConfigError(f"data.path: {state} names {missing[0]}, which is no file beside it")
+        raise ConfigError(f"data.path: {state} names {missing[0]}, but no such file is beside it")
     if why := why_no_pyarrow():
         raise ConfigError(f"data.path: {folder} {why}")
     files = tuple(folder / name for name in names)
@@ -320,11 +322,11 @@ def _pairs_in(folder: Path, pairs: set[Path], others: list[Path]) -> tuple[Path,
     masked = [file for file in others if str(file).removesuffix(_MASKS) in map(str, pairs)]
     for file in sorted({*others} - {*masked}):
         if other := _OTHER_HALF.get(file.suffix):
-            problems.append(f"data.path: {file} has no {other} beside it: add it, or move this")
+            problems.append(f"data.path: {file} has no {other} beside it: add it, or move the file")
     if masked:
         problems.append(
-            f"data.path: {folder} holds {_count(masked)}, which says what of its pair is not "
-            "learned: name that pair alone, or in data.mix"
+            f"data.path: {folder} holds {_count(masked)}, which masks tokens of its pair: "
+            "name that pair alone, or in data.mix"
         )
     left = [
         file
@@ -386,7 +388,7 @@ def _library() -> CorpusFiles:
         kept += [inside / name for name in names if name.endswith(".py")]
     if not kept:
         raise ConfigError(
-            f"data.path: this Python keeps no sources under {root}; give a file or folder of text"
+            f"data.path: this Python has no sources under {root}; give a file or folder of text"
         )
     ordered = sorted(kept, key=lambda file: (file == TOPICS, file.parts))
     files = tuple(root / file for file in ordered)

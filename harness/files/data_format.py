@@ -18,7 +18,7 @@ Records = Iterator[tuple[int, object]]
 MAX_PROBLEMS, _MAX_LINES = 20, 100_000
 _MOST_KINDS, _SHOWN_KINDS = 200, 8
 _OTHER = "other problems"
-SKIP = "data.bad_rows=skip leaves such rows out, and counts them"
+SKIP = "data.bad_rows=skip leaves out such rows and counts them"
 
 
 @dataclass
@@ -112,8 +112,8 @@ class BadLines:
         whole = [self._sentence(of) for of in self.by_problem.values() if not of.line]
         most = self.limit if self.limit >= 1 else Fraction(repr(self.limit)) * self.seen
         if self.count > most:
-            over = f"data.bad_rows_limit is {self.limit:g}, but the bad rows are {self._counted()}"
-            over += ": mend them, or raise it; the first of each kind:"
+            over = f"data.bad_rows_limit is {self.limit:g}, but {self._counted()} rows are bad"
+            over += ": fix them, or raise it; the first of each kind:"
             raise ConfigError([over, *self.problems()[:MAX_PROBLEMS]])
         if whole:
             raise ConfigError(whole)
@@ -153,9 +153,9 @@ class BadLines:
 def problem_of(error: ValueError) -> str:
     """Return the problem of a record as text; the same problem always gives the same text."""
     if isinstance(error, UnicodeEncodeError):
-        return "holds half of a character, as of an emoji that was cut: surrogates not allowed"
+        return "contains half of a character, as from a cut emoji: surrogates not allowed"
     if isinstance(error, UnicodeDecodeError):
-        return f"is no UTF-8 text: {error}"
+        return f"is not UTF-8 text: {error}"
     return str(error)
 
 

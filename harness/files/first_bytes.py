@@ -8,19 +8,19 @@ from pathlib import Path
 from harness.errors import Unusable
 
 LINES_WANTED = '{"text": ...} or {"messages": ...}'
-NO_UTF_8 = "is no UTF-8 text (of Latin-1, iconv -f LATIN1 -t UTF-8 FILE > NEW makes it)"
+NO_UTF_8 = "is not UTF-8 text (to convert Latin-1: iconv -f LATIN1 -t UTF-8 FILE > NEW)"
 _ARRAY = "is an array: write token ids as a .bin/.idx pair (Megatron-LM's format)"
-_DOCUMENT = "is a document with markup of its own: extract its text into .txt"
+_DOCUMENT = "is a document with markup: extract its text to a .txt file"
 _UTF_16 = "is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"
 
 
 def _compressed(command: str) -> str:
-    return f"is compressed: {command} FILE, and name what comes out"
+    return f"is compressed: {command} FILE, and name the result"
 
 
 def _table(reader: str) -> str:
     return (
-        f"is a table: write a .jsonl, each line {LINES_WANTED}, as with pandas.{reader}(FILE)"
+        f"is a table: convert it to .jsonl, each line {LINES_WANTED}, as with pandas.{reader}(FILE)"
         "[[COLUMN]].rename(columns={COLUMN: 'text'}).to_json(NEW, orient='records', lines=True)"
     )
 

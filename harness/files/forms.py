@@ -46,19 +46,19 @@ def naming(record: Mapping[str, object]) -> str:
         names = ["instruction", *(key for key in _INPUTS if key in texts)][:2]
         columns = dict(zip(("instruction", "input"), names, strict=False))
         columns["output"] = answers[0]
-        return f": {example(columns)} learns {answers[0]} alone, as a chat"
+        return f": {example(columns)} learns only {answers[0]}, as a chat"
     names = turns + answers if len(turns) == 1 else turns or texts
     if pair := _pair(names):
         question, answer = pair
-        said = f": {example({'prompt': question, 'completion': answer})} learns {answer} alone"
+        said = f": {example({'prompt': question, 'completion': answer})} learns only {answer}"
         if turns:
             return said
         chat = example({"question": question, "answer": answer})
-        return f"{said}, as text behind {question}; {chat} makes a chat of them"
+        return f"{said}, as text after {question}; {chat} makes them a chat"
     is_part = _like(texts, (*_QUESTIONS, *_ANSWERS)) not in ([], [_CHOSEN_NAMES])
     if len(texts) == 1 and not turns and not is_part:
         return f": {example({'text': texts[0]})} names the text"
-    return ": name those to read by data.columns" if kept else ""
+    return ": name the columns to read in data.columns" if kept else ""
 
 
 def _like(names: list[str], words: tuple[str, ...]) -> list[str]:
@@ -184,7 +184,7 @@ def _token_ids(row: Values) -> Ids:
             continue
         if label != token:
             raise ValueError(
-                f"has the label {label} at place {place}, where input_ids has {token}: a label is "
+                f"has the label {label} at position {place}, but input_ids has {token}: a label is "
                 f"the token itself, or {_NOT_LEARNED} (not learned); labels must not be shifted"
             )
         if learned and learned[-1][1] == place:
@@ -197,7 +197,7 @@ def _token_ids(row: Values) -> Ids:
 def _integers(row: Values, key: str) -> list[int]:
     values = parsed(row[key])
     if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise ValueError(f"{key} must be an array of whole numbers")
+        raise ValueError(f"{key} must be an array of integers")
     return values
 
 
@@ -310,19 +310,19 @@ def _require_answer(turns: object, column: str) -> None:
         columns = example({"prompt": column, "completion": _CHOSEN})
         raise ValueError(
             f"has {column} that end with a turn of the {role}, and the answer in {_CHOSEN}: "
-            f"{columns} learns {_CHOSEN} alone"
+            f"{columns} learns only {_CHOSEN}"
         )
 
 
 def _require_learned(record: Mapping[str, object], used: set[str]) -> None:
     """Raise ValueError if a column of the row says that it must not be trained on."""
-    whys = dict.fromkeys(MARKS, "which is read of turns, not of rows")
-    whys |= dict.fromkeys(_TAGS, "an answer that is not to be learned")
+    whys = dict.fromkeys(MARKS, "which marks turns, not rows")
+    whys |= dict.fromkeys(_TAGS, "which marks an answer not to be learned")
     for key, why in whys.items():
         value = record.get(key)
         if key not in used and (value is False or (key in MARKS and value in (0, "0"))):
             raise ValueError(
-                f"has {key}={value!r}, {why}: remove the column, or leave such rows out by "
+                f"has {key}={value!r}, {why}: remove the column, or leave out such rows with "
                 f"data.where, as in data.where.{key}={type(value)(1)}"
             )
 
@@ -354,7 +354,7 @@ def value_of(record: object, column: str) -> str:
 def problem_of_columns(columns: Mapping[str, str]) -> str | None:
     """Return why the keys of data.columns do not make a document; None if they do."""
     if unknown := [name for name in columns if name not in get_args(Column)]:
-        return f"names {unknown[0]}, which is none of {', '.join(get_args(Column))}"
+        return f"names {unknown[0]}, which is not one of {', '.join(get_args(Column))}"
     forms = [form for form in FORMS if columns.keys() >= {*form.needs}]
     if columns and len(forms) != 1:
         return f"must name {WANTED}; it names {', '.join(columns)}"

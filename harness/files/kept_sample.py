@@ -21,8 +21,8 @@ def kept_sample(text: str) -> Path | None:
         return run / FOLDER
     if (run / "plan.json").is_file():
         raise ConfigError(
-            f"data.rehearse is {text!r}, a run that has kept no sample of its data "
-            "(data.reservoir; kept from its first checkpoint on): name the path of its data"
+            f"data.rehearse is {text!r}, a run that kept no sample of its data "
+            "(data.reservoir, written from the first checkpoint on): name the path of its data"
         )
     return None
 

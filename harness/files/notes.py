@@ -50,7 +50,7 @@ class Notes(Counter[Note]):
         for key, count in values.items():
             kind, _, name = key.partition(" ")
             if kind not in get_args(Kind) or not isinstance(count, int):
-                raise ValueError(f"{key!r}: {count!r} is no note with its number")
+                raise ValueError(f"{key!r}: {count!r} is not a note with its count")
             notes[kind, name] += count  # type: ignore[index]
         return notes
 

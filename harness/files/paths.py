@@ -37,15 +37,15 @@ def expanded_path(text: str) -> str:
     Raises ValueError for a path that no file can have.
     """
     if "\0" in text:
-        raise ValueError("no path holds a NUL character")
+        raise ValueError("a path cannot contain a NUL character")
     if text.startswith("~"):
         try:
             text = str(Path(text).expanduser())
         except RuntimeError:
             user = text.partition("/")[0]
-            raise ValueError(f"this machine knows no home of {user}") from None
+            raise ValueError(f"this machine has no home folder for {user}") from None
     if len(os.fsencode(text)) > _MAX_PATH_BYTES:
-        raise ValueError(f"a path has {_MAX_PATH_BYTES:,} bytes at most")
+        raise ValueError(f"a path can have at most {_MAX_PATH_BYTES:,} bytes")
     if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in text.split("/")):
-        raise ValueError(f"the name of a file or folder has {_MAX_NAME_BYTES} bytes at most")
+        raise ValueError(f"the name of a file or folder can have at most {_MAX_NAME_BYTES} bytes")
     return text

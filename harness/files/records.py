@@ -29,8 +29,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CannotSave(
-            f"{path} cannot be written ({error.strerror or error}): make room, or see to its disk; "
-            "the same command then goes on from the newest checkpoint"
+            f"{path} cannot be written ({error.strerror or error}): free space, or fix its disk; "
+            "the same command then resumes from the newest checkpoint"
         ) from error
 
 

@@ -30,9 +30,9 @@ def open_regular(path: Path, links: bool = False) -> BufferedReader:
         descriptor = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise Unusable(f"{path} is a link, where a file must be") from None
+            raise Unusable(f"{path} is a link, not a file") from None
         if error.errno == errno.ENXIO:
-            raise Unusable(f"{path} is a socket, where a file must be") from None
+            raise Unusable(f"{path} is a socket, not a file") from None
         raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -46,7 +46,7 @@ def read_regular(path: Path, most_bytes: int, links: bool = False) -> bytes:
     with open_regular(path, links) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise Unusable(f"{path} has {size} bytes, more than the {most_bytes} that one may have")
+            raise Unusable(f"{path} has {size} bytes, more than the {most_bytes} allowed")
         return file.read(most_bytes)
 
 
@@ -56,7 +56,7 @@ def read_json(path: Path, most_bytes: int, links: bool = False) -> object:
     try:
         value: object = json.loads(data)
     except RecursionError:
-        raise Unusable(f"{path} cannot be read: it is nested too deep") from None
+        raise Unusable(f"{path} cannot be read: it is nested too deeply") from None
     except ValueError as error:
         raise Unusable(f"{path} cannot be read: {error}") from None
     return value

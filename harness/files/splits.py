@@ -239,8 +239,8 @@ class Splits:
             if wanted in (None, ALL, TO_EVALUATE, OF_A_SOURCE):
                 return ""
             raise ConfigError(
-                f"data.split is {wanted!r}, but {path} has no splits: neither a data card nor the "
-                f"names of its files say any; remove it, or name the files in data.path"
+                f"data.split is {wanted!r}, but {path} has no splits: neither a data card nor its "
+                f"file names define any; remove it, or name the files in data.path"
             )
         if wanted in self.names:
             return str(wanted)

@@ -57,23 +57,25 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, StoredTensor]:
     size = os.fstat(file.fileno()).st_size
     start = file.read(len(LFS_POINTER))
     if len(start) < 8:
-        raise Unusable(f"{path} has {size} bytes: it is empty, or cut off")
+        raise Unusable(f"{path} has {size} bytes: it is empty or truncated")
     (length,) = struct.unpack("<Q", start[:8])
     if length > min(size - 8, MOST_HEADER_BYTES):
-        raise Unusable(f"{path} has {size} bytes and is no safetensors file: {_looks_like(start)}")
+        raise Unusable(
+            f"{path} has {size} bytes and is not a safetensors file: {_looks_like(start)}"
+        )
     file.seek(8)
     try:
         content = json.loads(file.read(length))
     except (ValueError, RecursionError):
         raise Unusable(
-            f"{path} has {size} bytes and is no safetensors file: its header is no JSON"
+            f"{path} has {size} bytes and is not a safetensors file: its header is not JSON"
         ) from None
     tensors = _tensors(Table(content, path), 8 + length)
     end = max((tensor.end for tensor in tensors.values()), default=8 + length)
     if end != size:
         raise Unusable(
             f"{path} has {size} bytes, but its tensors end at {end}: "
-            + ("it is cut off; copy or download it again" if end > size else "something follows")
+            + ("it is truncated; copy or download it again" if end > size else "something follows")
         )
     return tensors
 
@@ -94,12 +96,12 @@ def _tensors(content: Table, base: int) -> dict[str, StoredTensor]:
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start != place or tensor.end < place:
             raise Unusable(
-                f"{content.file}: the bytes of {name} begin at {tensor.start - base} behind the "
-                f"header, not where the tensor before ends ({place - base})"
+                f"{content.file}: the bytes of {name} begin {tensor.start - base} after the "
+                f"header, not where the previous tensor ends ({place - base})"
             )
         if (width := _BYTES.get(tensor.dtype)) and tensor.numel * width != tensor.end - place:
             raise Unusable(
-                f"{content.file}: {name} has {tensor.end - place} bytes, not those of "
+                f"{content.file}: {name} has {tensor.end - place} bytes, which does not match "
                 f"{tensor.dtype} {list(tensor.shape)}"
             )
         place = tensor.end
@@ -116,4 +118,4 @@ def _looks_like(start: bytes) -> str:
         return "it is a pickle of torch.save; convert it"
     if start.startswith((b"GGUF", b"\x1f\x8b")):
         return "it is a GGUF or a compressed file"
-    return "it begins with other bytes"
+    return "it begins with unexpected bytes"

@@ -47,14 +47,14 @@ def read_header(path: Path) -> IndexHeader:
     magic, version, code, sequences, bounds = HEADER.unpack(header)
     if magic != MAGIC or version != 1 or code not in TYPES:
         raise ConfigError(
-            f"{path} is no Megatron index: it begins with {header[:18]!r}, not with {MAGIC!r}, "
+            f"{path} is not a Megatron index: it begins with {header[:18]!r}, not with {MAGIC!r}, "
             f"version 1 and a type from {min(TYPES)} to {max(TYPES)}"
         )
     if not sequences:
         raise ConfigError(f"{path} is empty: it describes no sequence")
     if bounds < 2:
         raise ConfigError(
-            f"{path} describes {sequences} sequences and the end of no document: whatever wrote it "
+            f"{path} describes {sequences} sequences but no end of a document: whatever wrote it "
             "must end each document (builder.end_document())"
         )
     return IndexHeader(code, sequences, bounds, num_bytes)

@@ -30,8 +30,8 @@ def _call(call: object) -> Call:
     unknown = [key for key, value in rest.items() if value and key not in _OF_SERVERS]
     if given is None and unknown:
         raise ValueError(
-            f"calls {function['name']} with {', '.join(unknown)}, and none of "
-            f"{', '.join(_ARGUMENTS)}: name its arguments so"
+            f"calls {function['name']} with {', '.join(unknown)}: the key of its arguments "
+            f"must be one of {', '.join(_ARGUMENTS)}"
         )
     function = {**rest, "name": function["name"], "arguments": _arguments(given, function["name"])}
     identity = {"id": call["id"]} if call.get("id") else {}
@@ -54,12 +54,14 @@ def _arguments(value: object, name: str) -> dict[str, Any]:
             arguments = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"calls {name} with arguments that are no whole JSON: {error} in {_short(value)}"
+                f"calls {name} with arguments that are not valid JSON: {error} in {_short(value)}"
             ) from error
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"calls {name} with arguments that are no object {{...}}: {_short(value)}")
+        raise ValueError(
+            f"calls {name} with arguments that are not an object {{...}}: {_short(value)}"
+        )
     return arguments
 
 
@@ -69,7 +71,7 @@ def tools_of(tools: object, functions: object = None) -> list[dict[str, Any]] | 
     """
     parts = [parsed(part) for value in (tools, functions) for part in _listed(parsed(value))]
     if not all(isinstance(part, dict) for part in parts):
-        raise ValueError("tools must be an array of objects, or that as JSON text")
+        raise ValueError("tools must be an array of objects, or such an array as JSON text")
     return [_wrapped(part) for part in parts if isinstance(part, dict)] or None
 
 
@@ -169,7 +171,7 @@ def turns_of(value: object, key: str) -> list[Turn]:
         value = [value]
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         raise ValueError(
-            f"{key} is text that should be turns, but is no JSON: {_why_no_json(value)}"
+            f"{key} is text that should be turns, but is not valid JSON: {_why_no_json(value)}"
         )
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key} must be an array of turns, not {type_of(was)}")
@@ -180,7 +182,7 @@ def _why_no_json(text: str) -> str:
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
-        quoted = "; it looks like Python's own writing of a list: write it with json.dumps"
+        quoted = "; it looks like a Python list: write it with json.dumps"
         return f"{error}{quoted if text.lstrip()[1:].lstrip()[:2] == _PYTHON else ''}"
     return "it is nested too deeply"
 
@@ -225,10 +227,10 @@ def turn_of(turn: object) -> Turn:
         raise ValueError(f"a turn needs role and content, or from and value; it has {list(turn)}")
     role = _ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise ValueError(f"a turn has the role {name!r}, which is none of {', '.join(_ROLES)}")
+        raise ValueError(f"a turn has the role {name!r}, which is not one of {', '.join(_ROLES)}")
     turn, content = _with_content(turn)
     if role == "user" and content is None:
-        raise ValueError("a turn of the user has no content")
+        raise ValueError("a user turn has no content")
     if role == _CALL:
         message: Message = {"role": ASSISTANT, "content": "", "tool_calls": calls_of(content)}
     else:
@@ -237,7 +239,7 @@ def turn_of(turn: object) -> Turn:
             message["tool_calls"] = calls
     is_own = message["role"] == ASSISTANT
     if not is_own and "tool_calls" in message:
-        raise ValueError(f"a turn of the role {name} calls tools, which the assistant alone does")
+        raise ValueError(f"a turn of the role {name} calls tools, which only the assistant can do")
     if is_own and (thought := _thought(turn, content)):
         message[THOUGHT] = thought
     parts = content if isinstance(content, list) else []
@@ -338,7 +340,7 @@ _PART_THOUGHTS = ("thinking", "reasoning")
 _INSTEAD = {  # for Anthropic's parts
     "tool_use": ": write the call beside content, "
     '"tool_calls": [{"function": {"name": ..., "arguments": {...}}}]',
-    "tool_result": ': write a turn of its own, {"role": "tool", "content": ...}',
+    "tool_result": ': write a separate turn, {"role": "tool", "content": ...}',
 }
 
 
@@ -349,7 +351,7 @@ def _is_thought(part: object) -> bool:
 def _text_of_part(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type_of(part)
     if not isinstance(part, dict) or kind not in (*_TEXTS, *_PART_THOUGHTS):
-        raise ValueError(f"a turn has a part that is no text, but {kind}{_INSTEAD.get(kind, '')}")
+        raise ValueError(f"a turn has a part of type {kind}, not text{_INSTEAD.get(kind, '')}")
     key = next((key for key in ("text", kind) if key in part), None)
     if key is None:
         raise ValueError(f"a turn has a part without a text; it has {list(part)}")

@@ -56,9 +56,9 @@ def _forward(model: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -
     # transformers before 5.24 says past_key_values.
     mask, cache = given.get("attention_mask"), given.get("cache", given.get("past_key_values"))
     if mask is not None and not bool(mask.all()):
-        raise ValueError("this attention reads padding, too: take rows of one length")
+        raise ValueError("this attention also reads padding: use rows of equal length")
     if getattr(cache, "is_compileable", False):
-        raise ValueError("this attention reads empty places, too: take a dynamic cache")
+        raise ValueError("this attention also reads empty cache positions: use a dynamic cache")
     positions = given.get("position_ids")
     is_first = cache is None or not cache.get_seq_length()
     if positions is not None and is_first and "cu_seq_lens_q" not in given:

@@ -21,7 +21,7 @@ from harness.layout.recompute import REVERSIBLE
 from harness.models.as_trained import AsTrained
 from harness.models.skeleton import hf_config
 
-_ABOUT = '''"""The model as it was trained: written beside its weights, as what it imports."""
+_ABOUT = '''"""Code of the trained model, written next to its weights with everything it imports."""
 
 '''
 _ROOM = Path(__file__).parent

@@ -49,7 +49,7 @@ def trace_flow(skeleton: PreTrainedModel) -> Flow:
     for returns_tuple in (False, True):
         with contextlib.suppress(_OtherStyle):
             return _Observed(skeleton, returns_tuple).flow()
-    raise _CannotBeCut(f"a layer of {kind} does not read what the layer before it returned")
+    raise _CannotBeCut(f"a layer of {kind} does not read the previous layer's output")
 
 
 class _Observed:
@@ -71,14 +71,14 @@ class _Observed:
         """Run the model once and return its flow. Raises _CannotBeCut."""
         for name, module in self.outside.items():
             if any(inner is self.layers for inner in module.modules()):
-                raise _CannotBeCut(f"{self.kind} has parameters beside its modules ({name})")
+                raise _CannotBeCut(f"{self.kind} has parameters outside its modules ({name})")
         count = len(self.layers)
         logits = self._run()
         if self.layers_run != count:
             raise _CannotBeCut(f"{self.kind} runs {self.layers_run} of its {count} layers")
         if logits.requires_grad:
             raise _CannotBeCut(
-                f"what follows the layers of {self.kind} reads more than hidden states"
+                f"the modules after the layers of {self.kind} read more than hidden states"
             )
         for name, places in self.ran_at.items():
             if places - {0, count} or len(places) > 1:

@@ -48,7 +48,7 @@ def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Ten
     if missed:
         raise ValueError(
             f"{type(model).__name__}._init_weights leaves {', '.join(missed)} uninitialised; "
-            "train it from given weights instead (model.init_from)"
+            "train it from pretrained weights instead (model.init_from)"
         )
     return drawn
 

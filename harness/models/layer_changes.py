@@ -49,7 +49,7 @@ def _leave_out(
     if after.shape != before.shape:
         raise ValueError(
             f"model.stochastic_depth: {type(layer).__name__} turns {tuple(before.shape)} into "
-            f"{tuple(after.shape)}, and cannot be left out: set it to 0"
+            f"{tuple(after.shape)}, so it cannot be skipped: set it to 0"
         )
     keep = 1.0 - float(vars(layer)["depth_dropout"])
     kept = torch.rand(len(before), 1, 1, device=before.device) < keep

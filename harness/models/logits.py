@@ -44,7 +44,7 @@ def operations_on_logits(skeleton: PreTrainedModel) -> Operations:
     """
     kind, head = type(skeleton).__name__, skeleton.get_output_embeddings()
     if type(head) is not nn.Linear:
-        raise ValueError(f"the output head of {kind} is no Linear")
+        raise ValueError(f"the output head of {kind} is not an nn.Linear")
     hidden = torch.empty(1, 4, head.in_features, dtype=skeleton.dtype, device="meta")
     recorder = _Recorder()
 

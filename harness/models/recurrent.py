@@ -200,7 +200,7 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         Raises ValueError for a mask that hides tokens, since the state passes through all of them.
         """
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError("a recurrent model reads padding, too: take rows of one length")
+            raise ValueError("a recurrent model also reads padding: use rows of equal length")
         hidden = self.model(input_ids, carried=carried).last_hidden_state
         return CausalLMOutput(logits=self.lm_head(hidden))
 

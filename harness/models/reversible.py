@@ -80,7 +80,9 @@ def halves_of(layer: nn.Module) -> tuple[Half, Half]:
             for each in names
         )
         if norm is None or reader is None:
-            raise ValueError(f"{type(layer).__name__} is not attention and MLP behind a norm each")
+            raise ValueError(
+                f"{type(layer).__name__} is not attention and an MLP, each after a norm"
+            )
         halves.append(Half(norm, reader, dropout))
     return halves[0], halves[1]
 

@@ -177,7 +177,7 @@ def _num_experts(model: PreTrainedModel) -> int:
     experts = next((count for count in counts if count), None)
     if not hasattr(module, _BALANCING) or experts is None:
         raise ValueError(
-            f"the balancing loss of {type(model).__name__} cannot be carried over stages: set "
+            f"the balancing loss of {type(model).__name__} cannot be passed across stages: set "
             "model.overrides.output_router_logits=false, or use ZeRO 3"
         )
     return int(experts)

@@ -21,7 +21,7 @@ def check_adapters(draft: Draft) -> None:
     """Reject adapters without pretrained weights, and layouts that do not support adapters."""
     config, problems, lora = draft.config, draft.problems, draft.config.model.lora
     if any(rule.frozen for rule in config.optim.groups):
-        _check_layout(draft, "optim.groups", "frozen parameters were never tried")
+        _check_layout(draft, "optim.groups", "frozen parameters are untested")
     if lora.rank is None:
         for key in _SETTINGS:
             if config.is_set(f"model.lora.{key}"):
@@ -29,22 +29,22 @@ def check_adapters(draft: Draft) -> None:
                 problems.add(f"model.lora.{key}", why, use)
         return
     if config.model.init_from is None:
-        why = "but adapters are learned beside given weights"
+        why = "but adapters need pretrained weights"
         problems.add("model.lora.rank", why, "set model.init_from")
     if not importlib.util.find_spec("peft"):
         problems.add("model.lora.rank", "it needs the package peft (pip install peft)")
     for rule in config.optim.groups:
         if rule.frozen:
-            why = f"which freezes {rule.pattern!r}, but all weights beside adapters are frozen"
+            why = f"which freezes {rule.pattern!r}, but adapters already freeze all other weights"
             problems.add("optim.groups", why, "leave frozen out")
     for key in ("kernels", "compile"):
         if config.is_set(f"model.{key}") and config.get(f"model.{key}") not in ("none", False):
-            why = "which was never tried with adapters (model.lora.rank)"
+            why = "which is untested with adapters (model.lora.rank)"
             problems.add(f"model.{key}", why, "leave it out")
     if lora.dora and draft.ds.value("zero_optimization.stage") == 3:
-        why = "but peft's DoRA reads whole weights, which ZeRO 3 divides"
+        why = "but peft's DoRA reads full weights, which ZeRO 3 shards"
         problems.add("model.lora.dora", why, "use zero_optimization.stage=2, or plain adapters")
-    _check_layout(draft, "model.lora.rank", "adapters are not divided")
+    _check_layout(draft, "model.lora.rank", "adapters are not supported")
     _check_targets(draft)
     _check_whole(draft)
     _note_experts(draft)
@@ -63,10 +63,10 @@ def _check_quantization(draft: Draft) -> None:
         why = "it needs the package bitsandbytes (pip install bitsandbytes)"
         problems.add("model.lora.quantize", why)
     if draft.model_config.get("model_type") == "falcon":
-        why = "but the linear maps of falcon are a class of its own, which nobody quantizes"
+        why = "but falcon has its own class of linear layers, which bitsandbytes does not quantize"
         problems.add("model.lora.quantize", why, "leave it out")
     if draft.ds.value("zero_optimization.stage") == 3:
-        why = "but ZeRO 3 divides weights, which those in 4 bits, codes and scales, are not"
+        why = "but ZeRO 3 cannot shard 4-bit weights, which are codes and scales"
         use = "use zero_optimization.stage=2, with the whole model in 4 bits on every rank"
         problems.add("model.lora.quantize", why, f"{use}, or leave quantize out")
 
@@ -79,7 +79,7 @@ def _check_layout(draft: Draft, key: str, why_not: str) -> None:
         ("expert-parallel ranks", grid.expert),
     ):
         if ranks > 1:
-            why = f"but {why_not} over {axis}, of which there are {ranks}"
+            why = f"but {why_not} with {ranks} {axis}"
             draft.problems.add(key, why, "use ZeRO 0 to 3 alone")
 
 
@@ -91,7 +91,7 @@ def _check_targets(draft: Draft) -> None:
     names = [tensor.name.removesuffix(".weight") for tensor in linear_weights(draft.shape)]
     last = [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
     if unknown := [target for target in lora.targets if target not in last]:
-        why = f"but no linear map of the decoder layers is named {', '.join(unknown)}"
+        why = f"but no linear layer of the decoder layers is named {', '.join(unknown)}"
         draft.problems.add("model.lora.targets", why, f"they are {', '.join(last)}")
 
 
@@ -106,7 +106,7 @@ def _check_whole(draft: Draft) -> None:
     own = [name for name in names if name not in linear]
     tied = TIED_HEADS if draft.shape.tied else ()  # trained as the embedding
     if unknown := [name for name in lora.modules_to_save if name not in (*own, *tied)]:
-        why = f"but no module beside the linear maps of the decoder layers is named {unknown[0]}"
+        why = f"but no module outside the linear layers of the decoder layers is named {unknown[0]}"
         draft.problems.add("model.lora.modules_to_save", why, f"they are {', '.join(own)}")
     elif not {*lora.modules_to_save} & {*own}:
         why = "which is tied to the embedding"
@@ -123,6 +123,6 @@ def _note_experts(draft: Draft) -> None:
     share = f" ({count:,} of {sum(t.numel for t in tensors):,} parameters)" if count else ""
     draft.note(
         "experts_without_adapters",
-        f"experts get no adapters and stay as they are{share}: they are stacked weights, and "
-        "adapters stand beside linear maps; without model.lora.rank they are trained",
+        f"experts get no adapters and stay frozen{share}: they are stacked weights, and only "
+        "linear layers can have adapters; without model.lora.rank they are trained",
     )

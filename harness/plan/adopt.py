@@ -93,7 +93,7 @@ def adopt(draft: Draft) -> None:
             )
     if _lacks_maximum(ds) and "optim.lr" not in by_key:
         rate = f"{config.optim.lr:g} ({config.origin('optim.lr')})"
-        message = f"the peak is optim.lr, {rate}, as optimizer.params.lr is auto"
+        message = f"the peak is optim.lr, {rate}, because optimizer.params.lr is auto"
         events.append({"kind": "adopted", "key": "optim.lr", "message": message})
     try:
         draft.config = validated(tree, origins)
@@ -232,14 +232,14 @@ def _check_params(draft: Draft) -> None:
             if takers := _other_schedulers(ds, key):
                 kind = ds.literal("scheduler.type")
                 use = f"remove it, or set scheduler.type to {' or '.join(takers)}"
-                problems.add(key, f"which is no parameter of {kind}", use)
+                problems.add(key, f"which is not a parameter of {kind}", use)
             if takers or key in SAME or key in IGNORED:
                 continue
             if key not in FIXED:
                 hint = did_you_mean(key, [*SAME, *FIXED])
-                problems.say(f"{key} ({ds.origin(key)}) is not a parameter known here{hint}")
+                problems.say(f"{key} ({ds.origin(key)}) is not a known parameter{hint}")
             elif value != FIXED[key]:
-                problems.add(key, "which is not built", f"use {FIXED[key]!r}")
+                problems.add(key, "which is not supported", f"use {FIXED[key]!r}")
 
 
 def _other_schedulers(ds: DsJson, key: str) -> list[str]:
@@ -254,7 +254,7 @@ def _other_schedulers(ds: DsJson, key: str) -> list[str]:
 def _not_built(types: Iterable[str]) -> tuple[str, str]:
     """Return the reason for rejecting a type, and its replacement."""
     return (
-        "which is not built here",
+        "which is not supported",
         f"set it to one of {', '.join(types)}, or remove the section and set it in the run config "
         "(optim.*)",
     )

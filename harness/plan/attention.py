@@ -61,7 +61,7 @@ class Asked:
         elif not wanted:
             why = self._lacking or "the causal mask needs no tensor"
         elif problem := next(iter(self.problems("varlen")), None):
-            why = f"{wanted}, but of varlen: {problem}"
+            why = f"{wanted}, but varlen cannot be used: {problem}"
         else:
             return "varlen", wanted
         return self.masked, why
@@ -78,7 +78,7 @@ class Asked:
         if attention != "varlen" and row.is_exact:
             return problems
         if self.shape is not None and not self.shape.family.divides_rows:
-            problems.append(f"{config['model_type']} models do not tell it where documents begin")
+            problems.append(f"{config['model_type']} models do not pass it the starts of documents")
         if dropped := [key for key in ATTENTION_DROPOUTS if config.get(key)]:
             problems.append(f"it has no dropout of attention weights ({dropped[0]})")
         if not row.is_exact:
@@ -89,30 +89,35 @@ class Asked:
         """Return what the approximate kinds of attention do not support."""
         model_type = self.model_config["model_type"]
         if self.shape is None:
-            return [f"{model_type} models have attention that is not known"]
+            return [f"{model_type} models have an unknown kind of attention"]
         lacks = family_of(model_type).sdpa_lacks
         problems = [f"it has no {lacks}, which {model_type} models have"] if lacks else []
         if any(window is not None for window in self.shape.sliding_windows):
-            problems.append(f"layers of {model_type} models have sliding windows of their own")
+            problems.append(f"layers of {model_type} models have sliding windows")
         return problems
 
     def _problems_of_kernel(self) -> list[str]:
         """Return what flash attention, in torch or the package, does not support."""
         gpu, problems = known_gpu(self.world.gpu), []
         if self.precision == "fp32":
-            problems.append("its kernel computes in bf16 or fp16, and the run in fp32")
+            problems.append("its kernel computes in bf16 or fp16, but the run uses fp32")
         if gpu is not None and gpu.bf16_tflops is None:
-            problems.append(f"its kernel needs an Ampere GPU or later, and {gpu.name} is older")
+            problems.append(f"its kernel needs an Ampere GPU or later, but {gpu.name} is older")
         if self.shape is not None and (self.shape.head_dim > 256 or self.shape.head_dim % 8):
             width = self.shape.head_dim
-            problems.append(f"its kernel has heads of up to 256 in eights, the model of {width}")
+            problems.append(
+                "its kernel needs a head size of at most 256 in multiples of 8, but the model "
+                f"has {width}"
+            )
         if importlib.util.find_spec("flash_attn"):
             return problems
         if self._soft_caps:
-            problems.append("torch's kernel has no soft-capped scores; flash_attn's has")
+            problems.append("torch's kernel does not support soft-capped scores; flash_attn's does")
         if not self.world.has_torch(2, 11):
             own = f"torch {self.world.torch}'s kernel"
-            problems.append(f"{own} has no windows and scales; torch 2.11's and flash_attn's have")
+            problems.append(
+                f"{own} does not support windows and scales; torch 2.11's and flash_attn's do"
+            )
         return problems
 
     def _wanted(self) -> str:
@@ -170,7 +175,7 @@ def _check_sizes(draft: Draft) -> None:
     for name in SIZES:
         if name not in sizes and getattr(model, f"attention_{name}") is not None:
             kinds = [kind for kind, row in ATTENTIONS.items() if name in row.sizes]
-            why = f"but model.attention={attention} has no such size"
+            why = f"but model.attention={attention} does not use this size"
             draft.problems.add(f"model.attention_{name}", why, f"it is one of {', '.join(kinds)}")
     if sizes.get("global", 0) > seq_len:
         why = f"but windows have {seq_len} tokens (data.seq_len)"

@@ -30,7 +30,7 @@ def decide_batching(draft: Draft) -> None:
     }
     for key, why in (
         ("pipeline.stages", "stages exchange tensors of one shape: use ZeRO 3 instead of stages"),
-        ("model.compile", "every length would be compiled anew: remove model.compile"),
+        ("model.compile", "every length would be compiled separately: remove model.compile"),
         ("ramp.length_from", "documents would be cut: remove ramp.length_from"),
         (
             "train.tokens",
@@ -51,7 +51,10 @@ def mark_padding(draft: Draft) -> None:
         return
     marked = data.model_copy(update={"document_mask": True})
     draft.config = draft.config.model_copy(update={"data": marked})
-    draft.note("marked_padding", "data.document_mask is true: routers are not balanced by padding")
+    draft.note(
+        "marked_padding",
+        "data.document_mask is true, so that padding does not count in the balance of routers",
+    )
 
 
 def _set_micro_batch(draft: Draft) -> None:
@@ -97,7 +100,7 @@ def note_unfinished_ramp(draft: Draft) -> None:
     if last.global_batch < curriculum.global_batch or last.pieces > 1:
         draft.note(
             "unfinished_ramp",
-            f"the run ends within its ramp (ramp.*): its last step reads {last.global_batch} "
+            f"the run ends during its ramp (ramp.*): its last step reads {last.global_batch} "
             f"windows in sequences of {seq_len // last.pieces} tokens",
         )
 
@@ -112,7 +115,7 @@ def _check_pairs(draft: Draft) -> None:
             draft.problems.add(f"ramp.{present}", why, "set both, or neither")
     if ramp.batch_step is not None and ramp.batch_from is None:
         draft.problems.add(
-            "ramp.batch_step", "but ramp.batch_from is not given", "set ramp.batch_from, too"
+            "ramp.batch_step", "but ramp.batch_from is not set", "set ramp.batch_from, too"
         )
 
 
@@ -158,13 +161,15 @@ def check_evaluation(draft: Draft) -> None:
     if longer is not None and longer < run.data.seq_len:
         problems.add(_LONGER, f"it must be at least data.seq_len, which is {run.data.seq_len}")
     if longer is not None and run.data.batching != "packed":
-        problems.add(_LONGER, f"but data.batching={run.data.batching} cuts no text into windows")
+        problems.add(
+            _LONGER, f"but data.batching={run.data.batching} does not cut text into windows"
+        )
     limit = max_positions(draft.model_config) if draft.model_config else None
     for key, lengths in ((_LONGER, [longer] if longer else []), (_NEEDLES, needles)):
         if limit is not None and max(lengths, default=0) > limit:
             why = f"but {run.model.name} has {limit} positions"
             way = or_longer(draft.model_config, run, max(lengths))
-            problems.add(key, why, f"use {limit} at most{way}")
+            problems.add(key, why, f"use at most {limit}{way}")
         if any(length % draft.grid.sequence for length in lengths):
             problems.add(key, f"{draft.grid.sequence} sequence ranks cannot divide it")
 
@@ -187,9 +192,9 @@ def length_events(config: RunConfig, steps: int) -> list[Event]:
     warmup = optim.warmup(steps)
     if steps < warmup:
         message = (
-            f"the run of {steps:,} steps ends within its warm-up ({warmup:,} steps, "
-            f"{optim.warmup_key}): optim.lr is never reached; set optim.warmup_ratio=0.03 in its "
-            "place, or train longer"
+            f"the run of {steps:,} steps ends during its warm-up ({warmup:,} steps, "
+            f"{optim.warmup_key}): optim.lr is never reached; set optim.warmup_ratio=0.03 "
+            "instead, or train longer"
         )
         events.append({"kind": "unfinished_warmup", "message": message})
     length = "train.epochs" if train.epochs is not None else "train.tokens"
@@ -217,7 +222,7 @@ def length_text(plan: Plan, steps: int | None, counts: Counts | None) -> str:
     if steps is None:
         passes = "1 epoch" if train.epochs == 1 else f"{train.epochs:g} epochs"
         about = "about " * ("train.epochs" in open_keys(plan))
-        return f"{about}{passes}: the data will say how many steps"
+        return f"{about}{passes}; the number of steps is known once the data is counted"
     samples = plan.curriculum.samples_after(steps)
     read = f"{samples:,} examples"
     if data.batching == "packed":
@@ -236,6 +241,6 @@ def _counted(plan: Plan, samples: int, counts: Counts) -> str:
     if data.batching == "packed":
         rows += f" in {counts.windows:,} windows of {data.seq_len:,} tokens"
     unit = "window" if data.batching == "packed" else "example"
-    a_step = f"{'up to ' * plan.curriculum.rises}{batch:,} {unit}{'s' * (batch != 1)} a step"
+    a_step = f"{'up to ' * plan.curriculum.rises}{batch:,} {unit}{'s' * (batch != 1)} per step"
     epochs = samples / counts.windows
     return f"{'roughly ' * counts.is_rough}{rows}, {a_step}, {epochs:.3g} epochs"

@@ -102,21 +102,23 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         type=_path,
         default=DEFAULT_DS_JSON,
         metavar="JSON",
-        help="how the run is spread (default: ds_configs/zero1.json)",
+        help="DeepSpeed JSON: how the run is distributed (default: ds_configs/zero1.json)",
     )
     parser.add_argument(
         "--config",
         dest="config_path",
         type=_path,
         metavar="TOML",
-        help="what is learned: a run config",
+        help="run config: what to train and how",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan and stop; needs no device"
+        "--dry-run", action="store_true", help="print the plan and exit; needs no device"
     )
-    parser.add_argument("--gpus", type=int, help="with --dry-run: plan for so many GPUs")
-    parser.add_argument("--gpu", help="with --dry-run: of this kind, such as h100-80")
-    parser.add_argument("--gpus-per-node", type=int, help="with --dry-run (default: up to 8)")
+    parser.add_argument("--gpus", type=int, help="with --dry-run: number of GPUs to plan for")
+    parser.add_argument("--gpu", help="with --dry-run: GPU type to plan for, such as h100-80")
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="with --dry-run: GPUs per node (default: up to 8)"
+    )
     parser.add_argument(
         "--keys",
         action=_Keys,
@@ -153,7 +155,7 @@ _LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--
 def _hint(option: str, options: list[str]) -> str:
     """Return a hint for an unknown option."""
     if option.startswith(_LAUNCHERS):
-        return " (the launcher's: write it before harness/train.py)"
+        return " (a launcher option: put it before harness/train.py)"
     name = option.lstrip("-").replace("-", "_")
     keys = [key for key in known_keys() if name in (key, key.rpartition(".")[2])]
     if keys:

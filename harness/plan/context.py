@@ -85,13 +85,13 @@ def why_not(config: Mapping[str, Any]) -> str:
     has_others = family.learned_positions or family.alibi or config.get("alibi")
     is_rotary = bool(family.layers or tables or config.get("rope_theta"))
     if has_others or not is_rotary or not positions_of(config)[1]:
-        return f"{kind} models have no rotary positions of a known number"
+        return f"{kind} models have no known number of rotary positions"
     if any(isinstance(value, Mapping) for table in tables for value in table.values()):
-        return f"each kind of its layers rotates in its own way: {_INSTEAD}"
+        return f"it has separate rotary settings for each type of layer: {_INSTEAD}"
     ways = {table.get("rope_type", table.get("type", "default")) for table in tables}
     if scaled := ways - {"default"}:
         return (
-            f"its positions are scaled already ({', '.join(sorted(map(str, scaled)))}): {_INSTEAD}"
+            f"its positions are already scaled ({', '.join(sorted(map(str, scaled)))}): {_INSTEAD}"
         )
     return ""
 

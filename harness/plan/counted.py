@@ -170,9 +170,9 @@ def _why(plan: Plan, counts: Counts, epochs: float | None, batch: int) -> str:
     """
     steps = math.ceil(_read(plan, counts, epochs) / _DEFAULT)
     passes = "" if plan.config.train.tokens else f" of {epochs or counts.usual_epochs:g} epochs"
-    why = f"{_DEFAULT} windows a step would make {steps:,} steps{passes}"
+    why = f"{_DEFAULT} windows per step would make {steps:,} steps{passes}"
     if steps < LEAST_STEPS:
-        why += f", and at least {LEAST_STEPS} are wanted"
+        why += f", fewer than {LEAST_STEPS}"
     if (unit := _unit(plan)) > 1 and batch == unit:
-        why += f"; a step has {unit} windows or more, so that the ranks can divide them"
+        why += f"; the ranks need at least {unit} windows per step"
     return f"{why} ({DOCS})"

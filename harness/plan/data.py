@@ -40,7 +40,7 @@ def keep_split(draft: Draft) -> None:
     if not paths or paths != _paths(recorded) or not isinstance(split, str | None):
         return
     if "split" not in recorded and with_eval_splits(config)[1]:
-        draft.note("kept", f"data.split is {ALL}, as the run that goes on read the whole folder")
+        draft.note("kept", f"data.split is {ALL}, because the resumed run read the entire folder")
     kept = config.data.model_copy(update={"split": split})
     draft.config = config.model_copy(update={"data": kept})
 
@@ -217,9 +217,9 @@ def glances(data: DataConfig) -> Glances:
 def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: int | None) -> str:
     """Return share and approximate epochs of a source."""
     if source.share is None:
-        share, text = tokens / max(of_all, 1), "by its size"
+        share, text = tokens / max(of_all, 1), "by size"
         if data.mix_temperature not in (None, 1):
-            return f"; share by its size, data.mix_temperature {data.mix_temperature:g}"
+            return f"; share by size, data.mix_temperature {data.mix_temperature:g}"
     else:
         share = source.share / sum(of.share or 0 for of in data.mix)
         text = f"{share:.2%}"
@@ -265,7 +265,7 @@ def _glance(data: DataConfig) -> Glance:
         seen = _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
     bounds = {"min_tokens": data.min_tokens, "max_tokens": data.max_tokens}
     of = " and ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)
-    return replace(seen, text=f"{seen.text}; read are those of {of} alone") if of else seen
+    return replace(seen, text=f"{seen.text}; only those with {of} are read") if of else seen
 
 
 def _pairs(corpus: CorpusFiles) -> Glance:
@@ -364,7 +364,7 @@ def _is_masked(document: Document) -> bool:
 def _bad(bad_lines: BadLines) -> str:
     """Return what is wrong with the first records; "" if nothing is."""
     if bad_lines.limit is not None and bad_lines.count:
-        return bad_lines.skipped_text("bad rows among the first, which are left out")
+        return bad_lines.skipped_text("bad rows among the first, to be left out")
     return "; ".join(problem.removeprefix("data.path: ") for problem in bad_lines.problems())
 
 
@@ -372,7 +372,7 @@ def _begin(documents: list[Document]) -> str:
     """Return how the first document begins; for conversations also turns and share of the loss."""
     chats = [document for document in documents if isinstance(document, Chat)]
     if isinstance(documents[0], Ids):
-        return f"is of token ids, {len(documents[0].ids):,} of them"
+        return f"has {len(documents[0].ids):,} token ids"
     if not chats:
         return begins(next((piece.text for piece in documents[0] if piece.text), ""))  # type: ignore[union-attr]
     turns = sum(len(chat.messages) for chat in chats) / len(chats)

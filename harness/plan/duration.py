@@ -92,7 +92,8 @@ def step_line(step: StepTime) -> str:
     terms = sorted(step.terms.items(), key=lambda term: -term[1])[:_SHOWN]
     shares = ", ".join(f"{TERMS[name]} {value / step.seconds:.0%}" for name, value in terms)
     return (
-        f"{step.seconds:.3g} s a step ({shares}), {step.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+        f"{step.seconds:.3g} s per step ({shares}), {step.tokens_per_s_per_gpu:,.0f} tokens/s "
+        "per GPU, "
         f"MFU {step.mfu:.0%} ({step.evidence})"
     )
 
@@ -106,8 +107,9 @@ def time_line(plan: Plan, step: StepTime) -> str:
     saves = f"{beside.saves or 'each'} save{'s' * (beside.saves > 1)} of {beside.save_text}"
     evaluations = f"{beside.evaluations} evaluations of {beside.evaluating:,.3g} s included"
     return (
-        f"{step_line(step)}; {length(job.seconds)} in all, {job.gpu_hours:,.3g} GPU-hours without "
-        f"failures, {evaluations}; beside it {saves} (guessed: {DISK_GB_PER_S:g} GB/s of a node)"
+        f"{step_line(step)}; {length(job.seconds)} in total, {job.gpu_hours:,.3g} GPU-hours "
+        "without "
+        f"failures, {evaluations}; plus {saves} (guessed: {DISK_GB_PER_S:g} GB/s per node)"
     )
 
 

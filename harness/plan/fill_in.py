@@ -36,7 +36,7 @@ def decide_precision(draft: Draft) -> None:
         if not fast:
             for key in HALF_STATES:
                 ds.remove(key, "left out: DeepSpeed would keep bf16 masters of fp32 weights")
-            draft.note("fallback", f"fp32, since {device} has no bfloat16 arithmetic")
+            draft.note("fallback", f"fp32, because {device} has no bfloat16 arithmetic")
     fp16, bf16 = ds.value("fp16.enabled"), ds.value("bf16.enabled")
     if fp16 and bf16:
         problems.say(
@@ -45,7 +45,7 @@ def decide_precision(draft: Draft) -> None:
         )
     elif bf16 and not has_bf16:
         why = f"but {device} has no bfloat16"
-        problems.add("bf16.enabled", why, 'use ds_configs/fp16.json, or "auto" for fp32 there')
+        problems.add("bf16.enabled", why, 'use ds_configs/fp16.json, or "auto" for fp32')
     draft.precision = "fp16" if fp16 else "bf16" if bf16 else "fp32"
 
 

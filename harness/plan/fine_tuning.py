@@ -91,7 +91,9 @@ def default_to_fine_tuning(draft: Draft) -> None:
     _set(draft, defaults, IMPLIED)
     shown = ", ".join(f"{key}={value}" for key, value in defaults.items() if key != "train.epochs")
     if shown:
-        draft.note("fine_tuning", f"{shown}: the defaults of a run with given weights ({DOCS})")
+        draft.note(
+            "fine_tuning", f"{shown}: the defaults of a run with pretrained weights ({DOCS})"
+        )
 
 
 def default_to_divisible_batch(draft: Draft) -> None:
@@ -130,11 +132,11 @@ def default_to_their_rate(draft: Draft) -> None:
     kind, rate = "all weights", FULL_LR
     if config.model.lora.rank is not None:
         kind, rate = "adapters", ADAPTER_LR
-    width, why = _width(draft.model_config), f"that of {kind}"
+    width, why = _width(draft.model_config), f"the rate for {kind}"
     if width is not None and width != WIDTH:
         rate, why = (
             rate * WIDTH / width,
-            f"{rate:g} x {WIDTH} / {width}, the rate of {kind} by width",
+            f"{rate:g} x {WIDTH} / {width}, the rate for {kind} at this width",
         )
     lr = float(f"{min(rate, MOST_LR):.2g}")
     _set(draft, {"optim.lr": lr}, IMPLIED)

@@ -42,7 +42,7 @@ def keep_packing(draft: Draft) -> None:
     packed = config.data.model_copy(update={"packing": packing})
     draft.config = config.model_copy(update={"data": packed})
     if "packing" not in recorded:
-        draft.note("kept", "data.packing is stream, as the run that goes on was packed")
+        draft.note("kept", "data.packing is stream, because the resumed run was packed so")
 
 
 def keep_rendering(draft: Draft) -> None:
@@ -113,7 +113,9 @@ def adopt_monitors(draft: Draft) -> None:
         _adopt(draft, "wandb", f"{team}/{project}" if team else project)
     if ds.literal("csv_monitor.enabled") is True and not _has_place(draft, "csv_monitor"):
         place = f"{draft.config.run.dir or 'runs'}/monitors"
-        ds.set("csv_monitor.output_path", place, "it would be written beside this checkout")
+        ds.set(
+            "csv_monitor.output_path", place, "otherwise it would be written next to this checkout"
+        )
 
 
 def check_trackers(draft: Draft) -> None:
@@ -144,5 +146,5 @@ def _adopt(draft: Draft, name: str, value: Any) -> None:
         log = draft.config.log.model_copy(update={name: value})
         draft.config = draft.config.model_copy(update={"log": log})
     own = getattr(draft.config.log, name)
-    why = f"the run writes it into its folder, by steps: {key}={str(own).lower()}"
+    why = f"the run logs to its own folder, by step: {key}={str(own).lower()}"
     draft.ds.set(f"{name}.enabled", False, why)

@@ -22,10 +22,12 @@ def check_recompute(draft: Draft) -> None:
     model, problems = draft.config.model, draft.problems
     if model.activation_offload and draft.model_config.get(REVERSIBLE):
         problems.add(
-            _OFFLOAD, "it moves what layers keep, and reversible ones keep none", "remove it"
+            _OFFLOAD,
+            "it moves the activations that layers keep, but reversible layers keep none",
+            "remove it",
         )
     elif model.activation_offload and model.checkpointing == "none":
-        why = "it moves what checkpointed layers keep, and no layer is checkpointed"
+        why = "it moves the activations that checkpointed layers keep, but no layer is checkpointed"
         problems.add(_OFFLOAD, why, "set model.checkpointing to full, selective or N")
     if model.mlp_tiles > 1:
         for why in _of_mlps(draft):
@@ -37,7 +39,7 @@ def check_recompute(draft: Draft) -> None:
             (_TILES, model.mlp_tiles > 1),
         ):
             if is_on:
-                why = "the compiler does not see what is kept: not with model.compile"
+                why = "it has no effect in compiled layers (model.compile)"
                 problems.add(key, why, "remove one of them")
 
 
@@ -45,9 +47,9 @@ def _of_mlps(draft: Draft) -> Iterator[str]:
     """Yield the reasons why the model's MLPs cannot be tiled."""
     config, name = draft.model_config, draft.config.model.name
     if any(config.get(key) for key in SIZE_KEYS["experts"]):
-        yield f"{name} is a mixture of experts, which choose their tokens among all of them"
+        yield f"{name} is a mixture of experts, whose routers need all tokens at once"
     elif draft.shape and not any(t.name.startswith("mlp.") for t in draft.shape.body.layers[0]):
-        yield f"the MLPs of {draft.shape.model_type} models are no modules of their own"
+        yield f"the MLPs of {draft.shape.model_type} models are not separate modules"
 
 
 REVERSIBLE_FAMILIES = tuple(name for name, each in FAMILIES.items() if "halves" in each.compared)
@@ -79,9 +81,9 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
         ("model.compile", model.compile),
     ):
         if is_on:
-            yield f"which does not go with {key}", "remove one of them"
+            yield f"which cannot be combined with {key}", "remove one of them"
     if num_stages(draft.ds.tree) > 1:
-        yield "but a pipeline's stages send one stream", "use ZeRO 3 instead of stages"
+        yield "but pipeline stages send only one stream", "use ZeRO 3 instead of stages"
 
 
 LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in family.compared)
@@ -103,8 +105,8 @@ def check_kernels(draft: Draft) -> None:
     if stages > 1 and any(enabled.values()):
         keys = " and ".join(f"{key} ({config.origin(key)})" for key in enabled if enabled[key])
         problems.say(
-            f"{keys}: not with pipeline.stages={stages}, where nobody has compared them with the "
-            "model as it is: leave it out, or use ZeRO 3 instead of stages"
+            f"{keys}: untested with pipeline.stages={stages}: leave it out, or use ZeRO 3 "
+            "instead of stages"
         )
 
 
@@ -112,7 +114,7 @@ def note_kernels(draft: Draft) -> None:
     """Note effects of kernels that the estimate ignores."""
     config = draft.config
     if config.model.compile:
-        draft.note("estimated_unfused", "memory is estimated as if nothing were compiled")
+        draft.note("estimated_unfused", "memory is estimated as if layers were not compiled")
     if config.model.kernels == "liger" and config.train.label_smoothing:
         draft.note(
             "loss_not_fused",
@@ -155,15 +157,15 @@ def _in_the_way(draft: Draft) -> Iterator[tuple[str, str, str]]:
     """Yield each key that is incompatible with carried state, the reason, and an alternative."""
     run, grid = draft.config, draft.grid
     data, model, ramp = run.data, run.model, run.ramp
-    divided = "states are not divided", "use ZeRO 0 to 3 alone"
+    divided = "states cannot be sharded", "use ZeRO 0 to 3 alone"
     text, whole = "each row reads one text", "windows follow each other"
     for is_on, key, why, use in (
         (num_stages(draft.ds.tree) > 1, "pipeline.stages", *divided),
         (grid.tensor > 1, "tensor_parallel.autotp_size", *divided),
         (grid.sequence > 1, "sequence_parallel_size", *divided),
-        (model.compile, "model.compile", "no layer is compiled", "leave it out"),
-        (model.stochastic_depth > 0, "model.stochastic_depth", "no layer is left out", "use 0"),
-        (model.lora.rank is not None, "model.lora.rank", "adapters were never tried", ""),
+        (model.compile, "model.compile", "layers cannot be compiled", "leave it out"),
+        (model.stochastic_depth > 0, "model.stochastic_depth", "layers cannot be skipped", "use 0"),
+        (model.lora.rank is not None, "model.lora.rank", "adapters are untested", ""),
         (bool(data.mix), "data.mix", text, "set data.path instead, without data.balance"),
         (data.balance is not None, "data.balance", text, "leave it out"),
         (
@@ -173,8 +175,13 @@ def _in_the_way(draft: Draft) -> Iterator[tuple[str, str, str]]:
         (data.batching != "packed", "data.batching", whole, "use packed"),
         (data.packing == "whole", "data.packing", whole, "use stream"),
         (bool(data.document_mask), "data.document_mask", whole, "use false"),
-        (ramp.batch_from is not None, "ramp.batch_from", "steps have equally many rows", ""),
-        (ramp.length_from is not None, "ramp.length_from", "windows have one length", ""),
+        (
+            ramp.batch_from is not None,
+            "ramp.batch_from",
+            "all steps need the same number of rows",
+            "",
+        ),
+        (ramp.length_from is not None, "ramp.length_from", "all windows need the same length", ""),
     ):
         if is_on:
             yield key, why, use

@@ -82,7 +82,8 @@ def cluster(
     per_node = min(gpus_per_node or USUAL_NODE, gpus)
     if not problems and gpus > per_node and gpus % per_node:
         problems.append(
-            f"--gpus {gpus} do not fill nodes of {per_node}: use another, or --gpus-per-node"
+            f"--gpus {gpus} is not a multiple of {per_node} GPUs per node: change it or "
+            "--gpus-per-node"
         )
     if problems:
         raise ConfigError(problems)
@@ -111,15 +112,15 @@ def swap_problems(plan: Plan) -> list[str]:
 def _wrong_folder(folder: Path, needed: int) -> list[str]:
     elsewhere = f"set ds.{_KEY}.nvme_path to a folder on a local drive"
     if not folder.is_dir():
-        return [f"{_KEY}.nvme_path is {folder}, which is no folder here: {elsewhere}"]
+        return [f"{_KEY}.nvme_path is {folder}, which is not a folder here: {elsewhere}"]
     if not os.access(folder, os.W_OK | os.X_OK):
-        return [f"{_KEY}.nvme_path is {folder}, where this user may not write: {elsewhere}"]
+        return [f"{_KEY}.nvme_path is {folder}, where this user cannot write: {elsewhere}"]
     free = shutil.disk_usage(folder).free
     if needed <= free:
         return []
     return [
-        f"the optimizer's files need {needed / GIB:.2f} GiB of {folder}, but {free / GIB:.2f} GiB "
-        f"are free ({_KEY}.nvme_path): make room, use more nodes, or {elsewhere}"
+        f"the optimizer's files need {needed / GIB:.2f} GiB in {folder}, but {free / GIB:.2f} GiB "
+        f"are free ({_KEY}.nvme_path): free space, use more nodes, or {elsewhere}"
     ]
 
 

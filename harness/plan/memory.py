@@ -77,7 +77,7 @@ def traced(request: dict[str, Any]) -> Traced:
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-        raise Untraceable("its class is traced where torch and transformers are installed")
+        raise Untraceable("tracing its class needs torch and transformers")
     text = json.dumps(request, sort_keys=True)
     with _locked(_kept(text)) as path:
         if path is not None:

@@ -58,7 +58,7 @@ def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -
     if has_checkpoints(source):
         raise ConfigError(
             f"model.init_from is {source!r} ({run.origin('model.init_from')}), whose checkpoints "
-            f"have {before:,} rows of the vocabulary, and {now:,} are needed: set "
+            f"have {before:,} vocabulary rows, but {now:,} are needed: set "
             f"model.init_from={run_and_step(source)[0]}/export"
         )
     tensors = [] if shape is None else [*shape.tensors()]
@@ -91,9 +91,9 @@ def note_whole_vocabulary(plan: Plan) -> Plan:
         tensor_shard(divided.shape, places)
     )
     message = (
-        f"{whole_vocabulary(shape, places)}: every rank has all of embedding, head and logits, "
-        f"{more:,} parameters more than if it could, and a peak that is {peak:,} bytes "
-        f"({peak / GIB:.2f} GiB) higher"
+        f"{whole_vocabulary(shape, places)}: every rank holds the full embedding, head and logits, "
+        f"which adds {more:,} parameters and {peak:,} bytes ({peak / GIB:.2f} GiB) to its "
+        f"peak"
     )
     event = {"kind": WHOLE, "message": message, "bytes": peak}
     return replace(plan, events=(*plan.events, event))
@@ -149,7 +149,7 @@ def check_experts(draft: Draft) -> None:
         if isinstance(width, int) and width % least:
             draft.problems.say(
                 f"{draft.config.model.name} has {key} {width}, but torch multiplies "
-                f"{draft.precision} experts only where it is a multiple of {least}: set "
+                f"{draft.precision} experts only if it is a multiple of {least}: set "
                 f"model.overrides.{key} to {_either_side(width, least)}"
             )
 
@@ -171,7 +171,7 @@ def _check_weights(
     if source_config.get(REVERSIBLE) != draft.model_config.get(REVERSIBLE):
         draft.problems.add(
             "model.reversible",
-            f"but {source} was trained as another function of its weights",
+            f"but {source} was trained with another setting",
             "train a reversible model from random weights, or from those of a reversible run",
         )
     different = [name for name in needed if needed[name] != stored.get(name)]
@@ -180,8 +180,8 @@ def _check_weights(
         name = different[0]
         draft.problems.add(
             "model.init_from",
-            f"whose {name} is {stored.get(name, 'not there')}, but {run.model.name}'s is "
-            f"{needed.get(name, 'not there')}",
+            f"whose {name} is {stored.get(name, 'missing')}, but {run.model.name}'s is "
+            f"{needed.get(name, 'missing')}",
             _as_stored(run, source),
         )
 

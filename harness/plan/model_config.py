@@ -133,7 +133,7 @@ def _read_config(path: Path, name: str) -> dict[str, Any]:
     if problem := beyond_bounds(config):
         raise ConfigError(f"model.name is {name!r}, but in {path} {problem}")
     if not isinstance(config, dict):
-        raise ConfigError(f"model.name is {name!r}, but {path} holds no object {{...}}")
+        raise ConfigError(f"model.name is {name!r}, but {path} is not an object {{...}}")
     return as_plain(config)
 
 
@@ -148,18 +148,19 @@ def _from_hub(name: str, origin: str, key: str) -> Path:
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if offline:
             reason = (
-                "it is not in the local cache, and the hub cannot be reached from here: name a "
-                f"folder, {key}=FOLDER"
+                "it is not in the local cache, and the hub cannot be reached from here: set "
+                f"{key}=FOLDER"
             )
         raise ConfigError(
-            f"{_nowhere(name, origin, key)}, and the hub did not give its config.json ({reason})"
+            f"{_nowhere(name, origin, key)}, and its config.json could not be fetched from the "
+            f"hub ({reason})"
             f"{_nearest(name, key)}"
         ) from None
 
 
 def _nowhere(name: str, origin: str, key: str) -> str:
-    kinds = "no preset, no file or folder" if key == "model.name" else "no folder and no run"
-    return f"{key} is {name!r} ({origin}): it is {kinds} here"
+    kinds = "preset, file or folder" if key == "model.name" else "folder or run"
+    return f"{key} is {name!r} ({origin}): there is no such {kinds} here"
 
 
 def _nearest(name: str, key: str) -> str:

@@ -51,14 +51,14 @@ def _check_layout(draft: Draft) -> None:
     if kind.layouts == "whole" and ds.value(_STAGE) != 0:
         problems.add(
             "optim.name",
-            f"it keeps means of rows and columns, but {_stage_of(ds)} gives it flat pieces",
+            f"it keeps means of rows and columns, but {_stage_of(ds)} gives it flat shards",
             f"use {_whole_in(ds)}, or optim.name=adam8bit for small states, or optim.name=adamw",
         )
     if kind.layouts == "unoffloaded" and device != "none":
-        why = f"its states stay on the GPU, which {offload} takes from there"
+        why = f"its states must stay on the GPU, but {offload} moves them"
         problems.add("optim.name", why, f"remove {_OFFLOAD}, or use optim.name=adamw")
     if device == "nvme" and config.optim.clip_value is not None:
-        why = "gradients on NVMe are not clamped"
+        why = "gradients on NVMe cannot be clipped by value"
         problems.add(
             "optim.clip_value", why, f"set optim.clip_norm instead, or {_OFFLOAD}.device=cpu"
         )
@@ -66,11 +66,11 @@ def _check_layout(draft: Draft) -> None:
     if kind.by_deepspeed or (config.optim.name == "sgd" and not config.optim.momentum):
         return
     if device == "nvme":
-        why = f"only adamw and adam step from NVMe, which {offload} says"
+        why = f"only adamw and adam support NVMe, which {offload} selects"
         problems.add("optim.name", why, f"use optim.name=adamw, or {_OFFLOAD}.device=cpu")
     for key in _HALF_STATES:
         if ds.value(key):
-            why = f"only adamw and adam take {key} ({ds.origin(key)})"
+            why = f"only adamw and adam support {key} ({ds.origin(key)})"
             problems.add("optim.name", why, f"remove {key}, or use optim.name=adamw")
 
 
@@ -79,7 +79,7 @@ def _stage_of(ds: DsJson) -> str:
     stage, origin = ds.value(_STAGE), ds.origin(_STAGE)
     for event in ds.events:
         if event.get("json_key") == _STAGE:
-            return f"stage {event['was']} ({origin}), which half precision runs as ZeRO {stage},"
+            return f"stage {event['was']} ({origin}), which runs as ZeRO {stage} in half precision,"
     return f"ZeRO {stage} ({origin})"
 
 
@@ -97,7 +97,7 @@ def note_learning_rate(draft: Draft) -> None:
     if optim.name == "lion" and not draft.config.is_set("optim.lr"):
         draft.note(
             "learning_rate",
-            f"optim.lr is {optim.lr:g}, adamw's default: lion takes a third to a tenth of that",
+            f"optim.lr is {optim.lr:g}, adamw's default: for lion use a third to a tenth of that",
         )
 
 
@@ -108,12 +108,12 @@ def note_pinned_memory(draft: Draft) -> None:
     pins = any(value(f"{s}.device") != "none" and value(f"{s}.pin_memory") for s in sections)
     if not (world.rounds_pinned and (pins or draft.config.model.activation_offload)):
         return
-    why = f"torch {world.torch} knows no setting against it: torch 2.13 does"
+    why = f"torch {world.torch} cannot turn this off, torch 2.13 can"
     if world.has_torch(2, 13):
-        why = f"{world.allocators} is left as it is: add pinned_max_cached_size_mb:64"
+        why = f"{world.allocators} is unchanged: add pinned_max_cached_size_mb:64"
     draft.note(
         "pinned_memory",
-        f"torch rounds pinned host memory up to powers of two, which the estimate counts; {why}",
+        f"torch rounds pinned host memory up to powers of two, which the estimate includes; {why}",
     )
 
 
@@ -125,9 +125,9 @@ def check_groups(draft: Draft) -> None:
     for rule in draft.config.optim.groups:
         if not any(re.search(rule.pattern, name) for name in names):
             draft.problems.say(
-                f"optim.groups has the pattern {rule.pattern!r} ({origin}), which no parameter's "
-                f"name fits: they are {names[0]}, {names[-1]} and the like"
+                f"optim.groups has the pattern {rule.pattern!r} ({origin}), which matches no "
+                f"parameter: examples of names are {names[0]} and {names[-1]}"
             )
     if all(is_frozen(name, draft.config.optim.groups) for name in names):
         why = "which freezes every parameter"
-        draft.problems.add("optim.groups", why, "leave some to be trained")
+        draft.problems.add("optim.groups", why, "leave some trainable")

@@ -62,7 +62,7 @@ def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
             return f"at most {most:,}"
     is_known = family_of(config["model_type"]).layers  # then sizes are checked at their use
     if key in SIZE_KEYS["hidden"] and not is_known and not (type(value) is int and value > 0):
-        return "a whole number of at least 1"
+        return "an integer of at least 1"
     if key == "cell" and config["model_type"] == "recurrent" and value not in [*CELL_STATES]:
         return f"one of {', '.join(CELL_STATES)}"
     if key.endswith(DROPOUT_ENDINGS) and _number(value) and not 0 <= value <= 1:
@@ -123,7 +123,10 @@ def _of_table(
     if kind not in _KEYS:
         if {_TYPE, "type"} & given.keys():  # otherwise a type of the model itself
             near = did_you_mean(str(kind), _KEYS)
-            yield f"{key}.{_TYPE} ({origin}) is {kind!r}, none of {', '.join(_KEYS)}{near}"
+            yield (
+                f"{key}.{_TYPE} ({origin}) is {kind!r}, which is not one of "
+                f"{', '.join(_KEYS)}{near}"
+            )
         return
     needed, more = _KEYS[kind]
     if missing := [name for name in needed if table.get(name) is None]:
@@ -141,7 +144,7 @@ def _of_table(
                 f"it: set {key}.{_TYPE} to {' or '.join(able)}, too"
             )
         elif name not in _OF_TYPES | _OF_ALL and near:
-            yield f"{key}.{name} ({origin}) is no rotary setting{near}"
+            yield f"{key}.{name} ({origin}) is not a rotary setting{near}"
 
 
 _TABLE, _SCALING = "rope_parameters", "rope_scaling"
@@ -152,13 +155,14 @@ _ROTARY = {*_OLD, _LOCAL, _SCALING, _TABLE}
 _INTO_TABLE = {_THETA, _PARTIAL, _SCALING}
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern")
 _ELSEWHERE = {
-    "dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled instead",
-    "torch_dtype": "the DeepSpeed JSON says it: set bf16.enabled or fp16.enabled instead",
-    "quantization_config": "weights are trained in full (see model.lora.quantize): remove it",
+    "dtype": "the DeepSpeed JSON sets it: set bf16.enabled or fp16.enabled instead",
+    "torch_dtype": "the DeepSpeed JSON sets it: set bf16.enabled or fp16.enabled instead",
+    "quantization_config": "weights are not quantized in training (see model.lora.quantize): "
+    "remove it",
     "attn_implementation": "set model.attention instead",
     "_attn_implementation": "set model.attention instead",
     "use_cache": "training keeps no cache, and an export would be served without one: remove it",
-    "architectures": "the class is that of model_type: set model.overrides.model_type instead",
+    "architectures": "model_type determines the class: set model.overrides.model_type instead",
 }
 
 _SERVED = ("use_cache", True)
@@ -194,7 +198,7 @@ def overridden(
             raise ConfigError(others)
         for keys, text in idle:
             said.update(keys)
-            note("kept", f"{text}; the run that goes on has it")
+            note("kept", f"{text}; the resumed run has it")
 
     check(_unread(config, model_type, run, source))
     rotary = {key: value for key, value in overrides.items() if key in _ROTARY and value != "null"}
@@ -385,7 +389,7 @@ def _without_effect(
         yield (key,), f"{_named(key, run)} changes nothing without the router's loss: {use}"
     key = "initializer_range"
     if key in overrides and run.model.init_from is not None:
-        why = "the weights are those of model.init_from"
+        why = "the weights come from model.init_from"
         yield (key,), f"{_named(key, run)} changes nothing: {why}"
     for key in sorted(beside):
         yield (key,), f"{_named(key, run)} changes nothing: the model reads {_TABLE}"
@@ -412,7 +416,7 @@ def _slides(config: Mapping[str, Any]) -> tuple[int | None, ...] | None:
 
 def _why_no_window(config: Mapping[str, Any]) -> str:
     """Return why no layer has a window, and everything to set so that one does."""
-    why, settings = "no layer slides", []
+    why, settings = "no layer has a sliding window", []
     if not config.get("sliding_window"):
         settings.append("model.overrides.sliding_window")
     if _asks(config) and not config.get("use_sliding_window"):
@@ -422,11 +426,14 @@ def _why_no_window(config: Mapping[str, Any]) -> str:
     are_counts = isinstance(layers, int) and isinstance(first, int)
     if kinds := config.get("layer_types"):
         if "sliding_attention" not in kinds:
-            why = "layer_types of the config says which layers slide"
-            use = 'model.overrides.layer_types, "sliding_attention" for each layer that shall slide'
+            why = "layer_types of the config selects the layers with a sliding window"
+            use = 'model.overrides.layer_types, "sliding_attention" for each such layer'
             settings.append(use)
     elif _asks(config) and are_counts and first >= layers:
-        why = f"of {layers} layers those from max_window_layers, {first}, on slide"
+        why = (
+            f"of {layers} layers, only those from max_window_layers, {first}, on have a "
+            "sliding window"
+        )
         settings.append("model.overrides.max_window_layers=0")
     return f"{why}: set {' and '.join(settings)}, too" if settings else why
 

@@ -18,7 +18,7 @@ from harness.plan.plan import NOT_TRAINED
 from harness.plan.ranks import left_of
 
 _TENSOR_KEY = "tensor_parallel.autotp_size"
-WHOLE_MATRICES = "steps whole matrices: use optim.name=adamw, or ZeRO 3 alone"
+WHOLE_MATRICES = "updates full matrices: use optim.name=adamw, or ZeRO 3 alone"
 _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 
 
@@ -73,34 +73,34 @@ def _divide_sent(draft: Draft, places: int) -> None:
 def _tensor_problems(draft: Draft, places: int) -> Iterator[str]:
     run = draft.config
     if run.model.kernels != "none":
-        yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
+        yield f"it is not supported with model.kernels={run.model.kernels}: remove one of them"
     if run.optim.name in ("muon", "adafactor"):
         yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"
     if draft.model_config.get("activation_dropout"):
-        why = "would be drawn alike for every rank's part"
+        why = "would be identical in every rank's shard"
         yield f"activation_dropout {why}: set model.residual_dropout=0"
     slices = draft.model_config.get("pretraining_tp")
     if draft.model_config.get("slow_but_exact") and slices not in (None, 1):
         yield (
-            f"slow_but_exact with pretraining_tp={slices} reads weights past their modules: set "
+            f"slow_but_exact with pretraining_tp={slices} bypasses the modules of its weights: set "
             "model.overrides.slow_but_exact=false"
         )
     drawn = [key for key in ATTENTION_DROPOUTS if draft.model_config.get(key)]
     family = family_of(str(draft.model_config.get("model_type")))
     if drawn and GROUPED in family.tensor_plan.values():
-        why = "is drawn by its own code, alike for every rank's heads"
+        why = "is drawn by the model's own code, identically for every rank's heads"
         yield f"{drawn[0]} {why}: set model.attention_dropout=0"
     elif drawn and (run.model.compile or run.model.attention not in ("sdpa", "eager")):
         yield (
-            f"{drawn[0]} is drawn by each rank for its heads, without model.compile and with "
-            "model.attention sdpa or eager: change these, or set model.attention_dropout=0"
+            f"{drawn[0]} needs model.compile=false and model.attention sdpa or eager: change "
+            "these, or set model.attention_dropout=0"
         )
     if draft.shape is not None:
         ranks = left_of(draft.world, draft.grid, "pipeline", "sequence")
         problems = tensor_problems(draft.shape, places, ranks)
         yield from problems
         if problems and draft.shape.vocab_size % places:
-            yield f"{whole_vocabulary(draft.shape, places)}, and would stay whole on every rank"
+            yield f"{whole_vocabulary(draft.shape, places)} and would be replicated on every rank"
     elif draft.model_config:
         try:
             yield from TensorPlan.of(draft.model_config).problems(places)
@@ -145,7 +145,7 @@ def _other_keys(ds: DsJson) -> Iterator[tuple[str, str]]:
     defaults = DsJson({})
     for key, _ in flat(ds.tree[_SECTION], f"{_SECTION}."):
         if key not in (_ENABLED, _SIZE) and ds.value(key) != defaults.value(key):
-            yield key, "only DeepSpeed's own expert layers have it, the model's do not: remove it"
+            yield key, "only DeepSpeed's own expert layers use it: remove it"
     key = "use_data_before_expert_parallelism"
     if ds.value(key):
         yield key, "experts are shared by neighbouring ranks: remove it"
@@ -168,18 +168,18 @@ def _expert_problems(draft: Draft, places: int) -> Iterator[str]:
     run, ds, defaults = draft.config, draft.ds, DsJson({})
     if ds.value(f"{_ZERO}.stage") == 0:
         yield (
-            f"{_ZERO}.stage=0 would clip by a mean of norms, each of one rank's experts: use "
+            f"{_ZERO}.stage=0 would clip by a mean of the ranks' gradient norms: use "
             "stage 1, 2 or 3"
         )
     for key in (f"{_ZERO}.{name}" for name in _AS_DEFAULT):
         if ds.value(key) != defaults.value(key):
-            yield f"it is not built with {key}: remove that key"
+            yield f"it is not supported with {key}: remove that key"
     if "nvme" in {offloaded_to(ds.tree, part) for part in ("optimizer", "param")}:
-        yield f"it is not built with states on NVMe: use {_ZERO}.offload_optimizer.device=cpu"
+        yield f"it is not supported with states on NVMe: use {_ZERO}.offload_optimizer.device=cpu"
     if run.model.kernels != "none":
-        yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
+        yield f"it is not supported with model.kernels={run.model.kernels}: remove one of them"
     if run.model.compile:
-        yield "it is not built with model.compile: remove one of them"
+        yield "it is not supported with model.compile: remove one of them"
     if run.optim.name in ("muon", "adafactor"):
         yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"
 
@@ -203,7 +203,7 @@ def divide_sequences(draft: Draft) -> None:
 def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
     run = draft.config
     if run.model.kernels != "none":
-        yield f"it is not built with model.kernels={run.model.kernels}: remove one of them"
+        yield f"it is not supported with model.kernels={run.model.kernels}: remove one of them"
     if draft.shape is not None:
         shortest = run.data.seq_len // draft.curriculum.most_pieces
         ranks = left_of(draft.world, draft.grid, "pipeline", "tensor")

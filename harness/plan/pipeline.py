@@ -35,7 +35,7 @@ def split_stages(draft: Draft) -> None:
     ds, problems = draft.ds, draft.problems
     stages, partition = ds.value(_STAGES), ds.value(_PARTITION)
     if not isinstance(stages, int) and stages != AUTO:
-        problems.add(_STAGES, "it must be a whole number")
+        problems.add(_STAGES, "it must be an integer")
     elif not isinstance(partition, list) and partition not in _BALANCES:
         why = 'it must be "time", "memory" or decoder layers per stage, as in [9, 7]'
         problems.add(_PARTITION, why)
@@ -48,7 +48,10 @@ def note_pipeline(draft: Draft) -> None:
     stages = num_stages(draft.ds.tree)
     is_explicit = isinstance(draft.ds.value(_PARTITION), list)
     if stages > 1 and draft.shape is None and not is_explicit:
-        message = "decoder layers are split evenly over the pipeline stages, costs unknown"
+        message = (
+            "decoder layers are split evenly over the pipeline stages because their costs "
+            "are unknown"
+        )
         draft.note("even_split", message)
     if draft.batch:
         draft.events += bubble_events(stages, draft.batch.grad_accum)
@@ -59,9 +62,9 @@ def bubble_events(stages: int, accum: int) -> list[Event]:
     if accum >= stages:
         return []
     message = (
-        f"{stages} pipeline stages wait {bubble(stages, accum):.0%} of each step, with {accum} "
-        "micro-batches in it: a smaller train.micro_batch, or a larger train.global_batch, "
-        "makes more of them"
+        f"{stages} pipeline stages wait {bubble(stages, accum):.0%} of each step with {accum} "
+        "micro-batches per step: for more of them lower train.micro_batch or raise "
+        "train.global_batch"
     )
     return [{"kind": BUBBLE, "message": message}]
 
@@ -101,7 +104,7 @@ def _bounds(draft: Draft, partition: object) -> Bounds | None:
     layers = shape.num_layers if shape else _count_layers(draft.model_config)
     if layers is None:
         draft.problems.say(
-            f"{config.model.name} does not say how many layers it has: remove {_STAGES}"
+            f"{config.model.name} does not state its number of layers: remove {_STAGES}"
         )
         return None
     try:

@@ -49,7 +49,7 @@ def check_secondary(draft: Draft) -> None:
     if size < 1 or ranks % size:
         draft.problems.add(
             _SECONDARY,
-            f"over which {ranks} ranks do not divide",
+            f"which does not divide {ranks} ranks",
             f'use "auto" for the {draft.world.local_world_size} ranks of a node',
         )
 
@@ -78,7 +78,7 @@ def note_nodes(draft: Draft) -> None:
     if alone and offload in (None, "none") and draft.ds.value("zero_optimization.stage") == 3:
         draft.note(
             "alone",
-            "ZeRO 3 divides nothing on one GPU, and a step took a quarter longer there than under "
+            "ZeRO 3 saves no memory on one GPU, and steps took a quarter longer than with "
             "ZeRO 1: set ds.zero_optimization.stage=1",
         )
     if local >= grid.world_size:

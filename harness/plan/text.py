@@ -104,7 +104,7 @@ def row(label: str, text: str) -> str:
 def _model(plan: Plan) -> str:
     kind = plan.model_config["model_type"]
     source = plan.config.model.init_from
-    start = f"weights from {source}" if source else "fresh random weights, nothing is loaded"
+    start = f"weights from {source}" if source else "random weights"
     return f"{kind} ({plan.model_source}), {start}"
 
 
@@ -126,7 +126,7 @@ def _trained(plan: Plan, shape: Shape) -> str:
         count = sum(tensor.numel for tensor in adapters.tensors(shape)) - whole
         bits = _in_four_bits(shape, adapters)
         own = f"adapters of rank {adapters.rank}: {count:,}, {count / total:.2%}"
-        rest = f"{whole:,} trained whole, the others frozen" if whole else "all frozen"
+        rest = f"{whole:,} trained in full, the others frozen" if whole else "all frozen"
         return f", {rest}{bits}; {own}"
     rules = plan.config.optim.groups
     frozen = sum(tensor.numel for tensor in shape.tensors() if is_frozen(tensor.name, rules))
@@ -196,9 +196,9 @@ def _stages(plan: Plan) -> list[tuple[str, str]]:
 def _batch(plan: Plan) -> str:
     default = ""
     if "train.global_batch" in open_keys(plan):
-        default = "; fewer if the data is small: it says so once it is counted"
+        default = "; fewer if the data is small, as reported once it is counted"
     return (
-        f"{rows_of_a_step(plan, plan.global_batch)} a step = micro-batch {plan.micro_batch} x "
+        f"{rows_of_a_step(plan, plan.global_batch)} per step = micro-batch {plan.micro_batch} x "
         f"{plan.grad_accum} accumulated x {plan.grid.data} data ranks, {_lengths(plan)}{default}"
     )
 
@@ -214,10 +214,10 @@ def _lengths(plan: Plan) -> str:
     data = plan.config.data
     if data.batching == "packed":
         return f"{data.seq_len} tokens each"
-    each = f"one document each of at most {data.seq_len} tokens"
+    each = f"each one document of at most {data.seq_len} tokens"
     if data.batching == "token_budget":
         positions = plan.micro_batch * data.seq_len
-        return f"{each}; a micro-batch holds as many as fit {positions:,} positions"
+        return f"{each}; a micro-batch holds as many as fit in {positions:,} positions"
     how = (
         "in random order"
         if data.batching == "padded"
@@ -230,7 +230,7 @@ def _ramp(plan: Plan) -> list[tuple[str, str]]:
     ramp, seq_len, rises = plan.config.ramp, plan.config.data.seq_len, []
     if ramp.batch_from is not None:
         rises.append(
-            f"from {rows_of_a_step(plan, ramp.batch_from)} a step by "
+            f"from {rows_of_a_step(plan, ramp.batch_from)} per step by "
             f"{ramp.batch_step or ramp.batch_from} to {plan.global_batch} over "
             f"{ramp.batch_tokens:,} tokens"
         )

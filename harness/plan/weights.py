@@ -29,7 +29,7 @@ _DEQUANTIZED = ("fp8", "mxfp4")
 """Quantization methods whose weights transformers can dequantize on any device."""
 _SHOWN = 3  # number of bad files to show
 _CONVERT = (
-    "convert it where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER)"
+    "if you trust it, convert it: AutoModelForCausalLM.from_pretrained(FOLDER)"
     ".save_pretrained(NEW_FOLDER)"
 )
 
@@ -63,8 +63,8 @@ def refuses_preset(draft: Draft) -> bool:
         return False
     draft.problems.add(
         "model.init_from",
-        "which is a preset, a shape without weights",
-        f"remove it for random weights of model.name={source}, or name a folder with given ones",
+        "which is a preset and has no weights",
+        f"remove it for random weights of model.name={source}, or name a folder with weights",
     )
     return True
 
@@ -99,7 +99,7 @@ def check_quantization(draft: Draft) -> None:
     else:
         draft.problems.add(
             "model.init_from",
-            f"whose weights are quantized by {method}, which are not trained here",
+            f"whose weights are quantized by {method}, which cannot be trained",
             "set model.init_from to the unquantized weights "
             f"({' and '.join(_DEQUANTIZED)} are dequantized as they are read)",
         )
@@ -110,7 +110,7 @@ def _folder_problems(folder: Path, named: object, opens: bool) -> list[str]:
     if "adapter_config.json" in names:
         return [f"{folder} holds an adapter: merge it into its model first (merge_and_unload)"]
     if any(map(_DISTRIBUTED.fullmatch, names)):
-        return [f"{folder} holds shares of a distributed save: write it anew by save_pretrained"]
+        return [f"{folder} holds shards of a distributed save: rewrite it with save_pretrained"]
     file = next((name for name in (_WEIGHTS, _INDEX) if name in names), None)
     if named is not None:
         file = named if isinstance(named, str) else ""
@@ -132,7 +132,7 @@ def _folder_problems(folder: Path, named: object, opens: bool) -> list[str]:
             _require_inside(path, folder)
             read_header(path, links=True)
         except FileNotFoundError:
-            problems.append(f"{path} is not there")
+            problems.append(f"{path} does not exist")
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror}")
         except Unusable as error:
@@ -150,7 +150,7 @@ def _index_problems(index: Path) -> tuple[list[Path], list[str]]:
         return [], [f"{index} names no weights"]
     strange = [name for name in files if not (_is_plain(name) and name.endswith(".safetensors"))]
     problems = [
-        f"{index} names {name!r:.60}, which is no safetensors file beside it" for name in strange
+        f"{index} names {name!r:.60}, but no such safetensors file is beside it" for name in strange
     ]
     return [index.parent / name for name in files if name not in strange], problems
 

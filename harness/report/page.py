@@ -165,7 +165,7 @@ def _judged(run: Recorded) -> str:
 
 def _advice(items: list[Advice]) -> str:
     if not items:
-        return "<p>Nothing: it goes on by itself.</p>"
+        return "<p>Nothing: it continues by itself.</p>"
     return "".join(
         f"<p>{escaped(text)}</p>{f'<pre class=command>{escaped(line)}</pre>' if line else ''}"
         for text, line in items
@@ -322,7 +322,7 @@ def plan_rows(run: Recorded) -> list[tuple[str, str]]:
         ("DeepSpeed JSON", run.text("deepspeed_source")),
         (
             "batch",
-            f"{count(batch)} {_rows_of_a_step(run)} a step = micro-batch {count(micro)} x "
+            f"{count(batch)} {_rows_of_a_step(run)} per step = micro-batch {count(micro)} x "
             f"{count(accumulated)} accumulated x {count(number(run.planned('grid', 'data')))} data "
             f"ranks, {count(length)} tokens each",
         ),

@@ -266,7 +266,7 @@ def _by_outcome(run: Recorded) -> list[Advice]:
         return [Advice(f"It ran out of memory. {helps}", command(run))]
     if run.outcome == "stopped":
         return [
-            Advice("Resume: the same command goes on from the newest checkpoint.", command(run))
+            Advice("Resume: the same command continues from the newest checkpoint.", command(run))
         ]
     if run.outcome == "diverged" or code == ExitCode.DIVERGED:
         saved = [step for e in run.of_kind("saved") if (step := number(e.get("step"))) is not None]

@@ -109,9 +109,7 @@ def _require_targets(plan: Plan, data: Data) -> None:
             of_set = f" of {name}" if name else ""
             use = f"raise eval.samples (now {plan.config.eval.samples}), or data.seq_len"
             if samples == stream.samples:
-                use = (
-                    "raise data.seq_len, or give more held-out text (data.held_out, data.eval_path)"
-                )
+                use = "raise data.seq_len, or add held-out text (data.held_out, data.eval_path)"
             raise ConfigError(
                 f"the {samples} held-out windows{of_set} contain no target, only prompts: {use}"
             )

@@ -56,8 +56,8 @@ def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
         ('{\n "a": 1\n "b": 2}', ["ds.json:3:2 is not valid JSON: Expecting ',' delimiter"]),
         ("", ["ds.json:1:1 is not valid JSON"]),
         ("[1]", ["holds [1], not an object"]),
-        ('{"a": NaN}', ["NaN is not a number that JSON has"]),
-        ('{"a": -Infinity}', ["-Infinity is not a number that JSON has"]),
+        ('{"a": NaN}', ["NaN is not a valid JSON number"]),
+        ('{"a": -Infinity}', ["-Infinity is not a valid JSON number"]),
         (None, ["there is no DeepSpeed JSON"]),
         ('{"fp16": {"enabled": true, "enabled": false}, "a": 1, "a": 2, "fp16": {}}',
          [f"ds.json has {key} 2 times in one object: keep one of them"
@@ -235,7 +235,7 @@ def test_every_other_name_of_a_key_leads_to_it() -> None:
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
          "zero_optimization.cpu_offload (ds.json) is an old key", ""),
         ({f"qqq{n}": n for n in range(12)},
-         "12 keys (ds.json) are none that DeepSpeed knows: qqq0, qqq1, ", " and 4 more"),
+         "DeepSpeed does not know 12 keys (ds.json): qqq0, qqq1, ", " and 4 more"),
         *(({key: {"enabled": True}}, f"{key} (ds.json): {node['removed']}", "")
           for key, node in ds_keys()["keys"].items() if "removed" in node),
     ],

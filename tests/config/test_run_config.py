@@ -133,8 +133,8 @@ def nested(depth: int) -> Any:
     ("tree", "beyond"),
     [
         ({"a": nested(5), "b": {"c": 2**63 - 1}}, None),
-        ({"a": nested(MAX_DEPTH + 1)}, "a is nested more than 64 deep"),
-        ({"a": {"b": nested(100_000)}}, "a.b is nested more than 64 deep"),
+        ({"a": nested(MAX_DEPTH + 1)}, "a is nested more than 64 levels deep"),
+        ({"a": {"b": nested(100_000)}}, "a.b is nested more than 64 levels deep"),
         ({"a": [1, -(2**70)]}, "a is an integer of more than 64 bits"),
         ({"a": 16**6000}, "a is an integer of more than 64 bits"),
         ({"a": "\udcff"}, "a has bytes that are not UTF-8"),
@@ -163,12 +163,15 @@ def test_long_texts_are_read_and_shown_without_their_middle() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("run.dir=" + "a" * 300, "255 bytes at most"),
+        ("run.dir=" + "a" * 300, "at most 255 bytes"),
         ('data.path="a\\u0000b"', "data.path has a null character (command line)"),
         ("run.dir=a\udcff", "run.dir has bytes that are not UTF-8 (command line)"),
-        ("train.steps=" + "9" * 5000, "train.steps is 99999999999999999999..., too large"),
+        ("train.steps=" + "9" * 5000, "train.steps is 99999999999999999999..., which is too large"),
         ("ds.gradient_accumulation_steps=1" + "0" * 30, "an integer of more than 64 bits"),
-        ("optim.betas=" + "[" * 2000, "optim.betas is [[[[[[[[[[[[[[[[[[[[..., too large or too"),
+        (
+            "optim.betas=" + "[" * 2000,
+            "optim.betas is [[[[[[[[[[[[[[[[[[[[..., which is too large or too",
+        ),
         (".".join(["a"] * 3000) + "=1", "a... has 3,000 parts"),
         ("ds." + ".".join(["a"] * 3000) + "=1", "a... has 3,000 parts"),
     ],

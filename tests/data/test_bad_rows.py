@@ -48,19 +48,19 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
     path = spoilt_lines(tmp_path / "a.jsonl")
     problems = refused(path, tmp_path, tokenizer=tokenizer_dir)
     assert len(problems) == 4
-    assert problems[-1].endswith("; data.bad_rows=skip leaves such rows out, and counts them")
+    assert problems[-1].endswith("; data.bad_rows=skip leaves out such rows and counts them")
     for _ in range(2):  # the second from the cache
         data = opened(path, tmp_path, tokenizer=tokenizer_dir, bad_rows="skip", bad_rows_limit=0.2)
         assert data.documents == 35
         (line,) = data.summary()
-        assert "; bad rows left out: 5 of 40 (12.5%): holds half of a chara" in line
+        assert "; bad rows left out: 5 of 40 (12.5%): contains half of a c" in line
         assert f"(2, the first {path}:8); text must be a string, not NoneType ({path}:4); " in line
         (event,) = (event for event in data.events() if event["kind"] == "bad_rows")
         assert (event["skipped"], event["rows"]) == (5, 40)
         assert [(kind["rows"], kind["first"]) for kind in event["kinds"]] == [
             *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40")),
         ]
-    assert "bad rows among the first, which are left out: 5 of 40" in glance(
+    assert "bad rows among the first, to be left out: 5 of 40" in glance(
         DataConfig(path=str(path), bad_rows="skip")
     )
     assert f"{path}:4: text must be a string" in glance(DataConfig(path=str(path)))
@@ -73,7 +73,7 @@ def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
     options = {"tokenizer": tokenizer_dir, "bad_rows": "skip"}
     first, *others = refused(path, tmp_path, **options)
     assert first == (
-        "data.bad_rows_limit is 0.1, but the bad rows are 5 of 40 (12.5%): mend them, or raise it; "
+        "data.bad_rows_limit is 0.1, but 5 of 40 (12.5%) rows are bad: fix them, or raise it; "
         "the first of each kind:"
     )
     assert [problem.split(": ")[1] for problem in others] == [
@@ -83,7 +83,7 @@ def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
         assert opened(path, tmp_path, **options, bad_rows_limit=limit).documents == 35
     # Cached data is checked against the limit of each start.
     assert (
-        "data.bad_rows_limit is 4, but the bad rows are 5 of"
+        "data.bad_rows_limit is 4, but 5 of"
         in refused(path, tmp_path, **options, bad_rows_limit=4)[0]
     )
     (skipped,) = tmp_path.glob(f"cache/*/{SKIPPED}")
@@ -158,7 +158,7 @@ def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
     ("name", "content", "message"),
     [
         ("a.csv", b'text\nfine\n"open\nlost\nlost too\n', "nothing closes the quote of line 3"),
-        ("a.json", b'[{"text": "a"}, {"text": "b"', "it is no whole JSON array"),
+        ("a.json", b'[{"text": "a"}, {"text": "b"', "it is not a complete JSON array"),
         ("a.txt", b"fine\n" * 1000 + b"\xff", "codec can't decode"),
     ],
 )

@@ -278,7 +278,7 @@ def test_a_sample_that_is_cut_is_what_shorter_samples_are(
 
 def test_the_share_of_a_rank_is_as_documented() -> None:
     assert share_of_rank(100, 12, 2, 1, 3).tolist() == [[102, 103], [108, 109]]
-    with pytest.raises(AssertionError, match="global_batch 10 is no multiple of 3 ranks x 2"):
+    with pytest.raises(AssertionError, match="global_batch 10 is not a multiple of 3 ranks x 2"):
         share_of_rank(0, 10, 2, 0, 3)
 
 

@@ -198,7 +198,7 @@ def test_data_without_a_token_is_refused(
     write_indexed(tmp_path / "pair", 100_000, ((document, True) for document in documents))
     (problem,) = refused(tmp_path / "pair", tmp_path, tokenizer=tokenizer_dir)
     assert f"document 0 has token id {documents[0][2]} at offset 2" in problem
-    assert "these are no token ids: is" in problem
+    assert "these are not token ids: does" in problem
 
 
 def test_a_spec_is_that_of_the_run() -> None:
@@ -318,7 +318,7 @@ def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path, write_jsonl: Callable[
     assert data.vocab_size == 70_001
     assert set(data.train.batch(0, 9).input_ids.unique().tolist()) == {1, 70_000}
     (problem,) = refused(path, tmp_path, tokenizer=str(tmp_path / "gaps"), model_vocab_size=50_000)
-    assert "has 70001 ids, the model's vocabulary only 50000" in problem
+    assert "has 70001 ids, but the model's vocabulary has 50000" in problem
     assert "model.overrides.vocab_size=70001" in problem
 
 

@@ -256,7 +256,7 @@ def test_each_turn_is_learned_where_the_conversation_has_it(name: str, title: st
     turns, tools = CONVERSATIONS[title], TOOLS if title in WITH_TOOLS else None
     family = FAMILIES[name]
     if tools and family.calls == "refused":
-        with pytest.raises(ValueError, match="is refused by the chat template"):
+        with pytest.raises(ValueError, match="is rejected by the chat template"):
             Read(name, turns, tools)
         return
     if (name, title) == ("deepseek_r1", "tools"):

@@ -102,18 +102,18 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("suffix", "how", "said"),
     [
-        ("bin", "cut", "truncated: 13 bytes, where ours.idx describes 16"),
-        ("bin", "longer", "too long: 21 bytes, where ours.idx describes 16"),
+        ("bin", "cut", "truncated: 13 bytes, but ours.idx describes 16"),
+        ("bin", "longer", "too long: 21 bytes, but ours.idx describes 16"),
         ("bin", "empty", "truncated: 0 bytes"),
-        ("idx", "cut", "truncated: 119 bytes, where ours.idx describes 122"),
+        ("idx", "cut", "truncated: 119 bytes, but ours.idx describes 122"),
         ("idx", "longer", "too long: 127 bytes"),
         ("idx", "empty", "truncated: 0 bytes"),
         ("idx", "header cut", "truncated: 20 bytes, its header has 34"),
         ("idx", "magic", "begins with b'NOTINDEX!"),
-        ("idx", "version", "no Megatron index: .* version 1"),
+        ("idx", "version", "not a Megatron index: .* version 1"),
         ("idx", "type", "a type from 1 to 8"),
         ("idx", "no documents", "empty: it describes no sequence"),
-        ("idx", "more sequences", "truncated: 122 bytes, where ours.idx describes 158"),
+        ("idx", "more sequences", "truncated: 122 bytes, but ours.idx describes 158"),
         ("idx", "offset", "sequence 1 has 1 tokens at byte 4"),
         ("idx", "negative size", "sequence 1 has -1 tokens"),
         ("idx", "documents", "from sequence 0 to 3 of 4"),
@@ -137,15 +137,13 @@ def test_ids_of_another_width_than_the_index_says(tmp_path: Path, code: int, wid
     idx[50:82] = offsets.tobytes()
     Path(f"{prefix}.idx").write_bytes(idx)
     Path(f"{prefix}.bin").write_bytes(bytes(8 * width))
-    with pytest.raises(ConfigError, match=rf"{width} bytes a token, but type {code} .* as int32"):
+    with pytest.raises(ConfigError, match=rf"{width} bytes per token, but type {code} .* as int32"):
         read(prefix)
 
 
 def test_documents_that_were_never_ended(tmp_path: Path) -> None:
     write_indexed(tmp_path / "ours", 8192, [([1, 2], False)] * 60)
-    with pytest.raises(
-        ConfigError, match=r"60 sequences and the end of no document: .*end_document"
-    ):
+    with pytest.raises(ConfigError, match=r"60 sequences but no end of a document: .*end_document"):
         IndexedTokens(tmp_path / "ours")
 
 
@@ -190,7 +188,7 @@ def test_a_file_that_changes_its_size_is_an_error_with_both_sizes(
     """Even if the position to read still exists, so that all ranks end at the same step."""
     file = file_of(tmp_path)
     os.truncate(file.path, num_bytes)
-    said = rf"tokens\.bin was changed .* it has {num_bytes} bytes, 100000 when it was opened"
+    said = rf"tokens\.bin changed .* it has {num_bytes} bytes, 100000 when it was opened"
     with pytest.raises(ConfigError, match=said):
         file.read(np.array([[1, 2, 3]]))
 

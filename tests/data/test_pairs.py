@@ -127,7 +127,7 @@ def test_problems_name_the_pair(shards: Path, tokenizer_dir: str) -> None:
     data = opened(shards, tokenizer_dir)
     with (shards / "f.bin").open("ab") as file:
         file.write(b"12")
-    with pytest.raises(ConfigError, match=r"f\.bin was changed while the run reads it"):
+    with pytest.raises(ConfigError, match=r"f\.bin changed while the run was reading it"):
         data.train.batch(0, data.train.samples)
 
 
@@ -206,7 +206,7 @@ def test_long_documents_are_sampled_more_often(
     read = [span.document for sample in range(200) for span in data.train.sample(sample).spans]
     assert sum(not number % 10 for number in read) > 0.4 * len(read)
     text = glances(load_run_config(None, [mix]).data).lines(100)
-    assert "; read are those of min_tokens=40 alone; share 50.00%" in text[1]
+    assert "; only those with min_tokens=40 are read; share 50.00%" in text[1]
 
 
 def test_nothing_as_long_is_refused_with_the_counts(asked: list[str], tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_nothing_as_long_is_refused_with_the_counts(asked: list[str], tmp_path: 
         build_data(spec(*asked, f"data.path={tmp_path / 'pair'}", "data.min_tokens=99"))
     (train, held_out) = caught.value.problems
     assert "train split has 0 tokens in 0 documents" in train
-    assert "; not read were 200 shorter than 99 tokens (data.min_tokens=99)" in held_out
+    assert "; 200 shorter than 99 tokens were not read (data.min_tokens=99)" in held_out
 
 
 def test_a_sample_that_a_run_kept_has_no_documents(asked: list[str], tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_conversations_are_not_mixed_with_other_text(tmp_path: Path) -> None:
         opened(folder, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
     assert caught.value.problems == [
         f"data.path: {folder}/chats.jsonl:1: holds a conversation, but {folder}/about.md:1 holds "
-        "other text: name one of them, or move it; data.bad_rows=skip leaves such rows out, and "
+        "other text: name one of them, or move it; data.bad_rows=skip leaves out such rows and "
         "counts them"
     ]
     (folder / "about.md").rename(folder / "later.md")
@@ -51,7 +51,7 @@ def test_a_conversation_of_many_megabytes_is_named(
     long = {"role": "assistant", "content": "word " * (4 << 20)}
     path = write_jsonl({"messages": [USER, BOT]}, {"messages": [USER, long]})
     tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ConfigError, match=r":2: is a conversation of more than 16,777,216 char"):
+    with pytest.raises(ConfigError, match=r":2: is a conversation with more than 16,777,216 char"):
         opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
 
 
@@ -147,6 +147,6 @@ def test_a_template_that_refuses_the_beginning_of_a_conversation_is_named() -> N
     even = "{% if messages | length == 2 %}{{ raise_exception('too short') }}{% endif %}"
     tokenizer.chat_template = even + tokenizer.chat_template
     with pytest.raises(
-        ValueError, match="refuses the conversation up to that turn: TemplateError:"
+        ValueError, match="rejects the conversation up to that turn: TemplateError:"
     ):
         ChatEncoder(tokenizer, "assistant").render(Chat([USER, BOT, USER, BOT]))

@@ -132,7 +132,7 @@ def test_a_run_without_a_sample_or_with_another_tokenizer_is_refused(
 ) -> None:
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "plan.json").write_text("{}")
-    with pytest.raises(ConfigError, match="a run that has kept no sample"):
+    with pytest.raises(ConfigError, match="a run that kept no sample"):
         pairs(rehearse=str(tmp_path / "none"))
     run = write_run(tmp_path / "run", pairs(), 2)
     (run / "reservoir" / FACTS).write_text('{"tokenizer": "another"}')

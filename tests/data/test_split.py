@@ -81,7 +81,9 @@ def test_stored_separators_are_found(tmp_path: Path) -> None:
         assert stores_separator(tokens, EOS) == stored
     (tmp_path / "mixed").mkdir()
     tokens = indexed(tmp_path / "mixed", [[1, EOS], [1], [], [4, EOS]])
-    with pytest.raises(ConfigError, match=r"2 of 3 documents .* \(id 2\), the others do not"):
+    with pytest.raises(
+        ConfigError, match=r"2 of 3 sampled documents .* \(id 2\), the others do not"
+    ):
         stores_separator(tokens, EOS)
 
 
@@ -107,7 +109,9 @@ def test_runs_are_a_value_per_token(tmp_path: Path, share: float) -> None:
 
 
 def test_files_that_are_not_there_or_damaged_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.npy cannot be read .*which is then built again"):
+    with pytest.raises(
+        ConfigError, match=r"train\.npy cannot be read .*which will then be rebuilt"
+    ):
         load_split(tmp_path, "train")
     np.save(tmp_path / "masks.npy", np.zeros((3, 0), dtype=np.int64))  # without the first run
     contents = [(tmp_path / "masks.npy").read_bytes(), b"", b"\x93NUMPY\1\0v\0{'descr'", b"{}"]

@@ -202,12 +202,12 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="names no eos_token"):
+    with pytest.raises(ConfigError, match="has no eos_token"):
         load_tokenizer(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="opens as no tokenizer"):
+    with pytest.raises(ConfigError, match="cannot be opened as a tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_a_tokenizer_that_is_not_here_is_not_waited_for(
     monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited for the hub"))
-    with pytest.raises(ConfigError, match=r"no such folder, .* name a folder, data.tokenizer"):
+    with pytest.raises(ConfigError, match=r"no such folder, .* set data.tokenizer"):
         load_tokenizer(name)
 
 

@@ -70,13 +70,13 @@ def test_names_of_drivers_and_people(name: str, key: str) -> None:
     ],
 )
 def test_other_products_are_refused_with_the_keys(name: str, keys: str) -> None:
-    with pytest.raises(ValueError, match=rf"unknown GPU '{name}': one of .*{keys}"):
+    with pytest.raises(ValueError, match=rf"unknown GPU '{name}': it must be one of .*{keys}"):
         find_gpu(name)
 
 
 def test_a_slice_of_a_gpu_has_no_figures() -> None:
     name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
-    with pytest.raises(ValueError, match="a MIG slice, whose share of its GPU is not known"):
+    with pytest.raises(ValueError, match="it is a MIG slice of unknown size"):
         find_gpu(name)
     assert known_gpu(name) is None
 

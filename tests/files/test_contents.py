@@ -259,7 +259,7 @@ ZIPPED = gzip.compress(LINES.encode(), mtime=0)
 Refusal = tuple[str, bytes, str]
 # Rejected when the files are located: not text, with advice.
 FOUND: list[Refusal] = [
-    ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but neither an array nor one object a line"),
+    ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but neither an array nor one object per line"),
     ("a.xlsx", b"PK", "pandas.read_excel"),
     ("a.psv", b"text|n\nhello|1\n", "is a table: data.format=csv reads it"),
     *((f"a.{name}", POINTER, "is a git-lfs pointer; run `git lfs pull`") for name in LFS_NAMES),
@@ -269,15 +269,15 @@ FOUND: list[Refusal] = [
     ("a", ZIPPED, "is compressed: gunzip -k FILE"),
     ("a.tar", b"a", "is an archive: unpack it"),
     ("a.npy", b"\x93NUMPY", "write token ids as a .bin/.idx pair"),
-    ("a.pdf", b"%PDF-1.4", "extract its text into .txt"),
-    ("a.png", b"\x89PNG\r\n\x1a\n\0", "is no UTF-8 text"),
+    ("a.pdf", b"%PDF-1.4", "extract its text to a .txt"),
+    ("a.png", b"\x89PNG\r\n\x1a\n\0", "is not UTF-8 text"),
     ("a.jsonlines", LINES.encode(), "unknown suffix .jsonlines: data.format=text reads it"),
     ("empty.txt", b"", "is empty"),
 ]
 # Rejected when a dry run glances at them.
 GLANCED: list[Refusal] = [
     ("a.txt", "Über é".encode("utf-16"), "it is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
-    ("a.txt", b"caf\xe9 au lait", "of Latin-1, iconv -f LATIN1"),
+    ("a.txt", b"caf\xe9 au lait", "to convert Latin-1: iconv -f LATIN1"),
     ("a.txt", ZIPPED, "it is compressed: gunzip -k FILE"),
 ]
 # Rejected when they are read.
@@ -287,18 +287,26 @@ READING: list[Refusal] = [
     ("b.txt", b"fine\nalso \xe9 fine\n", "codec can't decode byte 0xe9"),
     ("a.jsonl.gz", cut(gzip.compress(lines(RECORDS))), "it is damaged or truncated: Comp"),
     ("a.jsonl.zst", cut(WRITERS["a.jsonl.zst"](RECORDS)), "Truncated"),
-    ("a.json", cut(json.dumps(RECORDS).encode()), "it is no whole JSON array: "),
+    ("a.json", cut(json.dumps(RECORDS).encode()), "it is not a complete JSON array: "),
     ("a.parquet", cut(as_parquet(RECORDS)), "it is damaged or truncated after row 0: Parquet"),
     ("a.arrow", cut(as_arrow(RECORDS)), "it is damaged or truncated after row "),
     *(
         (name, write([RECORDS[0], {"text": None}]), f"{name}:2: text must be a string, not NoneTy")
         for name, write in (("a.parquet", as_parquet), ("a.arrow", as_arrow))
     ),
-    ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is no CSV: a quote that begins a column"),
-    ("a.csv", b'text,id\na,1\n"b,2\nc,3\n', "it is no CSV: nothing closes the quote of line 3"),
-    ("a.csv", b"text,id\nfine,1\nalso \xe9,2\n", "a.csv:3: is no UTF-8 text (of Latin-1, iconv"),
+    ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is not valid CSV: a quote that begins a column"),
+    (
+        "a.csv",
+        b'text,id\na,1\n"b,2\nc,3\n',
+        "it is not valid CSV: nothing closes the quote of line 3",
+    ),
+    (
+        "a.csv",
+        b"text,id\nfine,1\nalso \xe9,2\n",
+        "a.csv:3: is not UTF-8 text (to convert Latin-1: iconv",
+    ),
     ("a.csv", "text,id\na,1\n".encode("utf-16"), "it is UTF-16: iconv"),
-    ("a.csv", b"text,id\na,1\nb\nc,3\n", "a.csv:3: has 1 columns, where the first row names 2"),
+    ("a.csv", b"text,id\na,1\nb\nc,3\n", "a.csv:3: has 1 columns, but the first row names 2"),
     ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is JSON that is nested too deeply"),
 ]
 
@@ -325,7 +333,7 @@ def test_a_content_is_refused_with_a_sentence(
 
 
 BAD_LINES = {
-    b'{"text": "no end"': "is no JSON: Expecting ',' delimiter at column 18",
+    b'{"text": "no end"': "is not valid JSON: Expecting ',' delimiter at column 18",
     b'["text"]': "object, not list",
     b'{"txt": "typo"}': "'txt'",
     b'{"text": 3}': "text must be a string, not int",
@@ -369,7 +377,7 @@ def test_columns_are_to_be_named_and_there(tmp_path: Path) -> None:
     (problem,) = problems(path, columns={"text": "body"})
     assert "lacks body (data.columns); it has instruction, out" in problem
     for columns, message in (
-        ({"txt": "a"}, "data.columns names txt, which is none of text, prompt, completion"),
+        ({"txt": "a"}, "data.columns names txt, which is not one of text, prompt, completion"),
         ({"prompt": "a"}, "must name text, or prompt and completion, or .*; it names prompt"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -176,7 +176,7 @@ def test_a_folder_of_pairs_holds_nothing_else(tmp_path: Path) -> None:
     (problem, other, masks, rest) = refused(tmp_path)
     assert f"{tmp_path}/c.bin has no .idx beside it" in problem
     assert f"{tmp_path}/d.idx has no .bin beside it" in other
-    assert "holds a.masks.npy, which says what of its pair is not learned" in masks
+    assert "holds a.masks.npy, which masks tokens of its pair" in masks
     assert "2 .bin/.idx pairs and notes.txt and 1 more" in rest
     assert f"or name a pair, as in data.path={tmp_path}/a" in rest
 
@@ -200,7 +200,7 @@ def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_is_refused() -> None:
     assert "data.path" in (problem := refused("a\0b")[0])
-    assert "no path holds a NUL character" in problem
+    assert "a path cannot contain a NUL character" in problem
 
 
 def test_a_pair_is_glanced_at_by_its_header(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_line_that_is_no_document_is_shown_as_it_is(tmp_path: Path) -> None:
     text = glance(DataConfig(path=str(tmp_path / "a.jsonl")))
     place = f"{tmp_path / 'a.jsonl'}:1"
     assert f"the first cannot be read: {place}: needs either text, or prompt and compl" in text
-    assert text.endswith("it has 'instruction': name those to read by data.columns")
+    assert text.endswith("it has 'instruction': name the columns to read in data.columns")
 
 
 def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:
@@ -245,14 +245,14 @@ def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:
     (splits / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert documents(splits) == expected
     (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ConfigError, match="names test, which is no saved data beside it"):
+    with pytest.raises(ConfigError, match="names test, but no such saved data is beside it"):
         find_corpus(str(splits))
     shutil.copytree(splits / "train", splits / "test")
     assert find_files(str(splits)).split_text == "split train (not read: test)"
     assert documents(splits) == expected == documents(splits, split="test")
     assert documents(splits, split="all") == expected * 2
     (splits / "train" / names[3]).unlink()
-    with pytest.raises(ConfigError, match=r"names data-00003-of-00011.arrow, which is no file"):
+    with pytest.raises(ConfigError, match=r"names data-00003-of-00011.arrow, but no such file"):
         find_corpus(str(splits / "train"))
 
 
@@ -288,8 +288,8 @@ def test_a_path_is_expanded_and_a_name_stays(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("~nosuchuser/x", "this machine knows no home of ~nosuchuser$"),
-        ("~nosuchuser@5", "no home of ~nosuchuser@5"),
+        ("~nosuchuser/x", "this machine has no home folder for ~nosuchuser$"),
+        ("~nosuchuser@5", "no home folder for ~nosuchuser@5"),
         ("a/" + "b" * 256, "255 bytes"),
         ("é" * 128, "255 bytes"),
         ("a/" * 3000, "4,095 bytes"),

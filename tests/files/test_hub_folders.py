@@ -320,8 +320,8 @@ def test_a_run_goes_on_with_the_split_that_it_read(how: str, tmp_path: Path) -> 
     del earlier["run"]["data"]["split"]
     plan, notes = goes_on_from(earlier)
     assert (plan.config.data.split, plan.config.data.eval_path) == ("all", {})
-    assert notes == ["data.split is all, as the run that goes on read the whole folder"]
-    plan, notes = goes_on_from(plan.to_json())  # again, as recorded by this version
+    assert notes == ["data.split is all, because the resumed run read the entire folder"]
+    plan, notes = goes_on_from(plan.to_json())  # once more, as this version recorded it
     assert (plan.config.data.split, notes) == ("all", [])
     plan, notes = goes_on_from(plan_of(path).to_json())
     assert [*plan.config.data.eval_path] == ["test"]

@@ -282,11 +282,11 @@ def test_what_is_not_read_is_named() -> None:
     document, notes = read(row, {})
     assert document == Chat([Q, A, Q2, A2])
     assert [name for kind, name in notes if kind == "columns"] == ["chosen", "rejected", "id"]
-    others = ("turns", "turns of other roles than the assistant's marked as learned")
+    others = ("turns", "turns of roles other than the assistant that are marked as learned")
     assert notes[-1] == others
     document, notes = read(messages({**Q, "reasoning_content": "hm"}, A), {})
     assert document == Chat([Q, A])
-    assert notes == [("turns", "thoughts of other roles than the assistant's (not read)")]
+    assert notes == [("turns", "thoughts of roles other than the assistant (not read)")]
     _, notes = read({"prompt": "a", "completion": "b", "system": "s"}, {})
     assert notes == [("columns", "system")]
 
@@ -315,12 +315,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weight of text": (messages(Q, {**A, "weight": "no"}), 'weight="no", which must be'),
     "marks of parts": (messages(Q, {**A, "train_detail": [{}]}), "train_detail, which marks parts"),
     "arguments cut": (messages(Q, asks(call('{"a": 1')), RESULT, A),
-        "calls add with arguments that are no whole JSON: Expecting"),
-    "arguments a list": (messages(Q, asks(call([1])), RESULT, A), "that are no object {...}: [1]"),
-    "arguments a number": (messages(Q, asks(call("3")), RESULT, A), "no object {...}: '3'"),
+        "calls add with arguments that are not valid JSON: Expecting"),
+    "arguments a list": (messages(Q, asks(call([1])), RESULT, A), "not an object {...}: [1]"),
+    "arguments a number": (messages(Q, asks(call("3")), RESULT, A), "not an object {...}: '3'"),
     "arguments under an unknown name": (
         messages(Q, asks({"name": "add", "kwargs": {"a": 1}}), RESULT, A),
-        "calls add with kwargs, and none of arguments, parameters, args, input"),
+        "with kwargs: the key of its arguments must be one of arguments, parameters, args, input"),
     "no name": (messages(Q, asks({"function": {}}), RESULT, A), "needs the name of a function"),
     "no tools": (messages(Q, A, tools="add"), "tools must be an array of objects"),
     "two systems": (messages(S, Q, A, system="Other."), "has two system texts"),
@@ -345,13 +345,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "has a completion that begins with calls of the prompt's last turn"),
     "thoughts no text": (messages(Q, {**A, "thinking": ["hm"]}), "thinking of a turn must be a"),
     "labels of others": ({"input_ids": [1, 2], "labels": [2, -100]},
-        "label 2 at place 0, where input_ids has 1: a label is the token itself, or -100"),
+        "label 2 at position 0, but input_ids has 1: a label is the token itself, or -100"),
     "a mask of halves": ({"input_ids": [1, 2], "loss_mask": [0.5, 1]},
         "loss_mask must be an array of 0 and 1"),
     **{
         f"a row marked {key}={value!r}": (
             {**row, key: value},
-            f"has {key}={value!r}, which is read of turns, not of rows",
+            f"has {key}={value!r}, which marks turns, not rows",
         )
         for key, value in (("weight", 0), ("weight", "0"), ("train", False))
         for row in ({"instruction": "1 + 2?", "output": "3"}, {"prompt": "1", "completion": "2"})
@@ -359,13 +359,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **{
         f"a bad example by {key}": (
             {"prompt": [Q], "completion": [A], key: False},
-            f"has {key}=False, an answer that is not to be learned",
+            f"has {key}=False, which marks an answer not to be learned",
         )
         for key in ("label", "kto_tag")
     },
     "null alone": ({"prompt": "1", "completion": None}, "completion must be a string, not None"),
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids, but 1 labels"),
-    "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of whole numbers"),
+    "ids no numbers": ({"input_ids": [1, 2.5]}, "input_ids must be an array of integers"),
     "a segment without label": ({"segments": [{"text": "a"}]}, "label true or false"),
     "arrays that end before others": (
         {"conversations": {"from": ["human", "gpt", "human"], "value": ["1 + 2?", "3"]}},
@@ -376,7 +376,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deep parts": (messages({**Q, "content": nested("a")}, A), "is nested too deeply"),
     "deep keys": (messages({**Q, "more": nested("a")}, A), "is nested too deeply"),
     "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
-    "a question of nothing": (messages({**Q, "content": None}, A), "of the user has no content"),
+    "a question of nothing": (messages({**Q, "content": None}, A), "a user turn has no content"),
     "a part without a text": (messages(*CALLED[:2], {**RESULT, "content": [{"deg": 1}]}, A),
         "has a part without a text; it has ['deg']"),
 }  # fmt: skip
@@ -391,26 +391,26 @@ def test_a_row_is_refused_with_what_is_wrong(name: str) -> None:
 
 NAMED: dict[str, tuple[dict[str, Any], str]] = {
     "a question": ({"id": "7", "question_text": "1 + 2?", "gold_answer": "3"},
-        'data.columns={prompt="question_text", completion="gold_answer"} learns gold_answer alone'),
+        'data.columns={prompt="question_text", completion="gold_answer"} learns only gold_answer'),
     "a prompt": ({"prompt": "1 + 2?", "response": "3"},
-        'data.columns={question="prompt", answer="response"} makes a chat of them'),
+        'data.columns={question="prompt", answer="response"} makes them a chat'),
     "names of one alone": ({"text_de": "a", "target text": "b"},
         'data.columns={prompt="text_de", completion="target text"}'),
     "a preference": ({"prompt": "1 + 2?", "chosen": "3", "rejected": "4"},
-        'data.columns={prompt="prompt", completion="chosen"} learns chosen alone'),
+        'data.columns={prompt="prompt", completion="chosen"} learns only chosen'),
     "a preference of turns": ({"prompt": "1 + 2?", "chosen": [Q, A], "rejected": [Q, A2]},
         "data.columns.messages=chosen names the turns"),
     "a preference of prompts of turns": ({"prompt": [Q], "chosen": [A], "rejected": [A2]},
-        'data.columns={prompt="prompt", completion="chosen"} learns chosen alone'),
+        'data.columns={prompt="prompt", completion="chosen"} learns only chosen'),
     "a preference behind a conversation": (
         {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "4"}},
-        'data.columns={prompt="conversations", completion="chosen"} learns chosen alone'),
+        'data.columns={prompt="conversations", completion="chosen"} learns only chosen'),
     "a preference behind turns with answers": (
         {"messages": [Q, A, Q], "chosen": "3", "rejected": "4"},
-        'data.columns={prompt="messages", completion="chosen"} learns chosen alone'),
+        'data.columns={prompt="messages", completion="chosen"} learns only chosen'),
     "a preference of Alpaca's": (
         {"instruction": "1 + 2?", "input": "", "chosen": "3", "rejected": "4"},
-        'data.columns={instruction="instruction", input="input", output="chosen"} learns chosen'),
+        'data.columns={instruction="instruction", input="input", output="chosen"} learns only'),
     "Dolly's": (
         {"instruction": "1 + 2?", "context": "Add.", "response": "3", "category": "open_qa"},
         'data.columns={instruction="instruction", input="context", output="response"}'),
@@ -419,11 +419,11 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
         "data.columns.text=chosen names the text"),
     "turns": ({"id": 7, "dialog": [HUMAN, GPT]}, "data.columns.messages=dialog names the turns"),
     "turns before a text": ({"context": [Q], "response": "3"},
-        'data.columns={prompt="context", completion="response"} learns response alone'),
+        'data.columns={prompt="context", completion="response"} learns only response'),
     "one text": ({"txet": "a"}, "data.columns.text=txet names the text"),
-    "a prompt alone": ({"prompt": "1 + 2?"}, "name those to read by data.columns"),
-    "two answers": ({"problem": "a", "solution": "b", "answer": "c"}, "name those to read by"),
-    "texts of any kind": ({"title": "a", "body": "b"}, "it has 'title', 'body': name those"),
+    "a prompt alone": ({"prompt": "1 + 2?"}, "name the columns to read in data.columns"),
+    "two answers": ({"problem": "a", "solution": "b", "answer": "c"}, "name the columns to read"),
+    "texts of any kind": ({"title": "a", "body": "b"}, "it has 'title', 'body': name the columns"),
 }  # fmt: skip
 
 

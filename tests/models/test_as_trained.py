@@ -111,7 +111,7 @@ def test_what_a_kind_cannot_read_is_refused() -> None:
     mask = torch.ones_like(IDS)
     assert torch.equal(logits(model, attention_mask=mask), logits(model))
     mask[0, :5] = 0
-    with pytest.raises(ValueError, match="reads padding"):
+    with pytest.raises(ValueError, match="also reads padding"):
         logits(model, attention_mask=mask)
     with pytest.raises(ValueError, match="dynamic cache"):
         model.generate(IDS, max_new_tokens=2, cache_implementation="static")

@@ -241,7 +241,7 @@ def test_logits_that_depend_on_one_another_are_not_computed_in_parts() -> None:
 def test_other_heads_are_named() -> None:
     model = skeleton(hf_config(LEARNED["llama"]), torch.float32)
     model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))
-    with pytest.raises(ValueError, match="output head of LlamaForCausalLM is no Linear"):
+    with pytest.raises(ValueError, match=r"output head of LlamaForCausalLM is not an nn\.Linear"):
         operations_on_logits(model)
 
 

@@ -128,10 +128,10 @@ def test_layers_in_a_row_may_be_cut(wiring: Any) -> None:
         (skips_one, "runs 2 of its 3 layers"),
         (reads_the_embedding, "layer 0 of Toy reads more than hidden states"),
         (reads_an_earlier_layer, "layer 2 of Toy reads more than hidden states"),
-        (adds_between, "does not read what the layer before it returned|cannot be traced"),
+        (adds_between, "does not read the previous layer's output|cannot be traced"),
         (norm_between, "runs norm between its layers"),
         (norm_twice, "runs norm between its layers"),
-        (residual_around_all, "what follows the layers of Toy reads more than hidden states"),
+        (residual_around_all, "the modules after the layers of Toy read more than hidden states"),
     ],
 )
 def test_other_wirings_are_refused_by_what_they_lack(wiring: Any, said: str) -> None:

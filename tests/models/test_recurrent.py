@@ -143,7 +143,7 @@ def test_it_generates_from_rows_without_padding() -> None:
     longer = model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
     assert torch.equal(longer[:, TOKENS], model(ids).logits[:, -1].argmax(-1))
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="reads padding"):
+    with pytest.raises(ValueError, match="also reads padding"):
         model.generate(ids, attention_mask=mask, max_new_tokens=2)
 
 

@@ -69,7 +69,7 @@ def test_a_global_batch_that_the_json_multiplies_to_is_adopted(planned: Planner)
 
 def test_a_ramp_is_described_and_counted(planned: Planner) -> None:
     made = planned("RANKS=4 ramp.batch_from=12 ramp.batch_tokens=100000")
-    assert "from 12 windows a step by 12 to 48 over 100,000 tokens" in describe(made)
+    assert "from 12 windows per step by 12 to 48 over 100,000 tokens" in describe(made)
     tokens = f"train.tokens={128 * 8 * 10}"
     assert planned(tokens, estimate=False).steps == 2
     assert planned(f"{tokens} {RAMP}", estimate=False).steps == 10
@@ -85,7 +85,7 @@ def test_the_budget_is_the_largest_micro_batch_that_is_estimated(planned: Planne
     plain = planned(f"{line} train.micro_batch=4")
     assert budget.micro_batch == budget.config.train.micro_batch == 4
     assert budget.estimate.needed == plain.estimate.needed
-    assert "as many as fit 512 positions" in summary(budget)
+    assert "as many as fit in 512 positions" in summary(budget)
     assert "100 steps = 4,800 examples" in summary(budget)
 
 
@@ -93,7 +93,7 @@ def test_routers_of_experts_see_padding(planned: Planner) -> None:
     grouped = "data.batching=length_grouped"
     mixture = planned(f"model.name=deepseek-v3 {grouped}", estimate=False)
     assert mixture.config.data.document_mask is True
-    assert "routers are not balanced by padding" in summary(mixture)
+    assert "padding does not count in the balance of routers" in summary(mixture)
     assert planned(grouped, estimate=False).config.data.document_mask is None
 
 

@@ -113,7 +113,7 @@ def test_it_is_the_same_on_all_ranks_that_can_divide_it(start: str, planned: Pla
     assert of(seen[3]) == (9, 3)
     assert of(seen[64]) == (64, 15)
     message = seen[64].events[-1]["message"]
-    assert "a step has 64 windows or more, so that the ranks can divide them" in message
+    assert "the ranks need at least 64 windows per step" in message
     assert with_least_batch(planned(f"RANKS=3 {start}", estimate=False)).global_batch == 3
 
 
@@ -157,21 +157,21 @@ def test_what_was_settled_is_kept_by_a_run_that_goes_on(
 
 def test_the_plan_says_what_follows_and_why(start: str, planned: Planner) -> None:
     before = planned(start)
-    assert "48 windows a step = " in (text := summary(before))
+    assert "48 windows per step = " in (text := summary(before))
     assert "16 tokens each; fewer if the data is small" in text
-    assert "about 3 epochs: the data will say how many steps" in text
+    assert "about 3 epochs; the number of steps is known once the data is counted" in text
     assert "cosine, at most 0.0026 after a warm-up of 0.03 of all steps" in text
     made = with_counts(before, CHATS)
     lines = settled(made, CHATS, before).splitlines()
     assert [line[15:] for line in lines[:3]] == [
-        "1 window a step = micro-batch 1 x 1 accumulated x 1 data ranks, 16 tokens each",
-        "112 steps = 1,792 tokens: 294 examples in 28 windows of 16 tokens, 1 window a step, "
+        "1 window per step = micro-batch 1 x 1 accumulated x 1 data ranks, 16 tokens each",
+        "112 steps = 1,792 tokens: 294 examples in 28 windows of 16 tokens, 1 window per step, "
         "4 epochs",
         "cosine: 0.00065 at step 1, 0.0026 at step 4, 0.00026 at step 112",
     ]
     assert lines[-1][15:] == (
-        "train.global_batch=1, train.epochs=4: 48 windows a step would make 2 steps of 3 epochs, "
-        "and at least 100 are wanted (docs/models.md#fine-tuning)"
+        "train.global_batch=1, train.epochs=4: 48 windows per step would make 2 steps of 3 epochs, "
+        "fewer than 100 (docs/models.md#fine-tuning)"
     )
     assert made.estimate.cpu_bytes_per_node < before.estimate.cpu_bytes_per_node
 
@@ -182,9 +182,9 @@ def test_a_dry_run_counts_roughly(start: str, planned: Planner, tmp_path: Path) 
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 300)
     text = describe(planned(f"{start} data.path={tmp_path / 'chats.jsonl'}"))
     assert "tokens: roughly 294 examples in " in text
-    assert "16 windows a step = micro-batch 8 x 2 accumulated" in text
+    assert "16 windows per step = micro-batch 8 x 2 accumulated" in text
     text = describe(planned(f"{start} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"))
-    assert "roughly 294 examples, 8 examples a step, 3.02 epochs" in text
+    assert "roughly 294 examples, 8 examples per step, 3.02 epochs" in text
 
 
 def test_a_run_too_short_to_learn_says_so_with_the_keys(start: str, planned: Planner) -> None:
@@ -194,7 +194,7 @@ def test_a_run_too_short_to_learn_says_so_with_the_keys(start: str, planned: Pla
     assert steps == 2
     warmup, few = length_events(made.config, steps)
     assert (warmup["kind"], few["kind"]) == ("unfinished_warmup", "few_steps")
-    assert "ends within its warm-up (20 steps, optim.warmup_steps)" in warmup["message"]
+    assert "ends during its warm-up (20 steps, optim.warmup_steps)" in warmup["message"]
     assert "set optim.warmup_ratio=0.03" in warmup["message"]
     assert "takes only 2 steps" in few["message"]
     assert "lower train.global_batch (now 48), or raise train.epochs" in few["message"]

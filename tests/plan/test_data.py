@@ -119,7 +119,7 @@ def test_counting_ends_with_what_decides(tmp_path: Path) -> None:
         plan_of(f"data.path={tmp_path}", "data.balance=l")
     assert len(raised.value.problems) == MAX_PROBLEMS
     (tmp_path / "a.csv").write_bytes(b"text,l\na,b\n\xff,b\n")
-    with pytest.raises(ConfigError, match=r"a\.csv:3: is no UTF-8"):
+    with pytest.raises(ConfigError, match=r"a\.csv:3: is not UTF-8"):
         plan_of(f"data.path={tmp_path / 'a.csv'}", "data.balance=l")
 
 
@@ -212,7 +212,7 @@ def test_a_run_of_an_earlier_version_keeps_an_override_without_effect(tmp_path: 
     with pytest.raises(ConfigError, match="changes nothing: llama models do not read it"):
         planned(word)
     plan = planned(f"run.dir={tmp_path / 'run'}", word)
-    assert "the run that goes on has it" in next(
+    assert "the resumed run has it" in next(
         e["message"] for e in plan.events if e["kind"] == "kept"
     )
     assert resume_problems(record, plan.to_json(), []) == []

@@ -183,7 +183,7 @@ PASS: dict[str, tuple[Json, str | None]] = {
 REFUSED: dict[str, tuple[Json, str]] = {
     "axolotl, torch.compile": (
         {**AUTO, "compile": {"backend": "inductor"}},
-        "compile.backend ($ds.json) is not a key that DeepSpeed knows: for torch.compile set"),
+        "compile.backend ($ds.json) is not a key that DeepSpeed knows: for torch.compile, set"),
     "offload beside the section": (
         {**AUTO, **stage_2(), "offload_optimizer": CPU},
         "offload_optimizer ($ds.json) is not a key that DeepSpeed knows; did you mean zero_opt"),
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "1-bit Adam": (
         {**BATCH, "optimizer": {"type": "OneBitAdam", "params": {
             "lr": 4e-4, "freeze_step": 23000, "comm_backend_name": "nccl"}}},
-        "optimizer.type is 'OneBitAdam' ($ds.json), which is not built here: set it to one of Ada"),
+        "optimizer.type is 'OneBitAdam' ($ds.json), which is not supported: set it to one of Ada"),
 }
 # fmt: on
 

@@ -169,7 +169,7 @@ def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:
     plan = planned(given, estimate=False)
     assert with_rows_for(plan, 90).model_config["vocab_size"] == 90
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
-    why = "whose checkpoints have 64 rows of the vocabulary, and 90 are needed"
+    why = "whose checkpoints have 64 vocabulary rows, but 90 are needed"
     (problem,) = planned.problems(f"{given} model.overrides.vocab_size=90")
     assert problem.endswith(f"{why}: set model.init_from=$run/export")
     with pytest.raises(ConfigError, match=why):

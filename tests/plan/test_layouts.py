@@ -105,7 +105,7 @@ def test_a_vocabulary_that_does_not_divide_costs_what_the_next_size_saves(planne
     (event,) = whole.events
     # The tied embedding and head: half of the rows, except the added one.
     elements = (50_257 // 2) * 768
-    assert f"{elements:,} parameters more" in event["message"]
+    assert f"adds {elements:,} parameters" in event["message"]
     assert f"note           {event['message']}" in summary(whole)
     saved = whole.estimate.worst.peak - divided.estimate.worst.peak
     assert event["bytes"] == saved

@@ -66,7 +66,7 @@ UNKNOWN = "unrecognized arguments: "
         ("--steps=10", 2, f"{UNKNOWN}--steps=10 (write train.steps=VALUE)\n"),
         ("--micro-batch=1", 2, f"{UNKNOWN}--micro-batch=1 (write train.micro_batch=VALUE)\n"),
         ("--num_gpus=2", 2,
-         f"{UNKNOWN}--num_gpus=2 (the launcher's: write it before harness/train.py)\n"),
+         f"{UNKNOWN}--num_gpus=2 (a launcher option: put it before harness/train.py)\n"),
         ("--help", 0, "deepspeed harness/train.py --deepspeed ds_configs/zero3.json"),
         ("--keys", 0, "optim.lr = 0.003"),
     ],
@@ -255,9 +255,9 @@ def test_describe_spells_out_what_will_happen(planned: Planner) -> None:
     words = "train.steps=10 optim.lr=2e-3 optim.warmup_steps=2 ds.gradient_clipping=0.5"
     text = describe(planned(f"RANKS=2 {AUTO} {words}"))
     for line in (
-        r"^model +llama \(preset tiny\), fresh random weights",
+        r"^model +llama \(preset tiny\), random weights",
         r"^spread +ZeRO 1, bf16, 2 ranks \(2 data\) on cpu, offload: none",
-        r"^batch +48 windows a step = micro-batch 8 x 3 accumulated x 2 data ranks, 128 tokens",
+        r"^batch +48 windows per step = micro-batch 8 x 3 accumulated x 2 data ranks, 128 tokens",
         r"^length +10 steps = 61,440 tokens",
         r"^learning rate +cosine: 0\.001 at step 1, 0\.002 at step 2, 0\.0002 at step 10",
         r"^note +optim\.clip_norm = 0\.5, from the JSON's gradient_clipping",
@@ -275,7 +275,7 @@ def test_a_cluster_is_planned_from_a_laptop() -> None:
     assert world == World(world_size=64, local_world_size=8, accelerator="cuda", gpu="h100-80")
     plan = plan_from(command, world=world)
     text = describe(plan, elsewhere=True)
-    assert re.search(r"^time  .* s a step .* GPU-hours without", text, re.MULTILINE)
+    assert re.search(r"^time  .* s per step .* GPU-hours without", text, re.MULTILINE)
     assert re.search(r"^the cluster    fits", text, re.MULTILINE)
     assert "this machine" not in text
     step = step_time(plan)
@@ -301,7 +301,7 @@ def test_a_cluster_has_all_its_problems_in_one_report() -> None:
     with pytest.raises(ConfigError) as caught:
         cluster(0, -1, "h9000")
     assert len(caught.value.problems) == 3
-    with pytest.raises(ConfigError, match="--gpus 12 do not fill nodes of 8"):
+    with pytest.raises(ConfigError, match="--gpus 12 is not a multiple of 8 GPUs per node"):
         cluster(12, None, "h100-80")
 
 

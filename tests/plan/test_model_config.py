@@ -92,7 +92,7 @@ def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
     monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     problem = problem_of(f"model.name={name}")
-    assert "the hub cannot be reached from here: name a folder, model.name=FOLDER" in problem
+    assert "the hub cannot be reached from here: set model.name=FOLDER" in problem
     assert "; did you mean gpt2-124m" in problem
 
 
@@ -116,13 +116,13 @@ RECURRENT = {"model_type": "recurrent", "vocab_size": 512, "hidden_size": 64}
     ("text", "expected"),
     [
         ("{", "cannot be read"),
-        ("[1]", "holds no object"),
+        ("[1]", "is not an object"),
         ("{}", "has no model_type"),
         (None, "cannot be read"),
         (json.dumps({**RECURRENT, "hidden_size": "64"}),
-         "hidden_size (SOURCE) is '64': it must be a whole number of at"),
+         "hidden_size (SOURCE) is '64': it must be an integer of at"),
         (json.dumps({**RECURRENT, "hidden_size": [64]}),
-         "hidden_size (SOURCE) is [64]: it must be a whole number of at"),
+         "hidden_size (SOURCE) is [64]: it must be an integer of at"),
         (json.dumps({**RECURRENT, "cell": "rnn"}),
          "cell (SOURCE) is 'rnn': it must be one of lstm, gru"),
         (json.dumps({**RECURRENT, "cell": []}),

@@ -149,7 +149,7 @@ def test_an_override_that_changes_nothing_is_refused(
          "model.overrides.rope_scaling.factor (command line) changes nothing: the rotary type "
          "default does not read it: set model.overrides.rope_scaling.rope_type to linear or "),
         (["rope_parameters.rope_type=yarn"], "set model.overrides.rope_parameters.factor, too"),
-        (["rope_scaling.rope_type=yran", "rope_scaling.factor=2"], "is 'yran', none of default"),
+        (["rope_scaling.rope_type=yran", "rope_scaling.factor=2"], "not one of default"),
         (["rope_scaling={rope_type='linear', factr=2.0}"], "rope_scaling.factor, too"),
         (["rope_scaling={rope_type='yarn', factor=2.0, beta_fst=3}"], "did you mean beta_fast?"),
         (["rope_scaling={rope_type='linear', factor=2.0, beta_fast=3}"], "to yarn, too"),
@@ -215,10 +215,10 @@ def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words", "why"),
     [
-        ({}, ["initializer_range=0.5", "INIT"], "the weights are those of model.init_from"),
+        ({}, ["initializer_range=0.5", "INIT"], "the weights come from model.init_from"),
         ({}, ["sliding_window=64"], "llama models do not read it"),
         ({"torch_dtype": "float32"}, ["torch_dtype=bfloat16"], "set bf16.enabled or fp16.enabled"),
-        (QWEN, ["use_sliding_window=true", "sliding_window=8"], "of 3 layers those from"),
+        (QWEN, ["use_sliding_window=true", "sliding_window=8"], "of 3 layers, only those from"),
         (NEW, ["rope_theta=5e6"], "the model reads rope_parameters"),
         ({"model_type": "gemma3_text", "rope_parameters": LAYERS}, ["rope_theta=5e6"],
          "the model reads rope_parameters"),
@@ -239,7 +239,7 @@ def test_a_run_keeps_the_overrides_without_effect_that_it_has(
     ((kind, message),) = notes
     assert kind == "kept"
     assert why in message
-    assert message.endswith("; the run that goes on has it")
+    assert message.endswith("; the resumed run has it")
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,12 @@ def test_a_folder_that_cannot_hold_the_states_is_refused(
 ) -> None:
     assert swap_problems(plan(tmp_path)) == []
     (problem,) = swap_problems(plan(tmp_path / "none"))
-    assert f"offload_optimizer.nvme_path is {tmp_path / 'none'}, which is no folder" in problem
+    assert f"offload_optimizer.nvme_path is {tmp_path / 'none'}, which is not a folder" in problem
     assert "set ds.zero_optimization.offload_optimizer.nvme_path to a folder" in problem
     with monkeypatch.context() as here:
         here.setattr(machine.os, "access", lambda *_: False)  # root may write anywhere
         (problem,) = swap_problems(plan(tmp_path))
-        assert "where this user may not write" in problem
+        assert "where this user cannot write" in problem
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
     (problem,) = swap_problems(plan(tmp_path))
     # Master weights, moments and gradients of 5,015,232 parameters, 16 bytes each.

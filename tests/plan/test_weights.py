@@ -43,20 +43,23 @@ def header(text: str) -> bytes:
     [
         (
             POINTER,
-            "74 bytes and is no safetensors file: it is a git-lfs pointer; run `git lfs pull`",
+            "74 bytes and is not a safetensors file: it is a git-lfs pointer; run `git lfs pull`",
         ),
-        (b"", "0 bytes: it is empty, or cut off"),
+        (b"", "0 bytes: it is empty or truncated"),
         (WHOLE[:7], "7 bytes: it is empty"),
-        (WHOLE[:40], "no safetensors file"),
-        (WHOLE[:-1], f"{len(WHOLE) - 1} bytes, but its tensors end at {len(WHOLE)}: it is cut off"),
+        (WHOLE[:40], "not a safetensors file"),
+        (
+            WHOLE[:-1],
+            f"{len(WHOLE) - 1} bytes, but its tensors end at {len(WHOLE)}: it is truncated",
+        ),
         (WHOLE + b"x", "something follows"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (pickle.dumps({"w": 1}), "a pickle"),
         (b"GGUF" + bytes(99), "a GGUF"),
-        (b"\xff" * 99, "other bytes"),
+        (b"\xff" * 99, "unexpected bytes"),
         (header("[]"), "not an object"),
-        (header("{"), "no JSON"),
-        (header("[" * 100_000 + "]" * 100_000), "no JSON"),
+        (header("{"), "not JSON"),
+        (header("[" * 100_000 + "]" * 100_000), "not JSON"),
         (header('{"w": 7}'), "not an object"),
         (header('{"w": {"dtype": "F32", "shape": [1]}}'), "lacks w.data_offsets"),
         (header('{"w": {"dtype": 3, "shape": [1], "data_offsets": [0, 4]}}') + b"....", "w.dtype"),
@@ -67,7 +70,7 @@ def header(text: str) -> bytes:
         ),
         (
             header('{"w": {"dtype": "X", "shape": [2], "data_offsets": [4, 0]}}') + b"....",
-            "begin at",
+            "begin 4 after",
         ),
         (
             header('{"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}') + b"." * 8,
@@ -106,7 +109,7 @@ def test_an_index_names_safetensors_beside_it_alone(
         (tmp_path / place).write_bytes(WHOLE)
     put_index(folder, f"{tmp_path}/{name}" if absolute else name)
     (problem,) = weight_file_problems(str(folder))
-    assert "which is no safetensors file beside it" in problem
+    assert "but no such safetensors file is beside it" in problem
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_links_stay_in_their_folder_and_pipes_are_not_waited_for(name: str, tmp_
     (folder / name).unlink()
     (folder / name).symlink_to(name)
     (problem,) = weight_file_problems(str(folder))
-    assert f"{folder / name} is a link, where a file must be" in problem
+    assert f"{folder / name} is a link, not a file" in problem
 
 
 def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
@@ -163,10 +166,10 @@ def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        ("pytorch_model.bin", "a pickle, which is never opened: convert it where you trust it"),
+        ("pytorch_model.bin", "a pickle, which is never opened: if you trust it, convert it"),
         ("pytorch_model.bin.index.json", "is a pickle"),
         ("adapter_config.json", "an adapter: merge it"),
-        ("shard-00000-model-00001-of-00001.safetensors", "shares of a distributed save"),
+        ("shard-00000-model-00001-of-00001.safetensors", "shards of a distributed save"),
         ("README.md", "neither model.safetensors nor"),
     ],
 )

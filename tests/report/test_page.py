@@ -310,11 +310,11 @@ def test_a_model_that_learned_is_to_be_tried(tmp_path):
 def test_a_run_that_was_too_short_says_so_once(tmp_path):
     events = [
         {"kind": "few_steps", "message": "the run takes only 2 steps"},
-        {"kind": "unfinished_warmup", "message": "the run ends within its warm-up"},
+        {"kind": "unfinished_warmup", "message": "the run ends during its warm-up"},
     ]
     run = read(write_run(tmp_path / "run", events=2 * events))
     (warning,) = (v.text for v in verdicts(run) if v.kind == "warning")
-    assert warning == "The run takes only 2 steps; the run ends within its warm-up."
+    assert warning == "The run takes only 2 steps; the run ends during its warm-up."
 
 
 def test_a_command_has_what_its_user_set_and_one_length(tmp_path):
@@ -334,7 +334,7 @@ def test_the_plan_says_examples_windows_and_warm_up(tmp_path):
     record["data"] = {"trained_examples": 294, "trained_windows": 28}
     page = page_of(read(write_run(tmp_path / "run", the_plan=record)))
     assert "294 examples in 28 windows to train on, 200 steps" in page
-    assert "8 windows a step = micro-batch 1" in page
+    assert "8 windows per step = micro-batch 1" in page
     assert "0.03 of all steps of warm-up" in page
 
 

@@ -67,7 +67,7 @@ def test_the_defaults_learn_and_are_kept(
     assert plan["deepspeed"]["train_batch_size"] == batch < 48
     examples, windows = (plan["data"][f"trained_{name}"] for name in ("examples", "windows"))
     assert 290 < examples < 300
-    length = f"{examples} examples in {windows} windows of 64 tokens, {batch} windows a step"
+    length = f"{examples} examples in {windows} windows of 64 tokens, {batch} windows per step"
     assert length in output
     (settled,) = events(run, "follows_data")
     assert settled["message"].startswith(f"train.global_batch={batch}, train.epochs={epochs:g}: ")
@@ -97,7 +97,7 @@ def test_a_run_that_was_too_short_says_so_with_the_keys(
     steps = (run.read_plan() or {})["total_steps"]
     assert steps < 20
     texts = [
-        f"the run of {steps} steps ends within its warm-up (20 steps, optim.warmup_steps)",
+        f"the run of {steps} steps ends during its warm-up (20 steps, optim.warmup_steps)",
         f"the run takes only {steps} steps",
     ]
     for text in texts:  # once the data is counted, and at the end

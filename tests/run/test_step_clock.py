@@ -45,10 +45,10 @@ def test_steps_of_cpu_ranks_have_a_time_where_a_site_has_rates(site: Path) -> No
 
 def test_rates_that_are_none_or_anothers_are_refused(site: Path) -> None:
     site.write_text("{}")
-    with pytest.raises(ConfigError, match=r"plan\.rates is .*no rates of a site"):
+    with pytest.raises(ConfigError, match=r"plan\.rates is .*holds no rates of measured runs"):
         plan(site)
     replace(SITE, gpu="h100-sxm", precision="bf16").write(site)
-    with pytest.raises(ConfigError, match="on h100-sxm in bf16, and this is cpu in fp32"):
+    with pytest.raises(ConfigError, match="on h100-sxm in bf16, but this is cpu in fp32"):
         plan(site)
 
 

@@ -53,7 +53,7 @@ def test_all_problems_are_one_report(tmp_path: Path) -> None:
         "logs is not a key of a range; did you mean log?",
         "search.optim.eps is 3",
         "train.steps is in [search] as well",
-        "run.dir is each trial's own",
+        "run.dir is set for each trial",
         "train.seed is -2",
         f"optim.lrs ({file}) is not a key of the run config; did you mean optim.lr?",
         "did you mean zero_optimization.stage?",
@@ -77,7 +77,7 @@ def test_what_a_run_could_but_a_trial_could_not(tmp_path: Path) -> None:
     assert "data.held_out is 0" in stderr
     file.write_text("[sweep]\nmethod = 'tpe'\ntrials = 2\nbudget.steps = 39\n[train]\nsteps = 40\n")
     stderr = run_tool("sweep", file, "--dry-run", code=2).stderr
-    assert "names no key" in stderr
+    assert "has no keys" in stderr
     assert "sweep.budget.steps is 39" in stderr
     assert "one trial takes 40" in stderr
 

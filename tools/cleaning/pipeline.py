@@ -249,13 +249,14 @@ def keep_identity(pipeline: Pipeline) -> None:
         differs = [key for key in made_from if made_from[key] != before.get(key)]
         if differs:
             raise ConfigError(
-                f"OUT: {pipeline.out} holds a cleaning with another {', '.join(differs)} "
+                f"OUT: {pipeline.out} holds a cleaning with a different {', '.join(differs)} "
                 f"({path}): choose another OUT, or remove this one"
             )
         return
     if others := [of.name for of in pipeline.out.iterdir() if of.name != "lock"]:
         raise ConfigError(
-            f"OUT: {pipeline.out} holds {others[0]}, which is not of this tool: choose another OUT"
+            f"OUT: {pipeline.out} holds {others[0]}, which this tool did not write: choose "
+            "another OUT"
         )
     temporary = path.with_name(".made-from.json")
     temporary.write_text(json.dumps(made_from))

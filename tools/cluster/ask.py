@@ -107,7 +107,7 @@ def _rates(path: Path) -> dict[str, Any]:
             f"--measured {path}: not what preflight.py --json prints: {error}"
         ) from None
     if not isinstance(rates, dict):
-        raise ConfigError(f"--measured {path}: its rates are no table")
+        raise ConfigError(f"--measured {path}: its rates are not a table")
     return rates
 
 
@@ -154,9 +154,7 @@ def _inputs(args: argparse.Namespace, run: RunConfig, world: World, state: State
     try:
         inputs = memory_inputs(plan) or traced_inputs(plan)
     except Untraceable as error:
-        raise ConfigError(
-            f"{run.model.name}: its tensors are not known here, and {error}"
-        ) from None
+        raise ConfigError(f"{run.model.name}: its tensors are unknown, and {error}") from None
     if not args.lora:
         return inputs
     words = [f"model.lora.rank={args.lora}"]

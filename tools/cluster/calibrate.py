@@ -79,18 +79,20 @@ def _measured(folder: Path) -> tuple[Measured, int]:
         raise ValueError("there is no plan.json")
     plan = _plan_of(record)
     if plan.estimate is None:
-        raise ValueError("its architecture is not counted")
+        raise ValueError("its architecture is unknown")
     inputs = replace(plan.estimate.inputs, seen_tokens=record.get("seen_tokens"))
     if not has_even_steps(plan):
-        raise ValueError("its steps differ in their tokens (ramp.*, data.batching)")
+        raise ValueError("its steps have different numbers of tokens (ramp.*, data.batching)")
     if plan.world.accelerator == "cuda" and inputs.gpu is None:
-        raise ValueError(f"its GPUs are not known: {plan.world.gpu}")
+        raise ValueError(f"its GPUs are unknown: {plan.world.gpu}")
     lines = run.read_metrics()
     seconds = [float(line["step_time_s"]) for line in lines if line.get("step_time_s")]
     if len(seconds) < _LEAST:
         raise ValueError(f"{len(seconds)} metrics lines: at least {_LEAST} are needed (log.every)")
     if "cores" not in record:
-        raise ValueError("its plan.json does not tell the cores of a node: an earlier version's")
+        raise ValueError(
+            "its plan.json, from an earlier version, does not state the cores per node"
+        )
     cores = record["cores"] if inputs.gpu is None else 0
     return Measured(inputs, median(seconds[1:])), cores
 

@@ -104,9 +104,9 @@ def seconds_within(counted: Counted) -> tuple[float, float]:
 def error_text(counted: Counted) -> str:
     """Return the range of step times that covers half of such published runs, as text."""
     error, (low, high) = error_of(counted.layout), seconds_within(counted)
-    runs = "guessed, since no published run of its kind was compared:"
+    runs = "guessed, no comparable published run:"
     if error.rows:
-        runs = f"{error.rows} published runs of its kind:"
+        runs = f"{error.rows} comparable published runs:"
     return (
         f"{low:.2f} to {high:.2f} s ({runs} half within {error.half:.0%}, nine of ten within "
         f"{error.nine:.0%})"
@@ -208,17 +208,17 @@ def costs(each: Counted, best: Counted) -> str:
     ]:
         return f"it {' and '.join(parts)}"
     if one[2] > other[2]:
-        return "its layers exchange over nodes"
+        return "its layers communicate across nodes"
     if one[4] > other[4]:
         return "it has not run on a GPU yet"
     return f"it is ZeRO {each.layout.zero}" if one[5] > other[5] else "it fills the GPU more"
 
 
 _PARTS = {
-    "tensor": "divides every matrix",
-    "sequence": "divides every sequence",
+    "tensor": "shards every matrix",
+    "sequence": "shards every sequence",
     "pipeline": "adds pipeline stages",
-    "expert": "divides experts",
+    "expert": "shards experts",
     "hpz": "keeps a second copy of the weights",
 }
 

@@ -164,9 +164,9 @@ class Counted:
     def why_it_does_not_fit(self) -> str:
         """Return the reason why it is no answer; "" if it is one or may be one."""
         if self.trained is False:
-            return f"refused: {self.refusal}"
+            return f"rejected: {self.refusal}"
         if self.missing_host_bytes:
-            return f"{self.missing_host_bytes / GIB:.0f} GiB too much for a node's host"
+            return f"{self.missing_host_bytes / GIB:.0f} GiB too much for the host memory of a node"
         if self.fits is False:
             place = f" on stage {self.worst.stage}" if self.layout.pipeline > 1 else ""
             name, size = self.worst.largest()
@@ -174,7 +174,7 @@ class Counted:
                 f"{max(self.missing_bytes, 2**20) / GIB:.1f} GiB too much{place}: "
                 f"{size / GIB:.1f} of {name}"
             )
-        return "" if self.fits else "not known to fit"
+        return "" if self.fits else "may not fit"
 
     def to_json(self, job: Job, price: float | None) -> dict[str, Any]:
         """Return the layout as plain values, bytes in GiB."""

@@ -88,7 +88,7 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
     per_node = question.some.gpus_per_node
     nodes = question.gpus // per_node
     about = (
-        f"{args.model}, {args.gpus} x {args.gpu}: {best.layout.text}; {best.seconds:.2f} s a step"
+        f"{args.model}, {args.gpus} x {args.gpu}: {best.layout.text}; {best.seconds:.2f} s per step"
     )
     about += f", {question.job(best).seconds / DAY:.1f} days (tools/plan_cluster.py)"
     texts["ds.json"] = json.dumps(best.layout.deepspeed, indent=2) + "\n"

@@ -63,7 +63,7 @@ def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
         counted = [*Search(question).count(every)]
     if not counted:
         raise ConfigError(
-            f"--global-batch {args.global_batch} does not divide over any number of data ranks of "
+            f"--global-batch {args.global_batch} is not divisible by any number of data ranks of "
             f"{args.gpus} GPUs: use a multiple of {args.gpus}"
         )
     return counted

@@ -26,7 +26,8 @@ def describe(args: argparse.Namespace, question: Question, answer: Answer) -> st
     shape = question.some.shape
     head = (
         f"{args.model} ({shape.parameters / 1e9:.2f}B parameters) on {args.gpus} x {args.gpu}, "
-        f"{args.seq_len:,} tokens, {args.global_batch:,} samples a step: {len(counted):,} layouts, "
+        f"{args.seq_len:,} tokens, {args.global_batch:,} samples per step: {len(counted):,} "
+        "layouts, "
         f"{fit:,} known to fit"
     )
     lines = [*textwrap.wrap(head, WIDTH), ""]
@@ -47,7 +48,7 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
     lines = [
         *textwrap.wrap(f"Recommended: {best.layout.text}", WIDTH, subsequent_indent=" " * 13),
         f"  {memory_text(best)}",
-        f"  {time.seconds:.2f} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, "
+        f"  {time.seconds:.2f} s per step, {time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
         f"MFU {time.mfu:.1%}",
         *(f"  {part}" for part in textwrap.wrap(error_text(best), WIDTH - 2)),
         *(
@@ -55,13 +56,13 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
             for n, part in enumerate(textwrap.wrap(_shares(best), WIDTH - 8))
         ),
         f"  {tokens_text(question.data_tokens)} tokens: {days(job.seconds)}, "
-        f"{job.gpu_hours:,.0f} GPU-hours, {job.energy_kwh:,.0f} kWh of the GPUs",
+        f"{job.gpu_hours:,.0f} GPU-hours, {job.energy_kwh:,.0f} kWh for the GPUs",
         *_beside(question, best),
         f"  with failures {days(job.days_with_failures * DAY)}: one in "
         f"{days(job.failure_seconds)}, a save every {job.save_every_seconds / 60:.0f} minutes",
     ]
     if question.price is not None:
-        lines.append(f"  cost {job.cost(question.price):,.0f} at {question.price:g} a GPU-hour")
+        lines.append(f"  cost {job.cost(question.price):,.0f} at {question.price:g} per GPU-hour")
     if args.deadline_days:
         late = job.days_with_failures > args.deadline_days
         more = -(-job.days_with_failures * args.gpus // args.deadline_days)
@@ -85,7 +86,7 @@ def _on_paper(answer: Answer) -> list[str]:
     assert best is not None
     assert quickest is not None
     if quickest is best:
-        return ["It is the quickest on paper, too."]
+        return ["It is also the quickest on paper."]
     text = (
         f"Quickest on paper: {quickest.layout.text}, {quickest.seconds:.2f} s, "
         f"{memory_text(quickest)}: {why_not(quickest, best)}"
@@ -97,12 +98,10 @@ def _beside(question: Question, best: Counted) -> list[str]:
     beside, run = question.beside(best), question.run
     often = f"{run.eval.samples} samples every {run.eval.every} steps" if run.eval.every else "none"
     asked = f", {beside.saves:,} of them" if beside.saves else ""
-    waits = (
-        "read ahead, no wait" if run.data.prefetch else "not read ahead: its wait is not counted"
-    )
+    waits = "prefetched, no wait" if run.data.prefetch else "not prefetched: waits are not counted"
     text = (
-        f"of these evaluation {days(beside.evaluating)} ({often}); a save {beside.save_text}{asked}"
-        f" ({question.disk_gb_per_s:g} GB/s of a node, --disk); data {waits}"
+        f"evaluation {days(beside.evaluating)} of these ({often}); a save {beside.save_text}{asked}"
+        f" ({question.disk_gb_per_s:g} GB/s per node, --disk); data {waits}"
     )
     return [f"  {part}" for part in textwrap.wrap(text, WIDTH - 2)]
 
@@ -115,7 +114,7 @@ def _shares(counted: Counted) -> str:
 
 def _rows(ways: Mapping[str, Counted], best: Counted | None) -> list[str]:
     lines = [
-        f"  {'':10} {'s/step':>7} {'GiB':>6}  the best of its kind, and why it is not the best"
+        f"  {'':10} {'s/step':>7} {'GiB':>6}  the best of its kind, and why it is not recommended"
     ]
     for way, each in ways.items():
         low, high = each.peak_interval
@@ -129,7 +128,7 @@ def _rows(ways: Mapping[str, Counted], best: Counted | None) -> list[str]:
 def _ready(args: argparse.Namespace, best: Counted) -> list[str]:
     keys = " ".join(f"{key}={value_as_text(value)}" for key, value in settings(args, best).items())
     return [
-        "Ready to run (--write FOLDER makes these files):",
+        "Ready to run (--write FOLDER writes these files):",
         f"  ds.json: {json.dumps(best.layout.deepspeed)}",
         f"  run.toml: {keys}",
         *(f"  {name}: {command}" for name, command in commands(best, "").items()),
@@ -142,8 +141,8 @@ def _evidence(question: Question, best: Counted) -> list[str]:
     text = (
         f"Memory: {best.memory.evidence}; time: {best.time.evidence}; evaluation, saves and "
         "failures: guessed. "
-        f"A network of {network:g} GB/s a GPU (--network) and hosts of {host:,.0f} GiB "
-        "(--host-memory) were taken. How near such estimates are to published runs: "
-        "docs/evidence.md. --json has every layout."
+        f"It assumes a network of {network:g} GB/s per GPU (--network) and {host:,.0f} GiB of "
+        "host memory (--host-memory). docs/evidence.md compares such estimates with published "
+        "runs. --json lists every layout."
     )
     return textwrap.wrap(text, WIDTH)

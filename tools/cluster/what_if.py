@@ -42,7 +42,7 @@ def what_if(args: argparse.Namespace, answer: Answer) -> list[str]:
         lines.append(f"  {name:<16} {_answer(changed)}")
     if answer.best is not None:
         lines += [f"  {'micro-batch':<16} {largest_micro_batch(answer.counted)}"]
-        lines += ["", "How many GPUs: none of these is both slower and dearer than another"]
+        lines += ["", "How many GPUs: none of these is both slower and more expensive than another"]
         lines += _front_lines(args, answer.best)
     return lines
 
@@ -61,7 +61,7 @@ def largest_micro_batch(counted: Sequence[Counted]) -> str:
         if fit:
             best = min(fit, key=lambda each: each.seconds)
             more = " is the largest counted" if size == MOST_MICRO_BATCH else " at most"
-            return f"{size}{more}, {best.seconds:.2f} s a step: {best.layout.text}"
+            return f"{size}{more}, {best.seconds:.2f} s per step: {best.layout.text}"
     return "nothing fits"
 
 
@@ -81,7 +81,7 @@ def _front_lines(args: argparse.Namespace, best: Counted) -> list[str]:
         other = _best(_with(args, gpus=gpus)) if gpus >= 1 else None
         if isinstance(other, Counted):
             spent.append(_spent(other))
-    unit = f"at {args.price:g} a GPU-hour" if args.price else "GPU-hours"
+    unit = f"at {args.price:g} per GPU-hour" if args.price else "GPU-hours"
     return [
         f"  {f'{each.gpus} GPUs':<16} {days(each.days * DAY)}, {each.cost:,.0f} {unit}: "
         f"{each.layout}"

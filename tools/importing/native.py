@@ -54,8 +54,8 @@ def read(path: Path) -> Table:
         refused = sorted(set(asked) - set(ALLOWED))
         if refused:
             raise Unusable(
-                f"{path} asks for {', '.join(refused)}, which no checkpoint needs: opening it "
-                "could run anything, so it is not opened"
+                f"{path} asks for {', '.join(refused)}, which no checkpoint needs: it was not "
+                "opened, because that could run arbitrary code"
             )
         with safe_globals([(kind, name) for name, kind in ALLOWED.items()]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -232,14 +232,14 @@ class Native:
         base_key = "optimizer_state_dict" if zero3 else "base_optimizer_state"
         flats_key = "fp32_flat_groups" if zero3 else "single_partition_of_fp32_groups"
         if not isinstance(optimizer.get(base_key), dict) or not optimizer.row(flats_key):
-            raise Unusable(f"{self._optim[number]} holds its optimizer in a way not known here")
+            raise Unusable(f"{self._optim[number]} holds its optimizer in an unknown format")
         base = optimizer.table(base_key)
         states = base.table("state")
         flats = Table(
             dict(enumerate(optimizer.row(flats_key))), optimizer.file, optimizer.path_of(flats_key)
         )
         if len(states.values) != len(flats.values):
-            raise Unusable(f"{self._optim[number]} holds its optimizer in a way not known here")
+            raise Unusable(f"{self._optim[number]} holds its optimizer in an unknown format")
         steps = _steps([states.table(n) for n in flats.values])
         if not zero3 and "param_groups" in base:
             groups = dict(enumerate(base.row("param_groups")))
@@ -337,7 +337,7 @@ def find_source(text: str) -> Source:
     """
     run, step = run_and_step(text)
     if not run.is_dir():
-        raise ConfigError(f"{run} is no folder")
+        raise ConfigError(f"{run} is not a folder")
     named = run.glob("checkpoint-*")
     numbered = {int(m[1]): path for path in named if (m := re.search(r"-(\d+)$", path.name))}
     if step is not None and step not in numbered:
@@ -346,7 +346,7 @@ def find_source(text: str) -> Source:
     engines = [p for p in path.glob("global_step*") if p.is_dir()]
     if len(engines) != 1:
         raise ConfigError(
-            f"{path} is no checkpoint known here: the Trainer's hold one folder global_stepN"
+            f"{path} is not a known checkpoint: those of the Trainer hold one folder global_stepN"
         )
     return Source(path, engines[0], _model_config(path / "config.json"))
 

@@ -75,7 +75,7 @@ def zero_drawn(plan: Plan) -> Figure:
     for lane, (state, from_stage) in enumerate(reversed(_STATES.items())):
         is_divided = plan.zero_stage >= from_stage
         _lane(axis, lane, state, ranks, shards if is_divided else 1)
-        share = f"1/{shards:,} on each rank" if is_divided else "whole on every rank"
+        share = f"1/{shards:,} on each rank" if is_divided else "replicated on every rank"
         axis.text(
             ranks - 0.2, lane + 0.5, f"{share}{_size(plan, state)}", va="center", color=MUTED.light
         )

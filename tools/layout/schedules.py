@@ -141,7 +141,8 @@ def interleaved(stages: int, batches: int, chunks: int = 2) -> Order:
     """
     if batches % stages:
         raise ValueError(
-            f"{batches} micro-batches are no multiple of {stages} stages, which interleaved stages "
+            f"{batches} micro-batches are not a multiple of {stages} stages, which interleaved "
+            "stages "
             "need: move one of both sliders, or choose another schedule"
         )
     count = batches * chunks

@@ -58,7 +58,7 @@ def _headline(plan: Plan) -> str:
     return (
         f"{plan.model_config['model_type']} ({plan.model_source}), ZeRO {plan.zero_stage}, "
         f"{plan.precision}; ranks {grid.world_size} = {' x '.join(axes)}, "
-        f"{plan.world.local_world_size} a node"
+        f"{plan.world.local_world_size} per node"
     )
 
 
@@ -71,8 +71,8 @@ def _ranks(plan: Plan, columns: int | None) -> list[str]:
     if columns is not None:
         room = columns - len("  stage 0   on node 0  ") - len(f"  ... {most}")
         count = min(count, max(1, room // (width + 3)))
-    rows = ", a row for each pipeline stage" if plan.stages else ""
-    lines = [f"Ranks: a column for each data rank{rows}; | where the next node begins"]
+    rows = ", one row per pipeline stage" if plan.stages else ""
+    lines = [f"Ranks: one column per data rank{rows}; | marks the start of a node"]
     for stage in range(grid.pipeline):
         ranks = [grid.rank(Coords(stage, data, 0, 0)) for data in range(grid.data)]
         nodes = [rank // plan.world.local_world_size for rank in ranks]
@@ -105,7 +105,7 @@ def _holdings(plan: Plan, estimate: Estimate | None) -> list[str]:
             between_steps, peak = rank.total("between_steps") / GIB, rank.peak / GIB
             row += [f"{between_steps:.2f}", f"{peak:.2f} {rank.peak_phase}"]
         rows.append(row)
-    lines = ["What each holds; of ranks that are not alike, the fullest", *_table(rows)]
+    lines = ["What each holds; of ranks that differ, the fullest", *_table(rows)]
     if len(units) > 1 and plan.shape is not None:
         sizes = {"work": work, "parameters": parameters}
         if fullest:

@@ -35,10 +35,9 @@ def describe(
             "",
             "Phases, GiB on the device",
             *_phases(worst, bar),
-            f"The first step adds {_gib(estimate.late_bytes)} GiB of moments that are not there "
-            f"before it.",
+            f"The first step adds {_gib(estimate.late_bytes)} GiB of optimizer moments.",
             "",
-            "Under the ZeRO stages, all else equal",
+            "By ZeRO stage, all else equal",
             *_stages(estimate),
             "",
             f"Host memory {_gib(estimate.host_bytes_per_node)} GiB per node of "
@@ -138,11 +137,11 @@ def _stages(estimate: Estimate) -> list[str]:
 def _refusal(estimate: Estimate, stage: int) -> str | None:
     inputs = estimate.inputs
     if division_problems(with_stage(inputs, stage)):
-        return "refused: DeepSpeed fails in its step"
+        return "rejected: DeepSpeed fails in its step"
     if stage == 0 and inputs.precision != "fp32":
         right = inputs.bounds and inputs.precision == "bf16" and inputs.sum_bytes != FP32
-        return None if right else "refused: DeepSpeed computes it wrongly"
-    return "refused under pipeline stages" if stage > 1 and inputs.bounds else None
+        return None if right else "rejected: DeepSpeed computes it wrongly"
+    return "rejected under pipeline stages" if stage > 1 and inputs.bounds else None
 
 
 def _device(rank: RankTimeline) -> list[str]:
@@ -163,12 +162,12 @@ def _span(interval: Interval) -> str:
 
 def _verdict(estimate: Estimate, is_possible: IsPossible) -> list[str]:
     if estimate.device_bytes is None:
-        return ["No verdict: name the device with --gpu"]
+        return ["No verdict: set the GPU type with --gpu"]
     size, verdict = _gib(estimate.device_bytes), estimate.verdict
     why = {
-        "fits": "the most that the driver may show is less than the device has",
-        "tight": "it fits if torch's allocator finds room in what it has cached",
-        "does not fit": "tensors and the process alone are more than the device has",
+        "fits": "the upper bound shown by the driver is below the memory of the device",
+        "tight": "it fits if torch's allocator finds room in its cache",
+        "does not fit": "tensors and the process alone exceed the memory of the device",
     }
     lines = [
         f"Verdict: {verdict}: {why[verdict]}, {size} GiB; the weakest number in the peak is "
@@ -179,7 +178,7 @@ def _verdict(estimate: Estimate, is_possible: IsPossible) -> list[str]:
     changes = [change for change in helpful_changes(estimate) if is_possible(change.text)]
     helping = [change for change in changes if change.estimate.verdict == "fits"]
     lines.append(
-        "Single changes with which it fits:"
+        "Single changes that make it fit:"
         if helping
         else "No single change makes it fit; the largest savings:"
     )

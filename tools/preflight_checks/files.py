@@ -54,17 +54,17 @@ _SLOW_SAVE_S = 300.0
 # check -> advice if ranks differ; in the order of the table.
 _REMEDIES = {
     "code": "start all ranks from one clone on shared storage, or update the clone there",
-    "run config": "the TOML file, or a file that it names, is not the same there: keep it on "
+    "run config": "the TOML file, or a file that it names, differs there: keep it on "
     "shared storage",
-    "DeepSpeed JSON": "the file is not the same there: keep it on shared storage",
-    "model config": "model.name leads to another config.json there: keep it on shared storage",
+    "DeepSpeed JSON": "the file differs there: keep it on shared storage",
+    "model config": "model.name points to a different config.json there: keep it on shared storage",
     "packages": "start all ranks in one environment (slurm/site.env)",
-    "data": "data.path leads to other files there: copy them again, or use shared storage",
-    "data times": "each such node tokenises for itself: copy with times (rsync -t, cp -p), or set "
+    "data": "data.path points to different files there: copy them again, or use shared storage",
+    "data times": "each such node tokenises separately: copy with times (rsync -t, cp -p), or set "
     "data.cache_dir to shared storage after tokenising once",
-    "fingerprint": "the tokenised data differ there, or are not there: set data.cache_dir to a "
+    "fingerprint": "the tokenised data is missing or different there: set data.cache_dir to a "
     "folder that all nodes see",
-    "weights": "model.init_from leads to other files there: copy them again",
+    "weights": "model.init_from points to different files there: copy them again",
 }
 
 
@@ -154,7 +154,7 @@ def _weights(source: str) -> str:
     if checkpoints := store.all():  # a run of ours, whose newest checkpoint is taken
         run = store.at(step) if step is not None else checkpoints[-1]
     if not run.is_dir():
-        return f"{source} is no folder: every node gets it from the hub"
+        return f"{source} is not a folder: every node downloads it from the hub"
     files = sorted(run.glob("*.safetensors"))
     _open(*files)
     sizes = [(file.name, file.stat().st_size) for file in files]
@@ -245,7 +245,7 @@ def sameness_rows(seen: Mapping[int, Seen], hosts: Sequence[str]) -> list[Row]:
             rows.append(row)
     problems = [(rank, text) for rank, of_rank in seen.items() for text in of_rank.problems]
     fine = "data, tokenizer and weights open on every node"
-    todo = "make it readable from every node; the text names the key"
+    todo = "make it readable from every node; the message names the key"
     return [*rows, problem_row("readable", fine, problems, hosts, todo, "FAIL")]
 
 
@@ -260,8 +260,8 @@ def _same(seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
     if not blind:
         return Row("run folder", "ok", f"{folder} is the same on all nodes")
     if first in blind:
-        text = f"{who([first], hosts)} cannot make a file in {folder}"
-        return Row("run folder", "FAIL", text, "choose a run.dir that this user may write")
+        text = f"{who([first], hosts)} cannot create a file in {folder}"
+        return Row("run folder", "FAIL", text, "choose a run.dir that this user can write to")
     text = f"what {who([first], hosts)} wrote in {folder} is not seen on {who(blind, hosts)}"
     todo = "set run.dir to a path on storage that all nodes mount: checkpoints are written by all"
     return Row("run folder", "FAIL", text, todo)
@@ -270,7 +270,7 @@ def _same(seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
 def _room(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
     free = {r: s.free_bytes / GIB for r, s in seen.items() if s.free_bytes is not None}
     if not free:
-        return Row("room", "warn", "unknown", "see the quota that the storage reports")
+        return Row("room", "warn", "unknown", "check the quota that the storage reports")
     text = span(free.values(), "GiB free", ".2f")
     if plan.estimate is None:
         return Row("room", "ok", f"{text}; a checkpoint's size is unknown here")
@@ -279,7 +279,7 @@ def _room(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
     text += f"; room is needed for {count(due, 'checkpoint')} of {size:.2f} GiB: {due * size:.2f}"
     few = [rank for rank, room in free.items() if room < due * size]
     todo = (
-        f"make room, choose another run.dir, or lower save.keep (now {plan.config.save.keep}): a "
+        f"free space, choose another run.dir, or lower save.keep (now {plan.config.save.keep}): a "
         "save writes the new checkpoint before it removes an old one"
     )
     bad: Verdict = "warn" if plan.config.plan.force else "FAIL"
@@ -302,7 +302,7 @@ def _writing(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> list
     problems = {rank: s.problem for rank, s in seen.items() if s.problem}
     if problems:
         listed = "; ".join(dict.fromkeys(problems.values()))
-        todo = "make room there, or choose another run.dir: 64 MiB could not be written"
+        todo = "free space there, or choose another run.dir: 64 MiB could not be written"
         return [Row("write speed", "FAIL", f"{listed} ({who(problems, hosts)})", todo)]
     rates = {r: s.written_bytes_per_s / _MIB for r, s in seen.items() if s.written_bytes_per_s}
     if not rates:
@@ -316,5 +316,5 @@ def _writing(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> list
         if seconds > _SLOW_SAVE_S and not late:
             todo = "save less often (save.every), in the background (save.async=true), or elsewhere"
             return [Row("write speed", "warn", text, todo)]
-    todo = "look at the mount and its network there: every save waits for the slowest node"
+    todo = "check the mount and its network there: every save waits for the slowest node"
     return [named_row("write speed", text, "slow:", late, hosts, todo)]

@@ -190,9 +190,9 @@ def _nodes(plan: Plan, hosts: Sequence[str]) -> Row:
     planned = plan.world.local_world_size
     text = f"{count(len(hosts), 'rank')} on {count(len(set(hosts)), 'node')}"
     ranks = [rank for rank, host in enumerate(hosts) if hosts.count(host) != planned]
-    todo = "the memory of a node is planned with so many ranks: use --ntasks-per-node"
+    todo = "the memory of a node is planned for this number of ranks: use --ntasks-per-node"
     return report.named_row(
-        "nodes", text, f"planned with {planned} a node, unlike", ranks, hosts, todo
+        "nodes", text, f"planned with {planned} per node, unlike", ranks, hosts, todo
     )
 
 
@@ -215,7 +215,10 @@ def _clocks(clocks_s: dict[int, float], hosts: Sequence[str]) -> Row:
     off = {rank: abs(clock - middle) for rank, clock in clocks_s.items()}
     far = [rank for rank, value in off.items() if value > CLOCKS_S]
     text = f"within {max(off.values()):.1f} s of their median"
-    todo = "start the time service there (chronyc tracking): locks and times of saves rely on it"
+    todo = (
+        "start the time service there (chronyc tracking): locks and timestamps of "
+        "checkpoints rely on it"
+    )
     return report.named_row("clocks", text, "off:", far, hosts, todo)
 
 

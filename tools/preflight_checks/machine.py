@@ -347,22 +347,22 @@ def _gpu_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
     kinds = {
         rank: f"{m.gpu}, {(m.gpu_total_bytes or 0) / GIB:.0f} GiB" for rank, m in machines.items()
     }
-    todo = "book one kind: the slowest sets the pace, the smallest the micro-batch"
+    todo = "request one GPU type: the slowest sets the pace, the smallest the micro-batch"
     rows = [same_row("GPU", kinds, hosts, todo, "warn")]
     ranks_of = by_text((rank, machine.gpu_id or str(rank)) for rank, machine in machines.items())
     shared = [who(ranks, hosts) for ranks in ranks_of.values() if len(ranks) > 1]
     if shared:
-        todo = "start one rank for each GPU, and check CUDA_VISIBLE_DEVICES and --gpus-per-task"
+        todo = "start one rank per GPU, and check CUDA_VISIBLE_DEVICES and --gpus-per-task"
         rows.append(Row("GPU of its own", "FAIL", f"one GPU for {'; for '.join(shared)}", todo))
     else:
-        rows.append(Row("GPU of its own", "ok", f"{len(ranks_of)} GPUs, one for each rank"))
+        rows.append(Row("GPU of its own", "ok", f"{len(ranks_of)} GPUs, one per rank"))
     free = {rank: m.gpu_free_bytes / GIB for rank, m in machines.items() if m.gpu_free_bytes}
     taken = [r for r, f in free.items() if f < FREE_PART * (machines[r].gpu_total_bytes or 0) / GIB]
-    text = span(free.values(), "GiB") if free else "the driver does not say"
+    text = span(free.values(), "GiB") if free else "unknown to the driver"
     todo = "nvidia-smi there shows which process holds it: end it, or drain the node"
     rows.append(named_row("GPU memory free", text, "not all free:", taken, hosts, todo))
     ecc = {rank: machine.ecc or "unknown" for rank, machine in machines.items()}
-    todo = "drain a GPU with uncorrected errors; if ECC is off on one GPU alone, switch it on"
+    todo = "drain a GPU with uncorrected errors; if ECC is off on only one GPU, turn it on"
     return [*rows, same_row("GPU ECC", ecc, hosts, todo, "warn")]
 
 
@@ -375,7 +375,7 @@ def _speed(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
         part = max(rates.values()) / gpu.peak_tflops(plan.precision)
         text += f", at most {part:.0%} of the datasheet's"
     todo = (
-        "every step waits for the slowest: look for throttled clocks, heat and other processes "
+        "every step waits for the slowest: check for throttled clocks, heat and other processes "
         "there, or leave the node out (--exclude)"
     )
     return named_row("matmul rate", text, "slow:", slow(rates), hosts, todo)
@@ -400,15 +400,17 @@ def _limit_rows(plan: Plan, machines: Machines, hosts: Sequence[str]) -> list[Ro
     if free:
         text = span((size / GIB for size in free.values()), "GiB free")
         few = [r for r, n in free.items() if n < SHARED_BYTES_PER_RANK * hosts.count(hosts[r])]
-        todo = "give the node 1 GiB for each of its ranks (in a container --shm-size)"
+        todo = "give the node 1 GiB per rank (in a container --shm-size)"
         shared = named_row("/dev/shm", text, "little on", few, hosts, todo)
     else:
-        shared = Row("/dev/shm", "warn", "cannot be read", "mount it: NCCL's ranks meet there")
+        shared = Row("/dev/shm", "warn", "cannot be read", "mount it: NCCL uses it between ranks")
     needed = _OWN_FILES + _FILES_PER_PEER * len(hosts)
     files = {rank: machine.open_files for rank, machine in machines.items()}
     text = f"{span(files.values(), 'allowed', 'd')}, about {needed} needed"
     few = [rank for rank, limit in files.items() if limit < needed]
-    todo = f"`ulimit -n {needed}` or more in slurm/site.env: a socket leads to every other rank"
+    todo = (
+        f"`ulimit -n {needed}` or more in slurm/site.env: a rank needs a socket to every other rank"
+    )
     opened = named_row("open files", text, "too few on", few, hosts, todo)
     return [shared, _memlock(plan, machines, hosts), opened]
 
@@ -428,13 +430,16 @@ def _memlock(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
 
 def _product_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
     checksums = {
-        rank: machine.checksum if machine.steady else "another one each time"
+        rank: machine.checksum if machine.steady else "a different one each time"
         for rank, machine in machines.items()
     }
-    todo = "that device computes wrong without an error: drain the node and have it tested"
-    fine = "the folder of compiled operators takes locks"
+    todo = "that device computes wrong results without an error: drain the node and have it tested"
+    fine = "the folder of compiled operators supports locks"
     locks = [(rank, machine.locks) for rank, machine in machines.items()]
-    advice = "set TORCH_EXTENSIONS_DIR to a folder of the node: two ranks may build at once there"
+    advice = (
+        "set TORCH_EXTENSIONS_DIR to a local folder of the node: otherwise two ranks may "
+        "build at once"
+    )
     return [
         same_row("matmul checksum", checksums, hosts, todo),
         problem_row("build locks", fine, locks, hosts, advice),

@@ -98,7 +98,7 @@ class Meeting:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
         except dist.DistNetworkError:
-            message = f"rank 0 ended before it sent what {self.host} waits for"
+            message = f"rank 0 ended while {self.host} was waiting for it"
             raise Absent(message, _CRASHED) from None
         return True
 
@@ -332,7 +332,7 @@ def _row(axis: str, key: str, groups: Sequence[Sequence[int]], hosts: Sequence[s
 def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
     """Return the checks of the network; `links` by rank."""
     if len(hosts) == 1:
-        return [Row("all-reduce", "ok", "one rank has nobody to reduce with")]
+        return [Row("all-reduce", "ok", "one rank has no other rank to reduce with")]
     broken = {rank: of_rank for rank, of_rank in links.items() if of_rank.problem}
     if broken:
         return [_broken(broken, hosts)]
@@ -349,7 +349,7 @@ def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
         if best:
             text = f"{span(best.values(), 'GB/s', '.2f')} each way between neighbours"
             todo = (
-                "look at the link's width and error counters there (nvidia-smi nvlink, ibstat, "
+                "check the link's width and error counters there (nvidia-smi nvlink, ibstat, "
                 "ethtool), or leave the node out (--exclude)"
             )
             rows.append(named_row(level, text, "slow:", slow(best), hosts, todo))

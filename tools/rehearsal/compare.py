@@ -20,7 +20,7 @@ def differing(lines: list[Line], expected: list[Line]) -> list[str]:
     """
     here, there = by_step(lines), by_step(expected)
     problems = [
-        f"step {step} is in one of the two runs only" for step in sorted(here.keys() ^ there.keys())
+        f"step {step} is in only one of the two runs" for step in sorted(here.keys() ^ there.keys())
     ]
     for step in sorted(here.keys() & there.keys()):
         problems += [

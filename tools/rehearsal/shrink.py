@@ -152,7 +152,9 @@ def shrunk(config: Mapping[str, Any], layers: int, vocab_size: int) -> dict[str,
     Raises ValueError for a config that lacks its sizes, or that comes with its own code.
     """
     if "auto_map" in config:
-        raise ValueError("its code comes with its repository, so nobody knows which sizes may go")
+        raise ValueError(
+            "its code comes with its repository, so it is unknown which sizes can shrink"
+        )
     small = dict(config)
     problems = [
         f"{' or '.join(names)} is missing"

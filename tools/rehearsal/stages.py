@@ -160,8 +160,9 @@ class Rehearsal:
         if self.job.random_steps:
             # Before a resumed run continues, it compares the loss of the checkpoint's probe.
             return (
-                f"goes on with {shown(layout)}, its probe's loss as it was; dropout differs for "
-                "each rank, so the curve differs"
+                f"resumes with {shown(layout)} and the same probe loss; dropout differs by "
+                "rank, so "
+                "the curve differs"
             )
         loss, norm = (apart(lines, expected, steps, key) for key in ("loss", "grad_norm"))
         allowed = TOLERANCES[precision]
@@ -171,7 +172,7 @@ class Rehearsal:
         )
         if not (loss <= allowed[0] and norm <= allowed[1]):
             raise StageFailed(f"on {shown(layout)}, {seen}")
-        return f"goes on with {shown(layout)}: {seen}"
+        return f"resumes with {shown(layout)}: {seen}"
 
     def _run(
         self,
@@ -216,4 +217,4 @@ def _tail(ranks: Ranks) -> str:
     codes = [process.returncode for process in ranks.processes]
     first = next((rank for rank, code in enumerate(codes) if code not in (0, 75) and code > 0), 0)
     lines = ranks.logs[first].read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return "\n".join([f"rank {first} ended so:", *(f"  {line}" for line in lines)])
+    return "\n".join([f"rank {first} ended with:", *(f"  {line}" for line in lines)])

@@ -99,9 +99,9 @@ def measured(
         command += [f"{key}={value}" for key, value in {**_TIMED, **own, **case.settings}.items()]
         ended = run_bounded(command, limit_s, log, REPOSITORY, {**os.environ, **env})
         report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
+        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
     if ended.code is None:
-        report["error"] = f"not done after {limit_s:g} s: {last}"
+        report["error"] = f"not finished after {limit_s:g} s: {last}"
     elif ended.code and "error" not in report:
         report["error"] = f"ended with code {ended.code}: {last}"
     report.pop("rank", None)

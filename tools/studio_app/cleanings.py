@@ -99,14 +99,14 @@ def read_cleaning(name: str) -> Cleaning:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "it"
         raise ValueError(
-            f"{name}/{_FILE} is no report of tools/clean_data.py: {place}: {first['msg']}"
+            f"{name}/{_FILE} is not a report of tools/clean_data.py: {place}: {first['msg']}"
         ) from None
     rules = {rule.name for rule in FILTERS}
     unknown = {name for at in report.strictness for name in at.rejected} - rules
     unknown |= {each.step for each in report.after_steps} - {"read", *STEPS}
     if unknown:
         raise ValueError(
-            f"{name}/{_FILE} is of another version: it has {', '.join(sorted(unknown))}"
+            f"{name}/{_FILE} comes from another version: it has {', '.join(sorted(unknown))}"
         )
     return report
 

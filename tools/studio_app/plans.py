@@ -170,7 +170,7 @@ def estimate_of(plan: Plan) -> Estimate:
     Raises ValueError for a model that can be neither counted nor traced.
     """
     if plan.estimate is None:
-        raise ValueError(f"{plan.config.model.name} can be neither counted nor traced here")
+        raise ValueError(f"{plan.config.model.name} can be neither counted nor traced")
     return plan.estimate
 
 
@@ -182,7 +182,7 @@ def _read(text: str) -> dict[str, Any]:
     if problem := beyond_bounds(tree):
         raise ConfigError(f"your JSON: {problem}")
     if not isinstance(tree, dict):
-        raise ConfigError("your JSON is no object {...}")
+        raise ConfigError("your JSON is not an object {...}")
     return tree
 
 

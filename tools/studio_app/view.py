@@ -258,7 +258,7 @@ def figures_of(page: Page, values: dict[str, Any]) -> list[Figure]:
     except ValueError as error:
         problems = [str(error)]
     return [
-        Note(f"These settings cannot be: {in_words(problem, page.controls)}", "bad")
+        Note(f"These settings are not possible: {in_words(problem, page.controls)}", "bad")
         for problem in problems
     ]
 

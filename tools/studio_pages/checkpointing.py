@@ -27,7 +27,7 @@ _HEIGHT = 150.0
 _LEGEND = (
     ("activations", "held"),
     ("gradients", "held, backward pass runs"),
-    ("grid", "thrown away, or done with"),
+    ("grid", "discarded, or no longer needed"),
 )
 
 
@@ -58,7 +58,7 @@ def figures(values: Values) -> list[Figure]:
             ("Most activations", gib(peak), f"of a micro-batch, {name}"),
             ("Without checkpointing", gib(without)),
             ("Saved", f"{1 - peak / without:.1%}", "of the activations of the layers"),
-            ("Computed again", f"{share:.1%}", "more operations in a step"),
+            ("Recomputed", f"{share:.1%}", "more operations in a step"),
             ("Checkpointed layers", f"{count} of {layers}"),
             ("In host memory", gib(_boundaries(inputs, "host")), "of a micro-batch"),
         ),
@@ -133,10 +133,12 @@ def passes(inputs: Inputs) -> list[Pass]:
 def _caption(turn: Pass, way: Checkpointing) -> str:
     is_marked = is_checkpointed(way, turn.layer)
     if turn.forward:
-        says = "it keeps its input alone" if is_marked else "it keeps everything"
+        says = "it keeps only its input" if is_marked else "it keeps everything"
         says = "nothing is kept but the two streams" if way == REVERSIBLE else says
         return f"Forward pass of layer {turn.layer}: {says}"
-    says = "its forward pass is computed again first" if is_marked else "all that it needs was kept"
+    says = (
+        "its forward pass is recomputed first" if is_marked else "everything that it needs was kept"
+    )
     says = "its inputs are computed from its outputs" if way == REVERSIBLE else says
     return f"Backward pass of layer {turn.layer}: {says}"
 

@@ -53,7 +53,7 @@ def figures(values: Values) -> list[Figure]:
             ("Size", share, f"{now.characters:,} characters"),
             ("Quality", f"{now.quality:.1%}", "words that are common in prose"),
             ("Diversity", f"{now.diversity:,}", "different words"),
-            ("Packed", f"{now.packing:.3f}", "zlib bytes a character"),
+            ("Packed", f"{now.packing:.3f}", "zlib bytes per character"),
         ),
         _recipe(report) if report else _squares(now),
         lines(
@@ -65,7 +65,7 @@ def figures(values: Values) -> list[Figure]:
                 line("trade-off", [(at, 100 * score) for at, score in scores], style="dashed"),
             ],
             "strictness, %",
-            "% of the whole corpus",
+            "% of the corpus",
             marks=[Mark({"x": best}, "var(--good)", f"best: {best:g} %", is_named=True)],
             from_zero=True,
             height=340,

@@ -18,8 +18,8 @@ _LR = 0.1
 _CARD, _PER_ROW, _SHOWN = 150.0, 2, 12
 _FRAMES = (
     "every GPU has the same weights",
-    "every GPU reads samples of its own",
-    "each computes the gradient of its own samples",
+    "every GPU reads its own samples",
+    "each computes the gradient of its samples",
     "all-reduce: gradients are added, and divided by the tokens of all",
     "each takes the same step; the weights stay equal",
 )
@@ -67,7 +67,7 @@ def figures(values: Values) -> list[Figure]:
     biased = float((step.mean_of_means - step.whole).norm() / step.whole.norm())
     names = [f"w{place}" for place in range(_FEATURES)]
     rows = {f"GPU {n}": r.mean.tolist() for n, r in enumerate(step.ranks)}
-    rows |= {"all-reduced": step.reduced.tolist(), "one GPU alone": step.whole.tolist()}
+    rows |= {"all-reduced": step.reduced.tolist(), "a single GPU": step.whole.tolist()}
     sent = f"{2 * (ranks - 1) / ranks:.2f} x"
     return [
         numbers(

@@ -37,9 +37,10 @@ _CAPTIONS = {
     "weights": "ZeRO 1: data ranks gather the stepped weights; the line: the rank's group",
 }
 _AXES: dict[Axis, str] = {
-    "tensor": "ranks that hold the parts of one matrix; they talk twice in every layer and pass",
-    "data": "ranks that read other samples; they add gradients once a step",
-    "pipeline": "ranks that hold successive layers; they hand activations on",
+    "tensor": "ranks that hold shards of one matrix; they communicate twice in every layer "
+    "and pass",
+    "data": "ranks that read different samples; they add gradients once per step",
+    "pipeline": "ranks that hold successive layers; they pass on activations",
 }
 
 
@@ -49,7 +50,7 @@ def figures(values: Values) -> list[Figure]:
     grid = Grid(nodes * PER_NODE, pipeline=stages, tensor=tensor)
     changes = (f"pipeline.stages={stages}", f"tensor_parallel.autotp_size={tensor}")
     plan = planned({**values, "json": "3d", "gpus": grid.world_size}, changes)
-    assert plan.stages is not None, "two stages at least"
+    assert plan.stages is not None, "at least two stages"
     estimate, step = estimate_of(plan), step_time(plan)
     assert step is not None, "every GPU of the page is known"
     waits = step.terms["bubble"] / step.seconds

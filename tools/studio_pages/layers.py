@@ -27,7 +27,7 @@ def figures(values: Values) -> list[Figure]:
     plan = planned(
         {**values, "json": "pipeline4", "gpus": devices}, (f"pipeline.stages={devices}",)
     )
-    assert plan.stages is not None, "two devices at least"
+    assert plan.stages is not None, "at least two devices"
     if plan.shape is None:
         raise ValueError(f"the tensors of {values['model']} are in no table: choose another model")
     placed = spans(schedule(devices, 1), stage_work(plan))
@@ -42,7 +42,7 @@ def figures(values: Values) -> list[Figure]:
             ("Waiting", f"{waiting(placed):.0%}", "of all devices' time"),
             ("Handed on", gib(sent), "hidden states, or their gradients, in bf16"),
             ("A device holds", f"{max(states):,.1f} GiB", "weights and their states"),
-            ("One device alone", f"{sum(states):,.1f} GiB"),
+            ("A single device", f"{sum(states):,.1f} GiB"),
         ),
         Drawing(
             f"One micro-batch: the {moment.kind} pass is on {where}",

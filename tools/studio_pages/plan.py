@@ -52,7 +52,7 @@ def figures(values: Values) -> list[Figure]:
     return [
         numbers_of(estimate, *_time(step, plan, values["tokens"])),
         *(
-            Note(f"train.py would refuse this: {event['message']}", "bad")
+            Note(f"train.py would reject this: {event['message']}", "bad")
             for event in events
             if event["kind"] == NOT_TRAINED
         ),
@@ -110,7 +110,7 @@ def _time(step: StepTime, plan: Plan, billions: int) -> list[tuple[str, ...]]:
     return [
         ("Parameters", f"{count / 1e9:,.2f} billion", f"{count:,}, {plan.precision}"),
         ("A step", f"{step.seconds:,.2f} s", f"{step.tokens:,} tokens; most: {step.bound}"),
-        ("Speed", f"{step.tokens_per_s_per_gpu:,.0f}", "tokens/s of a GPU"),
+        ("Speed", f"{step.tokens_per_s_per_gpu:,.0f}", "tokens/s per GPU"),
         ("MFU", f"{step.mfu:.1%}", f"estimated; rates: {step.machine.evidence}"),
         ("Days", f"{job.days:,.2f}", hours),
         ("Steps", f"{steps:,.0f}", f"{billions:,} billion tokens"),
@@ -157,8 +157,8 @@ def _ranking(
         for each in answered.ways.values()
     ]
     counted = len(answered.counted)
-    title = f"{counted:,} layouts of {global_batch:,} samples a step; the best of each way"
-    return Table(title, "layout|s a step|MFU|days|at most|verdict", rows)
+    title = f"{counted:,} layouts of {global_batch:,} samples per step; the best of each way"
+    return Table(title, "layout|s per step|MFU|days|at most|verdict", rows)
 
 
 PAGE = Page(

@@ -49,7 +49,7 @@ PROBLEMS = (
         "precision",
     ),
     Problem(
-        "fp16 overflows again and again",
+        "fp16 overflows repeatedly",
         "the loss scale falls to its minimum",
         ("skipped_step", "diverged"),
         "bf16 if the GPU has it; otherwise a lower rate and clipping",
@@ -59,7 +59,8 @@ PROBLEMS = (
         "Loss does not fall",
         "flat from the first steps on",
         ("no_better", "few_steps", "unfinished_warmup", "unused_weights"),
-        "tools/find_lr.py for the rate; tools/show_batch.py shows what is learned of each example; "
+        "tools/find_lr.py for the rate; tools/show_batch.py shows the trained tokens of each "
+        "example; "
         "a smaller train.global_batch or more train.epochs, for more steps",
         "optimizers",
     ),
@@ -74,7 +75,7 @@ PROBLEMS = (
         "A hang",
         "no progress for longer than guard.hang_* allows; exit code 78",
         ("hang",),
-        "the event names the ranks that hold the others up, heartbeats/ every stack; requeue",
+        "the event names the ranks that others wait for, heartbeats/ has every stack; requeue",
         "runs",
     ),
     Problem(
@@ -89,39 +90,39 @@ PROBLEMS = (
         "Ranks silently differ",
         "weights that should be equal are not; the run ends and saves nothing",
         ("replicas_differ",),
-        "a defective GPU or its memory: leave out the node that the event names",
+        "a defective GPU or its memory: exclude the node that the event names",
         "data",
     ),
     Problem(
         "A checkpoint is damaged",
-        "another one is used; exit code 77 if none is whole",
+        "another one is used; exit code 77 if none is intact",
         ("unusable_checkpoint", "damaged_record"),
         "more of save.keep; check the storage: every byte is verified by SHA-256",
         "runs",
     ),
     Problem(
         "The run stopped by itself",
-        "exit code 75: a signal, or the time limit came near",
+        "exit code 75: a signal, or the time limit was near",
         ("stopped", "time_limit"),
-        "the same command with the same run.dir goes on from the newest checkpoint",
+        "the same command with the same run.dir resumes from the newest checkpoint",
         "runs",
     ),
     Problem(
         "Cannot save",
         "exit code 74: the disk is full or read-only",
         ("failed",),
-        "make room, or save.keep=1; the same command goes on",
+        "free space, or set save.keep=1; the same command resumes",
         "runs",
     ),
     Problem(
         "The GPUs wait for each other",
         "pipeline stages idle in a large share of the step",
         ("pipeline_bubble",),
-        "more micro-batches a step, or fewer stages",
+        "more micro-batches per step, or fewer stages",
         "pipeline",
     ),
     Problem(
-        "A setting of the JSON is not what runs",
+        "A setting of the JSON was changed",
         "the plan changed, adopted or left out a key",
         ("changed", "adopted", "left_out"),
         "the event has the reason; ds.key=value sets it on the command line",
@@ -131,12 +132,12 @@ PROBLEMS = (
         "No bfloat16 on this device",
         "the run computes in another precision or attention than asked",
         ("fallback",),
-        "name the precision in the JSON, or use a GPU with bf16",
+        "set the precision in the JSON, or use a GPU with bf16",
         "precision",
     ),
     Problem(
         "The architecture is unknown to the planner",
-        "no estimate; stages are cut evenly",
+        "no estimate; stages are split evenly",
         ("unknown_architecture", "even_split"),
         "tools/estimate_memory.py --trace counts it from its class",
         "memory",
@@ -167,7 +168,7 @@ def figures(values: Values) -> list[Figure]:
         seen = f"/runs?run={quote(first[0][0], safe='')}" if first else None
         links.append(seen or (f"/{problem.page}" if problem.page else None))
     if not rows:
-        return [Note(f"Nothing here matches {values['search']!r}.")]
+        return [Note(f"No problem matches {values['search']!r}.")]
     codes = ", ".join(f"{code.value} {code.name.lower().replace('_', ' ')}" for code in ExitCode)
     return [
         numbers(("Problems", str(len(rows)), f"of {len(PROBLEMS)}")),

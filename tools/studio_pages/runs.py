@@ -74,7 +74,7 @@ def _state(run: Run) -> list[tuple[Any, ...]]:
     outcome, step, steps = records.outcome, records.step, records.total_steps
     note = str(records.status.get("message") or "")[:200]
     if records.is_silent():
-        note = f"but nothing was written for {run.age_s / 60:,.0f} minutes"
+        note = f"but it has written nothing for {run.age_s / 60:,.0f} minutes"
     progress = f"of {steps:,}" if steps else "logged"
     seconds = run.last("step_time_s")
     if outcome == "running" and steps and seconds:

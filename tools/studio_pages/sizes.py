@@ -74,7 +74,7 @@ def figures(values: Values) -> list[Figure]:
             ("Operations", f"{flops:.3g}", "of the whole run"),
             ("Best for that budget", f"{size / 1e9:,.2f} billion", then),
             ("Epochs", f"{epochs:,.1f}", "up to 4 are nearly as good as new data", verdict),
-            ("On disk", f"{unique * width / 2**30:,.0f} GiB", f"{width} bytes a token"),
+            ("On disk", f"{unique * width / 2**30:,.0f} GiB", f"{width} bytes per token"),
         ),
         _map(count, tokens),
         _curve(count),
@@ -93,7 +93,7 @@ def loss(parameters: float, tokens: float) -> float:
 
 
 def optimum(flops: float) -> tuple[float, float]:
-    """Return (parameters, tokens) with 20 tokens a parameter for a budget of 6 N D operations."""
+    """Return (parameters, tokens) with 20 tokens per parameter for a budget of 6 N D operations."""
     parameters = (flops / (6 * _RATIO)) ** 0.5
     return parameters, _RATIO * parameters
 
@@ -110,7 +110,7 @@ def _map(count: int, tokens: float) -> Chart:
     return lines(
         "Tokens against parameters, both in billions",
         [
-            line(f"{_RATIO} tokens a parameter", ratio, "muted", "dashed"),
+            line(f"{_RATIO} tokens per parameter", ratio, "muted", "dashed"),
             line("published models", points, "series-1", "dots", names=names),
             line("this run", [(count / 1e9, tokens / 1e9)], "series-2", "dots"),
         ],
@@ -145,7 +145,7 @@ PAGE = Page(
     (
         Choice("model", "Model", MODELS, "llama-3-8b"),
         Slider("tokens", "Tokens to train on", powers_of_two(1, 16384), 256, "billion"),
-        Slider("unique", "Tokens that are different", powers_of_two(1, 16384), 256, "billion"),
+        Slider("unique", "Unique tokens", powers_of_two(1, 16384), 256, "billion"),
         Slider("seq_len", "Sequence length", powers_of_two(512, 32768), 4096, "tokens"),
     ),
     figures,

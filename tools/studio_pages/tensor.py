@@ -27,13 +27,13 @@ _WEIGHTS = {
 _BOX, _THIN = 150.0, 34.0
 _FRAMES = (
     "two products, y = f(x A) B, on one GPU",
-    "A is divided by columns, B by rows; x is on every GPU",
+    "A is sharded by columns, B by rows; x is on every GPU",
     "each GPU multiplies with its columns of A: a part of the hidden values",
     "each multiplies that part with its rows of B: a summand of y",
-    "the summands are added (one all-reduce): y is whole on every GPU",
+    "the summands are added (one all-reduce): y is complete on every GPU",
     "backward: the gradient of y is on every GPU, without any exchange",
     "each multiplies with its own B and A, transposed: gradients of its weights, a summand of x's",
-    "the summands are added (the second all-reduce): the gradient of x is whole on every GPU",
+    "the summands are added (the second all-reduce): the gradient of x is complete on every GPU",
 )
 _FORWARD = 5
 """Frames of the forward pass."""
@@ -90,7 +90,7 @@ def figures(values: Values) -> list[Figure]:
     return [
         numbers(
             ("A GPU has", has, f"{gib(2 * whole / ranks)} of {gib(2 * whole)} in bf16"),
-            ("Difference", f"{error:.2g}", "of y, divided against whole"),
+            ("Difference", f"{error:.2g}", "of y, sharded against unsharded"),
             ("Difference backward", f"{backward:.2g}", "of the gradient of x"),
             ("Operations of a GPU", f"{2 * whole * tokens / ranks:.3g}", "forward"),
             ("Sent by each GPU", f"{sent / 1024:,.1f} KiB", "in each pass, bf16, by a ring"),

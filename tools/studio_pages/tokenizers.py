@@ -42,11 +42,11 @@ def figures(values: Values) -> list[Figure]:
         *(Drawing(f"{name}: {len(cut)} tokens", _picture(cut[:160])) for name, cut in made.items()),
         Table(
             "Side by side",
-            "tokenizer|vocabulary|tokens|bytes a token|embedding, million weights",
+            "tokenizer|vocabulary|tokens|bytes per token|embedding, million weights",
             rows,
         ),
         Bars(
-            "Bytes a token on this text, by the size of the vocabulary",
+            "Bytes per token on this text, by the size of the vocabulary",
             "",
             [f"{n:,}" for n in _SIZES],
             by_size,
@@ -71,7 +71,7 @@ def _arithmetic(text: str, hidden: int) -> Chart:
     }
     best = min(curves["BPE"], key=lambda point: point[1])[0]
     return lines(
-        f"Million multiplications for a byte of this text; best for BPE: {best:,} pieces",
+        f"Million multiplications per byte of this text; best for BPE: {best:,} pieces",
         [line(kind, points) for kind, points in curves.items()],
         "vocabulary",
         marks=[Mark({"x": best}, "var(--good)", "best", is_named=True)],
@@ -152,7 +152,7 @@ PAGE = Page(
     (
         Typed("text", "Text", _EXAMPLE, 1_000, lines=3),
         Slider("size", "Vocabulary", _SIZES, 2048, "pieces"),
-        Slider("hidden", "Width of the model", (256, 768, 1024, 2048, 4096, 8192), 4096),
+        Slider("hidden", "Hidden size of the model", (256, 768, 1024, 2048, 4096, 8192), 4096),
     ),
     figures,
     slow_at_first=({},),

@@ -134,7 +134,7 @@ def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu:
                 f"{_each_step(staged, reductions(staged, machine)).total:,.3f}",
             )
         )
-    head = "stage|states by the paper|peak|in phase|sent a step|of stage 1's|s on links"
+    head = "stage|states by the paper|peak|in phase|sent per step|of stage 1's|s on links"
     return Table("All four, GiB", head, rows)
 
 

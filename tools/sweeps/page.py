@@ -35,7 +35,7 @@ th{color:var(--muted);font-weight:500}a{color:var(--series-1)}
 """
 _LEGEND = (
     '<p><span class="key" style="background:var(--series-2)"></span>best'
-    '<span class="key" style="background:var(--series-1)"></span>whole runs'
+    '<span class="key" style="background:var(--series-1)"></span>complete runs'
     '<span class="key" style="background:var(--muted);opacity:.45"></span>'
     "stopped early: where they were last evaluated</p>"
 )

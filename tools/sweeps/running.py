@@ -289,8 +289,9 @@ def lane_problems(sweep: Sweep) -> list[str]:
     if find_accelerator() == "cpu" or needed <= len(gpus):
         return []
     return [
-        f"sweep.ranks {settings.ranks} x sweep.parallel {settings.parallel} are {needed} GPUs, and "
-        f"{len(gpus)} are here: set fewer"
+        f"sweep.ranks {settings.ranks} x sweep.parallel {settings.parallel} need {needed} "
+        "GPUs, but "
+        f"there are {len(gpus)}: lower one of them"
     ]
 
 

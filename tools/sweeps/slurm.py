@@ -42,7 +42,7 @@ def slurm_world(sweep: Sweep) -> World:
 def slurm_problems() -> list[str]:
     """Return what is missing on this machine."""
     missing = [name for name in ("sbatch", "squeue") if shutil.which(name) is None]
-    return [f"--slurm needs {name}: start it where jobs are submitted" for name in missing]
+    return [f"--slurm needs {name}: start it on a node that can submit jobs" for name in missing]
 
 
 def submit(sweep: Sweep, study: Study, say: Say) -> str | None:
@@ -67,7 +67,7 @@ def submit(sweep: Sweep, study: Study, say: Say) -> str | None:
     ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"sbatch refused the sweep: {done.stderr.strip()}")
+        raise ConfigError(f"sbatch rejected the sweep: {done.stderr.strip()}")
     job = done.stdout.strip().partition(";")[0]
     file.write_text(f"{job}\n")
     say(f"submitted {len(left)} trials as job {job}")

@@ -84,7 +84,9 @@ def read_space(tree: Any, grid: bool, origin: str, problems: list[str]) -> dict[
     """Return the dimensions of a [search] table; add to `problems` what is wrong with it."""
     space: dict[str, Dimension] = {}
     if not isinstance(tree, dict) or not tree:
-        problems.append(f"[search] ({origin}) names no key: add one, as optim.lr = [1e-3, 3e-3]")
+        problems.append(
+            f"[search] ({origin}) has no keys: add one, such as optim.lr = [1e-3, 3e-3]"
+        )
         return space
     for key, value in _leaves(tree):
         where = f"search.{key} is {str(value)[:80]} ({origin})"
@@ -95,11 +97,11 @@ def read_space(tree: Any, grid: bool, origin: str, problems: list[str]) -> dict[
             problems.append(f"{where}: {dimension}")
         elif dimension is None:
             problems.append(
-                f"{where}: it must be a list of values, or a range as "
+                f"{where}: it must be a list of values, or a range such as "
                 "{from = 1e-4, to = 1e-2, log = true}"
             )
         elif grid and dimension.points is None:
-            problems.append(f"{where}: a grid needs its number of points, as points = 5")
+            problems.append(f"{where}: a grid needs a number of points, such as points = 5")
         else:
             space[key] = dimension
     return space
@@ -157,7 +159,7 @@ def _range(table: dict[str, Any]) -> Range | str:
     if log and low <= 0:
         return "log needs a range above 0"
     if points is not None and (isinstance(points, bool) or not isinstance(points, int)):
-        return "points must be a whole number"
+        return "points must be an integer"
     if points is not None and not 2 <= points <= 10_000:
         return "points must be from 2 to 10,000"
     return Range(low, high, log, points)

@@ -29,10 +29,10 @@ class PruneSection(Section):
     """Early stopping by successive halving (ASHA, arXiv 1810.05934)."""
 
     after: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of its run before which no trial is stopped."""
+    """Fraction of a trial before which it is not stopped."""
     factor: Annotated[int, Field(ge=2, le=100)] = 3
-    """Of so many trials that came equally far one goes on; the next decision comes when it is so
-    many times as far."""
+    """One in this many trials continues past each decision; the next decision comes after this many
+    times as many steps."""
 
 
 class BudgetSection(Section):
@@ -43,7 +43,7 @@ class BudgetSection(Section):
     tokens: Count | None = None
     """Tokens read."""
     hours: Positive | None = None
-    """Hours that the trials take, added up."""
+    """Total hours of all trials."""
 
 
 def _prune(value: object) -> object:
@@ -56,24 +56,24 @@ class SweepSection(Section):
     name: Annotated[str, Field(pattern=r"^\w[\w.-]{0,63}$")] | None = None
     """Folder of the sweep under runs/; None: the file's name."""
     method: Literal["grid", "random", "tpe"] = "random"
-    """grid: all combinations; random; tpe: tree-structured Parzen estimator, which learns from the
-    trials before (arXiv 2304.11127)."""
+    """grid: all combinations; random; tpe: tree-structured Parzen estimator, which learns from
+    earlier trials (arXiv 2304.11127)."""
     trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)] | None = None
-    """Number of trials, which a grid has by itself."""
+    """Number of trials; a grid determines its own."""
     seed: CountOrZero = 0
-    """Random seed of what is tried."""
+    """Random seed for choosing the trials."""
     metric: Text = "eval_loss"
-    """Key of metrics.jsonl that is to become small: eval_loss, or eval_loss/NAME."""
+    """Key of metrics.jsonl to minimize: eval_loss or eval_loss/NAME."""
     deepspeed: PathText = str(DEFAULT_DS_JSON)
     """DeepSpeed JSON."""
     config: PathText | None = None
-    """A run config under this one."""
+    """Run config on which all trials are based."""
     ranks: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Ranks of a trial on this machine; under --slurm its nodes and GPUs decide."""
+    """Ranks per trial on this machine; with --slurm, its nodes and GPUs determine the ranks."""
     parallel: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Trials at a time."""
+    """Number of concurrent trials."""
     slurm: dict[str, str | int] = Field(default_factory=dict)
-    """Options of sbatch for a trial, under --slurm: {nodes = 1, gpus-per-node = 8}."""
+    """Options of sbatch per trial, with --slurm: {nodes = 1, gpus-per-node = 8}."""
     prune: Annotated[PruneSection | None, BeforeValidator(_prune)] = None
     """Early stopping of trials; true for the defaults."""
     budget: BudgetSection = Field(default_factory=BudgetSection)
@@ -148,7 +148,9 @@ def read_sweep(path: Path, problems: list[str]) -> Sweep:
     Raises ConfigError for a file that cannot be read.
     """
     if not path.exists():
-        raise ConfigError(f"there is no file {path}: name a sweep's, as docs/sweep.toml")
+        raise ConfigError(
+            f"there is no file {path}: give the file of a sweep, such as docs/sweep.toml"
+        )
     tree, origin = read_toml(path), str(path)
     for name in _TABLES:
         if not isinstance(tree.get(name, {}), dict):
@@ -159,15 +161,17 @@ def read_sweep(path: Path, problems: list[str]) -> Sweep:
     of_ds = flat(tree.get("ds", {}))
     fixed = dict(flat(of_run)) | {f"{DS_PREFIX}{key}": value for key, value in of_ds}
     for key in _OURS:
-        problems += [f"{key} is each trial's own ({origin}): remove it"] * (key in {*fixed, *space})
+        problems += [f"{key} is set for each trial ({origin}): remove it"] * (
+            key in {*fixed, *space}
+        )
     for key in space.keys() & fixed.keys():
         problems.append(f"{key} is in [search] as well ({origin}): remove one of them")
     if settings.method == "grid" and settings.trials is not None:
-        why = "a grid has as many as points: remove it"
+        why = "a grid has as many trials as points: remove it"
         problems.append(worded("sweep.trials", settings.trials, origin, why))
     if settings.method != "grid" and settings.trials is None:
         if "trials" not in tree.get("sweep", {}):  # a wrong number has been named
-            problems.append(f"sweep.trials is missing ({origin}): say how many, as trials = 20")
+            problems.append(f"sweep.trials is missing ({origin}): set it, as in trials = 20")
         settings = settings.model_copy(update={"trials": 1})
     fixed_words = tuple(f"{key}={value_as_text(v)}" for key, v in fixed.items() if key not in _OURS)
     sweep = Sweep(path, tree, settings, space, fixed_words)
@@ -220,7 +224,7 @@ def keep_file(sweep: Sweep) -> None:
             if before.get(key) != now.get(key)
         ]
         if problems:
-            raise ConfigError([*problems, f"{copy} is of another sweep: set sweep.name"])
+            raise ConfigError([*problems, f"{copy} belongs to another sweep: set sweep.name"])
     sweep.folder.mkdir(parents=True, exist_ok=True)
     if sweep.path.resolve() != copy.resolve():
         copy.write_bytes(Path(sweep.path).read_bytes())

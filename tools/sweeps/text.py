@@ -106,7 +106,7 @@ def ending(sweep: Sweep, record: Record) -> str:
     """Return a line about a trial that has ended."""
     how = f"{sweep.settings.metric} {shown(record.value)}"
     if record.state in ("running", "waiting"):
-        how = f"interrupted at step {record.used.steps}; it goes on with the sweep"
+        how = f"interrupted at step {record.used.steps}; it resumes with the sweep"
     elif record.state != "done":
         how = f"{record.state}: {record.reason}" + ("" if record.value == math.inf else f", {how}")
     return f"trial {record.number:03} | {values_text(sweep, record.choice)} | {how}"

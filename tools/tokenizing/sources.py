@@ -42,7 +42,7 @@ def tokenized(
         if missing := work.missing(source):
             yield (
                 f"{len(missing)} of {len(tokens.shards)} shards of {tokens.corpus.path} are left "
-                "to the other tasks; the last to end joins all"
+                "to other tasks; the last one to end merges all"
             )
         else:
             yield work.finish(source)

@@ -57,7 +57,7 @@ class Work:
         for name, spec in [*self._spec.sources().items(), *self._spec.eval_sets().items()]:
             corpus = corpus_of(spec)
             if corpus.kind == "indexed":
-                self._report(f"{corpus.path} holds token ids already")
+                self._report(f"{corpus.path} already holds token ids")
                 continue
             if spec.config.date is None and self._writes_date(corpus):
                 problems.append(
@@ -89,12 +89,12 @@ class Work:
                 kind = "conversations" if is_chat else "prompts and completions"
                 problems.append(
                     f"--out {self._out}: {corpus.path} holds {kind}, and a .bin/.idx cannot say "
-                    "which tokens are learned: leave --out away, or set data.learn=all"
+                    "which tokens are learned: remove --out, or set data.learn=all"
                 )
         there = [path for path in self._pair() if path.exists()]
         if there and self._made_from() != key:
             problems.append(
-                f"--out {self._out}: {there[0]} is there, and not made from this data: remove it, "
+                f"--out {self._out}: {there[0]} exists and was not made from this data: remove it, "
                 "or choose another name"
             )
         return problems

@@ -79,7 +79,7 @@ class Site:
             if site.gpu not in GPUS and (site.gpu is not None or site.cores < 1):
                 raise ValueError(f"no such machine: GPU {site.gpu}, {site.cores} cores")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: no rates of a site: {error}") from None
+            raise ValueError(f"{path} holds no rates of measured runs: {error}") from None
         return site
 
 

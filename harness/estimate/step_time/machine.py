@@ -107,9 +107,9 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
         ring = float(rates["all_reduce_gb_per_s"] or 0.0) * 1e9
         link = float(rates["within_node_gb_per_s"] or 0.0) * 1e9
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"no rates of preflight.py --json: {error!r}") from None
+        raise ValueError(f"these are not rates from preflight.py --json: {error!r}") from None
     if not (products > 0 and nodes > 0 and min(ring, link) >= 0):
-        raise ValueError(f"rates that cannot be: {dict(rates)}")
+        raise ValueError(f"impossible rates: {dict(rates)}")
     if nodes == 1:
         link = ring or link
     network = ring / machine.gpus_per_node if nodes > 1 else 0.0
@@ -139,7 +139,7 @@ def other_machine(
     if measured_on == planned:
         return None
     own, other = (f"{gpu or 'cpu'} in {precision}" for gpu, precision in (measured_on, planned))
-    return f"its rates were measured on {own}, and this is {other}"
+    return f"its rates were measured on {own}, but this is {other}"
 
 
 def cpu_machine(ranks: int, cores: int) -> Machine:
@@ -173,7 +173,7 @@ def refined(machine: Machine, factors: Mapping[str, float]) -> Machine:
     """Return the machine with some of its numbers multiplied. Raises ValueError for other names."""
     unknown = {*factors} - {*FITTED}
     if unknown or not all(0 < factor < float("inf") for factor in factors.values()):
-        raise ValueError(f"factors that are none of {', '.join(FITTED)}: {dict(factors)}")
+        raise ValueError(f"factors must be positive and among {', '.join(FITTED)}: {dict(factors)}")
     changes = {name: getattr(machine, name) * factor for name, factor in factors.items()}
     evidence = _with_measured(machine, factors)  # rates that were not refitted keep their evidence
     return replace(machine, evidence="measured", rate_evidence=evidence, **changes)

@@ -72,7 +72,7 @@ def _records(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, object]]:
     for line, row in rows:
         problem = ""
         if len(row) != len(names):
-            problem = f"has {len(row)} columns, where the first row names {len(names)}"
+            problem = f"has {len(row)} columns, but the first row names {len(names)}"
         if _is_no_utf_8(row):
             problem = why_not_utf_8(file)
         if not problem:
@@ -99,7 +99,9 @@ def _rows(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, list[str]]]:
                 if rows.line_num > begins and "end of data" in str(
                     error
                 ):  # not a row, but the rest of the file
-                    text = f"it is no CSV: nothing closes the quote of line {begins + before}"
+                    text = (
+                        f"it is not valid CSV: nothing closes the quote of line {begins + before}"
+                    )
                     return bad_lines.add(file, text)
                 lines = rows.line_num - begins + 1  # lines that an open quote has joined
                 bad_lines.seen += lines
@@ -115,7 +117,7 @@ def _rows(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, list[str]]]:
 def _in_words(error: csv.Error) -> str:
     is_quote = "expected after" in str(error) or "end of data" in str(error)
     why = "a quote that begins a column is not closed at its end: " if is_quote else ""
-    return f"is no CSV: {why}{error}"
+    return f"is not valid CSV: {why}{error}"
 
 
 def _is_no_utf_8(row: list[str]) -> bool:

@@ -18,7 +18,7 @@ _MOST_LINE_BYTES = 1 << 24  # maximum length of a first line that is tested for 
 _HEAD_BYTES, _BLOCK_CHARS, _COUNTED_BYTES = 1 << 16, 1 << 20, 1 << 24
 _BETWEEN = re.compile(r"[\s,]*")  # before, between and after the elements of an array
 _OTHER_JSON = (
-    "is JSON, but neither an array nor one object a line: jq -c . FILE > NEW.jsonl writes its "
+    "is JSON, but neither an array nor one object per line: jq -c . FILE > NEW.jsonl writes its "
     "objects as lines"
 )
 
@@ -29,7 +29,7 @@ def _records(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, object]]:
     except UnicodeDecodeError:
         raise
     except ValueError as error:
-        bad_lines.add(file, f"it is no whole JSON array: {error}")
+        bad_lines.add(file, f"it is not a complete JSON array: {error}")
     except RecursionError:
         bad_lines.add(file, "it is JSON that is nested too deeply")
     except DAMAGED as error:
@@ -54,7 +54,7 @@ def _lines(
                     return bad_lines.add(file, f"it {why}")
                 problem = problem_of(error)
             except json.JSONDecodeError as error:
-                problem = f"is no JSON: {error.msg} at column {error.colno}"
+                problem = f"is not valid JSON: {error.msg} at column {error.colno}"
             except RecursionError:
                 problem = "is JSON that is nested too deeply"
             except ValueError as error:  # an integer of thousands of digits

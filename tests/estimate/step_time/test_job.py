@@ -133,7 +133,7 @@ def test_rates_are_those_of_one_gpu_in_one_precision() -> None:
     site = Site("a100-80", "bf16", 0, {"products": 0.5}, 4, 0.1)
     assert site.problem("a100-80", "bf16") is None
     for other in (("h100-sxm", "bf16"), ("a100-80", "fp32"), (None, "fp32")):
-        assert "measured on a100-80 in bf16, and this is" in str(site.problem(*other))
+        assert "measured on a100-80 in bf16, but this is" in str(site.problem(*other))
 
 
 def test_numbers_that_a_machine_has_none_of_are_not_fitted() -> None:
@@ -150,7 +150,7 @@ def test_numbers_that_a_machine_has_none_of_are_not_fitted() -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"site": 3}', '{"site": {"factors": {}}}'])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "site.json").write_text(text)
-    with pytest.raises(ValueError, match="no rates of a site"):
+    with pytest.raises(ValueError, match="holds no rates of measured runs"):
         Site.read(tmp_path / "site.json")
 
 
