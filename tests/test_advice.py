@@ -198,6 +198,8 @@ NOT_FOLLOWED = {
         "data/tokenizer.py: there is no such folder, and it is not",
         "estimate/fit.py",
         "engine/build.py: install a C++ compiler",
+        "engine/build.py: fp32 matrix products",
+        "engine/deepspeed_0_19/builds.py",
         "engine/processes.py",
     ),
     "needs the folder of a run (tests/checkpoint/test_resume.py follows resume.allow)": (
@@ -208,11 +210,13 @@ NOT_FOLLOWED = {
         "run/build.py: save.export",
         "run/finish.py",
         "run/resumption.py",
+        "run/saving.py",
     ),
     "needs the model, which is built later": (
         "models",
         "engine/empty.py",
         "engine/layers.py",
+        "engine/stages.py",
         "run/attention.py",
         "run/verify.py",
     ),
@@ -220,8 +224,15 @@ NOT_FOLLOWED = {
         "run/settle_data.py: start again, or set data.date=",
         "run/settle_data.py: give every node the same files",
     ),
+    "leaves the values open": (
+        "config/ds_leftovers.toml: to start with short sequences",
+        "config/ds_leftovers.toml: to gather weights within a node",
+    ),
     "of what steps do": ("engine/skip.py", "run/step.py"),
     "needs another tokenizer than any that is here": (
+        "data/chat_tokens.py",
+        "data/data.py: the chat template writes control tokens",
+        "data/encoding.py",
         "run/settle_data.py: set data.tokenizer to the one that they were trained with",
     ),
 }
