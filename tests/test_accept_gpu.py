@@ -303,7 +303,7 @@ def test_more_waits_than_simulated_fail(
     monkeypatch.setattr(measured_steps, "measured", lambda *of: planted_line(waits))
     bench, counts = Bench(tmp_path, tmp_path, 1, "cuda"), {}
     if problem is None:
-        assert measured_steps._counted(bench, "zero3", counts).startswith("95 waits a step")
+        assert measured_steps._counted(bench, "zero3", counts).startswith("95 waits per step")
         return
     with pytest.raises(Failed, match=problem):
         measured_steps._counted(bench, "zero3", counts)

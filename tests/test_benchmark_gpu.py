@@ -157,7 +157,7 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {"bf16": {"enabled": "auto"}, "autotuning": {"enabled": True}}
     changed, without_bf16 = sorted(fallbacks(make_plan(config, planted, World()).events))
     assert changed.startswith("autotuning.enabled is False, not True")
-    assert without_bf16 == "fp32, since this CPU has no bfloat16 arithmetic"
+    assert without_bf16 == "fp32, because this CPU has no bfloat16 arithmetic"
     source = "".join(path.read_text() for path in (REPOSITORY / "harness").rglob("*.py"))
     assert all(f'"{kind}"' in source for kind in FALLBACKS)
 

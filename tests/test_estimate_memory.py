@@ -104,7 +104,7 @@ def test_a_run_that_does_not_fit_is_told_what_would():
     assert "Verdict: does not fit" in text
     assert "model.checkpointing=full" in text
     assert "stage 1" in text
-    assert "refused" in text
+    assert "rejected" in text
     assert "was assumed" not in text
     assert "One sample at a time was assumed (--micro-batch)" in run(*LARGE).stdout
 

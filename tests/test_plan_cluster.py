@@ -428,7 +428,10 @@ def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
         (("--gpu", "h9000"), "--gpu: unknown GPU 'h9000'"),
         (("--gpus", 12), "--gpus 12 is not a multiple of 8 GPUs per node"),
         (("--model", "no/such"), "no/such"),
-        (("--global-batch", 3, "--seq-len", 1023, "--lora", 8), "--global-batch 3 does not divide"),
+        (
+            ("--global-batch", 3, "--seq-len", 1023, "--lora", 8),
+            "--global-batch 3 is not divisible",
+        ),
         (("--quantize", "nf4"), "--quantize nf4: it needs adapters: add --lora 16"),
         (("optim.lrr=3",), "optim.lr"),
     ],

@@ -97,7 +97,7 @@ def test_a_rank_without_the_environment_says_so(tmp_path: Path) -> None:
     bare = f"if rank == 1: sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n{NODES}"
     ended = fly(tmp_path, what=bare, limit_s=16, fresh=True)
     assert ended.codes == [2, 2]
-    named = f"cannot look: n2: {sys.executable} cannot import torch, deepspeed, transformers"
+    named = f"cannot check: n2: {sys.executable} cannot import torch, deepspeed, transformers"
     assert ended.outputs[1].startswith(named)
     assert "1 of 2 ranks did not come within 8 s: 1" in ended.outputs[0]
 

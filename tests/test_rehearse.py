@@ -463,7 +463,7 @@ def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
     assert rehearse.main(argv, planted) == 1
     printed = capfd.readouterr()
     assert "FAILED at train: its ranks ended with [3, 3], not all with 0" in printed.out
-    assert "rank 0 ended so:\n  planted\n" in printed.err
+    assert "last output of rank 0:\n  planted\n" in printed.err
     assert kept_folder(printed.out).parent == tmp_path
 
 

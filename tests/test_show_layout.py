@@ -58,7 +58,7 @@ def test_nothing_begins_before_its_input_is_there() -> None:
 
 def test_pipeline_stages() -> None:
     text = run(*GPT2, "--gpus-per-node", "4", "--accumulation", "6", "ds.pipeline.stages=2")
-    assert "ranks 8 = 2 pipeline x 4 data, 4 a node" in text
+    assert "ranks 8 = 2 pipeline x 4 data, 4 per node" in text
     assert re.search(r"stage 0 +on node 0 +0 +1 +2 +3\n +stage 1 +on node 1 +4 +5 +6 +7\n", text)
     # The head is a copy of the embedding, 50257 x 768; only the first stage has positions.
     layer, embedding, positions = 7_087_872, 50257 * 768, 1024 * 768
@@ -66,7 +66,9 @@ def test_pipeline_stages() -> None:
     assert re.search(rf"embedding, layers 0-7 +{first:,} ", text)
     assert re.search(rf"layers 8-11, norm and head +{last:,} ", text)
     assert "Balance, the largest stage over the mean: work 1.0" in text
-    assert "ZeRO 1: each rank of a stage holds weights and gradients whole, 1/4 of the opt" in text
+    assert (
+        "ZeRO 1: each rank of a stage holds the full weights and gradients, 1/4 of the opt" in text
+    )
     assert re.search(r"stage 0 +F0 \.  F1 B0 F2 B1 .* B5\n +stage 1 +\.  F0 B0 F1 B1", text)
     assert "Bubble: (2 - 1) / (6 + 2 - 1) = 14.3% of the step waiting" in text
 
@@ -92,7 +94,7 @@ def test_ranks_that_divide_tensors_stand_together() -> None:
     assert "ranks 16 = 8 data x 2 tensor" in text
     assert re.search(r"on node 0 +0-1 +2-3 +4-5 +6-7 \| +8-9 .* 14-15\n", text)
     assert "1/2 of each matrix  4,015,263,744" in text
-    assert "ZeRO 1: of that each rank holds weights and gradients whole, 1/8 of the" in text
+    assert "ZeRO 1: of that, each rank holds the full weights and gradients, 1/8 of the" in text
 
 
 @pytest.mark.gate("tools")
@@ -112,7 +114,7 @@ def test_stages_of_divided_tensors_on_nodes_of_their_own() -> None:
     assert re.search(r"stage 1 +on node 1 +8-9 .* 14-15\n", text)
     assert re.search(r"embedding, layers 0-\d+, 1/2 of each matrix +[0-9,]+", text)
     assert re.search(r"norm and head, 1/2 of each matrix +[0-9,]+", text)
-    assert "ZeRO 1: of that each rank of a stage holds weights and gradients whole, 1/4" in text
+    assert "ZeRO 1: of that, each rank of a stage holds the full weights and gradients, 1/4" in text
     assert re.search(r"stage 1 +\. +F0 B0", text)
 
 
@@ -153,7 +155,7 @@ def test_zero_layouts_have_a_picture_too(tmp_path: Path) -> None:
 def test_a_known_gpu_has_a_verdict(model: str, verdict: str) -> None:
     text = run("--model", model, "--gpus", "8", "--gpu", "a100-80")
     assert f"On GPUs of 80 GiB {verdict}" in text
-    assert re.search(r"^Time: .* s a step \(", text, re.MULTILINE)
+    assert re.search(r"^Time: .* s per step \(", text, re.MULTILINE)
     assert "On GPUs of" not in run("--model", model, "--gpus", "8")
 
 

@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         return int(stop.code)
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            say(f"cannot find a learning rate: {error}", sys.stderr)
+            say(f"cannot search: {error}", sys.stderr)
         return int(error.code)
     finally:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -111,7 +111,7 @@ def _on_all_ranks(plan: Plan, lowest: float, highest: float, steps: int, folder:
     """Run the range test; `folder` is removed even if a failure of this rank ends the process."""
     from harness.engine.processes import ending_together
 
-    with ending_together("cannot find a learning rate"), redirect_stdout(sys.stderr):  # progress
+    with ending_together("cannot search"), redirect_stdout(sys.stderr):  # progress
         try:
             return range_test(plan, lowest, highest, steps)
         finally:

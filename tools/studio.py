@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to serve on (default: 127.0.0.1); any other requires a token",
+        help="address to serve on (default: 127.0.0.1); non-local addresses require a token",
     )
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)"

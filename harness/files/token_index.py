@@ -54,7 +54,8 @@ def read_header(path: Path) -> IndexHeader:
         raise ConfigError(f"{path} is empty: it describes no sequence")
     if bounds < 2:
         raise ConfigError(
-            f"{path} describes {sequences} sequences but no end of a document: whatever wrote it "
-            "must end each document (builder.end_document())"
+            f"{path} describes {sequences} sequences but no end of a document: the program that "
+            "wrote "
+            "it must end each document (builder.end_document())"
         )
     return IndexHeader(code, sequences, bounds, num_bytes)

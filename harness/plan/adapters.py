@@ -25,7 +25,8 @@ def check_adapters(draft: Draft) -> None:
     if lora.rank is None:
         for key in _SETTINGS:
             if config.is_set(f"model.lora.{key}"):
-                why, use = "but there are no adapters without a rank", "set model.lora.rank=16"
+                why = "but there are no adapters without model.lora.rank"
+                use = "set model.lora.rank=16"
                 problems.add(f"model.lora.{key}", why, use)
         return
     if config.model.init_from is None:

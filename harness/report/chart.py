@@ -372,7 +372,7 @@ def _y_scale(chart: Chart, curves: list[Curve]) -> tuple[Scale, str]:
     usual = values[int(0.98 * (len(values) - 1))]
     if len(values) >= 50 and high - low > 4 * (usual - low) > 0:
         high = usual + 0.3 * (usual - low)
-        above = f"The highest value, {short(values[-1])}, is above the picture."
+        above = f"The highest value, {short(values[-1])}, lies above the chart."
     near = [value for _, value in chart.limits if low - (high - low) <= value]
     limits = [value for value in near if value <= high + (high - low)]
     low, high = min([low, *limits]), max([high, *limits])

@@ -110,7 +110,7 @@ MARKS = {
     "skipped_step": ("var(--muted)", "skipped step"),
     "rollback": ("var(--bad)", "rollback"),
     "resumed": ("var(--good)", "resumed"),
-    "began_again": ("var(--warning)", "began again"),
+    "began_again": ("var(--warning)", "restarted"),
     "failed": ("var(--bad)", "failure"),
     "hang": ("var(--bad)", "hang"),
     "out_of_memory": ("var(--bad)", "out of memory"),
@@ -136,14 +136,14 @@ class _Kind:
 
 _KINDS = (
     _Kind("learning_rate", "Learning rate", "per step", from_zero=True, constant_too=True),
-    _Kind("global_batch", "Batch", "windows in a step", from_zero=True),
+    _Kind("global_batch", "Batch", "windows per step", from_zero=True),
     _Kind("sequence_length", "Sequence length", "tokens", from_zero=True),
     _Kind("grad_norm", "Gradient norm", "before clipping", is_noisy=True, constant_too=True),
     _Kind("param_norm", "Parameter norm", "over all weights"),
     _Kind(
         "update_ratio",
         "Update over weight",
-        "norm of a step's change over that of the weights",
+        "norm of a step's update over norm of the weights",
         note="About 1e-3 is usual; far more means a rate that is too high.",
     ),
     _Kind("tokens_per_s", "Throughput", "tokens/s, all ranks", True, True, constant_too=True),
@@ -156,7 +156,7 @@ _KINDS = (
         "old_eval_loss",
         "Forgetting",
         "held-out loss on the old data (data.rehearse), nats per token",
-        note="It rises as far as the run forgets what earlier runs learned.",
+        note="It rises if the run forgets what earlier runs learned.",
     ),
     _Kind("loss_scale", "Loss scale", "of fp16", from_zero=True),
     _Kind("skipped_steps", "Skipped steps", "so far", from_zero=True),
@@ -164,9 +164,9 @@ _KINDS = (
         "expert_load_max",
         "Busiest expert",
         "its tokens over its layer's mean",
-        note="1 if all experts are loaded alike.",
+        note="1 if all experts are loaded equally.",
     ),
-    _Kind("expert_load_entropy", "Entropy of the experts' load", "1 if all are loaded alike"),
+    _Kind("expert_load_entropy", "Entropy of the experts' load", "1 if all are loaded equally"),
 )
 
 
@@ -223,11 +223,9 @@ def _named(key: str) -> str:
 
 
 def _note(run: Recorded) -> str:
-    ends = (
-        "" if run.metrics.is_whole else "Of this long run the extremes of every range are drawn. "
-    )
+    ends = "" if run.metrics.is_whole else "The run is long: the extremes of each range are drawn. "
     nan = sum(line.get("loss") in ("nan", "inf", "-inf") for line in run.lines)
-    lost = f"{nan} drawn steps have a loss that is not finite: gaps." if nan else ""
+    lost = f"{nan} drawn steps have a non-finite loss and appear as gaps." if nan else ""
     return (ends + lost).strip()
 
 

@@ -136,7 +136,7 @@ def _row(place: int, run: Recorded, of_set: str, is_best: bool) -> str:
 def _differences(runs: list[Recorded]) -> str:
     rows = differences(runs)
     if not rows:
-        text = "Nothing that their plans record differs."
+        text = "Their plans do not differ."
         return f"<section class=card><h2>What differs</h2><p>{text}</p></section>"
     head = "".join(
         f'<th><i class=swatch style="--c:{colour_of(place)}"></i>{escaped(run.name)}'

@@ -27,8 +27,8 @@ def no_better(first: float, last: float) -> str | None:
     if last > first:
         rates = "optim.lr is too high, or its data differs from what is held out"
     return (
-        f"the held-out loss ended no better than it began, {last:.3f} from {first:.3f} before "
-        f"training: {rates}"
+        f"the held-out loss did not improve (from {first:.3f} before training to {last:.3f}): "
+        f"{rates}"
     )
 
 

@@ -128,7 +128,7 @@ def _tiles(run: Recorded) -> str:
     rates = [value for _, value in values_of(run.lines, "tokens_per_s")]
     if rates:
         mfu = [value for _, value in values_of(run.lines, "mfu")]
-        used = f"MFU {median(mfu):.1%}" if mfu else f"{duration(_step_s(run))} a step"
+        used = f"MFU {median(mfu):.1%}" if mfu else f"{duration(_step_s(run))} per step"
         tiles.append(("Throughput", f"{short(median(rates))} tokens/s", used))
     rows = {point: (predicted, measured) for point, predicted, measured in memory_rows(run)}
     if rows:
@@ -149,7 +149,7 @@ def _step_s(run: Recorded) -> float:
 
 def _attempts(run: Recorded) -> str:
     attempts = number(run.status.get("attempt")) or 1
-    repeated = f", {run.metrics.repeated} steps taken again" if run.metrics.repeated else ""
+    repeated = f", {run.metrics.repeated} steps repeated" if run.metrics.repeated else ""
     return f"{attempts:.0f} attempt{'s' * (attempts > 1)}{repeated}"
 
 

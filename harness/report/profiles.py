@@ -71,9 +71,9 @@ def profiles(run: Recorded) -> Iterator[Chart]:
     axis, marks = "part of the window, from its beginning to its end", list[Mark]()
     trained = number(run.planned("run", "data", "seq_len"))
     longest = number(run.planned("run", "eval", "seq_len"))
-    note = "It falls to the right as far as the model makes use of the text before."
+    note = "It falls to the right if the model uses the preceding text."
     if run.planned("run", "train", "carry_state"):
-        note = "It is flat where the state that comes with a window holds what it needs."
+        note = "It is flat if the carried state holds what the model needs."
     if rows and trained and longest:
         axis = f"part of a window of {longest:,.0f} tokens"
         place = len(rows[-1][1]) * trained / longest - 0.5

@@ -151,7 +151,7 @@ def read(path: Path) -> Recorded:
     try:
         run.plan = folder.read_plan() or {}
         if not run.plan:
-            run.problems.append("plan.json does not exist: the run did not begin")
+            run.problems.append("plan.json does not exist: the run did not start")
     except ConfigError as error:
         run.problems.append(str(error))
     try:
@@ -166,7 +166,7 @@ def read(path: Path) -> Recorded:
     if run.metrics.problem:
         run.problems.append(run.metrics.problem)
     if run.metrics.damaged:
-        run.problems.append(f"metrics.jsonl: {run.metrics.damaged} damaged lines are left out")
+        run.problems.append(f"metrics.jsonl: {run.metrics.damaged} damaged lines were left out")
     return run
 
 

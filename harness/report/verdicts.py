@@ -94,7 +94,7 @@ def _generalising(run: Recorded) -> Verdict | None:
         return Verdict(
             "warning",
             f"Held-out loss was best at step {best[0]:,} ({best[1]:.3f}) and is {last:.3f} at step "
-            f"{step:,}: the model learns its training data by heart.",
+            f"{step:,}: the model is memorising its training data.",
         )
     return Verdict("good", f"Held-out loss is at its best, or close: {last:.3f}.")
 
@@ -234,7 +234,7 @@ def ending(run: Recorded) -> Verdict:
         return Verdict("good", f"Done at step {step:,}{of}.")
     if run.is_silent():
         since = moment(run.last_sign)
-        return Verdict("bad", f"Nothing was written since {since}: the run may be gone.")
+        return Verdict("bad", f"Nothing was written since {since}: the run may have died.")
     if run.outcome == "running":
         return Verdict("good", f"Running: step {step:,}{of}{_left(run)}.")
     if run.outcome == "stopped":
@@ -272,22 +272,22 @@ def _by_outcome(run: Recorded) -> list[Advice]:
         saved = [step for e in run.of_kind("saved") if (step := number(e.get("step"))) is not None]
         lower = (number(run.planned("run", "optim", "lr")) or 0.0) / 2
         if not saved:
-            text = "No checkpoint was saved: begin again with a lower rate, and save.every."
+            text = "No checkpoint was saved: start again with a lower rate and save.every."
             return [Advice(text, command(run, dir=f"{run.path}-2", changes={"optim.lr": lower}))]
         changes = {"resume.from": f"{run.path}@{int(saved[-1])}", "optim.lr": lower}
-        text = "Branch off a checkpoint from before it, with a lower rate."
+        text = "Branch from an earlier checkpoint with a lower rate."
         return [Advice(text, command(run, dir=f"{run.path}-2", changes=changes))]
     if code == ExitCode.CANNOT_SAVE:
-        return [Advice("Make room on the disk, then run the same command again.", command(run))]
+        return [Advice("Free disk space, then run the same command again.", command(run))]
     if code == ExitCode.NO_CHECKPOINT:
-        return [Advice("Branch off another run's checkpoint, or begin in a new run.dir.")]
+        return [Advice("Branch from another run's checkpoint, or use a new run.dir.")]
     if code == ExitCode.HANG:
         text = "Read heartbeats/ for the rank that the others waited for; then resume."
         return [Advice(text, f"ls {folder}/heartbeats"), Advice("Resume:", command(run))]
     if run.outcome == "failed":
-        return [Advice("Mend the cause above, then resume with the same command.", command(run))]
+        return [Advice("Fix the cause above, then resume with the same command.", command(run))]
     if run.is_silent():
-        text = "See whether its job still runs; the same command resumes it."
+        text = "Check whether its job is still running; the same command resumes it."
         return [Advice(text, command(run))]
     if run.outcome == "done":
         if problem := _unready(run):
@@ -314,7 +314,7 @@ def _unready(run: Recorded) -> Advice | None:
         rose = run.evaluations()[-1][1] > first[0][1]
         changes = {"optim.lr": lr / 3 if rose else lr * 3}
         what = f"Train at a {'lower' if rose else 'higher'} rate"
-    why = f"a unigram model is better ({unigram:.2f} nats)" if is_above else "it is as it began"
+    why = f"a unigram model is better ({unigram:.2f} nats)" if is_above else "it has not improved"
     return Advice(
         f"{what}: {why}, so the model is not worth trying yet.",
         command(run, dir=f"{run.path}-2", changes=changes),

@@ -138,7 +138,7 @@ def test_what_could_not_be_read_is_said(tmp_path):
     (folder / "metrics.jsonl").write_text('garbage\n{"step": 1, "loss": 2.0}\n')
     page = page_of(read(folder))
     assert "status.json" in page
-    assert "1 damaged lines are left out" in page
+    assert "1 damaged lines were left out" in page
 
 
 def test_losses_that_are_not_finite_leave_gaps(tmp_path):
@@ -148,7 +148,7 @@ def test_losses_that_are_not_finite_leave_gaps(tmp_path):
     page = page_of(read(write_run(tmp_path / "run", lines, outcome="diverged", code=76)))
     (curve,) = values_of(page)["loss"]["curves"]
     assert curve["x"]["step"][-1] == 60
-    assert "40 drawn steps have a loss that is not finite" in page
+    assert "40 drawn steps have a non-finite loss" in page
     assert "nan" not in json.dumps(values_of(page))
 
 
@@ -228,7 +228,7 @@ def test_a_silent_run_may_be_gone(tmp_path):
     run = read(write_run(tmp_path / "run", outcome="running"))
     assert run.is_silent(run.last_sign + 3600)
     assert not run.is_silent(run.last_sign + 60)
-    assert "may be gone" in ending(run).text
+    assert "may have died" in ending(run).text
     assert "refresh" not in page_of(run)
 
 
@@ -378,7 +378,7 @@ def test_the_length_of_training_samples_is_marked_where_longer_ones_are_evaluate
     assert "It falls to the right" in page
     record["run"]["train"]["carry_state"] = True
     page = page_of(read(write_run(tmp_path / "carried", lines, the_plan=record)))
-    assert "It is flat where the state" in page
+    assert "It is flat if the carried state" in page
 
 
 def test_runs_are_ranked_and_their_differences_listed(tmp_path):

@@ -104,7 +104,7 @@ def test_a_run_that_was_too_short_says_so_with_the_keys(
         assert output.count(text) == 2
     assert "lower train.global_batch (now 48), or raise train.epochs" in output
     end = output.partition("nats per token")[2]
-    assert "the held-out loss ended no better than it began" in end
+    assert "the held-out loss did not improve" in end
     assert [len(events(run, kind)) for kind in ("unfinished_warmup", "few_steps", "no_better")] == [
         *(1, 1, 1)
     ]

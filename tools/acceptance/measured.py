@@ -44,7 +44,7 @@ def wait(bench: Bench) -> str:
     if not bench.on_cuda:
         bench.check("a simulated device", _simulated, bench)
         return str(bench.values.get("simulated", [""])[-1])
-    return ", ".join(f"{name} {count} waits a step" for name, count in counts.items())
+    return ", ".join(f"{name} {count} waits per step" for name, count in counts.items())
 
 
 def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
@@ -58,7 +58,7 @@ def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
     own = [place for place in places if place.startswith(_OWN)]
     expect(not own, f"the harness waits in {', '.join(own)}")
     counts[name] = line["host_waits_per_step"]
-    text = f"{counts[name]} waits a step: {', '.join(places)}"
+    text = f"{counts[name]} waits per step: {', '.join(places)}"
     drains = sum(count for place, count in places.items() if not place.startswith(RUN_AHEAD))
     expect(drains <= MOST[name], f"{drains} of them drain the device, not {MOST[name]}: {text}")
     return text
@@ -234,7 +234,7 @@ def climb(bench: Bench) -> str:
 
 def _rates(line: dict[str, Any]) -> str:
     links, mfu = line.get("all_reduce_gb_per_s"), line.get("mfu")
-    parts = [f"{line['tokens_per_s_per_gpu']:,.0f} tokens/s a rank"]
+    parts = [f"{line['tokens_per_s_per_gpu']:,.0f} tokens/s per rank"]
     parts += [f"MFU {mfu:.1%}"] if mfu and math.isfinite(mfu) else []
     parts += [f"all-reduce {links:.2f} GB/s"] if links else []
     return ", ".join(parts)

@@ -55,7 +55,7 @@ def look(bench: Bench) -> str:
 
 def _close(apart: float | str) -> str:
     if isinstance(apart, str):  # runs then take torch's, with an event
-        raise Skipped(f"not built here: {apart}")
+        raise Skipped(f"not available here: {apart}")
     text = f"{apart:.1e} apart, {_ALLOWED:.0e} is allowed"
     expect(apart <= _ALLOWED, text)
     return text

@@ -115,7 +115,7 @@ def _discarded(bench: Bench) -> str:
     expect("the loss is not finite" in event["reason"], event["reason"])
     last = run.read_metrics()[-1]
     expect(math.isfinite(last["loss"]), f"the last loss is {last['loss']}")
-    return "skipped on all ranks; training goes on"
+    return "skipped on all ranks; training continues"
 
 
 def _rolled_back(bench: Bench) -> str:

@@ -165,10 +165,10 @@ def _table(rows: list[list[str]]) -> list[str]:
 def _shares(plan: Plan) -> str:
     """Return a line about the states that ZeRO replicates and those that it partitions."""
     count, zero_stage = plan.grid.data * plan.grid.sequence, plan.zero_stage
-    parts = [f"{_WHOLE[zero_stage]} whole"] if _WHOLE[zero_stage] else []
+    parts = [f"the full {_WHOLE[zero_stage]}"] if _WHOLE[zero_stage] else []
     parts += [f"1/{count} of the {_CUT[zero_stage]}"] if _CUT[zero_stage] else []
     whose = "rank of a stage" if plan.stages else "rank"
-    of = "of that " if plan.grid.tensor > 1 else ""
+    of = "of that, " if plan.grid.tensor > 1 else ""
     experts = ""
     if plan.grid.expert > 1:
         same = count // plan.grid.expert

@@ -171,7 +171,7 @@ def _verdict(estimate: Estimate, is_possible: IsPossible) -> list[str]:
     }
     lines = [
         f"Verdict: {verdict}: {why[verdict]}, {size} GiB; the weakest number in the peak is "
-        f"{estimate.evidence}. Published runs beside it: tests/estimate/published/memory.toml"
+        f"{estimate.evidence}. Comparison with published runs: tests/estimate/published/memory.toml"
     ]
     if verdict == "fits":
         return lines

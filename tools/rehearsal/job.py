@@ -222,7 +222,7 @@ class Job:
         aspects += ["the checkpoint of resume.from"] if run.resume.from_ else []
         aspects += [run.model.attention] if "flash" in run.model.attention else []
         ds = self.real.deepspeed_given
-        aspects += ["ZeRO++'s quantization"] if any(value_of(ds, k) for k in _QUANTISED) else []
+        aspects += ["ZeRO++'s quantisation"] if any(value_of(ds, k) for k in _QUANTISED) else []
         aspects += [f"the JSON's {name}" for name in _MONITORS if value_of(ds, f"{name}.enabled")]
         aspects += [] if self.other else ["another number of ranks: a step has a single sample"]
         return aspects

@@ -217,4 +217,4 @@ def _tail(ranks: Ranks) -> str:
     codes = [process.returncode for process in ranks.processes]
     first = next((rank for rank, code in enumerate(codes) if code not in (0, 75) and code > 0), 0)
     lines = ranks.logs[first].read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return "\n".join([f"rank {first} ended with:", *(f"  {line}" for line in lines)])
+    return "\n".join([f"last output of rank {first}:", *(f"  {line}" for line in lines)])

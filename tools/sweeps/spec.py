@@ -63,7 +63,7 @@ class SweepSection(Section):
     seed: CountOrZero = 0
     """Random seed for choosing the trials."""
     metric: Text = "eval_loss"
-    """Key of metrics.jsonl to minimize: eval_loss or eval_loss/NAME."""
+    """Key of metrics.jsonl to minimise: eval_loss or eval_loss/NAME."""
     deepspeed: PathText = str(DEFAULT_DS_JSON)
     """DeepSpeed JSON."""
     config: PathText | None = None
