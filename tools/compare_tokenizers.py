@@ -64,7 +64,9 @@ def main(argv: list[str]) -> int:
         say("interrupted; nothing was written", sys.stderr)
         return int(ExitCode.STOPPED)
     if args.json:
-        print(json.dumps([_values(of, measured[0], args.hidden) for of in measured]))
+        print(
+            json.dumps([_values(measurement, measured[0], args.hidden) for measurement in measured])
+        )
     else:
         say(as_text(measured, args.hidden))
     if args.plot:
@@ -119,7 +121,9 @@ def _measured(args: argparse.Namespace) -> list[Measured]:
     if not texts:
         raise ConfigError(f"--data {', '.join(args.data)}: there is no text")
     names = _names(args.tokenizers)
-    return [measure(name, of, texts) for name, of in zip(names, opened, strict=True)]
+    return [
+        measure(name, measurement, texts) for name, measurement in zip(names, opened, strict=True)
+    ]
 
 
 def _names(sources: list[str]) -> list[str]:
@@ -134,27 +138,27 @@ def _groups(measured: list[Measured]) -> list[str]:
     return sorted(sizes, key=lambda name: -sizes[name])[:_MOST_GROUPS]
 
 
-def _saved(of: Measured, first: Measured, group: str = "all") -> float:
-    return 1 - of.by_group[group].tokens / max(1, first.by_group[group].tokens)
+def _saved(measurement: Measured, first: Measured, group: str = "all") -> float:
+    return 1 - measurement.by_group[group].tokens / max(1, first.by_group[group].tokens)
 
 
-def _values(of: Measured, first: Measured, hidden: int) -> dict[str, Any]:
+def _values(measurement: Measured, first: Measured, hidden: int) -> dict[str, Any]:
     return {
-        "tokenizer": of.name,
-        "vocab_size": of.vocab_size,
-        "used_share": round(len(of.used) / of.vocab_size, 4),
-        "embedding_bytes": of.embedding_bytes(hidden),
-        "bytes_per_second": round(of.all.bytes / max(1e-9, of.seconds)),
+        "tokenizer": measurement.name,
+        "vocab_size": measurement.vocab_size,
+        "used_share": round(len(measurement.used) / measurement.vocab_size, 4),
+        "embedding_bytes": measurement.embedding_bytes(hidden),
+        "bytes_per_second": round(measurement.all.bytes / max(1e-9, measurement.seconds)),
         "groups": {
-            name: {**counts.values(), "saved": round(_saved(of, first, name), 4)}
-            for name, counts in of.by_group.items()
+            name: {**counts.values(), "saved": round(_saved(measurement, first, name), 4)}
+            for name, counts in measurement.by_group.items()
         },
     }
 
 
 def as_text(measured: list[Measured], hidden: int) -> str:
     """Return a table with a row per tokenizer, then bytes per token by group."""
-    first, width = measured[0], max(9, *(len(of.name) for of in measured))
+    first, width = measured[0], max(9, *(len(measurement.name) for measurement in measured))
     heads = ("vocabulary", "bytes per token", "fertility", "saved", "unknown", "changed", "used")
     sizes = (10, 13, 9, 7, 8, 7, 6, 10)
     columns = "  ".join(
@@ -166,22 +170,30 @@ def as_text(measured: list[Measured], hidden: int) -> str:
         f"embeddings in bf16 of width {hidden:,}",
         f"{'tokenizer':<{width}}  {columns}",
     ]
-    for of in measured:
-        embedding = f"{of.embedding_bytes(hidden) / 2**20:,.0f} MiB"
+    for measurement in measured:
+        embedding = f"{measurement.embedding_bytes(hidden) / 2**20:,.0f} MiB"
         cells = (
-            *(f"{of.vocab_size:,}", f"{of.all.bytes_per_token:.3f}", f"{of.all.fertility:.3f}"),
-            *(f"{_saved(of, first):.1%}", f"{of.all.unknown:,}", f"{of.all.changed:,}"),
-            *(f"{len(of.used) / of.vocab_size:.0%}", embedding),
+            *(
+                f"{measurement.vocab_size:,}",
+                f"{measurement.all.bytes_per_token:.3f}",
+                f"{measurement.all.fertility:.3f}",
+            ),
+            *(
+                f"{_saved(measurement, first):.1%}",
+                f"{measurement.all.unknown:,}",
+                f"{measurement.all.changed:,}",
+            ),
+            *(f"{len(measurement.used) / measurement.vocab_size:.0%}", embedding),
         )
         row = "  ".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
-        lines.append(f"{of.name:<{width}}  {row}")
+        lines.append(f"{measurement.name:<{width}}  {row}")
     lines += [
         "",
         f"{'bytes per token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured)),
     ]
-    for of in measured:
-        cells = (f"{of.by_group[name].bytes_per_token:9.3f}" for name in _groups(measured))
-        lines.append(f"{of.name:<{width}}  " + "  ".join(cells))
+    for measurement in measured:
+        cells = (f"{measurement.by_group[name].bytes_per_token:9.3f}" for name in _groups(measured))
+        lines.append(f"{measurement.name:<{width}}  " + "  ".join(cells))
     return "\n".join(lines)
 
 
@@ -196,17 +208,20 @@ def drawn(measured: list[Measured]) -> Figure:
         5.2,
         f"{len(measured)} tokenizers on the same {counts.bytes / 1e6:,.1f} MB",
         f"{counts.texts:,} documents; sequences against {measured[0].name}: "
-        + ", ".join(f"{of.name} {-_saved(of, measured[0]):+.1%}" for of in measured[1:]),
+        + ", ".join(
+            f"{measurement.name} {-_saved(measurement, measured[0]):+.1%}"
+            for measurement in measured[1:]
+        ),
     )
     upper, lower = figure.subplots(2, 1, sharex=True)
     each = 0.8 / len(measured)
-    for number, of in enumerate(measured):
+    for number, measurement in enumerate(measured):
         places = [place - 0.4 + each * (number + 0.5) for place in range(len(groups))]
         colour = SERIES[number % len(SERIES)].light
-        label = f"{of.name} ({of.vocab_size:,})"
-        long = [of.by_group[name].bytes_per_token for name in groups]
+        label = f"{measurement.name} ({measurement.vocab_size:,})"
+        long = [measurement.by_group[name].bytes_per_token for name in groups]
         upper.bar(places, long, each * 0.9, color=colour, label=label)
-        fertility = [of.by_group[name].fertility for name in groups]
+        fertility = [measurement.by_group[name].fertility for name in groups]
         lower.bar(places, fertility, each * 0.9, color=colour)
         for place, value in zip(places, long, strict=True):
             upper.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points",

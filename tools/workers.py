@@ -93,7 +93,7 @@ def run_workers(
         while readers and not errors:
             ready = wait(readers, _POLL_S)
             errors += filter(None, map(_received, ready))
-            readers = [of for of in readers if of not in ready]
+            readers = [reader for reader in readers if reader not in ready]
             watch(dict(zip(items, done, strict=False)))
             if any(process.exitcode for process in processes):
                 break

@@ -43,7 +43,9 @@ def _named(value: object) -> object:
     named = {"": value} if isinstance(value, str) else value
     if not isinstance(named, dict):
         return named
-    return {name: {"path": of} if isinstance(of, str) else of for name, of in named.items()}
+    return {
+        name: {"path": value} if isinstance(value, str) else value for name, value in named.items()
+    }
 
 
 def _day(value: object) -> object:
@@ -225,7 +227,7 @@ class DataConfig(Section):
         The old data is last. Raises ConfigError if data.rehearse is a run that kept no sample.
         """
         source = self if self.split else self.model_copy(update={"split": OF_A_SOURCE})
-        own = {of.label: source._only(of.path, of) for of in self.mix}
+        own = {part.label: source._only(part.path, part) for part in self.mix}
         old = self.rehearsed() if self.rehearse_share else None
         if old is None:
             return own or {"": self}
@@ -247,7 +249,9 @@ class DataConfig(Section):
         """Return the data section of each held-out set in `eval_path` by name."""
         as_set = _ANY_LENGTH | {"split": TO_EVALUATE}
         sets = {name: self.model_copy(update=as_set) for name in self.eval_path}
-        return {name: sets[name]._only(of.path, of) for name, of in self.eval_path.items()}
+        return {
+            name: sets[name]._only(source.path, source) for name, source in self.eval_path.items()
+        }
 
     def _only(self, path: str, source: ReadAs | None = None) -> DataConfig:
         """Return the section for a single path; `source` may override how it is read."""
@@ -308,12 +312,12 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
 def _length_problems(data: DataConfig) -> Iterator[str]:
     entries: list[tuple[str, DataConfig | ReadAs]] = [
         ("data", data),
-        *((f"data.mix {of.label}", of) for of in data.mix),
-        *((f"data.eval_path {name}".rstrip(), of) for name, of in data.eval_path.items()),
+        *((f"data.mix {source.label}", source) for source in data.mix),
+        *((f"data.eval_path {name}".rstrip(), source) for name, source in data.eval_path.items()),
     ]
-    for key, of in entries:
-        in_mix = data if isinstance(of, MixSource) else of
-        least, most = of.min_tokens or in_mix.min_tokens, of.max_tokens or in_mix.max_tokens
+    for key, source in entries:
+        in_mix = data if isinstance(source, MixSource) else source
+        least, most = source.min_tokens or in_mix.min_tokens, source.max_tokens or in_mix.max_tokens
         if least is not None and most is not None and least > most:
             yield f"{key}: min_tokens is {least}, above max_tokens = {most}: no document has both"
 

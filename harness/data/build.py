@@ -35,20 +35,23 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     )
     old = _old_source(spec, tokenizer, report)
     every = [*sources, *sets, *([old] if old else [])]
-    if problems := [problem for of in every for problem in of.problems(spec)]:
+    if problems := [problem for source in every for problem in source.problems(spec)]:
         raise ConfigError(problems)
     mask = spec.config.document_mask
     if mask is None:  # a document alone in its sample needs no mask
-        is_masked = any(of.is_masked for of in (*sources, *sets))
+        is_masked = any(source.is_masked for source in (*sources, *sets))
         mask = is_masked and spec.config.batching == "packed"
-    train = [of.stream("train", spec.seed, document_mask=mask) for of in sources]
+    train = [source.stream("train", spec.seed, document_mask=mask) for source in sources]
     # The held-out order ignores the seed, so that all runs are compared on the same samples.
-    eval_sets = {of.name: of.stream("train", 0, document_mask=mask) for of in sets}
+    eval_sets = {source.name: source.stream("train", 0, document_mask=mask) for source in sets}
     held_out = [*eval_sets.values()][:1] or [
-        of.stream("held_out", 0, document_mask=mask)
-        for of in (sources[:-1] if spec.rehearses else sources)
+        source.stream("held_out", 0, document_mask=mask)
+        for source in (sources[:-1] if spec.rehearses else sources)
     ]
-    order, fingerprint = mix_order(spec, train), joined([of.facts.fingerprint for of in sources])
+    order, fingerprint = (
+        mix_order(spec, train),
+        joined([source.facts.fingerprint for source in sources]),
+    )
 
     def joined_set(streams: list[Stream]) -> Stream:
         if len(streams) == 1:
@@ -56,7 +59,9 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         return Mixture(streams, first_shares(order, len(streams)))
 
     first_set, longer = joined_set(held_out), spec.eval_seq_len
-    evaluated = {id(of): _evaluated(spec, of) for of in (first_set, *eval_sets.values())}
+    evaluated = {
+        id(stream): _evaluated(spec, stream) for stream in (first_set, *eval_sets.values())
+    }
     if order is not None:
         train = [Mixture(train, order, epoch_with_old(spec, train))]
     return Data(
@@ -67,7 +72,9 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         sources,
         {name: evaluated[id(stream)] for name, stream in eval_sets.items() if name},
         sets,
-        _evaluated(spec, joined_set([of.of_length(longer) for of in held_out])) if longer else None,
+        _evaluated(spec, joined_set([stream.of_length(longer) for stream in held_out]))
+        if longer
+        else None,
         _evaluated(spec, old.stream([*old.sides][-1], 0, document_mask=mask)) if old else None,
     )
 

@@ -55,9 +55,9 @@ def _corpora(spec: DataSpec) -> list[Corpus]:
     held-out sets.
     """
     parts, corpora, problems = spec.sources(), [], []
-    for of in [*parts.values(), *spec.eval_sets().values()]:
+    for part in [*parts.values(), *spec.eval_sets().values()]:
         try:
-            corpora.append(corpus_of(of))
+            corpora.append(corpus_of(part))
         except ConfigError as error:
             problems += error.problems
     if problems:

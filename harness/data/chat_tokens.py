@@ -196,7 +196,9 @@ class ChatEncoder:
         """Return True if the text changes without a key that the template's source mentions."""
         if not self._template.names(key, chat.tools):
             return False
-        messages = [{k: of for k, of in message.items() if k != key} for message in chat.messages]
+        messages = [
+            {k: value for k, value in message.items() if k != key} for message in chat.messages
+        ]
         try:
             return text != self._template.text(with_arguments(messages, form), chat.tools)
         except ValueError:  # the template requires the key

@@ -126,7 +126,9 @@ class Data:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events about the data, for events.jsonl."""
-        events = [event for of in (*self.sources, *self.set_sources) for event in of.events()]
+        events = [
+            event for source in (*self.sources, *self.set_sources) for event in source.events()
+        ]
         if self._divided:
             events.append({"kind": "divided_control_tokens", "message": self._divided})
         return events
@@ -135,7 +137,10 @@ class Data:
     def _divided(self) -> str:
         """Warning about control tokens that the first conversation has as plain text, or ""."""
         chat = next(
-            filter(None, (of.corpus.first_chat for of in (*self.sources, *self.set_sources))), None
+            filter(
+                None, (source.corpus.first_chat for source in (*self.sources, *self.set_sources))
+            ),
+            None,
         )
         divided = divided_control_tokens(self.tokenizer, chat) if chat else {}
         if not divided:

@@ -200,7 +200,7 @@ def _shares(spec: DataSpec, key: str, streams: Sequence[Stream]) -> tuple[Fracti
     values = [getattr(source, key) for source in config.mix] or [1]
     if values[0] is None:
         new = _new(spec, streams)
-        sizes = [each * of.samples for each, of in zip(per_sample, new, strict=False)]
+        sizes = [each * stream.samples for each, stream in zip(per_sample, new, strict=False)]
         power = 1 / (config.mix_temperature or 1)
         values = [size if power == 1 else float(size) ** power for size in sizes]
     exact = [v if isinstance(v, Fraction) else Fraction(repr(v)) for v in values]

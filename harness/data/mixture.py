@@ -27,7 +27,7 @@ class Mixture(Stream):
     ) -> None:
         """`samples`: samples per epoch; None: as many as all streams together have."""
         self.streams, self.order = streams, order
-        self._samples = sum(of.samples for of in streams) if samples is None else samples
+        self._samples = sum(stream.samples for stream in streams) if samples is None else samples
         self.document_mask = any(stream.document_mask for stream in streams)
 
     @property

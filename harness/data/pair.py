@@ -314,7 +314,9 @@ class IndexedTokens:
             base += pair.bin_bytes
         base = 0
         for number, pair in enumerate(self._pairs):
-            yield from ((of + base).tobytes() for of in pair.column("bounds", int(number > 0)))
+            yield from (
+                (block + base).tobytes() for block in pair.column("bounds", int(number > 0))
+            )
             base += pair.header.sequences
 
     def place_of(self, place: int) -> tuple[Path, int, int]:

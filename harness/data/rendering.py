@@ -111,14 +111,15 @@ class Marks:
             if found := self._mark.search(" ".join(_texts_of(message))):
                 sharing.setdefault(int(found[1]), []).append(place)
         by_message: dict[int, dict[Mark, int]] = {}
-        for number, of in sharing.items():
+        for number, sharers in sharing.items():
             marks = places.get(number, [])
-            if len(of) == 1:
+            if len(sharers) == 1:
                 for kind, place in reversed(marks):
-                    by_message.setdefault(of[0], {})[kind] = place
-            elif len(marks) == len(of):
+                    by_message.setdefault(sharers[0], {})[kind] = place
+            elif len(marks) == len(sharers):
                 by_message |= {
-                    message: {kind: place} for message, (kind, place) in zip(of, marks, strict=True)
+                    message: {kind: place}
+                    for message, (kind, place) in zip(sharers, marks, strict=True)
                 }
             elif marks:
                 raise ValueError("does not write equal turns as often as the conversation has them")
@@ -301,7 +302,10 @@ def is_written_as_python(text: str, messages: Sequence[Message]) -> bool:
     """Return True if a template wrote the arguments of a call as Python, not as JSON."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]
-    return any(of and str(of) in text and _as_json_of(of) not in text for of in arguments)
+    return any(
+        argument and str(argument) in text and _as_json_of(argument) not in text
+        for argument in arguments
+    )
 
 
 def _as_json(call: dict[str, Any]) -> str:

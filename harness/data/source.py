@@ -103,7 +103,7 @@ class Source:
             held_out = f", of which {self.sides['held_out'].split.num_tokens:,} are held out"
         learned = ""
         if self.is_masked:
-            count = self.tokens - sum(int(of.split.masked[-1]) for of in self.sides.values())
+            count = self.tokens - sum(int(side.split.masked[-1]) for side in self.sides.values())
             joint = " and" if held_out else ", of which"
             learned = f"{joint} {count:,} ({count / self.tokens:.1%}) are learned"
         if self.skipped.count:
@@ -139,31 +139,31 @@ class Source:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the events about the source, for events.jsonl."""
-        of = {"source": self.name} if self.name else {}
+        named = {"source": self.name} if self.name else {}
         if self.corpus.left_out:
             message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
-            yield {"kind": "left_out", "message": message, **of}
+            yield {"kind": "left_out", "message": message, **named}
         if self.skipped.count:
             message = f"{self.corpus.path}: {self.skipped.skipped_text()}"
-            yield {"kind": "bad_rows", "message": message, **of, **self.skipped.skipped()}
+            yield {"kind": "bad_rows", "message": message, **named, **self.skipped.skipped()}
         if self.corpus.split:
             message = f"{self.corpus.path}: {self.corpus.split_text}"
-            yield {"kind": "split", "message": message, **of}
+            yield {"kind": "split", "message": message, **named}
         for kind, text in self._of_rows().items():
             noted = {"counts": self.notes.as_json()} if kind == "left_out_of_rows" else {}
-            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **of, **noted}
+            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **named, **noted}
         if self._of_other_length:
             counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
             message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"
-            yield {"kind": "left_out_by_length", "message": message, **of, **counts}
+            yield {"kind": "left_out_by_length", "message": message, **named, **counts}
         for side, packed in self.sides.items():
             if isinstance(packed, WholeWindows):
                 counts = {"samples": packed.num_windows, **asdict(packed.facts)}
-                yield {"kind": "packed_whole", **of, "side": side, **counts}
+                yield {"kind": "packed_whole", **named, "side": side, **counts}
 
     def problems(self, spec: DataSpec) -> Iterator[str]:
         """Yield a problem for each side of the split without a sample."""
-        of = f"{self.corpus.path}: " if self.name else ""
+        prefix = f"{self.corpus.path}: " if self.name else ""
         share = ""
         if "held_out" in self.sides:
             share = f", or change data.held_out (now {spec.config.held_out})"
@@ -176,13 +176,13 @@ class Source:
                 continue
             if isinstance(packed, WholeWindows) and packed.facts.without_target:
                 yield (
-                    f"data.path: {of}the {side.replace('_', '-')} split has no document with a "
+                    f"data.path: {prefix}the {side.replace('_', '-')} split has no document with a "
                     f"token to learn in its first {spec.config.seq_len} tokens (data.seq_len): "
                     "raise data.seq_len, or set data.packing=stream"
                 )
             else:
                 yield (
-                    f"data.path: {of}the {side.replace('_', '-')} split has "
+                    f"data.path: {prefix}the {side.replace('_', '-')} split has "
                     f"{packed.split.num_tokens} tokens in {packed.split.num_documents} documents; "
                     f"one window takes data.seq_len + 1 = {spec.config.seq_len + 1}: add "
                     f"text{',' if share else ' or'} lower data.seq_len{share}"

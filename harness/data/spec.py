@@ -74,7 +74,9 @@ class DataSpec:
         The data.rehearse source is last. Raises ConfigError if it is a run that kept no sample.
         """
         splits, sources = not self.config.eval_path, self.config.sources()
-        specs = {name: replace(self, config=of, splits=splits) for name, of in sources.items()}
+        specs = {
+            name: replace(self, config=section, splits=splits) for name, section in sources.items()
+        }
         if self.rehearses:
             specs[REHEARSED] = self._old(specs[REHEARSED].config, TRAIN)
         return specs
@@ -128,7 +130,7 @@ class DataSpec:
     def eval_sets(self) -> dict[str, DataSpec]:
         """Return the spec of each held-out set of data.eval_path by name."""
         sets = self.config.eval_sets()
-        return {name: replace(self, config=of, splits=False) for name, of in sets.items()}
+        return {name: replace(self, config=section, splits=False) for name, section in sets.items()}
 
 
 def tokenizer_of(init_from: str | None) -> str | None:

@@ -119,7 +119,7 @@ class TurnFinder:
         pairs = zip(text, other, strict=False)
         size = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
         for first in range(max(0, size - _LONGEST_TOKEN), size):
-            if max(self.token_at(of, first) for of in (text, other)) > size:
+            if max(self.token_at(string, first) for string in (text, other)) > size:
                 return first
         return size
 
@@ -184,7 +184,7 @@ class Turns:
         given = self._marks.in_message(self._messages[number])
         written = self._whole.of(number).keys()
         calls, there = (
-            {n for kind, n in of if kind in (NAME, ARGUMENT)} for of in (given, written)
+            {n for kind, n in marks if kind in (NAME, ARGUMENT)} for marks in (given, written)
         )
         if given and not written:
             return (WRITES_NOTHING,), False
@@ -246,7 +246,9 @@ class Turns:
         """Return True if the span holds all texts of the turn and none of a later turn."""
         own = self._whole.of(number).values()
         following = range(number + 1, len(self._messages))
-        later = [place for of in following for place in self._whole.of(of).values()]
+        later = [
+            place for later_number in following for place in self._whole.of(later_number).values()
+        ]
         is_own = start < stop and all(start <= place <= stop for place in own)
         return is_own and min(later, default=stop) >= stop
 

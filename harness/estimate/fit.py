@@ -253,11 +253,11 @@ def changes_that_help(
     if estimate.inputs.accelerator == "cpu":  # more ranks or offloading would use the same memory
         changes = [c for c in changes if "offload" not in c.text and "GPU" not in c.text]
     fitting = [change for change in changes if change.estimate.verdict == "fits"]
-    for what, of in (
+    for what, candidates in (
         ("any one of these makes it fit", fitting),
         ("these save most", sorted(changes, key=lambda change: -change.saved_bytes)),
     ):
-        possible = (f"{c.text} (-{_gib(c.saved_bytes)})" for c in of if is_possible(c.text))
+        possible = (f"{c.text} (-{_gib(c.saved_bytes)})" for c in candidates if is_possible(c.text))
         if listed := ", ".join(islice(possible, _CHANGES_SHOWN)):
             return f"{what}: {listed}"
     return "no single change of this run would help"

@@ -176,7 +176,9 @@ def _joined_calls(turns: list[Turn]) -> list[Turn]:
                 "both the same"
             )
         calls = [*before.message.get("tool_calls", []), *turn.message["tool_calls"]]
-        thoughts = [of.message[THOUGHT] for of in (before, turn) if THOUGHT in of.message]
+        thoughts = [
+            spoken.message[THOUGHT] for spoken in (before, turn) if THOUGHT in spoken.message
+        ]
         more = {THOUGHT: "\n".join(thoughts)} if thoughts else {}
         message = {**turn.message, **before.message, **more, "tool_calls": calls}
         joined[-1] = Turn(message, before.is_learned)

@@ -260,8 +260,8 @@ def _listed(folder: Path, format: str | None, at_most: int | None) -> _Listed:
 def _data_of(files: list[Path], format: str | None) -> set[Path]:
     """Return the files with records; without any, plain texts if all others are for readers."""
     rest = [file for file in files if not is_for_readers(file)]
-    known = {file: of for file in rest if (of := known_format(file, format))}
-    records = {file for file, of in known.items() if of.records}
+    known = {file: form for file in rest if (form := known_format(file, format))}
+    records = {file for file, form in known.items() if form.records}
     is_plain = all(file.suffix.lower() in _PLAIN for file in known)
     return records or ({*known} if is_plain else set())
 

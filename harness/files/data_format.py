@@ -71,8 +71,8 @@ class BadLines:
     def as_json(self) -> dict[str, Any]:
         """Return plain values for from_json."""
         problems = {
-            key: [of.message, str(of.file), of.line, of.count]
-            for key, of in self.by_problem.items()
+            key: [problem.message, str(problem.file), problem.line, problem.count]
+            for key, problem in self.by_problem.items()
         }
         return {"seen": self.seen, "by_problem": problems}
 
@@ -109,7 +109,9 @@ class BadLines:
             return
         if self.limit is None:
             raise ConfigError(self.problems())
-        whole = [self._sentence(of) for of in self.by_problem.values() if not of.line]
+        whole = [
+            self._sentence(problem) for problem in self.by_problem.values() if not problem.line
+        ]
         most = self.limit if self.limit >= 1 else Fraction(repr(self.limit)) * self.seen
         if self.count > most:
             over = f"data.bad_rows_limit is {self.limit:g}, but {self._counted()} rows are bad"
@@ -124,20 +126,20 @@ class BadLines:
 
     def skipped_text(self, what: str = "bad rows left out") -> str:
         """Return the counts of skipped lines by kind, with the first of each, or ""."""
-        rows = [of for of in self.by_problem.values() if of.line]
+        rows = [problem for problem in self.by_problem.values() if problem.line]
         if not rows:
             return ""
-        rows.sort(key=lambda of: -of.count)
-        kinds = [f"{of.message} ({of.counted_place})" for of in rows[:_SHOWN_KINDS]]
+        rows.sort(key=lambda problem: -problem.count)
+        kinds = [f"{problem.message} ({problem.counted_place})" for problem in rows[:_SHOWN_KINDS]]
         more = f"; {len(rows) - _SHOWN_KINDS} more kinds" if len(rows) > _SHOWN_KINDS else ""
         return f"{what}: {self._counted()}: {'; '.join(kinds)}{more}"
 
     def skipped(self) -> dict[str, Any]:
         """Return the skipped lines by kind as plain values, for events.jsonl."""
         kinds = [
-            {"problem": of.message, "rows": of.count, "first": of.place}
-            for of in self.by_problem.values()
-            if of.line
+            {"problem": problem.message, "rows": problem.count, "first": problem.place}
+            for problem in self.by_problem.values()
+            if problem.line
         ]
         return {"skipped": self.count, "rows": self.seen, "kinds": kinds}
 

@@ -175,7 +175,7 @@ def _token_ids(row: Values) -> Ids:
             raise ValueError(f"has {len(ids)} input_ids, but {len(values)} {key}")
     labels, kept = beside.pop("labels", ids), beside.pop("attention_mask", [1] * len(ids))
     for mask in beside.values():
-        labels = [of if own else _NOT_LEARNED for of, own in zip(labels, mask, strict=True)]
+        labels = [label if own else _NOT_LEARNED for label, own in zip(labels, mask, strict=True)]
     ids = [token for token, is_kept in zip(ids, kept, strict=True) if is_kept]
     labels = [label for label, is_kept in zip(labels, kept, strict=True) if is_kept]
     learned: Spans = []

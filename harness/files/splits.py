@@ -74,10 +74,10 @@ def _subset(config: dict[str, Any]) -> Subset:
         files = [{"split": split, "path": path} for split, path in files.items()]
     patterns: dict[str, list[str]] = {}
     for entry in files if isinstance(files, list) else ():
-        of = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
-        paths = of["path"] if isinstance(of["path"], list) else [of["path"]]
+        subset = entry if isinstance(entry, dict) else {"split": "train", "path": entry}
+        paths = subset["path"] if isinstance(subset["path"], list) else [subset["path"]]
         inside = [f"{folder}/{path}" if folder else str(path) for path in paths]
-        patterns.setdefault(str(of.get("split", "train")), []).extend(inside)
+        patterns.setdefault(str(subset.get("split", "train")), []).extend(inside)
     name = str(config.get("config_name", "default"))
     return Subset(name, name == "default" or config.get("default") == "true", patterns)
 
@@ -301,7 +301,9 @@ def _of_card(names: Sequence[str], subsets: Sequence[Subset]) -> Splits | None:
         return None
     if len(present) == 1:
         return Splits(next(iter(present.values())))
-    default = next((of.name for of in subsets if of.is_default and of.name in present), "")
+    default = next(
+        (subset.name for subset in subsets if subset.is_default and subset.name in present), ""
+    )
     labelled = {
         f"{name}/{split}": files
         for name, splits in present.items()
@@ -352,7 +354,7 @@ def _label(name: str, stems: set[_Stem], counts: Callable[[_Stem, int, set[_Stem
 def _beside_train(parts: _Stem, place: int, stems: set[_Stem]) -> bool:
     """Return True for "test" in "a_test" and "test_a"; in "a_test_b" only beside "a_train_b"."""
     others = ((*parts[:place], word, *parts[place + 1 :]) for word in _WORDS)
-    return place in (0, len(parts) - 1) or any(of != parts and of in stems for of in others)
+    return place in (0, len(parts) - 1) or any(stem != parts and stem in stems for stem in others)
 
 
 def _beside_others(parts: _Stem, place: int, stems: set[_Stem]) -> bool:

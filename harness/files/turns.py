@@ -24,7 +24,7 @@ def _call(call: object) -> Call:
     function = parsed(call.get("function", call))
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call needs the name of a function")
-    named = [of[key] for of in (function, call) for key in _ARGUMENTS if key in of]
+    named = [table[key] for table in (function, call) for key in _ARGUMENTS if key in table]
     given = next((value for value in named if value not in (None, "")), None)
     rest = {key: value for key, value in function.items() if key not in _OF_A_CALL}
     unknown = [key for key, value in rest.items() if value and key not in _OF_SERVERS]

@@ -206,11 +206,11 @@ def chunk_gated_delta_rule(
     return _keeping(torch.empty_like(value), *kept), None
 
 
-def _states(of: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
+def _states(scanned: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
     """Return the states that a scan of (batch, channels, tokens) keeps, in fp32."""
-    batch, channels, tokens = of.shape
+    batch, channels, tokens = scanned.shape
     chunks = -(-tokens // _SCAN_CHUNK)
-    return of.new_empty(batch, channels, chunks, 2 * A.shape[-1], dtype=torch.float32)
+    return scanned.new_empty(batch, channels, chunks, 2 * A.shape[-1], dtype=torch.float32)
 
 
 def _row(xz: torch.Tensor, rank: int) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _names(values: list[str], others: list[str]) -> dict[str, str]:
     """
     names = {value: value for value in values if re.fullmatch(NAME_PATTERN, value)}
     used = {*others, *names}
-    for value in (of for of in values if of not in names or of in others):
+    for value in (text for text in values if text not in names or text in others):
         like = re.sub(r"[^\w.-]", "_", value)[:60] or "none"
         numbered = (f"{like}-{number}" for number in count(2))
         names[value] = next(name for name in chain([like], numbered) if name not in used)

@@ -50,7 +50,9 @@ def extended(config: dict[str, Any], run: RunConfig) -> dict[str, Any]:
 def _theta(config: Mapping[str, Any]) -> float | None:
     """Return the base of a config's rotary frequencies; None if it has none."""
     tables = [config[key] for key in _KEYS if config.get(key)]
-    return next((of["rope_theta"] for of in (*tables, config) if of.get("rope_theta")), None)
+    return next(
+        (table["rope_theta"] for table in (*tables, config) if table.get("rope_theta")), None
+    )
 
 
 def _with_theta(config: dict[str, Any], factor: float) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def _rotated(config: Mapping[str, Any]) -> int:
     head = config.get("qk_rope_head_dim") or config.get("head_dim") or hidden // heads
     tables = [config[key] for key in _KEYS if config.get(key)]
     names = ("partial_rotary_factor", "rotary_pct")
-    shares = [of[name] for of in (*tables, config) for name in names if name in of]
+    shares = [table[name] for table in (*tables, config) for name in names if name in table]
     return int(config.get("rotary_dim") or head * next(iter(shares), 1.0))
 
 

@@ -83,7 +83,7 @@ def _paths(data: Mapping[str, Any]) -> set[str]:
     """Return the paths that a data section trains on; empty for Python's own library."""
     mix = data.get("mix")
     sources = [data, *(mix if isinstance(mix, list) else ())]
-    paths = (of.get("path") for of in sources if isinstance(of, Mapping))
+    paths = (source.get("path") for source in sources if isinstance(source, Mapping))
     return {path for path in paths if isinstance(path, str)}
 
 
@@ -122,21 +122,21 @@ class Glances:
         data = self.data
         kept = 1.0 if data.eval_path else 1.0 - data.held_out
         examples, tokens = (
-            max(1, round(kept * sum(getattr(of, of_all) for of in self.sources.values())))
+            max(1, round(kept * sum(getattr(glance, of_all) for glance in self.sources.values())))
             for of_all in ("documents", "tokens")
         )
         windows = examples if data.batching != "packed" else max(1, tokens // data.seq_len)
-        is_masked = any(of.is_masked for of in self.sources.values())
+        is_masked = any(glance.is_masked for glance in self.sources.values())
         return Counts(examples, windows, is_masked, is_rough=True)
 
     def lines(self, samples: int | None) -> list[str]:
         """Return one line per source and held-out set; sources of a mixture also show share and
         approximate epochs in a run of `samples` samples.
         """
-        sets = {f"held-out set {name}".rstrip(): of for name, of in self.sets.items()}
+        sets = {f"held-out set {name}".rstrip(): glance for name, glance in self.sets.items()}
         named = {**self.sources, **sets}
         lines = [f"{name}: {seen.text}" if name else seen.text for name, seen in named.items()]
-        tokens = [of.tokens for of in self.sources.values()]
+        tokens = [glance.tokens for glance in self.sources.values()]
         read = samples and samples * self.data.seq_len
         for number, source in enumerate(self.data.mix):
             of_all = sum(tokens[: len(self.data.mix)])
@@ -183,8 +183,10 @@ def _parts(data: DataConfig, problems: list[str]) -> dict[str, DataConfig]:
     sources = dict[str, DataConfig]()
     problems += _problems_of(lambda: sources.update(data.sources()))
     keys = {"": "data.path", NEW: "data.path", REHEARSED: "data.rehearse"}
-    parts = {keys.get(name, f"data.mix {name}"): of for name, of in sources.items()}
-    return parts | {f"data.eval_path {name}".strip(): of for name, of in data.eval_sets().items()}
+    parts = {keys.get(name, f"data.mix {name}"): section for name, section in sources.items()}
+    return parts | {
+        f"data.eval_path {name}".strip(): section for name, section in data.eval_sets().items()
+    }
 
 
 def _problems_of(read: Callable[[], object]) -> list[str]:
@@ -203,9 +205,9 @@ def glances(data: DataConfig) -> Glances:
     problems, seen = [], []
     for of_kind in (data.sources(), data.eval_sets()):
         by_name = {}
-        for name, of in of_kind.items():
+        for name, section in of_kind.items():
             try:
-                by_name[name] = _glance(of)
+                by_name[name] = _glance(section)
             except ConfigError as error:
                 problems += error.problems
         seen.append(by_name)
@@ -221,10 +223,10 @@ def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: 
         if data.mix_temperature not in (None, 1):
             return f"; share by size, data.mix_temperature {data.mix_temperature:g}"
     else:
-        share = source.share / sum(of.share or 0 for of in data.mix)
+        share = source.share / sum(part.share or 0 for part in data.mix)
         text = f"{share:.2%}"
     if source.then is not None:
-        then = source.then / sum(of.then or 0 for of in data.mix)
+        then = source.then / sum(part.then or 0 for part in data.mix)
         return f"; share {text}, then {then:.2%}"
     if not read:
         return f"; share {text}"
@@ -264,8 +266,8 @@ def _glance(data: DataConfig) -> Glance:
     with _as_config_errors():
         seen = _pairs(corpus) if corpus.kind == "indexed" else _text(corpus, data)
     bounds = {"min_tokens": data.min_tokens, "max_tokens": data.max_tokens}
-    of = " and ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)
-    return replace(seen, text=f"{seen.text}; only those with {of} are read") if of else seen
+    limits = " and ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)
+    return replace(seen, text=f"{seen.text}; only those with {limits} are read") if limits else seen
 
 
 def _pairs(corpus: CorpusFiles) -> Glance:

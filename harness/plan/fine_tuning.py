@@ -69,7 +69,7 @@ def keep_settled(draft: Draft) -> None:
     if any(map(config.is_set, LENGTHS)):
         values.pop("train.epochs", None)
     try:
-        _set(draft, {key: of for key, of in values.items() if not config.is_set(key)}, KEPT)
+        _set(draft, {key: value for key, value in values.items() if not config.is_set(key)}, KEPT)
     except ConfigError:  # the record is damaged
         draft.config = config
 

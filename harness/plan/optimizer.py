@@ -85,7 +85,7 @@ def _stage_of(ds: DsJson) -> str:
 
 def _whole_in(ds: DsJson) -> str:
     """Return the settings for ZeRO 0 in fp32 that the JSON lacks."""
-    is_given = any(of.get("json_key") == _STAGE and of["was"] == 0 for of in ds.events)
+    is_given = any(event.get("json_key") == _STAGE and event["was"] == 0 for event in ds.events)
     stage = [] if is_given else [f"{_STAGE}=0"]
     halves = [f"{kind}.enabled" for kind in ("bf16", "fp16") if ds.value(f"{kind}.enabled")]
     return " and ".join([*stage, *(f"{key}=false" for key in halves)])

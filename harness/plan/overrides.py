@@ -85,7 +85,7 @@ _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
     "proportional": ((), ("factor",)),
 }
-_OF_TYPES = {key for keys in _KEYS.values() for of in keys for key in of}
+_OF_TYPES = {key for keys in _KEYS.values() for group in keys for key in group}
 _OF_ALL = {_TYPE, "type", _THETA, _PARTIAL, "original_max_position_embeddings"}
 
 
@@ -137,8 +137,10 @@ def _of_table(
     for name in given:
         near = did_you_mean(name, _OF_TYPES | _OF_ALL)
         if name in _OF_TYPES and name not in (*needed, *more):
-            types = [of for of, keys in _KEYS.items() if name in (*keys[0], *keys[1])]
-            able = [of for of in types if {*_KEYS[of][0]} <= table.keys()] or types
+            types = [rope_type for rope_type, keys in _KEYS.items() if name in (*keys[0], *keys[1])]
+            able = [
+                rope_type for rope_type in types if {*_KEYS[rope_type][0]} <= table.keys()
+            ] or types
             yield (
                 f"{key}.{name} ({origin}) changes nothing: the rotary type {kind} does not read "
                 f"it: set {key}.{_TYPE} to {' or '.join(able)}, too"

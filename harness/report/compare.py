@@ -60,9 +60,9 @@ def compare_page_of(runs: list[Recorded], title: str) -> str:
 def _best(sets: list[list[Recorded]]) -> str:
     count = sum(map(len, sets))
     texts = [
-        f"<b>{escaped(of_set[0].name)}</b> has the lowest held-out loss{of}, {best[1]:.4f} at step "
-        f"{best[0]:,}"
-        for of, of_set in zip(_of_sets(sets), sets, strict=True)
+        f"<b>{escaped(of_set[0].name)}</b> has the lowest held-out loss{set_name}, {best[1]:.4f} "
+        f"at step {best[0]:,}"
+        for set_name, of_set in zip(_of_sets(sets), sets, strict=True)
         if (best := of_set[0].best()) is not None
     ]
     if not texts:

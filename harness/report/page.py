@@ -310,7 +310,7 @@ def plan_rows(run: Recorded) -> list[tuple[str, str]]:
     batch, micro = number(run.planned("global_batch")), number(run.planned("micro_batch"))
     accumulated = number(run.planned("grad_accum"))
     versions = run.planned("versions")
-    of = versions if isinstance(versions, dict) else {}
+    package_versions = versions if isinstance(versions, dict) else {}
     return [
         (
             "model",
@@ -342,6 +342,6 @@ def plan_rows(run: Recorded) -> list[tuple[str, str]]:
         ),
         ("attention", run.text("run", "model", "attention")),
         ("seed", run.text("run", "train", "seed")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in of.items())),
+        ("versions", ", ".join(f"{name} {version}" for name, version in package_versions.items())),
         ("commit", run.text("git_commit")),
     ]

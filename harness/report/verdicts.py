@@ -227,21 +227,23 @@ def _even(run: Recorded, key: str) -> list[float]:
 def ending(run: Recorded) -> Verdict:
     """Return how the run ended, or how it stands."""
     step, total = run.step, run.total_steps
-    of = f" of {total:,}" if total else ""
+    of_total = f" of {total:,}" if total else ""
     message = run.status.get("message")
     why = f": {message}" if message else ""
     if run.outcome == "done":
-        return Verdict("good", f"Done at step {step:,}{of}.")
+        return Verdict("good", f"Done at step {step:,}{of_total}.")
     if run.is_silent():
         since = moment(run.last_sign)
         return Verdict("bad", f"Nothing was written since {since}: the run may have died.")
     if run.outcome == "running":
-        return Verdict("good", f"Running: step {step:,}{of}{_left(run)}.")
+        return Verdict("good", f"Running: step {step:,}{of_total}{_left(run)}.")
     if run.outcome == "stopped":
-        return Verdict("warning", f"Stopped cleanly at step {step:,}{of}{why}.")
+        return Verdict("warning", f"Stopped cleanly at step {step:,}{of_total}{why}.")
     if run.outcome in ("failed", "diverged"):
         code = run.status.get("code")
-        return Verdict("bad", f"{run.outcome.capitalize()} at step {step:,}{of}, code {code}{why}.")
+        return Verdict(
+            "bad", f"{run.outcome.capitalize()} at step {step:,}{of_total}, code {code}{why}."
+        )
     return Verdict("warning", "No status is on record.")
 
 

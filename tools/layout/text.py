@@ -168,12 +168,12 @@ def _shares(plan: Plan) -> str:
     parts = [f"the full {_WHOLE[zero_stage]}"] if _WHOLE[zero_stage] else []
     parts += [f"1/{count} of the {_CUT[zero_stage]}"] if _CUT[zero_stage] else []
     whose = "rank of a stage" if plan.stages else "rank"
-    of = "of that, " if plan.grid.tensor > 1 else ""
+    prefix = "of that, " if plan.grid.tensor > 1 else ""
     experts = ""
     if plan.grid.expert > 1:
         same = count // plan.grid.expert
         experts = f"; {plan.grid.expert} neighbours share the experts, {same} ranks have the same"
-    return f"ZeRO {zero_stage}: {of}each {whose} holds {', '.join(parts)}{experts}"
+    return f"ZeRO {zero_stage}: {prefix}each {whose} holds {', '.join(parts)}{experts}"
 
 
 def _step(plan: Plan, columns: int | None) -> list[str]:

@@ -92,10 +92,12 @@ def data_keys(real: Plan, folder: Path) -> dict[str, Any]:
             for source in data.mix
         ]
     sets: dict[str, Any] = {}
-    for name, of in data.eval_path.items():
-        shown = first(of.path, f"sets/{name}", of.format or data.format, of.split or TO_EVALUATE)
+    for name, source in data.eval_path.items():
+        shown = first(
+            source.path, f"sets/{name}", source.format or data.format, source.split or TO_EVALUATE
+        )
         changes = {"split": None, **shown, "min_tokens": None, "max_tokens": None}
-        sets[name] = of.model_copy(update=changes).model_dump()
+        sets[name] = source.model_copy(update=changes).model_dump()
     if sets:
         keys["data.eval_path"] = sets[""] if isinstance(sets.get(""), str) else sets
     if (tokenizer := tokenizer_of(real)) is not None:

@@ -99,20 +99,20 @@ def measure(name: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]
     for first in range(0, len(texts), _BATCH):
         batch = texts[first : first + _BATCH]
         begun = time.perf_counter()
-        encoded = encode(tokenizer, [of.text for of in batch])
+        encoded = encode(tokenizer, [text.text for text in batch])
         measured.seconds += time.perf_counter() - begun
-        for of, ids in zip(batch, encoded, strict=True):
+        for text, ids in zip(batch, encoded, strict=True):
             measured.used.update(ids)
             decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            for group in (ALL, of.group):
+            for group in (ALL, text.group):
                 counts = measured.by_group[group]
                 counts.texts += 1
-                counts.bytes += len(of.text.encode())
-                counts.characters += len(of.text)
-                counts.words += len(_WORD.findall(of.text))
+                counts.bytes += len(text.text.encode())
+                counts.characters += len(text.text)
+                counts.words += len(_WORD.findall(text.text))
                 counts.tokens += len(ids)
                 counts.unknown += 0 if unknown is None else ids.count(unknown)
-                counts.changed += decoded != of.text
+                counts.changed += decoded != text.text
     return measured
 
 

@@ -48,19 +48,19 @@ def tokenized(
             yield work.finish(source)
 
 
-def _write_shards(tokens: ShardedTokens, missing: list[int], of: Share) -> None:
+def _write_shards(tokens: ShardedTokens, missing: list[int], assigned: Share) -> None:
     """Tokenize a share of the missing shards."""
-    share = [number for number in missing if number % of.tasks == of.task]
+    share = [number for number in missing if number % assigned.tasks == assigned.task]
     if not share:
         return
     sizes = [shard.num_bytes for shard in tokens.shards]
-    total = sum(sizes[number] for number in range(of.task, len(sizes), of.tasks))
+    total = sum(sizes[number] for number in range(assigned.task, len(sizes), assigned.tasks))
     line = ProgressLine("tokenised", total, total - sum(sizes[number] for number in share))
 
     def watch(done: dict[int, int]) -> None:
         line.show(sum(min(count, sizes[number]) for number, count in done.items()))
 
     try:
-        run_workers(tokens.write, share, of.workers, watch)
+        run_workers(tokens.write, share, assigned.workers, watch)
     finally:
         line.end()

@@ -292,17 +292,23 @@ def step_terms(
     return {name: terms[name] for name in TERMS}
 
 
-def _not_hidden(work: Computed, of: Reductions, overlaps: bool) -> tuple[float, float, float]:
+def _not_hidden(
+    work: Computed, reductions: Reductions, overlaps: bool
+) -> tuple[float, float, float]:
     """Return the seconds that nothing hides: of gathering weights, of reducing gradients as they
     come, and at the end. ZeRO 3 gathers ahead; reduction overlaps if overlap_comm is on.
     """
     if not overlaps:
-        return of.weights, of.gradients, of.last
-    if of.weights:
-        together = hidden(of.weights + of.gradients, work.passes)
-        share = of.weights / (of.weights + of.gradients)
-        return share * together, (1 - share) * together, of.last
-    return 0.0, hidden(of.gradients, work.backward), hidden(of.last, OVERLAPPED * work.backward)
+        return reductions.weights, reductions.gradients, reductions.last
+    if reductions.weights:
+        together = hidden(reductions.weights + reductions.gradients, work.passes)
+        share = reductions.weights / (reductions.weights + reductions.gradients)
+        return share * together, (1 - share) * together, reductions.last
+    return (
+        0.0,
+        hidden(reductions.gradients, work.backward),
+        hidden(reductions.last, OVERLAPPED * work.backward),
+    )
 
 
 def _passes(
