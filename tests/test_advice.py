@@ -208,7 +208,6 @@ NOT_FOLLOWED = {
         "data/spec.py: whose sample was read with another tokenizer",
         "checkpoint",
         "run/build.py: save.export",
-        "run/finish.py",
         "run/resumption.py",
         "run/saving.py",
     ),
