@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
 
     def engines(world: Any, device: Any) -> str:
         """Return the class of the optimizer that a run of zero1.json has here."""
-        from tests.gates.engines import build_engine
+        from harness.engine.build import build_engine
 
         run = RunConfig.model_validate(
             {"data": {"seq_len": 32}, "train": {"global_batch": 1, "steps": 2}}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from harness.runfolder import RunFolder
-from tests.gates.cells import GLOBAL_BATCH, LAYOUTS
-from tests.gates.parity.cells import Cell, Job
-from tools.acceptance.bench import ON_CUDA, Bench, Failed, expect
+from tools.acceptance.bench import Bench, Failed, expect
 
+_STAGES = {"pipe2_zero1": 2}
+_GLOBAL_BATCH = 8  # samples, of the gate
 # The plain loop is trained once for each architecture and precision.
 _CELLS = (
     ("llama", "zero0", "fp32"),
@@ -23,86 +24,82 @@ _CELLS = (
 _RACING = ("zero2", "zero3", "zero2_offload")
 """Layouts whose transfers run beside their computation."""
 _BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
+_PAIR = re.compile(r"(\w+) (\S+)/(\S+?)(!?)(?= |$)")  # "loss 1.0e-05/2.0e-04"
 
 
 def look(bench: Bench) -> str:
     """Compare the gate's own cells; discard a step, and roll back."""
     worst = [0.0]
-    cells = [cell_of(*names, ranks=bench.power_of_two) for names in _CELLS]
-    bench.check("train every layout", _trained_together, bench, cells, "cells", {})
-    for cell in cells:
-        bench.check(f"{cell.layout} in {cell.precision}", _equal, bench, cell, worst)
+    cells = {name: cell_of(*name, ranks=bench.power_of_two) for name in _CELLS}
+    able = [cell for (_, layout, _), cell in cells.items() if _can_run(layout, bench)]
+    racing = {name[1]: cell for name, cell in cells.items() if name[1] in _RACING}
+    lines: dict[str, str] = {}
+    bench.check("train every layout", _compare_all, bench, able, lines)
+    for (_, layout, precision), cell in cells.items():
+        bench.check(f"{layout} in {precision}", _equal, bench, layout, cell, lines, worst)
     bench.check("a loss that is NaN", _discarded, bench)
     bench.check("roll back after a spike", _rolled_back, bench)
-    racing = [cell for cell in cells if cell.layout in _RACING]
+    lines = {}
     if bench.on_cuda:
         name = "train with CUDA_LAUNCH_BLOCKING=1"
-        bench.check(name, _trained_together, bench, racing, "blocking", _BLOCKING)
-    for cell in racing:
-        name = f"{cell.layout} with CUDA_LAUNCH_BLOCKING=1"
-        bench.check(name, _blocking, bench, cell, worst)
+        bench.check(name, _compare_all, bench, [*racing.values()], lines, "blocking")
+    for layout, cell in racing.items():
+        name = f"{layout} with CUDA_LAUNCH_BLOCKING=1"
+        bench.check(name, _blocking, bench, layout, cell, lines, worst)
     bench.values["worst_of_allowed"] = worst[0]
     return f"differences at most {worst[0]:.2f} of what is allowed"
 
 
-def cell_of(architecture: str, layout: str, precision: str, ranks: int) -> Cell:
-    """Return the gate's cell on so many ranks: with four micro-batches, if there are samples."""
-    data_ranks = max(1, ranks // LAYOUTS[layout].pipeline)
-    return Cell(architecture, layout, precision, min(4, GLOBAL_BATCH // data_ranks), ranks)
+def cell_of(architecture: str, layout: str, precision: str, ranks: int) -> str:
+    """Return the name of the gate's cell: with four micro-batches, if there are samples."""
+    data_ranks = max(1, ranks // _STAGES.get(layout, 1))
+    return f"{architecture}-{layout}-{precision}-{min(4, _GLOBAL_BATCH // data_ranks)}-{ranks}"
 
 
-def _trained_together(bench: Bench, cells: list[Cell], folder: str, env: dict[str, str]) -> str:
-    """Train the cells that fit these ranks in one launch; if it fails, each is tried alone."""
-    from tests.gates.check_parity import train
-
-    able = [cell for cell in cells if cell.how.pipeline <= cell.ranks]
-    out = bench.folder / folder
-    out.mkdir()
-    try:
-        train([Job(cell) for cell in able], out, {**ON_CUDA, **env} if bench.on_cuda else None)
-    except SystemExit as ended:  # with what a rank wrote
-        raise Failed(_last_line(ended)) from ended
-    return f"{len(able)} layouts"
+def _can_run(layout: str, bench: Bench) -> bool:
+    return _STAGES.get(layout, 1) <= bench.ranks
 
 
-def _equal(bench: Bench, cell: Cell, worst: list[float], folder: str = "cells", **env: str) -> str:
-    """Train a cell, if it was not, and compare it."""
-    from tests.gates.check_parity import check
-    from tests.gates.jobs import compute_alike
+def _compare_all(
+    bench: Bench, cells: list[str], lines: dict[str, str], folder: str = "cells"
+) -> str:
+    """Train and compare cells in one launch; put the gate's line about each into `lines`."""
+    words = ["--cells", *cells, "--out", str(bench.folder / folder), *["--gpu"] * bench.on_cuda]
+    _, printed, error = bench.gate(
+        "check_parity", *words, **_BLOCKING if folder == "blocking" else {}
+    )
+    by_name = {line.partition(" ")[0]: line for line in printed}
+    lines |= {cell: by_name[cell] for cell in cells if cell in by_name}
+    if len(lines) < len(cells):  # a rank failed
+        raise Failed(error)
+    return f"{len(cells)} layouts"
 
-    if cell.how.pipeline > cell.ranks:
+
+def _equal(
+    bench: Bench, layout: str, cell: str, lines: dict[str, str], worst: list[float],
+    folder: str = "cells",
+) -> str:  # fmt: skip
+    """Judge a cell. If not all could be trained together, it is trained alone."""
+    if not _can_run(layout, bench):
         bench.two_ranks()
-    compute_alike()
-    out = bench.folder / folder
-    out.mkdir(exist_ok=True)
-    on_gpus = {**ON_CUDA, **env} if bench.on_cuda else None
-    try:
-        (row,) = check([cell], out, False, on_gpus)
-    except SystemExit as ended:  # with what a rank wrote
-        raise Failed(_last_line(ended)) from ended
-    parts = {
-        name: distance / allowed
-        for (name, distance), allowed in zip(
-            vars(row.distance).items(), vars(row.tolerance).values(), strict=True
-        )
-    }
-    name = max(parts, key=lambda key: math.inf if math.isnan(parts[key]) else parts[key])
-    text = f"{name} differs by {getattr(row.distance, name):.1e}, "
-    text += f"{getattr(row.tolerance, name):.1e} is allowed"
-    expect(not row.failures, text)
+    if cell not in lines:
+        _compare_all(bench, [cell], lines, folder)
+    pairs = [(name, float(a), float(b), mark) for name, a, b, mark in _PAIR.findall(lines[cell])]
+    parts = {name: math.inf if math.isnan(a) else a / b for name, a, b, _ in pairs}
+    name, distance, allowed, _ = max(pairs, key=lambda pair: parts[pair[0]])
+    text = f"{name} differs by {distance:.1e}, {allowed:.1e} is allowed"
+    expect(not any(mark for *_, mark in pairs), text)
     worst[0] = max(worst[0], parts[name])
     return text
 
 
-def _last_line(ended: SystemExit) -> str:
-    return str(ended).strip().rpartition("\n")[2]
-
-
-def _blocking(bench: Bench, cell: Cell, worst: list[float]) -> str:
+def _blocking(
+    bench: Bench, layout: str, cell: str, lines: dict[str, str], worst: list[float]
+) -> str:
     """Let the host wait for every kernel: a run that learns something else then has a race."""
     bench.cuda_only()
-    text = _equal(bench, cell, worst, "blocking", **_BLOCKING)
-    paths = [bench.folder / name / f"{cell.name}.json" for name in ("cells", "blocking")]
+    text = _equal(bench, layout, cell, lines, worst, "blocking")
+    paths = [bench.folder / name / f"{cell}.json" for name in ("cells", "blocking")]
     alike = len({path.read_bytes() if path.exists() else None for path in paths}) == 1
     return f"losses {'equal bit for bit' if alike else f'within rounding: {text}'}"
 
