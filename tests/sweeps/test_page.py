@@ -29,6 +29,6 @@ def test_the_page_is_whole_at_every_width(tmp_path: Path, monkeypatch: pytest.Mo
                 assert tab.errors == []
                 assert not tab.overflows
                 assert tab.requests == [page.as_uri()]
-                # For each trial with a finite metric, one curve, line and dot per key.
-                count = "document.querySelectorAll('polyline, .area path title').length"
+                # For each trial with a finite metric: a curve, a line and a dot per key.
+                count = "document.querySelectorAll('.area path:not(.mark) title').length"
                 assert tab.evaluate(count) == 8 * (2 + 4)

@@ -10,8 +10,8 @@ from harness.files.records import Unreadable
 from harness.report.chart import STYLE
 from harness.runfolder import RunFolder
 from tools.look.palette import css
+from tools.sweeps import plots
 from tools.sweeps.cost import Record
-from tools.sweeps.plots import Plots, Points
 from tools.sweeps.spec import Sweep
 from tools.sweeps.text import best_command, best_of, ranked, short_names, shown
 
@@ -22,12 +22,8 @@ section{background:var(--surface);border:1px solid var(--grid);border-radius:8px
 margin:14px 0;overflow-x:auto}
 h1{font-size:22px;margin:8px 0}h2{font-size:16px;margin:0 0 8px}p{margin:6px 0;color:var(--muted)}
 code{font:13px/1.5 var(--mono);overflow-wrap:anywhere}
-svg.wide{display:block;width:100%;min-width:600px;font:12px var(--font);fill:var(--muted)}
-.tick{paint-order:stroke;stroke:var(--surface);stroke-width:3px;stroke-linejoin:round}
 .slices{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(320px,100%),1fr));gap:12px}
-.chart{border:0;padding:0}.axis{stroke:var(--faint)}.name{fill:var(--ink)}
-polyline{fill:none;stroke-opacity:.85}
-polyline:hover,.area path:hover{stroke:var(--ink)!important}
+.chart{border:0;padding:0}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;white-space:nowrap}
 th,td{padding:4px 12px 4px 0;text-align:right;border-bottom:1px solid var(--grid)}
 th{color:var(--muted);font-weight:500}a{color:var(--series-1)}
@@ -54,19 +50,19 @@ def write_page(sweep: Sweep, records: Sequence[Record]) -> Path:
 def page(sweep: Sweep, records: Sequence[Record]) -> str:
     """Return the page of what the trials came to so far."""
     title = escape(sweep.folder.name)
-    plots = Plots(sweep, records)
-    slices = "".join(plots.slices())
+    drawn = plots.Plots(sweep, records)
+    slices = "".join(drawn.slices())
     parts = [
         _summary(sweep, records),
-        _section("", plots.curves(_curves(sweep, records))),
-        _section("Every trial's values and where they led", plots.parallel()),
+        _section("", drawn.curves(_curves(sweep, records))),
+        _section("", drawn.parallel()),
         _section("", f'<div class="slices">{slices}</div>'),
         _section("Trials", _table(sweep, records)),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}: sweep</title><style>{css()}{STYLE}{_STYLE}</style></head>"
+        f"<title>{title}: sweep</title><style>{css()}{STYLE}{_STYLE}{plots.STYLE}</style></head>"
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )
 
@@ -111,7 +107,7 @@ def _table(sweep: Sweep, records: Sequence[Record]) -> str:
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
-def _curves(sweep: Sweep, records: Sequence[Record]) -> dict[int, Points]:
+def _curves(sweep: Sweep, records: Sequence[Record]) -> dict[int, plots.Points]:
     """Return the evaluations of every trial."""
     curves = {}
     for record in records:

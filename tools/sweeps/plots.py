@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
-from harness.report.chart import Chart, Curve, Scale, html_of, lines
+from harness.report.chart import Curve, Mark, Scale, html_of, lines
 from tools.sweeps.cost import Record
 from tools.sweeps.space import Dimension, Values
 from tools.sweeps.spec import Sweep
 from tools.sweeps.text import best_of, ranked, short_names, shown, values_text
 
-Points = Sequence[tuple[int, float]]
+Points = Sequence[tuple[float, float]]
 """Steps and the metric after them."""
+STYLE = """
+.parallel{min-width:600px}.parallel .y,.parallel .grid{display:none}
+.parallel .plot{grid-template-columns:minmax(0,1fr);font-size:.85rem}
+.parallel .x{border:0;color:var(--ink)}
+.name{text-shadow:0 0 3px var(--surface),0 0 3px var(--surface)}
+.parallel path{stroke-opacity:.85}.area path:hover{stroke:var(--ink)!important}
+"""
 _COLOURS = {
     "best": ("var(--series-2)", 3),
     "pruned": ("color-mix(in srgb,var(--muted) 45%,transparent)", 1.2),
 }
 _DONE = ("var(--series-1)", 1.6)
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 340, 70, 30, 14, 42
 
 
 class Plots:
@@ -34,11 +39,11 @@ class Plots:
     def curves(self, curves: Mapping[int, Points]) -> str:
         """Return the metric of every trial over its steps; stopped ones end early."""
         drawn = [
-            self._curve(record, [(float(x), y) for x, y in curves[record.number]])
-            for record in self._records
-            if curves.get(record.number)
+            self._curve(of, curves[of.number]) for of in self._records if curves.get(of.number)
         ]
-        return html_of(self._chart(f"{self._metric} over steps", drawn, "step", height=300))
+        return html_of(
+            lines(f"{self._metric} over steps", drawn, "step", has_legend=False, height=300)
+        )
 
     def slices(self) -> Iterator[str]:
         """Yield a plot of the metric against every key that is searched."""
@@ -48,73 +53,50 @@ class Plots:
                 self._curve(of, [(_number(scale, of.choice[key]), of.value)], is_dot=True)
                 for of in self._records
             ]
-            yield html_of(
-                self._chart(
-                    f"{self._metric} against {key}",
-                    drawn,
-                    name,
-                    x_words=scale.words,
-                    log_x=scale.log,
-                    x_range=None if scale.words else (scale.low, scale.high),
-                )
-            )
+            axis = {"log_x": scale.log, "x_range": (scale.low, scale.high)}
+            if scale.words:
+                axis = {"x_words": scale.words}
+            title = f"{self._metric} against {key}"
+            yield html_of(lines(title, drawn, name, has_legend=False, **axis))
 
     def parallel(self) -> str:
         """Return parallel coordinates: a line for each trial, through its values to its metric."""
         if not self._records:
             return ""
         names = short_names(self._sweep)
-        axes = [(name, _scale(self._sweep.space[key])) for key, name in names.items()]
+        axes = {key: _scale(self._sweep.space[key]) for key in names}
         values = [record.value for record in self._records]
         low, high = min(values), max(values)
         room = (high - low or abs(high) or 1.0) * 0.06
-        axes.append((self._metric, Scale(low - room, high + room)))
-        xs = [_LEFT + at * (_WIDTH - _LEFT - _RIGHT) / (len(axes) - 1) for at in range(len(axes))]
-        marks, labels = list[str](), list[str]()
-        for x, (name, scale) in zip(xs, axes, strict=True):
-            marks.append(f'<path class="axis" d="M{x:.1f} {_y(0):.1f}V{_y(1):.1f}"/>')
-            ticks = ((_y(share) + 4, text) for share, text in scale.ticks())
-            labels += [_text(x - 6, y, text, "end") for y, text in ticks]
-            labels.append(_text(x, _HEIGHT - 14, name, kind="name"))
+        metric = Scale(low - room, high + room)
+        drawn, words = list[Curve](), (*names.values(), self._metric)
+        for place, scale in enumerate([*axes.values(), metric]):
+            ticks, texts = zip(*scale.ticks(), strict=True)
+            xs = {"x": [float(place)] * len(ticks)}
+            sides = [(text, "left") for text in texts]
+            drawn.append(Curve("", "var(--faint)", xs, [*ticks], "dots", width=4, names=sides))
         for record in self._records:
-            heights = [
-                *(scale.share(_number(scale, record.choice[key])) for key, (_, scale) in
-                  zip(names, axes, strict=False)),
-                axes[-1][1].share(record.value),
-            ]  # fmt: skip
-            points = " ".join(f"{x:.1f},{_y(at):.1f}" for x, at in zip(xs, heights, strict=True))
-            colour, width = self._look(record)
-            title = f"<title>{escape(self._title(record))}</title>"
-            marks.append(
-                f'<polyline points="{points}" style="stroke:{colour};stroke-width:{width}">'
-                f"{title}</polyline>"
-            )
-        return (
-            f'<svg class="wide" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label='
-            f'"the values of every trial, and its metric">{"".join([*marks, *labels])}</svg>'
-        )
+            shares = [at.share(_number(at, record.choice[key])) for key, at in axes.items()]
+            shares.append(metric.share(record.value))
+            drawn.append(self._curve(record, [*enumerate(shares)]))
+        marks = [Mark({"x": float(at)}, "var(--faint)", name) for at, name in enumerate(words)]
+        chart = lines(
+            "Every trial's values and where they led", drawn, marks=marks, x_words=words,
+            y_range=(0, 1), has_legend=False, height=320,
+        )  # fmt: skip
+        return f'<div class="parallel">{html_of(chart)}</div>'
 
-    def _chart(self, title: str, curves: Sequence[Curve], x: str, **more: object) -> Chart:
-        return lines(title, curves, x, has_legend=False, **more)
-
-    def _curve(
-        self, record: Record, points: Sequence[tuple[float, float]], is_dot: bool = False
-    ) -> Curve:
+    def _curve(self, record: Record, points: Points, is_dot: bool = False) -> Curve:
         """Return a line or a dot that stands for a trial."""
-        colour, width = self._look(record)
-        xs, ys = [x for x, _ in points], [y for _, y in points]
-        width = 6 + 2 * width if is_dot else width
-        return Curve("", colour, {"x": xs}, ys, width=width, title=self._title(record))
-
-    def _look(self, record: Record) -> tuple[str, float]:
         is_best = self._best is not None and record.number == self._best.number
-        return _COLOURS.get("best" if is_best else record.state, _DONE)
-
-    def _title(self, record: Record) -> str:
-        return (
+        colour, width = _COLOURS.get("best" if is_best else record.state, _DONE)
+        title = (
             f"trial {record.number:03}: {values_text(self._sweep, record.choice)}, "
             f"{self._metric} {shown(record.value)}, {record.used.steps} steps"
         )
+        xs, ys = [float(x) for x, _ in points], [y for _, y in points]
+        width = 6 + 2 * width if is_dot else width
+        return Curve("", colour, {"x": xs}, ys, width=width, title=title)
 
 
 def _scale(dimension: Dimension) -> Scale:
@@ -124,14 +106,5 @@ def _scale(dimension: Dimension) -> Scale:
     return Scale(dimension.from_, dimension.to, dimension.log)
 
 
-def _number(scale: Scale, value: str | float) -> float:
-    return float(scale.words.index(str(value))) if scale.words else float(value)
-
-
-def _y(share: float) -> float:
-    return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def _text(x: float, y: float, label: str, anchor: str = "middle", kind: str = "tick") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text class="{kind}" {place}>{escape(label)}</text>'
+def _number(scale: Scale, value: str) -> float:
+    return float(scale.words.index(value)) if scale.words else float(value)
