@@ -140,12 +140,6 @@ def test_versions_of_cuda_must_fit(
     assert bool(checks.toolkit_problem(driver, torchs, nvcc)) == bool(problem)
 
 
-def test_the_release_of_nvcc_is_read() -> None:
-    text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 12.8, V12.8.93"
-    assert checks.nvcc_release(text) == "12.8"
-    assert checks.nvcc_release("") is None
-
-
 def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.lock_problem(tmp_path) == ""
 
