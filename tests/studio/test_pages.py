@@ -8,6 +8,7 @@ import itertools
 import pkgutil
 import re
 import shlex
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -487,13 +488,13 @@ def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
     1910.02054, section 7); stages 1 and 2 sum whole gradients.
     """
     from harness.estimate.fit import with_stage
-    from tools.studio_pages.zero import _inputs, traffic
+    from tools.studio_pages.zero import inputs_of, traffic
 
     page = BY_SLUG["zero"]
-    inputs, _ = _inputs(read_values(page.controls, {"accumulation": "1"}))
+    inputs, _ = inputs_of(read_values(page.controls, {"accumulation": "1"}))
     inputs = replace(inputs, zero=replace(inputs.zero, comm_bytes=2))
     psi = 2 * inputs.parameters * 7 / 8
-    totals = [traffic(with_stage(inputs, stage)).total / psi for stage in range(4)]
+    totals = [sum(traffic(with_stage(inputs, stage))) / psi for stage in range(4)]
     assert totals == pytest.approx([2, 3, 3, 3])
     assert 12.9e9 < inputs.parameters < 13.1e9
 
@@ -638,3 +639,30 @@ def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     monkeypatch.setattr(hybrid, "step_time", lambda plan: plans.append(plan) or step_time(plan))
     assert number(figures_of("hybrid"), "A step") == f"{step_time(plans[0]).seconds:,.2f} s"
+
+
+LIMIT_S = 0.2  # in which a page follows its sliders
+# These compute with the planner alone; the others train, round or tokenize at first.
+PLANNED = ("memory", "plan", "checkpointing", "zero", "hybrid", "pipeline", "schedules", "sizes")
+
+
+@pytest.mark.gate("pages")
+@pytest.mark.parametrize("slug", PLANNED)
+def test_an_update_takes_less_than_200_ms_of_cpu(slug: str) -> None:
+    page = BY_SLUG[slug]
+    for control in page.controls:
+        if not isinstance(control, Slider | Choice):
+            continue
+        options = [*(control.values if isinstance(control, Slider) else control.options)]
+        for value in (options[0], options[-1]):
+            values = {**read_values(page.controls, {}), control.name: value}
+            update_s(page, values)  # trains or traces what it keeps
+            assert min(update_s(page, values) for _ in range(3)) < LIMIT_S, (control.name, value)
+
+
+def update_s(page: Page, values: dict[str, Any]) -> float:
+    """Return the CPU seconds of computing a page's figures as HTML: other load does not count."""
+    begin = time.process_time()
+    for figure in shown_by(page, values):
+        html_of(figure)
+    return time.process_time() - begin

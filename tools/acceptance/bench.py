@@ -117,10 +117,9 @@ class Bench:
     def run(
         self, module: str, arguments: list[str], name: str, ranks: int | None = None
     ) -> Outcome:
-        """Run main(arguments) of `module` on so many ranks, and wait for all of them.
+        """Run main(arguments) of `module` on so many ranks; wait for all. `name`: folder of logs.
 
-        `name`: folder of the logs. CPU ranks are forks of one process: they would spend most of
-        their time on imports. CUDA does not survive a fork.
+        CPU ranks are forked, which saves their imports. CUDA does not survive a fork.
         """
         logs, count = self.folder / name, ranks or self.ranks
         if self.on_cuda:

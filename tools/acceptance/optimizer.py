@@ -108,7 +108,7 @@ def _until(condition: Callable[[], bool], what: str, process: subprocess.Popen[b
 
 
 def main(argv: list[str]) -> int:
-    """Write {implementation: the largest difference of a weight, or why it is missing} to OUT.
+    """Write each implementation's largest weight difference, or why it is missing, to OUT.
 
     The reference is torch's AdamW in fp64, one operation at a time.
     """

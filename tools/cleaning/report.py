@@ -63,7 +63,7 @@ def report_of(pipeline: Pipeline, logs: Path) -> dict[str, Any]:
         "sample": {"documents": len(sample), "one_in": pipeline.sample_one_in},
         "after_steps": [*_after_steps(pipeline, sample)],
         "strictness": [
-            {"strictness": at, **_trade_off(left), "rejected": dict(left.rejected)}
+            {"strictness": at, **left.numbers(), "rejected": dict(left.rejected)}
             for at, left in ((at, report_at(sample.values(), at)) for at in STRICTNESS)
         ],
         "cpu_seconds": {
@@ -141,7 +141,7 @@ def _sample(pipeline: Pipeline) -> dict[str, Document]:
 def _after_steps(pipeline: Pipeline, sample: Mapping[str, Document]) -> Iterator[dict[str, Any]]:
     """Yield size, quality and diversity of the sample after each step that removes documents."""
     left = dict(sample)
-    yield {"step": "read", **_trade_off(Report((*left.values(),), {}))}
+    yield {"step": "read", **Report((*left.values(),), {}).numbers()}
     ranks = {name.partition("-")[0] for name in sample}
     for step in pipeline.recipe.steps:
         if step == "personal_data":
@@ -150,23 +150,13 @@ def _after_steps(pipeline: Pipeline, sample: Mapping[str, Document]) -> Iterator
             file = pipeline.removed / step / f"{rank}.jsonl"
             for name in _ids(file) if file.exists() else ():
                 left.pop(name, None)
-        yield {"step": step, **_trade_off(Report((*left.values(),), {}))}
+        yield {"step": step, **Report((*left.values(),), {}).numbers()}
 
 
 def _ids(file: Path) -> Iterator[str]:
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)["id"]
-
-
-def _trade_off(report: Report) -> dict[str, float]:
-    return {
-        "documents": len(report.kept),
-        "characters": report.characters,
-        "quality": round(report.quality, 5),
-        "diversity": report.diversity,
-        "packing": round(report.packing, 5),
-    }
 
 
 def as_text(report: Mapping[str, Any]) -> str:

@@ -14,7 +14,6 @@ from harness.estimate.rank_timeline import (
     PAGE,
     UNMODELLED,
     Totals,
-    host_peak,
     peak,
     verdict_without_allocator,
 )
@@ -40,11 +39,6 @@ class Rank:
     def peak(self) -> int:
         """Largest number of bytes in tensors on the device."""
         return peak(self.states, self.batch)
-
-    @property
-    def host(self) -> int:
-        """Largest number of bytes on the host."""
-        return host_peak(self.states, self.batch)
 
     def largest(self) -> tuple[str, int]:
         """Return the largest component of the fullest phase and its bytes."""
@@ -98,9 +92,7 @@ class Counted:
 
     @cached_property
     def fits_by_bounds(self) -> bool | None:
-        """True if it fits and False if it does not, whatever the allocator does; None if that
-        depends on the allocator.
-        """
+        """True or False if it fits or not with any allocator; None if the allocator decides."""
         if self.missing_host_bytes:
             return False
         most = self.worst.states.unshared + self.worst.batch.unshared + self.copies
@@ -197,9 +189,7 @@ class Counted:
 
     @property
     def peak_interval(self) -> tuple[int, int]:
-        """Fewest and most bytes of the fullest GPU as its driver reports them; for a layout that
-        does not fit, both are the fewest.
-        """
+        """Bytes of the fullest GPU as its driver shows them: bounds, equal if it does not fit."""
         if self.fits_by_bounds is False:
             return self.peak_bytes, self.peak_bytes
         if self.fits is not None and self.fits_by_bounds is None:

@@ -173,10 +173,10 @@ def _finish(device: torch.device) -> None:
 
 
 def exact_products(device: torch.device) -> tuple[str, bool]:
-    """Return a digest of a matrix product, and True if several products are all equal.
+    """Return a digest of a matrix product, and True if repeated products are equal.
 
-    Factors are -1, 0 and 1, few of them not 0: sums stay below 256 and are exact in bf16, in any
-    order. A GPU that computes wrong without an error gives another digest than its neighbours.
+    Factors are -1, 0 and 1, mostly 0: sums stay below 256 and are exact in bf16. A GPU that
+    silently computes wrong gives another digest than its neighbours.
     """
     edge = _EXACT_EDGE[device.type]
     generator = torch.Generator().manual_seed(0)
@@ -259,8 +259,7 @@ def parse_xids(kernel_log: str, bus_id: str | None) -> list[str]:
 def toolkit_problem(driver: str | None, torchs: str | None, nvcc: str | None) -> str:
     """Return why three versions of CUDA do not work together; "" if they do.
 
-    Within a major version programs of a newer toolkit run on an older driver (CUDA's minor version
-    compatibility); what nvcc builds must be of torch's own major version.
+    Within a major version, new toolkits run on older drivers; nvcc must match torch's own.
     """
     major = [version and int(version.partition(".")[0]) for version in (driver, torchs, nvcc)]
     if major[0] and major[1] and major[0] < major[1]:

@@ -62,14 +62,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Links:
-    """Links to other pages, as (text, address)."""
-
-    title: str
-    links: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
 class Code:
     """Text to copy."""
 
@@ -85,7 +77,7 @@ class Note:
     verdict: Verdict | None = None
 
 
-Figure = Numbers | Chart | Bars | Heat | Drawing | Table | Links | Code | Note
+Figure = Numbers | Chart | Bars | Heat | Drawing | Table | Code | Note
 
 
 def numbers(*rows: tuple[Any, ...]) -> Numbers:
@@ -99,13 +91,11 @@ def html_of(figure: Figure) -> str:
         case Numbers():
             return f'<div class="numbers">{"".join(map(_number, figure.numbers))}</div>'
         case Drawing():
+            legend = [(text, f"var(--{colour})", "", "") for colour, text in figure.legend]
             picture = f'<div class="drawing">{figure.svg}</div>'
-            return card(figure.title, picture + legend_of(figure.legend))
+            return card(figure.title, picture + charts.legend_of(legend, "blocks"))
         case Table():
             return card(figure.title, _table(figure))
-        case Links():
-            links = (f'<a href="{escape(link)}">{escape(text)}</a>' for text, link in figure.links)
-            return card(figure.title, f'<p class="links">{"<br>".join(links)}</p>')
         case Code():
             return card(figure.title, code(figure.text))
         case Note():
@@ -114,14 +104,6 @@ def html_of(figure: Figure) -> str:
         case Bars():
             return bars.html_of(figure)
     return charts.html_of(figure)
-
-
-def legend_of(legend: Legend) -> str:
-    """Return a picture's legend, with as many colours per line as fit."""
-    parts = "".join(
-        f'<li style="--c:var(--{colour})">{escape(text)}</li>' for colour, text in legend
-    )
-    return f'<ul class="legend blocks">{parts}</ul>' if legend else ""
 
 
 def code(text: str) -> str:

@@ -89,9 +89,8 @@ def figures(values: Values) -> list[Figure]:
 
 
 def crossing(grid: Grid, axis: Axis) -> int:
-    """Return the number of groups along an axis whose ranks are on more than one node."""
-    nodes = [{rank // PER_NODE for rank in group} for group in grid.groups(axis)]
-    return sum(len(places) > 1 for places in nodes)
+    """Return the number of groups along an axis that span several nodes."""
+    return sum(len({rank // PER_NODE for rank in group}) > 1 for group in grid.groups(axis))
 
 
 def _groups(grid: Grid) -> Table:

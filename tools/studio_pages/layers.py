@@ -31,7 +31,8 @@ def figures(values: Values) -> list[Figure]:
     if plan.shape is None:
         raise ValueError(f"the tensors of {values['model']} are in no table: choose another model")
     placed = spans(schedule(devices, 1), stage_work(plan))
-    moment = _moment(placed, values["progress"] / 100)
+    now = values["progress"] / 100 * placed[-1].end
+    moment = next((span for span in placed if now < span.end), placed[-1])  # one at any time
     counts = stage_parameters(plan.shape, plan.stages)
     sent = 2 * values["micro_batch"] * values["seq_len"] * plan.shape.hidden_size
     states = [_STATES * count / 2**30 for count in counts]
@@ -57,12 +58,6 @@ def figures(values: Values) -> list[Figure]:
             height=260,
         ),
     ]
-
-
-def _moment(placed: list[Span], progress: float) -> Span:
-    """Return the pass that runs at a place in the step: one at any time."""
-    now = progress * placed[-1].end
-    return next((span for span in placed if now < span.end), placed[-1])
 
 
 def _picture(layers: tuple[int, ...], moment: Span) -> str:

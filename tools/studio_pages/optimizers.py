@@ -94,10 +94,10 @@ def _path(name: str, values: Values) -> list[Points]:
 def trajectory(
     name: str, surface: str, rate: float, noise: float, decay: float
 ) -> tuple[Points, ...]:
-    """Return the start and every step of an optimizer, as train.py builds it, on a 2 x 2 matrix.
+    """Return every point of an optimizer, built as train.py builds it, on a 2 x 2 matrix.
 
-    The loss is the sum over its rows, so only an optimizer that looks at the whole matrix steps
-    otherwise than it would with each row alone. A path that leaves all bounds ends there.
+    The loss is a sum over rows: only optimizers that use the whole matrix couple them. A path ends
+    where it diverges.
     """
     world = SURFACES[surface]
     weights = torch.nn.Parameter(torch.tensor(world.starts, dtype=torch.float32))

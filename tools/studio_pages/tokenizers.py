@@ -58,8 +58,9 @@ def figures(values: Values) -> list[Figure]:
 
 
 def operations(kind: str, size: int, text: str, hidden: int) -> float:
-    """Return the million multiplications of a model for a byte of a text: 12 x width^2 weights in
-    each of width / 128 layers, and vocabulary x width in the head.
+    """Return a model's multiplications per byte of text, in millions.
+
+    12 x width^2 weights in each of width / 128 layers, and vocabulary x width in the head.
     """
     weights = 12 * hidden**3 / 128 + size * hidden
     return weights * len(trained(kind, size)(text)) / len(text.encode()) / 1e6
@@ -94,10 +95,9 @@ def pieces(text: str, size: int) -> dict[str, list[str]]:
 
 @lru_cache
 def trained(kind: str, size: int) -> Callable[[str], list[str]]:
-    """Return a function that cuts a text, of a tokenizer trained on Python's own library.
+    """Return a function that splits text, of a tokenizer trained on Python's standard library.
 
-    BPE is the harness's default: SentencePiece's training with its settings, and its way from
-    there to a Hugging Face tokenizer. Unigram differs in the algorithm alone (arXiv 1808.06226).
+    BPE is the harness's default tokenizer; unigram differs in its algorithm (arXiv 1808.06226).
     """
     import sentencepiece
 
