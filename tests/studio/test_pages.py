@@ -24,8 +24,7 @@ from harness.report.chart import Chart
 from harness.report.recorded import Recorded
 from tests.tiers import rest_in_gate
 from tools.layout.schedules import SCHEDULES, most_kept, spans, waiting
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, html_of
+from tools.studio_app.figures import Bars, Drawing, Figure, html_of
 from tools.studio_app.page import (
     ABOUT,
     LESSONS,

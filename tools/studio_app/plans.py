@@ -32,8 +32,7 @@ from harness.plan.plan import Plan
 from harness.report.charts import grouped
 from harness.report.words import gib
 from tools.look.palette import COMPONENTS
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Verdict
+from tools.studio_app.figures import Bars, Verdict
 from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,8 @@ from tools.cleaning.strictness import (
     measured,
     report_at,
 )
-from tools.studio_app.bars import Bars
 from tools.studio_app.cleanings import AtStrictness, Cleaning, names, read_cleaning
-from tools.studio_app.figures import Drawing, Figure, Table, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.svg import Svg, series
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from harness.layout.stages import layers_per_stage, schedule, stage_parameters
 from tools.layout.schedules import Span, spans, stage_work, waiting
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.plans import MICRO_BATCH, MODELS, SEQ_LEN, gib, planned
 from tools.studio_app.svg import Box, lanes

@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional
 
 from harness.layout.tensor import TensorPlan
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
 from tools.studio_app.plans import gib
 from tools.studio_app.svg import Svg, series

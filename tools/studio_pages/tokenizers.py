@@ -10,8 +10,7 @@ from typing import Any
 from harness.data.corpus import find_corpus
 from harness.data.tokenizer import SPACE, spm_model, to_backend, wrap
 from harness.report.chart import Chart, Mark, line, lines
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, Table, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Page, Slider, Typed, Values
 
 _SIZES = (512, 1024, 2048, 4096)

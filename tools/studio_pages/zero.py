@@ -13,8 +13,7 @@ from harness.estimate.step_time.exchanges import Reductions, reductions
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.timeline import Estimate, estimate_memory
 from tools.memory.text import paper_bytes
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Figure, Table, numbers
+from tools.studio_app.figures import Bars, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
 from tools.studio_app.plans import (
     ACCUMULATION,
