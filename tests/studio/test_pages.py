@@ -534,15 +534,6 @@ def test_tiles_and_reversible_layers_hold_less(way: str) -> None:
     assert most(way="reversible") < most(way="full")
 
 
-def test_the_schedules_are_those_of_the_run() -> None:
-    from harness.config.optim_and_schedule import OptimConfig, Schedule
-    from tools.studio_pages.schedules import rates
-
-    values = read_values(BY_SLUG["schedules"].controls, {"steps": "300"})
-    schedule = Schedule(OptimConfig(schedule="wsd", warmup_steps=15), 300)
-    assert all(rate == schedule.lr(step) for step, rate in rates("wsd", values))
-
-
 def test_a_rank_is_where_the_grid_says() -> None:
     shown = figures_of("hybrid", rank="5")
     (rank,) = (n for f in shown for n in getattr(f, "numbers", ()) if n.label == "Rank")
