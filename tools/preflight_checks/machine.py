@@ -107,7 +107,7 @@ def measure_machine(plan: Plan) -> Machine:
     machine = Machine(
         tflops=tflops,
         host_free_bytes=host,
-        shared_free_bytes=_free(SHARED_MEMORY),
+        shared_free_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         infiniband=INFINIBAND.is_dir() and any(INFINIBAND.iterdir()),
@@ -302,13 +302,6 @@ def lock_problem(folder: Path) -> str:
     except OSError as error:
         return f"{folder}: {error.strerror or error}"
     return ""
-
-
-def _free(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
 
 
 # --- judged on rank 0, which has the machines of all ranks ---
