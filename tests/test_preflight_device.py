@@ -90,10 +90,7 @@ def test_the_real_package_has_what_is_asked() -> None:
     [
         ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "remapped rows are pending"),
         ({"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)}, "remapping rows failed"),
-        (
-            {"nvmlDeviceGetCurrentClocksEventReasons": 9},
-            "the hardware slows its clocks",
-        ),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": 9}, "the hardware slows its clocks"),
         ({"nvmlDeviceGetCurrentClocksEventReasons": 32}, "heat slows its clocks"),
         ({"nvmlDeviceGetFieldValues": 1}, "the driver asks for a reset"),
         ({"nvmlDeviceGetCurrPcieLinkWidth": 8}, "PCIe link is 8x wide of 16x"),
@@ -157,9 +154,7 @@ def test_operators_are_built_in_the_nearest_folder(
     assert checks.extension_folder() == tmp_path
 
 
-def test_exact_products_are_one_number_whoever_takes_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exact_products_are_one_number_whoever_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     digest, steady = checks.exact_products(device)
     assert steady

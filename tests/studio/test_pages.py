@@ -25,16 +25,7 @@ from harness.report.recorded import Recorded
 from tests.tiers import rest_in_gate
 from tools.layout.schedules import SCHEDULES, most_kept, spans, waiting
 from tools.studio_app.figures import Bars, Drawing, Figure, html_of
-from tools.studio_app.page import (
-    ABOUT,
-    LESSONS,
-    Choice,
-    Page,
-    Slider,
-    Typed,
-    query_of,
-    read_values,
-)
+from tools.studio_app.page import ABOUT, LESSONS, Choice, Page, Slider, Typed, query_of, read_values
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
 from tools.studio_pages import PAGES

@@ -72,7 +72,7 @@ class GopherRepetitionSection(Section):
     """(n, maximum share of characters in the most frequent n-gram)."""
     dup_n_grams: list[tuple[_NGram, Fraction]] = Field(
         default_factory=lambda: [
-            *((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10)),
+            *((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
         ],
         strict=False,
     )

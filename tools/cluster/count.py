@@ -10,13 +10,7 @@ from typing import Any
 from harness.config.run_config import RunConfig
 from harness.estimate.held import GIB, PHASES, Interval
 from harness.estimate.inputs import Inputs
-from harness.estimate.rank_timeline import (
-    PAGE,
-    UNMODELLED,
-    Totals,
-    peak,
-    verdict_without_allocator,
-)
+from harness.estimate.rank_timeline import PAGE, UNMODELLED, Totals, peak, verdict_without_allocator
 from harness.estimate.step_time.job import DAY, Beside, Job
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import StepTime

@@ -35,9 +35,7 @@ def figures(values: Values) -> list[Figure]:
         rows.append((name, shown, f"{len(cut):,}", f"{length / len(cut):.2f}", weights))
     by_size = {kind: [length / len(trained(kind, n)(text)) for n in _SIZES] for kind in _TRAINED}
     return [
-        numbers(
-            *((row[0], f"{row[2]} tokens", f"{row[3]} bytes each") for row in rows),
-        ),
+        numbers(*((row[0], f"{row[2]} tokens", f"{row[3]} bytes each") for row in rows)),
         *(Drawing(f"{name}: {len(cut)} tokens", _picture(cut[:160])) for name, cut in made.items()),
         Table(
             "Side by side",
