@@ -245,14 +245,16 @@ def test_an_attention_whose_kernel_raises_leaves_the_others(
 
 
 def test_parity_is_read_off_the_lines_of_the_gate(tmp_path: Path) -> None:
-    bench, cell, worst = Bench(tmp_path, tmp_path, 2, "cpu"), cell_of(*CELL, ranks=2), [0.0]
+    cell, worst = cell_of(*CELL, ranks=2), [0.0]
+    gate = parity.Compared(Bench(tmp_path, tmp_path, 2, "cpu"), "cells")
     equal = f"{cell}   equal  loss 1.0e-05/2.0e-05  norm 1.0e-07/6.0e-07"
-    text = parity._equal(bench, "zero1", cell, {cell: equal}, worst)
-    assert text == "loss differs by 1.0e-05, 2.0e-05 is allowed"
+    gate.lines = {cell: equal}
+    assert gate.judge("zero1", cell, worst) == "loss differs by 1.0e-05, 2.0e-05 is allowed"
     assert worst == [0.5]
-    for differing in (f"{equal} held_out 3.0e-04/1.0e-04!", f"{equal} held_out nan/1.0e-04!"):
+    for distance in ("3.0e-04", "nan"):
+        gate.lines = {cell: f"{equal}  held_out {distance}/1.0e-04!"}
         with pytest.raises(Failed, match="held_out differs by"):
-            parity._equal(bench, "zero1", cell, {cell: differing}, worst)
+            gate.judge("zero1", cell, worst)
 
 
 def test_cells_and_cases_are_those_of_the_gates() -> None:

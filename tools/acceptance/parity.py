@@ -9,7 +9,6 @@ from typing import Any
 from harness.runfolder import RunFolder
 from tools.acceptance.bench import Bench, Failed, expect
 
-_STAGES = {"pipe2_zero1": 2}
 _GLOBAL_BATCH = 8  # samples, of the gate
 # The plain loop is trained once for each architecture and precision.
 _CELLS = (
@@ -23,7 +22,6 @@ _CELLS = (
 )
 _RACING = ("zero2", "zero3", "zero2_offload")
 """Layouts whose transfers run beside their computation."""
-_BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 _PAIR = re.compile(r"(\w+) (\S+)/(\S+?)(!?)(?= |$)")  # "loss 1.0e-05/2.0e-04"
 
 
@@ -31,74 +29,71 @@ def look(bench: Bench) -> str:
     """Compare the gate's own cells; discard a step, and roll back."""
     worst = [0.0]
     cells = {name: cell_of(*name, ranks=bench.power_of_two) for name in _CELLS}
-    able = [cell for (_, layout, _), cell in cells.items() if _can_run(layout, bench)]
+    able = [cell for (_, layout, _), cell in cells.items() if _stages(layout) <= bench.ranks]
     racing = {name[1]: cell for name, cell in cells.items() if name[1] in _RACING}
-    lines: dict[str, str] = {}
-    bench.check("train every layout", _compare_all, bench, able, lines)
+    gate = Compared(bench, "cells")
+    bench.check("train every layout", gate.compare, able)
     for (_, layout, precision), cell in cells.items():
-        bench.check(f"{layout} in {precision}", _equal, bench, layout, cell, lines, worst)
+        bench.check(f"{layout} in {precision}", gate.judge, layout, cell, worst)
     bench.check("a loss that is NaN", _discarded, bench)
     bench.check("roll back after a spike", _rolled_back, bench)
-    lines = {}
+    gate = Compared(bench, "blocking", CUDA_LAUNCH_BLOCKING="1")
     if bench.on_cuda:
-        name = "train with CUDA_LAUNCH_BLOCKING=1"
-        bench.check(name, _compare_all, bench, [*racing.values()], lines, "blocking")
+        bench.check("train with CUDA_LAUNCH_BLOCKING=1", gate.compare, [*racing.values()])
     for layout, cell in racing.items():
         name = f"{layout} with CUDA_LAUNCH_BLOCKING=1"
-        bench.check(name, _blocking, bench, layout, cell, lines, worst)
+        bench.check(name, _blocking, bench, gate, layout, cell, worst)
     bench.values["worst_of_allowed"] = worst[0]
     return f"differences at most {worst[0]:.2f} of what is allowed"
 
 
 def cell_of(architecture: str, layout: str, precision: str, ranks: int) -> str:
     """Return the name of the gate's cell: with four micro-batches, if there are samples."""
-    data_ranks = max(1, ranks // _STAGES.get(layout, 1))
+    data_ranks = max(1, ranks // _stages(layout))
     return f"{architecture}-{layout}-{precision}-{min(4, _GLOBAL_BATCH // data_ranks)}-{ranks}"
 
 
-def _can_run(layout: str, bench: Bench) -> bool:
-    return _STAGES.get(layout, 1) <= bench.ranks
+def _stages(layout: str) -> int:
+    return 2 if layout.startswith("pipe2") else 1
 
 
-def _compare_all(
-    bench: Bench, cells: list[str], lines: dict[str, str], folder: str = "cells"
-) -> str:
-    """Train and compare cells in one launch; put the gate's line about each into `lines`."""
-    words = ["--cells", *cells, "--out", str(bench.folder / folder), *["--gpu"] * bench.on_cuda]
-    _, printed, error = bench.gate(
-        "check_parity", *words, **_BLOCKING if folder == "blocking" else {}
-    )
-    by_name = {line.partition(" ")[0]: line for line in printed}
-    lines |= {cell: by_name[cell] for cell in cells if cell in by_name}
-    if len(lines) < len(cells):  # a rank failed
-        raise Failed(error)
-    return f"{len(cells)} layouts"
+class Compared:
+    """Cells that the parity gate trains and compares in a folder of the bench."""
+
+    def __init__(self, bench: Bench, folder: str, **variables: str) -> None:
+        """`variables`: of the ranks' environment."""
+        self._bench, self._folder, self._variables = bench, folder, variables
+        self.lines: dict[str, str] = {}  # of the gate, by cell
+
+    def compare(self, cells: list[str]) -> str:
+        """Train cells in one launch and compare them. Raises Failed if a rank fails."""
+        words = ["--cells", *cells, "--out", str(self._bench.folder / self._folder)]
+        words += ["--gpu"] * self._bench.on_cuda
+        _, printed, error = self._bench.gate("check_parity", *words, **self._variables)
+        self.lines |= {line.partition(" ")[0]: line for line in printed}
+        if any(cell not in self.lines for cell in cells):
+            raise Failed(error)
+        return f"{len(cells)} layouts"
+
+    def judge(self, layout: str, cell: str, worst: list[float]) -> str:
+        """Judge a cell. If not all could be trained together, it is trained alone."""
+        if _stages(layout) > self._bench.ranks:
+            self._bench.two_ranks()
+        if cell not in self.lines:
+            self.compare([cell])
+        pairs = [(n, float(a), float(b), mark) for n, a, b, mark in _PAIR.findall(self.lines[cell])]
+        parts = {name: math.inf if math.isnan(a) else a / b for name, a, b, _ in pairs}
+        name, distance, allowed, _ = max(pairs, key=lambda pair: parts[pair[0]])
+        text = f"{name} differs by {distance:.1e}, {allowed:.1e} is allowed"
+        expect(not any(mark for *_, mark in pairs), text)
+        worst[0] = max(worst[0], parts[name])
+        return text
 
 
-def _equal(
-    bench: Bench, layout: str, cell: str, lines: dict[str, str], worst: list[float],
-    folder: str = "cells",
-) -> str:  # fmt: skip
-    """Judge a cell. If not all could be trained together, it is trained alone."""
-    if not _can_run(layout, bench):
-        bench.two_ranks()
-    if cell not in lines:
-        _compare_all(bench, [cell], lines, folder)
-    pairs = [(name, float(a), float(b), mark) for name, a, b, mark in _PAIR.findall(lines[cell])]
-    parts = {name: math.inf if math.isnan(a) else a / b for name, a, b, _ in pairs}
-    name, distance, allowed, _ = max(pairs, key=lambda pair: parts[pair[0]])
-    text = f"{name} differs by {distance:.1e}, {allowed:.1e} is allowed"
-    expect(not any(mark for *_, mark in pairs), text)
-    worst[0] = max(worst[0], parts[name])
-    return text
-
-
-def _blocking(
-    bench: Bench, layout: str, cell: str, lines: dict[str, str], worst: list[float]
-) -> str:
+def _blocking(bench: Bench, gate: Compared, layout: str, cell: str, worst: list[float]) -> str:
     """Let the host wait for every kernel: a run that learns something else then has a race."""
     bench.cuda_only()
-    text = _equal(bench, layout, cell, lines, worst, "blocking")
+    text = gate.judge(layout, cell, worst)
     paths = [bench.folder / name / f"{cell}.json" for name in ("cells", "blocking")]
     alike = len({path.read_bytes() if path.exists() else None for path in paths}) == 1
     return f"losses {'equal bit for bit' if alike else f'within rounding: {text}'}"
