@@ -4,6 +4,7 @@
     python -m tests.gates.check_parity --brief               # a few on two ranks, for every change
     python -m tests.gates.check_parity --full --out FOLDER   # every cell; resumes
     python -m tests.gates.check_parity --cells llama-zero3-bf16-4-2
+    python -m tests.gates.check_parity --gpu --cells llama-zero3-bf16-4-1   # on GPUs
     python -m tests.gates.check_parity --self-test           # plants defects: all must show
     python -m tests.gates.check_parity --self-test --brief   # three of them
     python -m tests.gates.check_parity --self-test --defects "no clipping"
