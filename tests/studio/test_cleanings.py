@@ -101,8 +101,8 @@ def test_no_link_leads_out(runs: Path) -> None:
     [
         ({"strictness": []}, "strictness"),
         ({"strictness": [left(-1, strictness=0, rejected={})]}, "greater than or equal to 0"),
-        ({"strictness": [left(1, strictness=0, rejected={HOSTILE: 1})]}, "of another version"),
-        ({"after_steps": [left(1, step=HOSTILE)]}, "of another version"),
+        ({"strictness": [left(1, strictness=0, rejected={HOSTILE: 1})]}, "from another version"),
+        ({"after_steps": [left(1, step=HOSTILE)]}, "from another version"),
         ({"documents": HOSTILE}, "documents"),
     ],
 )
