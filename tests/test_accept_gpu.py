@@ -18,20 +18,25 @@ import pytest
 import torch
 
 from harness.engine import processes
+from tests.gates import check_parity
+from tests.gates.memory.cases import all_cases
+from tests.gates.parity.cells import all_cells
 from tests.run_tools import run_tool
 from tests.two_ranks import REPOSITORY, environment, wait_for
 from tools import accept_gpu
 from tools.accept_gpu import STEPS
 from tools.acceptance import attention as attending
 from tools.acceptance import measured as measured_steps
-from tools.acceptance import runs
+from tools.acceptance import parity, runs
 from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed
 from tools.acceptance.measured import MOST, RUN_AHEAD
+from tools.acceptance.parity import cell_of
 from tools.acceptance.report import Check, Result, as_json, code, table
 from tools.bounded import Ended, run_bounded
 from tools.speed.cases import Case
 
+CELL = ("llama", "zero1", "bf16")
 COMMAND = [sys.executable, "-m", "tests.planted_acceptance"]
 
 
@@ -128,21 +133,16 @@ def test_a_step_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate("tools")
-@pytest.mark.parametrize("number", [signal.SIGINT])
-def test_ctrl_c_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    pids, variables = tmp_path / "pids", environment(TMPDIR=str(tmp_path))
-    command = [*COMMAND, "--only", "good", "hanging", "--limit", "600"]
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
     process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env={**variables, "PLANTED_PIDS": str(pids)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*COMMAND, "--only", "good", "hanging", "--limit", "600"],
+        cwd=REPOSITORY, env=environment(TMPDIR=str(tmp_path), PLANTED_PIDS=str(pids)),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    )  # fmt: skip
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, "the step", 300)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "interrupted; all of its processes have ended" in err
@@ -177,11 +177,10 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}\nEND\n")
     tool.chmod(0o755)
     code = "from tools import accept_gpu as a; import sys; print(a._gpus(), 'torch' in sys.modules)"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     for visible, count in ((None, 8), ("2,3", 2)):
-        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         env = environment(PATH=path, CUDA_VISIBLE_DEVICES=visible, PYTHONPATH=str(REPOSITORY))
-        command = [sys.executable, "-c", code]
-        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+        out = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
         assert out == f"{count} False\n"
 
 
@@ -245,6 +244,26 @@ def test_an_attention_whose_kernel_raises_leaves_the_others(
     assert len([row for row in rows if "loss" in row]) == len(rows) - 2
 
 
+def test_parity_is_read_off_the_lines_of_the_gate(tmp_path: Path) -> None:
+    cell, worst = cell_of(*CELL, ranks=2), [0.0]
+    gate = parity.Compared(Bench(tmp_path, tmp_path, 2, "cpu"), "cells")
+    equal = f"{cell}   equal  loss 1.0e-05/2.0e-05  norm 1.0e-07/6.0e-07"
+    gate.lines = {cell: equal}
+    assert gate.judge("zero1", cell, worst) == "loss differs by 1.0e-05, 2.0e-05 is allowed"
+    assert worst == [0.5]
+    for distance in ("3.0e-04", "nan"):
+        gate.lines = {cell: f"{equal}  held_out {distance}/1.0e-04!"}
+        with pytest.raises(Failed, match="held_out differs by"):
+            gate.judge("zero1", cell, worst)
+
+
+def test_cells_and_cases_are_those_of_the_gates() -> None:
+    assert {cell_of(*names, ranks=2) for names in parity._CELLS} <= {c.name for c in all_cells()}
+    assert {*measured_steps._CPU_CASES} <= {case.name for case in all_cases()}
+    for ranks in (1, 4, 8):
+        assert check_parity._all_cells([cell_of(*CELL, ranks=ranks)])[-1].ranks == ranks
+
+
 def test_one_rank_has_neither_replicas_nor_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,10 +304,6 @@ def test_limits_of_waits_are_those_of_the_simulation() -> None:
     assert {name: simulated(name) for name in MOST} == MOST
 
 
-def planted_line(waits: dict[str, int]) -> dict[str, Any]:
-    return {"host_waits": waits, "host_waits_per_step": sum(waits.values())}
-
-
 @pytest.mark.parametrize(
     ("waits", "problem"),
     [
@@ -300,7 +315,8 @@ def planted_line(waits: dict[str, int]) -> dict[str, Any]:
 def test_more_waits_than_simulated_fail(
     waits: dict[str, int], problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measured_steps, "measured", lambda *of: planted_line(waits))
+    line = {"host_waits": waits, "host_waits_per_step": sum(waits.values())}
+    monkeypatch.setattr(measured_steps, "measured", lambda *of: line)
     bench, counts = Bench(tmp_path, tmp_path, 1, "cuda"), {}
     if problem is None:
         assert measured_steps._counted(bench, "zero3", counts).startswith("95 waits per step")

@@ -16,7 +16,6 @@ import pytest
 from harness.data import shards
 from harness.data.corpus import find_corpus
 from harness.errors import ExitCode
-from tests.planted_texts import recall
 from tools.clean_data import main
 from tools.tokenize_data import main as tokenize
 
@@ -24,13 +23,7 @@ pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove"
 
 NOUNS = "river engine garden letter market window forest teacher bridge kitchen".split()  # noqa: SIM905
 VERBS = "carries follows watches builds remembers crosses paints answers opens".split()  # noqa: SIM905
-PLACES = [
-    "in the old town",
-    "behind the house",
-    "with great care",
-    "of the valley",
-    "that have gone",
-]
+PLACES = "in the old town,behind the house,with great care,of the valley,that have gone".split(",")  # noqa: SIM905
 SECRETS = [
     *("jane.doe+news@mail.example-corp.co.uk", "x_1@sub.domain.org"),
     *("8.8.8.8", "203.1.113.77", "2606:4700:4700::1111"),
@@ -248,7 +241,30 @@ def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
 
 
 @pytest.mark.gate("data")
-def test_what_is_planted_is_found(tmp_path: Path) -> None:
-    found = recall(tmp_path / "planted", duplicates=60, of_a_kind=25)
-    assert 0.95 <= found.pop("near_duplicates") <= 1
-    assert {*found.values()} == {1.0}
+def test_texts_just_above_the_threshold_of_similarity_are_near_duplicates(tmp_path: Path) -> None:
+    """Of 60 pairs with a Jaccard similarity of 0.8, 97.5 % are expected (docs/cleaning.md)."""
+    originals = [prose(seed) for seed in range(1000, 1060)]
+    texts = originals + [near_duplicate(seed, text) for seed, text in enumerate(originals)]
+    path = tmp_path / "planted.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert main([str(path), str(tmp_path / "out"), "gopher_quality=false"]) == ExitCode.DONE
+    assert 57 <= len(records(tmp_path / "out" / "removed" / "near_duplicates")) <= 60
+
+
+def near_duplicate(seed: int, text: str) -> str:
+    """Return a text with words replaced until its similarity is just above 0.8."""
+    draw, words, near = random.Random(seed), text.split(), text
+    while jaccard(text, " ".join(words)) >= 0.8:
+        near = " ".join(words)
+        words[draw.randrange(len(words))] = draw.choice(NOUNS)
+    return near
+
+
+def jaccard(one: str, two: str) -> float:
+    from datatrove.utils.text import ngrams, simplify_text
+
+    from tools.cleaning.steps import RegexWords
+
+    cut = RegexWords().word_tokenize
+    a, b = (set(ngrams(cut(simplify_text(text)), 5)) for text in (one, two))
+    return len(a & b) / len(a | b)

@@ -163,6 +163,12 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert import_circle(ROOT / "harness") == []
 
 
+def test_commands_import_nothing_from_the_tests() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "tools").rglob("*.py")}
+    names = ((path, name) for path, tree in trees.items() for _, name in imported(tree, ["tools"]))
+    assert [(path, name) for path, name in names if name.startswith("tests.")] == []
+
+
 def test_no_file_is_named_like_another_module() -> None:
     assert not (violations := name_violations(ROOT / "harness")), "\n".join(violations)
 

@@ -65,9 +65,9 @@ MACHINE = Machine(
 STORAGE = Storage("/runs", True, 1000 * GIB, 0, 1e9)
 
 
-def plan(**run: dict[str, Any]) -> Plan:
+def plan(axes: Any = None, **run: dict[str, Any]) -> Plan:
     world = World(world_size=4, local_world_size=1, accelerator="cuda", gpu="NVIDIA H100 80GB HBM3")
-    ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, **axes_json(**axes or {})}
     return make_plan(RunConfig.model_validate({"model": {"name": "llama-1b"}, **run}), ds, world)
 
 
@@ -335,7 +335,7 @@ def test_groups_that_talk_in_every_layer_belong_on_one_node(
     hosts: list[str], verdict: str, found: str
 ) -> None:
     for axis in ("tensor", "sequence"):
-        rows = neighbour_rows(divided_plan({axis: 2}), hosts)
+        rows = neighbour_rows(plan({axis: 2}), hosts)
         assert [(row.check, row.verdict, row.found) for row in rows] == [
             (f"{axis} ranks", verdict, found)
         ]
@@ -343,14 +343,8 @@ def test_groups_that_talk_in_every_layer_belong_on_one_node(
 
 
 def test_they_are_in_the_preflights_table() -> None:
-    rows = judge(divided_plan({"tensor": 2}), HOSTS, healthy())
+    rows = judge(plan({"tensor": 2}), HOSTS, healthy())
     assert [(r.check, r.verdict) for r in rows if r.check == "tensor ranks"] == [
         ("tensor ranks", "warn")
     ]
     assert neighbour_rows(plan(), HOSTS) == []
-
-
-def divided_plan(axes: dict[str, int]) -> Plan:
-    world = World(world_size=4, local_world_size=1, accelerator="cuda", gpu="NVIDIA H100 80GB HBM3")
-    ds = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, **axes_json(**axes)}
-    return make_plan(RunConfig.model_validate({"model": {"name": "llama-1b"}}), ds, world)

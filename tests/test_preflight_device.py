@@ -90,10 +90,7 @@ def test_the_real_package_has_what_is_asked() -> None:
     [
         ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "remapped rows are pending"),
         ({"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)}, "remapping rows failed"),
-        (
-            {"nvmlDeviceGetCurrentClocksEventReasons": 9},
-            "the hardware slows its clocks",
-        ),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": 9}, "the hardware slows its clocks"),
         ({"nvmlDeviceGetCurrentClocksEventReasons": 32}, "heat slows its clocks"),
         ({"nvmlDeviceGetFieldValues": 1}, "the driver asks for a reset"),
         ({"nvmlDeviceGetCurrPcieLinkWidth": 8}, "PCIe link is 8x wide of 16x"),
@@ -140,12 +137,6 @@ def test_versions_of_cuda_must_fit(
     assert bool(checks.toolkit_problem(driver, torchs, nvcc)) == bool(problem)
 
 
-def test_the_release_of_nvcc_is_read() -> None:
-    text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 12.8, V12.8.93"
-    assert checks.nvcc_release(text) == "12.8"
-    assert checks.nvcc_release("") is None
-
-
 def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.lock_problem(tmp_path) == ""
 
@@ -163,9 +154,7 @@ def test_operators_are_built_in_the_nearest_folder(
     assert checks.extension_folder() == tmp_path
 
 
-def test_exact_products_are_one_number_whoever_takes_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exact_products_are_one_number_whoever_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     digest, steady = checks.exact_products(device)
     assert steady

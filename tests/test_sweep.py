@@ -64,11 +64,8 @@ def test_random_rates_with_early_stopping_come_near_a_grid_at_a_third_of_its_ste
 def _page_shows(path: Path, trials: list[Record]) -> None:
     page = path.read_text()
     ended_ = [record for record in trials if record.has_ended]
-    assert page.count("<polyline") == 2 * len(ended_)
-    assert page.count("<circle") == len(ended_)
-    assert all(
-        f"trial {record.number:03}: lr={record.choice['optim.lr']}" in page for record in ended_
-    )
+    for record in ended_:  # a curve, a line through its values, and a dot
+        assert page.count(f"trial {record.number:03}: lr={record.choice['optim.lr']}") == 3
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", page)
 
 

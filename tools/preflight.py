@@ -79,7 +79,8 @@ def main(argv: list[str]) -> int:
     command = parse_command(rest)
     # The report names absent ranks once; torch would add a C++ stack for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from tools.preflight_checks.flight import Absent, fly  # imports torch
+    from tools.preflight_checks.flight import fly  # torch from here on
+    from tools.preflight_checks.network import Absent
 
     for number in (signal.SIGTERM, signal.SIGUSR1):  # from a batch system, from the batch script
         signal.signal(number, _end)

@@ -423,37 +423,6 @@ def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[
     return [number * step for number in range(first, min(last, first + 20) + 1)]
 
 
-def reduced(values: Sequence[float], most: int) -> list[int]:
-    """Return the places of at most about `most` values that draw the same line.
-
-    Of each of equally long pieces, the first, the lowest and the highest.
-    """
-    if len(values) <= most:
-        return list(range(len(values)))
-    pieces = max(1, most // 3)
-    chosen = {0, len(values) - 1}
-    for number in range(pieces):
-        begin, end = (len(values) * place // pieces for place in (number, number + 1))
-        here = range(begin, end)
-        chosen |= {begin, min(here, key=values.__getitem__), max(here, key=values.__getitem__)}
-    return sorted(chosen)
-
-
-def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return means over up to `window` values around each."""
-    half, sums, total = window // 2, [0.0], 0.0
-    for value in values:
-        total += value
-        sums.append(total)
-    means = []
-    for at in range(len(values)):
-        # Symmetrical, so that a slope stays one; near the ends at least half of it, one-sided.
-        reach = max(min(half, at, len(values) - 1 - at), half // 2)
-        first, last = max(0, at - reach), min(len(values), at + reach + 1)
-        means.append((sums[last] - sums[first]) / (last - first))
-    return means
-
-
 def rounded(value: float) -> float:
     """Return a number with six digits: enough to read, and short."""
     return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")

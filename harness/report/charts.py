@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.report.chart import Chart, Curve, Mark, Xs, colour_of, reduced, smoothed
+from harness.report.chart import Chart, Curve, Mark, Xs, colour_of
 from harness.report.lines import number
 from harness.report.palette import COMPONENTS
 from harness.report.profiles import profiles
@@ -333,3 +333,34 @@ def _sources(runs: list[Recorded]) -> Iterator[Chart]:
             )
             name = f"{prefix[:-1].replace('_', '-')}-{place}"
             yield Chart(name, kind.title, kind.unit, _several(runs, key, kind), has_legend=False)
+
+
+def reduced(values: Sequence[float], most: int) -> list[int]:
+    """Return the places of at most about `most` values that draw the same line.
+
+    Of each of equally long pieces, the first, the lowest and the highest.
+    """
+    if len(values) <= most:
+        return list(range(len(values)))
+    pieces = max(1, most // 3)
+    chosen = {0, len(values) - 1}
+    for piece in range(pieces):
+        begin, end = (len(values) * place // pieces for place in (piece, piece + 1))
+        here = range(begin, end)
+        chosen |= {begin, min(here, key=values.__getitem__), max(here, key=values.__getitem__)}
+    return sorted(chosen)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Return means over up to `window` values around each."""
+    half, sums, total = window // 2, [0.0], 0.0
+    for value in values:
+        total += value
+        sums.append(total)
+    means = []
+    for at in range(len(values)):
+        # Symmetrical, so that a slope stays one; near the ends at least half of it, one-sided.
+        reach = max(min(half, at, len(values) - 1 - at), half // 2)
+        first, last = max(0, at - reach), min(len(values), at + reach + 1)
+        means.append((sums[last] - sums[first]) / (last - first))
+    return means

@@ -4,6 +4,7 @@
     python -m tests.gates.check_parity --brief               # a few on two ranks, for every change
     python -m tests.gates.check_parity --full --out FOLDER   # every cell; resumes
     python -m tests.gates.check_parity --cells llama-zero3-bf16-4-2
+    python -m tests.gates.check_parity --gpu --cells llama-zero3-bf16-4-1   # on GPUs
     python -m tests.gates.check_parity --self-test           # plants defects: all must show
     python -m tests.gates.check_parity --self-test --brief   # three of them
     python -m tests.gates.check_parity --self-test --defects "no clipping"
@@ -27,7 +28,7 @@ from pathlib import Path
 import torch
 
 from harness.launch.fork_server import Zygote
-from tests.gates.jobs import Group, run_jobs
+from tests.gates.jobs import Group, compute_alike, run_jobs
 from tests.gates.matrix import (
     chosen,
     is_missed,
@@ -58,12 +59,22 @@ def main(argv: list[str] | None = None, zygote: Zygote | None = None) -> int:
             return _self_test(out, args.markdown, args.brief, args.defects, zygote)
         covering = brief_cells() if args.brief else covering_cells()
         whole = args.full or bool(args.markdown)  # the spread that a table shows
-        rows = check(chosen(args, all_cells(), covering), out, whole, zygote=zygote)
+        if args.gpu:
+            compute_alike()  # the plain loop runs in this process
+        cells = chosen(args, _all_cells(args.cells or ()), covering)
+        rows = check(cells, out, whole, {} if args.gpu else None, zygote)
     if args.markdown:
         args.markdown.write_text(_HEADING.format(versions()) + "".join(map(_table_line, rows)))
     failed = [row for row in rows if row.failures]
     print(f"{len(rows)} cells, {len(failed)} differ from the plain loop")
     return 1 if failed else 0
+
+
+def _all_cells(names: Iterable[str]) -> list[Cell]:
+    """Return all cells, and those named that differ from them in accumulation and ranks alone."""
+    cells = all_cells()
+    kinds = {cell.name.rsplit("-", 2)[0] for cell in cells}
+    return [*cells, *(Cell.named(name) for name in names if name.rsplit("-", 2)[0] in kinds)]
 
 
 def check(

@@ -36,7 +36,7 @@ def matrix_arguments(
     """Parse the command line, or `argv`.
 
     `kept`: the content of --out; `table`: the content of --markdown; `brief`: True if there is a
-    third set of cells; `defects`: True if defects can be chosen.
+    third set of cells; `defects`: True if defects and GPUs can be chosen.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -49,6 +49,7 @@ def matrix_arguments(
     parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
     if defects:
         parser.add_argument("--defects", nargs="+", metavar="NAME", help="only these defects")
+        parser.add_argument("--gpu", action="store_true", help="on this machine's GPUs")
     parser.add_argument("--out", type=Path, help=f"keep {kept} here, to resume")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help=f"write the {table} here")
     return parser.parse_args(argv)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness.config.assignments import COUNTED, parse_assignment
-from harness.report.chart import smoothed
+from harness.report.charts import smoothed
 from harness.report.compare import compare_page_of, differences
 from harness.report.events import spent
 from harness.report.page import page_of

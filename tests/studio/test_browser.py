@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 from tests.browser import PATIENCE_S, SHOWN, WIDTHS, Browser, needs_browser
 from tests.browser import Page as Tab
 from tests.studio.conftest import Studio
-from tests.studio.test_pages import figures_of, number
+from tests.studio.test_pages import figures_of
 from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Figure, html_of
 from tools.studio_app.page import Page as StudioPage
@@ -27,12 +26,6 @@ pytestmark = needs_browser
 def browser() -> Iterator[Browser]:
     with Browser() as running:
         yield running
-
-
-def figure(tab: Tab, label: str) -> str:
-    """Return the text of the figure with a label, as the page shows it."""
-    script = f"document.querySelector('[data-figure={json.dumps(label)}]')?.textContent"
-    return str(tab.evaluate(script))
 
 
 def opened(browser: Browser, studio: Studio, path: str, **how: object) -> Tab:
@@ -79,29 +72,6 @@ def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
     tab.call("Page.close")
 
 
-@pytest.mark.gate("pages")
-def test_a_slider_moves_the_numbers_and_the_address(browser: Browser, studio: Studio) -> None:
-    """By keyboard; the numbers are those of the Python call, and the address restores them."""
-    tab = opened(browser, studio, "memory?json=zero1&model=gpt2-124m&seq_len=1024")
-    query = {"json": "zero1", "model": "gpt2-124m", "seq_len": "1024"}
-    label = "Peak on a GPU"
-    assert figure(tab, label) == number(figures_of("memory", **query), label)
-    tab.evaluate("document.querySelector('[data-control=micro_batch] [tabindex]').focus()")
-    tab.press("ArrowRight")
-    tab.press("ArrowRight")
-    tab.wait_for("location.search.includes('micro_batch=4')")
-    expected = number(figures_of("memory", **query, micro_batch="4"), label)
-    tab.wait_for(
-        f"document.querySelector('[data-figure]').closest('.figures').innerText.includes({json.dumps(expected)})"
-    )
-    assert figure(tab, label) == expected
-    address = str(tab.evaluate("location.href"))
-    again = browser.open(address)
-    again.wait_for(SHOWN)
-    assert figure(again, label) == expected
-    assert tab.errors + again.errors == []
-
-
 @pytest.fixture(scope="module")
 def tab(browser: Browser, studio: Studio) -> Tab:
     return browser.open(studio.address)
@@ -144,6 +114,9 @@ def test_the_first_slider_shows_what_the_call_returns(
         if time.monotonic() > deadline:
             assert list(map(words, tab.evaluate(TEXTS))) == texts_of(after)
         time.sleep(0.05)
+    tab.go(str(tab.evaluate("location.href")))  # the address brings the setting back
+    tab.wait_for(SHOWN)
+    assert list(map(words, tab.evaluate(TEXTS))) == texts_of(after)
     assert tab.errors == []
 
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -116,10 +117,9 @@ class Bench:
     def run(
         self, module: str, arguments: list[str], name: str, ranks: int | None = None
     ) -> Outcome:
-        """Run main(arguments) of `module` on so many ranks, and wait for all of them.
+        """Run main(arguments) of `module` on so many ranks; wait for all. `name`: folder of logs.
 
-        `name`: folder of the logs. CPU ranks are forks of one process: they would spend most of
-        their time on imports. CUDA does not survive a fork.
+        CPU ranks are forked, which saves their imports. CUDA does not survive a fork.
         """
         logs, count = self.folder / name, ranks or self.ranks
         if self.on_cuda:
@@ -136,6 +136,17 @@ class Bench:
             group.end()
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in group.logs]
         return Outcome(codes, outputs, [])
+
+    def gate(self, name: str, *words: str, **variables: str) -> tuple[int, list[str], str]:
+        """Run `python -m tests.gates.NAME`; return its exit code, its lines, and its last error."""
+        done = subprocess.run(
+            [sys.executable, "-m", f"tests.gates.{name}", *words], cwd=REPOSITORY,
+            env=environment(variables), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", check=False,
+        )  # fmt: skip
+        print(done.stdout, done.stderr, sep="", flush=True)
+        lines = [readable(line) for line in done.stdout.splitlines()]
+        return done.returncode, lines, readable(done.stderr.strip().rpartition("\n")[2])
 
     def computed(self, module: str, name: str, *arguments: str) -> Any:
         """Run main([OUT, *arguments]) of `module` on one rank; return the JSON it writes to OUT."""

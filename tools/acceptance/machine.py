@@ -160,9 +160,7 @@ def _met_by(world: Any, device: Any) -> dict[str, Any]:
 
 
 def _become_srun() -> None:
-    """Change this rank's environment to that of `srun --gpus-per-task=1`: Slurm's names, and no
-    GPU visible but its own.
-    """
+    """Set the environment of `srun --gpus-per-task=1`: Slurm's variables and one visible GPU."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     rank, ranks, local_rank, *_ = (os.environ.pop(name, "") for name in names)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

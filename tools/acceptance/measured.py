@@ -5,19 +5,23 @@ hold what the estimate says. Speed: a ladder of a Llama of four layers, whose lo
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.launch.ranks import REPOSITORY
 from tools.acceptance.bench import Bench, Failed, Skipped, expect
-from tools.acceptance.report import readable
 from tools.benchmark_gpu import losses_apart
 from tools.speed.cases import Case, measured
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
+_FOUR_LAYERS = {
+    "model.name": "llama-1b",
+    "model.overrides.num_hidden_layers": "4",
+    "train.micro_batch": "1",
+}
+"""The model on GPUs."""
 
 # --- waits ---
 
@@ -67,23 +71,26 @@ def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
 def _simulated(bench: Bench) -> str:
     """Run CPU ranks whose device has streams: races and needless waits fail."""
     bench.two_ranks()
-    command = [sys.executable, "-m", "tests.gates.check_streams", "--cells", *_SIMULATED]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-        errors="replace", check=False,
-    )  # fmt: skip
-    lines = bench.values["simulated"] = [readable(line) for line in done.stdout.splitlines()]
-    expect(done.returncode == 0, f"it ended with code {done.returncode}: {'; '.join(lines)}")
+    code, lines, _ = bench.gate("check_streams", "--cells", *_SIMULATED)
+    bench.values["simulated"] = lines
+    expect(code == 0, f"it ended with code {code}: {'; '.join(lines)}")
     return "; ".join(lines)
 
 
 # --- memory ---
 
-# Of measure_memory.py.
-_CPU_CASES = ("zero2-bf16-4", "zero3-bf16_fp32_sums-1")
-_LAYERS = "model.overrides.num_hidden_layers=4"
+_CPU_CASES = ("zero2-bf16-4", "zero3-bf16_fp32_sums-1")  # of measure_memory.py, on two ranks
+_COUNT = re.compile(r"(\S+) .* rank (\d+) (\S+) .* predicted ([+-]\S+)%")  # a line of it
+_PEAKS = ("accumulate", "apply")  # less exact than counts
 _EXACT, _PEAK = 0.01, 0.1
 """Relative errors allowed: of counted tensors, and of the peak of a whole run on a GPU."""
+_GPU_CASES = {  # DeepSpeed JSON, tokens, further settings; of a Llama of four layers
+    "zero1": ("zero1", 2048, {}),
+    "zero3": ("zero3", 2048, {}),
+    "zero2_offload": ("zero2_offload", 2048, {}),
+    "zero1, 8,192 tokens": ("zero1", 8192, {"model.checkpointing": "full"}),
+}
+_STEPS_TO_PEAK = 3  # Adam makes its moments in the first; ZeRO 3 knows its order after it
 
 
 def hold(bench: Bench) -> str:
@@ -95,20 +102,13 @@ def _on_cpu(bench: Bench) -> str:
     errors: dict[str, dict[str, float]] = {name: {} for name in _CPU_CASES}
 
     def counted() -> str:
-        from tests.gates.measure_memory import PEAKS, measure
-        from tests.gates.memory.cases import all_cases
-
-        cases = [case for case in all_cases() if case.name in _CPU_CASES]
-        if bench.ranks < max(case.ranks for case in cases):
-            bench.two_ranks()
-        try:
-            rows = measure(cases, bench.folder / "memory")
-        except SystemExit as ended:
-            raise Failed(str(ended).strip().rpartition("\n")[2]) from ended
-        for row in rows:
-            if row.point not in PEAKS:
-                errors[row.case.name][f"{row.point} of rank {row.rank}"] = row.error
-        return f"{len(rows)} points"
+        bench.two_ranks()
+        words = ("--cases", *_CPU_CASES, "--out", str(bench.folder / "memory"))
+        _, lines, error = bench.gate("measure_memory", *words)
+        for name, rank, point, off in filter(None, map(_count, lines)):
+            errors[name][f"{point} of rank {rank}"] = float(off) / 100
+        expect(all(errors.values()), error)
+        return f"{sum(map(len, errors.values()))} points"
 
     def compared(name: str) -> str:
         point = max(errors[name], key=lambda key: abs(errors[name][key]))
@@ -125,20 +125,24 @@ def _on_cpu(bench: Bench) -> str:
     return "" if worst is None else f"estimate at most {worst:.2%} off"
 
 
-def _on_gpus(bench: Bench) -> str:
-    from tests.gates.memory.gpu import GpuCase, error_of, measure_gpu
+def _count(line: str) -> tuple[str, ...] | None:
+    match = _COUNT.match(line)
+    return match.groups() if match and match[3] not in _PEAKS else None
 
+
+def _on_gpus(bench: Bench) -> str:
     worst, reserved = [0.0], [0.0]
 
-    def peaks(case: GpuCase) -> str:
-        row: dict[str, Any]
-        (row,) = measure_gpu([case], bench.folder / "memory", bench.ranks)
-        bench.values[case.name] = row
+    def peaks(name: str, json: str, seq_len: int, more: dict[str, str]) -> str:
+        settings = {**_FOUR_LAYERS, "data.seq_len": str(seq_len), **more}
+        path = DS_CONFIGS / f"{json}.json"
+        row = measured(Case(name, settings), path, bench.ranks, 0, _STEPS_TO_PEAK)
+        bench.values[name] = row
         if refusal := row.get("refused"):
             raise Skipped(refusal)
-        error = error_of(row)
-        if error is None:
+        if not row.get("peak_allocated_gib") or not row.get("estimated_gib"):
             raise Failed(row.get("error", "nothing was measured"))
+        error = row["estimated_gib"] / row["peak_allocated_gib"] - 1
         worst[0] = max(worst[0], abs(error))
         reserved[0] = max(reserved[0], row["peak_reserved_gib"] / row["peak_allocated_gib"])
         text = (
@@ -148,23 +152,13 @@ def _on_gpus(bench: Bench) -> str:
         expect(math.isfinite(error) and abs(error) <= _PEAK, text)
         return text
 
-    jsons = ("zero1", "zero3", "zero2_offload")
-    cases = {name: GpuCase("llama-1b", name, 2048, 1, (_LAYERS,)) for name in jsons}
-    recomputed = (_LAYERS, "model.checkpointing=full")
-    cases["zero1, 8,192 tokens"] = GpuCase("llama-1b", "zero1", 8192, 1, recomputed)
-    for name, case in cases.items():
-        bench.check(name, peaks, case)
+    for name, case in _GPU_CASES.items():
+        bench.check(name, peaks, name, *case)
     return f"estimate at most {worst[0]:.1%} off; reserved up to {reserved[0]:.2f} x allocated"
 
 
 # --- speed ---
 
-_ON_GPUS = {
-    "model.name": "llama-1b",
-    "model.overrides.num_hidden_layers": "4",
-    "data.seq_len": "4096",
-    "train.micro_batch": "1",
-}
 _RUNGS = {
     "cuda": ("sdpa", "flash", "fused optimizer", "liger", "compile"),
     "cpu": ("eager", "sdpa"),
@@ -191,7 +185,7 @@ _STEPS = {"cuda": (3, 12), "cpu": (1, 2)}
 def climb(bench: Bench) -> str:
     """Climb as far as this machine goes; a rung that fails is left out of the next."""
     warmup, steps = _STEPS[bench.accelerator]
-    own = _ON_GPUS if bench.on_cuda else {}
+    own = {**_FOUR_LAYERS, "data.seq_len": "4096"} if bench.on_cuda else {}
     case = Case("base", {**bench.timed_settings(), **own})
     lines: list[dict[str, Any]] = []
     longest_s = 0.0

@@ -108,7 +108,7 @@ def _until(condition: Callable[[], bool], what: str, process: subprocess.Popen[b
 
 
 def main(argv: list[str]) -> int:
-    """Write {implementation: the largest difference of a weight, or why it is missing} to OUT.
+    """Write each implementation's largest weight difference, or why it is missing, to OUT.
 
     The reference is torch's AdamW in fp64, one operation at a time.
     """
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
 
     def engines(world: Any, device: Any) -> str:
         """Return the class of the optimizer that a run of zero1.json has here."""
-        from tests.gates.engines import build_engine
+        from harness.engine.build import build_engine
 
         run = RunConfig.model_validate(
             {"data": {"seq_len": 32}, "train": {"global_batch": 1, "steps": 2}}

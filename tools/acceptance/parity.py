@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from harness.runfolder import RunFolder
-from tests.gates.cells import GLOBAL_BATCH, LAYOUTS
-from tests.gates.parity.cells import Cell, Job
-from tools.acceptance.bench import ON_CUDA, Bench, Failed, expect
+from tools.acceptance.bench import Bench, Failed, expect
 
+_GLOBAL_BATCH = 8  # samples, of the gate
 # The plain loop is trained once for each architecture and precision.
 _CELLS = (
     ("llama", "zero0", "fp32"),
@@ -22,87 +22,79 @@ _CELLS = (
 )
 _RACING = ("zero2", "zero3", "zero2_offload")
 """Layouts whose transfers run beside their computation."""
-_BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
+_PAIR = re.compile(r"(\w+) (\S+)/(\S+?)(!?)(?= |$)")  # "loss 1.0e-05/2.0e-04"
 
 
 def look(bench: Bench) -> str:
     """Compare the gate's own cells; discard a step, and roll back."""
     worst = [0.0]
-    cells = [cell_of(*names, ranks=bench.power_of_two) for names in _CELLS]
-    bench.check("train every layout", _trained_together, bench, cells, "cells", {})
-    for cell in cells:
-        bench.check(f"{cell.layout} in {cell.precision}", _equal, bench, cell, worst)
+    cells = {name: cell_of(*name, ranks=bench.power_of_two) for name in _CELLS}
+    able = [cell for (_, layout, _), cell in cells.items() if _stages(layout) <= bench.ranks]
+    racing = {name[1]: cell for name, cell in cells.items() if name[1] in _RACING}
+    gate = Compared(bench, "cells")
+    bench.check("train every layout", gate.compare, able)
+    for (_, layout, precision), cell in cells.items():
+        bench.check(f"{layout} in {precision}", gate.judge, layout, cell, worst)
     bench.check("a loss that is NaN", _discarded, bench)
     bench.check("roll back after a spike", _rolled_back, bench)
-    racing = [cell for cell in cells if cell.layout in _RACING]
+    gate = Compared(bench, "blocking", CUDA_LAUNCH_BLOCKING="1")
     if bench.on_cuda:
-        name = "train with CUDA_LAUNCH_BLOCKING=1"
-        bench.check(name, _trained_together, bench, racing, "blocking", _BLOCKING)
-    for cell in racing:
-        name = f"{cell.layout} with CUDA_LAUNCH_BLOCKING=1"
-        bench.check(name, _blocking, bench, cell, worst)
+        bench.check("train with CUDA_LAUNCH_BLOCKING=1", gate.compare, [*racing.values()])
+    for layout, cell in racing.items():
+        name = f"{layout} with CUDA_LAUNCH_BLOCKING=1"
+        bench.check(name, _blocking, bench, gate, layout, cell, worst)
     bench.values["worst_of_allowed"] = worst[0]
     return f"differences at most {worst[0]:.2f} of what is allowed"
 
 
-def cell_of(architecture: str, layout: str, precision: str, ranks: int) -> Cell:
-    """Return the gate's cell on so many ranks: with four micro-batches, if there are samples."""
-    data_ranks = max(1, ranks // LAYOUTS[layout].pipeline)
-    return Cell(architecture, layout, precision, min(4, GLOBAL_BATCH // data_ranks), ranks)
+def cell_of(architecture: str, layout: str, precision: str, ranks: int) -> str:
+    """Return the name of the gate's cell: with four micro-batches, if there are samples."""
+    data_ranks = max(1, ranks // _stages(layout))
+    return f"{architecture}-{layout}-{precision}-{min(4, _GLOBAL_BATCH // data_ranks)}-{ranks}"
 
 
-def _trained_together(bench: Bench, cells: list[Cell], folder: str, env: dict[str, str]) -> str:
-    """Train the cells that fit these ranks in one launch; if it fails, each is tried alone."""
-    from tests.gates.check_parity import train
-
-    able = [cell for cell in cells if cell.how.pipeline <= cell.ranks]
-    out = bench.folder / folder
-    out.mkdir()
-    try:
-        train([Job(cell) for cell in able], out, {**ON_CUDA, **env} if bench.on_cuda else None)
-    except SystemExit as ended:  # with what a rank wrote
-        raise Failed(_last_line(ended)) from ended
-    return f"{len(able)} layouts"
+def _stages(layout: str) -> int:
+    return 2 if layout.startswith("pipe2") else 1
 
 
-def _equal(bench: Bench, cell: Cell, worst: list[float], folder: str = "cells", **env: str) -> str:
-    """Train a cell, if it was not, and compare it."""
-    from tests.gates.check_parity import check
-    from tests.gates.jobs import compute_alike
+class Compared:
+    """Cells that the parity gate trains and compares in a folder of the bench."""
 
-    if cell.how.pipeline > cell.ranks:
-        bench.two_ranks()
-    compute_alike()
-    out = bench.folder / folder
-    out.mkdir(exist_ok=True)
-    on_gpus = {**ON_CUDA, **env} if bench.on_cuda else None
-    try:
-        (row,) = check([cell], out, False, on_gpus)
-    except SystemExit as ended:  # with what a rank wrote
-        raise Failed(_last_line(ended)) from ended
-    parts = {
-        name: distance / allowed
-        for (name, distance), allowed in zip(
-            vars(row.distance).items(), vars(row.tolerance).values(), strict=True
-        )
-    }
-    name = max(parts, key=lambda key: math.inf if math.isnan(parts[key]) else parts[key])
-    text = f"{name} differs by {getattr(row.distance, name):.1e}, "
-    text += f"{getattr(row.tolerance, name):.1e} is allowed"
-    expect(not row.failures, text)
-    worst[0] = max(worst[0], parts[name])
-    return text
+    def __init__(self, bench: Bench, folder: str, **variables: str) -> None:
+        """`variables`: of the ranks' environment."""
+        self._bench, self._folder, self._variables = bench, folder, variables
+        self.lines: dict[str, str] = {}  # of the gate, by cell
+
+    def compare(self, cells: list[str]) -> str:
+        """Train cells in one launch and compare them. Raises Failed if a rank fails."""
+        words = ["--cells", *cells, "--out", str(self._bench.folder / self._folder)]
+        words += ["--gpu"] * self._bench.on_cuda
+        _, printed, error = self._bench.gate("check_parity", *words, **self._variables)
+        self.lines |= {line.partition(" ")[0]: line for line in printed}
+        if any(cell not in self.lines for cell in cells):
+            raise Failed(error)
+        return f"{len(cells)} layouts"
+
+    def judge(self, layout: str, cell: str, worst: list[float]) -> str:
+        """Judge a cell. If not all could be trained together, it is trained alone."""
+        if _stages(layout) > self._bench.ranks:
+            self._bench.two_ranks()
+        if cell not in self.lines:
+            self.compare([cell])
+        pairs = [(n, float(a), float(b), mark) for n, a, b, mark in _PAIR.findall(self.lines[cell])]
+        parts = {name: math.inf if math.isnan(a) else a / b for name, a, b, _ in pairs}
+        name, distance, allowed, _ = max(pairs, key=lambda pair: parts[pair[0]])
+        text = f"{name} differs by {distance:.1e}, {allowed:.1e} is allowed"
+        expect(not any(mark for *_, mark in pairs), text)
+        worst[0] = max(worst[0], parts[name])
+        return text
 
 
-def _last_line(ended: SystemExit) -> str:
-    return str(ended).strip().rpartition("\n")[2]
-
-
-def _blocking(bench: Bench, cell: Cell, worst: list[float]) -> str:
+def _blocking(bench: Bench, gate: Compared, layout: str, cell: str, worst: list[float]) -> str:
     """Let the host wait for every kernel: a run that learns something else then has a race."""
     bench.cuda_only()
-    text = _equal(bench, cell, worst, "blocking", **_BLOCKING)
-    paths = [bench.folder / name / f"{cell.name}.json" for name in ("cells", "blocking")]
+    text = gate.judge(layout, cell, worst)
+    paths = [bench.folder / name / f"{cell}.json" for name in ("cells", "blocking")]
     alike = len({path.read_bytes() if path.exists() else None for path in paths}) == 1
     return f"losses {'equal bit for bit' if alike else f'within rounding: {text}'}"
 

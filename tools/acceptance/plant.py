@@ -30,8 +30,7 @@ def main(argv: list[str]) -> int:
 def plant(fault: dict[str, Any]) -> None:
     """Plant a fault into one step of one rank: {"rank": 1, "step": 3, "do": "raise"}.
 
-    `do`: raise, sleep (an hour), usr1, oom (ask for more memory than there is), nan (the loss is
-    NaN), spike (the loss is 10,000 times as large).
+    `do`: raise, sleep (an hour), usr1, oom, nan (the loss), spike (a loss 10,000 times as large).
     """
     take_step, factors = loop.take_step, {"nan": float("nan"), "spike": 1e4}
 

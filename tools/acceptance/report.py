@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from harness.errors import ExitCode
 
 Verdict = Literal["held", "failed", "skipped"]
@@ -63,15 +65,12 @@ class Result:
 
 def read_result(path: Path, step: str, seconds: float, cpu_s: float, log: Path) -> Result:
     """Return the result that a step's process wrote, or one with a `problem` if it is invalid."""
+    values: dict[str, Any] = {"step": step, "seconds": seconds, "cpu_s": cpu_s, "log": str(log)}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        checks = tuple(Check(**check) for check in values.pop("checks"))
-        result = Result(step, seconds, checks=checks, cpu_s=cpu_s, log=str(log), **values)
-        result.verdict  # noqa: B018  # whose parts must be texts
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        problem = "it ended without a result"
-        return Result(step, seconds, problem=problem, cpu_s=cpu_s, log=str(log))
-    return result
+        written = json.loads(path.read_text(encoding="utf-8"))
+        return TypeAdapter(Result).validate_python({**written, **values})
+    except (OSError, ValueError, TypeError):
+        return Result(**values, problem="it ended without a result")
 
 
 def table(results: Sequence[Result]) -> str:

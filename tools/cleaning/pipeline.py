@@ -14,45 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from datatrove.data import Document
+from datatrove.pipeline import dedup, filters
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.decont.n_grams import NGramsDecontFilter
-from datatrove.pipeline.dedup import (
-    ExactDedupFilter,
-    ExactDedupSignature,
-    ExactFindDedups,
-    MinhashDedupBuckets,
-    MinhashDedupCluster,
-    MinhashDedupFilter,
-    MinhashDedupSignature,
-)
 from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.pipeline.dedup.minhash import MinhashConfig
-from datatrove.pipeline.filters import (
-    FineWebQualityFilter,
-    GopherQualityFilter,
-    GopherRepetitionFilter,
-)
 from datatrove.pipeline.writers import JsonlWriter
 
 from harness.data.corpus import Corpus, find_corpus
 from harness.data.shards import Shard
 from harness.errors import ConfigError
 from harness.files.splits import ALL
+from tools.cleaning import steps as own
 from tools.cleaning.recipe import Recipe, packaged_model
-from tools.cleaning.steps import (
-    BANNED_WORDS,
-    C4,
-    HASHES,
-    BadWords,
-    CorpusReader,
-    Language,
-    PersonalData,
-    Sample,
-    TaskReader,
-    Urls,
-    n_grams_config,
-    words_of,
-)
+from tools.cleaning.steps import HASHES, words_of
 
 _BUFFER = 256  # signatures read ahead per file
 _FORMAT = 1  # increase this if the same corpus and recipe would give different bytes
@@ -108,8 +83,8 @@ class Pipeline:
         """Yield the stages in order; each begins when the previous one has ended."""
         recipe, tasks = self.recipe, len(self.shards)
         steps: list[PipelineStep] = [
-            CorpusReader(self.corpus, self.shards, self.problems),
-            Sample(self.work / "sample", self.sample_one_in, self.sample_shards),
+            own.CorpusReader(self.corpus, self.shards, self.problems),
+            own.Sample(self.work / "sample", self.sample_one_in, self.sample_shards),
             *(self._filter(name) for name in recipe.filters),
         ]
         is_last = recipe.exact_duplicates is None and recipe.near_duplicates is None
@@ -118,10 +93,10 @@ class Pipeline:
             return
         steps.append(_writer(self.work / "filtered"))
         if recipe.exact_duplicates is not None:
-            steps.append(ExactDedupSignature(str(self.work / "exact"), self._exact))
+            steps.append(dedup.ExactDedupSignature(str(self.work / "exact"), self._exact))
         yield Stage("filters", steps, tasks, reads_corpus=True)
         if recipe.exact_duplicates is not None:
-            find = ExactFindDedups(
+            find = dedup.ExactFindDedups(
                 *(str(self.work / "exact"), str(self.work / "exact-found"), self._exact),
                 lines_to_buffer=_BUFFER,
             )
@@ -131,7 +106,9 @@ class Pipeline:
         steps = [*self._filtered(excluding=True)]
         if recipe.near_duplicates is not None:
             steps.append(
-                MinhashDedupFilter(str(self.work / "near-found"), self._excluded("near_duplicates"))
+                dedup.MinhashDedupFilter(
+                    str(self.work / "near-found"), self._excluded("near_duplicates")
+                )
             )
         yield Stage("output", [*steps, *self._last()], tasks)
 
@@ -146,24 +123,26 @@ class Pipeline:
             hash_config=HASHES,
         )
         signatures, pairs = str(self.work / "near"), str(self.work / "near-pairs")
-        signature = MinhashDedupSignature(signatures, config, words_of(self.recipe.words))
+        signature = dedup.MinhashDedupSignature(signatures, config, words_of(self.recipe.words))
         yield Stage("signatures", [*self._filtered(excluding=False), signature], tasks)
-        buckets = MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=_BUFFER)
+        buckets = dedup.MinhashDedupBuckets(
+            signatures, pairs, config=config, lines_to_buffer=_BUFFER
+        )
         yield Stage("buckets", [buckets], near.num_buckets)
-        cluster = MinhashDedupCluster(pairs, str(self.work / "near-found"), config)
+        cluster = dedup.MinhashDedupCluster(pairs, str(self.work / "near-found"), config)
         yield Stage("clusters", [cluster], 1)
 
     def _filtered(self, *, excluding: bool) -> Iterator[PipelineStep]:
-        """Yield a reader of the filtered documents, and the removal of exact duplicates."""
-        yield TaskReader(str(self.work / "filtered"), add_file_path=False)
+        """Yield a reader of what the filters left, without exact duplicates."""
+        yield own.TaskReader(str(self.work / "filtered"), add_file_path=False)
         if self.recipe.exact_duplicates is not None:
             writer = self._excluded("exact_duplicates") if excluding else None
-            yield ExactDedupFilter(str(self.work / "exact-found"), self._exact, writer)
+            yield dedup.ExactDedupFilter(str(self.work / "exact-found"), self._exact, writer)
 
     def _last(self) -> Iterator[PipelineStep]:
         personal = self.recipe.personal_data
         if personal is not None:
-            yield PersonalData(**dict(personal), removed=self.removed / "personal_data")
+            yield own.PersonalData(**dict(personal), removed=self.removed / "personal_data")
         yield _writer(self.data)
 
     def _filter(self, name: str) -> PipelineStep:
@@ -171,22 +150,21 @@ class Pipeline:
         options: dict[str, Any] = dict(getattr(recipe, name))
         excluded, words = self._excluded(name), words_of(recipe.words)
         if name == "url":
-            return Urls(excluded, **options)
+            return own.Urls(excluded, **options)
         if name == "language":
-            return Language(
-                recipe.language.keep, recipe.language.threshold, language_model(recipe), excluded
-            )
+            model = Path(options["model"]) if options["model"] else packaged_model()
+            return own.Language(options["keep"], options["threshold"], model, excluded)
         if name == "bad_words":
             file = recipe.bad_words.file
-            return BadWords(Path(file) if file else BANNED_WORDS, excluded)
+            return own.BadWords(Path(file) if file else own.BANNED_WORDS, excluded)
         if name == "decontaminate":
-            config = n_grams_config(recipe.decontaminate.n_grams)
+            config = own.n_grams_config(recipe.decontaminate.n_grams)
             return NGramsDecontFilter(str(self.work / "n-grams"), config, excluded, words)
         kinds = {
-            "gopher_repetition": GopherRepetitionFilter,
-            "gopher_quality": GopherQualityFilter,
-            "c4": C4,
-            "fineweb_quality": FineWebQualityFilter,
+            "gopher_repetition": filters.GopherRepetitionFilter,
+            "gopher_quality": filters.GopherQualityFilter,
+            "c4": own.C4,
+            "fineweb_quality": filters.FineWebQualityFilter,
         }
         return kinds[name](exclusion_writer=excluded, language=words, **options)
 
@@ -200,12 +178,6 @@ class Pipeline:
 
 def _writer(folder: Path) -> JsonlWriter:
     return JsonlWriter(str(folder), compression=None)
-
-
-def language_model(recipe: Recipe) -> Path:
-    """Return the path of the language model."""
-    assert recipe.language is not None
-    return Path(recipe.language.model) if recipe.language.model else packaged_model()
 
 
 def logs_of(logs: Path, number: int, stage: Stage) -> Path:

@@ -72,7 +72,7 @@ class GopherRepetitionSection(Section):
     """(n, maximum share of characters in the most frequent n-gram)."""
     dup_n_grams: list[tuple[_NGram, Fraction]] = Field(
         default_factory=lambda: [
-            *((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10)),
+            *((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
         ],
         strict=False,
     )
@@ -166,9 +166,8 @@ class ExactDuplicatesSection(Section):
 class NearDuplicatesSection(Section):
     """Keeps one of all documents with nearly the same text, by MinHash (arXiv 2107.06499).
 
-    With the defaults, a pair with Jaccard similarity 0.8 is detected with a probability of 97.5 %
-    (1 - (1 - 0.8**8)**20), and a pair with 0.5 with 7.5 %. With FineWeb's 14 buckets it would be
-    92.4 % and 5.3 %.
+    The defaults detect 97.5 % of pairs with a Jaccard similarity of 0.8 (1 - (1 - 0.8**8)**20) and
+    7.5 % of those with 0.5. FineWeb's 14 buckets detect 92.4 % and 5.3 %.
     """
 
     n_grams: _NGram = 5
@@ -248,10 +247,10 @@ STEPS = (*FILTERS, "exact_duplicates", "near_duplicates", "personal_data")
 
 
 def read_recipe(named: str, assignments: Iterable[str]) -> Recipe:
-    """Return the recipe of a preset or TOML file, changed by key=value. `STEP=false` removes a
-    step, `STEP=true` adds it with defaults. `base = "PRESET"` in a file starts from that preset.
+    """Return the recipe of a preset or TOML file, changed by key=value.
 
-    Raises ConfigError with all problems.
+    `STEP=false` drops a step, `STEP=true` takes its defaults; `base = "PRESET"` in a file extends a
+    preset. Raises ConfigError with all problems.
     """
     problems: list[str] = []
     tree, origin = _tree(named, problems)
@@ -272,8 +271,9 @@ def read_recipe(named: str, assignments: Iterable[str]) -> Recipe:
 
 
 def words_in(file: Path) -> list[str]:
-    """Return the words of a list for bad_words.file, in lower case; lines with "#" are comments.
-    Raises ConfigError for a list without words, which would match every document.
+    """Return the words of a bad_words.file in lower case; "#" starts a comment.
+
+    Raises ConfigError for a file without words, which would match every document.
     """
     if not file.is_file():
         raise ConfigError(

@@ -63,7 +63,7 @@ def report_of(pipeline: Pipeline, logs: Path) -> dict[str, Any]:
         "sample": {"documents": len(sample), "one_in": pipeline.sample_one_in},
         "after_steps": [*_after_steps(pipeline, sample)],
         "strictness": [
-            {"strictness": at, **_trade_off(left), "rejected": dict(left.rejected)}
+            {"strictness": at, **left.numbers(), "rejected": dict(left.rejected)}
             for at, left in ((at, report_at(sample.values(), at)) for at in STRICTNESS)
         ],
         "cpu_seconds": {
@@ -141,7 +141,7 @@ def _sample(pipeline: Pipeline) -> dict[str, Document]:
 def _after_steps(pipeline: Pipeline, sample: Mapping[str, Document]) -> Iterator[dict[str, Any]]:
     """Yield size, quality and diversity of the sample after each step that removes documents."""
     left = dict(sample)
-    yield {"step": "read", **_trade_off(Report((*left.values(),), {}))}
+    yield {"step": "read", **Report((*left.values(),), {}).numbers()}
     ranks = {name.partition("-")[0] for name in sample}
     for step in pipeline.recipe.steps:
         if step == "personal_data":
@@ -150,23 +150,13 @@ def _after_steps(pipeline: Pipeline, sample: Mapping[str, Document]) -> Iterator
             file = pipeline.removed / step / f"{rank}.jsonl"
             for name in _ids(file) if file.exists() else ():
                 left.pop(name, None)
-        yield {"step": step, **_trade_off(Report((*left.values(),), {}))}
+        yield {"step": step, **Report((*left.values(),), {}).numbers()}
 
 
 def _ids(file: Path) -> Iterator[str]:
     with file.open(encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)["id"]
-
-
-def _trade_off(report: Report) -> dict[str, float]:
-    return {
-        "documents": len(report.kept),
-        "characters": report.characters,
-        "quality": round(report.quality, 5),
-        "diversity": report.diversity,
-        "packing": round(report.packing, 5),
-    }
 
 
 def as_text(report: Mapping[str, Any]) -> str:
@@ -265,29 +255,16 @@ def _table(report: Values) -> str:
     return f"<table class=rows>{''.join(rows)}</table>"
 
 
-def _curves(points: Sequence[Values], axis: str, x: list[float]) -> list[Curve]:
-    curves = []
-    for number, (key, name) in enumerate(_TITLES.items(), 1):
-        y = [100 * point[key] / (points[0][key] or 1) for point in points]
-        colour = f"var(--series-{number})"
-        curves.append(Curve(name, colour, {axis: x}, y, last=f"{y[-1]:.0f} %"))
-    return curves
-
-
 def _over_strictness(report: Values) -> Chart:
     points = report["strictness"]
-    return Chart(
-        "strictness",
-        "Size, quality and diversity over strictness",
-        "% of what was read",
-        _curves(points, "strictness", [float(point["strictness"]) for point in points]),
-        note=f"Counted on {report['sample']['documents']:,} documents of this corpus, not by this "
+    note = (
+        f"Counted on {report['sample']['documents']:,} documents of this corpus, not by this "
         "recipe: six rules whose thresholds rise together, from keeping everything to prose alone. "
         "Quality: share of the 2,000 most frequent words of English prose; diversity: different "
-        "words; size: characters.",
-        axes={"strictness": "strictness, %"},
-        from_zero=True,
+        "words; size: characters."
     )
+    x = [float(point["strictness"]) for point in points]
+    return _chart("strictness", "over strictness", "strictness, %", points, x, note)
 
 
 def _chart_after_steps(report: Values) -> Chart:
@@ -295,15 +272,20 @@ def _chart_after_steps(report: Values) -> Chart:
     names = ", ".join(
         f"{number} {point['step'].replace('_', ' ')}" for number, point in enumerate(points)
     )
-    return Chart(
-        "steps",
-        "Size, quality and diversity after each step",
-        "% of what was read",
-        _curves(points, "steps", [float(number) for number in range(len(points))]),
-        note=f"The same documents through this recipe: {names}.",
-        axes={"steps": "step"},
-        from_zero=True,
-    )
+    note, x = f"The same documents through this recipe: {names}.", [*map(float, range(len(points)))]
+    return _chart("steps", "after each step", "step", points, x, note)
+
+
+def _chart(
+    name: str, title: str, axis: str, points: Sequence[Values], x: list[float], note: str
+) -> Chart:
+    curves = []
+    for number, (key, label) in enumerate(_TITLES.items(), 1):
+        y = [100 * point[key] / (points[0][key] or 1) for point in points]
+        curves.append(Curve(label, f"var(--series-{number})", {name: x}, y, last=f"{y[-1]:.0f} %"))
+    title = f"Size, quality and diversity {title}"
+    unit, axes = "% of what was read", {name: axis}
+    return Chart(name, title, unit, curves, note=note, axes=axes, from_zero=True)
 
 
 def _rules(report: Values) -> str:

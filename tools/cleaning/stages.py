@@ -94,7 +94,8 @@ class Slurm(SlurmPipelineExecutor):
 def run_on_slurm(
     stages: Iterable[Stage], logs: Path, options: SlurmSection, problems: Path, say: Say
 ) -> None:
-    """Submit the stages as dependent arrays, unless they are queued already, and follow them.
+    """Submit the stages as dependent arrays unless queued, and follow them.
+
     Raises WorkerFailed and ConfigError.
     """
     executors: list[Slurm] = []

@@ -90,8 +90,7 @@ def require_no_problems(folder: Path) -> None:
 class TaskReader(JsonlReader):
     """Reads the documents that the same task of an earlier stage wrote.
 
-    datatrove's own reader distributes existing files: a task without a file would shift the numbers
-    of all later documents.
+    datatrove's reader distributes existing files: a missing one would shift all later documents.
     """
 
     def run(
@@ -307,9 +306,7 @@ _PHONES = ("+1 202-555-0100", "+1 202-555-0143", "+1 202-555-0176")  # fictional
 
 
 class PersonalData(PIIFormatter):
-    """datatrove's PII formatter, extended to IPv6 and telephone numbers; it also counts
-    replacements and keeps examples.
-    """
+    """datatrove's PII formatter with IPv6, telephone numbers, counts and examples."""
 
     name = "personal data"
 

@@ -85,6 +85,16 @@ class Report:
         """Compressed bytes per character; low for repetitive text."""
         return sum(document.packed for document in self.kept) / max(1, self.characters)
 
+    def numbers(self) -> dict[str, float]:
+        """Return documents, size, quality and diversity."""
+        return {
+            "documents": len(self.kept),
+            "characters": self.characters,
+            "quality": round(self.quality, 5),
+            "diversity": self.diversity,
+            "packing": round(self.packing, 5),
+        }
+
 
 def first_rejecting(document: Document, strictness: float) -> str | None:
     """Return the name of the first rule that rejects a document; None if all rules keep it."""

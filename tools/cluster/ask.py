@@ -29,6 +29,7 @@ from harness.plan.plan import Plan
 from tools.cluster.count import TOKENS_PER_PARAMETER, Question
 from tools.cluster.layouts import STATES, Layout, State, base_json
 
+_HOST_GIB = 256.0  # per GPU, of nodes as they usually are
 _EVALUATIONS = 200
 """Most evaluations of a job whose config does not set eval.every."""
 
@@ -62,7 +63,7 @@ def question_of(args: argparse.Namespace) -> Question:
         machine=machine,
         gpus=args.gpus,
         device_bytes=int(find_gpu(args.gpu).memory_gib * GIB),
-        host_bytes=int(host_gib(args, world) * GIB),
+        host_bytes=int((args.host_memory or _HOST_GIB * world.local_world_size) * GIB),
         global_batch=args.global_batch,
         data_tokens=tokens,
         price=args.price,
@@ -80,8 +81,9 @@ def _tokens(args: argparse.Namespace, run: RunConfig) -> float:
 
 
 def _recipe(args: argparse.Namespace, run: RunConfig, tokens: float) -> dict[str, Any]:
-    """Return the run config keys that a job of this length needs and its user left open: length,
-    warm-up (2,000 steps as for Llama 2, arXiv 2307.09288, or 1 % of a shorter job) and evaluations.
+    """Return run config keys that the user left open: length, warm-up, evaluations.
+
+    Warm-up: 2,000 steps as in Llama 2 (arXiv 2307.09288), at most 1 % of all steps.
     """
     steps = ceil(tokens / args.global_batch / args.seq_len)
     keys: dict[str, Any] = {}
@@ -111,11 +113,6 @@ def _rates(path: Path) -> dict[str, Any]:
     return rates
 
 
-def host_gib(args: argparse.Namespace, world: World) -> float:
-    """Return the host memory of a node in GiB: --host-memory, or a usual size for such nodes."""
-    return args.host_memory or 256.0 * world.local_world_size
-
-
 def run_of(args: argparse.Namespace, **more: Any) -> RunConfig:
     """Return the run config of a command line, with additional keys."""
     keys = {"model.name": args.model, "data.seq_len": args.seq_len, **more}
@@ -131,9 +128,7 @@ def world_of(args: argparse.Namespace) -> World:
 
 
 def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:
-    """Return the plan that train.py would make for a layout. Adapters are left out: they need
-    weights, which the planner may not have.
-    """
+    """Return train.py's plan of a layout. Adapters are left out: they would need weights."""
     more = {"train.global_batch": args.global_batch, **layout.overrides}
     return make_plan(run_of(args, **more), DsJson(layout.deepspeed, "layout"), world_of(args))
 

@@ -27,7 +27,7 @@ _LEAST = 3
 def calibrate(folders: Sequence[Path], out: Path) -> str:
     """Fit a site's rates to its runs, write them, and return a line about them.
 
-    Raises ConfigError for folders without a usable run, and for runs on different machines.
+    Raises ConfigError for a folder without a usable run, and for runs on different machines.
     """
     problems, runs, kinds = [], list[Measured](), set[tuple[str, str, int]]()
     for folder in folders:
@@ -70,9 +70,7 @@ def _listed(inputs: Inputs, cores: int) -> Machine:
 
 
 def _measured(folder: Path) -> tuple[Measured, int]:
-    """Return a run's inputs and step time, and the cores of its node; 0 for GPU nodes, whose cores
-    are not calibrated.
-    """
+    """Return a run's inputs and step, and its node's cores; 0 cores for nodes with GPUs."""
     run = RunFolder(folder)
     record = run.read_plan()
     if record is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from harness.estimate.held import GIB
 from harness.estimate.step_time.step import TERMS
@@ -127,11 +128,13 @@ def risk(counted: Counted) -> tuple[int, ...]:
     return offloads, within, neighbours > per_node, axes, is_new, layout.zero > 1
 
 
+_seconds = attrgetter("seconds")
+
+
 def answer_of(counted: Iterable[Counted]) -> Answer:
     """Return the answer to a question.
 
-    The allocator is simulated and the plan made only for layouts where the result decides what is
-    shown.
+    Plans and allocators are consulted only for layouts that decide what is shown.
     """
     every = [*counted]
     candidates = sorted((each for each in every if each.fits is not False), key=_seconds)
@@ -221,10 +224,6 @@ _PARTS = {
     "expert": "shards experts",
     "hpz": "keeps a second copy of the weights",
 }
-
-
-def _seconds(each: Counted) -> float:
-    return each.seconds
 
 
 def _missing(each: Counted) -> tuple[int, float]:

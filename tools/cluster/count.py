@@ -10,14 +10,7 @@ from typing import Any
 from harness.config.run_config import RunConfig
 from harness.estimate.held import GIB, PHASES, Interval
 from harness.estimate.inputs import Inputs
-from harness.estimate.rank_timeline import (
-    PAGE,
-    UNMODELLED,
-    Totals,
-    host_peak,
-    peak,
-    verdict_without_allocator,
-)
+from harness.estimate.rank_timeline import PAGE, UNMODELLED, Totals, peak, verdict_without_allocator
 from harness.estimate.step_time.job import DAY, Beside, Job
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import StepTime
@@ -40,11 +33,6 @@ class Rank:
     def peak(self) -> int:
         """Largest number of bytes in tensors on the device."""
         return peak(self.states, self.batch)
-
-    @property
-    def host(self) -> int:
-        """Largest number of bytes on the host."""
-        return host_peak(self.states, self.batch)
 
     def largest(self) -> tuple[str, int]:
         """Return the largest component of the fullest phase and its bytes."""
@@ -98,9 +86,7 @@ class Counted:
 
     @cached_property
     def fits_by_bounds(self) -> bool | None:
-        """True if it fits and False if it does not, whatever the allocator does; None if that
-        depends on the allocator.
-        """
+        """True or False if it fits or not with any allocator; None if the allocator decides."""
         if self.missing_host_bytes:
             return False
         most = self.worst.states.unshared + self.worst.batch.unshared + self.copies
@@ -197,9 +183,7 @@ class Counted:
 
     @property
     def peak_interval(self) -> tuple[int, int]:
-        """Fewest and most bytes of the fullest GPU as its driver reports them; for a layout that
-        does not fit, both are the fewest.
-        """
+        """Bytes of the fullest GPU as its driver shows them: bounds, equal if it does not fit."""
         if self.fits_by_bounds is False:
             return self.peak_bytes, self.peak_bytes
         if self.fits is not None and self.fits_by_bounds is None:

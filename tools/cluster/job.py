@@ -81,9 +81,7 @@ def commands(best: Counted, folder: str) -> dict[str, str]:
 
 
 def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str]:
-    """Write ds.json, run.toml, and a script or manifest for each launcher into a folder. Return
-    lines that name them.
-    """
+    """Write ds.json, run.toml and a script per launcher; return lines that name them."""
     question, texts = best.question, dict[str, str]()
     per_node = question.some.gpus_per_node
     nodes = question.gpus // per_node

@@ -150,11 +150,10 @@ def layouts(
     lora: bool,
     quantized: bool = False,
 ) -> Iterator[Layout]:
-    """Yield all layouts of the listed axes and modes that train.py accepts. Tensor parallelism
-    stays within a node.
+    """Yield the layouts that train.py takes; tensors are divided within a node only.
 
-    `lora`: adapters are trained, which allow no tensor, expert or pipeline parallelism.
-    `quantized`: the frozen weights have 4 bits, which ZeRO 3 cannot partition.
+    `lora`: adapters, which are not divided over tensors, experts or stages. `quantized`: 4-bit
+    weights, which ZeRO 3 does not divide.
     """
     for pipeline, tensor, sequence, expert in _axes(shape, gpus, gpus_per_node, seq_len, lora):
         data = gpus // (pipeline * tensor * sequence)

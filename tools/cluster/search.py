@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-from collections.abc import Hashable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from harness.errors import ConfigError
 from harness.estimate.driver import driver_bytes
@@ -24,6 +26,7 @@ from harness.estimate.rank_timeline import (
     Totals,
     batch_parts,
     copies_of_attention,
+    host_peak,
     state_parts,
 )
 from harness.estimate.step_time.layer import Passes, layer_passes
@@ -36,19 +39,18 @@ from harness.estimate.step_time.step import (
     synchronised,
 )
 from harness.estimate.timeline import fullest_node, shards_that_differ
-from harness.layout.grid import Grid
 from harness.layout.stages import in_flight
 from tools.cluster.choose import Answer, answer_of
 from tools.cluster.count import Counted, Question, Rank
 from tools.cluster.layouts import Layout, bounds_of, layouts
 
+_T = TypeVar("_T")
 _Key = tuple[Hashable, ...]
 
 
 def answer(args: argparse.Namespace, question: Question) -> Answer:
     """Return all layouts of a job, with the recommended one."""
-    with _no_collection():
-        return answer_of(count_all(args, question))
+    return answer_of(count_all(args, question))
 
 
 def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
@@ -71,9 +73,7 @@ def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable cyclic garbage collection: thousands of layouts are kept, none in a cycle, and
-    looking for cycles takes a fifth of the time.
-    """
+    """Pause Python's cycle collector: it takes a fifth of the time, and there are no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -90,14 +90,7 @@ class Search:
         self._question = question
         self._layer_kinds = _layer_kinds(question.some)
         self._stage_kinds: dict[_Key, int] = {}
-        self._layers: dict[_Key, Layer] = {}
-        self._passes: dict[_Key, Passes] = {}
-        self._states: dict[_Key, list[Totals]] = {}
-        self._batches: dict[_Key, tuple[Totals, int]] = {}
-        self._computed: dict[_Key, Computed] = {}
-        self._synchronised: dict[_Key, Synchronised] = {}
-        self._kinds: dict[_Key, list[int]] = {}
-        self._drivers: dict[_Key, Interval] = {}
+        self._parts: defaultdict[str, dict[_Key, Any]] = defaultdict(dict)
 
     def count(self, layouts: Iterable[Layout]) -> Iterator[Counted]:
         """Yield each layout with its memory and time."""
@@ -126,13 +119,10 @@ class Search:
                 here = [Rank(stage, each, batch) for each in states]
                 ranks += here
                 copies += [copied] * len(here)
-                hosts[alike] = max(rank.host for rank in here)
+                hosts[alike] = max(host_peak(each, batch) for each in states)
             by_stage.append(hosts[alike])
             if kind not in seconds:
-                seconds[kind] = (
-                    self._computed_of(whole, stage, kind),
-                    self._synchronised_of(whole, stage, kind),
-                )
+                seconds[kind] = self._seconds(whole, stage, kind)
         peaks = [rank.peak for rank in ranks]
         worst = peaks.index(max(peaks))
         return Counted(
@@ -152,15 +142,22 @@ class Search:
             copies=copies[worst],
         )
 
+    def _once(self, name: str, key: _Key, count: Callable[[], _T]) -> _T:
+        """Return the part of that name and key, counted the first time."""
+        parts = self._parts[name]
+        if key not in parts:
+            parts[key] = count()
+        return parts[key]
+
     def _kinds_of(self, whole: _Whole) -> list[int]:
         """Return a number for each pipeline stage, equal for stages that hold the same."""
-        layout = whole.layout
-        key = (layout.pipeline, layout.checkpointing)
-        if key not in self._kinds:
-            numbers = self._stage_kinds
+        numbers = self._stage_kinds
+
+        def kinds() -> list[int]:
             stages = _stages(whole, self._layer_kinds)
-            self._kinds[key] = [numbers.setdefault(each, len(numbers)) for each in stages]
-        return self._kinds[key]
+            return [numbers.setdefault(each, len(numbers)) for each in stages]
+
+        return self._once("kinds", (whole.layout.pipeline, whole.layout.checkpointing), kinds)
 
     def _layer_key(self, inputs: Inputs, index: int) -> _Key:
         """Return the key of a layer's cost: it depends on neither stages, ZeRO nor
@@ -173,15 +170,11 @@ class Search:
 
     def _layer(self, inputs: Inputs, index: int) -> Layer:
         key = self._layer_key(inputs, index)
-        if key not in self._layers:
-            self._layers[key] = layer_activations(inputs, index)
-        return self._layers[key]
+        return self._once("layer", key, lambda: layer_activations(inputs, index))
 
     def _passes_of(self, inputs: Inputs, index: int, machine: Machine) -> Passes:
         key = self._layer_key(inputs, index)
-        if key not in self._passes:
-            self._passes[key] = layer_passes(inputs, index, machine)
-        return self._passes[key]
+        return self._once("passes", key, lambda: layer_passes(inputs, index, machine))
 
     def _states_of(self, whole: _Whole, stage: int, kind: int, accumulates: bool) -> list[Totals]:
         layout = whole.layout
@@ -189,47 +182,43 @@ class Search:
             *(*layout.state, layout.tensor, layout.expert, layout.pipeline),
             *(kind, accumulates, whole.grad_accum > 1, layout.mlp_tiles),
         )
-        if key not in self._states:
+
+        def states() -> list[Totals]:
             # ZeRO treats sequence-parallel ranks as data ranks.
-            inputs = replace(whole.inputs, grid=whole.without_sequence)
+            inputs = replace(whole.inputs, grid=replace(whole.inputs.grid, sequence=1))
             shards = shards_that_differ(inputs.of_stage(stage))
-            self._states[key] = [
-                Totals(tuple(state_parts(inputs, stage, shard))) for shard in shards
-            ]
-        return self._states[key]
+            return [Totals(tuple(state_parts(inputs, stage, shard))) for shard in shards]
+
+        return self._once("states", key, states)
 
     def _batch(self, whole: _Whole, stage: int, kind: int, flying: int) -> tuple[Totals, int]:
         key: _Key = (*whole.axes, kind)
         if whole.layout.pipeline > 1:
             key += (flying, whole.grad_accum > 1)
-        if key not in self._batches:
-            parts = Totals(tuple(batch_parts(whole.stage(stage), self._layer)))
-            copies = copies_of_attention(whole.stage(stage))
-            self._batches[key] = parts, Totals((copies,)).unshared
-        return self._batches[key]
 
-    def _computed_of(self, whole: _Whole, stage: int, kind: int) -> Computed:
-        key = (*whole.axes, kind)
-        if key not in self._computed:
-            machine = self._question.machine
-            self._computed[key] = computed(whole.stage(stage), machine, self._passes_of)
-        return self._computed[key]
-
-    def _synchronised_of(self, whole: _Whole, stage: int, kind: int) -> Synchronised:
-        layout = whole.layout
-        key = (*layout.state, layout.tensor, layout.expert, layout.pipeline, kind)
-        if key not in self._synchronised:
+        def batch() -> tuple[Totals, int]:
             here = whole.stage(stage)
-            self._synchronised[key] = synchronised(here, self._question.machine)
-        return self._synchronised[key]
+            copies = Totals((copies_of_attention(here),)).unshared
+            return Totals(tuple(batch_parts(here, self._layer))), copies
+
+        return self._once("batch", key, batch)
+
+    def _seconds(self, whole: _Whole, stage: int, kind: int) -> tuple[Computed, Synchronised]:
+        layout, machine = whole.layout, self._question.machine
+        key = (*layout.state, layout.tensor, layout.expert, layout.pipeline, kind)
+        return (
+            self._once(
+                *("computed", (*whole.axes, kind)),
+                lambda: computed(whole.stage(stage), machine, self._passes_of),
+            ),
+            self._once("synchronised", key, lambda: synchronised(whole.stage(stage), machine)),
+        )
 
     def _driver(self, whole: _Whole) -> Interval:
-        layout = whole.layout
+        layout, base = whole.layout, whole.base
         key = (layout.pipeline, layout.tensor, layout.sequence, layout.expert, layout.hpz)
-        if key not in self._drivers:
-            zero = whole.base.zero
-            self._drivers[key] = driver_bytes(whole.grid, whole.base.gpu, zero.secondary_ranks)
-        return self._drivers[key]
+        ranks = base.zero.secondary_ranks
+        return self._once("driver", key, lambda: driver_bytes(whole.inputs.grid, base.gpu, ranks))
 
 
 class _Whole:
@@ -257,16 +246,6 @@ class _Whole:
         if stage not in self._stages:
             self._stages[stage] = self.inputs.of_stage(stage)
         return self._stages[stage]
-
-    @property
-    def grid(self) -> Grid:
-        """Ranks of the layout."""
-        return self.inputs.grid
-
-    @property
-    def without_sequence(self) -> Grid:
-        """Ranks of the layout, with sequence-parallel ranks counted as data ranks."""
-        return replace(self.grid, sequence=1)
 
 
 def _layer_kinds(inputs: Inputs) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 
 from harness.errors import ConfigError
@@ -103,9 +102,7 @@ def _changes(args: argparse.Namespace) -> Iterator[tuple[str, argparse.Namespace
 
 
 def _with(args: argparse.Namespace, **changes: object) -> argparse.Namespace:
-    changed = copy(args)
-    vars(changed).update(changes)
-    return changed
+    return argparse.Namespace(**{**vars(args), **changes})
 
 
 def _best(args: argparse.Namespace) -> Counted | str:

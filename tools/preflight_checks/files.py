@@ -134,18 +134,16 @@ def _library_files() -> Iterator[tuple[str, str]]:
 
 def _data(corpora: Sequence[Corpus]) -> dict[str, str]:
     """Return names and sizes of all files, and their times apart: copies often have others."""
-    values = [_corpus(corpus) for corpus in corpora]
-    return {key: "; ".join(value[key] for value in values) for key in values[0]}
-
-
-def _corpus(corpus: Corpus) -> dict[str, str]:
-    _open(corpus.files[0], corpus.files[-1])
-    kind, python, stats = corpus.identity()
-    assert isinstance(stats, list)
-    sizes = [entry[:2] for entry in stats]
-    size_gib = sum(size for _, size in sizes) / 2**30
-    about = f"{kind}, {len(sizes)} files, {size_gib:.2f} GiB"
-    return {"data": f"{about}, {_hash(python, sizes)}", "data times": _hash(stats)}
+    data, times = [], []
+    for corpus in corpora:
+        _open(corpus.files[0], corpus.files[-1])
+        kind, python, stats = corpus.identity()
+        assert isinstance(stats, list)
+        sizes = [entry[:2] for entry in stats]
+        size_gib = sum(size for _, size in sizes) / 2**30
+        data.append(f"{kind}, {len(sizes)} files, {size_gib:.2f} GiB, {_hash(python, sizes)}")
+        times.append(_hash(stats))
+    return {"data": "; ".join(data), "data times": "; ".join(times)}
 
 
 def _weights(source: str) -> str:
@@ -176,9 +174,9 @@ def nearest_folder(plan: Plan) -> Path:
 
 @contextmanager
 def token(folder: Path) -> Iterator[str]:
-    """Make a file that all ranks must see, and remove it at the end.
+    """Create a file that all ranks must see; remove it at the end.
 
-    If it cannot be made, its path is returned nevertheless: no rank will see it.
+    If that fails, the path is returned all the same: no rank will see it.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
@@ -287,9 +285,7 @@ def _room(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
 
 
 def _due(plan: Plan, there: int) -> int:
-    """Return how many checkpoints the run adds to those that are `there`: the ones it keeps and one
-    more, since a save writes the new one before it removes an old one; never more than it saves.
-    """
+    """Return how many checkpoints the run adds: those that it keeps, and the one being written."""
     save = plan.config.save
     most = save.keep + save.keep_best + 1
     if plan.steps is not None:

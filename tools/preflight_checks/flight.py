@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from harness.errors import ConfigError, ExitCode
 from harness.layout.world import World
 from harness.plan.command import Command, plan_from
@@ -20,7 +22,9 @@ from harness.plan.text import spread
 from harness.run.progress import Progress
 from harness.terminal import columns, say
 from tools.preflight_checks import files, machine, network, report
-from tools.preflight_checks.network import Absent, Links, Meeting
+from tools.preflight_checks.files import Seen, Storage
+from tools.preflight_checks.machine import Machine
+from tools.preflight_checks.network import Links, Meeting
 from tools.preflight_checks.report import Row, count, who
 
 CLOCKS_S = 5.0  # locks and status files of two nodes are compared by their times
@@ -35,25 +39,16 @@ class Facts:
 
     clock_s: float
     links: Links
-    seen: files.Seen | None = None
-    storage: files.Storage | None = None
-    machine: machine.Machine | None = None
+    seen: Seen | None = None
+    storage: Storage | None = None
+    machine: Machine | None = None
     problem: str | None = None
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Facts:
-        """Return the facts from their JSON form."""
-        parts: dict[str, Any] = {
-            "links": Links, "seen": files.Seen, "storage": files.Storage, "machine": machine.Machine
-        }  # fmt: skip
-        made = {name: part(**value[name]) for name, part in parts.items() if value[name]}
-        return cls(**{**value, **made})
 
 
 def fly(command: Command, host: str, in_json: bool, limit_s: float) -> int:
-    """Do all of it on this rank; return the exit code, which is the same on all ranks.
+    """Run the preflight on this rank; return the exit code, the same on all ranks.
 
-    Raises ValueError for an environment that is no launcher's, Absent if ranks do not come.
+    Raises ValueError without a launcher's environment, Absent if ranks are missing.
     """
     began, come_s = time.monotonic(), limit_s * _COMING
     end_s = began + limit_s
@@ -87,7 +82,8 @@ def fly(command: Command, host: str, in_json: bool, limit_s: float) -> int:
         facts, ended = _measured(plan, command, meeting, word, clock_s, end_s, progress)
         meeting.give("facts", asdict(facts))
         if world.rank == 0:
-            reports = [v and Facts.from_json(v) for v in meeting.collect("facts", end_s)]
+            of_ranks = TypeAdapter(list[Facts | None])
+            reports = of_ranks.validate_python(meeting.collect("facts", end_s))
             meeting.tell("code", _reported(plan, word["hosts"], reports, in_json))
         exit_code = int(meeting.hear("code", end_s))
         meeting.part(word["ranks"])
@@ -223,9 +219,7 @@ def _clocks(clocks_s: dict[int, float], hosts: Sequence[str]) -> Row:
 
 
 def _rates(plan: Plan, hosts: Sequence[str], reports: Iterable[Facts | None]) -> dict[str, Any]:
-    """Return medians for tools/plan_cluster.py --measured: 10**12 operations of matrix products per
-    second, 10**9 bytes per second of links; None if nothing was measured.
-    """
+    """Return medians for plan_cluster.py --measured, in TFLOP/s and GB/s; None: not measured."""
     facts = [each for each in reports if each is not None]
 
     def median(values: Iterable[float | None]) -> float | None:
@@ -245,6 +239,3 @@ def _rates(plan: Plan, hosts: Sequence[str], reports: Iterable[Facts | None]) ->
         "within_node_gb_per_s": between(network.WITHIN),
         "between_nodes_gb_per_s": between(network.BETWEEN),
     }
-
-
-__all__ = ["Absent", "fly", "judge"]

@@ -75,8 +75,7 @@ class Machine:
     gpu_id: str | None = None
     gpu_free_bytes: int | None = None
     gpu_total_bytes: int | None = None
-    ecc: str | None = None
-    """ "Enabled, 0 uncorrected errors"."""
+    ecc: str = "unknown"  # or "Enabled, 0 uncorrected errors"
     tflops: float = 0.0
     """Of matrix products in the run's precision, while all ranks of the node compute."""
     host_free_bytes: int | None = None
@@ -104,16 +103,15 @@ def measure_machine(plan: Plan) -> Machine:
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     tflops = matmul_tflops(device, _DTYPES[plan.precision])  # first: all ranks of a node at once
     checksum, steady = exact_products(device)
+    short = shortages(plan.estimate, free_gpu, host, takes(plan)) if plan.estimate else ()
     machine = Machine(
         tflops=tflops,
         host_free_bytes=host,
-        shared_free_bytes=_free(SHARED_MEMORY),
+        shared_free_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         infiniband=INFINIBAND.is_dir() and any(INFINIBAND.iterdir()),
-        shortages=tuple(shortages(plan.estimate, free_gpu, host, takes(plan)))
-        if plan.estimate
-        else (),
+        shortages=(*short,),
         checksum=checksum,
         steady=steady,
         locks=lock_problem(extension_folder()),
@@ -124,7 +122,8 @@ def measure_machine(plan: Plan) -> Machine:
 def _with_gpu(machine: Machine, device: torch.device, free_bytes: int | None) -> Machine:
     about = torch.cuda.get_device_properties(device)
     driver = ask_driver(f"GPU-{about.uuid}")
-    nvcc = nvcc_release(_output(_nvcc(), "--version"))
+    release = re.search(r"release (\d+\.\d+)", _output(_nvcc(), "--version"))
+    nvcc = release[1] if release else None
     others = [n for n in range(torch.cuda.device_count()) if n != device.index]
     peers = sum(torch.cuda.can_device_access_peer(device.index, other) for other in others)
     reach = f"reaches the memory of {peers} of {len(others)} others directly"
@@ -135,7 +134,7 @@ def _with_gpu(machine: Machine, device: torch.device, free_bytes: int | None) ->
         gpu_id=f"GPU-{about.uuid}",
         gpu_free_bytes=free_bytes,
         gpu_total_bytes=about.total_memory,
-        ecc=driver.ecc,
+        ecc=driver.ecc or "unknown",
         toolkit=f"driver {driver.version or 'unknown'} (CUDA {driver.cuda or 'unknown'}), "
         f"torch's CUDA {torch.version.cuda}, nvcc {nvcc or 'not found'}",
         toolkit_problem=toolkit_problem(driver.cuda, torch.version.cuda, nvcc),
@@ -174,10 +173,10 @@ def _finish(device: torch.device) -> None:
 
 
 def exact_products(device: torch.device) -> tuple[str, bool]:
-    """Return a digest of a matrix product, and True if several products are all equal.
+    """Return a digest of a matrix product, and True if repeated products are equal.
 
-    Factors are -1, 0 and 1, few of them not 0: sums stay below 256 and are exact in bf16, in any
-    order. A GPU that computes wrong without an error gives another digest than its neighbours.
+    Factors are -1, 0 and 1, mostly 0: sums stay below 256 and are exact in bf16. A GPU that
+    silently computes wrong gives another digest than its neighbours.
     """
     edge = _EXACT_EDGE[device.type]
     generator = torch.Generator().manual_seed(0)
@@ -228,10 +227,8 @@ def ask_driver(gpu_id: str) -> Driver:
 def _gpu_problems(nvml: Any, gpu: Any, ask: Callable[..., Any]) -> list[str]:
     clocks = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, gpu) or 0
     _, _, pending, failed = ask(nvml.nvmlDeviceGetRemappedRows, gpu) or (0, 0, 0, 0)
-    width, most = (
-        ask(query, gpu) for query in (nvml.nvmlDeviceGetCurrPcieLinkWidth,
-                                      nvml.nvmlDeviceGetMaxPcieLinkWidth)
-    )  # fmt: skip
+    width = ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, gpu)
+    most = ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, gpu)
     # The first is a newer driver's word for the two others.
     recovery = [
         nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,
@@ -259,17 +256,10 @@ def parse_xids(kernel_log: str, bus_id: str | None) -> list[str]:
     return [f"Xid {number} ({count} times)" for number, count in counts.items()]
 
 
-def nvcc_release(text: str) -> str | None:
-    """Return the release in the output of `nvcc --version`: "12.8"."""
-    match = re.search(r"release (\d+\.\d+)", text)
-    return match[1] if match else None
-
-
 def toolkit_problem(driver: str | None, torchs: str | None, nvcc: str | None) -> str:
     """Return why three versions of CUDA do not work together; "" if they do.
 
-    Within a major version programs of a newer toolkit run on an older driver (CUDA's minor version
-    compatibility); what nvcc builds must be of torch's own major version.
+    Within a major version, new toolkits run on older drivers; nvcc must match torch's own.
     """
     major = [version and int(version.partition(".")[0]) for version in (driver, torchs, nvcc)]
     if major[0] and major[1] and major[0] < major[1]:
@@ -314,16 +304,14 @@ def lock_problem(folder: Path) -> str:
     return ""
 
 
-def _free(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
 # --- judged on rank 0, which has the machines of all ranks ---
 
 Machines = dict[int, Machine]
+
+
+def _each(machines: Machines, name: str) -> dict[int, Any]:
+    """Return a value of every rank's machine."""
+    return {rank: getattr(machine, name) for rank, machine in machines.items()}
 
 
 def machine_rows(
@@ -350,24 +338,21 @@ def _gpu_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
     todo = "request one GPU type: the slowest sets the pace, the smallest the micro-batch"
     rows = [same_row("GPU", kinds, hosts, todo, "warn")]
     ranks_of = by_text((rank, machine.gpu_id or str(rank)) for rank, machine in machines.items())
-    shared = [who(ranks, hosts) for ranks in ranks_of.values() if len(ranks) > 1]
-    if shared:
+    own = Row("GPU of its own", "ok", f"{len(ranks_of)} GPUs, one per rank")
+    if shared := [who(ranks, hosts) for ranks in ranks_of.values() if len(ranks) > 1]:
         todo = "start one rank per GPU, and check CUDA_VISIBLE_DEVICES and --gpus-per-task"
-        rows.append(Row("GPU of its own", "FAIL", f"one GPU for {'; for '.join(shared)}", todo))
-    else:
-        rows.append(Row("GPU of its own", "ok", f"{len(ranks_of)} GPUs, one per rank"))
+        own = Row("GPU of its own", "FAIL", f"one GPU for {'; for '.join(shared)}", todo)
     free = {rank: m.gpu_free_bytes / GIB for rank, m in machines.items() if m.gpu_free_bytes}
     taken = [r for r, f in free.items() if f < FREE_PART * (machines[r].gpu_total_bytes or 0) / GIB]
     text = span(free.values(), "GiB") if free else "unknown to the driver"
     todo = "nvidia-smi there shows which process holds it: end it, or drain the node"
-    rows.append(named_row("GPU memory free", text, "not all free:", taken, hosts, todo))
-    ecc = {rank: machine.ecc or "unknown" for rank, machine in machines.items()}
+    rows += [own, named_row("GPU memory free", text, "not all free:", taken, hosts, todo)]
     todo = "drain a GPU with uncorrected errors; if ECC is off on only one GPU, turn it on"
-    return [*rows, same_row("GPU ECC", ecc, hosts, todo, "warn")]
+    return [*rows, same_row("GPU ECC", _each(machines, "ecc"), hosts, todo, "warn")]
 
 
 def _speed(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
-    rates = {rank: machine.tflops for rank, machine in machines.items()}
+    rates = _each(machines, "tflops")
     unit, scale = ("TFLOP/s", 1.0) if max(rates.values()) >= 1 else ("GFLOP/s", 1e3)
     text = f"{span([scale * rate for rate in rates.values()], unit)} in {plan.precision}"
     gpu = known_gpu(plan.world.gpu)
@@ -396,16 +381,15 @@ def _memory(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
 
 
 def _limit_rows(plan: Plan, machines: Machines, hosts: Sequence[str]) -> list[Row]:
+    shared = Row("/dev/shm", "warn", "cannot be read", "mount it: NCCL uses it between ranks")
     free = {r: m.shared_free_bytes for r, m in machines.items() if m.shared_free_bytes is not None}
     if free:
         text = span((size / GIB for size in free.values()), "GiB free")
         few = [r for r, n in free.items() if n < SHARED_BYTES_PER_RANK * hosts.count(hosts[r])]
         todo = "give the node 1 GiB per rank (in a container --shm-size)"
         shared = named_row("/dev/shm", text, "little on", few, hosts, todo)
-    else:
-        shared = Row("/dev/shm", "warn", "cannot be read", "mount it: NCCL uses it between ranks")
     needed = _OWN_FILES + _FILES_PER_PEER * len(hosts)
-    files = {rank: machine.open_files for rank, machine in machines.items()}
+    files = _each(machines, "open_files")
     text = f"{span(files.values(), 'allowed', 'd')}, about {needed} needed"
     few = [rank for rank, limit in files.items() if limit < needed]
     todo = (
@@ -434,33 +418,29 @@ def _product_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
         for rank, machine in machines.items()
     }
     todo = "that device computes wrong results without an error: drain the node and have it tested"
-    fine = "the folder of compiled operators supports locks"
-    locks = [(rank, machine.locks) for rank, machine in machines.items()]
+    fine, locks = "the folder of compiled operators supports locks", _each(machines, "locks")
     advice = (
         "set TORCH_EXTENSIONS_DIR to a local folder of the node: otherwise two ranks may "
         "build at once"
     )
     return [
         same_row("matmul checksum", checksums, hosts, todo),
-        problem_row("build locks", fine, locks, hosts, advice),
+        problem_row("build locks", fine, locks.items(), hosts, advice),
     ]
 
 
 def _driver_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
-    problems = [(rank, machine.toolkit_problem) for rank, machine in machines.items()]
+    problems, toolkits = _each(machines, "toolkit_problem"), _each(machines, "toolkit")
     todo = "install torch for the driver's CUDA, or set CUDA_HOME to a toolkit of torch's"
-    versions = problem_row("CUDA versions", "", problems, hosts, todo)
+    versions = problem_row("CUDA versions", "", problems.items(), hosts, todo)
     if versions.verdict == "ok":
-        toolkits = {rank: machine.toolkit for rank, machine in machines.items()}
         todo = "update the node that differs"
         versions = same_row("CUDA versions", toolkits, hosts, todo, "warn")
-    health = [(rank, machine.health) for rank, machine in machines.items()]
     fine = "no remapped rows pending, no slowdown, no reset required"
     todo = "see nvidia-smi -q and dmesg there; a reset repairs pending rows, else drain the node"
-    links = {rank: machine.links for rank, machine in machines.items()}
     advice = "see nvidia-smi topo -m there: a GPU without peer access copies through the host"
     return [
         versions,
-        problem_row("GPU health", fine, health, hosts, todo),
-        same_row("GPU links", links, hosts, advice, "warn"),
+        problem_row("GPU health", fine, _each(machines, "health").items(), hosts, todo),
+        same_row("GPU links", _each(machines, "links"), hosts, advice, "warn"),
     ]

@@ -39,10 +39,9 @@ class Absent(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks of `world`, around a TCP store of rank 0.
+    """All ranks of `world`, connected by rank 0's TCP store.
 
-    The store alone, no collective: a rank that does not come, or does not come back, is named
-    instead of waited for. Deadlines are values of time.monotonic().
+    No collectives: missing ranks are named, not waited for. Deadlines are time.monotonic() values.
     """
 
     world: World
@@ -104,10 +103,7 @@ class Meeting:
 
 
 def meet(world: World, host: str, come_s: float) -> Meeting:
-    """Open rank 0's store, or connect to it within `come_s`.
-
-    Raises Absent if rank 0 cannot be reached, or cannot open it.
-    """
+    """Open rank 0's store, or connect to it within `come_s`. Raises Absent if that fails."""
     set_environment(world)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun holds a store there already.
@@ -164,18 +160,15 @@ class Links:
 
 
 def bus_gb_per_s(size_bytes: int, seconds: float, ranks: int) -> float:
-    """Return the bandwidth of every link in an all-reduce: size/time * 2(n-1)/n (nccl-tests,
-    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which does not depend on n
-    if the links are alike.
+    """Return the bus bandwidth of an all-reduce: size/time * 2(n-1)/n.
+
+    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     return size_bytes / seconds * 2 * (ranks - 1) / ranks / 1e9
 
 
 def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All neighbours on a ring, in rounds in which everybody has one partner at most.
-
-    Two rounds for an even ring, three for an odd one, whatever its size.
-    """
+    """Return all neighbours on a ring, in two or three rounds with one partner each."""
     edges = [(place, (place + 1) % count) for place in range(count if count > 2 else count - 1)]
     odd = edges[-1:] if count > 2 and count % 2 else []
     even = edges[: len(edges) - len(odd)]
@@ -183,13 +176,11 @@ def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def pair_rounds(hosts: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
-    """(level, rank -> its partner) of every round.
+    """Return (level, rank -> its partner) of every round: two or three for any number of nodes.
 
-    An all-reduce is as slow as its slowest link, and does not say which that is. So neighbours send
-    to each other alone, first within every node, then between nodes that follow each other, rank by
-    rank, as rings do it, over all of a node's network cards at once. Every node has two neighbours:
-    one that is slow with both is slow itself, one that is slow with one has a slow neighbour. That
-    takes two or three rounds, however many nodes there are.
+    An all-reduce does not tell which link is slow. So neighbours exchange in pairs: within nodes,
+    then between consecutive nodes over all network cards. A node that is slow with both neighbours
+    is slow itself.
     """
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -212,9 +203,9 @@ def _both_ways(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def measure_links(meeting: Meeting, hosts: Sequence[str], limit_s: float) -> tuple[Links, bool]:
-    """(what this rank measured, whether it has left the group again); on all ranks at once.
+    """Return this rank's measurements, and whether it left the group. Collective.
 
-    In a thread of its own: a collective that hangs cannot be called back, only left behind.
+    Runs in a thread: a collective that hangs cannot be interrupted, only left behind.
     """
     links = Links()
     thread = threading.Thread(target=_guarded, args=(links, meeting, hosts), daemon=True)

@@ -121,10 +121,7 @@ def _first(texts: Sequence[str], noun: str, separator: str) -> str:
 def same_row(
     check: str, values: Mapping[int, str], hosts: Sequence[str], todo: str, bad: Verdict = "FAIL"
 ) -> Row:
-    """Return the row of a value that all ranks must share.
-
-    The most common value is taken for right; in a tie, that of the lowest rank.
-    """
+    """Return the row of a value that all ranks must share: the most common one counts as right."""
     odd = by_text(sorted(values.items()))
     common = max(odd, key=lambda value: len(odd[value]), default="nothing to compare")
     odd.pop(common, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
@@ -11,8 +10,8 @@ from harness.config.assignments import MAX_FILE_BYTES
 from harness.errors import Unusable
 from harness.files.regular_file import read_json
 from tools.cleaning.recipe import STEPS
-from tools.cleaning.strictness import FILTERS, Report
-from tools.studio_app.runs import folders_with, root
+from tools.cleaning.strictness import FILTERS
+from tools.studio_app.runs import folders_with, root, stamp
 
 _FILE = "report.json"
 _MOST = 100
@@ -40,23 +39,6 @@ class AtStrictness(Left):
     rejected: dict[str, Count]
     """Documents by the first filter that rejects them."""
 
-    @classmethod
-    def of(cls, strictness: int, report: Report) -> AtStrictness:
-        """Return the numbers of a report computed here."""
-        return cls(
-            strictness=strictness,
-            documents=len(report.kept),
-            characters=report.characters,
-            quality=report.quality,
-            diversity=report.diversity,
-            packing=report.packing,
-            rejected=dict(report.rejected),
-        )
-
-    def rejects(self, name: str) -> int:
-        """Return the number of documents that a filter rejects."""
-        return self.rejected.get(name, 0)
-
 
 class AfterStep(Left):
     """The documents of the sample that remain after a step of the recipe."""
@@ -74,14 +56,9 @@ class Cleaning(BaseModel):
 
 
 def names() -> list[str]:
-    """Return the folders of reports below the root, newest first."""
-    aged = []
-    for folder in folders_with((_FILE,)):
-        try:
-            aged.append((-(folder / _FILE).lstat().st_mtime, str(folder.relative_to(root()))))
-        except OSError:
-            continue
-    return [name for _, name in sorted(aged)[:_MOST]]
+    """Return the folders of reports below the root, the newest first."""
+    newest_first = sorted(folders_with((_FILE,)), key=lambda of: (-stamp(of / _FILE)[0], of))
+    return [str(folder.relative_to(root())) for folder in newest_first[:_MOST]]
 
 
 def read_cleaning(name: str) -> Cleaning:
@@ -109,8 +86,3 @@ def read_cleaning(name: str) -> Cleaning:
             f"{name}/{_FILE} comes from another version: it has {', '.join(sorted(unknown))}"
         )
     return report
-
-
-def corpus_of(report: Cleaning) -> str:
-    """Return the name of a report's corpus, without its folders."""
-    return Path(report.corpus).name or report.corpus

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Literal
 
 from harness.report import chart as charts
-from harness.report.chart import Chart, Heat
-from tools.studio_app import bars
-from tools.studio_app.bars import Bars
+from harness.report.chart import (
+    Chart,
+    Heat,
+    Scale,
+    colour_of,
+    figure_of,
+    grid_of,
+    labels_of,
+    legend_of,
+    plot_of,
+    rounded,
+    svg_of,
+)
 
 Verdict = Literal["good", "warning", "bad"]
 Legend = Sequence[tuple[str, str]]
@@ -21,6 +31,9 @@ COPY = (
 )
 _LINES, _ROWS = 23, 20
 """Approximate limits of look.css: lines of code, and rows of a table on a phone, shown at once."""
+
+_MOST_CATEGORIES = 16
+_LONG = 36  # letters of all categories that fit side by side on a phone
 
 
 @dataclass(frozen=True)
@@ -62,14 +75,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Links:
-    """Links to other pages, as (text, address)."""
-
-    title: str
-    links: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
 class Code:
     """Text to copy."""
 
@@ -85,7 +90,22 @@ class Note:
     verdict: Verdict | None = None
 
 
-Figure = Numbers | Chart | Bars | Heat | Drawing | Table | Links | Code | Note
+@dataclass(frozen=True)
+class Bars:
+    """Bars for each category, stacked or side by side."""
+
+    title: str
+    unit: str
+    categories: Sequence[str]
+    parts: Mapping[str, Sequence[float]]
+    colours: Mapping[str, str] = field(default_factory=dict)
+    """Palette names by part; a part without one takes the colour of its position."""
+    limits: Sequence[tuple[str, float]] = ()
+    together: bool = True
+    height: int = 0
+
+
+Figure = Numbers | Chart | Bars | Heat | Drawing | Table | Code | Note
 
 
 def numbers(*rows: tuple[Any, ...]) -> Numbers:
@@ -99,29 +119,19 @@ def html_of(figure: Figure) -> str:
         case Numbers():
             return f'<div class="numbers">{"".join(map(_number, figure.numbers))}</div>'
         case Drawing():
+            legend = [(text, f"var(--{colour})", "", "") for colour, text in figure.legend]
             picture = f'<div class="drawing">{figure.svg}</div>'
-            return card(figure.title, picture + legend_of(figure.legend))
+            return card(figure.title, picture + legend_of(legend, "blocks"))
         case Table():
             return card(figure.title, _table(figure))
-        case Links():
-            links = (f'<a href="{escape(link)}">{escape(text)}</a>' for text, link in figure.links)
-            return card(figure.title, f'<p class="links">{"<br>".join(links)}</p>')
         case Code():
             return card(figure.title, code(figure.text))
         case Note():
             text = f'<p class="note-text {figure.verdict or ""}">{escape(figure.text)}</p>'
             return f'<div class="card">{text}</div>'
         case Bars():
-            return bars.html_of(figure)
+            return _bars(figure)
     return charts.html_of(figure)
-
-
-def legend_of(legend: Legend) -> str:
-    """Return a picture's legend, with as many colours per line as fit."""
-    parts = "".join(
-        f'<li style="--c:var(--{colour})">{escape(text)}</li>' for colour, text in legend
-    )
-    return f'<ul class="legend blocks">{parts}</ul>' if legend else ""
 
 
 def code(text: str) -> str:
@@ -174,3 +184,72 @@ def _table(table: Table) -> str:
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         + _sign(f"{len(rows)} rows", False, is_tall)
     )
+
+
+# --- bars in the frame of the report's charts ---
+
+
+def _bar_colour(bars: Bars, place: int) -> str:
+    name = bars.colours.get(list(bars.parts)[place])
+    return f"var(--{name})" if name else colour_of(place)
+
+
+def _bars(bars: Bars) -> str:
+    """Return the chart as a <figure>."""
+    count, series = len(bars.categories), len(bars.parts)
+    columns = list(zip(*bars.parts.values(), strict=True))
+    tops = [sum(column) if bars.together else max(column) for column in columns]
+    low = min(0.0, *(value for column in columns for value in column))
+    high = 1.06 * max(*tops, *(value for _, value in bars.limits), 0.0) or (1.0 if low == 0 else 0)
+    y = Scale(1.06 * low, high)
+    boxes = []
+    for place, column in enumerate(columns):
+        begin = 0.0
+        for number, size in enumerate(column):
+            bottom = begin if bars.together else min(0.0, size)
+            across = (place + 0.5) / count
+            if not bars.together:
+                across = (place + 0.12 + 0.76 * (number + 0.5) / series) / count
+            width = 0.76 / count / (1 if bars.together else series)
+            height = abs(size) / (y.high - y.low)
+            boxes.append(
+                f'<i style="left:{100 * across:.2f}%;width:{100 * width:.2f}%;'
+                f"bottom:{100 * y.share(bottom):.2f}%;height:{100 * height:.2f}%;"
+                f'background:{_bar_colour(bars, number)}"></i>'
+            )
+            begin += size if bars.together else 0
+    every = -(-count // _MOST_CATEGORIES)
+    labels = [
+        ((place + 0.5) / count, text)
+        for place, text in enumerate(bars.categories)
+        if place % every == 0
+    ]
+    letters = sum(len(text) for _, text in labels)
+    turned = "turned" if letters > 2 * _LONG else "turned-on-phones" if letters > _LONG else "words"
+    longest = max((len(text) for _, text in labels), default=0)
+    body = (
+        f"<div class=always>{svg_of(grid_of(y))}<div class=columns>{''.join(boxes)}</div>"
+        f"<div style=--letters:{longest}>{labels_of(labels, turned)}</div></div>"
+    )
+    legend = [(name, _bar_colour(bars, n), "", "") for n, name in enumerate(bars.parts)]
+    return figure_of(
+        *(bars.title, bars.unit, plot_of(y, body, bars.limits)),
+        legend_of(legend if series > 1 else [], "blocks"), height=bars.height,
+        values=_bar_values(bars),
+    )  # fmt: skip
+
+
+def _bar_values(bars: Bars) -> dict[str, Any]:
+    """Return the values that chart.js shows under the pointer."""
+    places = [place + 0.5 for place in range(len(bars.categories))]
+    curves = [
+        {
+            "label": name,
+            "colour": _bar_colour(bars, number),
+            "x": {"x": places},
+            "y": list(map(rounded, sizes)),
+        }
+        for number, (name, sizes) in enumerate(bars.parts.items())
+    ]
+    names, ranges = list(bars.categories), {"x": (0, len(places))}
+    return {"axes": {"x": ""}, "names": names, "curves": curves, "ranges": ranges}

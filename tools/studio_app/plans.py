@@ -30,9 +30,9 @@ from harness.plan.make import make_plan
 from harness.plan.model_config import preset_names
 from harness.plan.plan import Plan
 from harness.report.charts import grouped
+from harness.report.words import gib
 from tools.look.palette import COMPONENTS
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Verdict
+from tools.studio_app.figures import Bars, Verdict
 from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,11 +91,10 @@ _KEYS = {
 
 
 def planned(values: Values, changes: tuple[str, ...] = (), json_text: str = "") -> Plan:
-    """Return the plan that train.py would make from a page's values. Without a control, defaults
-    are one sample of 512 tokens on one GPU with ZeRO 1. `changes` are key=value for the DeepSpeed
-    JSON; `json_text` replaces the shipped JSON.
+    """Return the plan that train.py would make of a page's values.
 
-    Raises ConfigError with all problems.
+    Without a control for it: one sample of 512 tokens, one GPU, ZeRO 1. `changes`: key=value of the
+    DeepSpeed JSON; `json_text` replaces the shipped one. Raises ConfigError with every problem.
     """
     accumulation, gpus = values.get("accumulation", 1), values.get("gpus", 1)
     if json_text.strip():
@@ -165,10 +164,7 @@ def in_words(problem: str, controls: Sequence[Control]) -> str:
 
 
 def estimate_of(plan: Plan) -> Estimate:
-    """Return the estimate of a plan; families that cannot be counted are traced.
-
-    Raises ValueError for a model that can be neither counted nor traced.
-    """
+    """Return a plan's estimate. Raises ValueError for a model that cannot be counted or traced."""
     if plan.estimate is None:
         raise ValueError(f"{plan.config.model.name} can be neither counted nor traced")
     return plan.estimate
@@ -196,11 +192,6 @@ def shape_of(model: str) -> Shape:
 
 VERDICTS: dict[str, Verdict] = {"fits": "good", "tight": "warning", "does not fit": "bad"}
 """Colours of an estimate's verdict."""
-
-
-def gib(size: float) -> str:
-    """Return bytes as text, in GiB or MiB."""
-    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 def memory_bars(

@@ -60,14 +60,8 @@ def folders_with(files: Sequence[str]) -> Iterator[Path]:
 
 
 def _age(folder: Path) -> float:
-    """Return the seconds since a run's records last changed."""
-    times = []
-    for name in _RECORDS:
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except OSError:
-            continue
-    return time.time() - max(times, default=0.0)
+    """Seconds since a record of a run changed."""
+    return time.time() - max(stamp(folder / name)[0] for name in _RECORDS) / 1e9
 
 
 @dataclass(frozen=True)
@@ -93,11 +87,12 @@ def read_run(name: str) -> Run | None:
     if name not in names():
         return None
     path = _roots[0] / name
-    stamps = tuple(_stamp(path / record) for record in _RECORDS)
+    stamps = tuple(stamp(path / record) for record in _RECORDS)
     return Run(name, _read(path.resolve(), _roots[0].resolve(), stamps), _age(path))
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def stamp(path: Path) -> tuple[int, int]:
+    """Return the time of a file's last change, in ns, and its size; 0 for no file."""
     try:
         stat = path.stat()
     except OSError:

@@ -104,9 +104,7 @@ def serve(
     listening: socket.socket, token: str | None, runs: Path, when_ready: Callable[[], None],
     warm: bool,
 ) -> None:  # fmt: skip
-    """Answer requests until Ctrl-C or SIGTERM. `runs` is the folder of runs; `warm` computes slow
-    figures in advance.
-    """
+    """Serve until Ctrl-C or SIGTERM. `runs`: the folder of runs; `warm`: compute slow pages now."""
     read_runs_of(runs)
     warnings.filterwarnings("ignore", ".*reduce_op", FutureWarning)  # NiceGUI inspects all objects
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

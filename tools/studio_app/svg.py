@@ -37,10 +37,7 @@ class Svg:
         self, x: float, y: float, text: str, *, fill: str = "ink", size: float = 13,
         anchor: Anchor = "start", bold: bool = False, room: float = math.inf,
     ) -> None:  # fmt: skip
-        """Draw a line of text; `y` is its middle, `room` the width that it must not exceed.
-
-        A phone shrinks the picture to its width, so it shows larger text (--text in look.css).
-        """
+        """Draw a line of text around `y`, at most `room` wide; phones enlarge it (look.css)."""
         most = room / max(1, len(text)) / (0.66 if bold else 0.6)
         size_css = f"calc({size:g}px*var(--text,1))"
         if most < math.inf:

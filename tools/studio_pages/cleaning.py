@@ -16,9 +16,8 @@ from tools.cleaning.strictness import (
     measured,
     report_at,
 )
-from tools.studio_app.bars import Bars
-from tools.studio_app.cleanings import AtStrictness, Cleaning, corpus_of, names, read_cleaning
-from tools.studio_app.figures import Drawing, Figure, Table, numbers
+from tools.studio_app.cleanings import AtStrictness, Cleaning, names, read_cleaning
+from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.svg import Svg, series
 
@@ -43,9 +42,11 @@ def figures(values: Values) -> list[Figure]:
     best = max(scores, key=lambda pair: pair[1])[0]
     share = f"{now.characters / max(1, whole.characters):.1%}"
     rows = [
-        (rule.name, rule.what, f"{rule.threshold(now.strictness):.3g}", f"{rejected:,}")
+        (
+            *(rule.name, rule.what, f"{rule.threshold(now.strictness):.3g}"),
+            f"{now.rejected.get(rule.name, 0):,}",
+        )
         for rule in FILTERS
-        for rejected in (now.rejects(rule.name),)
     ]
     return [
         numbers(
@@ -79,7 +80,7 @@ def figures(values: Values) -> list[Figure]:
             "Documents that each filter rejects",
             "documents",
             [f"{at.strictness} %" for at in points],
-            {rule.name: [float(at.rejects(rule.name)) for at in points] for rule in FILTERS},
+            {rule.name: [at.rejected.get(rule.name, 0) for at in points] for rule in FILTERS},
             height=300,
         ),
     ]
@@ -117,7 +118,11 @@ def _recipe(report: Cleaning) -> Table:
     ]
     head = "after step|documents|characters|quality|different words|zlib bytes"
     kept = f"{written:,} of {read:,} documents kept"
-    return Table(f"{corpus_of(report)}: its recipe, on the sample; {kept} in all", head, rows)
+    return Table(
+        f"{Path(report.corpus).name or report.corpus}: its recipe, on the sample; {kept} in all",
+        head,
+        rows,
+    )
 
 
 def _squares(now: AtStrictness) -> Drawing:
@@ -141,7 +146,9 @@ def _squares(now: AtStrictness) -> Drawing:
 @lru_cache
 def cleaned(strictness: int) -> AtStrictness:
     """Return what filters of a strictness leave of Python's own library, with their counts."""
-    return AtStrictness.of(strictness, report_at(documents(), strictness))
+    left = report_at(documents(), strictness)
+    values = {"strictness": strictness, "rejected": left.rejected, **left.numbers()}
+    return AtStrictness.model_validate(values)
 
 
 @lru_cache

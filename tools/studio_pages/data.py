@@ -8,8 +8,7 @@ from functools import lru_cache
 import torch
 
 from harness.layout.grid import Grid, Share
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Page, Slider, Values
 from tools.studio_app.svg import WIDTH, Svg
 

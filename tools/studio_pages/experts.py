@@ -12,8 +12,7 @@ from torch.nn import functional
 from harness.layout.shape import active_parameters, num_parameters
 from harness.report.chart import Heat, line, lines
 from harness.run.meter import expert_load
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Typed, Values
 from tools.studio_app.plans import shape_of
 from tools.studio_app.svg import WIDTH, Box, lanes, series

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from harness.layout.stages import layers_per_stage, schedule, stage_parameters
 from tools.layout.schedules import Span, spans, stage_work, waiting
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.plans import MICRO_BATCH, MODELS, SEQ_LEN, gib, planned
 from tools.studio_app.svg import Box, lanes
@@ -31,7 +30,8 @@ def figures(values: Values) -> list[Figure]:
     if plan.shape is None:
         raise ValueError(f"the tensors of {values['model']} are in no table: choose another model")
     placed = spans(schedule(devices, 1), stage_work(plan))
-    moment = _moment(placed, values["progress"] / 100)
+    now = values["progress"] / 100 * placed[-1].end
+    moment = next((span for span in placed if now < span.end), placed[-1])  # one at any time
     counts = stage_parameters(plan.shape, plan.stages)
     sent = 2 * values["micro_batch"] * values["seq_len"] * plan.shape.hidden_size
     states = [_STATES * count / 2**30 for count in counts]
@@ -57,12 +57,6 @@ def figures(values: Values) -> list[Figure]:
             height=260,
         ),
     ]
-
-
-def _moment(placed: list[Span], progress: float) -> Span:
-    """Return the pass that runs at a place in the step: one at any time."""
-    now = progress * placed[-1].end
-    return next((span for span in placed if now < span.end), placed[-1])
 
 
 def _picture(layers: tuple[int, ...], moment: Span) -> str:

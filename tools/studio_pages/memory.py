@@ -10,17 +10,9 @@ from harness.estimate.timeline import Estimate
 from harness.report.chart import Chart, line, lines
 from harness.report.charts import group_of, grouped
 from tools.look.palette import COMPONENTS
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, Numbers, Table, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, Numbers, Table, numbers
 from tools.studio_app.page import Page, Values
-from tools.studio_app.plans import (
-    PLAN_CONTROLS,
-    VERDICTS,
-    estimate_of,
-    gib,
-    memory_bars,
-    planned,
-)
+from tools.studio_app.plans import PLAN_CONTROLS, VERDICTS, estimate_of, gib, memory_bars, planned
 from tools.studio_app.svg import WIDTH, Svg
 
 _BAR = 70.0

@@ -34,56 +34,33 @@ _RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
 
 class Surface(NamedTuple):
-    """A function of two weights, with its gradient."""
+    """A function of two weights."""
 
-    value: Callable[[float, float], float]
-    gradient: Callable[[float, float], Point]
+    value: Callable[[Any, Any], Any]
+    """Of numbers, or of tensors, for its gradient."""
     x: Point
     """Range of the first weight that is shown."""
     y: Point
     starts: Points
     """Of the two rows."""
 
-    def sum(self, points: Points) -> float:
+    def sum(self, points: Any) -> Any:
         """The loss of both rows."""
         return sum(self.value(*point) for point in points)
 
 
-def _himmelblau(x: float, y: float) -> float:
-    return (x * x + y - 11) ** 2 / 100 + (x + y * y - 7) ** 2 / 100
-
-
-def _himmelblau_gradient(x: float, y: float) -> Point:
-    a, b = x * x + y - 11, x + y * y - 7
-    return (4 * x * a + 2 * b) / 100, (2 * a + 4 * y * b) / 100
-
-
-def _valley(x: float, y: float) -> float:
-    return ((1 - x) ** 2 + 20 * (y - x * x) ** 2) / 10
-
-
-def _valley_gradient(x: float, y: float) -> Point:
-    bend = y - x * x
-    return (-2 * (1 - x) - 80 * x * bend) / 10, 4 * bend
-
-
-def _saddle(x: float, y: float) -> float:
-    return x**4 / 4 - x * x / 2 + 2 * y * y + 0.25
-
-
-def _saddle_gradient(x: float, y: float) -> Point:
-    return x**3 - x, 4 * y
-
-
 SURFACES = {
     "four minima (Himmelblau / 100)": Surface(
-        _himmelblau, _himmelblau_gradient, (-5.5, 5.5), (-5.0, 5.0), ((-0.6, -1.2), (0.4, 4.4))
+        lambda x, y: (x * x + y - 11) ** 2 / 100 + (x + y * y - 7) ** 2 / 100,
+        *((-5.5, 5.5), (-5.0, 5.0), ((-0.6, -1.2), (0.4, 4.4))),
     ),
     "curved valley (Rosenbrock)": Surface(
-        _valley, _valley_gradient, (-2.0, 2.0), (-1.0, 3.0), ((-1.5, 2.4), (1.7, -0.6))
+        lambda x, y: ((1 - x) ** 2 + 20 * (y - x * x) ** 2) / 10,
+        *((-2.0, 2.0), (-1.0, 3.0), ((-1.5, 2.4), (1.7, -0.6))),
     ),
     "saddle between two minima": Surface(
-        _saddle, _saddle_gradient, (-1.8, 1.8), (-1.2, 1.2), ((-0.02, 1.0), (0.5, -1.0))
+        lambda x, y: x**4 / 4 - x * x / 2 + 2 * y * y + 0.25,
+        *((-1.8, 1.8), (-1.2, 1.2), ((-0.02, 1.0), (0.5, -1.0))),
     ),
 }
 
@@ -117,10 +94,10 @@ def _path(name: str, values: Values) -> list[Points]:
 def trajectory(
     name: str, surface: str, rate: float, noise: float, decay: float
 ) -> tuple[Points, ...]:
-    """Return the start and every step of an optimizer, as train.py builds it, on a 2 x 2 matrix.
+    """Return every point of an optimizer, built as train.py builds it, on a 2 x 2 matrix.
 
-    The loss is the sum over its rows, so only an optimizer that looks at the whole matrix steps
-    otherwise than it would with each row alone. A path that leaves all bounds ends there.
+    The loss is a sum over rows: only optimizers that use the whole matrix couple them. A path ends
+    where it diverges.
     """
     world = SURFACES[surface]
     weights = torch.nn.Parameter(torch.tensor(world.starts, dtype=torch.float32))
@@ -128,7 +105,8 @@ def trajectory(
     noises = noise * torch.randn(_STEPS, 2, 2, generator=torch.Generator().manual_seed(0))
     points = [world.starts]
     for step in range(_STEPS):
-        weights.grad = noises[step] + torch.tensor([world.gradient(*row) for row in points[-1]])
+        weights.grad = noises[step].clone()
+        world.sum(weights).backward()
         optimizer.step()
         if not float(weights.detach().abs().max()) < 1e3:  # NaN is not, either
             break

@@ -12,8 +12,7 @@ from tools.layout.schedules import (
     stage_work,
     waiting,
 )
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, Table, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.plans import MODELS, planned
 from tools.studio_app.svg import WIDTH, Box, lanes

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
+from harness.config.assignments import flat
 from harness.estimate.step_time.job import Job
 from harness.estimate.step_time.step import TERMS, StepTime
 from harness.layout.shape import num_parameters
@@ -86,19 +85,10 @@ def command(values: Values) -> str:
     ]
     if values["optimizer"] != OPTIMIZER.default:
         parts.append(f"optim.name={values['optimizer']}")
-    parts += [f"model.{key}={value}" for key, value in _flat(settings_of(values))]
+    for key, value in flat(settings_of(values)):
+        text = str(value).lower() if isinstance(value, bool) else value
+        parts.append(f"model.{key}={'FOLDER_OF_ITS_WEIGHTS' if key == 'init_from' else text}")
     return " \\\n  ".join(parts)
-
-
-def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield keys below `model` and their values as they are typed."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{below}", text) for below, text in _flat(value))
-        elif key == "init_from":
-            yield key, "FOLDER_OF_ITS_WEIGHTS"
-        else:
-            yield key, str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _time(step: StepTime, plan: Plan, billions: int) -> list[tuple[str, ...]]:

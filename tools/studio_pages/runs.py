@@ -15,7 +15,7 @@ from harness.report.compare import differences
 from harness.report.events import text_of
 from harness.report.recorded import unix_time
 from harness.report.words import moment
-from tools.studio_app.figures import Code, Figure, Links, Note, Table, Verdict, numbers
+from tools.studio_app.figures import Code, Figure, Note, Table, Verdict, numbers
 from tools.studio_app.page import Choice, Page, Values
 from tools.studio_app.runs import Run, logs, names, read_run
 
@@ -46,9 +46,9 @@ def figures(values: Values) -> list[Figure]:
     return [
         numbers(*_state(run), *targets(run)),
         *(Note(f"{run.name}: {problem}", "warning") for problem in run.records.problems),
-        Links(
-            f"{run.name}, whole",
-            (("The report of this run: memory, time, samples, plan, advice", _report(run.name)),),
+        Table(
+            *(f"{run.name}, whole", "", [("The report: memory, time, samples, plan, advice",)]),
+            [f"/report?run={quote(run.name, safe='')}"],
         ),
         *_charts(shown, _X[values["x"]], values["curves"] == _MAIN),
         *([_differences(shown)] if len(shown) > 1 else []),
@@ -141,12 +141,10 @@ def _events(run: Run) -> Table:
     rows = []
     for event in reversed(run.records.events[-_MOST_EVENTS:]):
         when = moment(unix_time(event.get("time")))
-        cells = (when, event.get("step", ""), event["kind"], text_of(event))
-        rows.append(tuple(str(cell) for cell in cells))
+        rows.append((str(event["kind"]), when, str(event.get("step", "")), text_of(event)))
     title = f"Events of {run.name}, the newest first ({len(run.records.events):,} in all)"
-    links = [f"/problems?search={quote(row[2])}" for row in rows]
-    kinds_first = [(kind, when, step, text) for when, step, kind, text in rows]
-    return Table(title, "kind|time|step|what", kinds_first, links)
+    links = [f"/problems?search={quote(kind)}" for kind, *_ in rows]
+    return Table(title, "kind|time|step|what", rows, links)
 
 
 def _differences(runs: list[Run]) -> Table:
@@ -157,25 +155,14 @@ def _differences(runs: list[Run]) -> Table:
 
 
 def _list(listed: list[str]) -> Table:
-    rows, links = [], []
-    for name in listed:
-        run = read_run(name)
-        if run is None:  # removed in the meantime
-            continue
-        records, model = run.records, run.records.text("run", "model", "name")
-        rows.append(
-            (
-                name,
-                records.outcome,
-                f"{records.step:,}"
-                + (f" of {records.total_steps:,}" if records.total_steps else ""),
-                _text(run.last("loss")),
-                _text(run.last("eval_loss")),
-                model[:40],
-                f"{run.age_s / 60:,.0f} min ago",
-            )
-        )
-        links.append(f"/runs?run={quote(name, safe='')}")
+    runs = [run for name in listed if (run := read_run(name))]  # some may be removed meanwhile
+    rows, links = [], [f"/runs?run={quote(run.name, safe='')}" for run in runs]
+    for run in runs:
+        records, losses = run.records, (_text(run.last(key)) for key in ("loss", "eval_loss"))
+        step = f"{records.step:,}"
+        step += f" of {records.total_steps:,}" if records.total_steps else ""
+        model, age = records.text("run", "model", "name")[:40], f"{run.age_s / 60:,.0f} min ago"
+        rows.append((run.name, records.outcome, step, *losses, model, age))
     head = "run|outcome|step|loss|held-out|model|written"
     return Table("All runs, the newest first", head, rows, links)
 
@@ -184,23 +171,11 @@ def _text(value: float | None) -> str:
     return "none yet" if value is None else f"{value:.4f}"
 
 
-def _report(name: str) -> str:
-    return f"/report?run={quote(name, safe='')}"
-
-
-def _runs() -> list[str]:
-    return [_NEWEST, *names()]
-
-
-def _others() -> list[str]:
-    return [_NONE, *names()]
-
-
 PAGE = Page(
     "runs",
     (
-        Choice("run", "Run", _runs, _NEWEST),
-        Choice("beside", "Beside it", _others, _NONE),
+        Choice("run", "Run", lambda: [_NEWEST, *names()], _NEWEST),
+        Choice("beside", "Beside it", lambda: [_NONE, *names()], _NONE),
         Choice("x", "Against", tuple(_X), "steps"),
         Choice("curves", "Curves", (_MAIN, _EVERY), _MAIN),
     ),

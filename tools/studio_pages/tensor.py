@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional
 
 from harness.layout.tensor import TensorPlan
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
 from tools.studio_app.plans import gib
 from tools.studio_app.svg import Svg, series
@@ -114,8 +113,9 @@ def figures(values: Values) -> list[Figure]:
 def parts_of(
     size: int, ranks: int, kind: str = _MLP, heads: int = 32
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return of each GPU the rows of A's weight and the columns of B's that it has, by the plan of
-    a Llama model. Weights are (out, in), as in PyTorch: rows of A's are columns of the product.
+    """Return, per GPU, its rows of A's weight and columns of B's, by a Llama model's plan.
+
+    Weights are (out, in), as in PyTorch: rows of A's weight are columns of the product.
     """
     plan = TensorPlan.make("llama", heads, heads, 32000)
     first, second = _WEIGHTS[kind]
@@ -128,9 +128,7 @@ def parts_of(
 
 
 def multiplied(size: int, ranks: int, tokens: int, kind: str = _MLP, heads: int = 32) -> Product:
-    """Return the products of random matrices in fp32, really divided as `parts_of` says, and what
-    autograd makes of them.
-    """
+    """Return products of random fp32 matrices, divided as `parts_of` says, and their gradients."""
     *ups, down = _weights(size)[-2 if kind == _MLP else 0 :]
     width = size // heads
     draws = torch.Generator().manual_seed(1)

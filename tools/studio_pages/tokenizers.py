@@ -10,8 +10,7 @@ from typing import Any
 from harness.data.corpus import find_corpus
 from harness.data.tokenizer import SPACE, spm_model, to_backend, wrap
 from harness.report.chart import Chart, Mark, line, lines
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Drawing, Figure, Table, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Page, Slider, Typed, Values
 
 _SIZES = (512, 1024, 2048, 4096)
@@ -36,9 +35,7 @@ def figures(values: Values) -> list[Figure]:
         rows.append((name, shown, f"{len(cut):,}", f"{length / len(cut):.2f}", weights))
     by_size = {kind: [length / len(trained(kind, n)(text)) for n in _SIZES] for kind in _TRAINED}
     return [
-        numbers(
-            *((row[0], f"{row[2]} tokens", f"{row[3]} bytes each") for row in rows),
-        ),
+        numbers(*((row[0], f"{row[2]} tokens", f"{row[3]} bytes each") for row in rows)),
         *(Drawing(f"{name}: {len(cut)} tokens", _picture(cut[:160])) for name, cut in made.items()),
         Table(
             "Side by side",
@@ -58,8 +55,9 @@ def figures(values: Values) -> list[Figure]:
 
 
 def operations(kind: str, size: int, text: str, hidden: int) -> float:
-    """Return the million multiplications of a model for a byte of a text: 12 x width^2 weights in
-    each of width / 128 layers, and vocabulary x width in the head.
+    """Return a model's multiplications per byte of text, in millions.
+
+    12 x width^2 weights in each of width / 128 layers, and vocabulary x width in the head.
     """
     weights = 12 * hidden**3 / 128 + size * hidden
     return weights * len(trained(kind, size)(text)) / len(text.encode()) / 1e6
@@ -94,10 +92,9 @@ def pieces(text: str, size: int) -> dict[str, list[str]]:
 
 @lru_cache
 def trained(kind: str, size: int) -> Callable[[str], list[str]]:
-    """Return a function that cuts a text, of a tokenizer trained on Python's own library.
+    """Return a function that splits text, of a tokenizer trained on Python's standard library.
 
-    BPE is the harness's default: SentencePiece's training with its settings, and its way from
-    there to a Hugging Face tokenizer. Unigram differs in the algorithm alone (arXiv 1808.06226).
+    BPE is the harness's default tokenizer; unigram differs in its algorithm (arXiv 1808.06226).
     """
     import sentencepiece
 

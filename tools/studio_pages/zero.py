@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from harness.estimate.dividable import division_problems
 from harness.estimate.fit import with_stage
@@ -12,8 +13,7 @@ from harness.estimate.step_time.exchanges import Reductions, reductions
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.timeline import Estimate, estimate_memory
 from tools.memory.text import paper_bytes
-from tools.studio_app.bars import Bars
-from tools.studio_app.figures import Figure, Table, numbers
+from tools.studio_app.figures import Bars, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
 from tools.studio_app.plans import (
     ACCUMULATION,
@@ -45,29 +45,20 @@ _STAGES = {
 """The four stages, and what each divides."""
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes that one GPU sends in a step, or the seconds that they take."""
 
     gradients: float
     weights: float
 
-    @property
-    def total(self) -> float:
-        """The sum of both."""
-        return self.gradients + self.weights
-
 
 def figures(values: Values) -> list[Figure]:
     """Return memory and traffic of the four stages, all else equal."""
-    inputs, device = _inputs(values)
+    inputs, device = inputs_of(values)
     estimates = [_estimate(inputs, stage, device) for stage in range(4)]
     flows = [traffic(with_stage(inputs, stage)) for stage in range(4)]
     by_stage = list(zip(_STAGES.items(), estimates, strict=True))
-    sent = {
-        "gradients": [flow.gradients / GIB for flow in flows],
-        "weights": [flow.weights / GIB for flow in flows],
-    }
+    sent = {name: [getattr(flow, name) / GIB for flow in flows] for name in Traffic._fields}
     return [
         numbers(
             *(
@@ -94,8 +85,9 @@ def figures(values: Values) -> list[Figure]:
 
 
 def traffic(inputs: Inputs) -> Traffic:
-    """Return the bytes that each GPU sends in a step: the seconds of the planner's collectives over
-    links of one byte a second without latency (arXiv 1910.02054, section 7).
+    """Return the bytes that each GPU sends per step (arXiv 1910.02054, section 7).
+
+    They are the planner's seconds over links of 1 byte/s without latency.
     """
     one_node = replace(inputs, gpus_per_node=inputs.grid.world_size)
     return _each_step(one_node, reductions(one_node, _ONE_BYTE_A_SECOND))
@@ -106,7 +98,8 @@ def _each_step(inputs: Inputs, each: Reductions) -> Traffic:
     return Traffic(batches * each.gradients + each.last, batches * each.weights + each.updated)
 
 
-def _inputs(values: Values) -> tuple[Inputs, int]:
+def inputs_of(values: Values) -> tuple[Inputs, int]:
+    """Return the inputs of the plan's estimate, and the device's bytes."""
     estimate = estimate_of(planned(values))
     return estimate.inputs, estimate.device_bytes or 0
 
@@ -129,9 +122,9 @@ def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu:
                 f"{paper_bytes(inputs.parameters, stage, inputs.shards) / GIB:,.2f}",
                 f"{estimate.worst.peak / GIB:,.2f}",
                 estimate.worst.peak_phase,
-                f"{flow.total / GIB:,.2f}",
-                f"{flow.total / flows[1].total:.2f} x" if flows[1].total else "",
-                f"{_each_step(staged, reductions(staged, machine)).total:,.3f}",
+                f"{sum(flow) / GIB:,.2f}",
+                f"{sum(flow) / sum(flows[1]):.2f} x" if sum(flows[1]) else "",
+                f"{sum(_each_step(staged, reductions(staged, machine))):,.3f}",
             )
         )
     head = "stage|states by the paper|peak|in phase|sent per step|of stage 1's|s on links"

@@ -56,9 +56,9 @@ class Cost:
 
 
 def costs(sweep: Sweep, world: World | None, problems: list[str]) -> list[Cost]:
-    """Return the cost of every example of a sweep; add the problems of all plans to `problems`.
+    """Return the cost of every example of a sweep; append the problems of all plans.
 
-    `world`: the machines of a trial, None for `sweep.ranks` processes of this one.
+    `world`: the machines of a trial; None: `sweep.ranks` processes on this machine.
     """
     trials_of: dict[str, list[int]] = {}
     results = []
@@ -126,9 +126,8 @@ def _problems(sweep: Sweep, plan: Plan) -> list[str]:
 class Budget:
     """Limits of a sweep.
 
-    A trial starts if as much of it fits as is taken before it could be stopped early: all of it
-    without early stopping. Trials that run when a limit is reached are interrupted; they go on when
-    it is raised.
+    A trial starts if the steps before its first pruning decision fit (all steps without pruning).
+    Trials that are running when a limit is reached are interrupted, and resume when it is raised.
     """
 
     def __init__(self, sweep: Sweep, world: World | None) -> None:
@@ -150,8 +149,7 @@ class Budget:
     ) -> str | None:
         """Return which limit is reached; None if none is.
 
-        `running`: what trials of this process have taken until now; `following`: values of a trial
-        that is to start.
+        `running`: used so far by this process's trials; `following`: the values of the next trial.
         """
         used = [running.get(record.number, record.used) for record in records]
         taken: dict[str, float] = {

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from harness.files.records import Unreadable
-from harness.report.chart import STYLE
+from harness.report.chart import STYLE, Curve, Mark, Scale, html_of, lines
 from harness.runfolder import RunFolder
 from tools.look.palette import css
 from tools.sweeps.cost import Record
-from tools.sweeps.plots import Plots, Points
+from tools.sweeps.space import Dimension, Values
 from tools.sweeps.spec import Sweep
-from tools.sweeps.text import best_command, best_of, ranked, short_names, shown
+from tools.sweeps.text import (
+    best_command,
+    best_of,
+    cells_of,
+    heads,
+    ranked,
+    short_names,
+    shown,
+    values_text,
+)
 
 _STYLE = """
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 var(--font)}
@@ -22,12 +32,13 @@ section{background:var(--surface);border:1px solid var(--grid);border-radius:8px
 margin:14px 0;overflow-x:auto}
 h1{font-size:22px;margin:8px 0}h2{font-size:16px;margin:0 0 8px}p{margin:6px 0;color:var(--muted)}
 code{font:13px/1.5 var(--mono);overflow-wrap:anywhere}
-svg.wide{display:block;width:100%;min-width:600px;font:12px var(--font);fill:var(--muted)}
-.tick{paint-order:stroke;stroke:var(--surface);stroke-width:3px;stroke-linejoin:round}
 .slices{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(320px,100%),1fr));gap:12px}
-.chart{border:0;padding:0}.axis{stroke:var(--faint)}.name{fill:var(--ink)}
-polyline{fill:none;stroke-opacity:.85}
-polyline:hover,.area path:hover{stroke:var(--ink)!important}
+.chart{border:0;padding:0}
+.parallel{min-width:600px}.parallel .y,.parallel .grid{display:none}
+.parallel .plot{grid-template-columns:minmax(0,1fr);font-size:.85rem}
+.parallel .x{border:0;color:var(--ink)}
+.name{text-shadow:0 0 3px var(--surface),0 0 3px var(--surface)}
+.parallel path{stroke-opacity:.85}.area path:hover{stroke:var(--ink)!important}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;white-space:nowrap}
 th,td{padding:4px 12px 4px 0;text-align:right;border-bottom:1px solid var(--grid)}
 th{color:var(--muted);font-weight:500}a{color:var(--series-1)}
@@ -39,6 +50,13 @@ _LEGEND = (
     '<span class="key" style="background:var(--muted);opacity:.45"></span>'
     "stopped early: where they were last evaluated</p>"
 )
+Points = Sequence[tuple[float, float]]
+"""Steps and the metric after them."""
+_COLOURS = {
+    "best": ("var(--series-2)", 3),
+    "pruned": ("color-mix(in srgb,var(--muted) 45%,transparent)", 1.2),
+}
+_DONE = ("var(--series-1)", 1.6)
 _STATES = {"done": "", "pruned": "stopped early"}
 
 
@@ -54,12 +72,12 @@ def write_page(sweep: Sweep, records: Sequence[Record]) -> Path:
 def page(sweep: Sweep, records: Sequence[Record]) -> str:
     """Return the page of what the trials came to so far."""
     title = escape(sweep.folder.name)
-    plots = Plots(sweep, records)
-    slices = "".join(plots.slices())
+    drawn = Plots(sweep, records)
+    slices = "".join(drawn.slices())
     parts = [
         _summary(sweep, records),
-        _section("", plots.curves(_curves(sweep, records))),
-        _section("Every trial's values and where they led", plots.parallel()),
+        _section("", drawn.curves(_curves(sweep, records))),
+        _section("", drawn.parallel()),
         _section("", f'<div class="slices">{slices}</div>'),
         _section("Trials", _table(sweep, records)),
     ]
@@ -94,19 +112,14 @@ def _section(title: str, body: str) -> str:
 
 
 def _table(sweep: Sweep, records: Sequence[Record]) -> str:
-    names = ["rank", "trial", sweep.settings.metric, "steps", *short_names(sweep).values(), ""]
-    rows = ["".join(f"<th>{escape(name)}</th>" for name in names)]
+    rows = ["".join(f"<th>{escape(name)}</th>" for name in heads(sweep))]
     failed = [record for record in records if record.state == "failed"]
     for place, record in enumerate([*ranked(records), *failed], 1):
-        name = f"{record.number:03}"
-        if (sweep.folder_of(record.number) / "report.html").exists():
-            name = f'<a href="{sweep.folder_of(record.number).name}/report.html">{name}</a>'
         end = _STATES.get(record.state, f"{record.state}: {record.reason}"[:200])
-        cells = [
-            *(str(place) if record.state != "failed" else "", name, shown(record.value)),
-            *(f"{record.used.steps:,}", *(escape(record.choice.get(k, "")) for k in sweep.space)),
-            escape(end),
-        ]
+        rank, folder = "" if record.state == "failed" else place, sweep.folder_of(record.number)
+        cells = [escape(cell) for cell in cells_of(sweep, record, rank, end)]
+        if (folder / "report.html").exists():
+            cells[1] = f'<a href="{folder.name}/report.html">{cells[1]}</a>'
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
@@ -116,9 +129,95 @@ def _curves(sweep: Sweep, records: Sequence[Record]) -> dict[int, Points]:
     curves = {}
     for record in records:
         try:
-            lines = RunFolder(sweep.folder_of(record.number)).read_metrics()
+            metrics = RunFolder(sweep.folder_of(record.number)).read_metrics()
         except (OSError, Unreadable):
             continue
-        points = [(line["step"], line.get(sweep.settings.metric)) for line in lines]
+        points = [(line["step"], line.get(sweep.settings.metric)) for line in metrics]
         curves[record.number] = [(x, float(y)) for x, y in points if isinstance(y, int | float)]
     return curves
+
+
+# --- plots ---
+
+
+class Plots:
+    """The plots of what the trials came to so far."""
+
+    def __init__(self, sweep: Sweep, records: Sequence[Record]) -> None:
+        self._sweep, self._metric = sweep, sweep.settings.metric
+        # The best last: above the others.
+        self._records = [of for of in reversed(ranked(records)) if math.isfinite(of.value)]
+        self._best = best_of(records)
+
+    def curves(self, curves: Mapping[int, Points]) -> str:
+        """Return the metric of every trial over its steps; stopped ones end early."""
+        drawn = [
+            self._curve(of, curves[of.number]) for of in self._records if curves.get(of.number)
+        ]
+        return html_of(
+            lines(f"{self._metric} over steps", drawn, "step", has_legend=False, height=300)
+        )
+
+    def slices(self) -> Iterator[str]:
+        """Yield a plot of the metric against every key that is searched."""
+        for key, name in short_names(self._sweep).items():
+            scale = _scale(self._sweep.space[key])
+            drawn = [
+                self._curve(of, [(_number(scale, of.choice[key]), of.value)], is_dot=True)
+                for of in self._records
+            ]
+            axis = {"log_x": scale.log, "x_range": (scale.low, scale.high)}
+            if scale.words:
+                axis = {"x_words": scale.words}
+            title = f"{self._metric} against {key}"
+            yield html_of(lines(title, drawn, name, has_legend=False, **axis))
+
+    def parallel(self) -> str:
+        """Return parallel coordinates: a line for each trial, through its values to its metric."""
+        if not self._records:
+            return ""
+        names = short_names(self._sweep)
+        axes = {key: _scale(self._sweep.space[key]) for key in names}
+        values = [record.value for record in self._records]
+        low, high = min(values), max(values)
+        room = (high - low or abs(high) or 1.0) * 0.06
+        metric = Scale(low - room, high + room)
+        drawn, words = list[Curve](), (*names.values(), self._metric)
+        for place, scale in enumerate([*axes.values(), metric]):
+            ticks, texts = zip(*scale.ticks(), strict=True)
+            xs = {"x": [float(place)] * len(ticks)}
+            sides = [(text, "left") for text in texts]
+            drawn.append(Curve("", "var(--faint)", xs, [*ticks], "dots", width=4, names=sides))
+        for record in self._records:
+            shares = [at.share(_number(at, record.choice[key])) for key, at in axes.items()]
+            shares.append(metric.share(record.value))
+            drawn.append(self._curve(record, [*enumerate(shares)]))
+        marks = [Mark({"x": float(at)}, "var(--faint)", name) for at, name in enumerate(words)]
+        chart = lines(
+            "Every trial's values and where they led", drawn, marks=marks, x_words=words,
+            y_range=(0, 1), has_legend=False, height=320,
+        )  # fmt: skip
+        return f'<div class="parallel">{html_of(chart)}</div>'
+
+    def _curve(self, record: Record, points: Points, is_dot: bool = False) -> Curve:
+        """Return a line or a dot that stands for a trial."""
+        is_best = self._best is not None and record.number == self._best.number
+        colour, width = _COLOURS.get("best" if is_best else record.state, _DONE)
+        title = (
+            f"trial {record.number:03}: {values_text(self._sweep, record.choice)}, "
+            f"{self._metric} {shown(record.value)}, {record.used.steps} steps"
+        )
+        xs, ys = [float(x) for x, _ in points], [y for _, y in points]
+        width = 6 + 2 * width if is_dot else width
+        return Curve("", colour, {"x": xs}, ys, width=width, title=title)
+
+
+def _scale(dimension: Dimension) -> Scale:
+    """Return the axis of a key that is searched."""
+    if isinstance(dimension, Values):
+        return Scale(-0.5, len(dimension.values) - 0.5, words=dimension.values)
+    return Scale(dimension.from_, dimension.to, dimension.log)
+
+
+def _number(scale: Scale, value: str) -> float:
+    return float(scale.words.index(value)) if scale.words else float(value)

@@ -101,10 +101,7 @@ class Running:
         return Used(self.step, self._tokens, hours)
 
     def watch(self) -> bool:
-        """Read new metrics, stop a trial that the pruner gives up, record an end.
-
-        Return True once the trial has ended, or cannot go on here.
-        """
+        """Read new metrics, prune, record the end. Return True when the trial is over here."""
         code = self.processes.poll()  # first: what it wrote before its end is read now
         for line in self._new_lines():
             self._see(line)

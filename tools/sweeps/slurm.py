@@ -46,9 +46,9 @@ def slurm_problems() -> list[str]:
 
 
 def submit(sweep: Sweep, study: Study, say: Say) -> str | None:
-    """Submit what is left of a sweep, unless it is in the queue; return the array's number.
+    """Submit the remaining trials unless they are queued; return the array's number.
 
-    None if nothing is left. Raises ConfigError with Slurm's reason for a refusal.
+    None if no trial is left. Raises ConfigError if Slurm rejects the job.
     """
     file = sweep.folder / _JOB
     if file.exists() and queued([job := file.read_text().strip()]):
@@ -89,9 +89,9 @@ def follow(job: str, study: Study, ended: Callable[[Record], None]) -> None:
 
 
 def queued(jobs: Sequence[str]) -> list[str]:
-    """Return the tasks of these jobs that wait or run. Slurm that does not answer counts as all.
+    """Return the tasks of these jobs that wait or run; all of them if Slurm does not answer.
 
-    A job whose dependency failed would wait forever: it is cancelled.
+    Cancels jobs whose dependency failed: they would wait forever.
     """
     if not jobs:
         return []

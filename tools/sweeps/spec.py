@@ -121,9 +121,7 @@ class Sweep:
         return (choice for choice in self.choices() if choice is not None)
 
     def command(self, choice: Choice, run_dir: Path | None = None) -> Command:
-        """Return the command line of train.py with a trial's values; a trial's if it has a folder,
-        otherwise a user's.
-        """
+        """Return a trial's train.py command; without `run_dir`, the command for a user."""
         own = [f"{key}={value}" for key, value in choice.items()]
         if run_dir is not None:
             own.append(f"run.dir={run_dir}")
@@ -143,9 +141,9 @@ class Sweep:
 
 
 def read_sweep(path: Path, problems: list[str]) -> Sweep:
-    """Return the sweep of a file, without what is wrong in it, which is added to `problems`.
+    """Return the valid part of a sweep's file; append its problems.
 
-    Raises ConfigError for a file that cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     if not path.exists():
         raise ConfigError(
@@ -211,7 +209,7 @@ _MAY_CHANGE = ("sweep.trials", "sweep.parallel", "sweep.budget.", "sweep.name")
 
 
 def keep_file(sweep: Sweep) -> None:
-    """Make the folder, and copy the sweep's file into it.
+    """Create the folder and copy the sweep's file into it.
 
     Raises ConfigError if another sweep is there, with every key that differs.
     """

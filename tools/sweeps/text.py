@@ -70,18 +70,25 @@ def best_of(records: Sequence[Record]) -> Record | None:
     return next((record for record in ranked(records) if record.state == "done"), None)
 
 
+def cells_of(sweep: Sweep, record: Record, place: object, end: str) -> list[str]:
+    """Return a trial's row of `heads`."""
+    values = (record.choice.get(key, "") for key in sweep.space)
+    name, steps = f"{record.number:03}", f"{record.used.steps:,}"
+    return [str(place), name, shown(record.value), steps, *values, end]
+
+
+def heads(sweep: Sweep) -> list[str]:
+    """Return the names of the columns."""
+    return ["rank", "trial", sweep.settings.metric, "steps", *short_names(sweep).values(), ""]
+
+
 def ranking(sweep: Sweep, records: Sequence[Record]) -> str:
     """Return the ranked table, failures with their reasons, and the name of the best."""
     rows = [
-        [
-            *(str(place), f"{record.number:03}", shown(record.value), f"{record.used.steps:,}"),
-            *(record.choice.get(key, "") for key in sweep.space),
-            _ENDS[record.state],
-        ]
+        cells_of(sweep, record, place, _ENDS[record.state])
         for place, record in enumerate(ranked(records), 1)
     ]
-    names = ["rank", "trial", sweep.settings.metric, "steps", *short_names(sweep).values(), ""]
-    blocks = [_table(names, rows)] if rows else []
+    blocks = [_table(heads(sweep), rows)] if rows else []
     for record in records:
         if record.state == "failed":
             blocks.append(f"trial {record.number:03} failed: {record.reason}")
