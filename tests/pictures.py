@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.report.compare import compare_page_of
 from harness.report.page import page_of
-from harness.report.recorded import is_run, read
+from harness.report.run_record import is_run, read
 from tests.browser import SHOWN, WIDTHS, Browser, missing
 from tests.report.runs import line_at, plan, write_run
 from tests.two_ranks import REPOSITORY, environment

@@ -26,8 +26,8 @@ from harness.estimate.fit import changes_that_help, helpful_changes
 from harness.plan.changes import takes
 from harness.plan.plan import Event, Plan
 from harness.plan.weights import weight_file_problems
+from harness.run.data_decisions import decide_from_data
 from harness.run.progress import Progress
-from harness.run.settle_data import settle_data
 from tests.advice import ADVICE, Message, NoWay, followed
 from tests.advised_data import DATA, ROWS, TEXT
 from tests.plan.plans import Planner
@@ -103,7 +103,7 @@ class Speaker:
         if source and (problems := weight_file_problems(source, opens=True)):
             raise ConfigError(problems)
         data = build_data(DataSpec.of_run(plan.config, plan.model_config))
-        return settle_data(plan, data, torch.device("cpu"), Progress(enabled=False)).events
+        return decide_from_data(plan, data, torch.device("cpu"), Progress(enabled=False)).events
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +213,15 @@ NOT_FOLLOWED = {
     ),
     "needs the model, which is built later": (
         "models",
-        "engine/empty.py",
+        "engine/meta_model.py",
         "engine/layers.py",
         "engine/stages.py",
         "run/attention.py",
         "run/verify.py",
     ),
     "needs ranks that differ": (
-        "run/settle_data.py: start again, or set data.date=",
-        "run/settle_data.py: give every node the same files",
+        "run/data_decisions.py: start again, or set data.date=",
+        "run/data_decisions.py: give every node the same files",
     ),
     "leaves the values open": (
         "config/ds_leftovers.toml: to start with short sequences",
@@ -232,7 +232,7 @@ NOT_FOLLOWED = {
         "data/chat_tokens.py",
         "data/data.py: the chat template writes control tokens",
         "data/encoding.py",
-        "run/settle_data.py: set data.tokenizer to the one that they were trained with",
+        "run/data_decisions.py: set data.tokenizer to the one that they were trained with",
     ),
 }
 _ROOMS = (

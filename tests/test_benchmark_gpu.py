@@ -15,7 +15,7 @@ import torch
 from harness.config.run_file import load_run_config
 from harness.layout.shape import flops_per_token
 from harness.layout.world import World
-from harness.plan import fill_in
+from harness.plan import resolve_auto
 from harness.plan.command import DEFAULT_DS_JSON
 from harness.plan.make import make_plan
 from tests.run_tools import run_tool
@@ -153,7 +153,7 @@ def test_a_folder_called_torch_hides_no_line() -> None:
 def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_run_config(None, SMALL_MODEL)
     assert fallbacks(make_plan(config, {}, World()).events) == []
-    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(resolve_auto, "cpu_has_bf16", lambda: False)
     planted = {"bf16": {"enabled": "auto"}, "autotuning": {"enabled": True}}
     changed, without_bf16 = sorted(fallbacks(make_plan(config, planted, World()).events))
     assert changed.startswith("autotuning.enabled is False, not True")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.estimate.held import PHASES
+from harness.estimate.memory_item import PHASES
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.look.palette import COMPONENTS

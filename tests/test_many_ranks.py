@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.checkpoint import meeting, store
+from harness.checkpoint import collectives, store
 from harness.checkpoint.index import Fragment
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saver
@@ -76,7 +76,7 @@ class Costs:
     def _measure(self, what: str, work: Callable[[int], Any], *rooms: Any) -> None:
         group = Group(self.ranks)
         with counted_calls() as calls:
-            group.run(work, meeting, *rooms)
+            group.run(work, collectives, *rooms)
         of_rank = [calls[thread] for thread in group.threads]
         self.calls[what] = of_rank[0], max(of_rank[1:])
         self.bytes[what] = group.received[0], max(group.received[1:])
@@ -92,7 +92,7 @@ class Costs:
             savers[rank].finish()
 
         for step in (1, 2):
-            Group(self.ranks).run(lambda rank, step=step: save(step, rank), meeting)
+            Group(self.ranks).run(lambda rank, step=step: save(step, rank), collectives)
         self._measure("a save", lambda rank: save(3, rank))
         path = kept.at(3)
         self._measure("verification", lambda rank: store.verified(path), store)

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import estimate_memory

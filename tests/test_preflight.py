@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.config.run_config import RunConfig
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.layout.grid import axes_json
 from harness.layout.world import World
 from harness.plan.make import make_plan

@@ -26,7 +26,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.config.batch import MAX_DEFAULT_MICRO_BATCH
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate
 from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time

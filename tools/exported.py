@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.layout.adapters import DESCRIPTION
-from harness.layout.as_trained import ATTENTION
+from harness.layout.code_exports import ATTENTION
 from harness.runfolder import RunFolder
 
 ADAPTERS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -20,7 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode
 from harness.report.compare import compare_page_of
 from harness.report.page import page_of
-from harness.report.recorded import Recorded, is_run, read
+from harness.report.run_record import RunRecord, is_run, read
 from harness.report.write import NAME, write_page
 from tools.figure import plot_problems, write_plot
 
@@ -74,14 +74,14 @@ def _paths(named: list[Path]) -> list[Path]:
     return folders
 
 
-def _place(named: list[Path], runs: list[Recorded]) -> Path:
+def _place(named: list[Path], runs: list[RunRecord]) -> Path:
     """Return the page's path: in the run's folder, or beside the runs."""
     if len(named) == 1:
         return named[0] / NAME
     return (runs[0].path.parent if named else ALL) / NAME
 
 
-def _page(named: list[Path], runs: list[Recorded]) -> str:
+def _page(named: list[Path], runs: list[RunRecord]) -> str:
     if len(named) == 1:
         return page_of(runs[0])
     return compare_page_of(runs, f"{len(runs)} runs" if named else "All runs")

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.checkpoint.resume import recorded_run, same_data
+from harness.checkpoint.compatibility import recorded_run, same_data
 from harness.config.run_config import RunConfig
 from harness.data.build import build_data
 from harness.data.data import Data

@@ -26,7 +26,7 @@ from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import Checkpoint, fsync
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.errors import CannotSave, ConfigError, is_full_disk
-from harness.estimate.held import as_size
+from harness.estimate.memory_item import as_size
 from harness.layout.adapters import DESCRIPTION, NAME, module_of
 
 SHARD_BYTES = 4 * 10**9

@@ -63,7 +63,8 @@ class Manifest:
 
     `engine`: counters, loss scaling, step count of the optimizer. `probe_loss`: loss of the batch
     in probe.safetensors with these weights, in nats per target token. `held_out_loss`: of the last
-    evaluation. `about`: further facts, never read back. `watch`: the state of `guard.judge.Judge`.
+    evaluation. `about`: further facts, never read back. `watch`: the state of
+    `guard.stability.StabilityMonitor`.
     """
 
     state: TrainState

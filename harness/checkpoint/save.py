@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save as to_safetensors
 
+from harness.checkpoint.collectives import broadcast_object, gather_objects
 from harness.checkpoint.index import INDEX, Fragment, is_divided, merged, to_index
 from harness.checkpoint.manifest import DIVIDED, MANIFEST, PROBE, Manifest
-from harness.checkpoint.meeting import gathered, told
 from harness.checkpoint.store import Retention, Store
 from harness.checkpoint.tensor_file import (
     HostCopies,
@@ -26,7 +26,7 @@ from harness.checkpoint.tensor_file import (
     write_fragments,
 )
 from harness.errors import ExitCode, RunStopped
-from harness.estimate.held import as_size
+from harness.estimate.memory_item import as_size
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Saver:
         began = time.perf_counter()
         if pending.writing is not None:
             pending.writing.result()
-        reports: list[Any] = gathered((pending.files, pending.index, pending.problem))
+        reports: list[Any] = gather_objects((pending.files, pending.index, pending.problem))
         result: list[Any] = [None, 0, []]
         if self.rank == 0:
             try:
@@ -137,7 +137,7 @@ class Saver:
                     result[1:] = self._commit(pending.manifest, reports)
             except Exception as error:  # any error: the other ranks wait in the next line
                 result[0] = f"rank 0: {type(error).__name__}: {error}"
-        result = told(result)
+        result = broadcast_object(result)
         if result[0]:
             raise self._failure(pending.manifest.state.step, result[0])
         now = time.perf_counter()
@@ -154,7 +154,7 @@ class Saver:
         """Create an empty folder, after checking that all ranks' files fit on the disk.
         Collective.
         """
-        sizes, problem = gathered(own_bytes), None
+        sizes, problem = gather_objects(own_bytes), None
         if self.rank == 0:
             try:
                 self.store.make_unfinished(step)
@@ -164,7 +164,7 @@ class Saver:
                     problem = f"it needs {as_size(total)}, but only {as_size(free)} are free"
             except Exception as error:  # as in `finish`
                 problem = f"rank 0: {type(error).__name__}: {error}"
-        if (problem := told(problem)) is not None:
+        if (problem := broadcast_object(problem)) is not None:
             raise self._failure(step, problem)
 
     def _write(

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint.collectives import broadcast_object, first_problem
 from harness.checkpoint.manifest import (
     PROBE,
     Manifest,
@@ -22,7 +23,6 @@ from harness.checkpoint.manifest import (
     read_index,
     read_manifest,
 )
-from harness.checkpoint.meeting import first_problem, told
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.tensor_file import TensorReader, sha256_of
 from harness.config.run_config import run_and_step
@@ -202,7 +202,7 @@ def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """
     problems: list[str] = []
     rank = dist.get_rank() if dist.is_initialized() else 0
-    for path in reversed(told(Store(folder).all() if rank == 0 else [])):
+    for path in reversed(broadcast_object(Store(folder).all() if rank == 0 else [])):
         try:
             return verified(path), problems
         except Unusable as error:
@@ -217,7 +217,7 @@ def verified(path: Path) -> Checkpoint:
     Unusable on all ranks.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    manifest, problem = told(_read(path) if rank == 0 else (None, None))
+    manifest, problem = broadcast_object(_read(path) if rank == 0 else (None, None))
     if manifest is None:
         raise Unusable(problem)
     try:

@@ -15,7 +15,10 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 
 from harness.config.batch import Curriculum
-from harness.config.conduct_sections import (
+from harness.config.data_section import DataConfig
+from harness.config.model_section import ModelConfig
+from harness.config.optim_and_schedule import OptimConfig
+from harness.config.run_sections import (
     EvalConfig,
     GuardConfig,
     LayoutConfig,
@@ -27,9 +30,6 @@ from harness.config.conduct_sections import (
     SampleConfig,
     SaveConfig,
 )
-from harness.config.data_section import DataConfig
-from harness.config.model_section import ModelConfig
-from harness.config.optim_and_schedule import OptimConfig
 from harness.config.sections import RampConfig, Section, TrainConfig, help_texts, key_of
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from harness.config.batch import Curriculum, Slice
 from harness.data.batch import Batch
 from harness.data.order import window_of
+from harness.data.packed_documents import WholeWindows
 from harness.data.packing import Document, Packed, Span
-from harness.data.whole import WholeWindows
 from harness.layout.grid import starts_of
 
 Item = TypeVar("Item")

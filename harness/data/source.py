@@ -15,6 +15,7 @@ from harness.data.cache import Report, build_once, cache_key
 from harness.data.corpus import Corpus, find_corpus
 from harness.data.encoding import HowEncoded
 from harness.data.fingerprint import order_key
+from harness.data.packed_documents import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.data.packing import Packed
 from harness.data.pair import NO_MASKS, IndexedTokens, Masks, load_masks
 from harness.data.prepare import (
@@ -36,7 +37,6 @@ from harness.data.spec import DataSpec
 from harness.data.split import SIDES, load_split
 from harness.data.token_files import ANY_LENGTH, LeftOut, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
-from harness.data.whole import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of

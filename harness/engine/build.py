@@ -17,10 +17,10 @@ from harness.engine import operators, swap
 from harness.engine.allocators import set_allocators
 from harness.engine.deepspeed_0_19.experts import expert_groups
 from harness.engine.deepspeed_0_19.internals import inner_optimizer
-from harness.engine.empty import empty_model
 from harness.engine.fragments import note_copies
 from harness.engine.groups import make_groups
 from harness.engine.layers import adapt, change_layers
+from harness.engine.meta_model import empty_model
 from harness.engine.module import build_module
 from harness.engine.optimizers import Matrices, Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine

@@ -17,9 +17,9 @@ from harness.checkpoint.index import Fragment
 from harness.data.batch import Batch, on_device
 from harness.engine.api import Fill, Kinds
 from harness.layout.box import Part
-from harness.models.by_source import recording
-from harness.models.carried import WINDOWS, Window
 from harness.models.loss import forward
+from harness.models.loss_breakdown import recording
+from harness.models.recurrent_state import WINDOWS, Window
 from harness.models.sequence import DividedRows
 from harness.plan.plan import Plan
 

@@ -15,9 +15,9 @@ from harness.layout.optimizer_table import Parameter
 from harness.layout.recompute import REVERSIBLE
 from harness.models.adapters import add_adapters
 from harness.models.layer_changes import drop_layers, tile_mlps, use_liger
-from harness.models.pieces import decoder_layers
 from harness.models.recompute import checkpoint_layers
 from harness.models.reversible import reverse_layers
+from harness.models.units import decoder_layers
 from harness.plan.memory import gathers_layers
 from harness.plan.plan import Plan
 

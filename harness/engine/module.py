@@ -16,9 +16,9 @@ from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.expert import Experts
 from harness.engine.fragments import cutter
 from harness.engine.groups import Groups, ModelParallelUnit, make_groups
+from harness.engine.single_stage import build_single_stage
 from harness.engine.stages import build_stage
 from harness.engine.tensor import divide_forward
-from harness.engine.whole import build_whole
 from harness.layout.tensor import TensorPlan
 from harness.models.adapters import quantize_linear_maps
 from harness.models.stage import Stage
@@ -60,7 +60,7 @@ def build_module(
         if grid.tensor > 1:
             unit = ModelParallelUnit(Groups(share, make_groups(share, "tensor", "replicas")))
             tensor_group = unit.tensor_group
-        model, events = build_whole(plan, empty, device, trust_remote_code, blank, unit, cut)
+        model, events = build_single_stage(plan, empty, device, trust_remote_code, blank, unit, cut)
         wrapped: nn.Module = model
     else:
         stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank, cut)

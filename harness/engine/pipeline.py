@@ -16,8 +16,8 @@ from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.fragments import is_copy
 from harness.engine.skip import propagate_nonfinite
 from harness.engine.zero import ZeroEngine
-from harness.models.by_source import recording
 from harness.models.loss import losses
+from harness.models.loss_breakdown import recording
 from harness.models.stage import Stage
 from harness.plan.plan import Plan
 

@@ -19,15 +19,15 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import distributed_c10d
 
-from harness.checkpoint import meeting
+from harness.checkpoint import collectives
 from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_full_disk
-from harness.guard.alarm import Alarm, Failure, exit_now
+from harness.guard.failure_broadcast import Failure, FailureBroadcast, exit_now
 from harness.layout.world import World, is_free, slurm_port
 from harness.plan.machine import ninja_folder
 from harness.terminal import say
 
 _LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
-_alarm: Alarm | None = None  # global, as torch's default group is
+_alarm: FailureBroadcast | None = None  # global, as torch's default group is
 # Collectives time out this much later than the watchdog, which must still dump stacks and report.
 _BEYOND_THE_WATCHDOG_S = 600.0
 
@@ -88,8 +88,8 @@ def share_cores(world: World) -> int:
     Collective. torchrun gives each rank one thread and `deepspeed` gives each all cores of the
     node; both slow a CPU optimizer down. OMP_NUM_THREADS above 1 is kept as the user's choice.
     """
-    cores = meeting.gathered((socket.gethostname(), os.sched_getaffinity(0)))
-    threads = meeting.told(threads_for(cores))
+    cores = collectives.gather_objects((socket.gethostname(), os.sched_getaffinity(0)))
+    threads = collectives.broadcast_object(threads_for(cores))
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(threads[world.rank])  # sets OpenMP's, which DeepSpeed uses, too
     return torch.get_num_threads()
@@ -171,7 +171,7 @@ def raise_together(problem: str | None) -> None:
 
 def problem_of_any(problem: str | None) -> str | None:
     """Return the problem of the first rank that has one. Collective."""
-    return meeting.first_problem(problem)
+    return collectives.first_problem(problem)
 
 
 def leave() -> None:
@@ -204,7 +204,7 @@ def ending_together(refusal: str = "cannot go on") -> Iterator[None]:
     leave()
 
 
-def alarm() -> Alarm:
+def alarm() -> FailureBroadcast:
     """Return the alarm of the process group that this process has joined."""
     assert _alarm is not None, "join comes first"
     return _alarm
@@ -251,7 +251,7 @@ def _listen(world: World) -> None:
     global _alarm
     first: Any = distributed_c10d._get_default_store() if world.world_size > 1 else None
     store = first and first.clone()
-    _alarm = Alarm(store, world.rank, world.world_size)
+    _alarm = FailureBroadcast(store, world.rank, world.world_size)
     if store is not None:
         _alarm.start()
 

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from harness.engine.empty import attention_of
+from harness.engine.meta_model import attention_of
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
 from harness.models.initialize import with_rows
-from harness.models.pieces import Piece, decoder_layers, pieces
+from harness.models.units import Unit, decoder_layers, units
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems
 
@@ -153,7 +153,7 @@ class PieceReader:
         self._elsewhere = used_elsewhere(empty)
         self._unexpected: set[str] = set()
 
-    def __call__(self, piece: Piece) -> dict[str, torch.Tensor]:
+    def __call__(self, piece: Unit) -> dict[str, torch.Tensor]:
         """Return tensors by qualified name, on the CPU.
 
         Raises ConfigError if the files lack a weight or have it in another shape.
@@ -177,7 +177,7 @@ class PieceReader:
 def _leave_only(model: PreTrainedModel, name: str) -> None:
     """Remove everything from a model but the piece of this name."""
     _, layers = decoder_layers(model)
-    for piece in list(pieces(model)):
+    for piece in list(units(model)):
         if piece.name == name:
             continue
         if piece.whole:

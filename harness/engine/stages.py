@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from harness.data.batch import Batch
 from harness.engine.deepspeed_0_19.pipe_module import Tied
-from harness.engine.empty import empty_model
 from harness.engine.groups import sender
+from harness.engine.meta_model import empty_model
 from harness.engine.processes import raise_together
 from harness.engine.reading import (
     PieceReader,

@@ -8,16 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from harness.estimate.held import (
-    ALWAYS,
-    BACKWARD,
-    BEFORE_BACKWARD,
-    FP32,
-    STEPPED,
-    Evidence,
-    Held,
-    Place,
-)
 from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Inputs
 from harness.estimate.layer_bytes import (
     Layer,
@@ -29,19 +19,31 @@ from harness.estimate.layer_bytes import (
     writes_scores,
 )
 from harness.estimate.logits import INDEX, log_softmax, logits
+from harness.estimate.memory_item import (
+    ALWAYS,
+    BACKWARD,
+    BEFORE_BACKWARD,
+    FP32,
+    STEPPED,
+    Evidence,
+    MemoryItem,
+    Place,
+)
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.recompute import REVERSIBLE, is_checkpointed
 
 
-def carried_states(inputs: Inputs) -> Iterator[Held]:
+def carried_states(inputs: Inputs) -> Iterator[MemoryItem]:
     """Yield the carried states of all of a rank's rows in fp32 and, for the current window, the
     states before and after it (harness/engine/forward.py).
     """
     if not inputs.carried_numbers:
         return
     window = FP32 * inputs.carried_numbers * inputs.micro_batch
-    yield Held("carried states", window * inputs.grad_accum, ALWAYS - {"build"}, "measured")
-    yield Held("carried states of a window", 2 * window, frozenset({"forward", "loss"}), "read")
+    yield MemoryItem("carried states", window * inputs.grad_accum, ALWAYS - {"build"}, "measured")
+    yield MemoryItem(
+        "carried states of a window", 2 * window, frozenset({"forward", "loss"}), "read"
+    )
 
 
 _FORWARD, _FIRST, _LAST = map(frozenset, (["forward"], ["backward_first"], ["backward_last"]))
@@ -67,7 +69,7 @@ ATTENTION_COPIES = "activations: copies of attention"
 
 def activations(
     inputs: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
-) -> list[Held]:
+) -> list[MemoryItem]:
     """Return saved activations and the temporaries of the backward pass.
 
     They are for one micro-batch, or for all that a pipeline stage has in flight. `layer_of` lets
@@ -76,38 +78,38 @@ def activations(
     evidence, batches = activation_evidence(inputs), inputs.in_flight
     kinds = inputs.layers_alike
     layers = {each[0]: layer_of(inputs, each[0]) for each in kinds}
-    parts: list[Held] = []
+    parts: list[MemoryItem] = []
     kept = [(_kept(inputs, each[0], layers[each[0]]), len(each)) for each in kinds]
     for name, place in {key: None for sizes, _ in kept for key in sizes}:
         total = sum(sizes.get((name, place), 0) * count for sizes, count in kept)
         if place == "host":  # buffers are kept between steps (models/recompute.py)
-            parts.append(Held(name, batches * total, STEPPED, evidence, place))
+            parts.append(MemoryItem(name, batches * total, STEPPED, evidence, place))
             continue
-        parts.append(Held(name, batches * total, BEFORE_BACKWARD, evidence, place))
+        parts.append(MemoryItem(name, batches * total, BEFORE_BACKWARD, evidence, place))
         first = kept[0][0].get((name, place), 0)
         left = (batches - 1) * total + first  # still needed at the end of a backward pass
-        parts.append(Held(name, left, _LAST, evidence, place))
+        parts.append(MemoryItem(name, left, _LAST, evidence, place))
     last = next(each[0] for each in kinds if each[-1] == inputs.shape.num_layers - 1)
     for phases, index in ((_FIRST, last), (_LAST, 0)):
         again = _recomputed(inputs, index, layers[index])
-        parts.append(Held("recomputed layer", again, phases, evidence))
+        parts.append(MemoryItem("recomputed layer", again, phases, evidence))
     if inputs.checkpointing == REVERSIBLE:
         stream = FP32 * inputs.shape.hidden_size * inputs.tokens
-        parts.append(Held("activations: streams", 2 * stream, _FORWARD_TO_BACKWARD, evidence))
-        parts.append(Held("gradients of streams", 2 * stream, BACKWARD, "read"))
+        parts.append(MemoryItem("activations: streams", 2 * stream, _FORWARD_TO_BACKWARD, evidence))
+        parts.append(MemoryItem("gradients of streams", 2 * stream, BACKWARD, "read"))
     if inputs.activation_offload:  # the layer in transit
         on_its_way = sum(kept[0][0].values())
-        parts.append(Held("layer moved to and from the host", on_its_way, _IN_LAYERS, "read"))
+        parts.append(MemoryItem("layer moved to and from the host", on_its_way, _IN_LAYERS, "read"))
     if inputs.mlp_tiles > 1:
-        parts.append(Held("MLP tile", _tile(inputs), _IN_LAYERS, evidence))
+        parts.append(MemoryItem("MLP tile", _tile(inputs), _IN_LAYERS, evidence))
     # The mask is an argument of every checkpointed layer.
     lives = _FORWARD if inputs.checkpointing == "none" else _FORWARD_TO_BACKWARD
-    parts.append(Held("attention mask", _mask(inputs), lives, "read"))
+    parts.append(MemoryItem("attention mask", _mask(inputs), lives, "read"))
     shared = batches * (INDEX * inputs.tokens + _positions(inputs) + _embedding_norm(inputs))
-    parts.append(Held("activations: shared", shared, _FORWARD_TO_BACKWARD, evidence))
-    parts.append(Held("backward temporaries", _temporaries(inputs), BACKWARD, "guessed"))
+    parts.append(MemoryItem("activations: shared", shared, _FORWARD_TO_BACKWARD, evidence))
+    parts.append(MemoryItem("backward temporaries", _temporaries(inputs), BACKWARD, "guessed"))
     if inputs.has_head:
-        parts.append(Held("activations: head", _head(inputs), _FORWARD | {"loss"}, evidence))
+        parts.append(MemoryItem("activations: head", _head(inputs), _FORWARD | {"loss"}, evidence))
         parts += logits(inputs)
     return [part for part in parts if part.bytes]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.estimate.held import ALWAYS, BACKWARD, STEPPED, Held
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import ALWAYS, BACKWARD, STEPPED, MemoryItem
 from harness.estimate.partition import piece
 from harness.estimate.states import optimizer_class
 from harness.layout.recompute import matrix_elements
@@ -17,7 +17,7 @@ _ALLREDUCE = 500_000_000
 _NORM = 8  # bytes
 
 
-def communication(inputs: Inputs) -> list[Held]:
+def communication(inputs: Inputs) -> list[MemoryItem]:
     """Return the buffers in which gradients are reduced."""
     kind = optimizer_class(inputs)
     if kind == "DeepSpeedZeroOptimizer":
@@ -29,7 +29,7 @@ def communication(inputs: Inputs) -> list[Held]:
     return [part for part in buffers if part.bytes]
 
 
-def _bucket12(inputs: Inputs) -> Iterator[Held]:
+def _bucket12(inputs: Inputs) -> Iterator[MemoryItem]:
     zero = inputs.zero
     wide = zero.stage == 1 and inputs.sum_bytes != inputs.element_bytes
     element = inputs.sum_bytes if wide else inputs.element_bytes
@@ -39,11 +39,11 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
         # allocates another.
         pipelined = inputs.stage is not None
         size = element * zero.reduce_bucket * (2 if zero.overlap_comm and not pipelined else 1)
-        yield Held("gradient buckets", size, BACKWARD | {"reduce"}, "measured")
+        yield MemoryItem("gradient buckets", size, BACKWARD | {"reduce"}, "measured")
         if zero.stage == 1 and inputs.accumulates:
-            yield Held("gradient buckets", size, frozenset({"forward", "loss"}), "read")
+            yield MemoryItem("gradient buckets", size, frozenset({"forward", "loss"}), "read")
         if pipelined:
-            yield Held("gradient buckets", size, frozenset({"reduce"}), "read")
+            yield MemoryItem("gradient buckets", size, frozenset({"reduce"}), "read")
     # Stage 2 with fp32 sums reduces in fp32 what it collected in 16 bits. A parameter larger than
     # the bucket is reduced by itself; with offload, from a clone.
     largest = max(tensor.numel for tensor in inputs.trained_tensors)
@@ -58,26 +58,26 @@ def _bucket12(inputs: Inputs) -> Iterator[Held]:
     if offload and largest > small:
         copy += inputs.element_bytes * largest
     if inputs.shards > 1:
-        yield Held("communication copy", copy, BACKWARD, "read")
+        yield MemoryItem("communication copy", copy, BACKWARD, "read")
     if zero.stage == 2:
         made = inputs.element_bytes * largest
-        yield Held("gradient being made", made, BACKWARD, "read")
+        yield MemoryItem("gradient being made", made, BACKWARD, "read")
     part = min(largest, inputs.sharded_parameters)
     if not offload:
-        yield Held("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
+        yield MemoryItem("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
         return
     # With offload, norms are computed as gradients arrive; the embedding's comes after activations
     # are freed.
-    yield Held("norm in fp64", _NORM * part, frozenset({"backward_last"}), "read")
+    yield MemoryItem("norm in fp64", _NORM * part, frozenset({"backward_last"}), "read")
     early = max((t.numel for t in inputs.trained_tensors if t.kind != "embedding"), default=0)
     part = min(early, inputs.sharded_parameters)
-    yield Held("norm in fp64", _NORM * part, frozenset({"backward_first"}), "read")
+    yield MemoryItem("norm in fp64", _NORM * part, frozenset({"backward_first"}), "read")
 
 
-def _bucket3(inputs: Inputs) -> Iterator[Held]:
+def _bucket3(inputs: Inputs) -> Iterator[MemoryItem]:
     bucket = inputs.zero.reduce_bucket
     if inputs.zero.contiguous_gradients:
-        yield Held("gradient buckets", inputs.comm_bytes * bucket, ALWAYS, "measured")
+        yield MemoryItem("gradient buckets", inputs.comm_bytes * bucket, ALWAYS, "measured")
     largest = max(tensor.numel for tensor in inputs.trained_tensors)
     # reduce_scatter_coalesced copies the shards of a bucket. A gradient larger than the bucket is
     # reduced by itself, in place unless it does not divide evenly.
@@ -90,29 +90,29 @@ def _bucket3(inputs: Inputs) -> Iterator[Held]:
     copied = max([min(bucket, inputs.trained), *alone])
     if inputs.comm_bytes != inputs.element_bytes:  # cast to the communication type before that
         copied += max(min(bucket, inputs.trained), largest)
-    yield Held("communication copy", inputs.comm_bytes * copied, BACKWARD, "read")
+    yield MemoryItem("communication copy", inputs.comm_bytes * copied, BACKWARD, "read")
     # If a layer is gathered as a whole, its gradients are reduced after its input's gradient.
     made = max(largest, inputs.layer_elements) if inputs.gathers_layers else largest
-    yield Held("gradient being made", inputs.element_bytes * made, BACKWARD, "read")
+    yield MemoryItem("gradient being made", inputs.element_bytes * made, BACKWARD, "read")
     part = max(
         piece(max(tensor.numel for tensor in group), inputs.shards_of(group))
         for group in inputs.groups()
     )
-    yield Held("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
+    yield MemoryItem("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
 
 
-def _allreduce(inputs: Inputs, kind: str) -> Iterator[Held]:
+def _allreduce(inputs: Inputs, kind: str) -> Iterator[MemoryItem]:
     """Yield reduction buffers; BF16_Optimizer casts its flat groups one by one (finding 36)."""
     if kind != "BF16_Optimizer":
         size = inputs.comm_bytes * min(inputs.trained, _ALLREDUCE)
-        yield Held("communication copy", size, frozenset({"reduce"}), "measured")
+        yield MemoryItem("communication copy", size, frozenset({"reduce"}), "measured")
     elif inputs.shards > 1 and inputs.sum_bytes != inputs.comm_bytes:
         largest = max(flat.padded for flat in inputs.flats)
         size = inputs.comm_bytes * largest
-        yield Held("communication copy", size, frozenset({"reduce"}), "measured")
+        yield MemoryItem("communication copy", size, frozenset({"reduce"}), "measured")
 
 
-def gathered_parameters(inputs: Inputs) -> list[Held]:
+def gathered_parameters(inputs: Inputs) -> list[MemoryItem]:
     """Return the weights that ZeRO 3 holds in full, in addition to the persistent ones.
 
     The active module is always gathered, and prefetched weights exist twice while they arrive
@@ -143,17 +143,21 @@ def gathered_parameters(inputs: Inputs) -> list[Held]:
     return [
         part
         for part in (
-            Held(
+            MemoryItem(
                 "gathered parameters", element * turn, frozenset({"loss", "backward_first"}), "read"
             ),
-            Held(
+            MemoryItem(
                 "gathered parameters",
                 element * max(working, min(largest, total)),
                 frozenset({"forward", "backward_last", "evaluation"}),
                 "read",
             ),
-            Held("prefetch copy", copy, frozenset({"forward", "evaluation"}) | BACKWARD, "read"),
-            Held("gathered parameters", element * largest, frozenset({"build", "save"}), "read"),
+            MemoryItem(
+                "prefetch copy", copy, frozenset({"forward", "evaluation"}) | BACKWARD, "read"
+            ),
+            MemoryItem(
+                "gathered parameters", element * largest, frozenset({"build", "save"}), "read"
+            ),
         )
         if part.bytes
     ]
@@ -166,20 +170,20 @@ def _has_all(inputs: Inputs) -> bool:
     return inputs.shards == 1 and inputs.zero.offload_param == "device"
 
 
-def dequantized_weights(inputs: Inputs) -> list[Held]:
+def dequantized_weights(inputs: Inputs) -> list[MemoryItem]:
     """Return the 4-bit weight that is currently multiplied: dequantized as a whole in forward and
     backward (bitsandbytes' gemm_4bit beyond 1,536 tokens, MatMul4Bit.backward), and in full
     precision before quantization.
     """
     size, working = inputs.dequantized_bytes, frozenset({"build", "forward", "evaluation"})
-    return [Held("dequantized weight", size, working | BACKWARD, "read")] if size else []
+    return [MemoryItem("dequantized weight", size, working | BACKWARD, "read")] if size else []
 
 
 def _largest(sizes: list[int]) -> int:
     return max(sizes, default=0)
 
 
-def pipeline(inputs: Inputs) -> list[Held]:
+def pipeline(inputs: Inputs) -> list[MemoryItem]:
     """Return the tensors that a pipeline stage keeps per micro-batch, besides its layers'
     activations.
 
@@ -194,17 +198,17 @@ def pipeline(inputs: Inputs) -> list[Held]:
     stream = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
     # Each tensor-parallel rank sends a part; the receivers combine them.
     sent = stream // (inputs.grid.tensor if inputs.sends_parts else 1)
-    parts = [Held("pipeline: receive buffer", sent, STEPPED, "measured")]
+    parts = [MemoryItem("pipeline: receive buffer", sent, STEPPED, "measured")]
     if inputs.has_head:
         kept = 2 * min(2, inputs.grad_accum) * stream
-        return [*parts, Held("pipeline: inputs", kept, working | {"reduce"}, "measured")]
+        return [*parts, MemoryItem("pipeline: inputs", kept, working | {"reduce"}, "measured")]
     in_flight = stream * inputs.in_flight
-    parts.append(Held("pipeline: outputs", sent * inputs.in_flight, working, "read"))
+    parts.append(MemoryItem("pipeline: outputs", sent * inputs.in_flight, working, "read"))
     if inputs.stage:
-        parts.append(Held("pipeline: inputs", in_flight, working, "read"))
+        parts.append(MemoryItem("pipeline: inputs", in_flight, working, "read"))
         last = frozenset({"backward_last"})
-        parts.append(Held("pipeline: gradient to send", sent, last, "read"))
+        parts.append(MemoryItem("pipeline: gradient to send", sent, last, "read"))
     if sent < stream:
         whole = "pipeline: output and its gradient put together"
-        parts.append(Held(whole, 2 * stream, BACKWARD, "read"))
+        parts.append(MemoryItem(whole, 2 * stream, BACKWARD, "read"))
     return parts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.estimate.held import Interval
+from harness.estimate.memory_item import Interval
 from harness.layout.grid import Grid
 
 _MIB = 2**20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from harness.estimate.driver import generation_of
-from harness.estimate.held import ALWAYS, FP32, GIB, STEPPED, Held
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import ALWAYS, FP32, GIB, STEPPED, MemoryItem
 from harness.estimate.partition import sub_groups
 from harness.estimate.states import master_bytes, moment_bytes
 
@@ -20,19 +20,19 @@ _MIB = 2**20
 CHECKPOINT_COPY = "checkpoint copy"
 
 
-def process(inputs: Inputs) -> list[Held]:
+def process(inputs: Inputs) -> list[MemoryItem]:
     """Return a rank's memory before any tensor; on a GPU also what its libraries allocate."""
     is_cuda = inputs.accelerator == "cuda"
     size = PROCESS_HOST + (CUDA_HOST if is_cuda else 0)
-    parts = [Held("process", size, ALWAYS, "measured" if is_cuda else "guessed", "host")]
+    parts = [MemoryItem("process", size, ALWAYS, "measured" if is_cuda else "guessed", "host")]
     if is_cuda:
         # One handle per thread that multiplies: the forward thread and autograd's.
         workspaces = 2 * int(generation_of(inputs.gpu).workspace * _MIB)
-        parts.append(Held("cuBLAS workspaces", workspaces, STEPPED, "measured"))
+        parts.append(MemoryItem("cuBLAS workspaces", workspaces, STEPPED, "measured"))
     return parts
 
 
-def loading(inputs: Inputs) -> list[Held]:
+def loading(inputs: Inputs) -> list[MemoryItem]:
     """Return the copies on the host while the model is built."""
     building = frozenset({"build"})
     units = inputs.shape.body.units
@@ -46,10 +46,10 @@ def loading(inputs: Inputs) -> list[Held]:
     else:
         # Weights are drawn in fp32 on the CPU, one piece at a time (models/initialize.py).
         size = FP32 * piece
-    return [Held("weights being made", size, building, "read", "host")]
+    return [MemoryItem("weights being made", size, building, "read", "host")]
 
 
-def nvme_buffers(inputs: Inputs) -> list[Held]:
+def nvme_buffers(inputs: Inputs) -> list[MemoryItem]:
     """Return the pinned host buffers through which states and weights are swapped."""
     zero = inputs.zero
     buffers = []
@@ -57,22 +57,22 @@ def nvme_buffers(inputs: Inputs) -> list[Held]:
         subs = sub_groups(inputs.groups(), inputs.shards, zero.sub_group_size)
         # optimizer_utils.py: each buffer holds the largest sub-group in fp32.
         size = zero.nvme_buffers * FP32 * max(subs)
-        buffers.append(Held("nvme optimizer buffers", size, ALWAYS, "read", "host"))
+        buffers.append(MemoryItem("nvme optimizer buffers", size, ALWAYS, "read", "host"))
     if zero.offload_param == "nvme":
         size = zero.nvme_param_buffers * zero.nvme_param_buffer * inputs.element_bytes
-        buffers.append(Held("nvme parameter buffers", size, ALWAYS, "read", "host"))
+        buffers.append(MemoryItem("nvme parameter buffers", size, ALWAYS, "read", "host"))
     return buffers
 
 
-def saving(inputs: Inputs) -> list[Held]:
+def saving(inputs: Inputs) -> list[MemoryItem]:
     """Return the copy that is written while training continues (save.async)."""
     if not inputs.saves_in_background:
         return []
     size = checkpoint_bytes(inputs) * inputs.sharded_parameters // inputs.trained
-    return [Held(CHECKPOINT_COPY, size, STEPPED, "read", "host")]
+    return [MemoryItem(CHECKPOINT_COPY, size, STEPPED, "read", "host")]
 
 
-def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
+def pinned_rounding(inputs: Inputs, parts: Iterable[MemoryItem]) -> list[MemoryItem]:
     """Return the bytes that torch adds when rounding pinned memory up to powers of two
     (CachingHostAllocator.h). Each component counts as one block, activations as one per layer. A
     run disables this rounding unless the user has set allocators or this torch cannot.
@@ -83,18 +83,18 @@ def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
     if inputs.zero.stage == 3:
         pageable.add("master")
 
-    def is_pinned(part: Held) -> bool:
+    def is_pinned(part: MemoryItem) -> bool:
         if part.component == CHECKPOINT_COPY:
             return True
         pins = inputs.zero.pins or _is_activation(part)
         return part.place == "host" and pins and part.component not in pageable
 
-    def rounded(part: Held) -> int:
+    def rounded(part: MemoryItem) -> int:
         blocks = inputs.in_flight * inputs.shape.num_layers if _is_activation(part) else 1
         return blocks * _power_of_two(-(-part.bytes // blocks))
 
     return [
-        Held(
+        MemoryItem(
             "pinned rounding",
             rounded(part) - part.bytes,
             part.phases,
@@ -106,7 +106,7 @@ def pinned_rounding(inputs: Inputs, parts: Iterable[Held]) -> list[Held]:
     ]
 
 
-def _is_activation(part: Held) -> bool:
+def _is_activation(part: MemoryItem) -> bool:
     return part.component.startswith("activations")
 
 

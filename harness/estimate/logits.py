@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness.estimate.held import FP32, Held
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import FP32, MemoryItem
 
 INDEX = 8
 """Bytes of an int64."""
@@ -21,7 +21,7 @@ def log_softmax(inputs: Inputs) -> int:
     return (FP32 * inputs.shape.vocab_size + each) * inputs.tokens
 
 
-def logits(inputs: Inputs) -> list[Held]:
+def logits(inputs: Inputs) -> list[MemoryItem]:
     """Return the loss in phases: forward 2V + 4V + 4V bytes per token (16-bit), backward 4V + 4V +
     4V.
 
@@ -40,21 +40,21 @@ def logits(inputs: Inputs) -> list[Held]:
         # models/vocabulary_loss.py: logits, in fp32, minus their maximum, and the exponentials.
         whole = (e + (FP32 if half else 0) + 2 * FP32) * vocabulary
         return [
-            Held("logits and loss", saved, frozenset({"forward"}), "read"),
-            Held("logits and loss", whole, frozenset({"loss", "evaluation"}), "read"),
+            MemoryItem("logits and loss", saved, frozenset({"forward"}), "read"),
+            MemoryItem("logits and loss", whole, frozenset({"loss", "evaluation"}), "read"),
         ]
     forward = (e + (FP32 if half else 0)) * vocabulary
     backward = 2 * FP32 * vocabulary
     evaluation = forward + FP32 * vocabulary
     return [
-        Held("logits and loss", saved, frozenset({"loss"}), "traced"),
-        Held("logits and loss", max(forward, backward), frozenset({"loss"}), "traced"),
-        Held("logits and loss", saved, frozenset({"forward"}), "traced"),
-        Held("logits and loss", evaluation, frozenset({"evaluation"}), "traced"),
+        MemoryItem("logits and loss", saved, frozenset({"loss"}), "traced"),
+        MemoryItem("logits and loss", max(forward, backward), frozenset({"loss"}), "traced"),
+        MemoryItem("logits and loss", saved, frozenset({"forward"}), "traced"),
+        MemoryItem("logits and loss", evaluation, frozenset({"evaluation"}), "traced"),
     ]
 
 
-def _fused(inputs: Inputs) -> list[Held]:
+def _fused(inputs: Inputs) -> list[MemoryItem]:
     """Return the memory of liger_kernel/ops/fused_linear_cross_entropy.py. Its forward pass already
     computes the gradients of hidden states and head, for a power of two of tokens at a time, whose
     logits are about as large as all hidden states; the gradient of the logits overwrites them. The
@@ -70,13 +70,13 @@ def _fused(inputs: Inputs) -> list[Held]:
     whole = (e + (FP32 if e != FP32 else 0) + FP32) * shape.vocab_size * tokens
     evaluation = _chunk_forward(inputs) if inputs.chunk else whole
     return [
-        Held("logits and loss", most, frozenset({"loss"}), "read"),
-        Held("logits and loss", of_hidden + of_head, frozenset({"forward"}), "read"),
-        Held("logits and loss", evaluation, frozenset({"evaluation"}), "traced"),
+        MemoryItem("logits and loss", most, frozenset({"loss"}), "read"),
+        MemoryItem("logits and loss", of_hidden + of_head, frozenset({"forward"}), "read"),
+        MemoryItem("logits and loss", evaluation, frozenset({"evaluation"}), "traced"),
     ]
 
 
-def _logits_in_chunks(inputs: Inputs, saved: int) -> list[Held]:
+def _logits_in_chunks(inputs: Inputs, saved: int) -> list[MemoryItem]:
     """Return the memory of models/chunked_loss.py: a chunk of logits, in the backward pass together
     with the head's gradient and the fp32 gradient of the hidden states.
     """
@@ -91,9 +91,11 @@ def _logits_in_chunks(inputs: Inputs, saved: int) -> list[Held]:
     gradient = e * shape.vocab_size * shape.hidden_size
     forward = _chunk_forward(inputs)
     return [
-        Held("logits and loss", saved, frozenset({"loss", "forward"}), "traced"),
-        Held("logits and loss", max(forward, backward + gradient), frozenset({"loss"}), "traced"),
-        Held("logits and loss", forward, frozenset({"evaluation"}), "traced"),
+        MemoryItem("logits and loss", saved, frozenset({"loss", "forward"}), "traced"),
+        MemoryItem(
+            "logits and loss", max(forward, backward + gradient), frozenset({"loss"}), "traced"
+        ),
+        MemoryItem("logits and loss", forward, frozenset({"evaluation"}), "traced"),
     ]
 
 

@@ -20,19 +20,19 @@ from harness.estimate.buffers import (
     pipeline,
 )
 from harness.estimate.driver import driver_bytes
-from harness.estimate.held import (
+from harness.estimate.host import loading, nvme_buffers, pinned_rounding, process, saving
+from harness.estimate.inputs import Inputs
+from harness.estimate.layer_bytes import Layer, layer_activations
+from harness.estimate.memory_item import (
     BEFORE_BACKWARD,
     EVIDENCE,
     FP32,
     PHASES,
     Evidence,
-    Held,
     Interval,
+    MemoryItem,
     Place,
 )
-from harness.estimate.host import loading, nvme_buffers, pinned_rounding, process, saving
-from harness.estimate.inputs import Inputs
-from harness.estimate.layer_bytes import Layer, layer_activations
 from harness.estimate.reserved import reserved_bytes
 from harness.estimate.states import model_states
 
@@ -47,7 +47,7 @@ UNMODELLED = 1.04
 class Totals:
     """Parts, with their sums."""
 
-    parts: tuple[Held, ...]
+    parts: tuple[MemoryItem, ...]
 
     @cached_property
     def device(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ def _together(sums: list[tuple[int, ...]]) -> Iterable[int]:
     return map(sum, zip(*sums, strict=True))
 
 
-def unshared(parts: Iterable[Held]) -> int:
+def unshared(parts: Iterable[MemoryItem]) -> int:
     """Return the device memory in bytes if no component could reuse what another has freed."""
     sizes: dict[str, dict[str, int]] = {}
     for part in parts:
@@ -121,7 +121,7 @@ class RankTimeline:
     """Global rank."""
     inputs: Inputs
     """The run as seen by this rank's pipeline stage."""
-    parts: tuple[Held, ...]
+    parts: tuple[MemoryItem, ...]
 
     @property
     def stage(self) -> int:
@@ -193,7 +193,7 @@ class RankTimeline:
         return Interval(low, max(low, min(int(UNMODELLED * model), self._without_sharing)))
 
     @cached_property
-    def _with_copies(self) -> tuple[Held, ...]:
+    def _with_copies(self) -> tuple[MemoryItem, ...]:
         return (*self.parts, copies_of_attention(self.inputs))
 
     @cached_property
@@ -258,7 +258,7 @@ def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
     return RankTimeline(rank, here, (*parts, *pinned_rounding(here, parts)))
 
 
-def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[Held]:
+def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[MemoryItem]:
     """Yield the parts of one ZeRO shard that do not depend on micro-batches and activations."""
     here, divided = inputs.of_stage(stage), inputs.grid.tensor > 1 or inputs.grid.expert > 1
     yield from (
@@ -276,7 +276,7 @@ def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[Held]:
 
 def batch_parts(
     here: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
-) -> Iterator[Held]:
+) -> Iterator[MemoryItem]:
     """Yield the parts of micro-batches on the pipeline stage of `here`: what it sends and keeps,
     which ZeRO does not affect.
     """
@@ -285,6 +285,6 @@ def batch_parts(
     yield from carried_states(here)
 
 
-def copies_of_attention(inputs: Inputs) -> Held:
+def copies_of_attention(inputs: Inputs) -> MemoryItem:
     """Return the copies that attention kernels may keep on the stage of `inputs`."""
-    return Held(ATTENTION_COPIES, attention_copies(inputs), BEFORE_BACKWARD, "published")
+    return MemoryItem(ATTENTION_COPIES, attention_copies(inputs), BEFORE_BACKWARD, "published")

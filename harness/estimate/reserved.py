@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from harness.estimate.held import BACKWARD, FP32, PHASES, Held
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import BACKWARD, FP32, PHASES, MemoryItem
 from harness.layout.recompute import is_checkpointed
 
 _ROUND = 512
@@ -178,23 +178,23 @@ _OFFLOADED = _REDUCED | {"norm in fp64", "gradients"}
 """The same for ZeRO 2 with an offloaded optimizer."""
 
 
-def reserved_bytes(inputs: Inputs, parts: Iterable[Held], expandable: bool) -> int:
+def reserved_bytes(inputs: Inputs, parts: Iterable[MemoryItem], expandable: bool) -> int:
     """Return the maximum bytes reserved over a run's first two steps."""
     parts = [part for part in parts if part.place == "device"]
     if inputs.zero.stage in (1, 2) and inputs.grid.pipeline == 1:
         size = inputs.element_bytes * inputs.trained
-        parts.append(Held(WHOLE_MODEL, size, frozenset({"build"}), "read"))
+        parts.append(MemoryItem(WHOLE_MODEL, size, frozenset({"build"}), "read"))
     if inputs.zero.stage in (1, 2) and inputs.zero.overlap_comm and inputs.shards > 1:
         # Copied into a bucket, but not reusable until the other stream has passed (record_stream).
         size = inputs.element_bytes * min(inputs.zero.reduce_bucket, inputs.trained)
-        parts.append(Held("gradients on their way", size, BACKWARD, "read"))
+        parts.append(MemoryItem("gradients on their way", size, BACKWARD, "read"))
     return _Tape(inputs, parts, expandable).played()
 
 
 class _Tape:
     """Replays the allocations of a rank, phase by phase."""
 
-    def __init__(self, inputs: Inputs, parts: list[Held], expandable: bool) -> None:
+    def __init__(self, inputs: Inputs, parts: list[MemoryItem], expandable: bool) -> None:
         self._inputs = inputs
         self._units = _units(inputs)
         self._numels = [tensor.numel for tensor in inputs.trained_tensors]
@@ -285,7 +285,7 @@ class _Tape:
             for block in self._layers.pop():
                 self._allocator.free(block)
 
-    def _one_layer(self, parts: Iterable[Held], count: int = 0) -> list[int]:
+    def _one_layer(self, parts: Iterable[MemoryItem], count: int = 0) -> list[int]:
         """Return the tensor sizes of one layer, given the `parts` of all layers together."""
         layers = count or max(1, self._inputs.shape.num_layers * self._inputs.in_flight)
         kept = [p for p in parts if "loss" in p.phases or "backward_first" in p.phases]
@@ -300,7 +300,7 @@ class _Tape:
         offloads = zero.stage == 2 and zero.offload_optimizer != "device"
         return "reductions" if component in (_OFFLOADED if offloads else _REDUCED) else ""
 
-    def _pieces(self, parts: Iterable[Held], phase: str) -> _Pieces:
+    def _pieces(self, parts: Iterable[MemoryItem], phase: str) -> _Pieces:
         pieces: _Pieces = {}
         for part in parts:
             if phase in part.phases and part.bytes:

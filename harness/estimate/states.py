@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.estimate.held import ALWAYS, BACKWARD, FP32, STEPPED, Evidence, Held, Place
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import (
+    ALWAYS,
+    BACKWARD,
+    FP32,
+    STEPPED,
+    Evidence,
+    MemoryItem,
+    Place,
+)
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.shape import Tensor
@@ -32,7 +40,7 @@ def optimizer_class(inputs: Inputs) -> str:
     return "FP16_Optimizer"
 
 
-def model_states(inputs: Inputs, rank: int) -> list[Held]:
+def model_states(inputs: Inputs, rank: int) -> list[MemoryItem]:
     """Return weights, gradients and optimizer states of ZeRO's rank `rank`, on device and host."""
     kinds = {
         "none": _plain,
@@ -74,15 +82,17 @@ def master_bytes(inputs: Inputs) -> int:
     return 2 if inputs.zero.half_master else FP32
 
 
-def _plain(inputs: Inputs, _rank: int) -> Iterator[Held]:
+def _plain(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     element = inputs.element_bytes
-    yield Held("parameters", element * inputs.trained + inputs.frozen_bytes, ALWAYS, "measured")
+    yield MemoryItem(
+        "parameters", element * inputs.trained + inputs.frozen_bytes, ALWAYS, "measured"
+    )
     yield from _full_gradients(inputs, element * inputs.trained)
-    yield Held("moments", _moments(inputs, inputs.trained), STEPPED, "measured")
+    yield MemoryItem("moments", _moments(inputs, inputs.trained), STEPPED, "measured")
     yield from _temporaries(inputs, max(tensor.numel for tensor in inputs.trained_tensors))
 
 
-def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
+def _temporaries(inputs: Inputs, largest: int) -> Iterator[MemoryItem]:
     """Yield the temporaries of the optimizer for the `largest` tensor that it updates at a time.
 
     torch's Adam holds a root and a quotient unless it is fused, this harness's optimizers
@@ -91,7 +101,9 @@ def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
     """
     in_step = frozenset({"step"})
     if inputs.zero.torch_adam and not inputs.zero.fused_adam:
-        yield Held("step temporaries", 2 * master_bytes(inputs) * largest, in_step, "measured")
+        yield MemoryItem(
+            "step temporaries", 2 * master_bytes(inputs) * largest, in_step, "measured"
+        )
         return
     name = inputs.zero.optimizer
     unpacked = 5 if inputs.accelerator == "cpu" else 0
@@ -99,65 +111,65 @@ def _temporaries(inputs: Inputs, largest: int) -> Iterator[Held]:
     whole = 0
     if name == "muon":
         whole = 4 * max((t.numel for t in inputs.trained_tensors if _by_muon(t)), default=0)
-    yield Held("step temporaries", FP32 * copies * largest + whole, in_step, "read")
+    yield MemoryItem("step temporaries", FP32 * copies * largest + whole, in_step, "read")
 
 
-def _full_gradients(inputs: Inputs, size: int) -> Iterator[Held]:
+def _full_gradients(inputs: Inputs, size: int) -> Iterator[MemoryItem]:
     """Yield unsharded gradients, alive from the first micro-batch's backward pass to the step."""
     lives = frozenset({"backward_last", "cast", "step"}) | _REDUCED
-    yield Held("gradients", size, lives, "measured")
+    yield MemoryItem("gradients", size, lives, "measured")
     yield _before_layers(inputs, size, "measured")
 
 
-def _before_layers(inputs: Inputs, size: int, evidence: Evidence) -> Held:
+def _before_layers(inputs: Inputs, size: int, evidence: Evidence) -> MemoryItem:
     """Return the unsharded gradients while activations are at their peak: all of them from the
     second micro-batch on; in the first, the output layer's, which may be tied to the embedding.
     """
     if inputs.accumulates:
-        return Held("gradients", size, _FORWARD | {"backward_first"}, evidence)
+        return MemoryItem("gradients", size, _FORWARD | {"backward_first"}, evidence)
     head = [t.numel for t in inputs.trained_tensors if t.kind == "head"]
     if not head:
         head = [t.numel for t in inputs.trained_tensors if t.kind == "embedding"][:1]
     share = sum(head) / inputs.trained if inputs.has_head else 0.0
-    return Held("gradients", int(share * size), frozenset({"backward_first"}), evidence)
+    return MemoryItem("gradients", int(share * size), frozenset({"backward_first"}), evidence)
 
 
-def _fp16(inputs: Inputs, _rank: int) -> Iterator[Held]:
+def _fp16(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     # fp16/fused_optimizer.py: moments exist from the start; a step holds a list of fp32 gradients
     # and its copy.
     count, size = inputs.trained, inputs.element_bytes * inputs.trained
-    yield Held("parameters", size + inputs.frozen_bytes, ALWAYS, "read")
-    yield Held("master", FP32 * count, ALWAYS, "read")
-    yield Held("moments", _moments(inputs, count), ALWAYS, "read")
+    yield MemoryItem("parameters", size + inputs.frozen_bytes, ALWAYS, "read")
+    yield MemoryItem("master", FP32 * count, ALWAYS, "read")
+    yield MemoryItem("moments", _moments(inputs, count), ALWAYS, "read")
     yield from _full_gradients(inputs, size)
-    yield Held("fp32 gradients", FP32 * count, frozenset({"cast", "step"}), "read")
-    yield Held("fp32 gradients copy", FP32 * count, frozenset({"cast"}), "read")
+    yield MemoryItem("fp32 gradients", FP32 * count, frozenset({"cast", "step"}), "read")
+    yield MemoryItem("fp32 gradients copy", FP32 * count, frozenset({"cast"}), "read")
 
 
-def _bf16(inputs: Inputs, _rank: int) -> Iterator[Held]:
+def _bf16(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     # bf16_optimizer.py: permanent gradient sums of the whole model, beside the bf16 gradients,
     # which the next backward pass resets.
     flats = inputs.flats
     whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
-    yield Held("parameters", 2 * whole + inputs.frozen_bytes, ALWAYS, "measured")
-    yield Held("master", FP32 * shard, ALWAYS, "measured")
-    yield Held("moments", _moments(inputs, shard), STEPPED, "measured")
-    yield Held("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
+    yield MemoryItem("parameters", 2 * whole + inputs.frozen_bytes, ALWAYS, "measured")
+    yield MemoryItem("master", FP32 * shard, ALWAYS, "measured")
+    yield MemoryItem("moments", _moments(inputs, shard), STEPPED, "measured")
+    yield MemoryItem("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
     if inputs.sum_bytes != FP32:
-        yield Held("fp32 gradients", FP32 * shard, frozenset({"step"}), "read")
+        yield MemoryItem("fp32 gradients", FP32 * shard, frozenset({"step"}), "read")
     yield from _full_gradients(inputs, 2 * inputs.trained)
     yield from _temporaries(inputs, max(flat.shard for flat in flats))
 
 
-def _zero12(inputs: Inputs, rank: int) -> Iterator[Held]:
+def _zero12(inputs: Inputs, rank: int) -> Iterator[MemoryItem]:
     flats = inputs.flats
     shard = sum(flat.shard for flat in flats)
     where = inputs.zero.offload_optimizer
     where = "host" if where == "nvme" else where
     trained = inputs.element_bytes * _sum_padded(flats)
-    yield Held("parameters", trained + inputs.frozen_bytes, ALWAYS, "measured")
-    yield Held("master", master_bytes(inputs) * shard, ALWAYS, "measured", where)
-    yield Held("moments", _moments(inputs, shard), STEPPED, "measured", where)
+    yield MemoryItem("parameters", trained + inputs.frozen_bytes, ALWAYS, "measured")
+    yield MemoryItem("master", master_bytes(inputs) * shard, ALWAYS, "measured", where)
+    yield MemoryItem("moments", _moments(inputs, shard), STEPPED, "measured", where)
     if where == "host":
         yield from _offloaded_gradients12(inputs, flats, rank, shard)
     else:
@@ -170,7 +182,7 @@ def _widened(inputs: Inputs) -> bool:
     return inputs.element_bytes != FP32 and inputs.sum_bytes == FP32
 
 
-def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> Iterator[Held]:
+def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> Iterator[MemoryItem]:
     element = inputs.element_bytes
     if _widened(inputs):
         # One flat buffer (_build_compact_grad_partition_buffer) that the step uses directly. Stage
@@ -179,32 +191,32 @@ def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> It
         begins = BACKWARD if inputs.zero.stage == 2 else frozenset()
         begins |= _FORWARD if inputs.zero.stage == 2 and inputs.grad_accum > 1 else frozenset()
         lives = begins | _REDUCED | {"cast", "step"}
-        yield Held("gradients", FP32 * shard, lives, "measured")
+        yield MemoryItem("gradients", FP32 * shard, lives, "measured")
     else:
         whole = sum(
             flat.whole[flat.index(rank)] + flat.end_padding(flat.index(rank)) for flat in flats
         )
         begins = BACKWARD if inputs.zero.stage == 2 else frozenset()
         lives = begins | _REDUCED | {"cast", "step"}
-        yield Held("gradients", element * whole, lives, "measured")
+        yield MemoryItem("gradients", element * whole, lives, "measured")
         if inputs.zero.stage == 2 and inputs.grad_accum > 1:
             # The sums so far, in addition to what this backward pass reduces.
-            yield Held("gradients", element * whole, _FORWARD | BACKWARD, "read")
+            yield MemoryItem("gradients", element * whole, _FORWARD | BACKWARD, "read")
         # Per group: the flat copy, and the fp32 gradient for the optimizer.
         largest = max(flat.shard for flat in flats)
         flat_lives = frozenset({"cast"} if element != FP32 else {"cast", "step"})
-        yield Held("flat gradients", element * largest, flat_lives, "measured")
+        yield MemoryItem("flat gradients", element * largest, flat_lives, "measured")
         if element != FP32:
             cast = master_bytes(inputs) * largest
-            yield Held("fp32 gradients", cast, frozenset({"cast", "step"}), "measured")
+            yield MemoryItem("fp32 gradients", cast, frozenset({"cast", "step"}), "measured")
     if inputs.zero.stage == 1:
         yield from _unreduced(inputs, flats, rank)
 
 
-def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[Held]:
+def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[MemoryItem]:
     """Yield stage 1's unsharded gradients, kept until the boundary, over all micro-batches."""
     size = inputs.sum_bytes * inputs.trained
-    yield Held("gradients", size, frozenset({"backward_last", "reduce"}), "measured")
+    yield MemoryItem("gradients", size, frozenset({"backward_last", "reduce"}), "measured")
     yield _before_layers(inputs, size, "read")
     if _widened(inputs):
         # Only parameters of this rank's shard free their sum. The others' stay until the step, in
@@ -212,28 +224,28 @@ def _unreduced(inputs: Inputs, flats: list[Flat], rank: int) -> Iterator[Held]:
         bucket = inputs.zero.reduce_bucket
         alone = sum(flat.elsewhere(flat.index(rank), bucket) for flat in flats)
         left = FP32 * (alone + bucket) if inputs.shards > 1 else 0
-        yield Held("gradients of other shards", left, _READY | {"cast"}, "measured")
+        yield MemoryItem("gradients of other shards", left, _READY | {"cast"}, "measured")
 
 
 def _offloaded_gradients12(
     inputs: Inputs, flats: list[Flat], rank: int, shard: int
-) -> Iterator[Held]:
+) -> Iterator[MemoryItem]:
     element = inputs.element_bytes
     largest = max(numel for flat in flats for numel in flat.numels)
-    yield Held("fp32 gradients", master_bytes(inputs) * shard, ALWAYS, "measured", "host")
-    yield Held("parameter staging", element * shard, ALWAYS, "measured", "host")
-    yield Held("gradient staging", element * largest, ALWAYS, "measured", "host")
-    yield Held("gradient staging", element * largest, ALWAYS, "measured")
+    yield MemoryItem("fp32 gradients", master_bytes(inputs) * shard, ALWAYS, "measured", "host")
+    yield MemoryItem("parameter staging", element * shard, ALWAYS, "measured", "host")
+    yield MemoryItem("gradient staging", element * largest, ALWAYS, "measured", "host")
+    yield MemoryItem("gradient staging", element * largest, ALWAYS, "measured")
     if _widened(inputs):
-        yield Held("gradients", FP32 * shard, _REDUCED, "measured")
+        yield MemoryItem("gradients", FP32 * shard, _REDUCED, "measured")
     elif inputs.grad_accum > 1 and inputs.zero.stage == 2:
         whole = sum(flat.whole[flat.index(rank)] for flat in flats)
-        yield Held("gradient sums", element * whole, STEPPED, "measured", "host")
+        yield MemoryItem("gradient sums", element * whole, STEPPED, "measured", "host")
     if inputs.zero.stage == 1:
         yield from _unreduced(inputs, flats, rank)
 
 
-def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
+def _zero3(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     zero, element = inputs.zero, inputs.element_bytes
     groups = [(group, inputs.shards_of(group)) for group in inputs.groups()]
     pieces = sum(piece(tensor.numel, shards) for group, shards in groups for tensor in group)
@@ -245,7 +257,9 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
     offload = zero.offload_optimizer
     away = sum(subs[int((1 - zero.offload_ratio) * len(subs)) :]) if offload != "device" else 0
     frozen = sum(piece(tensor.numel, inputs.shards) for tensor in inputs.frozen_tensors)
-    yield Held("parameters", element * (pieces + frozen), ALWAYS, "measured", zero.offload_param)
+    yield MemoryItem(
+        "parameters", element * (pieces + frozen), ALWAYS, "measured", zero.offload_param
+    )
     gathered = [*groups, (inputs.frozen_tensors, inputs.shards)]
     persistent = sum(
         tensor.numel
@@ -253,31 +267,31 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[Held]:
         for tensor in group
         if tensor.numel <= zero.persistence_threshold and shards > 1
     )
-    yield Held(
+    yield MemoryItem(
         "persistent parameters", element * persistent, ALWAYS - {"build", "built"}, "measured"
     )
     optimizer: tuple[tuple[Place, int], ...] = (("device", pieces - away), (offload, away))
     for where, count in optimizer:
-        yield Held("master", master_bytes(inputs) * count, ALWAYS, "measured", where)
-        yield Held("moments", _moments(inputs, count), STEPPED, "measured", where)
-    yield Held(
+        yield MemoryItem("master", master_bytes(inputs) * count, ALWAYS, "measured", where)
+        yield MemoryItem("moments", _moments(inputs, count), STEPPED, "measured", where)
+    yield MemoryItem(
         "gradients",
         inputs.sum_bytes * pieces,
         ALWAYS,
         "measured",
         "host" if offload != "device" else "device",
     )
-    yield Held("fp32 gradients", master_bytes(inputs) * away, ALWAYS, "measured", offload)
+    yield MemoryItem("fp32 gradients", master_bytes(inputs) * away, ALWAYS, "measured", offload)
     if offload == "device":
         largest = max(subs)
-        yield Held("flat gradients", inputs.sum_bytes * largest, frozenset({"cast"}), "read")
+        yield MemoryItem("flat gradients", inputs.sum_bytes * largest, frozenset({"cast"}), "read")
         cast = master_bytes(inputs) * largest
-        yield Held("fp32 gradients", cast, frozenset({"cast", "step"}), "read")
+        yield MemoryItem("fp32 gradients", cast, frozenset({"cast", "step"}), "read")
         yield from _temporaries(inputs, largest)
     if zero.secondary_ranks > 1:
         # hpZ: sharded again in every forward pass, freed in every step.
         second = element * inputs.parameters // min(zero.secondary_ranks, inputs.shards)
-        yield Held("secondary parameters", second, ALWAYS - {"between_steps"}, "measured")
+        yield MemoryItem("secondary parameters", second, ALWAYS - {"between_steps"}, "measured")
 
 
 def _sum_padded(flats: list[Flat]) -> int:

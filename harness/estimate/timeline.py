@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from harness.estimate.held import GIB, PHASES, Evidence, Place
 from harness.estimate.host import checkpoint_bytes
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import GIB, PHASES, Evidence, Place
 from harness.estimate.rank_timeline import RankTimeline, rank_timeline, weakest
 from harness.estimate.states import optimizer_class
 from harness.layout.grid import Coords

@@ -18,9 +18,15 @@ from typing import Literal
 
 from harness.errors import ConfigError, Unusable
 from harness.files.arrow_rows import why_no_pyarrow
-from harness.files.beside import DOT_FILES, DOT_FOLDERS, beside_data, is_for_readers, left_out_text
 from harness.files.file_kinds import format_of, kind_of, known_format
 from harness.files.first_bytes import GET_LFS, is_lfs_pointer
+from harness.files.other_files import (
+    DOT_FILES,
+    DOT_FOLDERS,
+    beside_data,
+    is_for_readers,
+    left_out_text,
+)
 from harness.files.paths import user_path
 from harness.files.regular_file import read_json
 from harness.files.splits import ALL, OF_A_SOURCE, TO_EVALUATE, Splits, splits_of, subsets_of

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from harness.config.model_section import LoraConfig
 from harness.layout.adapters import BLOCK, NAME, Quantization, module_of
 from harness.layout.optimizer_table import Parameter
-from harness.models.pieces import decoder_layers
+from harness.models.units import decoder_layers
 
 
 def quantize_linear_maps(

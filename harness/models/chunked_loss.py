@@ -20,9 +20,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from harness.models.by_source import record
 from harness.models.exchange import copied
 from harness.models.logits import Operations, applied
+from harness.models.loss_breakdown import record
 from harness.models.vocabulary_loss import Vocabulary
 
 

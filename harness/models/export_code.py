@@ -16,7 +16,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
-from harness.layout.as_trained import ATTENTION, CODE, as_plain, is_as_trained, reversible_type
+from harness.layout.code_exports import ATTENTION, CODE, as_plain, is_as_trained, reversible_type
 from harness.layout.recompute import REVERSIBLE
 from harness.models.as_trained import AsTrained
 from harness.models.skeleton import hf_config

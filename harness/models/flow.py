@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.models.attention import separating
-from harness.models.pieces import decoder_layers, pieces
+from harness.models.units import decoder_layers, units
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Observed:
         self.kind = type(skeleton).__name__
         self.returns_tuple = returns_tuple
         _, self.layers = decoder_layers(skeleton)
-        self.outside = {p.name: p.module for p in pieces(skeleton) if not p.whole}
+        self.outside = {p.name: p.module for p in units(skeleton) if not p.whole}
         self.ran_at: dict[str, set[int]] = {name: set() for name in self.outside}
         self.layers_run = 0
         self.last: torch.Tensor | None = None

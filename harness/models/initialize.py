@@ -12,15 +12,15 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from harness.models.pieces import Piece, pieces
+from harness.models.units import Unit, units
 
 Send = Callable[[torch.Tensor, int], None]  # broadcast in place from a rank
 Placed = Callable[[list[nn.Parameter]], None]
-Read = Callable[[Piece], dict[str, torch.Tensor]]  # weights and saved buffers of a piece, by name
+Read = Callable[[Unit], dict[str, torch.Tensor]]  # weights and saved buffers of a piece, by name
 Cut = Callable[[str, torch.Tensor], nn.Parameter]  # the parameter that a rank keeps of a weight
 
 
-def draw(model: PreTrainedModel, piece: Piece, seed: int) -> dict[str, torch.Tensor]:
+def draw(model: PreTrainedModel, piece: Unit, seed: int) -> dict[str, torch.Tensor]:
     """Draw one piece's weights: fp32 on the CPU, by qualified parameter name.
 
     Each module is initialised by the `_init_weights` of the innermost model around it, as in
@@ -93,7 +93,7 @@ def materialize(
         if first != name:
             ties.append((name, first))
     tied_names = {name for name, _ in ties}
-    todo = [p for p in pieces(model) if {slot[0] for slot in p.parameters()} - tied_names]
+    todo = [p for p in units(model) if {slot[0] for slot in p.parameters()} - tied_names]
     problem: ValueError | None = None
     weights: dict[str, torch.Tensor]
     for start in range(0, len(todo), world_size):
@@ -127,7 +127,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _place(
-    piece: Piece,
+    piece: Unit,
     weights: dict[str, torch.Tensor],
     skip: set[str],
     device: torch.device,
@@ -156,7 +156,7 @@ def _place(
 
 
 def _place_buffers(
-    piece: Piece,
+    piece: Unit,
     weights: dict[str, torch.Tensor],
     device: torch.device,
     owner_rank: int,

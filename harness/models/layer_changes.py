@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from harness.models.flow import StandIn
 from harness.models.keeping import keeping_none
-from harness.models.pieces import decoder_layers
+from harness.models.units import decoder_layers
 
 
 def drop_layers(model: PreTrainedModel, rate: float) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from harness.models.pieces import decoder_layers
+from harness.models.units import decoder_layers
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from harness.models.attention import separating
-from harness.models.by_source import is_recording, record
 from harness.models.chunked_loss import ChunkedLoss
+from harness.models.loss_breakdown import is_recording, record
 from harness.models.sequence import DividedRows
 from harness.models.stage import balancing_of, counted_tokens
 

@@ -35,8 +35,8 @@ from harness.layout.recompute import Checkpointing, is_checkpointed
 from harness.models.attention import ATTENTION_DROPOUTS
 from harness.models.flow import StandIn
 from harness.models.keeping import keeps_none
-from harness.models.pieces import decoder_layers
 from harness.models.reversible import Streams
+from harness.models.units import decoder_layers
 
 
 class Buffers:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from harness.models.pieces import decoder_layers
+from harness.models.units import decoder_layers
 
 _ATTENTION = (
     ("input_layernorm", "ln_1"),

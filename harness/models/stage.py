@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from harness.layout.families import SIZE_KEYS
 from harness.models.attention import separating
 from harness.models.flow import Flow, StandIn
-from harness.models.pieces import decoder_layers, pieces
+from harness.models.units import decoder_layers, units
 
 _MASK = "attention_mask"  # its argument that selects the tokens to count
 _BALANCING = "load_balancing_loss_func"  # its name in the transformers module of every mixture
@@ -156,7 +156,7 @@ def reduce_to_stage(model: PreTrainedModel, flow: Flow, first_layer: int, end_la
         flow.after if end_layer < len(layers) else ()
     )
     embedding = model.get_input_embeddings()
-    for piece in [piece for piece in pieces(model) if piece.name in others]:
+    for piece in [piece for piece in units(model) if piece.name in others]:
         stand_in: nn.Module = _PassThrough(piece.module)
         if isinstance(piece.module, nn.Embedding):
             stand_in = _NoEmbedding(piece.module, piece.module is embedding, model.dtype)
@@ -201,7 +201,8 @@ def _balancing(
 def counted_tokens(model: PreTrainedModel, positions: torch.Tensor | None) -> torch.Tensor | None:
     """Return True for tokens and False for padding; None if there is no padding or no positions.
 
-    positions (micro_batch, seq_len) start at 1 in padding, at 0 in a document (data/whole.py).
+    positions (micro_batch, seq_len) start at 1 in padding, at 0 in a document
+    (data/packed_documents.py).
     """
     if positions is None or not getattr(model, "gets_padding", False):
         return None

@@ -28,9 +28,9 @@ from transformers.initialization import no_init_weights
 from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Way
 from harness.models import state_kernels
 from harness.models.loss import forward
-from harness.models.pieces import decoder_layers
 from harness.models.recompute import saved_by
 from harness.models.skeleton import DTYPES, hf_config
+from harness.models.units import decoder_layers
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.*)")
 _SIMPLE = (int, float, str, bool, type(None))

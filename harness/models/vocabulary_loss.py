@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
-from harness.models.by_source import record
 from harness.models.exchange import gathered
+from harness.models.loss_breakdown import record
 
 
 @dataclass(frozen=True)

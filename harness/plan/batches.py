@@ -7,8 +7,8 @@ import math
 from harness.config.batch import Curriculum
 from harness.config.run_config import RunConfig
 from harness.layout.families import SIZE_KEYS
+from harness.plan.batch_from_data import Counts, open_keys
 from harness.plan.context import or_longer
-from harness.plan.counted import Counts, open_keys
 from harness.plan.draft import Draft
 from harness.plan.model_config import max_positions
 from harness.plan.pipeline import num_stages

@@ -23,7 +23,7 @@ from harness.files.notes import Notes
 from harness.files.pieces import Ids, begins, shortened, unless_blank
 from harness.files.splits import ALL
 from harness.files.token_index import read_header
-from harness.plan.counted import Counts
+from harness.plan.batch_from_data import Counts
 from harness.plan.draft import Draft
 from harness.plan.folder import recorded_data
 

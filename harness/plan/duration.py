@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.estimate.hardware import known_gpu
 from harness.estimate.step_time.calibration import Site
-from harness.estimate.step_time.job import DAY, DISK_GB_PER_S, HOUR, Beside, Job
+from harness.estimate.step_time.job import DAY, DISK_GB_PER_S, HOUR, EvalAndSaveTime, Job
 from harness.estimate.step_time.machine import Machine, machine_of, measured
 from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
 from harness.plan.draft import Draft
@@ -81,10 +81,12 @@ def job_of(plan: Plan, step: StepTime) -> Job | None:
     )
 
 
-def beside_of(plan: Plan, step: StepTime) -> Beside:
+def beside_of(plan: Plan, step: StepTime) -> EvalAndSaveTime:
     """Return the time of the run's evaluations and saves."""
     run = plan.config
-    return Beside.of(step, plan.steps or 0, (run.eval.every, run.eval.samples), run.save.every)
+    return EvalAndSaveTime.of(
+        step, plan.steps or 0, (run.eval.every, run.eval.samples), run.save.every
+    )
 
 
 def step_line(step: StepTime) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from harness.layout.carried import CARRIED
 from harness.layout.families import FAMILIES, SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
+from harness.layout.state_size import CARRIED
 from harness.plan.draft import Draft
 from harness.plan.machine import missing_for_compile
 from harness.plan.pipeline import num_stages

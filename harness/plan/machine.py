@@ -13,7 +13,7 @@ from pathlib import Path
 from harness.config.ds_json import literal, offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.layout.world import World
 from harness.plan.plan import Plan
 

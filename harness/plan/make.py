@@ -16,7 +16,6 @@ from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.adapters import check_adapters
-from harness.plan.adopt import adopt
 from harness.plan.attention import decide_attention
 from harness.plan.balance import balance
 from harness.plan.batches import (
@@ -31,7 +30,6 @@ from harness.plan.data import check_data, check_mix, evaluate_splits, keep_split
 from harness.plan.draft import Draft
 from harness.plan.duration import check_rates
 from harness.plan.exclusions import check_together
-from harness.plan.fill_in import decide_precision, fill_in, fill_in_swap_folder
 from harness.plan.fine_tuning import (
     default_to_divisible_batch,
     default_to_fine_tuning,
@@ -54,12 +52,14 @@ from harness.plan.layers import (
     note_kernels,
 )
 from harness.plan.memory import estimate
+from harness.plan.merge_settings import merge_settings
 from harness.plan.model import check_experts, find_model, note_whole_vocabulary
 from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
 from harness.plan.parallelism import divide_experts, divide_sequences, divide_tensors
 from harness.plan.pipeline import by_memory, note_pipeline, split_stages
 from harness.plan.plan import Plan
 from harness.plan.ranks import check_secondary, divide_batch, divide_ranks, note_nodes
+from harness.plan.resolve_auto import decide_precision, fill_in_swap_folder, resolve_auto
 
 Pass = Callable[[Draft], None]
 
@@ -96,7 +96,7 @@ PASSES: tuple[Pass, ...] = (
     keep_split,
     evaluate_splits,
     balance,
-    adopt,
+    merge_settings,
     keep_packing,
     keep_rendering,
     keep_settled,
@@ -139,7 +139,7 @@ LAST_PASSES: tuple[Pass, ...] = (
     note_length,
     note_learning_rate,
     note_pinned_memory,
-    fill_in,
+    resolve_auto,
 )
 """Passes for a draft without problems."""
 

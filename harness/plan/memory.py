@@ -25,12 +25,12 @@ from harness.config.ds_json import value_of
 from harness.errors import ConfigError
 from harness.estimate.dividable import division_problems
 from harness.estimate.hardware import known_gpu
-from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs, LayerTrace, Way
+from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate, estimate_memory
 from harness.estimate.zero_settings import ZeroSettings
-from harness.layout.carried import carried_numbers
 from harness.layout.shape import Body, Shape, Tensor
+from harness.layout.state_size import carried_numbers
 from harness.plan.plan import Plan
 
 _REPOSITORY = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from typing import Any
 from harness.config.ds_json import Event
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import estimate_memory
 from harness.layout.adapters import module_of
 from harness.layout.families import SIZE_KEYS, UnknownArchitecture

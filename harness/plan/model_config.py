@@ -22,7 +22,7 @@ from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
 from harness.files.hub import hub_answers
 from harness.files.regular_file import read_json
-from harness.layout.as_trained import as_plain
+from harness.layout.code_exports import as_plain
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
 from harness.plan.context import extended, positions_of

@@ -14,9 +14,9 @@ from typing import Any
 from harness.config.assignments import did_you_mean
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError, shortened
-from harness.layout.carried import CELL_STATES
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.shape import Shape
+from harness.layout.state_size import CELL_STATES
 from harness.layout.tensor import every_key, keys_read
 
 _TYPES = tomllib.loads(Path(__file__).with_name("model_keys.toml").read_text(encoding="utf-8"))[

@@ -13,9 +13,9 @@ from harness.layout.adapters import Adapters, linear_weights
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
+from harness.plan.batch_from_data import Counts, open_keys, with_counts
 from harness.plan.batches import length_events, length_text, steps_of
 from harness.plan.changes import takes
-from harness.plan.counted import Counts, open_keys, with_counts
 from harness.plan.data import glances
 from harness.plan.duration import step_time, time_line
 from harness.plan.machine import swap_problems

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.report.formatting import escaped, short
 from harness.report.palette import SERIES
-from harness.report.words import escaped, short
 
 Xs = dict[str, list[float]]
 """For each kind of x axis, the place of every point."""

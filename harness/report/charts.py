@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.report.chart import Chart, Curve, Mark, Xs, colour_of
+from harness.report.formatting import short
 from harness.report.lines import number
 from harness.report.palette import COMPONENTS
 from harness.report.profiles import profiles
-from harness.report.recorded import Event, Recorded
-from harness.report.words import short
+from harness.report.run_record import Event, RunRecord
 
 # The first group with a fitting prefix; the names of components are those of harness/estimate.
 _PREFIXES = {
@@ -49,7 +49,7 @@ MOST_MARKS = 120
 
 
 def curve(
-    run: Recorded,
+    run: RunRecord,
     key: str,
     label: str,
     colour: str,
@@ -72,12 +72,12 @@ def curve(
     return _at(run, [places[at] for at in kept], [values[at] for at in kept], label, colour)
 
 
-def _at(run: Recorded, places: list[int], values: list[float], label: str, colour: str) -> Curve:
+def _at(run: RunRecord, places: list[int], values: list[float], label: str, colour: str) -> Curve:
     last = short(values[-1], 4) if values else ""
     return Curve(label, colour, _xs(run, places), values, last=last)
 
 
-def _xs(run: Recorded, places: list[int]) -> Xs:
+def _xs(run: RunRecord, places: list[int]) -> Xs:
     """Return steps, tokens and seconds of the lines at some places."""
     return {
         "step": [float(run.lines[place]["step"]) for place in places],
@@ -86,7 +86,7 @@ def _xs(run: Recorded, places: list[int]) -> Xs:
     }
 
 
-def marks_of(run: Recorded, kinds: dict[str, tuple[str, str]]) -> Iterator[Mark]:
+def marks_of(run: RunRecord, kinds: dict[str, tuple[str, str]]) -> Iterator[Mark]:
     """Yield the events of some kinds that have a step, at most so many, evenly chosen."""
     steps = [line["step"] for line in run.lines]
     events = [event for event in run.of_kind(*kinds) if step_of(event) is not None]
@@ -170,7 +170,7 @@ _KINDS = (
 )
 
 
-def charts(runs: list[Recorded]) -> list[Chart]:
+def charts(runs: list[RunRecord]) -> list[Chart]:
     """Return the charts for which there are values, most important first."""
     if len(runs) == 1:
         (run,) = runs
@@ -183,7 +183,7 @@ def charts(runs: list[Recorded]) -> list[Chart]:
     return [_losses(runs), _held_out(runs), _perplexity(runs), *_metrics(runs), *_sources(runs)]
 
 
-def _loss(run: Recorded) -> Chart:
+def _loss(run: RunRecord) -> Chart:
     """Return the first chart: training and held-out loss, sources, baselines, events."""
     raw = curve(run, "loss", "every logged step", colour_of(0))
     train = [raw]
@@ -222,21 +222,21 @@ def _named(key: str) -> str:
     return key.replace("eval_loss/", "held-out ").replace("loss/", "")
 
 
-def _note(run: Recorded) -> str:
+def _note(run: RunRecord) -> str:
     ends = "" if run.metrics.is_whole else "The run is long: the extremes of each range are drawn. "
     nan = sum(line.get("loss") in ("nan", "inf", "-inf") for line in run.lines)
     lost = f"{nan} drawn steps have a non-finite loss and appear as gaps." if nan else ""
     return (ends + lost).strip()
 
 
-def _keys(run: Recorded, prefix: str) -> list[str]:
+def _keys(run: RunRecord, prefix: str) -> list[str]:
     """Return the metrics with a prefix, in the order of their first line; at most six."""
     keys = {key: None for line in run.lines for key in line if key.startswith(prefix)}
     return list(keys)[:6]
 
 
 def _several(
-    runs: list[Recorded], key: str, kind: _Kind, value_of: Callable[[float], float] | None = None
+    runs: list[RunRecord], key: str, kind: _Kind, value_of: Callable[[float], float] | None = None
 ) -> list[Curve]:
     """Return one curve for each run."""
     most = min(MOST_POINTS, 3 * MOST_POINTS // len(runs))
@@ -255,13 +255,13 @@ def _several(
     ]
 
 
-def _losses(runs: list[Recorded]) -> Chart:
+def _losses(runs: list[RunRecord]) -> Chart:
     kind = _Kind("loss", "Training loss", "nats per token, smoothed", True)
     curves = _several(runs, "loss", kind)
     return Chart("loss", kind.title, kind.unit, curves, is_wide=True, has_legend=False)
 
 
-def _held_out(runs: list[Recorded]) -> Chart:
+def _held_out(runs: list[RunRecord]) -> Chart:
     kind = _Kind("eval_loss", "Held-out loss", "nats per token")
     curves = _several(runs, "eval_loss", kind)
     return Chart(
@@ -274,7 +274,7 @@ def _held_out(runs: list[Recorded]) -> Chart:
     )
 
 
-def _perplexity(runs: list[Recorded]) -> Chart:
+def _perplexity(runs: list[RunRecord]) -> Chart:
     """Return exp of the held-out loss, without the first evaluation: that of untrained weights."""
     kind = _Kind("eval_loss", "Perplexity", "exp(held-out loss)")
     curves = _several(runs, "eval_loss", kind, lambda nats: math.exp(min(nats, 700)))
@@ -287,7 +287,7 @@ def _from(drawn: Curve, first: int) -> Curve:
     return replace(drawn, x={axis: xs[first:] for axis, xs in drawn.x.items()}, y=drawn.y[first:])
 
 
-def _metrics(runs: list[Recorded]) -> Iterator[Chart]:
+def _metrics(runs: list[RunRecord]) -> Iterator[Chart]:
     for kind in _KINDS:
         curves = _several(runs, kind.key, kind)
         values = [value for drawn in curves for value in drawn.y]
@@ -309,7 +309,7 @@ def _metrics(runs: list[Recorded]) -> Iterator[Chart]:
         )
 
 
-def _limits(runs: list[Recorded], key: str) -> list[tuple[str, float]]:
+def _limits(runs: list[RunRecord], key: str) -> list[tuple[str, float]]:
     if len(runs) > 1:
         return []
     (run,) = runs
@@ -323,7 +323,7 @@ def _limits(runs: list[Recorded], key: str) -> list[tuple[str, float]]:
     return [(f"{label} {short(limit)}", limit)] if limit else []
 
 
-def _sources(runs: list[Recorded]) -> Iterator[Chart]:
+def _sources(runs: list[RunRecord]) -> Iterator[Chart]:
     """Yield a chart for each source or named held-out set that runs share."""
     for prefix, title in (("eval_loss/", "Held-out loss"), ("loss/", "Training loss")):
         keys = {key: None for run in runs for key in _keys(run, prefix)}

@@ -8,10 +8,10 @@ from typing import Any
 
 from harness.report.chart import colour_of, html_of
 from harness.report.charts import charts
+from harness.report.formatting import duration, escaped, short
 from harness.report.page import axis_switch, described, document
-from harness.report.recorded import Recorded, values_of
+from harness.report.run_record import RunRecord, values_of
 from harness.report.verdicts import ending, progress
-from harness.report.words import duration, escaped, short
 
 MOST_DRAWN = 24
 """Runs whose curves are drawn: the best ones."""
@@ -22,29 +22,29 @@ _ASKED = ("run", "deepspeed_given", "deepspeed_source", "world", "precision", "m
 _OF_THE_DAY = ("run.run.dir", "world.rank", "world.local_rank")
 
 
-def ranked(runs: list[Recorded]) -> list[Recorded]:
+def ranked(runs: list[RunRecord]) -> list[RunRecord]:
     """Return runs by their lowest held-out loss, best first, those without one last; set by set
     where they were held against several.
     """
     return [run for of_set in by_set(runs) for run in of_set]
 
 
-def by_set(runs: list[Recorded]) -> list[list[Recorded]]:
+def by_set(runs: list[RunRecord]) -> list[list[RunRecord]]:
     """Return the runs of each held-out set, best first; losses on different sets say nothing of
     each other.
     """
-    sets: dict[str, list[Recorded]] = {}
+    sets: dict[str, list[RunRecord]] = {}
     for run in sorted(runs, key=_lowest):
         sets.setdefault(run.held_out_set, []).append(run)
     return [*sets.values()]
 
 
-def _lowest(run: Recorded) -> float:
+def _lowest(run: RunRecord) -> float:
     best = run.best()
     return float("inf") if best is None else best[1]
 
 
-def compare_page_of(runs: list[Recorded], title: str) -> str:
+def compare_page_of(runs: list[RunRecord], title: str) -> str:
     """Return the page of several runs."""
     sets = by_set(runs)
     runs = [run for of_set in sets for run in of_set]
@@ -57,7 +57,7 @@ def compare_page_of(runs: list[Recorded], title: str) -> str:
     return document(title, body)
 
 
-def _best(sets: list[list[Recorded]]) -> str:
+def _best(sets: list[list[RunRecord]]) -> str:
     count = sum(map(len, sets))
     texts = [
         f"<b>{escaped(of_set[0].name)}</b> has the lowest held-out loss{set_name}, {best[1]:.4f} "
@@ -73,7 +73,7 @@ def _best(sets: list[list[Recorded]]) -> str:
     return f"<p>{count} runs{apart}; {'; '.join(texts)}</p>"
 
 
-def _of_sets(sets: list[list[Recorded]]) -> list[str]:
+def _of_sets(sets: list[list[RunRecord]]) -> list[str]:
     """Return " of set A", ...; "" where there is one set."""
     return [""] if len(sets) == 1 else [f" of set {letter(n)}" for n in range(len(sets))]
 
@@ -83,7 +83,7 @@ def letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else str(number + 1)
 
 
-def _table(sets: list[list[Recorded]]) -> str:
+def _table(sets: list[list[RunRecord]]) -> str:
     rows, place = [], 0
     for number, of_set in enumerate(sets):
         name = letter(number) if len(sets) > 1 else ""
@@ -102,7 +102,7 @@ def _table(sets: list[list[Recorded]]) -> str:
     )
 
 
-def _row(place: int, run: Recorded, of_set: str, is_best: bool) -> str:
+def _row(place: int, run: RunRecord, of_set: str, is_best: bool) -> str:
     best = run.best()
     losses = [value for _, value in values_of(run.lines, "loss")]
     rates = sorted(value for _, value in values_of(run.lines, "tokens_per_s"))
@@ -133,7 +133,7 @@ def _row(place: int, run: Recorded, of_set: str, is_best: bool) -> str:
     )
 
 
-def _differences(runs: list[Recorded]) -> str:
+def _differences(runs: list[RunRecord]) -> str:
     rows = differences(runs)
     if not rows:
         text = "Their plans do not differ."
@@ -155,7 +155,7 @@ def _differences(runs: list[Recorded]) -> str:
     )
 
 
-def differences(runs: list[Recorded]) -> list[tuple[str, list[str]]]:
+def differences(runs: list[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return keys of the plans whose values differ, each with the value of every run."""
     flat = [dict(_flat(run)) for run in runs]
     keys = {key: None for values in flat for key in values if key not in _OF_THE_DAY}
@@ -163,7 +163,7 @@ def differences(runs: list[Recorded]) -> list[tuple[str, list[str]]]:
     return [(key.removeprefix("run."), row) for key, row in rows if len(set(row)) > 1]
 
 
-def _flat(run: Recorded) -> Iterator[tuple[str, str]]:
+def _flat(run: RunRecord) -> Iterator[tuple[str, str]]:
     for part in _ASKED:
         yield from _leaves(part, run.planned(part))
 

@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from harness.report.charts import MARKS, step_of
+from harness.report.formatting import count, cut, duration, escaped, gib, moment, short
 from harness.report.lines import number
-from harness.report.recorded import Event, Recorded, unix_time
-from harness.report.words import count, cut, duration, escaped, gib, moment, short
+from harness.report.run_record import Event, RunRecord, unix_time
 
 LEAST_GAIN = 0.01
 """Share of the first held-out loss by which the last must be below it."""
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     colour: str
 
 
-def spent(run: Recorded) -> list[Part]:
+def spent(run: RunRecord) -> list[Part]:
     """Return training, saving, starting, the rest of the work, and pauses between attempts.
 
     Nothing if the lines do not say when they were written.
@@ -64,7 +64,7 @@ def spent(run: Recorded) -> list[Part]:
     return [part for part in parts if part.seconds > 0]
 
 
-def _training(run: Recorded) -> float:
+def _training(run: RunRecord) -> float:
     """Return the seconds in steps, also in those that were taken again."""
     timed = [
         (line, value)
@@ -84,7 +84,7 @@ def _training(run: Recorded) -> float:
     return total + mean * run.metrics.repeated
 
 
-def _attempts(run: Recorded) -> list[tuple[float, float, float]]:
+def _attempts(run: RunRecord) -> list[tuple[float, float, float]]:
     """Return begin, first logged line and last sign of each attempt, as seconds since 1970."""
     signs: dict[object, list[float]] = {}
     first_lines: dict[object, float] = {}
@@ -106,7 +106,7 @@ def _attempts(run: Recorded) -> list[tuple[float, float, float]]:
 MOST_EVENTS = 300
 
 
-def events_card(run: Recorded) -> str:
+def events_card(run: RunRecord) -> str:
     """Return the events of a run, the newest first; "" of one without."""
     if not run.events:
         return ""

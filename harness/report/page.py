@@ -13,12 +13,12 @@ from harness.layout.shape import Shape, num_parameters
 from harness.report.chart import AXES, SCRIPT, STYLE, html_of, piece, strip
 from harness.report.charts import charts, grouped
 from harness.report.events import events_card, spent
+from harness.report.formatting import count, cut, duration, escaped, gib, moment, short
 from harness.report.lines import number
 from harness.report.palette import COMPONENTS, css
 from harness.report.profiles import needle_card
-from harness.report.recorded import Event, Recorded, dig, values_of
+from harness.report.run_record import Event, RunRecord, dig, values_of
 from harness.report.verdicts import Advice, Verdict, advice, ending, memory_rows, progress, verdicts
-from harness.report.words import count, cut, duration, escaped, gib, moment, short
 
 MOST_CHARACTERS = 200_000
 """Characters of plan.json that the page shows."""
@@ -28,7 +28,7 @@ REFRESH_S = 60
 _HERE = Path(__file__).parent
 
 
-def page_of(run: Recorded) -> str:
+def page_of(run: RunRecord) -> str:
     """Return the page of one run."""
     body = "".join(
         (
@@ -70,7 +70,7 @@ def _text(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _header(run: Recorded) -> str:
+def _header(run: RunRecord) -> str:
     end = ending(run)
     word = "silent" if run.is_silent() else run.outcome
     return (
@@ -79,7 +79,7 @@ def _header(run: Recorded) -> str:
     )
 
 
-def described(run: Recorded) -> str:
+def described(run: RunRecord) -> str:
     """Return model, cluster and layout in a line."""
     parts = [f"{run.text('run', 'model', 'name') or 'unknown model'}"]
     if (size := parameters(run)) is not None:
@@ -100,7 +100,7 @@ def described(run: Recorded) -> str:
     return " \u00b7 ".join(part for part in parts if part)
 
 
-def parameters(run: Recorded) -> int | None:
+def parameters(run: RunRecord) -> int | None:
     """Return the parameters of a run's model; None for one that the planner does not know."""
     config = run.planned("model_config")
     try:
@@ -109,7 +109,7 @@ def parameters(run: Recorded) -> int | None:
         return None
 
 
-def _tiles(run: Recorded) -> str:
+def _tiles(run: RunRecord) -> str:
     best, evaluations = run.best(), run.evaluations()
     tiles = []
     if best is not None:
@@ -143,17 +143,17 @@ def _tiles(run: Recorded) -> str:
     return f"<section class=tiles>{items}</section>"
 
 
-def _step_s(run: Recorded) -> float:
+def _step_s(run: RunRecord) -> float:
     return median([value for _, value in values_of(run.lines, "step_time_s")] or [0.0])
 
 
-def _attempts(run: Recorded) -> str:
+def _attempts(run: RunRecord) -> str:
     attempts = number(run.status.get("attempt")) or 1
     repeated = f", {run.metrics.repeated} steps repeated" if run.metrics.repeated else ""
     return f"{attempts:.0f} attempt{'s' * (attempts > 1)}{repeated}"
 
 
-def _judged(run: Recorded) -> str:
+def _judged(run: RunRecord) -> str:
     judged = [ending(run), *verdicts(run), *(Verdict("warning", text) for text in run.problems)]
     items = "".join(f"<li class={kind}>{escaped(text)}</li>" for kind, text in judged)
     return (
@@ -182,7 +182,7 @@ def axis_switch() -> str:
     return f"<fieldset class=switch><legend>Curves over</legend>{buttons}</fieldset>"
 
 
-def _memory(run: Recorded) -> str:
+def _memory(run: RunRecord) -> str:
     """Return predicted beside measured memory, and the prediction of a step by its phases."""
     rows = memory_rows(run)
     most = max((max(pair[1:]) for pair in rows), default=0)
@@ -204,7 +204,7 @@ def _memory(run: Recorded) -> str:
     return f"<section class=two>{compared if measured_table else ''}{stacks}</section>"
 
 
-def _stacks(phases: dict[str, Any], run: Recorded) -> str:
+def _stacks(phases: dict[str, Any], run: RunRecord) -> str:
     """Return a stacked bar for each phase of a step."""
     sizes = {
         name: grouped({part: size for part, value in parts.items() if (size := number(value))})
@@ -235,7 +235,7 @@ def _stacks(phases: dict[str, Any], run: Recorded) -> str:
     )
 
 
-def _time(run: Recorded) -> str:
+def _time(run: RunRecord) -> str:
     parts = spent(run)
     total = sum(part.seconds for part in parts)
     if not total:
@@ -248,7 +248,7 @@ def _time(run: Recorded) -> str:
     return f"<section class=card><h2>Where the time went</h2>{drawn}</section>"
 
 
-def _samples(run: Recorded) -> str:
+def _samples(run: RunRecord) -> str:
     samples = run.of_kind("sample")
     if not samples:
         return ""
@@ -265,7 +265,7 @@ def _title(event: Event) -> str:
     return escaped(f"{event.get('title', 'sample')}, step {event.get('step')}".capitalize())
 
 
-def _plan(run: Recorded) -> str:
+def _plan(run: RunRecord) -> str:
     if not run.plan:
         return ""
     rows = "".join(
@@ -280,12 +280,12 @@ def _plan(run: Recorded) -> str:
     )
 
 
-def _rows_of_a_step(run: Recorded) -> str:
+def _rows_of_a_step(run: RunRecord) -> str:
     """Return the name of what a step reads: windows of packed tokens, or examples."""
     return "windows" if run.text("run", "data", "batching") in ("", "packed") else "examples"
 
 
-def _length(run: Recorded) -> str:
+def _length(run: RunRecord) -> str:
     """Return the examples and windows of a run's data, and its steps; "" where none is recorded."""
     examples, windows = (
         number(run.planned("data", f"trained_{name}")) for name in ("examples", "windows")
@@ -298,13 +298,13 @@ def _length(run: Recorded) -> str:
     return f"{rows} to train on, {count(run.total_steps)} steps"
 
 
-def _warmup(run: Recorded) -> str:
+def _warmup(run: RunRecord) -> str:
     ratio = number(run.planned("run", "optim", "warmup_ratio"))
     steps = f"{run.text('run', 'optim', 'warmup_steps')} steps"
     return steps if ratio is None else f"{ratio:.3g} of all steps"
 
 
-def plan_rows(run: Recorded) -> list[tuple[str, str]]:
+def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
     """Return the settings that a reader asks for first."""
     length = number(run.planned("run", "data", "seq_len"))
     batch, micro = number(run.planned("global_batch")), number(run.planned("micro_batch"))

@@ -8,12 +8,12 @@ from typing import Any
 
 from harness.report.chart import Chart, Curve, Heat, Mark, html_of
 from harness.report.lines import number
-from harness.report.recorded import Recorded
+from harness.report.run_record import RunRecord
 
 _PREFIX = "needle/"
 
 
-def needle_card(run: Recorded) -> str:
+def needle_card(run: RunRecord) -> str:
     """Return a table of lengths and depths, coloured by probability; "" without needles."""
     line = next((line for line in reversed(run.lines) if _lengths(line)), {})
     lengths = _lengths(line)
@@ -44,7 +44,7 @@ PROFILES = 4
 """Most probes of one chart by layer or position."""
 
 
-def profiles(run: Recorded) -> Iterator[Chart]:
+def profiles(run: RunRecord) -> Iterator[Chart]:
     """Yield charts by layer and by position, of a few probes from the first to the last."""
     for prefix, title, unit, note in (
         (

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from harness.config.assignments import NOT_ASKED, value_as_text
 from harness.errors import ExitCode
 from harness.report.events import no_better
+from harness.report.formatting import count, duration, moment, sentence, short
 from harness.report.lines import number
-from harness.report.recorded import Recorded, values_of
-from harness.report.words import count, duration, moment, sentence, short
+from harness.report.run_record import RunRecord, values_of
 
 MEMORY_ERROR = 0.1  # as run/live_memory.py warns
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
@@ -34,7 +34,7 @@ class Advice(NamedTuple):
     command: str = ""
 
 
-def verdicts(run: Recorded) -> list[Verdict]:
+def verdicts(run: RunRecord) -> list[Verdict]:
     """Return what the records say about loss, norm, steps, memory and speed."""
     checks = (
         _long_enough,
@@ -53,19 +53,19 @@ def verdicts(run: Recorded) -> list[Verdict]:
     return [verdict for check in checks if (verdict := check(run)) is not None]
 
 
-def _long_enough(run: Recorded) -> Verdict | None:
+def _long_enough(run: RunRecord) -> Verdict | None:
     """Repeat why the run was too short to learn (plan/batches.py)."""
     texts = dict.fromkeys(str(event.get("message")) for event in run.of_kind(*_TOO_SHORT))
     return Verdict("warning", f"{sentence('; '.join(texts))}.") if texts else None
 
 
-def _learned(run: Recorded) -> Verdict | None:
+def _learned(run: RunRecord) -> Verdict | None:
     """Compare the last held-out loss with that before training."""
     problem = _no_better(run)
     return None if problem is None else Verdict("warning", f"{sentence(problem)}.")
 
 
-def _no_better(run: Recorded) -> str | None:
+def _no_better(run: RunRecord) -> str | None:
     """Return the problem of a run that is done and ended no better than it began."""
     evaluations = run.evaluations()
     if run.outcome != "done" or len(evaluations) < 2 or evaluations[0][0] != 0:
@@ -73,7 +73,7 @@ def _no_better(run: Recorded) -> str | None:
     return no_better(evaluations[0][1], evaluations[-1][1])
 
 
-def _losing(run: Recorded) -> Verdict | None:
+def _losing(run: RunRecord) -> Verdict | None:
     values = _even(run, "loss")
     if len(values) < 20:
         return None
@@ -85,7 +85,7 @@ def _losing(run: Recorded) -> Verdict | None:
     return Verdict("good", f"Training loss {'falls' if last < before else 'is level'}: {change}.")
 
 
-def _generalising(run: Recorded) -> Verdict | None:
+def _generalising(run: RunRecord) -> Verdict | None:
     best, evaluations = run.best(), run.evaluations()
     if best is None or len(evaluations) < 3:
         return None
@@ -99,7 +99,7 @@ def _generalising(run: Recorded) -> Verdict | None:
     return Verdict("good", f"Held-out loss is at its best, or close: {last:.3f}.")
 
 
-def _baselines(run: Recorded) -> Verdict | None:
+def _baselines(run: RunRecord) -> Verdict | None:
     """Compare with models that count tokens (data/data.py)."""
     (unigram, bigram), best = _counted(run), run.best()
     if best is None or unigram is None or bigram is None:
@@ -111,13 +111,13 @@ def _baselines(run: Recorded) -> Verdict | None:
     return Verdict("good", f"Held-out loss {best[1]:.2f} is {where} {names}.")
 
 
-def _counted(run: Recorded) -> tuple[float | None, float | None]:
+def _counted(run: RunRecord) -> tuple[float | None, float | None]:
     """Return the held-out losses of a unigram and a bigram model; None if they were not counted."""
     event = run.last_event("baselines") or {}
     return number(event.get("unigram_nats")), number(event.get("bigram_nats"))
 
 
-def _norm(run: Recorded) -> Verdict | None:
+def _norm(run: RunRecord) -> Verdict | None:
     values = _even(run, "grad_norm")
     if len(values) < 20:
         return None
@@ -129,7 +129,7 @@ def _norm(run: Recorded) -> Verdict | None:
     return Verdict("good", f"Gradient norm is stable: {text}.")
 
 
-def _bad_steps(run: Recorded) -> Verdict | None:
+def _bad_steps(run: RunRecord) -> Verdict | None:
     names = {"spike": "spike", "skipped_step": "skipped step", "rollback": "rollback"}
     counts = [
         f"{n} {name}{'s' * (n > 1)}"
@@ -144,20 +144,20 @@ def _bad_steps(run: Recorded) -> Verdict | None:
     return Verdict(kind, f"{', '.join(counts)}: see the events.")
 
 
-def _bad_rows(run: Recorded) -> Verdict | None:
+def _bad_rows(run: RunRecord) -> Verdict | None:
     """Say what data.bad_rows left out, once of each source: every start records it."""
     events = {str(event.get("source")): event for event in run.of_kind("bad_rows")}
     texts = [str(event.get("message")) for event in events.values()]
     return Verdict("warning", f"{'; '.join(texts)}.") if texts else None
 
 
-def _replicas(run: Recorded) -> Verdict | None:
+def _replicas(run: RunRecord) -> Verdict | None:
     if run.of_kind("replicas_differ"):
         return Verdict("bad", "Ranks hold different copies of the same state: see the events.")
     return None
 
 
-def memory_rows(run: Recorded) -> list[tuple[str, float, float]]:
+def memory_rows(run: RunRecord) -> list[tuple[str, float, float]]:
     """Return point, predicted and measured bytes of the worst rank, from the first steps."""
     rows = (run.last_event("memory") or {}).get("rows")
     worst: dict[str, tuple[str, float, float]] = {}
@@ -172,7 +172,7 @@ def memory_rows(run: Recorded) -> list[tuple[str, float, float]]:
     return list(worst.values())
 
 
-def _memory(run: Recorded) -> Verdict | None:
+def _memory(run: RunRecord) -> Verdict | None:
     rows = memory_rows(run)
     if not rows:
         return None
@@ -184,7 +184,7 @@ def _memory(run: Recorded) -> Verdict | None:
     return Verdict("good", f"Memory is as predicted: {text}.")
 
 
-def _speed(run: Recorded) -> Verdict | None:
+def _speed(run: RunRecord) -> Verdict | None:
     values = [value for _, value in values_of(run.lines, "step_time_s")]
     if len(values) < 20:
         return None
@@ -196,7 +196,7 @@ def _speed(run: Recorded) -> Verdict | None:
     return Verdict("good", f"Speed is steady: {text}.")
 
 
-def _entropy(run: Recorded) -> Verdict | None:
+def _entropy(run: RunRecord) -> Verdict | None:
     lines = [
         line for line in run.lines if any(key.startswith("attention_entropy/") for key in line)
     ]
@@ -215,7 +215,7 @@ def _entropy(run: Recorded) -> Verdict | None:
     return Verdict("good", "Attention entropy is moderate in every layer.")
 
 
-def _even(run: Recorded, key: str) -> list[float]:
+def _even(run: RunRecord, key: str) -> list[float]:
     """Return the values that may enter a mean."""
     return [
         value
@@ -224,7 +224,7 @@ def _even(run: Recorded, key: str) -> list[float]:
     ]
 
 
-def ending(run: Recorded) -> Verdict:
+def ending(run: RunRecord) -> Verdict:
     """Return how the run ended, or how it stands."""
     step, total = run.step, run.total_steps
     of_total = f" of {total:,}" if total else ""
@@ -247,19 +247,19 @@ def ending(run: Recorded) -> Verdict:
     return Verdict("warning", "No status is on record.")
 
 
-def _left(run: Recorded) -> str:
+def _left(run: RunRecord) -> str:
     seconds, total = _even(run, "step_time_s")[-50:], run.total_steps
     if not seconds or not total:
         return ""
     return f", {duration(fmean(seconds) * max(0, total - run.step))} left"
 
 
-def advice(run: Recorded) -> list[Advice]:
+def advice(run: RunRecord) -> list[Advice]:
     """Return what to do next, the likeliest first, with commands that can be copied."""
     return [*_by_outcome(run), *_by_curve(run)]
 
 
-def _by_outcome(run: Recorded) -> list[Advice]:
+def _by_outcome(run: RunRecord) -> list[Advice]:
     folder, code = shlex.quote(str(run.path)), run.status.get("code")
     best = run.best()
     if run.of_kind("out_of_memory"):
@@ -302,7 +302,7 @@ def _by_outcome(run: Recorded) -> list[Advice]:
     return []
 
 
-def _unready(run: Recorded) -> Advice | None:
+def _unready(run: RunRecord) -> Advice | None:
     """Return what to do with a run that has learned too little to be tried; None for others."""
     best, (unigram, _), total = run.best(), _counted(run), run.total_steps
     first, problem = run.evaluations()[:1], _no_better(run)
@@ -323,7 +323,7 @@ def _unready(run: Recorded) -> Advice | None:
     )
 
 
-def _by_curve(run: Recorded) -> list[Advice]:
+def _by_curve(run: RunRecord) -> list[Advice]:
     """Return advice from the held-out losses."""
     evaluations, best = run.evaluations(), run.best()
     total = run.total_steps
@@ -342,7 +342,7 @@ def _by_curve(run: Recorded) -> list[Advice]:
     return []
 
 
-def command(run: Recorded, dir: str | None = None, changes: dict[str, Any] | None = None) -> str:
+def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | None = None) -> str:
     """Return the command of the run, with what its user set; "" if plan.json does not tell it."""
     source = run.text("deepspeed_source")
     if not source:
@@ -374,7 +374,7 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def progress(run: Recorded) -> str:
+def progress(run: RunRecord) -> str:
     """Return "step 50 of 100"."""
     total = run.total_steps
     return f"{count(run.step)} of {count(total)}" if total else count(run.step)

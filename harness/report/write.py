@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from harness.report.page import page_of
-from harness.report.recorded import read
+from harness.report.run_record import read
 
 NAME = "report.html"
 

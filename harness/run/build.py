@@ -23,17 +23,18 @@ from harness.engine.processes import alarm, join
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.fit import shortages_here
 from harness.estimate.host import checkpoint_bytes
-from harness.guard.alarm import Failure
-from harness.guard.judge import Judge
+from harness.guard.failure_broadcast import Failure
 from harness.guard.signals import StopGuard, TimeLeft, slurm_seconds_left
+from harness.guard.stability import StabilityMonitor
 from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.watchdog import Limits, Pulse, Watchdog
+from harness.plan.batch_from_data import with_least_batch
 from harness.plan.changes import takes
-from harness.plan.counted import with_least_batch
 from harness.plan.machine import swap_problems
 from harness.plan.model import with_rows_for
 from harness.plan.plan import Plan
 from harness.plan.text import row, summary
+from harness.run.data_decisions import decide_from_data
 from harness.run.finish import question_of, show_sample
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
@@ -43,7 +44,6 @@ from harness.run.progress import Progress, clock
 from harness.run.resumption import ResumePoint, find_resume_point, load_into
 from harness.run.run import Profiler, Run
 from harness.run.saving import check_probe
-from harness.run.settle_data import settle_data
 from harness.run.trackers import Trackers
 from harness.runfolder import RunFolder
 from harness.steps import Steps
@@ -144,7 +144,7 @@ def build(
     _check_fit(plan)
     data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
     plan = _with_new_rows(plan, data, progress)
-    settled = settle_data(plan, data, device, progress)
+    settled = decide_from_data(plan, data, device, progress)
     plan, total_steps = settled.plan, settled.total_steps
     forced = _check_fit(plan)
     record = plan_record(plan, data, total_steps)
@@ -169,7 +169,7 @@ def build(
             folder=folder,
             saver=_saver(plan, folder),
             steps=Steps(plan, data.train, total_steps),
-            judge=Judge(plan.config.guard, plan.config.eval),
+            judge=StabilityMonitor(plan.config.guard, plan.config.eval),
             guard=guard,
             pulse=pulse,
             watchdog=watchdog,

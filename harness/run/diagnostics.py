@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.meeting import gathered
+from harness.checkpoint.collectives import gather_objects
 from harness.estimate.fit import changes_that_help, memory_line
 from harness.plan.changes import takes
 from harness.run.run import Run
@@ -16,7 +16,7 @@ from harness.run.run import Run
 
 def record_engine(run: Run) -> None:
     """Record the classes used on each rank and its number of parameter elements. Collective."""
-    ranks = gathered(run.engine.describe())
+    ranks = gather_objects(run.engine.describe())
     run.event("engine", step=1, ranks=ranks)
 
 
@@ -29,7 +29,7 @@ def record_memory(run: Run) -> None:
     compared, run.memory.compared = run.memory.compared, []
     if not compared:
         return
-    ranks = gathered(compared)
+    ranks = gather_objects(compared)
     if ranks:  # on rank 0, which writes
         rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
         run.event("memory", step=run.state.step, unit="bytes", rows=rows)

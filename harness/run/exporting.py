@@ -37,8 +37,8 @@ from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
 from harness.layout.adapters import DESCRIPTION
-from harness.layout.as_trained import ATTENTION
 from harness.layout.attention_table import SIZES
+from harness.layout.code_exports import ATTENTION
 from harness.layout.recompute import REVERSIBLE
 from harness.models.adapters import of_description, round_linear_maps
 from harness.models.as_trained import attend_as_trained

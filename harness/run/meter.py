@@ -17,7 +17,7 @@ from harness.data.batches import Stream
 from harness.data.padded import Padded
 from harness.engine.api import Engine
 from harness.estimate.hardware import known_gpu
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.step import TERMS, StepTime
 from harness.layout.attention_table import seen_by
 from harness.layout.shape import Shape, flops_per_token

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.checkpoint.meeting import first_problem, told
-from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
+from harness.checkpoint.collectives import broadcast_object, first_problem
+from harness.checkpoint.compatibility import branch_problems, changed_keys, resume_problems
 from harness.checkpoint.store import Checkpoint, checkpoint_of, fsync, is_run, newest_usable
 from harness.config.run_config import run_and_step
 from harness.data.batches import Stream
@@ -160,7 +160,7 @@ def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
 
     Read by rank 0 for all ranks, because they may see different folder contents. Collective.
     """
-    return told(_plan_in(folder) if dist.get_rank() == 0 else (None, None))
+    return broadcast_object(_plan_in(folder) if dist.get_rank() == 0 else (None, None))
 
 
 def _plan_in(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:

@@ -15,9 +15,9 @@ from harness.data.batch import Batch
 from harness.data.data import Data
 from harness.engine.api import Engine
 from harness.errors import CannotSave, ExitCode
-from harness.guard.alarm import Failure
-from harness.guard.judge import Judge
+from harness.guard.failure_broadcast import Failure
 from harness.guard.signals import StopGuard, TimeLeft
+from harness.guard.stability import StabilityMonitor
 from harness.guard.watchdog import Pulse, Watchdog
 from harness.layout.grid import Purpose
 from harness.plan.plan import Plan
@@ -79,7 +79,7 @@ class Run:
     folder: RunFolder
     saver: Saver
     steps: Steps
-    judge: Judge
+    judge: StabilityMonitor
     guard: StopGuard
     pulse: Pulse
     watchdog: Watchdog

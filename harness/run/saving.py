@@ -10,16 +10,16 @@ from importlib.metadata import version
 
 import torch
 
+from harness.checkpoint.collectives import broadcast_object, gather_objects
 from harness.checkpoint.manifest import Manifest
-from harness.checkpoint.meeting import gathered, told
 from harness.checkpoint.save import Saved
 from harness.checkpoint.store import Checkpoint
 from harness.data.batch import Batch
 from harness.data.data import Data
 from harness.engine.api import Engine, Replica
 from harness.errors import ExitCode, NoCheckpoint
-from harness.guard.judge import Verdict
 from harness.guard.replicas import ReplicasDiffer, checksums, largest_difference, outside_majority
+from harness.guard.stability import Verdict
 from harness.layout.grid import Grid
 from harness.models.adapters import adapters_of, described
 from harness.plan.plan import Plan
@@ -196,7 +196,7 @@ def check_replicas(run: Run, saves: bool) -> None:
     every = run.plan.config.guard.replicas_every
     if not every or run.plan.world.world_size == 1 or not (saves or is_due(run.state.step, every)):
         return
-    result = told(_together(gathered(_compared(run))))
+    result = broadcast_object(_together(gather_objects(_compared(run))))
     if result.drifted:
         run.event("replicas_drift", step=run.state.step, apart_by_parameter=result.drifted)
     different = result.differing

@@ -12,7 +12,7 @@ from harness.checkpoint.store import newest_usable
 from harness.config.batch import Slice
 from harness.engine.api import StepResult
 from harness.errors import ExitCode, RunStopped
-from harness.guard.judge import ADVICE, Spike, Verdict
+from harness.guard.stability import ADVICE, Spike, Verdict
 from harness.run.diagnostics import record_engine
 from harness.run.resumption import load_into
 from harness.run.run import Run

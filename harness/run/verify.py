@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.meeting import gathered, told
+from harness.checkpoint.collectives import broadcast_object, gather_objects
 from harness.checkpoint.store import is_run
 from harness.data.batch import Batch
 from harness.errors import ConfigError
@@ -169,10 +169,10 @@ def check_gradients(run: Run) -> None:
 
     assert isinstance(run.engine, ZeroEngine), "build_engine makes no other"
     apart: dict[str, float] = {}
-    for of_rank in gathered(run.engine.gradients_apart()):
+    for of_rank in gather_objects(run.engine.gradients_apart()):
         for name, distance in of_rank.items():
             apart[name] = max(distance, apart.get(name, 0.0), key=_finite_last)
-    apart = told(apart)
+    apart = broadcast_object(apart)
     if any(math.isnan(distance) for distance in apart.values()):
         return  # the step is skipped
     worst = sorted(apart, key=apart.__getitem__, reverse=True)

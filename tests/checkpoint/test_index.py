@@ -219,7 +219,7 @@ def save_divided(folder: Path) -> Path:
     def gathered(mine: Any) -> list[Any]:
         return [mine, (files, to_index(entries), None)]
 
-    with mock.patch.object(saving, "gathered", gathered):
+    with mock.patch.object(saving, "gather_objects", gathered):
         saved = saver.finish()
     return saved.path
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.resume import branch_problems, changed_keys, resume_problems
+from harness.checkpoint.compatibility import branch_problems, changed_keys, resume_problems
 from harness.config.run_config import RunConfig
 
 

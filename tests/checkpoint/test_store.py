@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 
+from harness.checkpoint import collectives, store
 from harness.checkpoint import manifest as manifests
-from harness.checkpoint import meeting, store
 from harness.checkpoint.index import INDEX, WEIGHT, Fragment, to_index
 from harness.checkpoint.manifest import MANIFEST, PROBE, Manifest, TrainState, check_size
 from harness.checkpoint.store import Retention, Store
@@ -185,7 +185,7 @@ def looked_at(folder: Path, ranks: int) -> list[set[str]]:
         mock.patch.object(store, "check_size", looks),
         mock.patch.object(store, "sha256_of", hashes),
     ):
-        group.run(lambda rank: store.verified(folder), store, meeting)
+        group.run(lambda rank: store.verified(folder), store, collectives)
     return seen
 
 
@@ -205,7 +205,7 @@ def test_what_one_rank_finds_is_a_problem_of_all(checkpoint: Path) -> None:
             store.verified(checkpoint)
         return str(caught.value)
 
-    problems = Group(3).run(problem, store, meeting)
+    problems = Group(3).run(problem, store, collectives)
     assert problems == [f"{checkpoint / 'rank-00001-000.safetensors'} is not there"] * 3
 
 

@@ -16,11 +16,11 @@ from harness.data.batches import Stream
 from harness.data.contiguous import Contiguous
 from harness.data.mix_order import MixOrder, Phase
 from harness.data.mixture import Mixture
+from harness.data.packed_documents import TooLong, WholeWindows, write_whole
 from harness.data.packing import Packed
 from harness.data.padded import Padded, Pools
 from harness.data.pair import IndexedTokens, Masks, MaskWriter, load_masks, write_indexed
 from harness.data.split import SIDES, load_split, stores_separator, write_splits
-from harness.data.whole import TooLong, WholeWindows, write_whole
 
 EOS, SEQ_LEN, ROWS = 2, 8, 2
 # Examples are the same in every run, so that a failure means a code change.

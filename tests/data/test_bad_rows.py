@@ -202,7 +202,7 @@ def test_reading_ends_where_nothing_is_good(
 
 
 def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
-    from harness.report.recorded import read
+    from harness.report.run_record import read
     from harness.report.verdicts import verdicts
 
     event = {"kind": "bad_rows", "message": "a.jsonl: bad rows left out: 5 of 40"}

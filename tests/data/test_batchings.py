@@ -19,9 +19,9 @@ from harness.data import contiguous
 from harness.data.batch import Batch
 from harness.data.batches import Stream, share_of_rank
 from harness.data.contiguous import Contiguous, HeldOutText
+from harness.data.packed_documents import TooLong
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded
-from harness.data.whole import TooLong
 from tests.data.batchings import (
     BATCHINGS,
     DOCUMENTS,

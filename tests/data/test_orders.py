@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from harness.data import whole
+from harness.data import packed_documents
 from harness.data.mix_order import MOST_PERIOD, MixOrder, Phase, one_period, weights_of
 from harness.data.order import permute, round_keys, window_of
+from harness.data.packed_documents import BestFit
 from harness.data.padded import Pools, by_tokens
 from harness.data.reservoir import reservoir
-from harness.data.whole import BestFit
 from tests.data.batchings import PROPERTY
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 5000).astype(np.int64).clip(1, 512)
@@ -247,7 +247,7 @@ def item_by_item(sizes: Sequence[int], capacity: int) -> list[int]:
 def test_bins_are_those_of_best_fit_decreasing(at_once: int, sizes: list[int], room: int) -> None:
     capacity = max(sizes, default=1) + room
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole, "_AT_ONCE", at_once)
+        patch.setattr(packed_documents, "_AT_ONCE", at_once)
         bins = bins_of(sizes, capacity)
     assert all(bins)
     assert sorted(item for items in bins for item in items) == list(range(len(sizes)))

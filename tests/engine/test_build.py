@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from harness.config.run_config import RunConfig
-from harness.engine import whole
-from harness.engine.empty import _require_document_mask
+from harness.engine import single_stage
+from harness.engine.meta_model import _require_document_mask
 from harness.engine.reading import read_weights
 from harness.errors import ConfigError
 from harness.layout.world import World
-from harness.models.pieces import pieces
 from harness.models.skeleton import hf_config, skeleton
+from harness.models.units import units
 from harness.plan.make import make_plan
 from tests.engine.engines import (
     different,
@@ -48,7 +48,7 @@ def test_zero3_never_holds_more_than_one_piece_in_full_and_leaves_half() -> None
     """Count the whole parameter elements on this rank before and after each piece is divided."""
     before: list[int] = []
     after: list[int] = []
-    materialize = whole.materialize
+    materialize = single_stage.materialize
 
     def watched(model: Any, *args: Any, placed: Any, **kwargs: Any) -> None:
         def elements() -> int:
@@ -61,7 +61,7 @@ def test_zero3_never_holds_more_than_one_piece_in_full_and_leaves_half() -> None
 
         materialize(model, *args, placed=place, **kwargs)
 
-    with mock.patch.object(whole, "materialize", watched):
+    with mock.patch.object(single_stage, "materialize", watched):
         engine = engine_of(stage(3))
     parameters = list(engine.module.parameters())
     own = sum(parameter.ds_tensor.numel() for parameter in parameters)
@@ -69,7 +69,7 @@ def test_zero3_never_holds_more_than_one_piece_in_full_and_leaves_half() -> None
     engine.close()
     largest = max(
         sum(parameter.numel() for _, _, _, parameter in piece.parameters())
-        for piece in pieces(skeleton(hf_config(MODEL), torch.float32))
+        for piece in units(skeleton(hf_config(MODEL), torch.float32))
     )
     assert max(before) == largest < total / 3
     assert max(after) == 0
@@ -82,9 +82,9 @@ def test_zero3_moves_the_buffers_of_a_loaded_model(monkeypatch: pytest.MonkeyPat
     """
     loaded = AutoModelForCausalLM.from_config(hf_config(MODEL))
     report = {"missing_keys": [], "unexpected_keys": []}
-    monkeypatch.setattr(whole, "read_weights", lambda *_: (loaded, report))
+    monkeypatch.setattr(single_stage, "read_weights", lambda *_: (loaded, report))
     plan = mock.Mock(zero_stage=3, deepspeed={"zero_optimization": {"stage": 3}})
-    model, _ = whole._load(plan, loaded, torch.device("meta"), trust_remote_code=False)
+    model, _ = single_stage._load(plan, loaded, torch.device("meta"), trust_remote_code=False)
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness.errors import ConfigError
-from harness.models.pieces import decoder_layers
+from harness.models.units import decoder_layers
 from tests.engine.engines import (
     SGD,
     different,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.engine.empty import empty_model
+from harness.engine.meta_model import empty_model
 from harness.errors import ConfigError
 from harness.plan.command import parse_command, plan_from
 

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from harness.config.run_config import RunConfig
 from harness.engine.eight_bit import BLOCK, blank, per_block, per_element
-from harness.engine.empty import empty_model
+from harness.engine.meta_model import empty_model
 from harness.engine.reading import PieceReader
 from harness.layout.adapters import Quantization, linear_weights
 from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.models.adapters import quantize_linear_maps, round_linear_maps
 from harness.models.initialize import materialize
-from harness.models.pieces import pieces
 from harness.models.skeleton import hf_config, skeleton
+from harness.models.units import units
 from harness.plan.make import make_plan
 from tests.engine.engines import cells, losses, share_of, stage
 from tests.engine.small import CONFIGS, MODEL, run_config
@@ -135,7 +135,7 @@ def test_weights_are_read_and_quantized_a_piece_at_a_time(tmp_path: Path) -> Non
     plan = make_plan(run, {"zero_optimization": {"stage": 1}}, World(0, 1, 0, 1))
     empty = empty_model(plan, trust_remote_code=False)
     whole = 4 * sum(p.numel() for p in empty.parameters())
-    largest = 4 * max(sum(p.numel() for *_, p in piece.parameters()) for piece in pieces(empty))
+    largest = 4 * max(sum(p.numel() for *_, p in piece.parameters()) for piece in units(empty))
     quantized = {tensor.name for tensor in linear_weights(Shape.from_hf(config))}
     kept = 4 * sum(p.numel() for name, p in empty.named_parameters() if name not in quantized)
     made = quantize_linear_maps(empty, Quantization("nf4"))

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.engine import module, reading
 from harness.layout.stages import stage_shape
-from harness.models.pieces import pieces
 from harness.models.skeleton import hf_config
+from harness.models.units import units
 from harness.plan.plan import Plan
 from tests.engine.engines import WORLD, different, engine_of, folder, gathered, stage
 from tests.engine.small import MODEL
@@ -149,7 +149,7 @@ def check_given_weights(layout: str, name: str) -> None:
     assert buffers == {key: pytest.approx(b.tolist()) for key, b in biases.items()}
     assert bool(buffers) == (name == "deepseek_v3")
     if layout == "stages":
-        largest = max(sum(p.numel() for *_, p in piece.parameters()) for piece in pieces(model))
+        largest = max(sum(p.numel() for *_, p in piece.parameters()) for piece in units(model))
         reads = gathered(elements)
         assert max(map(max, reads)) == largest
         assert all(len(read) in (2, 3, 4) for read in reads)  # of three layers and what is around
@@ -197,7 +197,7 @@ def larger() -> tuple[Path, int]:
     if WORLD.rank == 0:
         model.save_pretrained(path)
     dist.barrier()
-    return path, max(sum(p.nbytes for *_, p in piece.parameters()) for piece in pieces(model))
+    return path, max(sum(p.nbytes for *_, p in piece.parameters()) for piece in units(model))
 
 
 def check_peak(layout: str, way: str) -> None:
@@ -208,7 +208,9 @@ def check_peak(layout: str, way: str) -> None:
     peaks: list[int] = []
     with (
         mock.patch.object(dist, "broadcast", _let_go(dist.broadcast)),
-        mock.patch.object(module, "build_whole", _measured(module.build_whole, peaks, mapped)),
+        mock.patch.object(
+            module, "build_single_stage", _measured(module.build_single_stage, peaks, mapped)
+        ),
         mock.patch.object(module, "build_stage", _measured(module.build_stage, peaks, mapped)),
     ):
         engine = engine_of(BUILT[layout], model=model)

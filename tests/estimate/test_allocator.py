@@ -12,7 +12,7 @@ import pytest
 from harness.config.run_config import RunConfig
 from harness.estimate.driver import GENERATIONS, communicators, driver_bytes, generation_of
 from harness.estimate.hardware import GPUS
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.reserved import Allocator, _Tape, reserved_bytes
 from harness.estimate.timeline import Estimate, estimate_memory
 from harness.layout.grid import Grid

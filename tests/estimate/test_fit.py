@@ -14,8 +14,8 @@ import pytest
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.estimate import fit
-from harness.estimate.held import GIB, as_size
 from harness.estimate.host import CUDA_HOST, PROCESS_HOST
+from harness.estimate.memory_item import GIB, as_size
 from harness.estimate.timeline import Estimate
 from harness.layout.world import World
 from harness.plan.make import make_plan

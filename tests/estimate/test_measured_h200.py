@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.held import GIB, Interval
+from harness.estimate.memory_item import GIB, Interval
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import Estimate

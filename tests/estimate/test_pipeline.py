@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from harness.estimate.fit import helpful_changes
-from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
+from harness.estimate.memory_item import GIB
 from harness.estimate.rank_timeline import rank_timeline
 from harness.estimate.states import optimizer_class
 from harness.estimate.timeline import estimate_memory

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from harness.estimate.hardware import GPUS
-from harness.estimate.held import GIB, Held, Interval
+from harness.estimate.memory_item import GIB, Interval, MemoryItem
 from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.reserved import WHOLE_MODEL
 from harness.estimate.timeline import estimate_memory
@@ -139,11 +139,11 @@ def _as_published(row: Published, rank: RankTimeline) -> RankTimeline:
     if row.starts_whole:
         others = sum(p.bytes for p in parts if "build" in p.phases and p.place == "device")
         size = run.element_bytes * run.parameters - others
-        parts.append(Held(WHOLE_MODEL, max(0, size), frozenset({"build"}), "read"))
+        parts.append(MemoryItem(WHOLE_MODEL, max(0, size), frozenset({"build"}), "read"))
     if row.keeps_logits:
         size = run.element_bytes * run.shape.vocab_size * run.tokens
         lives = frozenset({"loss", "backward_first", "backward_last"})
-        parts.append(Held("logits kept by the caller", size, lives, "read"))
+        parts.append(MemoryItem("logits kept by the caller", size, lives, "read"))
     return RankTimeline(rank.rank, run, tuple(parts))
 
 

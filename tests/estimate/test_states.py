@@ -6,7 +6,7 @@ import pytest
 
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.fit import helpful_changes, with_stage
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.estimate.states import model_states, optimizer_class
 from harness.estimate.timeline import estimate_memory

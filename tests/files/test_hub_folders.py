@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.resume import resume_problems
+from harness.checkpoint.compatibility import resume_problems
 from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data.pair import write_indexed

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.held import GIB
 from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Inputs
+from harness.estimate.memory_item import GIB
 from harness.layout.shape import num_parameters
 from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import Command, plan_from

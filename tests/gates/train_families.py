@@ -193,7 +193,7 @@ def plain_loss(run: RunFolder) -> float:
     from torch.nn import functional
     from transformers import AutoModelForCausalLM
 
-    from harness.checkpoint.resume import recorded_run
+    from harness.checkpoint.compatibility import recorded_run
     from harness.data.build import build_data
     from harness.data.spec import DataSpec
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from harness.config.conduct_sections import EvalConfig, GuardConfig
+from harness.config.run_sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
-from harness.guard.judge import Judge, Patience, SpikeDetector
+from harness.guard.stability import Patience, SpikeDetector, StabilityMonitor
 
 
-def judge(**evaluation: Any) -> Judge:
-    return Judge(GuardConfig(max_bad_steps=3, spike_window=8), EvalConfig(**evaluation))
+def judge(**evaluation: Any) -> StabilityMonitor:
+    return StabilityMonitor(GuardConfig(max_bad_steps=3, spike_window=8), EvalConfig(**evaluation))
 
 
-def kind(judge: Judge, step: int = 9, is_last: bool = False) -> str:
+def kind(judge: StabilityMonitor, step: int = 9, is_last: bool = False) -> str:
     return judge.verdict(step, is_last, "runs/x").kind
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from harness.layout.as_trained import as_plain
+from harness.layout.code_exports import as_plain
 from harness.models.as_trained import attend_as_trained
 from harness.models.attention import attend_with
 from harness.models.efficient_attention.kinds import KINDS

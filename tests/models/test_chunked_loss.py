@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from harness.layout.recompute import loss_chunk
-from harness.models.by_source import recording
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.initialize import materialize
 from harness.models.logits import Operations, operations_on_logits
 from harness.models.loss import forward
+from harness.models.loss_breakdown import recording
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from tests.gates.memory.worker import rise
 from tests.gates.models import ATTENTION, LEARNED

@@ -11,8 +11,8 @@ from torch import nn
 from harness.models.attention import draw_by_place, own_draws
 from harness.models.initialize import materialize
 from harness.models.layer_changes import drop_layers
-from harness.models.pieces import decoder_layers
 from harness.models.skeleton import hf_config, skeleton
+from harness.models.units import decoder_layers
 from tests.engine.small import FAMILIES, MODEL
 
 RATE = 0.6

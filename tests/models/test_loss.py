@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.models.by_source import is_recording, recording
 from harness.models.loss import forward, token_losses
+from harness.models.loss_breakdown import is_recording, recording
 from harness.models.skeleton import hf_config
 from harness.models.stage import counted_tokens
 from tests.engine.small import MODEL
@@ -41,7 +41,7 @@ def test_token_and_balancing_loss_add_up_to_what_transformers_computes() -> None
 
 
 def test_padding_is_not_balanced() -> None:
-    """Experts are balanced as if the padding of data/whole.py did not exist."""
+    """Experts are balanced as if the padding of data/packed_documents.py did not exist."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config(MIXTRAL)).eval()
     ids, labels = torch.randint(0, 64, (1, 9)), torch.randint(0, 64, (1, 9))

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.layout.carried import carried_numbers
-from harness.models.carried import WINDOWS
+from harness.layout.state_size import carried_numbers
 from harness.models.initialize import materialize
 from harness.models.recompute import checkpoint_layers
+from harness.models.recurrent_state import WINDOWS
 from harness.models.skeleton import hf_config, skeleton
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "eos_token_id": 0}

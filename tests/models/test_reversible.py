@@ -16,10 +16,10 @@ from harness.layout.shape import Shape, flops_per_unit
 from harness.models.initialize import materialize
 from harness.models.layer_changes import tile_mlps
 from harness.models.loss import forward
-from harness.models.pieces import decoder_layers
 from harness.models.recompute import saved_by
 from harness.models.reversible import Streams, arguments_of, halves_of, reverse_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.units import decoder_layers
 from harness.plan.layers import REVERSIBLE_FAMILIES
 from tests.engine.small import MODEL
 from tests.models.test_recompute import Counted, gradients

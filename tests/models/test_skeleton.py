@@ -14,7 +14,6 @@ from transformers.modeling_flash_attention_utils import _process_flash_attention
 
 from harness.layout.releases import is_older
 from harness.models.initialize import materialize
-from harness.models.pieces import pieces
 from harness.models.skeleton import (
     described_parameters,
     hf_config,
@@ -22,6 +21,7 @@ from harness.models.skeleton import (
     skeleton,
     tied_names,
 )
+from harness.models.units import units
 from harness.plan.model_config import find_model_config, preset_names
 from tests.engine.small import MODEL
 
@@ -101,7 +101,7 @@ def test_stacked_experts_decay() -> None:
 
 def test_pieces_hold_every_parameter_once() -> None:
     model = empty(LLAMA)
-    named = [slot[0] for piece in pieces(model) for slot in piece.parameters()]
+    named = [slot[0] for piece in units(model) for slot in piece.parameters()]
     assert sorted(named) == sorted(name for name, _ in model.named_parameters())
 
 

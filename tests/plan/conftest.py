@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from harness.plan import fill_in
+from harness.plan import resolve_auto
 from tests.plan.plans import Planner
 
 Packages = Callable[..., None]
@@ -37,4 +37,4 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Packages:
 @pytest.fixture
 def cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the meaning of "auto" on a CPU, which depends on the machine."""
-    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(resolve_auto, "cpu_has_bf16", lambda: True)

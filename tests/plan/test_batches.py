@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness.config.batch import Batch
-from harness.layout.carried import CARRIED
-from harness.models.carried import WINDOWS
+from harness.layout.state_size import CARRIED
+from harness.models.recurrent_state import WINDOWS
 from harness.plan.text import describe, summary
 from tests.plan.plans import Planner
 

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from harness.config.assignments import COUNTED
+from harness.plan.batch_from_data import (
+    LEAST_STEPS,
+    Counts,
+    open_keys,
+    with_counts,
+    with_least_batch,
+)
 from harness.plan.batches import length_events, steps_of
-from harness.plan.counted import LEAST_STEPS, Counts, open_keys, with_counts, with_least_batch
 from harness.plan.plan import Plan
 from harness.plan.text import describe, settled, summary
 from tests.engine.small import MODEL
@@ -148,7 +154,7 @@ def test_what_was_settled_is_kept_by_a_run_that_goes_on(
     (tmp_path / "run/plan.json").write_text(json.dumps(record))
     old = planned(f"{line} optim.lr=0.25", estimate=False).config.optim
     assert (old.lr, old.warmup_steps, old.warmup_ratio) == (0.25, 20, None)
-    # Settings of its user are not kept silently: resuming checks them (checkpoint/resume.py).
+    # Settings of its user are not kept silently: checkpoint/compatibility.py checks them.
     assert planned(line, estimate=False).config.optim.lr == 2.6e-3
     for damaged in ("{}", "[]", '{"run": {"data": {}, "optim": 3}}', '{"run": {"data": {}}}'):
         (tmp_path / "run/plan.json").write_text(damaged)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.resume import recorded_run, resume_problems
+from harness.checkpoint.compatibility import recorded_run, resume_problems
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data
 from harness.data.spec import DataSpec

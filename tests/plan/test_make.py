@@ -1,4 +1,4 @@
-"""A plan as a whole: the command line, DeepSpeed's JSON, fill_in, the record, text and time."""
+"""A full plan: the command line, DeepSpeed's JSON, values for "auto", record, text and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.layout.world import World
-from harness.plan import fill_in
+from harness.plan import resolve_auto
 from harness.plan.command import DEFAULT_DS_JSON, Command, parse_command, plan_from
 from harness.plan.duration import beside_of, job_of, length, step_time
 from harness.plan.machine import cluster
@@ -205,7 +205,7 @@ def test_precision(line: str, precision: str, planned: Planner) -> None:
 def test_automatic_bf16_is_fp32_on_a_cpu_that_only_emulates_it(
     monkeypatch: pytest.MonkeyPatch, planned: Planner
 ) -> None:
-    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(resolve_auto, "cpu_has_bf16", lambda: False)
     made = planned(AUTO)
     assert (made.precision, made.deepspeed["bf16"]["enabled"]) == ("fp32", False)
     assert [event["kind"] for event in made.events] == ["fallback"]

@@ -15,14 +15,14 @@ from harness.config.ds_file import read_ds_json
 from harness.config.ds_json import literal, value_of
 from harness.config.run_config import RunConfig
 from harness.layout.world import World
-from harness.plan import fill_in
+from harness.plan import resolve_auto
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.shipped import DS_CONFIGS, fewest_ranks, model_for
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
 
-# name -> (fill_in, stage, offloaded states)
+# name -> (precision, stage, offloaded states)
 EXPECTED = {
     **dict.fromkeys(("3d", "moe_expert8", "pipeline2", "pipeline4"), ("bf16", 1, "")),
     **dict.fromkeys(("fp16", "fp16_static", "pipeline2_fp16"), ("fp16", 1, "")),
@@ -85,7 +85,7 @@ def test_a_json_repeats_no_default_and_nothing_of_the_run_config(name: str) -> N
 
 def test_bf16_states_are_fp32_where_the_device_has_no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shipped("zero2_bf16_states").deepspeed["bf16"]["bf16_optimizer_states"] is True
-    monkeypatch.setattr(fill_in, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(resolve_auto, "cpu_has_bf16", lambda: False)
     plan = shipped("zero2_bf16_states")
     assert (plan.precision, plan.deepspeed["bf16"]) == ("fp32", {"enabled": False})
 

@@ -18,7 +18,7 @@ from harness.report.charts import smoothed
 from harness.report.compare import compare_page_of, differences
 from harness.report.events import spent
 from harness.report.page import page_of
-from harness.report.recorded import read
+from harness.report.run_record import read
 from harness.report.verdicts import advice, command, ending, verdicts
 from tests.report.runs import line_at, plan, write_run
 

@@ -18,7 +18,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from harness.checkpoint.resume import recorded_run
+from harness.checkpoint.compatibility import recorded_run
 from harness.checkpoint.store import checkpoint_of
 from harness.data.build import build_data
 from harness.data.pair import IndexedTokens

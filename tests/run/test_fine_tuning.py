@@ -13,7 +13,7 @@ import pytest
 from harness.config.assignments import COUNTED, IMPLIED, KEPT
 from harness.launch.fork_server import Zygote
 from harness.report.page import page_of
-from harness.report.recorded import read
+from harness.report.run_record import read
 from harness.runfolder import RunFolder
 from tests.run.features import write_lines
 from tests.two_ranks import REPOSITORY, SMALL_MODEL, events

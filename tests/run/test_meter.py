@@ -19,11 +19,11 @@ from harness.config.run_config import RunConfig
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.run import live_memory
+from harness.run.data_decisions import _vocabulary
 from harness.run.finish import continued
 from harness.run.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
 from harness.run.meter import expert_load, monitor_events
 from harness.run.progress import Progress
-from harness.run.settle_data import _vocabulary
 from tests.two_ranks import REPOSITORY
 
 LINE: dict[str, Any] = {

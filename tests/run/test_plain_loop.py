@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.resume import recorded_run
+from harness.checkpoint.compatibility import recorded_run
 from harness.data.build import build_data
 from harness.data.spec import DataSpec
 from harness.launch.fork_server import Zygote

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.errors import ConfigError
-from harness.run.settle_data import _require_same_data
+from harness.run.data_decisions import _require_same_data
 from tests.ranks import ranks
 
 

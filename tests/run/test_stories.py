@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.checkpoint.resume import recorded_run
+from harness.checkpoint.compatibility import recorded_run
 from harness.data.batch import Batch
 from harness.data.build import build_data
 from harness.data.data import Data

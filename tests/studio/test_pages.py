@@ -21,7 +21,7 @@ from harness.config.run_file import load_run_config
 from harness.estimate.step_time.step import StepTime
 from harness.layout.stages import in_flight
 from harness.report.chart import Chart
-from harness.report.recorded import Recorded
+from harness.report.run_record import RunRecord
 from tests.tiers import rest_in_gate
 from tools.layout.schedules import SCHEDULES, most_kept, spans, waiting
 from tools.studio_app.figures import Bars, Drawing, Figure, html_of
@@ -156,7 +156,7 @@ def _doubled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _failed(read_run: Callable[..., Any]) -> Callable[..., Any]:
     return lambda name: replace(
-        read_run(name), records=Recorded(Path(name), status={"outcome": "failed"})
+        read_run(name), records=RunRecord(Path(name), status={"outcome": "failed"})
     )
 
 

@@ -133,7 +133,7 @@ def _met_by(world: Any, device: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from harness.checkpoint.meeting import gathered, told
+    from harness.checkpoint.collectives import broadcast_object, gather_objects
 
     one = torch.ones(1, device=device)
     dist.all_reduce(one)
@@ -145,7 +145,7 @@ def _met_by(world: Any, device: Any) -> dict[str, Any]:
     dist.all_gather_object(ranks, world.rank)
     first = [device.type if world.rank == 0 else None]
     dist.broadcast_object_list(first)
-    assert told(gathered(world.rank)) == [*range(world.world_size)]
+    assert broadcast_object(gather_objects(world.rank)) == [*range(world.world_size)]
     on_cuda = device.type == "cuda"
     return {
         "launcher": world.launcher,

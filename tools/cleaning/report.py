@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.report.chart import Chart, Curve, html_of
+from harness.report.formatting import escaped, short
 from harness.report.page import document as html_page
-from harness.report.words import escaped, short
 from tools.cleaning.pipeline import Pipeline, logs_of
 from tools.cleaning.strictness import STRICTNESS, Document, Report, from_json, report_at
 

@@ -16,8 +16,8 @@ from harness.config.run_file import load_run_config
 from harness.config.sections import LENGTHS
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu, known_gpu
-from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DISK_GB_PER_S
 from harness.estimate.step_time.machine import machine_of, measured, other_machine

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.step import TERMS
 from tools.cluster.count import Counted
 from tools.cluster.layouts import Layout

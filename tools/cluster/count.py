@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from harness.config.run_config import RunConfig
-from harness.estimate.held import GIB, PHASES, Interval
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import GIB, PHASES, Interval
 from harness.estimate.rank_timeline import PAGE, UNMODELLED, Totals, peak, verdict_without_allocator
-from harness.estimate.step_time.job import DAY, Beside, Job
+from harness.estimate.step_time.job import DAY, EvalAndSaveTime, Job
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import StepTime
 from harness.estimate.timeline import Estimate, estimate_memory
@@ -235,11 +235,11 @@ class Question:
         """Return the number of steps of the whole job."""
         return self.data_tokens / counted.time.tokens
 
-    def beside(self, counted: Counted) -> Beside:
+    def beside(self, counted: Counted) -> EvalAndSaveTime:
         """Return the evaluations and saves of the whole job with a layout."""
         run, steps = self.run, self.steps(counted)
         evaluate = run.eval.every, run.eval.samples
-        return Beside.of(counted.time, steps, evaluate, run.save.every, self.disk_gb_per_s)
+        return EvalAndSaveTime.of(counted.time, steps, evaluate, run.save.every, self.disk_gb_per_s)
 
 
 def tokens_text(tokens: float) -> str:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from harness.errors import ConfigError
 from harness.estimate.driver import driver_bytes
-from harness.estimate.held import Interval
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import Layer, layer_activations
+from harness.estimate.memory_item import Interval
 from harness.estimate.rank_timeline import (
     Totals,
     batch_parts,

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping
 
 from harness.config.assignments import value_as_text
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.job import DAY, Job
 from harness.estimate.step_time.machine import NETWORK_REACHED
 from harness.estimate.step_time.step import TERMS

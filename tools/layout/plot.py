@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.layout.stages import bubble
 from harness.plan.plan import Plan
 from harness.report.charts import grouped

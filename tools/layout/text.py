@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate
 from harness.layout.expert import expert_shard
 from harness.layout.grid import Coords

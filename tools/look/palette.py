@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.layout.shape import num_parameters
 from harness.plan.plan import Plan
+from harness.report.formatting import short
 from harness.report.palette import (
     COMPONENTS,
     FAINT,
@@ -21,7 +22,6 @@ from harness.report.palette import (
     css,
     css_fonts,
 )
-from harness.report.words import short
 
 __all__ = [
     "COMPONENTS",

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from harness.estimate.fit import with_micro_batch, with_stage
-from harness.estimate.held import GIB, PHASES
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import GIB, PHASES
 from harness.estimate.timeline import Estimate, estimate_memory
 from harness.report.charts import grouped
 from tools.figure import limit_line, new_figure

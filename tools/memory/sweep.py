@@ -10,8 +10,8 @@ from typing import Any
 
 from harness.estimate.dividable import division_problems
 from harness.estimate.fit import with_micro_batch
-from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate, estimate_memory
 
 NAMES = ("micro_batch", "seq_len", "gpus")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from harness.estimate.dividable import division_problems
 from harness.estimate.fit import IsPossible, helpful_changes, with_stage
-from harness.estimate.held import FP32, GIB, PHASES, Interval
 from harness.estimate.inputs import BY_REFERENCE
+from harness.estimate.memory_item import FP32, GIB, PHASES, Interval
 from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.states import optimizer_class
 from harness.estimate.timeline import Estimate, estimate_memory

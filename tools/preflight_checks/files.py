@@ -27,7 +27,7 @@ from harness.data.source import corpus_of
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.estimate.fit import RUNS
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.plan.plan import Plan
 from harness.run.plan_record import git_commit
 from harness.runfolder import RunFolder

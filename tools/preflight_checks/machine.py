@@ -24,7 +24,7 @@ from harness.config.ds_json import offloaded_to
 from harness.engine.processes import own_device
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
 from harness.plan.plan import Plan

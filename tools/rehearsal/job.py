@@ -16,7 +16,7 @@ from harness.layout.expert import ExpertPlan
 from harness.layout.families import UnknownArchitecture, family_of
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
-from harness.plan.adopt import SAME
+from harness.plan.merge_settings import SAME
 from harness.plan.plan import Plan
 from tools.rehearsal.shrink import (
     HIDDEN,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from harness.report.chart import Chart, Curve
 from harness.report.charts import charts
 from harness.report.compare import MOST_DRAWN, ranked
+from harness.report.formatting import count, short
 from harness.report.page import described
-from harness.report.recorded import Recorded
-from harness.report.words import count, short
+from harness.report.run_record import RunRecord
 from tools.figure import new_figure, with_thousands
 from tools.look.palette import FAINT, MUTED, SERIES
 
@@ -22,7 +22,7 @@ _BESIDE = ("learning-rate", "grad-norm", "mfu", "perplexity", "tokens-per-s")
 """Charts for the row below the loss; the first three with values are drawn."""
 
 
-def drawn(runs: list[Recorded]) -> Figure:
+def drawn(runs: list[RunRecord]) -> Figure:
     """Return a figure with a large loss chart, and three small charts below it."""
     runs = ranked(runs)[:MOST_DRAWN]
     by_name = {chart.name: chart for chart in charts(runs)}
@@ -43,7 +43,7 @@ def drawn(runs: list[Recorded]) -> Figure:
     return figure
 
 
-def _titles(runs: list[Recorded]) -> tuple[str, str]:
+def _titles(runs: list[RunRecord]) -> tuple[str, str]:
     """Return the title (model and cluster) and the subtitle (results)."""
     (first, *others), best = runs, runs[0].best()
     held_out = f"held-out loss {best[1]:.2f} nats per token" if best else "not evaluated"

@@ -17,7 +17,7 @@ import torch
 from harness.engine.processes import ending_together
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.hardware import known_gpu
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.layout.shape import flops_per_token, num_parameters
 from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan

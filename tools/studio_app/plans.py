@@ -19,7 +19,7 @@ from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.estimate.hardware import GPUS
-from harness.estimate.held import GIB
+from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.optimizer_table import OPTIMIZERS
@@ -30,7 +30,7 @@ from harness.plan.make import make_plan
 from harness.plan.model_config import preset_names
 from harness.plan.plan import Plan
 from harness.report.charts import grouped
-from harness.report.words import gib
+from harness.report.formatting import gib
 from tools.look.palette import COMPONENTS
 from tools.studio_app.figures import Bars, Verdict
 from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two

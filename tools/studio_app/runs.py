@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.report.lines import number
-from harness.report.recorded import Recorded, read, values_of
+from harness.report.run_record import RunRecord, read, values_of
 
 _DEPTH = 3
 """Depth of folders below the root; deep enough for the trials of sweeps."""
@@ -69,7 +69,7 @@ class Run:
     """One run: its path below the root, its records, and the seconds since they last changed."""
 
     name: str
-    records: Recorded
+    records: RunRecord
     age_s: float
 
     def values(self, key: str) -> list[float]:
@@ -101,12 +101,12 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _read(path: Path, root: Path, _stamps: object) -> Recorded:
+def _read(path: Path, root: Path, _stamps: object) -> RunRecord:
     """Return the records of a run; if a link leads out of the root, only that problem."""
     leaving = [name for name in _RECORDS if not (path / name).resolve().is_relative_to(root)]
     if leaving:
         why = "is a link that leads out of the folder of runs"
-        return Recorded(path, problems=[f"{name} {why}" for name in leaving])
+        return RunRecord(path, problems=[f"{name} {why}" for name in leaving])
     run = read(path)
     run.problems = [problem.replace(f"{root}/", "") for problem in run.problems]
     return run

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.estimate.activations import activations
-from harness.estimate.held import GIB, Place
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
+from harness.estimate.memory_item import GIB, Place
 from harness.layout.recompute import REVERSIBLE, WAYS, Checkpointing, flops_again, is_checkpointed
 from harness.layout.shape import flops_per_unit
 from harness.report.chart import line, lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from harness.errors import ConfigError
-from harness.estimate.held import GIB, PHASES
+from harness.estimate.memory_item import GIB, PHASES
 from harness.estimate.timeline import Estimate
 from harness.report.chart import Chart, line, lines
 from harness.report.charts import group_of, grouped

@@ -13,8 +13,8 @@ from harness.report.chart import AXES, Chart
 from harness.report.charts import charts
 from harness.report.compare import differences
 from harness.report.events import text_of
-from harness.report.recorded import unix_time
-from harness.report.words import moment
+from harness.report.formatting import moment
+from harness.report.run_record import unix_time
 from tools.studio_app.figures import Code, Figure, Note, Table, Verdict, numbers
 from tools.studio_app.page import Choice, Page, Values
 from tools.studio_app.runs import Run, logs, names, read_run

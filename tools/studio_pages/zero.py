@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from harness.estimate.dividable import division_problems
 from harness.estimate.fit import with_stage
-from harness.estimate.held import GIB
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.exchanges import Reductions, reductions
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.timeline import Estimate, estimate_memory

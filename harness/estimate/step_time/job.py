@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from harness.estimate.held import GIB
 from harness.estimate.host import checkpoint_bytes
+from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.step import StepTime
 
 DISK_GB_PER_S = 2.0
@@ -16,7 +16,7 @@ _MOVED = ("tensor", "sequence", "expert", "stages", "weights")
 
 
 @dataclass(frozen=True)
-class Beside:
+class EvalAndSaveTime:
     """Evaluations and saves of a run. Batches are prefetched and cost nothing."""
 
     evaluations: int
@@ -38,7 +38,7 @@ class Beside:
         evaluate: tuple[int, int],
         save_every: int,
         disk_gb_per_s: float = DISK_GB_PER_S,
-    ) -> Beside:
+    ) -> EvalAndSaveTime:
         """Return those of a run of `steps` steps. `evaluate`: (eval.every, eval.samples)."""
         run, (every, samples) = step.inputs, evaluate
         batches = ceil(samples / run.micro_batch / run.grid.data) + run.grid.pipeline - 1

@@ -22,8 +22,8 @@ from harness.layout.tensor import TensorPlan
 from harness.models.attention import attend_with
 from harness.models.efficient_attention.kinds import function_name
 from harness.models.initialize import materialize
-from harness.models.pieces import decoder_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.units import decoder_layers
 from tests.gates.cells import GLOBAL_BATCH, KINDS
 from tests.gates.models import ATTENTION, learned
 from tests.gates.parity import recipe

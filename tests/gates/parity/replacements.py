@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from harness.layout.world import World
-from harness.models.pieces import decoder_layers
+from harness.models.units import decoder_layers
 from tests.gates.cells import GLOBAL_BATCH
 from tests.gates.models import SEQ_LEN
 from tests.gates.parity import recipe

@@ -217,7 +217,7 @@ def main(argv: list[str]) -> int:
     from harness.engine.deepspeed_0_19 import gradients
     from harness.engine.pipeline import PipelineEngine
     from harness.engine.zero import ZeroEngine
-    from harness.guard.judge import Spike
+    from harness.guard.stability import Spike
     from harness.run import build, reporting, step
     from tests.gates.streams.simulated import Device, simulated
 

@@ -38,4 +38,4 @@ CARRIED: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "recurrent": _recurrent,
     "mamba2": _mamba2,
 }
-"""Functions by model_type; the states themselves are in harness/models/carried.py."""
+"""Functions by model_type; the states themselves are in harness/models/recurrent_state.py."""

@@ -36,7 +36,7 @@ class Failure:
         return f"rank {self.rank}{self.place} failed: {self.message}"
 
 
-class Alarm(threading.Thread):
+class FailureBroadcast(threading.Thread):
     """Listens for failures of other ranks, and publishes this rank's.
 
     Only this thread queries the store, because a reply may never come; the training thread waits

@@ -26,7 +26,7 @@ from harness.models.initialize import Cut, materialize, move_buffers
 from harness.plan.plan import Plan
 
 
-def build_whole(
+def build_single_stage(
     plan: Plan,
     empty: PreTrainedModel,
     device: torch.device,

@@ -68,7 +68,7 @@ def fill_in_swap_folder(draft: Draft) -> None:
         draft.ds.fill(key, tempfile.gettempdir())
 
 
-def fill_in(draft: Draft) -> None:
+def resolve_auto(draft: Draft) -> None:
     """Write the run config's values into the JSON and replace every remaining "auto".
 
     Three sizes depend on the model as in the Hugging Face Trainer

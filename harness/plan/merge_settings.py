@@ -63,7 +63,7 @@ IGNORED = tuple(
 )
 
 
-def adopt(draft: Draft) -> None:
+def merge_settings(draft: Draft) -> None:
     """Copy the JSON's optimizer, scheduler, clipping and batch literals into the run config.
 
     Each value that replaces a default is an event.

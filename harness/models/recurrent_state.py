@@ -112,4 +112,4 @@ WINDOWS: dict[str, type[RecurrentWindow] | type[Mamba2Window]] = {
     "recurrent": RecurrentWindow,
     "mamba2": Mamba2Window,
 }
-"""Window classes by model_type; the plan computes the sizes of their states (layout/carried.py)."""
+"""Window classes by model_type; layout/state_size.py has the sizes of their states."""

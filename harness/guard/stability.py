@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from harness.config.conduct_sections import EvalConfig, GuardConfig
+from harness.config.run_sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
 
 # Smallest sigma, as a fraction of the mean; absolute for the logarithm of the norm. It keeps
@@ -142,7 +142,7 @@ class Verdict:
     """True once all ranks have written the pending checkpoint."""
 
 
-class Judge:
+class StabilityMonitor:
     """Decides about a run from its losses, norms and evaluations; does not change it.
 
     Its `state` is in every checkpoint, so that a resumed run is judged like the run that saved it.

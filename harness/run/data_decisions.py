@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.meeting import first_problem, told
+from harness.checkpoint.collectives import broadcast_object, first_problem
 from harness.config.data_section import REHEARSED
 from harness.config.sections import LENGTHS
 from harness.data.data import Data
@@ -18,8 +18,8 @@ from harness.data.padded import Padded
 from harness.data.spec import tokenizer_of
 from harness.data.tokenizer_files import has_tokenizer
 from harness.errors import ConfigError
+from harness.plan.batch_from_data import Counts, with_counts
 from harness.plan.batches import length_events, steps_of
-from harness.plan.counted import Counts, with_counts
 from harness.plan.plan import Plan
 from harness.plan.text import row, settled
 from harness.run.attention import settle_attention
@@ -27,7 +27,7 @@ from harness.run.progress import Progress
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedData:
     """The plan of a run whose data is known."""
 
     plan: Plan
@@ -35,7 +35,9 @@ class Settled:
     events: list[dict[str, Any]]
 
 
-def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress) -> Settled:
+def decide_from_data(
+    plan: Plan, data: Data, device: torch.device, progress: Progress
+) -> ResolvedData:
     """Report on the data; return the resolved plan, number of steps and events. Collective.
 
     Raises ConfigError on every rank if the data is not suitable for the run.
@@ -62,14 +64,14 @@ def settle_data(plan: Plan, data: Data, device: torch.device, progress: Progress
         progress.say(row("batches", event["message"]))
     more = [*_vocabulary(plan, data), *attention, *_uncounted_sources(plan, data), *batched]
     more += length_events(plan.config, total_steps) if plan.steps is None else []
-    return Settled(plan, total_steps, [*data.events(), *more])
+    return ResolvedData(plan, total_steps, [*data.events(), *more])
 
 
 def _require_same_data(rank: int, data: Data) -> None:
     """Raise ConfigError on all ranks if one has different token ids from rank 0. Collective."""
     sources = (*data.sources, *data.set_sources)
     own = [s.facts.fingerprint for s in sources], [s.day for s in sources if s.day]
-    first, problem = told(own), None
+    first, problem = broadcast_object(own), None
     if own[0] != first[0]:
         problem = f"rank {rank} has other token ids than rank 0: "
         if own[1] != first[1]:  # the ranks started around midnight

@@ -26,7 +26,7 @@ SILENT_S = 600.0
 
 
 @dataclass
-class Recorded:
+class RunRecord:
     """All records of one run."""
 
     path: Path
@@ -145,9 +145,9 @@ class Recorded:
         return (now or time.time()) - self.last_sign > max(SILENT_S, 20 * step_s * logged)
 
 
-def read(path: Path) -> Recorded:
+def read(path: Path) -> RunRecord:
     """Read a run folder. Never raises for what the folder holds: see `problems`."""
-    folder, run = RunFolder(path), Recorded(path)
+    folder, run = RunFolder(path), RunRecord(path)
     try:
         run.plan = folder.read_plan() or {}
         if not run.plan:

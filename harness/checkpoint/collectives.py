@@ -12,7 +12,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def gathered(value: T) -> list[T]:
+def gather_objects(value: T) -> list[T]:
     """Return the values of all ranks on rank 0, an empty list on the others. Collective."""
     if not dist.is_initialized():
         return [value]
@@ -21,7 +21,7 @@ def gathered(value: T) -> list[T]:
     return values
 
 
-def told(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """Return rank 0's value on every rank. Collective."""
     values = [value]
     if dist.is_initialized():
@@ -31,4 +31,4 @@ def told(value: T) -> T:
 
 def first_problem(problem: str | None) -> str | None:
     """Return the problem of the first rank that has one, on every rank. Collective."""
-    return told(next(filter(None, gathered(problem)), None))
+    return broadcast_object(next(filter(None, gather_objects(problem)), None))

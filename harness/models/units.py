@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Piece:
+class Unit:
     """Modules that are initialised, placed and partitioned together: a decoder layer with
     everything in it, or another module that directly owns parameters.
     """
@@ -61,16 +61,16 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     )
 
 
-def pieces(model: PreTrainedModel) -> Iterator[Piece]:
+def units(model: PreTrainedModel) -> Iterator[Unit]:
     """Yield the pieces of a model, in the order of its modules."""
     list_name, layers = decoder_layers(model)
     inside = {id(module) for module in layers.modules()}
     for name, module in model.named_modules():
         if module is layers:
             for index, layer in enumerate(layers):
-                yield Piece(f"{list_name}.{index}", layer, whole=True)
+                yield Unit(f"{list_name}.{index}", layer, whole=True)
         elif id(module) not in inside and any(p is not None for p in module._parameters.values()):
-            yield Piece(name, module, whole=False)
+            yield Unit(name, module, whole=False)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -69,7 +69,7 @@ BACKWARD = frozenset({"backward_first", "backward_last"})
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryItem:
     """The bytes that one component holds, with the phases it lives in."""
 
     component: str
