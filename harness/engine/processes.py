@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -124,6 +125,8 @@ def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
         os.environ["LOCAL_RANK"] = str(device.index)
     # torch 2.13 renamed the collectives that DeepSpeed calls, and warns once per process.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    if world.accelerator == "cpu":  # a CUDA toolkit without a GPU is no fault of a CPU run
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _find_own_ninja()
     import deepspeed
     from deepspeed.utils import logger

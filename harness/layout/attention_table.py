@@ -70,3 +70,6 @@ ATTENTIONS = {
 }
 SIZES = sorted({name for row in ATTENTIONS.values() for name in row.sizes})
 """Names of all sizes, as in model.attention_NAME."""
+
+WITHOUT_ATTENTION = {"recurrent", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"}
+"""Values of model_type whose layers have no attention."""

@@ -308,8 +308,8 @@ def read_sizes(keys: Keys) -> Sizes:
     model_type = keys.config.get("model_type")
     if model_type not in FAMILIES:
         raise UnknownArchitecture(
-            f"model_type {model_type!r} has no table of tensors: its shape is traced from its "
-            f"class, which needs torch. There are tables for {', '.join(FAMILIES)}"
+            f"the planner has no table for model_type {model_type!r}: it counts the tensors by "
+            "tracing the model's class, which needs torch"
         )
     family = FAMILIES[model_type]
     hidden_size = keys.size(*family.size_keys("hidden"))

@@ -77,6 +77,19 @@ class _Keys(argparse.Action):
         parser.exit()
 
 
+class _Once(argparse.Action):
+    """Stores a value; refuses an option that is given twice."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any
+    ) -> None:
+        """Store the value; called by argparse."""
+        before = getattr(namespace, self.dest)
+        if before is not self.default:
+            parser.error(f"{self.option_strings[0]} is given twice, {before} and {value}: use one")
+        setattr(namespace, self.dest, value)
+
+
 def _path(text: str) -> Path:
     try:
         return Path(expanded_path(text))
@@ -98,6 +111,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument(
         "--deepspeed",
+        action=_Once,
         dest="deepspeed_path",
         type=_path,
         default=DEFAULT_DS_JSON,
@@ -106,6 +120,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument(
         "--config",
+        action=_Once,
         dest="config_path",
         type=_path,
         metavar="TOML",

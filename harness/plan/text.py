@@ -10,6 +10,7 @@ from harness.config.ds_json import offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.fit import changes_that_help, memory_line, shortages_here
 from harness.layout.adapters import Adapters, linear_weights
+from harness.layout.attention_table import WITHOUT_ATTENTION
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
@@ -55,7 +56,7 @@ def summary(plan: Plan, counts: Counts | None = None) -> str:
         ("model", _model(plan)),
         ("parameters", _parameters(plan)),
         ("spread", spread(plan)),
-        ("attention", _attention(plan)),
+        *_attention(plan),
         *_stages(plan),
         *_of_data(plan, counts),
         ("optimizer", _optimizer(plan)),
@@ -165,9 +166,11 @@ def spread(plan: Plan) -> str:
     )
 
 
-def _attention(plan: Plan) -> str:
+def _attention(plan: Plan) -> list[tuple[str, str]]:
+    if plan.model_config.get("model_type") in WITHOUT_ATTENTION:
+        return []
     why = f" ({plan.attention_why})" if plan.attention_why else ""
-    return f"{plan.config.model.attention}{why}"
+    return [("attention", f"{plan.config.model.attention}{why}")]
 
 
 def _recomputed(plan: Plan) -> str:

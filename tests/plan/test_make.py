@@ -57,6 +57,7 @@ UNKNOWN = "unrecognized arguments: "
         ("--nonsense", 2, f"{UNKNOWN}--nonsense\n"),
         ("--dry", 2, "\n"),
         ("--config", 2, "\n"),
+        ("--config a.toml --config b.toml", 2, "--config is given twice, a.toml and b.toml: use"),
         ("--gpus 4", 2, "add --dry-run"),
         ("--deepspeed_config x.json", 2,
          f"{UNKNOWN}--deepspeed_config; did you mean --deepspeed?\n"),
