@@ -95,8 +95,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def room_of(file: str) -> str:
-    """Return the unit that one worker takes: a file, or a room whose tests share a slow start (the
-    ranks of tests/engine, the server of tests/studio).
+    """Return the unit that one worker takes: a file, or a folder whose tests share a slow start
+    (the ranks of tests/engine, the server of tests/studio).
     """
     path = Path(file)
     return next((r for r in ("engine", "studio") if f"tests/{r}/" in path.as_posix()), path.name)
@@ -104,7 +104,7 @@ def room_of(file: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With -n, give a worker a whole room at a time, in the order above."""
+    """With -n, give a worker a whole folder at a time, in the order above."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRoom(LoadScopeScheduling):

@@ -1,4 +1,4 @@
-"""Lines and files of every room, compared with those committed in sizes.toml.
+"""Lines and files of every folder, compared with those committed in sizes.toml.
 
 python -m tests.sizes            # exit code 1 if a room has grown by more than 3 %
 python -m tests.sizes --write    # commit the new numbers with the change that needs them
@@ -25,7 +25,7 @@ GOALS = {
 
 
 def sizes(root: Path = ROOT) -> dict[str, tuple[int, int]]:
-    """Return lines and files of each room, of Python and, in docs/, of Markdown. Rooms are the
+    """Return lines and files of each folder, of Python and, in docs/, of Markdown. Counted are the
     folders of harness/ and tools/, the files beside these folders, and tests/ and docs/ as a whole.
     """
     listed = subprocess.run(
@@ -43,7 +43,7 @@ def sizes(root: Path = ROOT) -> dict[str, tuple[int, int]]:
 
 
 def grown(now: dict[str, tuple[int, int]], kept: dict[str, list[int]]) -> list[str]:
-    """Return the rooms that are new or exceed their committed lines by more than 3 %."""
+    """Return the folders that are new or exceed their committed lines by more than 3 %."""
     return [
         f"{room}: {lines:,} lines, committed are {kept.get(room, [0])[0]:,}"
         for room, (lines, _) in now.items()
@@ -52,7 +52,7 @@ def grown(now: dict[str, tuple[int, int]], kept: dict[str, list[int]]) -> list[s
 
 
 def main(argv: list[str]) -> int:
-    """Print the table; return 1 if a room has grown."""
+    """Print the table; return 1 if a folder has grown."""
     now = sizes()
     if "--write" in argv:
         KEPT.write_text("".join(f'"{room}" = [{a}, {b}]\n' for room, (a, b) in now.items()))

@@ -1,7 +1,7 @@
 """The architecture holds: which file may import what, and which names files may have.
 
-Imports are read with `ast`, including those inside functions. A new room is added to FLOORS, a new
-dependency to THIRD_PARTY. Both lists are the design, so changing them is a decision.
+Imports are read with `ast`, including those inside functions. A new package is added to FLOORS, a
+new dependency to THIRD_PARTY. Both lists are the design, so changing them is a decision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.sizes import grown, sizes
 
 ROOT = Path(__file__).parents[1]
 
-# A room is a folder, or a file directly in harness/; it imports lower floors and itself.
+# A package is a folder of harness/, or a file directly in it; it imports lower floors and itself.
 FLOORS: list[set[str]] = [
     {"errors", "layout", "terminal"},
     {"files", "estimate"},
@@ -37,7 +37,7 @@ FLOORS: list[set[str]] = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 UPPER = set().union(*FLOORS[4:])
 
-# The only rooms that may import each third party.
+# The only packages that may import each third party.
 THIRD_PARTY: dict[str, set[str]] = {
     "deepspeed": {"engine", "launch"},
     "transformers": {"models", "data", "checkpoint", "engine", "launch"},
@@ -75,7 +75,7 @@ def imported(tree: ast.Module, package: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def broken_rule(room: tuple[int, str], name: str) -> str | None:
-    """Return the rule that importing `name` breaks in a room, or None."""
+    """Return the rule that importing `name` breaks in a package, or None."""
     floor, own = room
     top, _, rest = name.partition(".")
     if top in sys.stdlib_module_names:
@@ -208,7 +208,7 @@ def test_the_landing_holds_seven_files_at_most() -> None:
 
 
 def modules_of(room: str) -> list[str]:
-    """Return the dotted names of all modules in a room."""
+    """Return the dotted names of all modules in a package."""
     files = (ROOT / "harness" / room).rglob("*.py")
     return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
 

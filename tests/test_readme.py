@@ -252,7 +252,7 @@ def test_the_job_that_is_submitted_can_be_planned() -> None:
 
 
 def test_every_file_is_in_the_tree() -> None:
-    """By its name or by its room's."""
+    """By its name or by its folder's."""
     tree = (ROOT / "CONTRIBUTING.md").read_text().partition("## Repository layout")[2]
     names = subprocess.run(
         ["git", "ls-files", "harness", "tools"], cwd=ROOT, capture_output=True, text=True

@@ -64,7 +64,7 @@ def write_corpus(path: Path, documents: int = 200) -> Path:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a group of ranks."""
+    """How a group of ranks ended."""
 
     codes: list[int]
     outputs: list[str]  # stdout and stderr of each rank

@@ -97,7 +97,7 @@ def _examples(data: Data, sample: Sample, color: bool, whole: bool) -> Iterator[
 
 
 def _tokens(batch: Batch) -> list[tuple[int, bool]]:
-    """Return the tokens of a window, each with whether it is learned; the last one is only a
+    """Return the tokens of a window, each with True if it is learned; the last one is only a
     target.
     """
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()

@@ -18,7 +18,7 @@ _SET_CHILD_SUBREAPER = 36  # from prctl(2)
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a command."""
+    """How a command ended."""
 
     code: int | None  # negative for a signal; None if ended at the limit
     seconds: float

@@ -1,4 +1,4 @@
-"""Plots of the tools, by matplotlib: SVG or PNG, according to the file name."""
+"""The tools' plots, drawn with matplotlib: SVG or PNG, according to the file name."""
 
 from __future__ import annotations
 

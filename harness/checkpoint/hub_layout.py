@@ -173,8 +173,7 @@ Read = Callable[[str, int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class _Part:
-    """Tensors of the model that are converted together to the tensors `made` (on meta) of the
-    folder.
+    """Tensors of the model that are converted together to the folder's tensors `made` (on meta).
 
     `rows`: the number of rows of a single source to convert at a time (experts, one after another).
     """

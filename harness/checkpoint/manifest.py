@@ -194,7 +194,7 @@ def _manifest(content: Table) -> Manifest:
 
 
 def _check_watch(watch: Table) -> None:
-    """Check that the state of the judge can be restored. Raises Unusable."""
+    """Check that the state of the stability monitor can be restored. Raises Unusable."""
     counts = [(watch, key) for key in ("bad_steps", "rollbacks")]
     if "seen" in watch:
         seen = watch.table("seen")

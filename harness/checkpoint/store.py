@@ -265,7 +265,7 @@ def checkpoint_of(text: str) -> Checkpoint:
 
 
 def _writer(name: str) -> int:
-    """Return the rank that wrote a file. It also checks the file, because in the same layout it
-    reads it next and then finds it in its node's page cache.
+    """Return the rank that wrote a file. That rank also checks it, because in the same layout it is
+    the next to read the file, and then finds it in its node's page cache.
     """
     return int(name[5:10]) if name.startswith("rank-") else 0

@@ -272,7 +272,7 @@ _HASHING = ThreadPoolExecutor(1, thread_name_prefix="hashing")
 
 
 def start_hashing() -> None:
-    """Start the thread that hashes during saves while there is certainly memory for it.
+    """Start the thread that hashes during saves, early enough that there is memory for it.
 
     Python waits forever for a thread that cannot start.
     """

@@ -90,7 +90,7 @@ class Stream:
 
     @property
     def at_once(self) -> int:
-        """Number of samples of which none continues another; all, except in contiguous text."""
+        """Number of samples, none of which continues another; all, except in contiguous text."""
         return self.samples
 
     @property
@@ -198,7 +198,7 @@ class Stream:
         return StepData(batches, tokens=positions, positions=positions)
 
     def of_length(self, seq_len: int) -> Stream:
-        """Return the split in another sequence length. Raises ConfigError if it has no window."""
+        """Return the split with another sequence length. Raises ConfigError if it has no window."""
         packed = self.packed.of_length(seq_len)
         return Stream(packed, self._seed, self._fingerprint, document_mask=self.document_mask)
 

@@ -194,7 +194,7 @@ class Corpus(CorpusFiles):
 
     def pieces(self) -> Iterator[Piece]:
         """Yield every document in order, as pieces. Conversations come without a template; a prompt
-        comes apart from its completion.
+        comes separately from its completion.
 
         Raises ConfigError with up to MAX_PROBLEMS problems, each with its first file and line.
         """

@@ -103,7 +103,9 @@ class Data:
         return [*(source.summary() for source in self.sources), *sets, *warnings]
 
     def mixture(self) -> list[Any] | None:
-        """Return [first sample, samples per source in a period] of each part; None unmixed."""
+        """Return [first sample, samples per source in a period] of each part; None without a
+        mixture.
+        """
         if not isinstance(self._ordered, Mixture):
             return None
         return [[part.first, list(part.weights)] for part in self._ordered.order.parts]

@@ -4,7 +4,7 @@ Shares become whole numbers: how many samples of each `period` come from each so
 period a source's next sample is due when its share of the samples so far reaches it, and the most
 urgent sample is taken first (earliest deadline first). So at any time each source is within one
 sample of its share: these are the periodic tasks of Baruah et al., "Proportionate progress"
-(Algorithmica 15, 1996), on one processor. Periods repeat, so no earlier sample is looked at.
+(Algorithmica 15, 1996), on one processor. Periods repeat, so no earlier sample has to be examined.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ def one_period(weights: Sequence[int]) -> NDArray[np.int64]:
 
 
 def epoch_with_old(spec: DataSpec, streams: Sequence[Stream]) -> int | None:
-    """Return the samples per epoch of the new data, with rehearsed ones; None if there are none."""
+    """Return the number of samples, including rehearsed ones, in an epoch of the new data; None if
+    none are rehearsed.
+    """
     if not spec.rehearses:
         return None
     new = sum(stream.samples for stream in _new(spec, streams))

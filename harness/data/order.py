@@ -26,7 +26,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def round_keys(*parts: object) -> NDArray[np.uint64]:
-    """Return the (ROUNDS,) keys of one permutation, which the `str` of all parts identifies."""
+    """Return the (ROUNDS,) keys of one permutation, identified by the `str` of all parts."""
     text = ":".join(str(part) for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)

@@ -320,7 +320,9 @@ class IndexedTokens:
             base += pair.header.sequences
 
     def place_of(self, place: int) -> tuple[Path, int, int]:
-        """Return the .bin that holds an id, its document there, and its offset in that."""
+        """Return the .bin that holds an id, the document that it belongs to, and its offset in that
+        document.
+        """
         pair = self._pairs[0]
         if isinstance(self.ids, TokenFiles):
             number = self.ids.file_of(place)
@@ -366,7 +368,8 @@ def _write_index(
 
 
 def join_indexed(parts: Sequence[Path], prefix: Path) -> None:
-    """Join the pairs of consecutive parts of a corpus into one, as a single write_indexed.
+    """Join the pairs of consecutive parts of a corpus into one, as a single call of write_indexed
+    would.
 
     A part may be empty. Raises OSError.
     """

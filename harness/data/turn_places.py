@@ -180,7 +180,9 @@ class Turns:
         return Place(start, stop, lacks)
 
     def _what_is_written(self, number: int) -> tuple[tuple[str, ...], bool]:
-        """Return notes on what the rendering lacks of a turn, and True if enough of it is there."""
+        """Return notes on the parts of a turn that the rendering lacks, and True if it has enough
+        of them.
+        """
         given = self._marks.in_message(self._messages[number])
         written = self._whole.of(number).keys()
         calls, there = (

@@ -1,1 +1,1 @@
-"""The engine room: the only package that imports deepspeed."""
+"""The engine: the only package that imports deepspeed."""

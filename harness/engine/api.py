@@ -1,4 +1,4 @@
-"""The engine's interface for all other rooms; does not import deepspeed.
+"""The engine's interface for all other packages; does not import deepspeed.
 
 `build.build_engine` returns a ZeroEngine, or a PipelineEngine if the JSON has pipeline stages.
 """
@@ -109,7 +109,7 @@ class Engine(Protocol):
 
     def source_losses(self) -> torch.Tensor | None:
         """Return (sources,) fp64: the training loss of each source summed over all ranks since the
-        last call; None if it is not counted. Collective.
+        last call; None if sources are not counted. Collective.
         """
 
     # --- weights and states ---

@@ -17,15 +17,15 @@ from harness.layout.grid import Share
 
 
 def part_of(parameter: Any) -> Part:
-    """Return the slice of the full parameter that a parameter is, disregarding ZeRO's shards: all
-    of it, unless tensor or expert parallelism set its `part`.
+    """Return which slice of the full parameter a parameter is, disregarding ZeRO's shards: all of
+    it, unless tensor or expert parallelism set its `part`.
     """
     part: Part | None = getattr(parameter, "part", None)
     return part or Part.of(internals.whole_shape(parameter))
 
 
 def cutter(share: Share) -> Callable[[str, torch.Tensor], nn.Parameter]:
-    """Return a function that makes this rank's parameter of a full weight and records its
+    """Return a function that cuts this rank's parameter out of a full weight, and records its
     `part`.
     """
 

@@ -109,8 +109,8 @@ def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) 
 def reduced_class(
     whole: type[PreTrainedModel], reduce: Callable[[PreTrainedModel], None]
 ) -> type[PreTrainedModel]:
-    """Return a subclass whose models `reduce` strips of some parameters, so that transformers reads
-    only the remaining ones.
+    """Return a subclass from whose models `reduce` removes some parameters, so that transformers
+    reads only the remaining ones.
     """
 
     class Reduced(whole):  # type: ignore[misc, valid-type]

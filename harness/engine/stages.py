@@ -50,7 +50,7 @@ def build_stage(
     zeros. `cut` makes this rank's slices of weights. Collective.
 
     Weights of other stages are never initialised or read. Raises ConfigError for a model that
-    cannot be split into stages, naming what it lacks, and as `build_whole` does.
+    cannot be split into stages, naming what it lacks, and as `build_single_stage` does.
     """
     where = f"pipeline.stages={plan.grid.pipeline}, model.name={plan.config.model.name}"
     try:

@@ -201,7 +201,7 @@ class ZeroEngine:
 
     def source_losses(self) -> torch.Tensor | None:
         """Return (sources,) fp64: the training loss of each source summed over all ranks since the
-        last call; None if it is not counted. Collective.
+        last call; None if sources are not counted. Collective.
         """
         if self.source_sums is None:
             return None

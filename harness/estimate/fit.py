@@ -1,4 +1,4 @@
-"""Determines if a plan fits this machine, and which single changes would help."""
+"""Determines whether a plan fits this machine, and which single changes would help."""
 
 from __future__ import annotations
 

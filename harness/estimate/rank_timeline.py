@@ -245,7 +245,7 @@ class RankTimeline:
 
 
 def weakest(evidence: Iterable[Evidence]) -> Evidence:
-    """Return the least reliable of several."""
+    """Return the least reliable of several kinds of evidence."""
     return max(evidence, key=EVIDENCE.index)
 
 

@@ -137,7 +137,7 @@ def excerpt_of(file: Path, most_bytes: int) -> bytes:
 
 
 def why_not(file: Path, is_named: bool) -> str:
-    """Return why a file cannot be read, which is a missing pyarrow; "" if it can."""
+    """Return why a file cannot be read: pyarrow is missing; "" if it can be read."""
     return why_no_pyarrow()
 
 

@@ -264,7 +264,9 @@ def _listed(folder: Path, format: str | None, at_most: int | None) -> _Listed:
 
 
 def _data_of(files: list[Path], format: str | None) -> set[Path]:
-    """Return the files with records; without any, plain texts if all others are for readers."""
+    """Return the files with records; without any, plain texts if all other files only describe
+    data.
+    """
     rest = [file for file in files if not is_for_readers(file)]
     known = {file: form for file in rest if (form := known_format(file, format))}
     records = {file for file, form in known.items() if form.records}

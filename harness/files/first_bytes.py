@@ -1,4 +1,4 @@
-"""The first bytes of a file: whether it is text, how it begins, and advice if it is not read."""
+"""The first bytes of a file: whether it is text, how it begins, and advice if it cannot be read."""
 
 from __future__ import annotations
 

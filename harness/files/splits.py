@@ -358,7 +358,7 @@ def _beside_train(parts: _Stem, place: int, stems: set[_Stem]) -> bool:
 
 
 def _beside_others(parts: _Stem, place: int, stems: set[_Stem]) -> bool:
-    """Return True for "test", and for "a_test" only beside "a": "unit_test" is no split."""
+    """Return True for "test", and for "a_test" only beside "a": "unit_test" is not a split."""
     return len(parts) == 1 or (place == len(parts) - 1 and parts[:-1] in stems)
 
 

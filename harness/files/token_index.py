@@ -38,7 +38,9 @@ class IndexHeader:
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Return the header of an .idx. Raises OSError, and ConfigError without valid documents."""
+    """Return the header of an .idx. Raises OSError, and ConfigError if it describes no valid
+    documents.
+    """
     num_bytes = path.stat().st_size
     if num_bytes < HEADER.size:
         raise ConfigError(f"{path} is truncated: {num_bytes} bytes, its header has {HEADER.size}")

@@ -188,7 +188,9 @@ def _why_no_json(text: str) -> str:
 
 
 def pairs_of(history: object) -> list[Turn]:
-    """Return the turns of earlier questions and answers: arrays of two, or as turns_of reads."""
+    """Return the turns of earlier questions and answers: arrays of two texts, or any form that
+    turns_of reads.
+    """
     history = parsed(history)
     if isinstance(history, list) and all(isinstance(pair, list) for pair in history):
         if not all(len(pair) == 2 for pair in history):

@@ -22,7 +22,8 @@ _TOGETHER = 64  # most ranks in one group
 
 
 class StopGuard:
-    """Makes the ranks agree whether any was asked to stop, and whether all have written their save.
+    """Makes the ranks agree on whether any was asked to stop, and whether all have written their
+    save.
 
     Ranks receive signals at different times, and a rank that stopped alone would leave the others
     waiting in a collective. Therefore each step starts an asynchronous reduction of all flags,

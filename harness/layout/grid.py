@@ -260,7 +260,7 @@ class Share:
         return starts_of(self.data_rank, self.data_ranks, samples, micro_batch)
 
     def positions(self, seq_len: int) -> Range:
-        """Return the range of tokens that this rank computes of each sample."""
+        """Return the range of each sample's tokens that this rank computes."""
         places = self.grid.sequence
         if seq_len % places:
             raise ValueError(f"{seq_len} tokens cannot be divided over {places} sequence ranks")

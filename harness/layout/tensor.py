@@ -112,7 +112,9 @@ _VOCABULARY = {
 
 
 def _is_vocabulary(module: str, style: str) -> bool:
-    """Return whether a style of transformers says of a module what `_VOCABULARY` says of it."""
+    """Return True if transformers divides a module by vocabulary, and `_VOCABULARY` calls it an
+    embedding.
+    """
     name = module.rpartition(".")[2]
     return style == "embedding_rowwise" and _VOCABULARY.get(name) == EMBEDDING
 

@@ -144,8 +144,8 @@ def _from_slurm_step(environ: Mapping[str, str]) -> _Place | None:
     """Read srun's variables. Only inside a step: a batch script has SLURM_PROCID=0, too, although
     srun did not start it.
 
-    The local size is that of the node with most tasks: "2(x3),1" means three nodes of 2 and one of
-    1.
+    The local size is that of the node with the most tasks: "2(x3),1" means three nodes of 2 and one
+    of 1.
     """
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
         return None

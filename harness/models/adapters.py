@@ -131,7 +131,7 @@ def add_adapters(
     taken from `parameters`.
 
     A is drawn from `seed`, identically on all ranks, and B is zero, so the model's output is
-    unchanged. They have device and dtype of the weights they adapt, which ZeRO 3 may have
+    unchanged. Both have the device and dtype of the weights that they adapt, which ZeRO 3 may have
     partitioned.
     """
     from peft import inject_adapter_in_model  # takes a second; only adapters need it

@@ -29,8 +29,8 @@ _IMPORT = re.compile(r"^from harness\.models\.([\w.]+) import ", re.MULTILINE)
 
 
 def write_code(folder: Path, model: PreTrainedModel, attention: Mapping[str, Any]) -> None:
-    """Make the export of a model in `folder` open as it was trained: with a kind of attention ({}
-    for exact attention), and with reversible layers if its config has them.
+    """Make the model exported to `folder` compute as in training when it is opened: with its kind
+    of attention ({} for exact attention), and with reversible layers if its config has them.
     """
     path, family, own = folder / "config.json", type(model), f"AsTrained{type(model).__name__}"
     config, body = json.loads(path.read_text(encoding="utf-8")), "    pass"

@@ -1,4 +1,4 @@
-"""The path of hidden states through a decoder, which determines if it can be split into stages."""
+"""The path of hidden states through a decoder, which determines whether it can be split."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class _CannotBeCut(ValueError):
 
 
 class _OtherStyle(Exception):
-    """The model takes something else from a layer than it returned."""
+    """The model takes something from a layer other than what the layer returned."""
 
 
 def trace_flow(skeleton: PreTrainedModel) -> Flow:
     """Trace a skeleton's own forward pass with observers in place of its layers.
 
-    Raises ValueError with the property that this decoder lacks for being split into stages: layers
-    run once, in order; each reads the hidden states that the previous layer returned, and nothing
-    else that layers or embeddings computed; nothing with parameters runs between them; everything
-    after them reads only the last hidden states; no parameter inside a layer is tied.
+    Raises ValueError with the property that this decoder lacks in order to be split into stages:
+    layers run once, in order; each reads the hidden states that the previous layer returned, and
+    nothing else that layers or embeddings computed; nothing with parameters runs between them;
+    everything after them reads only the last hidden states; no parameter inside a layer is tied.
     """
     kind = type(skeleton).__name__
     if getattr(skeleton.config, "layerdrop", 0):

@@ -29,7 +29,7 @@ def check_run_dir(draft: Draft) -> None:
 
 
 def keep_packing(draft: Draft) -> None:
-    """Pack documents as the run being resumed or branched from, unless data.packing is set.
+    """Pack documents as in the run being resumed or branched from, unless data.packing is set.
 
     Versions without data.packing packed all data as streams. Reads this machine's disk.
     """

@@ -195,7 +195,9 @@ def near_presets(name: str, candidates: list[str]) -> list[str]:
 
 
 def _size(name: str) -> float | None:
-    """Return the parameters that a name tells: 8e9 of llama-3-8b, 4.7e10 of mixtral-8x7b."""
+    """Return the number of parameters that a name states: 8e9 of llama-3-8b, 4.7e10 of
+    mixtral-8x7b.
+    """
     matches = re.findall(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z])", name.lower())
     if not matches:
         return None

@@ -23,7 +23,9 @@ _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 
 
 def whole_vocabulary(shape: Shape, places: int) -> str:
-    """Return that this many ranks cannot divide a vocabulary, with the next size that they can."""
+    """Return a clause saying that this many ranks cannot divide a vocabulary, with the next size
+    that they can.
+    """
     size = shape.vocab_size
     return (
         f"a vocabulary of {size:,} cannot be divided over {places} "

@@ -1,8 +1,8 @@
 """Charts as HTML: lines, bars and heat maps, readable at any width and without JavaScript.
 
-Lines are in an SVG that stretches; all text is HTML beside it, placed in per cent, so that it keeps
-its size. A chart over a run is drawn once for each kind of x axis, and CSS shows one. chart.css has
-the style, chart.js shows the values under the pointer.
+Lines are in an SVG that stretches; all text is HTML beside it, positioned in percent, so that it
+keeps its size. A chart over a run is drawn once for each kind of x axis, and CSS shows one.
+chart.css has the style, chart.js shows the values under the pointer.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """A titled chart of lines; one without a point is not drawn."""
+    """A titled chart of lines; one without points is not drawn."""
 
     name: str
     """The element's id, of letters and hyphens."""
@@ -109,7 +109,7 @@ class Chart:
     unit: str
     curves: list[Curve]
     note: str = ""
-    """One sentence on what is seen."""
+    """One sentence about what the chart shows."""
     limits: list[tuple[str, float]] = field(default_factory=list)
     """Labelled horizontal lines."""
     marks: list[Mark] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Heat:
-    """A grid of numbers, the stronger the colour, the larger."""
+    """A grid of numbers; a stronger colour is a larger number."""
 
     title: str
     unit: str
@@ -168,7 +168,7 @@ def lines(title: str, curves: Sequence[Curve], x: str = "", unit: str = "", **mo
 
 
 def html_of(chart: Chart | Heat) -> str:
-    """Return a chart as a <figure>; "" without a point."""
+    """Return a chart as a <figure>; "" without points."""
     if isinstance(chart, Heat):
         return figure_of(chart.title, chart.unit, _table(chart), notes=_notes(chart.note))
     curves = [curve for curve in chart.curves if curve.y]
@@ -222,7 +222,7 @@ def _notes(*notes: str) -> str:
 
 
 def plot_of(y: Scale, body: str, limits: Iterable[tuple[str, float]]) -> str:
-    """Return the y axis, what is drawn beside it, and the limits above that."""
+    """Return the y axis, what is drawn beside it, and the limits drawn over it."""
     labels = "".join(
         f'<span style="bottom:{100 * share:.2f}%">{text}</span>' for share, text in y.ticks()
     )
@@ -361,7 +361,7 @@ def _table(heat: Heat) -> str:
 def _y_scale(chart: Chart, curves: list[Curve]) -> tuple[Scale, str]:
     """Return the y axis, and a sentence on values above it.
 
-    A few values far above all others would press the rest flat: they are cut off, and named.
+    A few values far above all others would flatten the rest: they are cut off and named.
     """
     if chart.y_range:
         return Scale(*chart.y_range, chart.log_y), ""

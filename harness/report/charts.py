@@ -1,4 +1,4 @@
-"""Charts of a run, or of several on one another, from its metrics and events."""
+"""Charts of a run, or of several runs overlaid, from their metrics and events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PREFIXES = {
 
 
 def group_of(component: str) -> str:
-    """Return the group of a component; "buffers" for all that only moves or adds up data."""
+    """Return the group of a component; "buffers" for everything that only moves or adds up data."""
     fitting = (group for group, prefixes in _PREFIXES.items() if component.startswith(prefixes))
     return next(fitting, "buffers")
 
@@ -87,7 +87,7 @@ def _xs(run: RunRecord, places: list[int]) -> Xs:
 
 
 def marks_of(run: RunRecord, kinds: dict[str, tuple[str, str]]) -> Iterator[Mark]:
-    """Yield the events of some kinds that have a step, at most so many, evenly chosen."""
+    """Yield the events of these kinds that have a step: at most MOST_MARKS, evenly chosen."""
     steps = [line["step"] for line in run.lines]
     events = [event for event in run.of_kind(*kinds) if step_of(event) is not None]
     every = max(1, -(-len(events) // MOST_MARKS))
@@ -121,7 +121,7 @@ SAVED = {"saved": ("var(--faint)", "checkpoint")}
 
 @dataclass(frozen=True)
 class _Kind:
-    """A metric over the run."""
+    """How a metric is drawn over the run."""
 
     key: str
     title: str
@@ -336,9 +336,9 @@ def _sources(runs: list[RunRecord]) -> Iterator[Chart]:
 
 
 def reduced(values: Sequence[float], most: int) -> list[int]:
-    """Return the places of at most about `most` values that draw the same line.
+    """Return the indices of at most about `most` values that draw the same line.
 
-    Of each of equally long pieces, the first, the lowest and the highest.
+    They are the first, the lowest and the highest value of each of several equally long pieces.
     """
     if len(values) <= most:
         return list(range(len(values)))

@@ -1,4 +1,4 @@
-"""Several runs as a page: which is best, what differs, curves on one another."""
+"""Several runs as a page: which is best, what differs, overlaid curves."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _OF_THE_DAY = ("run.run.dir", "world.rank", "world.local_rank")
 
 
 def ranked(runs: list[RunRecord]) -> list[RunRecord]:
-    """Return runs by their lowest held-out loss, best first, those without one last; set by set
-    where they were held against several.
+    """Return runs by their lowest held-out loss, best first, those without one last; grouped by
+    held-out set if there are several.
     """
     return [run for of_set in by_set(runs) for run in of_set]
 
 
 def by_set(runs: list[RunRecord]) -> list[list[RunRecord]]:
-    """Return the runs of each held-out set, best first; losses on different sets say nothing of
-    each other.
+    """Return the runs of each held-out set, best first; losses on different sets cannot be
+    compared.
     """
     sets: dict[str, list[RunRecord]] = {}
     for run in sorted(runs, key=_lowest):

@@ -1,4 +1,4 @@
-"""Events of a run as people read them, and what its seconds went into."""
+"""Events of a run in readable form, and how its time was spent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ LEAST_GAIN = 0.01
 
 
 def no_better(first: float, last: float) -> str | None:
-    """Return the problem of a run whose held-out loss ended no better than it began; None without.
+    """Return the problem of a run whose held-out loss ended no better than it began; None if it
+    did.
 
     Both in nats per token.
     """
@@ -43,7 +44,7 @@ class Part(NamedTuple):
 def spent(run: RunRecord) -> list[Part]:
     """Return training, saving, starting, the rest of the work, and pauses between attempts.
 
-    Nothing if the lines do not say when they were written.
+    Empty if the lines do not say when they were written.
     """
     attempts = _attempts(run)
     if not attempts:
@@ -65,7 +66,7 @@ def spent(run: RunRecord) -> list[Part]:
 
 
 def _training(run: RunRecord) -> float:
-    """Return the seconds in steps, also in those that were taken again."""
+    """Return the seconds spent in steps, including repeated ones."""
     timed = [
         (line, value)
         for line, is_even in zip(run.lines, run.metrics.is_even, strict=True)
@@ -85,7 +86,7 @@ def _training(run: RunRecord) -> float:
 
 
 def _attempts(run: RunRecord) -> list[tuple[float, float, float]]:
-    """Return begin, first logged line and last sign of each attempt, as seconds since 1970."""
+    """Return the start, first logged line and last sign of each attempt, as seconds since 1970."""
     signs: dict[object, list[float]] = {}
     first_lines: dict[object, float] = {}
     for event in run.events:
@@ -107,7 +108,7 @@ MOST_EVENTS = 300
 
 
 def events_card(run: RunRecord) -> str:
-    """Return the events of a run, the newest first; "" of one without."""
+    """Return the events of a run, the newest first; "" if it has none."""
     if not run.events:
         return ""
     shown = run.events[-MOST_EVENTS:]

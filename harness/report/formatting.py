@@ -1,4 +1,4 @@
-"""Numbers as people read them, and text that HTML cannot mistake."""
+"""Formats numbers for readers, and escapes text for HTML."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ def moment(unix_s: float | None) -> str:
 
 
 def gib(value: float | None) -> str:
-    """Bytes in GiB; MiB below a tenth of one."""
+    """Bytes in GiB; MiB below a tenth of a GiB."""
     if value is None:
         return "-"
     return f"{value / 2**30:,.2f} GiB" if value >= 0.1 * 2**30 else f"{value / 2**20:,.1f} MiB"
 
 
 def sentence(text: str) -> str:
-    """Return a text with a capital letter first."""
+    """Return a text with its first letter capitalised."""
     return text[:1].upper() + text[1:]
 
 
 def cut(text: str, most: int) -> str:
-    """Return the first characters of a text; what is left away leaves dots."""
+    """Return the first characters of a text, followed by dots if any are left out."""
     return text if len(text) <= most else f"{text[:most]} ..."

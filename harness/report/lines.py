@@ -1,8 +1,8 @@
 """Metrics lines of a run: all of a short file; of a long one, those that a picture needs.
 
-A picture shows a thousand places, a long run has a million lines. So a long file is read in ranges.
-Each range keeps some lines, evenly chosen, those with the lowest and highest value of what may
-jump, so that no spike is lost, and the first that have an evaluation or a probe.
+A picture shows a thousand points, but a long run has a million lines, so a long file is read in
+ranges. Each range keeps two evenly chosen lines, those with the lowest and highest value of each
+metric that may jump, so that no spike is lost, and the first ones with an evaluation or a probe.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _JUMPS = ("loss", "grad_norm", "step_time_s")
 
 @dataclass
 class Lines:
-    """Lines in the order of their steps, and how they came about."""
+    """Lines in the order of their steps, and how they were read."""
 
     lines: list[Line] = field(default_factory=list)
     """Steps taken again, after a restart or a rollback, replace what they repeat."""
     is_even: list[bool] = field(default_factory=list)
-    """For each line: True if it may enter a mean; False if it is there for its extreme value."""
+    """For each line: True if it may enter a mean; False if it was kept for its extreme value."""
     is_whole: bool = True
     damaged: int = 0
-    """Lines that are no JSON object with a step."""
+    """Lines that are not JSON objects with a step."""
     repeated: int = 0
     """Lines of steps that were taken again."""
     problem: str = ""
@@ -72,7 +72,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def _ranges(file: IO[bytes], size: int, length: int) -> Iterator[bytes]:
-    """Yield whole lines, about so many bytes at once; the last line may be half-written."""
+    """Yield whole lines, about `length` bytes at a time; the last line may be half-written."""
     while size > 0 and (text := file.read(min(length, size))):
         text += file.readline() if len(text) < size else b""
         size -= len(text)
@@ -101,7 +101,7 @@ def _add(lines: Lines, of_range: list[Line]) -> None:
 
 
 def _chosen(of_range: list[Line]) -> dict[int, bool]:
-    """Return the places of the lines of a range that are kept; True for those evenly chosen."""
+    """Return the indices of a range's lines to keep, each with True if it was evenly chosen."""
     last = len(of_range) - 1
     places = {last: False}  # an attempt may end here, and the next one go back
     for key in _JUMPS:

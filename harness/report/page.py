@@ -1,4 +1,4 @@
-"""One run as a page: how it stands, what to do, curves, events, memory, time, samples, plan."""
+"""One run as a page: its status, what to do, curves, events, memory, time, samples, plan."""
 
 from __future__ import annotations
 
@@ -183,7 +183,9 @@ def axis_switch() -> str:
 
 
 def _memory(run: RunRecord) -> str:
-    """Return predicted beside measured memory, and the prediction of a step by its phases."""
+    """Return predicted and measured memory side by side, and the prediction for each phase of a
+    step.
+    """
     rows = memory_rows(run)
     most = max((max(pair[1:]) for pair in rows), default=0)
     bars = "".join(
@@ -286,7 +288,9 @@ def _rows_of_a_step(run: RunRecord) -> str:
 
 
 def _length(run: RunRecord) -> str:
-    """Return the examples and windows of a run's data, and its steps; "" where none is recorded."""
+    """Return the amount of a run's data in examples and windows, and its steps; "" if it was not
+    recorded.
+    """
     examples, windows = (
         number(run.planned("data", f"trained_{name}")) for name in ("examples", "windows")
     )

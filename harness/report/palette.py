@@ -2,7 +2,7 @@
 
 Neighbours in COMPONENTS, the order in which memory is stacked, stay apart for readers with red- or
 green-blind eyes too (OKLab distance at least 0.12 after Machado's simulation, DOI
-10.1109/TVCG.2009.113). Colour never carries a meaning alone: labels say it as well.
+10.1109/TVCG.2009.113). Colour alone never carries a meaning: labels say the same.
 """
 
 from __future__ import annotations

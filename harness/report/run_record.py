@@ -96,8 +96,8 @@ class RunRecord:
 
     @property
     def held_out_set(self) -> str:
-        """Identity of what the held-out loss is measured on; "" where nothing tells it. Losses on
-        different sets, or by different tokenizers, cannot be compared.
+        """Identity of what the held-out loss is measured on; "" if unknown. Losses on different
+        sets, or by different tokenizers, cannot be compared.
         """
         if recorded := self.text("held_out_set"):
             return recorded
@@ -135,7 +135,7 @@ class RunRecord:
         return max((when for when in times if when is not None), default=None)
 
     def is_silent(self, now: float | None = None) -> bool:
-        """Return True if the run says that it is running, and nothing suggests it."""
+        """Return True if the run says that it is running, but shows no sign of it."""
         if self.outcome != "running" or self.last_sign is None:
             return False
         step_s = max(
@@ -146,7 +146,7 @@ class RunRecord:
 
 
 def read(path: Path) -> RunRecord:
-    """Read a run folder. Never raises for what the folder holds: see `problems`."""
+    """Read a run folder. Never raises because of the folder's content: see `problems`."""
     folder, run = RunFolder(path), RunRecord(path)
     try:
         run.plan = folder.read_plan() or {}
@@ -190,7 +190,7 @@ def dig(value: Any, *keys: str) -> Any:
 
 
 def unix_time(text: object) -> float | None:
-    """Return the time of a record as seconds since 1970; None if it is no time."""
+    """Return the time of a record as seconds since 1970; None if it is not a time."""
     try:
         return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
     except (ValueError, OverflowError):

@@ -145,7 +145,7 @@ def _bad_steps(run: RunRecord) -> Verdict | None:
 
 
 def _bad_rows(run: RunRecord) -> Verdict | None:
-    """Say what data.bad_rows left out, once of each source: every start records it."""
+    """Report what data.bad_rows left out, once for each source, because every start records it."""
     events = {str(event.get("source")): event for event in run.of_kind("bad_rows")}
     texts = [str(event.get("message")) for event in events.values()]
     return Verdict("warning", f"{'; '.join(texts)}.") if texts else None
@@ -216,7 +216,7 @@ def _entropy(run: RunRecord) -> Verdict | None:
 
 
 def _even(run: RunRecord, key: str) -> list[float]:
-    """Return the values that may enter a mean."""
+    """Return the values of a key that may enter a mean: those of evenly chosen lines."""
     return [
         value
         for line, is_even in zip(run.lines, run.metrics.is_even, strict=True)
@@ -225,7 +225,7 @@ def _even(run: RunRecord, key: str) -> list[float]:
 
 
 def ending(run: RunRecord) -> Verdict:
-    """Return how the run ended, or how it stands."""
+    """Return how the run ended, or its current state."""
     step, total = run.step, run.total_steps
     of_total = f" of {total:,}" if total else ""
     message = run.status.get("message")
@@ -343,7 +343,7 @@ def _by_curve(run: RunRecord) -> list[Advice]:
 
 
 def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | None = None) -> str:
-    """Return the command of the run, with what its user set; "" if plan.json does not tell it."""
+    """Return the command of the run, with the settings of its user; "" if plan.json lacks them."""
     source = run.text("deepspeed_source")
     if not source:
         return ""

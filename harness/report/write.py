@@ -1,7 +1,7 @@
 """Writes the page of a run into its folder: `python -m harness.report.write RUN`.
 
-A training run starts this as a process of its own (run/pages.py): a defect, a full disk or a slow
-one then costs it a page and nothing else.
+A training run starts this as a separate process (run/pages.py): a defect, a full disk or a slow one
+then costs it a page and nothing else.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_a_buffer_that_several_ranks_have_is_there_once() -> None:
 
 
 def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
-    """It is found before a checkpoint gets its name, rather than when it is needed."""
+    """What is missing is noticed before the checkpoint gets its name, not when it is needed."""
     half = Fragment("w", Part.of(SHAPE).cut(0, ((0, 6),)), 0, {"weight": torch.zeros(60)})
     saver = Saver(Store(tmp_path), 0, Retention())
     saver.start(manifest(2), [half], {}, background=False)

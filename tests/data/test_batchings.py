@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def corpus_of(folders: Iterator[Path], documents: Documents) -> Corpus:
-    """Write documents of which both splits have samples in every batching."""
+    """Write documents that give both splits samples in every batching."""
     corpus = Corpus(next(folders), documents)
     for side in ("train", "held_out"):
         packed = corpus.packed(side)

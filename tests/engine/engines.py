@@ -130,14 +130,14 @@ def all_batches(step: int = 0) -> list[Batch]:
 
 
 def batches(step: int = 0) -> tuple[list[Batch], int]:
-    """Return this rank's two micro-batches if every rank is a data rank, and the number of all
+    """Return this rank's two micro-batches if every rank is a data rank, and the total number of
     targets.
     """
     return all_batches(step)[WORLD.rank :: WORLD.world_size], 8 * SEQ_LEN
 
 
 def share_of(engine: Any, step: int = 0) -> tuple[list[Batch], int]:
-    """Return the micro-batches of this rank's data rank, and the number of all targets."""
+    """Return the micro-batches of this rank's data rank, and the total number of targets."""
     grid = engine.plan.grid
     return all_batches(step)[grid.coords(WORLD.rank).data :: grid.data], 8 * SEQ_LEN
 

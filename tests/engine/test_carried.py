@@ -148,7 +148,7 @@ def carrying(ds: Any, kind: str = "lstm", **model: Any) -> Any:
 
 
 def share(engine: Engine, step: int, starts: tuple[int, ...] = STARTS) -> tuple[list[Batch], int]:
-    """Return this rank's micro-batches of a step, and the number of all targets."""
+    """Return this rank's micro-batches of a step, and the total number of targets."""
     plan = engine.plan
     mine = stream(starts).micro_batches(
         plan.curriculum.at(step * ROWS),

@@ -45,8 +45,8 @@ OVERTAKES = {
 
 
 def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
-    """Return races, reuses and waits in four steps, one of them judged a spike; waits are of the
-    last.
+    """Return races, reuses and waits in four steps, one of them judged a spike; the waits are those
+    of the last.
     """
     from tests.gates.streams.simulated import simulated  # imports DeepSpeed
 

@@ -1,4 +1,4 @@
-"""Forms of a row in a table: what is read and learned of each, and which columns are reported as
+"""Forms of a row in a table: what is read and learned from each, and which columns are reported as
 unused.
 """
 

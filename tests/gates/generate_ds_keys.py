@@ -1,7 +1,7 @@
 """Write harness/config/ds_keys.json: the keys of a DeepSpeed JSON, each with type and default.
 
-They are taken from the installed DeepSpeed's own config models and parsers, so that the rooms below
-the engine know its keys without importing it. Run it again after a DeepSpeed upgrade:
+They are taken from the installed DeepSpeed's own config models and parsers, so that the packages
+below the engine know its keys without importing it. Run it again after a DeepSpeed upgrade:
 
     python -m tests.gates.generate_ds_keys
 

@@ -1,7 +1,7 @@
 """Write harness/layout/plans.json: the parallelism plans of every decoder in transformers.
 
 They are taken from the config classes of the installed transformers (base_model_tp_plan,
-base_model_ep_plan, base_model_pp_plan), so that the rooms below the models know them without
+base_model_ep_plan, base_model_pp_plan), so that the packages below the models know them without
 importing it. Run it again after an upgrade of transformers:
 
     python -m tests.gates.generate_plans

@@ -14,7 +14,7 @@ from tools.made_with import PACKAGES
 
 
 class Named(Protocol):
-    """A cell."""
+    """A cell that has a name."""
 
     @property
     def name(self) -> str:

@@ -1,6 +1,4 @@
-"""Tests of the rooms that releases may break, in environments with the oldest and newest
-packages.
-"""
+"""Tests of what releases may break, in environments with the oldest and newest packages."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def test_a_room_passes_with_the_newest_packages(room: str) -> None:
 
 
 def passes(name: str, room: str) -> None:
-    """Run the tests of a room that `make test` runs, in an environment that is built if missing."""
+    """Run a folder's tests of `make test` in an environment, which is built if missing."""
     home = folder(name)
     if not (home / "bin" / "pytest").exists():
         build(name)

@@ -134,7 +134,7 @@ def opened_by(python: Path, folder: Path, text: str = "") -> dict[str, Any]:
 
 
 def small(config: Config) -> Config:
-    """Return a tiny model of a family, with a rotary base that is no class's default."""
+    """Return a tiny model of a family, with a rotary base that is not any class's default."""
     model_type = config["model_type"]
     keys = AutoConfig.for_model(model_type).to_dict()
     sizes = {key: value for key, value in _SIZES.items() if key in keys}

@@ -62,8 +62,8 @@ class Planner:
     def __call__(
         self, line: str, ds: Mapping[str, Any] | None = None, *, estimate: bool = True
     ) -> Plan:
-        """Return the plan of a line, with a JSON under its words; without an `estimate`, nothing is
-        traced.
+        """Return the plan of a line. `ds` holds keys of the JSON that the line's words override;
+        without an `estimate`, nothing is traced.
         """
         words = shlex.split(re.sub(r"\$(\w+)", rf"{self._folder}/\1", line))
         machine = dict(

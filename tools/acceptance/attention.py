@@ -1,4 +1,4 @@
-"""Attention: every implementation gives one loss and gradient, with and without documents."""
+"""Attention: all implementations give the same loss and gradient, with and without documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DOCUMENT_TOKENS = 90
 
 
 def look(bench: Bench) -> str:
-    """Compare all of them with eager attention, on one rank."""
+    """Compare all implementations with eager attention, on one rank."""
     rows: list[dict[str, Any]] = []
 
     def computed() -> str:
@@ -102,7 +102,9 @@ def _rows(world: World, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _apart(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference over that of the expected gradient, of the worst one."""
+    """Return the norm of the difference relative to the expected gradient's, for the worst
+    gradient.
+    """
     pairs = [(ours[name].double(), true.double()) for name, true in expected.items()]
     apart = [(one - true).norm() / true.norm().clamp_min(1e-30) for one, true in pairs]
     return float(torch.stack(apart).max())  # NaN if one of them is
@@ -165,7 +167,7 @@ def _kernels(engine: Any, batch: Batch) -> list[str]:
 
 
 def _peak_gib(attention: str, documents: bool, world: World, device: torch.device) -> float:
-    """Return the peak of a micro-batch of 8,192 tokens above what was allocated before, GiB."""
+    """Return the peak in GiB of a micro-batch of 8,192 tokens, above what was allocated before."""
     engine = _engine(attention, documents, world, device, _LONG)
     batch = _batch(_LONG, documents)
     gc.collect()

@@ -100,7 +100,7 @@ class Bench:
             raise Skipped(NEEDS_CUDA)
 
     def not_on_cpu(self, *names: str) -> None:
-        """Add the checks that CPU ranks leave out, on them."""
+        """On CPU ranks, add the checks that they leave out."""
         if not self.on_cuda:
             self.checks += [Check(name, "skipped", NEEDS_CUDA) for name in names]
 
@@ -110,14 +110,15 @@ class Bench:
             raise Skipped(NEEDS_TWO)
 
     def time_for(self, seconds: float) -> None:
-        """Raise Skipped if less than that is left of the step's time."""
+        """Raise Skipped if the step has less time left than this."""
         if time.monotonic() - self.began + seconds > self.limit_s:
             raise Skipped(f"no time was left of {self.limit_s:.0f} s: see --limit")
 
     def run(
         self, module: str, arguments: list[str], name: str, ranks: int | None = None
     ) -> Outcome:
-        """Run main(arguments) of `module` on so many ranks; wait for all. `name`: folder of logs.
+        """Run main(arguments) of `module` on `ranks` ranks, and wait for all. `name`: folder of
+        logs.
 
         CPU ranks are forked, which saves their imports. CUDA does not survive a fork.
         """
@@ -220,7 +221,7 @@ def expect(condition: bool, otherwise: str) -> None:
 
 
 def _write_corpus(folder: Path) -> None:
-    """Write this library's own source: real text, and little of it."""
+    """Write this library's own source: a small amount of real text."""
     partial = folder.with_name(f"{folder.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     for number, path in enumerate(sorted((REPOSITORY / "harness").rglob("*.py"))):

@@ -1,5 +1,6 @@
 """Measured steps. Waits: the host waits for the device only where DeepSpeed makes it. Memory: runs
-hold what the estimate says. Speed: a ladder of a Llama of four layers, whose loss stays the same.
+hold what the estimate says. Speed: a ladder of settings for a Llama of four layers, whose loss
+stays the same.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ _STEPS = {"cuda": (3, 12), "cpu": (1, 2)}
 
 
 def climb(bench: Bench) -> str:
-    """Climb as far as this machine goes; a rung that fails is left out of the next."""
+    """Climb as far as this machine goes; a rung that fails is left out of later ones."""
     warmup, steps = _STEPS[bench.accelerator]
     own = {**_FOUR_LAYERS, "data.seq_len": "4096"} if bench.on_cuda else {}
     case = Case("base", {**bench.timed_settings(), **own})

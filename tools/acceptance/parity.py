@@ -61,7 +61,7 @@ class Compared:
     """Cells that the parity gate trains and compares in a folder of the bench."""
 
     def __init__(self, bench: Bench, folder: str, **variables: str) -> None:
-        """`variables`: of the ranks' environment."""
+        """`variables`: added to the ranks' environment."""
         self._bench, self._folder, self._variables = bench, folder, variables
         self.lines: dict[str, str] = {}  # of the gate, by cell
 
@@ -91,7 +91,7 @@ class Compared:
 
 
 def _blocking(bench: Bench, gate: Compared, layout: str, cell: str, worst: list[float]) -> str:
-    """Let the host wait for every kernel: a run that learns something else then has a race."""
+    """Make the host wait for every kernel: if a run then learns something else, it has a race."""
     bench.cuda_only()
     text = gate.judge(layout, cell, worst)
     paths = [bench.folder / name / f"{cell}.json" for name in ("cells", "blocking")]

@@ -29,13 +29,13 @@ def save(bench: Bench) -> str:
         return _saves(bench, whole, "background")
 
     def foreground() -> str:
-        """Train the first half of the same, saving in the foreground."""
+        """Train the first half of the same run, saving in the foreground."""
         settings = (*every, f"train.steps={_SAVED_AT}")
         bench.train(halves, *settings, name="first", json_name="zero2")
         return _saves(bench, halves, "foreground")
 
     def resumed() -> str:
-        """Train the second half; `check_probe` compares a loss before it goes on."""
+        """Train the second half; `check_probe` compares a loss before it continues."""
         bench.train(halves, *every, f"train.steps={_STEPS}", name="second", json_name="zero2")
         lines, expected = halves.read_metrics(), whole.read_metrics()
         if twice := done_twice(lines, _SAVED_AT):

@@ -104,7 +104,7 @@ class TaskReader(JsonlReader):
 
 
 def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
-    """Yield the texts of each document, with its last part."""
+    """Yield each document: the texts of its parts, and its last part."""
     texts: list[str] = []
     for part in parts:
         assert isinstance(part.document, Piece), "refused before"

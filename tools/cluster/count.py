@@ -148,7 +148,7 @@ class Counted:
         return self.peak_interval[1] <= (1 - share) * self.question.device_bytes
 
     def why_it_does_not_fit(self) -> str:
-        """Return the reason why it is no answer; "" if it is one or may be one."""
+        """Return the reason why it is not an answer; "" if it is one or may be one."""
         if self.trained is False:
             return f"rejected: {self.refusal}"
         if self.missing_host_bytes:

@@ -143,7 +143,7 @@ class Search:
         )
 
     def _once(self, name: str, key: _Key, count: Callable[[], _T]) -> _T:
-        """Return the part of that name and key, counted the first time."""
+        """Return the part with this name and key, which is counted the first time."""
         parts = self._parts[name]
         if key not in parts:
             parts[key] = count()

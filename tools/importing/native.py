@@ -46,7 +46,7 @@ def read(path: Path) -> Table:
     used.
 
     Raises Unusable before anything is unpickled if the file asks for more than tensors, plain
-    values and ALLOWED, and if it is not such a file.
+    values and ALLOWED, or if it is not such a file.
     """
     try:
         open_regular(path, links=True).close()  # refuse a pipe, for which torch would wait
@@ -110,7 +110,8 @@ class Rank:
 
 
 class Native:
-    """A checkpoint of DeepSpeed's. Raises Unusable if it is incomplete, unsafe or of another kind.
+    """A checkpoint in DeepSpeed's own format. Raises Unusable if it is incomplete, unsafe or of
+    another kind.
 
     `stage` is 1, 2 or 3; `precision` comes from the JSON that it was trained with.
     """

@@ -133,7 +133,9 @@ def _library_files() -> Iterator[tuple[str, str]]:
 
 
 def _data(corpora: Sequence[Corpus]) -> dict[str, str]:
-    """Return names and sizes of all files, and their times apart: copies often have others."""
+    """Return names and sizes of all files, and separately their times, which differ in many
+    copies.
+    """
     data, times = [], []
     for corpus in corpora:
         _open(corpus.files[0], corpus.files[-1])
@@ -176,7 +178,7 @@ def nearest_folder(plan: Plan) -> Path:
 def token(folder: Path) -> Iterator[str]:
     """Create a file that all ranks must see; remove it at the end.
 
-    If that fails, the path is returned all the same: no rank will see it.
+    If that fails, the path is returned anyway: no rank will see it.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
@@ -211,7 +213,9 @@ def _appears(path: Path) -> bool:
 
 
 def _write_rate(folder: Path) -> float:
-    """Return bytes per second of a file without a name: nothing is left of it in any case."""
+    """Return the bytes per second of writing a file without a name, which leaves nothing behind in
+    any case.
+    """
     blocks = [os.urandom(_MIB) for _ in range(8)]  # not to be compressed
     with tempfile.TemporaryFile(dir=folder) as file:
         began = time.perf_counter()

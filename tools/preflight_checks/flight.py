@@ -162,7 +162,7 @@ def _reported(
 
 
 def judge(plan: Plan, hosts: Sequence[str], reports: Sequence[Facts | None]) -> list[Row]:
-    """Return all rows. `reports` by rank: None if a rank came, but did not report."""
+    """Return all rows. `reports` by rank: None if a rank joined, but did not report."""
     facts = {rank: f for rank, f in enumerate(reports) if f is not None}
     seen, machines, storage = (
         {rank: getattr(f, part) for rank, f in facts.items() if getattr(f, part)}
@@ -193,7 +193,7 @@ def _nodes(plan: Plan, hosts: Sequence[str]) -> Row:
 
 
 def _silent(reports: Sequence[Facts | None], hosts: Sequence[str]) -> list[Row]:
-    """Return rows for ranks that came, but failed or did not report."""
+    """Return rows for ranks that joined, but failed or did not report."""
     missing = [rank for rank, report in enumerate(reports) if report is None]
     rows = []
     if missing:
@@ -206,7 +206,7 @@ def _silent(reports: Sequence[Facts | None], hosts: Sequence[str]) -> list[Row]:
 
 
 def _clocks(clocks_s: dict[int, float], hosts: Sequence[str]) -> Row:
-    """Compare clocks read when rank 0's word came, at almost the same time everywhere."""
+    """Compare clocks read when rank 0's message arrived, at almost the same time on every rank."""
     middle = statistics.median(clocks_s.values())
     off = {rank: abs(clock - middle) for rank, clock in clocks_s.items()}
     far = [rank for rank, value in off.items() if value > CLOCKS_S]

@@ -176,7 +176,7 @@ def exact_products(device: torch.device) -> tuple[str, bool]:
     """Return a digest of a matrix product, and True if repeated products are equal.
 
     Factors are -1, 0 and 1, mostly 0: sums stay below 256 and are exact in bf16. A GPU that
-    silently computes wrong gives another digest than its neighbours.
+    silently miscalculates gives a different digest from its neighbours.
     """
     edge = _EXACT_EDGE[device.type]
     generator = torch.Generator().manual_seed(0)
@@ -270,7 +270,7 @@ def toolkit_problem(driver: str | None, torchs: str | None, nvcc: str | None) ->
 
 
 def _nvcc() -> str:
-    """Return torch's choice: the one of CUDA_HOME, then the one of PATH."""
+    """Return the nvcc that torch chooses: that of CUDA_HOME, otherwise the one on PATH."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     return f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 

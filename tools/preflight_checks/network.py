@@ -70,7 +70,7 @@ class Meeting:
         return json.loads(self.store.get(name))
 
     def together(self, name: str, patience_s: float, end_s: float) -> None:
-        """Let all ranks start at once; without those that come later than `patience_s`."""
+        """Let all ranks start at the same time, except those that are over `patience_s` late."""
         self.give(name, True)
         if self.world.rank == 0:
             self.collect(name, min(end_s, time.monotonic() + patience_s))
@@ -78,7 +78,7 @@ class Meeting:
         self.hear(name, end_s)
 
     def part(self, ranks: int) -> None:
-        """Leave. Rank 0, whose store it is, leaves as the last of so many `ranks`."""
+        """Leave. Rank 0, which hosts the store, leaves last of all `ranks`."""
         with contextlib.suppress(dist.DistNetworkError):  # rank 0 did not wait for this one
             self.store.add("left", 1)
             until = time.monotonic() + _FAREWELL_S
@@ -88,7 +88,7 @@ class Meeting:
                 time.sleep(_POLL_S[0])
 
     def _comes(self, key: str, end_s: float) -> bool:
-        """Poll: torch's own wait does not hear Ctrl-C, and logs each time that it was in vain."""
+        """Poll, because torch's own wait ignores Ctrl-C and logs every timeout."""
         pause_s, longest_s = _POLL_S
         try:
             while not self.store.check([key]):
@@ -256,7 +256,7 @@ def _measure(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
 
 
 def _together() -> None:
-    """All ranks begin what follows at once: over gloo, whatever the device."""
+    """Make all ranks begin what follows at the same time: over gloo, whatever the device."""
     dist.all_reduce(torch.zeros(1))
 
 
@@ -298,7 +298,7 @@ _AXES: dict[str, Purpose] = {"tensor": "tensor", "sequence": "sequence", "expert
 
 
 def neighbour_rows(plan: Plan, hosts: Sequence[str]) -> list[Row]:
-    """Return a row for each axis whose ranks exchange something in every layer."""
+    """Return a row for each axis whose ranks exchange data in every layer."""
     return [
         _row(axis, KEYS[axis], plan.share.every(purpose), hosts)
         for axis, purpose in _AXES.items()

@@ -134,7 +134,7 @@ def named_row(
     check: str, text: str, says: str, ranks: Collection[int], hosts: Sequence[str], todo: str,
     bad: Verdict = "warn",
 ) -> Row:  # fmt: skip
-    """Return the row of a limit: `text`, and if ranks break it, what that `says` and the ranks."""
+    """Return the row of a limit: `text` and, if ranks break it, what it then `says` about them."""
     if not ranks:
         return Row(check, "ok", text)
     return Row(check, bad, f"{text}; {says} {who(ranks, hosts)}", todo)

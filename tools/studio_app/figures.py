@@ -65,7 +65,7 @@ class Drawing:
 @dataclass(frozen=True)
 class Table:
     """Rows of text. `head` is the columns' names, separated by | if a string; `links` are the
-    addresses behind first cells.
+    addresses that the first cells link to.
     """
 
     title: str

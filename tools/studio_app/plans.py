@@ -91,10 +91,10 @@ _KEYS = {
 
 
 def planned(values: Values, changes: tuple[str, ...] = (), json_text: str = "") -> Plan:
-    """Return the plan that train.py would make of a page's values.
+    """Return the plan that train.py would make from a page's values.
 
-    Without a control for it: one sample of 512 tokens, one GPU, ZeRO 1. `changes`: key=value of the
-    DeepSpeed JSON; `json_text` replaces the shipped one. Raises ConfigError with every problem.
+    Where a page has no control: one sample of 512 tokens, one GPU, ZeRO 1. `changes`: key=value of
+    the DeepSpeed JSON; `json_text` replaces the shipped one. Raises ConfigError with every problem.
     """
     accumulation, gpus = values.get("accumulation", 1), values.get("gpus", 1)
     if json_text.strip():

@@ -83,7 +83,7 @@ class Run:
 
 
 def read_run(name: str) -> Run | None:
-    """Return a run of `names`; None for any other name."""
+    """Return the run with this name; None if it is not one of `names`."""
     if name not in names():
         return None
     path = _roots[0] / name
@@ -92,7 +92,7 @@ def read_run(name: str) -> Run | None:
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Return the time of a file's last change, in ns, and its size; 0 for no file."""
+    """Return the time of a file's last change, in ns, and its size; both 0 if there is no file."""
     try:
         stat = path.stat()
     except OSError:

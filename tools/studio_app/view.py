@@ -1,4 +1,4 @@
-"""Shows pages in a browser by NiceGUI: controls, figures, and an address that follows them."""
+"""Shows pages in a browser with NiceGUI: controls, figures, and an address that follows them."""
 
 from __future__ import annotations
 

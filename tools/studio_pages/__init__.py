@@ -1,4 +1,4 @@
-"""The pages of tools/studio.py: of each its settings, its computation and its drawing."""
+"""The pages of tools/studio.py, each with its settings, its computation and its drawing."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _sizes(inputs: Inputs, place: Place, phase: str) -> dict[str, int]:
 
 
 def passes(inputs: Inputs) -> list[Pass]:
-    """Return every layer's forward and backward pass, with what is held at its end or begin."""
+    """Return every layer's forward and backward pass, with the bytes held at its end or start."""
     kept, first = kept_bytes(inputs), _sizes(inputs, "device", "backward_last")
     # Besides layers: one on its way to the host or back, a tile of an MLP, two streams.
     names = ("layer moved to and from the host", "MLP tile", "activations: streams")
@@ -138,7 +138,9 @@ def _caption(turn: Pass, way: Checkpointing) -> str:
 
 
 def _picture(inputs: Inputs, turn: Pass) -> str:
-    """Return a column for each layer: what it holds now, within what it would hold whole."""
+    """Return a column for each layer: what it holds now, within what it would hold without
+    checkpointing.
+    """
     kept = kept_bytes(inputs)
     wholes = [layer_activations(inputs, layer).total for layer in range(len(kept))]
     picture = Svg(_HEIGHT + 24, _caption(turn, inputs.checkpointing))

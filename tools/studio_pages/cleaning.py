@@ -1,4 +1,4 @@
-"""Cleaning data: real documents through filters of a strictness that a slider sets."""
+"""Cleaning data: real documents passed through filters whose strictness a slider sets."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def cleaned(strictness: int) -> AtStrictness:
 
 @lru_cache
 def documents() -> tuple[Document, ...]:
-    """Return documents of the default corpus, evenly taken from all, measured."""
+    """Return an even sample of the default corpus's documents, measured."""
     corpus = find_corpus(None)
     pieces = list(enumerate(corpus.pieces()))
     step = max(1, len(pieces) // _MOST_DOCUMENTS)

@@ -1,4 +1,4 @@
-"""Data parallelism: other samples on each GPU, one gradient on all."""
+"""Data parallelism: different samples on each GPU, the same gradient on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: a small mixture really trained, its routing and its load."""
+"""Mixture of experts: a small mixture that is really trained, with its routing and its load."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _corpus() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _load(chosen: torch.Tensor) -> dict[str, float]:
-    """Return the load of the busiest expert over the mean, and the entropy of all."""
+    """Return the load of the busiest expert relative to the mean, and the entropy of all."""
     counts = torch.bincount(chosen.flatten(), minlength=_EXPERTS)[None]
     load = expert_load(counts)
     return {name.removeprefix("expert_load_"): float(value) for name, value in load.items()}
@@ -190,7 +190,9 @@ def _by_kind(text: str, chosen: torch.Tensor) -> tuple[list[str], list[list[floa
 
 
 def _picture(text: str, chosen: torch.Tensor, shares: torch.Tensor) -> str:
-    """Return a column for each of the first bytes, a row for each expert; a second half below."""
+    """Return a picture with a column for each of the first bytes and a row for each expert, in two
+    halves.
+    """
     letters = [chr(byte) if 32 < byte < 127 else "·" for byte in text.encode()][: 2 * _COLUMNS]
     count = len(letters)
     halves = [range(at, min(at + _COLUMNS, count)) for at in range(0, count, _COLUMNS)]

@@ -55,7 +55,7 @@ def by_phase(estimate: Estimate) -> Bars:
 
 
 def _by_gpus(values: Values, now: Estimate) -> Chart:
-    """Return the peak on other numbers of GPUs, without those that cannot be planned."""
+    """Return the peak with other numbers of GPUs, without those that cannot be planned."""
     here, peaks = values["gpus"], {values["gpus"]: now.worst.peak / GIB}
     for gpus in _GPUS:
         if gpus not in peaks:

@@ -34,7 +34,7 @@ _LEGEND = (
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return one step of every stage up to a place in it, and what all schedules cost."""
+    """Return one step of every stage up to a chosen moment, and the cost of all schedules."""
     stages, batches, name = values["stages"], values["batches"], values["schedule"]
     work = _work(values["model"], stages)
     placed, most = {}, {}
@@ -85,7 +85,7 @@ def figures(values: Values) -> list[Figure]:
 
 
 def _step(placed: list[Span], work: list[tuple[float, float]], batches: int) -> float:
-    """Return the length of a step over that of stages that share its work evenly."""
+    """Return the length of a step relative to that of stages that share its work evenly."""
     return max(span.end for span in placed) * len(work) / (sum(map(sum, work)) * batches)
 
 

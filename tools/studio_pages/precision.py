@@ -66,7 +66,7 @@ def figures(values: Values) -> list[Figure]:
 
 @lru_cache
 def gradients() -> torch.Tensor:
-    """Return every element, not 0, of the gradient of a Llama's mean loss over text, in fp32."""
+    """Return every nonzero element of the gradient of a Llama's mean loss over text, in fp32."""
     from transformers import AutoModelForCausalLM
 
     from harness.models.loss import forward

@@ -1,4 +1,4 @@
-"""Problems and remedies: how each problem shows, the events that tell of it, and its remedy."""
+"""Problems and remedies: how each problem shows, the events that report it, and its remedy."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ PROBLEMS = (
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return the problems that match a search, with the runs whose events tell of them."""
+    """Return the problems that match a search, with the runs whose events report them."""
     counts = seen_in_runs()
     matching = [problem for problem in PROBLEMS if _matches(problem, values["search"])]
     rows, links = [], []

@@ -59,7 +59,7 @@ class Product:
 
 
 class Matrix(NamedTuple):
-    """A box of the picture: when it is drawn, and from when on its parts are added up."""
+    """A box of the picture: when it is drawn, and when its parts are added up."""
 
     name: str
     sign: str
@@ -70,11 +70,11 @@ class Matrix(NamedTuple):
     parts: str
     """How it is divided: columns, rows, or summands of all of it."""
     whole_from: int = len(_FRAMES)
-    """The first frame in which it is on every GPU again; x begins so."""
+    """The first frame in which it is on every GPU again; x is from the start."""
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return a frame of the two products, and how near the divided ones are."""
+    """Return a frame of the two products, and how close the divided ones come."""
     size, ranks, tokens = values["size"], values["ranks"], values["tokens"]
     kind, heads, frame = values["part"], values["heads"], values["frame"] - 1
     product = multiplied(size, ranks, tokens, kind, heads)

@@ -23,7 +23,7 @@ _EXAMPLE = (
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return the pieces that each tokenizer makes of a text, and what they cost."""
+    """Return the pieces that each tokenizer splits a text into, and what they cost."""
     text, size = values["text"] or " ", values["size"]
     made, length = pieces(text, size), len(text.encode())
     vocabularies = {"bytes": 256, "BPE": size, "unigram": size}
@@ -92,7 +92,7 @@ def pieces(text: str, size: int) -> dict[str, list[str]]:
 
 @lru_cache
 def trained(kind: str, size: int) -> Callable[[str], list[str]]:
-    """Return a function that splits text, of a tokenizer trained on Python's standard library.
+    """Return the splitting function of a tokenizer trained on Python's standard library.
 
     BPE is the harness's default tokenizer; unigram differs in its algorithm (arXiv 1808.06226).
     """

@@ -41,7 +41,7 @@ class Record:
 
     @property
     def has_ended(self) -> bool:
-        """True if it does not go on."""
+        """True if it will not continue."""
         return self.state not in ("waiting", "running")
 
 
@@ -102,7 +102,7 @@ def cost(sweep: Sweep, choice: Choice, world: World | None) -> Cost:
 
 
 def _problems(sweep: Sweep, plan: Plan) -> list[str]:
-    """Return what keeps a run that could be trained from being a trial."""
+    """Return why a run that could be trained cannot be a trial."""
     settings, config, problems = sweep.settings, plan.config, list[str]()
     metrics = ["eval_loss", *(f"eval_loss/{name}" for name in config.data.eval_path if name)]
     if settings.metric not in metrics:

@@ -70,7 +70,7 @@ def write_page(sweep: Sweep, records: Sequence[Record]) -> Path:
 
 
 def page(sweep: Sweep, records: Sequence[Record]) -> str:
-    """Return the page of what the trials came to so far."""
+    """Return the page of the trials' results so far."""
     title = escape(sweep.folder.name)
     drawn = Plots(sweep, records)
     slices = "".join(drawn.slices())
@@ -141,7 +141,7 @@ def _curves(sweep: Sweep, records: Sequence[Record]) -> dict[int, Points]:
 
 
 class Plots:
-    """The plots of what the trials came to so far."""
+    """The plots of the trials' results so far."""
 
     def __init__(self, sweep: Sweep, records: Sequence[Record]) -> None:
         self._sweep, self._metric = sweep, sweep.settings.metric
@@ -159,7 +159,7 @@ class Plots:
         )
 
     def slices(self) -> Iterator[str]:
-        """Yield a plot of the metric against every key that is searched."""
+        """Yield a plot of the metric against every searched key."""
         for key, name in short_names(self._sweep).items():
             scale = _scale(self._sweep.space[key])
             drawn = [
@@ -213,7 +213,7 @@ class Plots:
 
 
 def _scale(dimension: Dimension) -> Scale:
-    """Return the axis of a key that is searched."""
+    """Return the axis of a searched key."""
     if isinstance(dimension, Values):
         return Scale(-0.5, len(dimension.values) - 0.5, words=dimension.values)
     return Scale(dimension.from_, dimension.to, dimension.log)

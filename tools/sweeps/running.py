@@ -1,4 +1,4 @@
-"""Trials that run: some at a time on this machine, or one in the Slurm job of this process.
+"""Runs trials: some at a time on this machine, or one in the Slurm job of this process.
 
 A trial's processes are watched from outside, through its run folder.
 """
@@ -55,7 +55,7 @@ class Processes:
         return None if None in codes else next(filter(None, codes), 0)
 
     def stop(self) -> None:
-        """Ask all for a checkpoint and an end, as Slurm's own warning does."""
+        """Ask all processes to save and end, as Slurm's own warning does."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
@@ -80,7 +80,7 @@ class Running:
         self, trial: OpenTrial, cost: Cost, folder: RunFolder, metric: str,
         start: Callable[[], Processes],
     ) -> None:  # fmt: skip
-        """Wait for processes of a killed sweep, and start. Raises ConfigError if they stay."""
+        """Wait for a killed sweep's processes, and start. Raises ConfigError if they do not end."""
         self.trial, self.cost = trial, cost
         self.step = trial.used_before.steps
         self.value = math.inf  # the metric when it was last evaluated
@@ -111,7 +111,7 @@ class Running:
         return True
 
     def stop(self) -> None:
-        """Interrupt the trial: it goes on when the sweep does."""
+        """Interrupt the trial: it continues when the sweep does."""
         self._is_interrupted = True
         self.processes.stop()
 
@@ -147,7 +147,7 @@ class Running:
             self.trial.failed(self.used, reason)
 
     def _new_lines(self) -> list[dict[str, Any]]:
-        """Return the whole lines of metrics.jsonl that were not read yet."""
+        """Return the whole lines of metrics.jsonl that have not been read yet."""
         path = self._folder.metrics_path
         try:
             if path.stat().st_size <= self._read:
@@ -209,7 +209,9 @@ class Queue:
         show: Callable[[list[Running]], None] = lambda running: None,
         ended: Callable[[Record], None] = lambda record: None,
     ) -> None:
-        """Run the trials. `show` gets those that run, often; `ended` each one that has ended."""
+        """Run the trials. `show` is called often, with the running ones; `ended` once for each that
+        has ended.
+        """
         is_stopping = False
         try:
             while True:

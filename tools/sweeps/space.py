@@ -121,7 +121,7 @@ def draws(space: Space, number: int, seed: int) -> Iterator[Choice]:
 
 
 def corners(space: Space) -> Iterator[Choice]:
-    """Yield combinations in which every end and every value is met once."""
+    """Yield combinations in which every end and every value occurs once."""
     ends = [dimension.extremes for dimension in space.values()]
     for number in range(max(map(len, ends), default=1)):
         yield {

@@ -1,4 +1,4 @@
-"""A sweep's file and folder: a run config with [sweep] and [search], and perhaps [ds]."""
+"""A sweep's file and folder: a run config with [sweep] and [search], and optionally [ds]."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Sweep:
         return self.settings.trials
 
     def choices(self) -> Iterator[Choice | None]:
-        """Yield each trial's values; None for those that the trials before decide."""
+        """Yield each trial's values; None for those that earlier trials decide."""
         if self.settings.method == "grid":
             yield from grid(self.space)
         elif self.settings.method == "random":
@@ -183,7 +183,7 @@ def read_sweep(path: Path, problems: list[str]) -> Sweep:
 
 
 def _settings(table: dict[str, Any], origin: str, problems: list[str]) -> SweepSection:
-    """Return the [sweep] table; where it is wrong, without its wrong keys."""
+    """Return the [sweep] table, without its invalid keys."""
     try:
         return SweepSection.model_validate(table)
     except ValidationError as error:

@@ -1,7 +1,7 @@
 """The trials of a sweep and their states: an Optuna study in a journal file, which survives kills.
 
-All trials are in the journal from the beginning, waiting. Several processes may share it, on
-several nodes too.
+All trials are in the journal from the beginning, waiting. Several processes may share it, even on
+several nodes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Study:
         return OpenTrial(self._study, trial, number, choice, self._record(number, frozen).used)
 
     def put_back(self, number: int) -> None:
-        """Let a trial wait again that was taken; it keeps its values."""
+        """Let a trial that was taken wait again; it keeps its values."""
         trial_id = self._trials()[number]._trial_id
         self._storage.set_trial_state_values(trial_id, TrialState.WAITING)
 
@@ -132,7 +132,7 @@ class OpenTrial:
         return self._trial.should_prune()
 
     def note(self, used: Used) -> None:
-        """Note what an interrupted trial has taken."""
+        """Record what an interrupted trial has used."""
         self._trial.set_user_attr("used", [used.steps, used.tokens, used.hours])
 
     def done(self, value: float, used: Used, reason: str = "") -> None:
@@ -154,7 +154,7 @@ class OpenTrial:
 
 
 def cut_torn_line(folder: Path) -> None:
-    """Remove a line that a killed writer left half-written; only where nobody else writes."""
+    """Remove a line that a killed writer left half-written; call it only if nobody else writes."""
     path = folder / JOURNAL
     if path.exists():
         with path.open("r+b") as file:

@@ -59,14 +59,14 @@ def listing(sweep: Sweep, costs: Sequence[Cost]) -> str:
 
 
 def ranked(records: Sequence[Record]) -> list[Record]:
-    """Return those that came to a result: whole trials first, then by how they ended."""
+    """Return the trials that have a result: whole trials first, then by how they ended."""
     order = {"done": 0, "pruned": 1, "diverged": 2}
     compared = [record for record in records if record.state in order]
     return sorted(compared, key=lambda of: (order[of.state], of.value, of.number))
 
 
 def best_of(records: Sequence[Record]) -> Record | None:
-    """Return the best of the trials that came to their end; None if none did."""
+    """Return the best of the trials that ran to their end; None if none did."""
     return next((record for record in ranked(records) if record.state == "done"), None)
 
 

@@ -67,7 +67,9 @@ def to_unigram_backend(model: bytes) -> Tokenizer:
 
 
 def _byte_bpe(corpus: Corpus, folder: Path, vocab_size: int, byte_fallback: bool) -> None:
-    """Train byte-level BPE with GPT-2's text splitting, by tokenizers; it knows every text."""
+    """Train byte-level BPE with GPT-2's text splitting, in the library tokenizers; it encodes any
+    text.
+    """
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Decides whether a DeepSpeed that is newer than those tested will do.
+"""Decides whether a DeepSpeed that is newer than those tested can be used.
 
 The release after a tested one is tried: it runs if every name that the library replaces or calls is
 still there, and is refused with the first names that are not.
@@ -59,7 +59,9 @@ def _static(names: str) -> Iterator[str]:
 
 
 def _is_there(name: str) -> bool:
-    """Return whether a dotted name leads to something: a module, its class, what that has."""
+    """Return True if a dotted name resolves to a module, a class in it, or a member of that
+    class.
+    """
     parts = name.split(".")
     module: Any = importlib.import_module(parts[0])
     for count in range(2, len(parts)):

@@ -1,4 +1,4 @@
-"""Replacements of DeepSpeed's and torch's names once per process, before the ranks join."""
+"""Replaces names of DeepSpeed and torch, once per process, before the ranks join."""
 
 from __future__ import annotations
 

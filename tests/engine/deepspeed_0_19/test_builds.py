@@ -34,7 +34,7 @@ COMPILES_NOT = f'case " $* " in *" -c "*) {STARTS_NOT};; *) exec c++ "$@";; esac
 
 
 def compiler(folder: Path, script: str) -> str:
-    """Write a c++ that runs a script instead."""
+    """Write a c++ that runs a script instead of compiling."""
     folder.mkdir()
     path = folder / "c++"
     path.write_text(f"#!/bin/sh\n{script}\n")

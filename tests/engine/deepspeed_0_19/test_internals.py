@@ -75,7 +75,7 @@ def attributes(path: Path) -> Iterator[tuple[int, ast.expr | None, str]]:
 
 
 def private_reads(library: Path) -> list[str]:
-    """Return `path:line: name` of each private name read outside the DeepSpeed room."""
+    """Return `path:line: name` of each private name read outside the DeepSpeed package."""
     problems = []
     for path in sorted(library.rglob("*.py")):
         place = path.relative_to(library)

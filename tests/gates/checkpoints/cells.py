@@ -155,8 +155,8 @@ def all_cells() -> list[Cell]:
 
 
 def divided_stage_cells(precision: str) -> list[Cell]:
-    """Return cells of stages with tensor parallelism on four and eight ranks: continued, left,
-    reached.
+    """Return cells of stages with tensor parallelism on four and eight ranks: resumed unchanged,
+    left for other layouts, and reached from them.
     """
     staged = [Side(layout, 4) for layout in DIVIDED_STAGES]
     staged = [side for side in staged if side.sound(precision)] + [Side(DIVIDED_STAGES[1], 8)]
@@ -168,8 +168,8 @@ def divided_stage_cells(precision: str) -> list[Cell]:
 
 
 def row_cells(precision: str) -> list[Cell]:
-    """Return cells of sequence parallelism, whose ranks share ZeRO's states: continued, left,
-    reached.
+    """Return cells of sequence parallelism, whose ranks share ZeRO's states: resumed unchanged,
+    left for other layouts, and reached from them.
     """
     first, last = (Side(layout, 2) for layout in ROWS)
     pairs = [(first, first), (last, last)]
@@ -183,7 +183,9 @@ def row_cells(precision: str) -> list[Cell]:
 
 
 def expert_cells(precision: str) -> list[Cell]:
-    """Return cells of expert parallelism on two and four ranks: continued, left, reached."""
+    """Return cells of expert parallelism on two and four ranks: resumed unchanged, left for other
+    layouts, and reached from them.
+    """
     divided = [Side(layout, ranks) for layout in EXPERTS for ranks in (2, 4)]
     others = [Side("zero3", 2), Side("zero1", 1), Side("pipe2_zero1", 2), Side("tensor2_zero3", 2)]
     pairs = list(itertools.product(divided, repeat=2))
@@ -195,7 +197,9 @@ def expert_cells(precision: str) -> list[Cell]:
 
 
 def nvme_cells(precision: str) -> list[Cell]:
-    """Return cells of optimizer states in files: continued, left, reached, on other ranks."""
+    """Return cells of optimizer states in files: resumed unchanged or on another number of ranks,
+    left for other layouts, and reached from them.
+    """
     alone, on_two = Side("zero3_nvme", 1), Side("zero3_nvme", 2)
     plain = Side("zero1", 2)
     pairs = ((on_two, on_two), (on_two, plain), (plain, on_two), (on_two, alone))
