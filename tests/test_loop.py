@@ -236,7 +236,7 @@ def test_another_learning_rate_is_refused_until_it_is_allowed(
     assert [change["was"] for change in resumed["changes"] if change["key"] == "optim.lr"] == [3e-3]
     fewer = run_ranks(stochastic(data, undisturbed.path, "train.steps=3"), tmp_path / "fewer")
     assert fewer.codes == [2, 2]
-    assert f"newest checkpoint is of step {STEPS}: raise train.steps" in fewer.output
+    assert f"newest checkpoint is from step {STEPS}: raise train.steps" in fewer.output
 
 
 def test_no_steps_at_all_export_the_initial_weights(data: list[str], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@
     python tools/batch_job.py verdict train.py 137 runs/first 1
 
 run-dir: the run folder that the arguments of harness/train.py set; an empty line if neither the
-command line nor the run config sets one. port: a port for the rendezvous of ranks whose first one
+command line nor the run config sets one. port: a rendezvous port for ranks, the first of which
 runs on this node. attempt: how many times the run was started. verdict: what to do after srun ended
 with that code, for a run started that many times before; prints "requeue" or an empty line, and
 ends with the job's exit code.

@@ -47,7 +47,11 @@ def main(argv: list[str]) -> int:
     add("tokenizers", nargs="+", metavar="TOKENIZER", help="Folders or hub ids.")
     data = "Text to tokenise; may be repeated."
     add("--data", action="append", required=True, metavar="[NAME=]PATH", help=data)
-    add("--by", default="language", help="Group by language, data, or the name of a column.")
+    add(
+        "--by",
+        default="language",
+        help="Group by language, by data, or by the values of this column.",
+    )
     add("--hidden", type=int, default=4096, help="Hidden size of the model (default: %(default)s).")
     add("--most-mb", type=float, default=4.0, help="MB to read from each --data (%(default)s).")
     add("--plot", type=option_path, metavar="FILE.svg|.png", help="Also draw the comparison.")

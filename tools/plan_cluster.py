@@ -145,13 +145,13 @@ def _parser() -> argparse.ArgumentParser:
         "--measured",
         type=Path,
         metavar="JSON",
-        help="rates measured by preflight.py --json on such nodes",
+        help="rates that preflight.py --json measured on nodes of this kind",
     )
     add(
         "--rates",
         type=Path,
         metavar="JSON",
-        help="rates written by --calibrate RUN... --rates JSON for such nodes",
+        help="rates that --calibrate RUN... --rates JSON wrote for nodes of this kind",
     )
     add("--seq-len", type=_count_of, required=True, help="tokens per sample")
     add("--global-batch", type=_count_of, required=True, help="samples per step")

@@ -17,8 +17,8 @@ architecture, with the same JSON, optimizer, guards and data, passes the stages 
 
 Exit code 0 if all stages passed; 1 if a stage failed or the disk is full; 2 for a job that cannot
 be planned. All pipeline stages stay, and up to two tensor and two sequence ranks. Data ranks shrink
-to four ranks in all, or to two per stage: 64 GPUs become 4 ranks, with 4 stages 8. For a JSON that
-divides experts, --all uses mixtral-8x7b if the job's model has none.
+to four ranks in all, or to two per stage: 64 GPUs become 4 ranks, or 8 with 4 stages. For a JSON
+that divides experts, --all uses mixtral-8x7b if the job's model has none.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ranks", type=int, help="Number of CPU ranks to rehearse on (default: see above).")
     add("--folder", type=Path, metavar="DIR", help="Parent of the temporary folder.")
-    add("--keep", action="store_true", help="Keep that folder, as after a failure.")
+    add("--keep", action="store_true", help="Keep the temporary folder even if all stages pass.")
     add("--all", action="store_true", help="Rehearse every shipped ds_configs/*.json.")
     only = "With --all: rehearse only this file; may be repeated."
     add("--only", action="append", default=[], metavar="NAME.json", help=only)

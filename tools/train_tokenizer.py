@@ -7,9 +7,9 @@
 bpe is the kind that train.py trains without data.tokenizer: SentencePiece's BPE, which keeps every
 space and writes characters without a piece as bytes. unigram is SentencePiece's other algorithm.
 byte_bpe is byte-level BPE with GPT-2's text splitting, from the library tokenizers. The same text
-gives the same files; of a text above 48 million characters, an even share is read. Compare
-tokenizers with tools/compare_tokenizers.py. Exit code 0; 2 for input with problems; 74 if the disk
-is full; 75 if it was stopped, with nothing written.
+gives the same files; text above 48 million characters is sampled evenly. Compare tokenizers
+with tools/compare_tokenizers.py. Exit code 0; 2 for input with problems; 74 if the disk is full; 75
+if it was stopped, with nothing written.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ class DataConfig(Section):
     mix_by: Literal["samples", "tokens"] = "samples"
     """Unit of the shares; tokens exclude padding."""
     mix_temperature: Annotated[float, Field(ge=1)] | None = None
-    """If no source has a share: shares are the sources' sizes to the power of 1 / this; None: 1."""
+    """If no source has a share: shares are proportional to the sources' sizes to the power of
+    1 / mix_temperature; None: 1."""
     mix_until: Annotated[float, Field(gt=0, le=MAX_SAMPLES)] | None = None
     """Optimizer steps, or below 1 the fraction of the run, after which the `then` shares apply."""
     eval_path: Annotated[dict[str, EvalSet], BeforeValidator(_named)] = Field(default_factory=dict)
@@ -157,9 +158,9 @@ class DataConfig(Section):
     bad_rows_limit: Annotated[float, Field(gt=0)] = 0.1
     """Maximum records that bad_rows=skip leaves out per source; below 1, their share."""
     min_tokens: Samples | None = None
-    """Minimum tokens of a document to train on, including the separator; None: any."""
+    """Minimum tokens of a document to train on, including the separator; None: no limit."""
     max_tokens: Samples | None = None
-    """Maximum tokens of a document to train on, including the separator; None: any."""
+    """Maximum tokens of a document to train on, including the separator; None: no limit."""
     balance: Text | None = None
     """Column whose values become sources with equal shares, as in data.mix; each has a
     loss/VALUE."""
@@ -346,7 +347,7 @@ def _rehearsal_problems(data: DataConfig) -> Iterator[str]:
     if data.rehearse is None and data.rehearse_share != default:
         yield "data.rehearse_share needs data.rehearse: name the run or the data to rehearse"
     if data.rehearse is not None and REHEARSED in (source.label for source in data.mix):
-        yield f"data.mix: {REHEARSED!r} is the name of the data of data.rehearse: set another name"
+        yield f"data.mix: {REHEARSED!r} is reserved for the data of data.rehearse: set another name"
 
 
 def _mix_problems(data: DataConfig) -> Iterator[str]:

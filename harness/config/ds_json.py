@@ -79,7 +79,10 @@ def _use_first_names(
         if first != name:
             del values[name]
             if first in values:
-                yield f"{prefix}{first} and {prefix}{name} ({file}) are one key: keep one of them"
+                yield (
+                    f"{prefix}{first} and {prefix}{name} ({file}) are the same key: keep one of "
+                    "them"
+                )
             values.setdefault(first, value)
         if "keys" in node and isinstance(value, dict):
             yield from _use_first_names(value, node, f"{prefix}{first}.", file)

@@ -116,8 +116,8 @@ class ModelConfig(Section):
     """Positions to extend rotary embeddings to, for samples longer than the model was trained on;
     None: those of the model config."""
     rope: Literal["yarn", "linear", "ntk"] = "yarn"
-    """Method of the extension: yarn (arXiv 2309.00071), linear (arXiv 2306.15595), or ntk, a larger
-    rope_theta, as in transformers' `dynamic` at that length."""
+    """Method of the extension: yarn (arXiv 2309.00071), linear (arXiv 2306.15595), or ntk, which
+    raises rope_theta as transformers' `dynamic` does for that length."""
     loss_chunk: CountOrZero | None = None
     """Vocabulary entries per chunk of logits in the loss, recomputed in the backward pass; 0: all;
     None: all, unless a micro-batch's fp32 logits would exceed 1 GiB per rank."""

@@ -126,7 +126,7 @@ class OptimConfig(Section):
     warmup_ratio: Fraction | None = None
     """Warm-up as a fraction of all steps, instead of warmup_steps: 0.03 of 100 steps is 3."""
     warmup_type: Literal["linear", "log"] = "linear"
-    """Shape of the warm-up; log is steepest first, as in DeepSpeed's schedulers."""
+    """Shape of the warm-up; log rises fastest at first, as in DeepSpeed's schedulers."""
     min_lr_ratio: Fraction = 0.1
     """Final learning rate, as a fraction of optim.lr."""
     decay_fraction: Fraction = 0.2

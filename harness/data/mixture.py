@@ -102,7 +102,7 @@ class Mixture(Stream):
     ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Return, per source, (rows among `samples`, sample indices in the source)."""
         if self.length is not None and samples.size and samples.max() >= self.length:
-            raise ConfigError(f"data.mix: its sources end after {self.length:,} samples")
+            raise ConfigError(f"data.mix: its sources run out after {self.length:,} samples")
         sources, within = self.order.places(samples)
         rows = [np.flatnonzero(sources == number) for number in range(len(self.streams))]
         return [(of_source, within[of_source]) for of_source in rows]

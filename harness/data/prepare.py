@@ -259,5 +259,5 @@ def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) ->
     raise ConfigError(
         f"data.path: {path}: document {document} has token id {outside[1]} at offset "
         f"{offset}, outside the model's vocabulary of {vocab_size}; the ids "
-        f"go from {facts.lowest_id} to {facts.highest_id}: {advice}"
+        f"range from {facts.lowest_id} to {facts.highest_id}: {advice}"
     )

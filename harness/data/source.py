@@ -184,7 +184,7 @@ class Source:
                 yield (
                     f"data.path: {prefix}the {side.replace('_', '-')} split has "
                     f"{packed.split.num_tokens} tokens in {packed.split.num_documents} documents; "
-                    f"one window takes data.seq_len + 1 = {spec.config.seq_len + 1}: add "
+                    f"one window needs data.seq_len + 1 = {spec.config.seq_len + 1}: add "
                     f"text{',' if share else ' or'} lower data.seq_len{share}"
                 )
 

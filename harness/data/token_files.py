@@ -125,7 +125,8 @@ class TokenFile:
         if num_bytes != self.num_bytes:
             raise ConfigError(
                 f"data.path: {self.path} changed while the run was reading it: it has {num_bytes} "
-                f"bytes, {self.num_bytes} when it was opened; restore it and restart the run"
+                f"bytes, but had {self.num_bytes} when it was opened; restore it and restart the "
+                "run"
             )
 
 

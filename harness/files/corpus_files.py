@@ -198,7 +198,7 @@ def _saved_splits(folder: Path) -> list[str] | None:
     for name in names:
         if Path(name).name != name or _saved_files(folder / name) is None:
             raise ConfigError(
-                f"data.path: {path} names {name}, but no such saved data is beside it"
+                f"data.path: {path} names {name}, but there is no such saved data beside it"
             )
     return [*names]
 
@@ -214,7 +214,9 @@ def _saved_files(folder: Path) -> tuple[Path, ...] | None:
         raise ConfigError(f"data.path: {folder}: {error}") from error
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
-        raise ConfigError(f"data.path: {state} names {missing[0]}, but no such file is beside it")
+        raise ConfigError(
+            f"data.path: {state} names {missing[0]}, but there is no such file beside it"
+        )
     if why := why_no_pyarrow():
         raise ConfigError(f"data.path: {folder} {why}")
     files = tuple(folder / name for name in names)

@@ -53,11 +53,10 @@ def read_header(path: Path) -> IndexHeader:
             f"version 1 and a type from {min(TYPES)} to {max(TYPES)}"
         )
     if not sequences:
-        raise ConfigError(f"{path} is empty: it describes no sequence")
+        raise ConfigError(f"{path} is empty: it describes no sequences")
     if bounds < 2:
         raise ConfigError(
-            f"{path} describes {sequences} sequences but no end of a document: the program that "
-            "wrote "
-            "it must end each document (builder.end_document())"
+            f"{path} describes {sequences} sequences, but no document ends: the program that "
+            "wrote it must end each document (builder.end_document())"
         )
     return IndexHeader(code, sequences, bounds, num_bytes)

@@ -179,7 +179,7 @@ def _check_sizes(draft: Draft) -> None:
             draft.problems.add(f"model.attention_{name}", why, f"it is one of {', '.join(kinds)}")
     if sizes.get("global", 0) > seq_len:
         why = f"but windows have {seq_len} tokens (data.seq_len)"
-        draft.problems.add("model.attention_global", why, "set at most as many")
+        draft.problems.add("model.attention_global", why, f"use at most {seq_len}")
     if attention == "linformer" and sizes["window"] % sizes["features"]:
         draft.problems.say(
             f"model.attention_window={sizes['window']} is not a multiple of "

@@ -23,8 +23,8 @@ def extended(config: dict[str, Any], run: RunConfig) -> dict[str, Any]:
     if context is None:
         if run.is_set("model.rope"):
             raise ConfigError(
-                "model.rope does nothing without model.context: set model.context, too, or remove "
-                "it"
+                "model.rope has no effect without model.context: set model.context, too, or "
+                "remove it"
             )
         return config
     key, positions = positions_of(config)

@@ -42,7 +42,9 @@ def keep_packing(draft: Draft) -> None:
     packed = config.data.model_copy(update={"packing": packing})
     draft.config = config.model_copy(update={"data": packed})
     if "packing" not in recorded:
-        draft.note("kept", "data.packing is stream, because the resumed run was packed so")
+        draft.note(
+            "kept", "data.packing is stream, because the resumed run's data is packed that way"
+        )
 
 
 def keep_rendering(draft: Draft) -> None:

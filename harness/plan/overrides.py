@@ -200,7 +200,7 @@ def overridden(
             raise ConfigError(others)
         for keys, text in idle:
             said.update(keys)
-            note("kept", f"{text}; the resumed run has it")
+            note("kept", f"{text}; it stays, because the resumed run has it")
 
     check(_unread(config, model_type, run, source))
     rotary = {key: value for key, value in overrides.items() if key in _ROTARY and value != "null"}
@@ -323,8 +323,8 @@ def _with_rotary(
         by_layer = _by_layer(table)
         if key != _TABLE and (by_layer or key not in _INTO_TABLE | {*_OLD}):
             raise ConfigError(
-                f"{_named(key, run)} is {shortened(value)}, but it has one RoPE table per layer "
-                f"type: set model.overrides.{'.'.join([_TABLE, *by_layer[:1]])}"
+                f"{_named(key, run)} is {shortened(value)}, but the model has one RoPE table per "
+                f"layer type: set model.overrides.{'.'.join([_TABLE, *by_layer[:1]])}"
             )
         if key == _TABLE and value is not None:
             _require_same_kind(value, by_layer, run)
@@ -356,8 +356,8 @@ def _require_same_kind(value: Mapping[str, Any], by_layer: list[str], run: RunCo
     """Raise ConfigError for values outside the tables per layer type, which would be lost."""
     if by_layer and (lost := [key for key in value if key not in by_layer]):
         raise ConfigError(
-            f"{_named(_TABLE, run)} has {', '.join(lost)}, but it has one RoPE table per layer "
-            f"type: set model.overrides.{_TABLE}.{by_layer[0]}.{lost[0]}"
+            f"{_named(_TABLE, run)} has {', '.join(lost)}, but the model has one RoPE table per "
+            f"layer type: set model.overrides.{_TABLE}.{by_layer[0]}.{lost[0]}"
         )
 
 

@@ -95,6 +95,6 @@ def note_nodes(draft: Draft) -> None:
             fewer = f"; {within[-1]} would be" if within else ""
             draft.note(
                 "across_nodes",
-                f"{key} is {size}: {size * apart} neighbouring ranks talk in every layer, and are "
-                f"not all within one node of {local}{fewer}",
+                f"{key} is {size}: {size * apart} neighbouring ranks exchange data in every layer, "
+                f"and are not all within one node of {local}{fewer}",
             )

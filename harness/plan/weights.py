@@ -150,7 +150,8 @@ def _index_problems(index: Path) -> tuple[list[Path], list[str]]:
         return [], [f"{index} names no weights"]
     strange = [name for name in files if not (_is_plain(name) and name.endswith(".safetensors"))]
     problems = [
-        f"{index} names {name!r:.60}, but no such safetensors file is beside it" for name in strange
+        f"{index} names {name!r:.60}, but there is no such safetensors file beside it"
+        for name in strange
     ]
     return [index.parent / name for name in files if name not in strange], problems
 

@@ -81,7 +81,7 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint |
     problems = resume_problems(saved, record, plan.config.resume.allow) if saved else []
     if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
         problems.append(
-            f"the run has {record['total_steps']} steps, but its newest checkpoint is of step "
+            f"the run has {record['total_steps']} steps, but its newest checkpoint is from step "
             f"{checkpoint.state.step}: raise train.steps to that or more, or remove later "
             "checkpoints"
         )

@@ -231,7 +231,7 @@ def test_every_other_name_of_a_key_leads_to_it() -> None:
     [
         ({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2}},
          "zero_optimization.stage3_max_live_parameters and zero_optimization.max_live_parameters "
-         "(ds.json) are one key", ": keep one of them"),
+         "(ds.json) are the same key", ": keep one of them"),
         ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
          "zero_optimization.cpu_offload (ds.json) is an old key", ""),
         ({f"qqq{n}": n for n in range(12)},

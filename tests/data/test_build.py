@@ -268,7 +268,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_the_first_step(
     pair = write_pair(tmp_path / "pair", [ordinary] * 9 + [[*ordinary[:33], 9000, 9100, 2]])
     (problem,) = refused(pair, tmp_path, tokenizer=tokenizer_dir)
     assert "document 9 has token id 9000 at offset 33, outside the model's vocabulary" in problem
-    assert "of 300; the ids go from 0 to 9100: set model.overrides.vocab_size=9101" in problem
+    assert "of 300; the ids range from 0 to 9100: set model.overrides.vocab_size=9101" in problem
     data = opened(pair, tmp_path, tokenizer=tokenizer_dir, model_vocab_size=9101)
     assert data.train.samples > 10
 

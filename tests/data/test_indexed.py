@@ -112,7 +112,7 @@ def damage(path: Path, how: str) -> None:
         ("idx", "magic", "begins with b'NOTINDEX!"),
         ("idx", "version", "not a Megatron index: .* version 1"),
         ("idx", "type", "a type from 1 to 8"),
-        ("idx", "no documents", "empty: it describes no sequence"),
+        ("idx", "no documents", "empty: it describes no sequences"),
         ("idx", "more sequences", "truncated: 122 bytes, but ours.idx describes 158"),
         ("idx", "offset", "sequence 1 has 1 tokens at byte 4"),
         ("idx", "negative size", "sequence 1 has -1 tokens"),
@@ -143,7 +143,7 @@ def test_ids_of_another_width_than_the_index_says(tmp_path: Path, code: int, wid
 
 def test_documents_that_were_never_ended(tmp_path: Path) -> None:
     write_indexed(tmp_path / "ours", 8192, [([1, 2], False)] * 60)
-    with pytest.raises(ConfigError, match=r"60 sequences but no end of a document: .*end_document"):
+    with pytest.raises(ConfigError, match=r"60 sequences, but no document ends: .*end_document"):
         IndexedTokens(tmp_path / "ours")
 
 
@@ -188,7 +188,7 @@ def test_a_file_that_changes_its_size_is_an_error_with_both_sizes(
     """Even if the position to read still exists, so that all ranks end at the same step."""
     file = file_of(tmp_path)
     os.truncate(file.path, num_bytes)
-    said = rf"tokens\.bin changed .* it has {num_bytes} bytes, 100000 when it was opened"
+    said = rf"tokens\.bin changed .* it has {num_bytes} bytes, but had 100000 when it was opened"
     with pytest.raises(ConfigError, match=said):
         file.read(np.array([[1, 2, 3]]))
 

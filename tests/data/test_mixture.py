@@ -147,7 +147,7 @@ def test_a_source_is_read_for_its_epochs_at_most(
     argument = mix(sources, long="epochs=1", other="epochs=1")
     data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
     assert data.train.length == data.train.samples
-    with pytest.raises(ConfigError, match="its sources end after"):
+    with pytest.raises(ConfigError, match="its sources run out after"):
         data.train.batch(data.train.samples - 1, 2)
 
 

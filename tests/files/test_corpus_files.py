@@ -245,14 +245,16 @@ def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:
     (splits / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert documents(splits) == expected
     (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ConfigError, match="names test, but no such saved data is beside it"):
+    with pytest.raises(ConfigError, match="names test, but there is no such saved data beside it"):
         find_corpus(str(splits))
     shutil.copytree(splits / "train", splits / "test")
     assert find_files(str(splits)).split_text == "split train (not read: test)"
     assert documents(splits) == expected == documents(splits, split="test")
     assert documents(splits, split="all") == expected * 2
     (splits / "train" / names[3]).unlink()
-    with pytest.raises(ConfigError, match=r"names data-00003-of-00011.arrow, but no such file"):
+    with pytest.raises(
+        ConfigError, match=r"names data-00003-of-00011.arrow, but there is no such file"
+    ):
         find_corpus(str(splits / "train"))
 
 

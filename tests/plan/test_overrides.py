@@ -239,7 +239,7 @@ def test_a_run_keeps_the_overrides_without_effect_that_it_has(
     ((kind, message),) = notes
     assert kind == "kept"
     assert why in message
-    assert message.endswith("; the resumed run has it")
+    assert message.endswith("; it stays, because the resumed run has it")
 
 
 @pytest.mark.parametrize(

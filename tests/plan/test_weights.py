@@ -109,7 +109,7 @@ def test_an_index_names_safetensors_beside_it_alone(
         (tmp_path / place).write_bytes(WHOLE)
     put_index(folder, f"{tmp_path}/{name}" if absolute else name)
     (problem,) = weight_file_problems(str(folder))
-    assert "but no such safetensors file is beside it" in problem
+    assert "but there is no such safetensors file beside it" in problem
 
 
 @pytest.mark.parametrize(
