@@ -103,7 +103,7 @@ def test_an_earlier_step_in_another_dtype_and_in_shards(run: RunFolder) -> None:
 
 
 def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Path) -> None:
-    """The same happens if other weights had been written: here, another norm."""
+    """The same would happen if other weights had been written; here, a norm differs."""
     right = checkpoint_of(str(run.path)).manifest
     wrong = with_manifest(run, model_config={**right.model_config, "rms_norm_eps": 0.1})
     with pytest.raises(ExportDiffers, match=rf"a loss of {right.probe_loss:.7g} .* has \d"):

@@ -2,8 +2,8 @@
 
 Window w holds the stream's tokens [w * seq_len, w * seq_len + seq_len + 1): the first seq_len are
 inputs, the last seq_len are their targets. So every token except the stream's first is a target
-once. Tokens after the last complete window are dropped. Windows that a run has kept of its data do
-not share a token; their `stride`, from window to window, is seq_len + 1.
+once. Tokens after the last complete window are dropped. Windows that a run has kept from its data
+do not share a token; their `stride`, from window to window, is seq_len + 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans of one command line, in the form that follows train.py, and the small models in it."""
+"""Plans of a command line, written as after train.py, and the small models that it may name."""
 
 from __future__ import annotations
 

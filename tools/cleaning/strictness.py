@@ -154,5 +154,5 @@ def as_json(document: Document) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> Document:
-    """Return the document of as_json's values."""
+    """Return the document that as_json wrote."""
     return Document(**{**values, "words": frozenset(values["words"])})

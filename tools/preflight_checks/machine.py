@@ -147,7 +147,9 @@ def _with_gpu(machine: Machine, device: torch.device, free_bytes: int | None) ->
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return 10**12 operations per second of square matrix products, over about a second."""
+    """Return the rate of square matrix products over about a second, in 10**12 operations per
+    second.
+    """
     edge = _EDGE[device.type]
     a, b, out = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(3))
     torch.mm(a, b, out=out)  # loads the libraries

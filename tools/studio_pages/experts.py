@@ -71,7 +71,7 @@ class Mixture(nn.Module):
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return the routing of typed text, the load of the experts, and what is saved."""
+    """Return the routing of typed text, the load of the experts, and the arithmetic saved."""
     top, text = values["top"], values["text"] or " "
     snapshots = trained(top, values["balance"])
     now = snapshots[values["step"] // _EVERY]

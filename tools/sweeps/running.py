@@ -266,7 +266,7 @@ class Queue:
 
 
 def queue_here(sweep: Sweep, study: Study, say: Say) -> Queue:
-    """Return the queue of what is left, `sweep.parallel` trials at a time."""
+    """Return the queue of the remaining trials, `sweep.parallel` trials at a time."""
     ranks, parallel = sweep.settings.ranks, sweep.settings.parallel
 
     def start(choice: Choice, folder: Path, lane: int) -> Processes:
