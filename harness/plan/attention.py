@@ -176,7 +176,8 @@ def _check_sizes(draft: Draft) -> None:
         if name not in sizes and getattr(model, f"attention_{name}") is not None:
             kinds = [kind for kind, row in ATTENTIONS.items() if name in row.sizes]
             why = f"but model.attention={attention} does not use this size"
-            draft.problems.add(f"model.attention_{name}", why, f"it is one of {', '.join(kinds)}")
+            use = f"it is a size of {', '.join(kinds)}"
+            draft.problems.add(f"model.attention_{name}", why, use)
     if sizes.get("global", 0) > seq_len:
         why = f"but windows have {seq_len} tokens (data.seq_len)"
         draft.problems.add("model.attention_global", why, f"use at most {seq_len}")
