@@ -78,7 +78,7 @@ class _Keys(argparse.Action):
 
 
 class _Once(argparse.Action):
-    """Stores a value; refuses an option that is given twice."""
+    """Stores a value; refuses a second one: users expect two run configs to be merged."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any
@@ -111,7 +111,6 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument(
         "--deepspeed",
-        action=_Once,
         dest="deepspeed_path",
         type=_path,
         default=DEFAULT_DS_JSON,

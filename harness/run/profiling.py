@@ -18,6 +18,7 @@ from harness.errors import RunStopped
 from harness.layout.shape import flops_per_unit
 from harness.plan.plan import Plan
 
+_Shape = tuple[int, ...]
 DEPTH = 6  # of module names in the table: down to the submodules of a decoder layer
 
 
@@ -28,13 +29,16 @@ def flop_counter() -> FlopCounterMode:
     that torch does not dispatch as operators (Triton's, an extension's) are missing.
     """
     aten: Any = torch.ops.aten
-    # torch has no formula for attention on CPUs. The arguments are shapes.
-    attention = {
-        aten._scaled_dot_product_flash_attention_for_cpu: (
-            lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
-        )
-    }
+    # torch has no formula for attention on CPUs; the others of 2.10 refuse shared key heads.
+    names = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    attention = {getattr(aten, f"_scaled_dot_product_{name}"): _attention_flops for name in names}
     return FlopCounterMode(display=False, custom_mapping=attention)
+
+
+def _attention_flops(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of attention; shapes are (batch, heads, tokens, width)."""
+    flops: int = sdpa_flop_count(query, (*query[:2], *key[2:]), (*query[:2], *value[2:]))
+    return flops
 
 
 def flop_table(counter: FlopCounterMode, title: str) -> str:
