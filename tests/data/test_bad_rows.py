@@ -91,6 +91,13 @@ def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
     assert "cannot be read" in refused(path, tmp_path, **options, bad_rows_limit=5)[0]
 
 
+def test_a_corpus_of_bad_rows_alone_is_not_left_out(tmp_path: Path, tokenizer_dir: str) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(as_lines([{"txt": TEXT}] * 40)))
+    (problem,) = refused(tmp_path / "a.jsonl", tmp_path, tokenizer=tokenizer_dir)
+    assert "(40 of 40 lines read; this is the first)" in problem
+    assert "data.bad_rows" not in problem
+
+
 def test_blank_texts_are_bad_rows_where_those_are_left_out(
     tmp_path: Path, tokenizer_dir: str
 ) -> None:
