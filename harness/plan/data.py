@@ -18,6 +18,7 @@ from harness.files.chat import Chat, read_template
 from harness.files.corpus_files import CorpusFiles, find_files, splits_in
 from harness.files.data_format import BadLines, problem_of
 from harness.files.file_kinds import format_of
+from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import Document, read, value_of
 from harness.files.notes import Notes
 from harness.files.pieces import Ids, begins, shortened, unless_blank
@@ -168,14 +169,21 @@ def check_data(draft: Draft) -> None:
     if template is not None and (draft.here or not template.endswith(_FILE_OF_TEMPLATE)):
         problems += _problems_of(lambda: read_template(template))
     if draft.here:  # another machine may have the data
-        for key, part in _parts(config.data, problems).items():
-            of_part = _problems_of(partial(_look_for, part))
-            problems += [text.replace("data.path: ", f"{key}: ", 1) for text in of_part]
+        problems += missing_here(config.data)
         tokenizer = config.data.tokenizer or ""
         if tokenizer.startswith(("/", ".")) and not Path(tokenizer).exists():  # otherwise a hub id
             problems.append(f"data.tokenizer: {tokenizer} does not exist")
     said = [*draft.problems]
     draft.problems.say(*(text for text in dict.fromkeys(problems) if text not in said))
+
+
+def missing_here(data: DataConfig) -> list[str]:
+    """Return a problem for each path of a data section that this machine lacks."""
+    problems = list[str]()
+    for key, part in _parts(data, problems).items():
+        of_part = _problems_of(partial(_look_for, part))
+        problems += [text.replace("data.path: ", f"{key}: ", 1) for text in of_part]
+    return problems
 
 
 def _parts(data: DataConfig, problems: list[str]) -> dict[str, DataConfig]:
@@ -200,7 +208,7 @@ def _problems_of(read: Callable[[], object]) -> list[str]:
 def glances(data: DataConfig) -> Glances:
     """Return a dry run's view of each source and held-out set.
 
-    Raises ConfigError with the problems of everything that cannot be read here.
+    Raises ConfigError with the problems of everything that cannot be read, and of wrong rows.
     """
     problems, seen = [], []
     for of_kind in (data.sources(), data.eval_sets()):
@@ -332,22 +340,27 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> tuple[str, bool]:
         return format.begin(file), False
     assert format.records is not None, "a format has pieces or records"
     bad_lines, documents, notes = BadLines(limit=data.most_bad_rows), [], Notes()
-    for line, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
-        bad_lines.seen += 1
-        try:
-            if any(value_of(record, key) != value for key, value in data.where.items()):
-                continue
-            document, of_record = read(record, data.columns)
-            if not isinstance(document, Chat | Ids) and bad_lines.limit is not None:
-                document = unless_blank(document)
-        except ValueError as error:
-            bad_lines.add(file, problem_of(error), line)
-            if bad_lines.limit is None:
-                break
-        else:
-            documents.append(document)
-            notes.add(note for note in of_record if note[1] not in data.where)
-    bad = _bad(bad_lines)
+    try:
+        for line, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
+            bad_lines.seen += 1
+            try:
+                if any(value_of(record, key) != value for key, value in data.where.items()):
+                    continue
+                document, of_record = read(record, data.columns)
+                if not isinstance(document, Chat | Ids) and bad_lines.limit is not None:
+                    document = unless_blank(document)
+            except ValueError as error:
+                bad_lines.add(file, problem_of(error), line)
+                if bad_lines.are_enough:
+                    break
+            else:
+                documents.append(document)
+                notes.add(note for note in of_record if note[1] not in data.where)
+    except UnicodeDecodeError as error:
+        bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
+    if bad_lines.limit is None or (bad_lines.seen < _MOST_RECORDS and len(corpus.files) == 1):
+        bad_lines.require_good_rows()
+    bad = bad_lines.skipped_text("bad rows among the first, to be left out")
     if not documents:
         return f"cannot be read: {bad or 'there is none'}", False
     unread = f"left out of {len(documents):,} rows: {notes.text()}" if notes else ""
@@ -361,13 +374,6 @@ def _is_masked(document: Document) -> bool:
         return document.num_learned < document.num_characters
     pieces = [document] if isinstance(document, Ids) else document
     return not all(piece.is_learned for piece in pieces)
-
-
-def _bad(bad_lines: BadLines) -> str:
-    """Return what is wrong with the first records; "" if nothing is."""
-    if bad_lines.limit is not None and bad_lines.count:
-        return bad_lines.skipped_text("bad rows among the first, to be left out")
-    return "; ".join(problem.removeprefix("data.path: ") for problem in bad_lines.problems())
 
 
 def _begin(documents: list[Document]) -> str:

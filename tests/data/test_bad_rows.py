@@ -61,9 +61,12 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
             *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40")),
         ]
     assert "bad rows among the first, to be left out: 5 of 40" in glance(
-        DataConfig(path=str(path), bad_rows="skip")
+        DataConfig(path=str(path), bad_rows="skip", bad_rows_limit=0.2)
     )
-    assert f"{path}:4: text must be a string" in glance(DataConfig(path=str(path)))
+    for limits in ({}, {"bad_rows": "skip"}):
+        with pytest.raises(ConfigError) as caught:
+            glance(DataConfig(path=str(path), **limits))
+        assert caught.value.problems == refused(path, tmp_path, tokenizer=tokenizer_dir, **limits)
 
 
 def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
