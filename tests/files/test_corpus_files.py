@@ -25,7 +25,7 @@ from harness.files import pieces as pieces_module
 from harness.files.corpus_files import find_files
 from harness.files.data_format import BadLines
 from harness.files.paths import expanded_path, option_path, user_path
-from harness.plan.data import glance
+from harness.plan.glances import glance
 from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
 
 
@@ -212,7 +212,7 @@ def test_a_pair_is_glanced_at_by_its_header(tmp_path: Path) -> None:
 def test_a_large_file_of_lines_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.plan.data._MOST_BYTES", 100)
+    monkeypatch.setattr("harness.plan.glances._MOST_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_text(LINES * 100)
     assert ": at least 5 documents" in glance(DataConfig(path=str(path)))
