@@ -29,7 +29,7 @@ _MOST_FILES = 20_000
 _MOST_BYTES = 1 << 26
 _MOST_RECORDS = 1000
 _SHOWN = 16  # pairs of a folder
-_SAMPLED_FILES, _SAMPLED_BYTES = 16, 1 << 15
+_SAMPLED_FILES, _SAMPLED_BYTES = 16, 1 << 14
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,10 @@ class TokenCounter:
             return None
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(self._source, name)
+        try:
+            cached = try_to_load_from_cache(self._source, name)
+        except ValueError:  # not a name that the hub allows
+            return None
         return Path(cached) if isinstance(cached, str) else None
 
 
