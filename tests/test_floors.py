@@ -45,7 +45,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "safetensors": {"models", "checkpoint", "engine"},
     "liger_kernel": {"models"},
     "sentencepiece": {"data"},
-    "tokenizers": {"data"},
+    "tokenizers": {"data", "plan"},
+    "jinja2": {"plan"},
     "huggingface_hub": {"plan", "models", "checkpoint"},
     "bitsandbytes": {"models", "engine"},
     "peft": {"models", "checkpoint"},
@@ -226,8 +227,9 @@ def test_layout_estimate_and_files_need_nothing_but_the_standard_library() -> No
 
 
 def test_a_plan_is_made_without_torch_transformers_or_deepspeed() -> None:
-    heavy = {"torch", "transformers", "deepspeed", "accelerate", "numpy"}
-    code = f"import harness.plan.command, sys; print(sorted({heavy} & sys.modules.keys()))"
+    heavy = {"torch", "transformers", "deepspeed", "accelerate", "numpy", "tokenizers", "jinja2"}
+    code = f"import harness.plan.text, sys; print(sorted({heavy} & sys.modules.keys()))"
+    code = f"import harness.plan.command; {code}"
     assert run_python("-c", code) == "[]\n"
 
 

@@ -223,6 +223,20 @@ class DataConfig(Section):
         """Maximum number or share of bad records to skip; None: none may be skipped."""
         return self.bad_rows_limit if self.bad_rows == "skip" else None
 
+    def too_long_text(self, number: int, documents: int, roughly: str = "") -> str:
+        """Return a sentence about the documents that are longer than a window."""
+        done, other = {
+            "cut": ("are cut at the end", " to drop or refuse"),
+            "drop": ("are dropped", " to cut or refuse"),
+            "refuse": ("are refused", " to cut or drop"),
+        }[self.too_long]
+        share = number / max(documents, 1)
+        return (
+            f"{roughly}{number:,} of {documents:,} documents ({share:.1%}) are longer than "
+            f"data.seq_len = {self.seq_len:,} tokens and {done}: raise data.seq_len, or set "
+            f"data.too_long{other}"
+        )
+
     def sources(self) -> dict[str, DataConfig]:
         """Return the data section of each source of `mix` by name; without `mix`, this one as "".
         The old data is last. Raises ConfigError if data.rehearse is a run that kept no sample.

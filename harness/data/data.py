@@ -99,8 +99,13 @@ class Data:
         data.
         """
         sets = [f"held-out set {source.summary()}" for source in self.set_sources]
-        warnings = [self._divided] if self._divided else []
-        return [*(source.summary() for source in self.sources), *sets, *warnings]
+        return [*(source.summary() for source in self.sources), *sets]
+
+    def warnings(self) -> list[str]:
+        """Return what may not be wanted of the data, one sentence per line."""
+        sources = (*self.sources, *self.set_sources)
+        texts = [f"{s.corpus.path}: {text}" for s in sources for text in s.warnings().values()]
+        return [*texts, *([self._divided] if self._divided else [])]
 
     def mixture(self) -> list[Any] | None:
         """Return [first sample, samples per source in a period] of each part; None without a
@@ -150,7 +155,8 @@ class Data:
         shown = ", ".join(f"{name} ({count} pieces)" for name, count in divided.items())
         return (
             "the chat template writes control tokens that the tokenizer does not have, which are "
-            f"learned as text: {shown}; set data.template to a template whose tokens it has"
+            f"learned as text: {shown}; name a tokenizer with these tokens in data.tokenizer "
+            "(docs/models.md#new-tokens), or set data.template to a template whose tokens it has"
         )
 
     @property

@@ -291,11 +291,8 @@ class WholeWindows(Packed):
         return self.facts.padding / max(1, self.num_windows * self.seq_len)
 
     def counts(self) -> str:
-        """Return documents cut, dropped and left out, and the padding share, as text."""
+        """Return documents left out and the padding share, as text."""
         facts, parts = self.facts, [f"{self.padding_share:.2%} padding"]
-        if facts.too_long:
-            done = "dropped" if facts.dropped else "cut"
-            parts.append(f"{facts.too_long:,} longer than {self.seq_len:,} tokens {done}")
         if facts.without_target:
             parts.append(f"{facts.without_target:,} without a target left out")
         return ", ".join(parts)

@@ -21,7 +21,7 @@ from harness.data.split import stores_separator, write_splits
 from harness.data.token_files import ANY_LENGTH, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, Unusable, shortened
-from harness.files.data_format import SKIP, BadLines
+from harness.files.data_format import BadLines
 from harness.files.notes import Notes
 from harness.files.regular_file import read_json
 
@@ -145,12 +145,7 @@ def read_notes(folder: Path) -> Notes:
 
 def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
     """Raise ConfigError with all bad lines, or if there is no text, or nothing to train on."""
-    try:
-        bad_lines.require_none()
-    except ConfigError as error:
-        if corpus.bad_rows_limit is not None or bad_lines.count == 0:
-            raise
-        raise ConfigError([*error.problems[:-1], f"{error.problems[-1]}; {SKIP}"]) from None
+    bad_lines.require_good_rows()
     if not counts.characters:
         raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
     if not counts.learned:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from harness.config.data_section import DataConfig
 from harness.data.batches import Stream
 from harness.data.cache import Report, build_once, cache_key
 from harness.data.corpus import Corpus, find_corpus
@@ -37,12 +38,14 @@ from harness.data.spec import DataSpec
 from harness.data.split import SIDES, load_split
 from harness.data.token_files import ANY_LENGTH, LeftOut, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
+from harness.data.turn_places import WITHOUT_END
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
-from harness.files.notes import Notes
+from harness.files.notes import Note, Notes
 from harness.files.pieces import shortened
 
+_WITHOUT_END: Note = ("turns", WITHOUT_END)
 _FIRST_TOKENS = 64  # more than a line of the summary holds
 
 
@@ -72,6 +75,7 @@ class Source:
     """The prepended ids as text."""
     day: str | None = None
     """The date that the chat template writes; None if it writes no date."""
+    config: DataConfig = field(default_factory=DataConfig)
 
     @property
     def tokens(self) -> int:
@@ -123,11 +127,15 @@ class Source:
             f"{left_out}{packing}{rows}"
         )
 
+    @property
+    def _left_out(self) -> Notes:
+        return Notes({note: count for note, count in self.notes.items() if note != _WITHOUT_END})
+
     def _of_rows(self) -> dict[str, str]:
         """Return the remarks about rows and templates, by kind of event."""
         said = {}
-        if self.notes:
-            said["left_out_of_rows"] = f"left out of the rows: {self.notes.text()}"
+        if self._left_out:
+            said["left_out_of_rows"] = f"left out of the rows: {self._left_out.text()}"
         if self.added:
             said["begins_with"] = (
                 f"every document begins with {self.added}, which the tokenizer adds to text, not "
@@ -135,6 +143,20 @@ class Source:
             )
         if self.day:
             said["date"] = f"the chat template writes the date {self.day} (data.date)"
+        return said
+
+    def warnings(self) -> dict[str, str]:
+        """Return what may not be wanted of its documents, by kind of event."""
+        said = {}
+        if count := self.notes[_WITHOUT_END]:
+            said["turns_without_end"] = (
+                f"{count:,} assistant turns are learned without a token that ends them; the "
+                "end-of-text token closes only the last turn of a conversation"
+            )
+        whole = [side for side in self.sides.values() if isinstance(side, WholeWindows)]
+        if longer := sum(side.facts.too_long for side in whole):
+            documents = sum(side.split.num_documents for side in whole)
+            said["too_long"] = self.config.too_long_text(longer, documents)
         return said
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -150,8 +172,10 @@ class Source:
             message = f"{self.corpus.path}: {self.corpus.split_text}"
             yield {"kind": "split", "message": message, **named}
         for kind, text in self._of_rows().items():
-            noted = {"counts": self.notes.as_json()} if kind == "left_out_of_rows" else {}
+            noted = {"counts": self._left_out.as_json()} if kind == "left_out_of_rows" else {}
             yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **named, **noted}
+        for kind, text in self.warnings().items():
+            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **named}
         if self._of_other_length:
             counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
             message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"
@@ -255,6 +279,7 @@ def open_source(
         tuple(begin),
         str(tokenizer.decode([*begin])),
         spec.config.date if _writes_date(corpus, tokenizer) else None,
+        spec.config,
     )
 
 

@@ -18,7 +18,7 @@ Records = Iterator[tuple[int, object]]
 MAX_PROBLEMS, _MAX_LINES = 20, 100_000
 _MOST_KINDS, _SHOWN_KINDS = 200, 8
 _OTHER = "other problems"
-SKIP = "data.bad_rows=skip leaves out such rows and counts them"
+_SKIP = "data.bad_rows=skip leaves out such rows and counts them"
 
 
 @dataclass
@@ -119,6 +119,15 @@ class BadLines:
             raise ConfigError([over, *self.problems()[:MAX_PROBLEMS]])
         if whole:
             raise ConfigError(whole)
+
+    def require_good_rows(self) -> None:
+        """Raise ConfigError as require_none does, with data.bad_rows if other rows are good."""
+        try:
+            self.require_none()
+        except ConfigError as error:
+            if self.limit is not None or not 0 < self.count < self.seen:
+                raise
+            raise ConfigError([*error.problems[:-1], f"{error.problems[-1]}; {_SKIP}"]) from None
 
     def _counted(self) -> str:
         share = f" ({self.count / self.seen:.1%})" if self.seen else ""

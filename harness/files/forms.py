@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from harness.files.chat import Chat, chat_of, completed, one_turn
@@ -331,6 +332,9 @@ def _form_of(record: dict[str, Any], columns: Mapping[str, str]) -> Form:
     fitting = [form for form in FORMS if columns.keys() >= {*form.needs}]
     forms = [form for form in fitting if not form.is_second] or fitting
     if len(forms) != 1:
+        if near := {} if forms else _misspelt(record):
+            names = f"has {', '.join(map(repr, near))}; did you mean {', '.join(near.values())}?"
+            raise ValueError(f"{names}{naming(record).removeprefix(':')}")
         needs = f"it has {', '.join(map(repr, record)) or 'no keys'}{naming(record)}"
         if forms:
             needs = f"it has {', and '.join(' and '.join(form.needs) for form in forms)}: name "
@@ -338,6 +342,18 @@ def _form_of(record: dict[str, Any], columns: Mapping[str, str]) -> Form:
         raise ValueError(f"needs either {WANTED}; {needs}")
     is_talk = forms[0] is _TEXT_PAIR and are_turns(record.get(columns["prompt"]))
     return _TURNS_PAIR if is_talk else forms[0]
+
+
+def _misspelt(record: dict[str, Any]) -> dict[str, str]:
+    """Return the standard names of keys that are misspelt; empty if they would make no document."""
+    names: tuple[str, ...] = get_args(Column)
+    near = {
+        key: similar[0]
+        for key in record
+        if key not in names and (similar := get_close_matches(key.lower(), names, 1, 0.85))
+    }
+    renamed = {near.get(key, key) for key in record}
+    return near if any(renamed >= {*form.needs} for form in FORMS) else {}
 
 
 def value_of(record: object, column: str) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.config.ds_json import offloaded_to
-from harness.errors import ConfigError
 from harness.estimate.fit import changes_that_help, memory_line, shortages_here
 from harness.layout.adapters import Adapters, linear_weights
 from harness.layout.attention_table import WITHOUT_ATTENTION
@@ -17,8 +16,9 @@ from harness.layout.stages import bubble, layers_per_stage
 from harness.plan.batch_from_data import Counts, open_keys, with_counts
 from harness.plan.batches import length_events, length_text, steps_of
 from harness.plan.changes import takes
-from harness.plan.data import glances
+from harness.plan.data import missing_here
 from harness.plan.duration import step_time, time_line
+from harness.plan.glances import glances
 from harness.plan.machine import swap_problems
 from harness.plan.plan import Event, Plan
 
@@ -26,15 +26,18 @@ _LABEL_WIDTH = 15
 
 
 def describe(plan: Plan, elsewhere: bool = False) -> str:
-    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines."""
-    counts, missing = None, list[str]()
-    try:
-        seen = glances(plan.config.data)
+    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines.
+
+    Raises ConfigError if data that is on this machine cannot be read or has wrong rows.
+    """
+    counts, data, notes = None, ["not readable here"], list[str]()
+    missing = missing_here(plan.config.data)  # not an error: the run may be elsewhere
+    if not missing:
+        seen = glances(plan.config.data, plan.config.model.init_from)
         counts = seen.counts()
         plan = with_counts(plan, counts)
+        notes = seen.notes()
         data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
-    except ConfigError as error:  # not an error: the run may be elsewhere
-        data, missing = ["not readable here"], error.problems
     shortages = []
     if plan.estimate and not elsewhere:
         where = plan.world.local_rank, plan.config.run.dir
@@ -44,7 +47,8 @@ def describe(plan: Plan, elsewhere: bool = False) -> str:
     if elsewhere:
         verdict = row("the cluster", "; ".join([_verdict(plan), *shortages]))
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
-    rows = [summary(plan, counts), *(row("data", line) for line in data), verdict]
+    rows = [summary(plan, counts), *(row("data", line) for line in data)]
+    rows += [*(row("note", line) for line in notes), verdict]
     return "\n".join([*rows, "", title, json.dumps(plan.deepspeed, indent=2)])
 
 

@@ -44,6 +44,8 @@ def decide_from_data(
     """
     for line in data.summary():
         progress.say(row("data", line))
+    for line in data.warnings():
+        progress.say(row("note", line))
     _require_same_data(plan.world.rank, data)
     before, counts = plan, counts_of(data)
     plan = with_counts(plan, counts)

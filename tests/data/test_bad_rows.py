@@ -14,7 +14,7 @@ from harness.data.prepare import SKIPPED
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.plan.balance import balanced
-from harness.plan.data import glance
+from harness.plan.glances import glance
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.test_build import opened, refused
 from tests.files.test_contents import as_parquet
@@ -61,9 +61,12 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
             *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40")),
         ]
     assert "bad rows among the first, to be left out: 5 of 40" in glance(
-        DataConfig(path=str(path), bad_rows="skip")
+        DataConfig(path=str(path), bad_rows="skip", bad_rows_limit=0.2)
     )
-    assert f"{path}:4: text must be a string" in glance(DataConfig(path=str(path)))
+    for limits in ({}, {"bad_rows": "skip"}):
+        with pytest.raises(ConfigError) as caught:
+            glance(DataConfig(path=str(path), **limits))
+        assert caught.value.problems == refused(path, tmp_path, tokenizer=tokenizer_dir, **limits)
 
 
 def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
@@ -89,6 +92,13 @@ def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
     (skipped,) = tmp_path.glob(f"cache/*/{SKIPPED}")
     skipped.write_text("[]")
     assert "cannot be read" in refused(path, tmp_path, **options, bad_rows_limit=5)[0]
+
+
+def test_a_corpus_of_bad_rows_alone_is_not_left_out(tmp_path: Path, tokenizer_dir: str) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(as_lines([{"txt": TEXT}] * 40)))
+    (problem,) = refused(tmp_path / "a.jsonl", tmp_path, tokenizer=tokenizer_dir)
+    assert "(40 of 40 lines read; this is the first)" in problem
+    assert "data.bad_rows" not in problem
 
 
 def test_blank_texts_are_bad_rows_where_those_are_left_out(

@@ -389,8 +389,8 @@ def test_the_runs_tokenizer_carries_the_template(
     tmp_path: Path, tokenizer_dir: str, write_jsonl: Callable[..., Path]
 ) -> None:
     chat = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "that."}]
-    path = write_jsonl(*({"messages": chat} for _ in range(20)))
-    options = {"tokenizer": tokenizer_dir, "seq_len": 64}
+    path = write_jsonl(*({"messages": chat * 2} for _ in range(20)))
+    options = {"tokenizer": tokenizer_dir, "seq_len": 256}
     with pytest.raises(ConfigError, match=r"no chat template: set data.template=chatml"):
         opened(path, tmp_path, **options)
     with pytest.raises(ConfigError, match=r"template is 'alpaca': it must be .* chatml, gemma"):
@@ -402,7 +402,10 @@ def test_the_runs_tokenizer_carries_the_template(
     (event,) = data.events()[-1:]
     assert event["kind"] == "divided_control_tokens"
     assert "<|im_start|> (" in event["message"]
-    assert event["message"] in data.summary()
+    assert data.warnings()[-1] == event["message"]
+    assert ": 20 assistant turns are learned without a token that ends them" in data.warnings()[0]
+    assert "left out" not in data.summary()[0]
+    assert "name a tokenizer with these tokens in data.tokenizer" in event["message"]
     data.tokenizer.save_pretrained(tmp_path / "run")
     again = AutoTokenizer.from_pretrained(tmp_path / "run")
     assert "<|im_start|>" in again.apply_chat_template(chat, tokenize=False)

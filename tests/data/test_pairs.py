@@ -23,7 +23,7 @@ from harness.data.mixture import Mixture
 from harness.data.pair import IndexedTokens, join_indexed, write_indexed
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
-from harness.plan.data import glances
+from harness.plan.glances import glances
 from tests.data.number_tokenizer import write_number_tokenizer
 
 SEQ_LEN, VOCAB = 16, 8192

@@ -33,8 +33,7 @@ def test_conversations_are_not_mixed_with_other_text(tmp_path: Path) -> None:
         opened(folder, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
     assert caught.value.problems == [
         f"data.path: {folder}/chats.jsonl:1: holds a conversation, but {folder}/about.md:1 holds "
-        "other text: name one of them, or move it; data.bad_rows=skip leaves out such rows and "
-        "counts them"
+        "other text: name one of them, or move it"
     ]
     (folder / "about.md").rename(folder / "later.md")
     with pytest.raises(ConfigError) as caught:

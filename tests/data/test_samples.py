@@ -66,8 +66,14 @@ def test_documents_that_are_too_long_are_refused_with_their_number(
     assert not [*tmp_path.glob("cache/whole-*/")]
     opened(too_long="refuse", seq_len=400)
     cut, dropped = opened(), opened(too_long="drop")
-    assert " tokens cut" in cut.summary()[0]
-    assert " tokens dropped" in dropped.summary()[0]
+    for data, done in ((cut, "cut at the end"), (dropped, "dropped")):
+        number = sum(event.get("too_long", 0) for event in data.events())
+        (note,) = data.warnings()
+        assert f"{number} of {data.documents} documents ({number / data.documents:.1%}) " in note
+        assert (
+            f"longer than data.seq_len = 48 tokens and are {done}: raise data.seq_len, or" in note
+        )
+        assert [note] == [e["message"] for e in data.events() if e["kind"] == "too_long"]
     assert dropped.train.targets_in(0, dropped.train.samples) < cut.train.targets_in(
         0, cut.train.samples
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -22,7 +23,7 @@ from harness.files.chat import Chat
 from harness.files.corpus_files import find_files
 from harness.files.data_format import MAX_PROBLEMS, BadLines
 from harness.files.file_kinds import format_of, kind_of
-from harness.plan.data import glance
+from harness.plan.glances import glance
 
 TEXTS = [f'line {n}, "quoted"\nand é' + " word" * n for n in range(40)]
 RECORDS = [{"text": text, "id": n} for n, text in enumerate(TEXTS)]
@@ -239,8 +240,9 @@ def test_the_separator_of_a_table_is_that_of_its_first_row(
     assert len(bad_lines.problems()) == content.count(b"short")
     note = f"columns separated by {separator}" if separator else ""
     assert format.note(path) == note
-    text = glance(DataConfig(path=str(path), columns={"text": "text"}))
-    assert text.endswith(f"; {note}" if note else "")
+    if not bad_lines.by_problem and b"text;n," not in content:
+        text = glance(DataConfig(path=str(path), columns={"text": "text"}))
+        assert text.endswith(f"; {note}" if note else "")
 
 
 def test_a_table_of_one_column_has_no_separator(tmp_path: Path) -> None:
@@ -274,8 +276,8 @@ FOUND: list[Refusal] = [
     ("a.jsonlines", LINES.encode(), "unknown suffix .jsonlines: data.format=text reads it"),
     ("empty.txt", b"", "is empty"),
 ]
-# Rejected when a dry run glances at them.
-GLANCED: list[Refusal] = [
+# Their first lines tell.
+FIRST: list[Refusal] = [
     ("a.txt", "Über é".encode("utf-16"), "it is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
     ("a.txt", b"caf\xe9 au lait", "to convert Latin-1: iconv -f LATIN1"),
     ("a.txt", ZIPPED, "it is compressed: gunzip -k FILE"),
@@ -311,7 +313,7 @@ READING: list[Refusal] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [*FOUND, *GLANCED, *READING])
+@pytest.mark.parametrize(("name", "content", "message"), [*FOUND, *FIRST, *READING])
 def test_a_content_is_refused_with_a_sentence(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
@@ -324,12 +326,10 @@ def test_a_content_is_refused_with_a_sentence(
     if row in FOUND:
         with pytest.raises(ConfigError, match=f"^data.path: {path} "):
             find_files(str(path))
-    elif row in GLANCED:
+    elif row in FIRST or not name.endswith(".txt"):  # a dry run reads first records, not texts
         with pytest.raises(ConfigError) as caught:
             glance(DataConfig(path=str(path)))
         assert message in caught.value.problems[0]
-    elif not name.endswith((".jsonl", ".txt")):
-        assert " documents, " in glance(DataConfig(path=str(path)))  # a glance does not check
 
 
 BAD_LINES = {
@@ -421,7 +421,8 @@ def test_spoilt_files_are_problems_and_nothing_else(tmp_path: Path, name: str) -
         for _ in range(draw.randint(1, 4)):
             spoilt[draw.randrange(len(spoilt))] = draw.randrange(256)
         path.write_bytes(bytes(spoilt[: draw.choice([None, draw.randrange(1, len(spoilt))])]))
-        glance(DataConfig(path=str(path)))
+        with contextlib.suppress(ConfigError):
+            glance(DataConfig(path=str(path)))
         try:
             documents(path)
         except ConfigError:

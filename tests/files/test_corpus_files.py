@@ -25,7 +25,7 @@ from harness.files import pieces as pieces_module
 from harness.files.corpus_files import find_files
 from harness.files.data_format import BadLines
 from harness.files.paths import expanded_path, option_path, user_path
-from harness.plan.data import glance
+from harness.plan.glances import glance
 from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
 
 
@@ -212,18 +212,22 @@ def test_a_pair_is_glanced_at_by_its_header(tmp_path: Path) -> None:
 def test_a_large_file_of_lines_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.plan.data._MOST_BYTES", 100)
+    monkeypatch.setattr("harness.plan.glances._MOST_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_text(LINES * 100)
     assert ": at least 5 documents" in glance(DataConfig(path=str(path)))
 
 
-def test_a_line_that_is_no_document_is_shown_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"instruction": "x"}\n')
-    text = glance(DataConfig(path=str(tmp_path / "a.jsonl")))
-    place = f"{tmp_path / 'a.jsonl'}:1"
-    assert f"the first cannot be read: {place}: needs either text, or prompt and compl" in text
-    assert text.endswith("it has 'instruction': name the columns to read in data.columns")
+def test_a_line_that_is_no_document_is_refused_as_in_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n{"instruction": "x"}\n{"text": "x"}\n')
+    with pytest.raises(ConfigError) as caught:
+        glance(DataConfig(path=str(path)))
+    assert str(caught.value).startswith(f"data.path: {path}:2: needs either text, or prompt and c")
+    assert str(caught.value).endswith(
+        "it has 'instruction': name the columns to read in data.columns; data.bad_rows=skip leaves "
+        "out such rows and counts them"
+    )
 
 
 def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:

@@ -321,6 +321,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "arguments under an unknown name": (
         messages(Q, asks({"name": "add", "kwargs": {"a": 1}}), RESULT, A),
         "with kwargs: the key of its arguments must be one of arguments, parameters, args, input"),
+    "a misspelt key": ({"mesages": [Q, A]},
+        "has 'mesages'; did you mean messages? data.columns.messages=mesages names the turns"),
+    "one of two keys misspelt": ({"prompt": "1 + 2?", "completions": "3"},
+        "has 'completions'; did you mean completion? data.columns={prompt="),
+    "a misspelt key that makes no document": ({"completions": "3"}, "needs either text, or prompt"),
     "no name": (messages(Q, asks({"function": {}}), RESULT, A), "needs the name of a function"),
     "no tools": (messages(Q, A, tools="add"), "tools must be an array of objects"),
     "two systems": (messages(S, Q, A, system="Other."), "has two system texts"),

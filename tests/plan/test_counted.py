@@ -188,7 +188,9 @@ def test_a_dry_run_counts_roughly(start: str, planned: Planner, tmp_path: Path) 
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 300)
     text = describe(planned(f"{start} data.path={tmp_path / 'chats.jsonl'}"))
     assert "tokens: roughly 294 examples in " in text
-    assert "16 windows per step = micro-batch 8 x 2 accumulated" in text
+    assert "300 documents, 0.0 MiB (roughly 5,700 tokens)" in text  # its tokenizer is not here
+    assert "8 windows per step = micro-batch 8 x 1 accumulated" in text
+    assert "roughly 300 of 300 documents (100.0%) are longer than data.seq_len = 16 tokens" in text
     text = describe(planned(f"{start} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"))
     assert "roughly 294 examples, 8 examples per step, 3.02 epochs" in text
 

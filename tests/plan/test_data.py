@@ -15,12 +15,15 @@ import pytest
 from harness.checkpoint.compatibility import recorded_run, resume_problems
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data
+from harness.data.data import Data
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.files.data_format import MAX_PROBLEMS
 from harness.layout.world import World
+from harness.plan.glances import glances
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
+from tests.data.chat_tokenizers import STYLES, chats, tokenizer_of
 
 
 def plan_of(*words: str, here: bool = True) -> Plan:
@@ -121,6 +124,35 @@ def test_counting_ends_with_what_decides(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,l\na,b\n\xff,b\n")
     with pytest.raises(ConfigError, match=r"a\.csv:3: is not UTF-8"):
         plan_of(f"data.path={tmp_path / 'a.csv'}", "data.balance=l")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_dry_run_counts_chats_as_the_run_does(
+    style: str, tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    path = write_jsonl(*({"messages": chat} for chat in chats(200, tools=False)))
+    tokenizer_of(style).save_pretrained(tmp_path / "tokenizer")
+    words = (f"data.path={path}", "data.seq_len=64", f"data.tokenizer={tmp_path / 'tokenizer'}")
+    config = load_run_config(None, [*words, f"data.cache_dir={tmp_path / 'cache'}"]).data
+    data, seen = build_data(DataSpec(config)), glances(config)
+    assert seen.sources[""].tokens == data.tokens
+    assert seen.counts().windows == pytest.approx(data.train.samples, rel=0.03)
+    assert seen.notes() == [text.replace(": ", ": roughly ", 1) for text in data.warnings()]
+
+
+def test_a_dry_run_counts_texts_roughly_as_the_run_does(
+    uneven: Path, tokenizer_dir: str, library: Data, cache_dir: Path
+) -> None:
+    for known in (f"data.tokenizer={tokenizer_dir}", f"data.cache_dir={cache_dir}"):
+        (seen,) = glances(load_run_config(None, [known]).data).sources.values()
+        assert seen.documents == library.documents
+        assert seen.tokens == pytest.approx(library.tokens, rel=0.15)
+    words = (f"data.tokenizer={tokenizer_dir}", f"data.cache_dir={cache_dir}")
+    for more in ("data.where.l=de", "data.min_tokens=2"):
+        own = (f"data.path={uneven}", "data.seq_len=4", more)
+        config = load_run_config(None, [*words, *own]).data
+        (seen,) = glances(config).sources.values()
+        assert seen.tokens == build_data(DataSpec(config)).tokens
 
 
 def planned(*words: str) -> Plan:
