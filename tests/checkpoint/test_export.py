@@ -25,6 +25,7 @@ from harness.checkpoint.tensor_file import write_fragments
 from harness.data.tokenizer import load_tokenizer
 from harness.errors import ConfigError
 from harness.layout.box import Part
+from harness.layout.releases import is_older
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from tests.data.number_tokenizer import write_number_tokenizer
@@ -47,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
     },
 }
+if is_older((5, 23)):  # it leaves that family's routers uninitialised
+    del MODELS["ernie4_5_moe"]
 # transformers 5 holds their experts in one tensor, and saves each separately. It counts only the
 # first of them when it fills shards, which then exceed their size.
 EXPERTS_APART = {"mixtral", "qwen2_moe", "qwen3_moe", "ernie4_5_moe"}
@@ -143,7 +146,7 @@ def test_an_export_is_what_save_pretrained_writes(
             assert ours[name] == content, name
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt2", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", sorted({"mixtral", "gpt2", "ernie4_5_moe"} & {*MODELS}))
 def test_an_export_opens_with_the_same_weights(family: str, tmp_path: Path) -> None:
     model = drawn(MODELS[family], torch.float32)
     reader = stored(model, tmp_path / "checkpoint")

@@ -71,7 +71,7 @@ def run_python(code: str, folder: Path) -> str:
 def test_copied_code_imports_nothing_of_the_harness(tmp_path: Path) -> None:
     exported(tmp_path, KINDS_OF["performer"], reversible=True)
     files = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
-    assert {"modeling_as_trained", "as_trained", "reversible", "pieces"} < files.keys()
+    assert {"modeling_as_trained", "as_trained", "reversible", "units"} < files.keys()
     for text in files.values():
         assert not re.findall(r"^\s*(?:from|import) harness", text, re.MULTILINE)
         assert {*re.findall(r"^from \.(\w+) import", text, re.MULTILINE)} <= files.keys()
