@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.estimate.hardware import Precision, known_gpu
-from harness.layout.attention_table import ATTENTIONS, SIZES
+from harness.layout.attention_table import ATTENTIONS, SIZES, WITHOUT_ATTENTION
 from harness.layout.families import family_of
 from harness.layout.shape import Shape
 from harness.layout.tensor import without_sdpa
@@ -89,7 +89,8 @@ class Asked:
         """Return what the approximate kinds of attention do not support."""
         model_type = self.model_config["model_type"]
         if self.shape is None:
-            return [f"{model_type} models have an unknown kind of attention"]
+            kind = "no" if model_type in WITHOUT_ATTENTION else "an unknown kind of"
+            return [f"{model_type} models have {kind} attention"]
         lacks = family_of(model_type).sdpa_lacks
         problems = [f"it has no {lacks}, which {model_type} models have"] if lacks else []
         if any(window is not None for window in self.shape.sliding_windows):

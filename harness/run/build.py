@@ -34,7 +34,7 @@ from harness.plan.machine import swap_problems
 from harness.plan.model import with_rows_for
 from harness.plan.plan import Plan
 from harness.plan.text import row, summary
-from harness.run.data_decisions import decide_from_data
+from harness.run.data_decisions import decide_from_data, require_same_settings
 from harness.run.finish import question_of, show_sample
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
@@ -143,6 +143,7 @@ def build(
         raise ConfigError(problems)
     _check_fit(plan)
     data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
+    require_same_settings(plan)
     plan = _with_new_rows(plan, data, progress)
     settled = decide_from_data(plan, data, device, progress)
     plan, total_steps = settled.plan, settled.total_steps

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from harness.checkpoint.collectives import broadcast_object, first_problem
+from harness.config.assignments import flat
 from harness.config.data_section import REHEARSED
 from harness.config.sections import LENGTHS
 from harness.data.data import Data
@@ -67,6 +68,33 @@ def decide_from_data(
     more = [*_vocabulary(plan, data), *attention, *_uncounted_sources(plan, data), *batched]
     more += length_events(plan.config, total_steps) if plan.steps is None else []
     return ResolvedData(plan, total_steps, [*data.events(), *more])
+
+
+# Settings that may differ between nodes: folders, and data, whose fingerprint is compared.
+_OF_A_NODE = ("run.", "data.", "log.", "resume.", "model.name", "model.init_from")
+
+
+def require_same_settings(plan: Plan) -> None:
+    """Raise ConfigError on all ranks if one was started with other settings than rank 0. It would
+    wait for ever in a collective, or be trained with rank 0's learning rate. Collective.
+    """
+    own = dict(flat(plan.config.model_dump(mode="json")))
+    own = {key: value for key, value in own.items() if not key.startswith(_OF_A_NODE)}
+    own |= {f"ds.{key}": value for key, value in flat(plan.deepspeed) if "nvme_path" not in key}
+    first = broadcast_object(own)
+    texts = [
+        f"{key} is {own.get(key)} there, {first.get(key)} here"
+        for key in {**first, **own}
+        if first.get(key) != own.get(key)
+    ]
+    problem = None
+    if texts:
+        problem = (
+            f"rank {plan.world.rank} has other settings than rank 0: {'; '.join(texts[:3])}: give "
+            "all ranks the same arguments and files"
+        )
+    if (failure := first_problem(problem)) is not None:
+        raise ConfigError(failure)
 
 
 def _require_same_data(rank: int, data: Data) -> None:

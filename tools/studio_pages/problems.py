@@ -28,7 +28,7 @@ PROBLEMS = (
     Problem(
         "Out of memory",
         "the run ends, or --dry-run says that it does not fit",
-        ("forced", "memory"),
+        ("forced", "out_of_memory"),
         "model.checkpointing=full, a smaller train.micro_batch, a higher ZeRO stage, shorter "
         "data.seq_len, offload; the plan lists which single change makes it fit",
         "plan",
