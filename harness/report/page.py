@@ -116,6 +116,8 @@ def _tiles(run: RunRecord) -> str:
         last = evaluations[-1][1]
         now = f"perplexity {short(math.exp(min(best[1], 700)))}"
         at = f"best, at step {best[0]:,}; {last:.3f} now" if last > best[1] else now
+        if not evaluations[-1][0]:
+            at = "before training; none since"
         tiles.append(("Held-out loss", f"{best[1]:.3f}", at))
     losses = [value for _, value in values_of(run.lines, "loss")]
     if losses:
