@@ -355,7 +355,7 @@ def _table(heat: Heat) -> str:
         f"<tr><th>{escaped(name)}</th>{''.join(map(cell, row))}</tr>"
         for name, row in zip(heat.rows, heat.cells, strict=True)
     )
-    return f"<div class=scroll><table class=heat><tr><th></th>{head}</tr>{rows}</table></div>"
+    return f"<div class=capped><table class=heat><tr><th></th>{head}</tr>{rows}</table></div>"
 
 
 def _y_scale(chart: Chart, curves: list[Curve]) -> tuple[Scale, str]:

@@ -150,7 +150,7 @@ def _differences(runs: list[RunRecord]) -> str:
         len(rows) > MOST_DIFFERENCES
     )
     return (
-        "<section class=card><h2>What differs</h2><div class=scroll><table class=runs>"
+        "<section class=card><h2>What differs</h2><div class=capped><table class=runs>"
         f"<tr><th>{head}</tr>{body}</table></div>{more}</section>"
     )
 

@@ -115,7 +115,7 @@ def events_card(run: RunRecord) -> str:
     rows = "".join(_row(event) for event in reversed(shown))
     left = f" (newest {len(shown)} of {len(run.events):,})" if len(shown) < len(run.events) else ""
     return (
-        f"<section class=card><h2>Events{left}</h2><div class=scroll><table class=events>"
+        f"<section class=card><h2>Events{left}</h2><div class=capped><table class=events>"
         f"<tr><th>time<th>step<th>event<th></tr>{rows}</table></div></section>"
     )
 

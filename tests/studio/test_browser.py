@@ -47,6 +47,13 @@ CUT = """
 """Returns content without room: boxes whose content is wider, and words outside their picture."""
 
 
+MENU_IS_FULL = """
+document.querySelector(".q-drawer__content").clientHeight
+  >= document.querySelector(".q-drawer").clientHeight - 2
+"""
+"""False if the menu ends above the end of its bar."""
+
+
 @pytest.mark.parametrize("page", rest_in_gate("pages", PAGES), ids=lambda page: page.slug)
 def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
     """At both widths, light and dark, with requests only to this machine."""
@@ -58,6 +65,7 @@ def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
             tab.color_scheme(dark)
             browser.listen(0.2)
             assert not tab.overflows, (width, dark)
+            assert tab.evaluate(MENU_IS_FULL), width
         tab.wait_for(SHOWN)
         assert tab.evaluate(CUT) == [], width
     charts = tab.evaluate("document.querySelectorAll('.figures figure.chart').length")

@@ -301,7 +301,7 @@ def _rules(report: Values) -> str:
     )
     return (
         "<section class=card><details><summary>Documents that each rule rejects, by strictness"
-        f"</summary><div class=scroll><table class=runs><tr><th>strictness</th><th>kept</th>{head}"
+        f"</summary><div class=capped><table class=runs><tr><th>strictness</th><th>kept</th>{head}"
         f"</tr>{rows}</table></div></details></section>"
     )
 
@@ -318,6 +318,6 @@ def _examples_shown(step: Values) -> str:
     of = f"{len(step['examples'])} of the {step.get('changed', step['removed']):,} documents"
     return (
         f"<section class=card><details><summary>{_spaced(step['step'])}: {of} that it {word}"
-        f"</summary><div class=scroll><table class=plan>{rows}</table></div>"
+        f"</summary><div class=capped><table class=plan>{rows}</table></div>"
         f"<p class=note>All of them: <code>{escaped(step['folder'])}</code></p></details></section>"
     )
