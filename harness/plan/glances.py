@@ -46,7 +46,7 @@ class Glance:
     is_masked: bool = False
     """True if prompts are masked from the loss."""
     note: str = ""
-    """What may not be wanted of the documents."""
+    """A warning about the documents; "" if there is none."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Glances:
         return Counts(examples, windows, is_masked, is_rough=True)
 
     def notes(self) -> list[str]:
-        """Return what may not be wanted of the data."""
+        """Return the warnings about sources and held-out sets."""
         return [seen.note for seen in (*self.sources.values(), *self.sets.values()) if seen.note]
 
     def lines(self, samples: int | None) -> list[str]:
@@ -98,7 +98,7 @@ def glances(data: DataConfig, init_from: str | None = None) -> Glances:
         by_name = {}
         for name, section in of_kind.items():
             try:
-                by_name[name] = _glance(section, init_from)
+                by_name[name] = glance(section, init_from)
             except ConfigError as error:
                 problems += error.problems
         seen.append(by_name)
@@ -126,14 +126,6 @@ def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: 
     return f"; share {text}, roughly {epochs:.2g} epochs{most}"
 
 
-def glance(data: DataConfig) -> str:
-    """Return kind, number and size of one source's documents, and its first line of text.
-
-    Raises ConfigError if the data cannot be read here.
-    """
-    return _glance(data).text
-
-
 def look_for(data: DataConfig) -> None:
     """Raise ConfigError if files of a source, or headers of pairs, are missing."""
     corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
@@ -152,7 +144,8 @@ def _as_config_errors() -> Iterator[None]:
         raise ConfigError(f"data.path: {error}") from error
 
 
-def _glance(data: DataConfig, init_from: str | None = None) -> Glance:
+def glance(data: DataConfig, init_from: str | None = None) -> Glance:
+    """Return one source as a dry run shows it. Raises ConfigError if it cannot be read here."""
     corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
     with _as_config_errors():
         if corpus.kind == "indexed":

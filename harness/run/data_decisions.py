@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.collectives import broadcast_object, first_problem
+from harness.checkpoint.collectives import broadcast_object
 from harness.config.assignments import flat
 from harness.config.data_section import REHEARSED
 from harness.config.sections import LENGTHS
@@ -18,6 +18,7 @@ from harness.data.data import Data
 from harness.data.padded import Padded
 from harness.data.spec import tokenizer_of
 from harness.data.tokenizer_files import has_tokenizer
+from harness.engine.processes import raise_together
 from harness.errors import ConfigError
 from harness.plan.batch_from_data import Counts, with_counts
 from harness.plan.batches import length_events, steps_of
@@ -82,19 +83,13 @@ def require_same_settings(plan: Plan) -> None:
     own = {key: value for key, value in own.items() if not key.startswith(_OF_A_NODE)}
     own |= {f"ds.{key}": value for key, value in flat(plan.deepspeed) if "nvme_path" not in key}
     first = broadcast_object(own)
-    texts = [
-        f"{key} is {own.get(key)} there, {first.get(key)} here"
-        for key in {**first, **own}
-        if first.get(key) != own.get(key)
-    ]
-    problem = None
-    if texts:
-        problem = (
-            f"rank {plan.world.rank} has other settings than rank 0: {'; '.join(texts[:3])}: give "
-            "all ranks the same arguments and files"
-        )
-    if (failure := first_problem(problem)) is not None:
-        raise ConfigError(failure)
+    unlike = [key for key in {**first, **own} if first.get(key) != own.get(key)]
+    texts = (f"{key} is {own.get(key)}, not {first.get(key)}" for key in unlike[:3])
+    problem = (
+        f"rank {plan.world.rank} has other settings than rank 0: {'; '.join(texts)}: give all "
+        "ranks the same arguments and files"
+    )
+    raise_together(problem if unlike else None)
 
 
 def _require_same_data(rank: int, data: Data) -> None:
@@ -115,8 +110,7 @@ def _require_same_data(rank: int, data: Data) -> None:
                 "documents or tokenizer differ there (for a .bin above 32 GiB, perhaps only its "
                 "modification time): give every node the same files"
             )
-    if (failure := first_problem(problem)) is not None:
-        raise ConfigError(failure)
+    raise_together(problem)
 
 
 def _require_date_is_written(plan: Plan, data: Data) -> None:

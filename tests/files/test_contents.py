@@ -112,7 +112,7 @@ def test_every_kind_of_file_holds_the_same_documents(tmp_path: Path, name: str) 
     renamed = [{"body": record["text"], "id": record["id"]} for record in RECORDS]
     path.write_bytes(WRITERS[name](renamed))
     assert documents(path, columns={"text": "body"}) == TEXTS
-    text = glance(DataConfig(path=str(path), columns={"text": "body"}))
+    text = glance(DataConfig(path=str(path), columns={"text": "body"})).text
     assert text.endswith(
         """the first begins 'line 0, "quoted"'; left out of 40 rows: columns id (40)"""
     )
@@ -175,7 +175,7 @@ def test_a_content_is_its_documents(
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert documents(path, **options) == expected
-    text = glance(DataConfig(path=str(path), **options))
+    text = glance(DataConfig(path=str(path), **options)).text
     assert f": {len(expected)} documents" in text
     assert ("the first 1 conversations" in text) == isinstance(expected[0], Chat)
     if not options:
@@ -205,7 +205,7 @@ def test_conversations_come_in_two_shapes(tmp_path: Path, name: str) -> None:
         assert documents(path) == [Chat(TURNS, tools)]
     path.write_bytes(WRITERS[name]([{"talk": TURNS[:2] + TURNS[4:]}]))
     assert documents(path, columns={"messages": "talk"}) == [Chat(TURNS[:2] + TURNS[4:])]
-    text = glance(DataConfig(path=str(path), columns={"messages": "talk"}))
+    text = glance(DataConfig(path=str(path), columns={"messages": "talk"})).text
     assert "1 conversations of 3.0 turns, 32% of their text the assistant's" in text
     assert text.endswith("the first asks 'what is 1 + 2?'")
 
@@ -241,7 +241,7 @@ def test_the_separator_of_a_table_is_that_of_its_first_row(
     note = f"columns separated by {separator}" if separator else ""
     assert format.note(path) == note
     if not bad_lines.by_problem and b"text;n," not in content:
-        text = glance(DataConfig(path=str(path), columns={"text": "text"}))
+        text = glance(DataConfig(path=str(path), columns={"text": "text"})).text
         assert text.endswith(f"; {note}" if note else "")
 
 

@@ -140,7 +140,7 @@ def test_a_folder_is_read_but_for_what_is_no_text_which_is_counted(tmp_path: Pat
         "broken links"
     )
     assert documents(tmp_path) == ["b.txt", "one line", "another", "sub/a.md"]
-    text = glance(DataConfig(path=str(tmp_path)))
+    text = glance(DataConfig(path=str(tmp_path))).text
     assert ": 4 documents, " in text
     assert "the first begins 'b.txt'; left out: README, 2 .png" in text
 
@@ -164,7 +164,7 @@ def test_a_folder_of_pairs_is_one_corpus_in_the_order_of_the_names(tmp_path: Pat
     files = find_files(str(tmp_path))
     assert files.kind == "indexed"
     assert files.pairs == tuple(tmp_path / name for name in ("a", "b.1", "sub/c"))
-    text = glance(DataConfig(path=str(tmp_path)))
+    text = glance(DataConfig(path=str(tmp_path))).text
     assert text.startswith(f"6 documents, 12 tokens in 3 pairs of {tmp_path}: a 2 documents, 4 tok")
     assert "; sub/c 2 documents, 4 tokens" in text
 
@@ -205,7 +205,7 @@ def test_a_path_that_cannot_be_is_refused() -> None:
 
 def test_a_pair_is_glanced_at_by_its_header(tmp_path: Path) -> None:
     write_indexed(tmp_path / "pair", 8192, [([1, 2, 3], True), ([4], False), ([5], True)])
-    text = glance(DataConfig(path=str(tmp_path / "pair")))
+    text = glance(DataConfig(path=str(tmp_path / "pair"))).text
     assert text == f"2 documents, 5 tokens in {tmp_path / 'pair.bin'}"
 
 
@@ -215,7 +215,7 @@ def test_a_large_file_of_lines_is_not_read_to_its_end(
     monkeypatch.setattr("harness.plan.glances._MOST_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_text(LINES * 100)
-    assert ": at least 5 documents" in glance(DataConfig(path=str(path)))
+    assert ": at least 5 documents" in glance(DataConfig(path=str(path))).text
 
 
 def test_a_line_that_is_no_document_is_refused_as_in_a_run(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_data_set_of_the_hub_is_its_train_split(tmp_path: Path) -> None:
         "CITATION.cff, LICENSE, README.md (data card), README_zh.md, dataset_infos.json, load.py "
         "(loading script), 1 .png, 1 dot file, 1 dot folder"
     )
-    text = glance(DataConfig(path=str(tmp_path)))
+    text = glance(DataConfig(path=str(tmp_path))).text
     assert "'one line'; split train (not read: test); left out: CITATION" in text
     with pytest.raises(
         ConfigError, match=r"data.split is 'dev', but .* holds the splits train, te"
@@ -123,7 +123,7 @@ def test_token_ids_lie_beside_a_card(tmp_path: Path) -> None:
     files = find_files(str(tmp_path))
     assert files.pairs == (tmp_path / "a",)
     assert files.left_out == "LICENSE, README.md (data card), 1 dot file"
-    assert "left out: LICENSE" in glance(DataConfig(path=str(tmp_path)))
+    assert "left out: LICENSE" in glance(DataConfig(path=str(tmp_path))).text
     for suffix in ("bin", "idx"):
         fill(tmp_path, f"a.{suffix}", content=POINTER)
     for path in (tmp_path, tmp_path / "a"):
@@ -300,7 +300,7 @@ def test_held_out_splits_evaluate_unless_the_user_says(tmp_path: Path) -> None:
     assert [*other] == [""]
     mixed = plan_of(f'data.mix=[{{path="{tmp_path}", split="test"}}]').config.data
     assert mixed.eval_path == {}
-    assert glance(mixed.sources()[tmp_path.name]).endswith("(not read: train, validation)")
+    assert glance(mixed.sources()[tmp_path.name]).text.endswith("(not read: train, validation)")
 
 
 @pytest.mark.parametrize("how", ["run.dir", "resume.from"])

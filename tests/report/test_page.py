@@ -168,6 +168,13 @@ def test_an_evaluation_after_a_stop_completes_its_line(tmp_path):
     assert run.evaluations() == [(2, 4.0)]
 
 
+def test_a_held_out_loss_from_before_training_is_called_that(tmp_path):
+    before = {"attempt": 1, "step": 0, "eval_loss": 6.3}
+    assert "before training" in page_of(read(write_run(tmp_path / "a", [before, line_at(1)])))
+    later = line_at(2, eval_loss=4.0)
+    assert "before training" not in page_of(read(write_run(tmp_path / "b", [before, later])))
+
+
 def test_events_lie_on_the_axis(tmp_path):
     events = [
         {"kind": "spike", "step": 77, "loss": 9.0},
