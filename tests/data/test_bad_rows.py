@@ -60,8 +60,8 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
         assert [(kind["rows"], kind["first"]) for kind in event["kinds"]] == [
             *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40")),
         ]
-    assert "bad rows among the first, to be left out: 5 of 40" in glance(
-        DataConfig(path=str(path), bad_rows="skip", bad_rows_limit=0.2)
+    assert "bad rows among the first, to be left out: 5 of 40" in (
+        glance(DataConfig(path=str(path), bad_rows="skip", bad_rows_limit=0.2)).text
     )
     for limits in ({}, {"bad_rows": "skip"}):
         with pytest.raises(ConfigError) as caught:
@@ -113,7 +113,7 @@ def test_blank_texts_are_bad_rows_where_those_are_left_out(
     assert data.documents == 38
     text = f"2 of 40 (5.0%): is blank: nothing to learn (2, the first {path}:2)"
     assert text in data.summary()[0]
-    assert text in glance(DataConfig(path=str(path), bad_rows="skip"))
+    assert text in glance(DataConfig(path=str(path), bad_rows="skip")).text
 
 
 def test_data_without_bad_rows_is_the_same(tmp_path: Path, tokenizer_dir: str) -> None:
