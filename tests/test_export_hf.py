@@ -250,9 +250,8 @@ def test_a_broken_plan_is_named(
     """Both tools that read it report it."""
     show_batch = import_module("tools.show_batch").main
     (tmp_path / "plan.json").write_text(text)
-    for command in ([main, str(tmp_path)], [show_batch, str(tmp_path), "--step", "1"]):
-        tool, *words = command
-        assert tool(words) == 2
+    for tool, words in ((main, []), (show_batch, ["--step", "1"])):
+        assert tool([str(tmp_path), *words]) == 2
         assert f"{tmp_path / 'plan.json'} " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 

@@ -339,6 +339,8 @@ def test_a_contiguous_row_stays_on_its_rank_and_in_its_micro_batch(
         steps.close()
         for before, now in itertools.pairwise(read):
             for one, other in zip(before, now, strict=True):
+                assert one.windows is not None
+                assert other.windows is not None
                 assert torch.equal(one.windows + 1, other.windows)
 
 

@@ -78,6 +78,8 @@ def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
         loss = part.token_losses(mine, labels, smoothing)
         loss.backward()
         assert abs(float(loss.detach()) / float(expected.detach()) - 1) < 1e-6, smoothing
+        assert mine.grad is not None
+        assert whole.grad is not None
         assert (mine.grad - whole.grad[..., own]).abs().max() < 1e-6, smoothing
 
 

@@ -68,6 +68,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Tri
 def test_weights_that_compute_something_else_are_refused(finished: Trial) -> None:
     """All files are as saved, but the model computes another loss from them."""
     manifest = read_manifest(newest(finished.run))
+    assert manifest.probe_loss is not None
     off = replace(manifest, probe_loss=manifest.probe_loss + 0.01)
     (newest(finished.run) / "manifest.json").write_bytes(off.to_bytes())
     refused = finished.start(code=77)

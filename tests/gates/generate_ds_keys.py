@@ -173,7 +173,7 @@ def from_model(model: type[BaseModel]) -> Node:
     """Return the section that a config model parses."""
     keys: Node = {}
     for name, field in model.model_fields.items():
-        extra = field.json_schema_extra
+        extra: Any = field.json_schema_extra
         default = plain(field.get_default(call_default_factory=True))
         node = from_annotation(field.annotation, default)
         for bound in field.metadata:

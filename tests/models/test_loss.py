@@ -37,6 +37,7 @@ def test_token_and_balancing_loss_add_up_to_what_transformers_computes() -> None
     theirs = model(input_ids=ids, labels=ids, use_cache=False).loss
     shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
     token_loss, auxiliary = forward(model, ids, shifted)
+    assert auxiliary is not None
     assert float(token_loss / 16 + auxiliary) == pytest.approx(float(theirs), rel=1e-5)
 
 

@@ -233,6 +233,7 @@ def test_a_command_repeats_lists_and_tables(tmp_path):
 
 def test_a_silent_run_may_be_gone(tmp_path):
     run = read(write_run(tmp_path / "run", outcome="running"))
+    assert run.last_sign is not None
     assert run.is_silent(run.last_sign + 3600)
     assert not run.is_silent(run.last_sign + 60)
     assert "may have died" in ending(run).text

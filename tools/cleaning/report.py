@@ -93,16 +93,16 @@ def _stats(folder: Path) -> list[tuple[str, Stats]]:
 def _step(name: str, stats: Stats, pipeline: Pipeline) -> dict[str, Any]:
     if name == "personal_data":
         kinds = {kind: stats[kind] for kind in ("emails", "ips", "phones") if stats[kind]}
-        numbers = {"changed": stats["changed"], "reasons": kinds, "removed": 0}
+        removed, numbers = 0, {"changed": stats["changed"], "reasons": kinds}
     else:
         start = "dropped_"
         dropped = {k.removeprefix(start): n for k, n in stats.items() if k.startswith(start)}
         reasons = dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
-        numbers = {"removed": stats["dropped"], "reasons": reasons}
+        removed, numbers = stats["dropped"], {"reasons": reasons}
     folder = pipeline.removed / name
-    kept = stats["total"] - numbers["removed"]
+    kept = stats["total"] - removed
     shown = {"kept": kept, "folder": str(folder), "examples": _examples(folder)}
-    return {"step": name, "read": stats["total"], **numbers, **shown}
+    return {"step": name, "read": stats["total"], "removed": removed, **numbers, **shown}
 
 
 def _examples(folder: Path) -> list[dict[str, Any]]:

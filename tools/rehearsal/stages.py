@@ -214,7 +214,7 @@ class Rehearsal:
 
 def _tail(ranks: Ranks) -> str:
     """Return the last lines of the first rank that failed by itself, otherwise of rank 0."""
-    codes = [process.returncode for process in ranks.processes]
+    codes = [process.returncode or 0 for process in ranks.processes]
     first = next((rank for rank, code in enumerate(codes) if code not in (0, 75) and code > 0), 0)
     lines = ranks.logs[first].read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     return "\n".join([f"last output of rank {first}:", *(f"  {line}" for line in lines)])
