@@ -1,10 +1,11 @@
-"""Terminal output: wraps text to the width and colours verdicts. Standard library only.
+"""Terminal output: wraps text and help to the width, and colours verdicts. Standard library only.
 
 Pipes and files get the text unchanged, so that it can be searched.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -83,3 +84,41 @@ def say(text: str, stream: TextIO | None = None) -> None:
         if takes_colour(stream):
             text = coloured(text)
     print(text, file=stream, flush=True)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills the paragraphs of a command's description to the width, and keeps its examples.
+
+    Examples are indented. A comment that does not fit beside its command stands above it.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(_help_paragraph(paragraph, width) for paragraph in paragraphs)
+
+
+def _help_paragraph(text: str, width: int) -> str:
+    lines = re.sub(r" \\\n *", " ", text).split("\n")  # a command of several lines is one
+    if not any(line.startswith(" ") for line in lines):
+        return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+    shown = []
+    has_room = all(len(line) <= width for line in lines if "  # " in line)
+    for line in lines:
+        command, _, comment = line.partition("  # ")
+        if comment and not has_room:
+            indent = line[: len(line) - len(line.lstrip())]
+            shown += [f"{indent}# {comment}", command.rstrip()]
+        elif re.match(r" *\S+(?: \S+)*  ", line):
+            shown += _wrapped_line(line, width)
+        else:
+            shown += _wrapped_command(line, width)
+    return "\n".join(shown)
+
+
+def _wrapped_command(line: str, width: int) -> list[str]:
+    """Return a command as lines that a shell takes as one; options stay beside their values."""
+    if len(line) <= width:
+        return [line]
+    joined = re.sub(r" (--\S+) (?!-)", " \\1\0", line)
+    *parts, last = (part.replace("\0", " ") for part in _wrapped_line(joined, width - 2))
+    return [*(f"{part} \\" for part in parts), last]

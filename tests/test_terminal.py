@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -12,11 +13,11 @@ import pytest
 
 from harness.launch.ranks import free_port
 from harness.run.progress import Progress
-from harness.terminal import coloured, takes_colour, wrapped
+from harness.terminal import HelpFormatter, coloured, takes_colour, wrapped
 from tests.in_terminal import Terminal, shown_in
 from tests.run.test_meter import LINE
 from tests.tiers import rest_in_gate
-from tests.two_ranks import TRAIN, train_command, write_corpus
+from tests.two_ranks import REPOSITORY, TRAIN, train_command, write_corpus
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 LAYOUT = ("tools/show_layout.py", "--model", "llama-3-8b")
@@ -30,6 +31,44 @@ TOOLS = {
     "sweep": (*ESTIMATE, "a100-40", "--sweep", "micro_batch=1..2", "seq_len=2048..4096"),
     "schedule": ("tools/plot_schedule.py",),
 }
+
+
+HELP = """Titles of a command are filled to the width.
+
+    python tool.py  # what the command does
+    deepspeed --num_accelerators 2 tool.py --deepspeed zero3.json --plot lr.svg \\
+        model.name=tiny
+
+steps:
+  first   this step does something that takes many words
+"""
+FILLED = """Titles of a command are filled to
+the width.
+
+    # what the command does
+    python tool.py
+    deepspeed --num_accelerators 2 \\
+      tool.py \\
+      --deepspeed zero3.json \\
+      --plot lr.svg \\
+      model.name=tiny
+
+steps:
+  first   this step does something
+          that takes many words"""
+
+
+def test_help_is_filled_to_the_width_and_its_commands_can_be_pasted() -> None:
+    assert HelpFormatter("tool.py")._fill_text(HELP, 36, "") == FILLED
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "tools").glob("*.py")), ids=lambda path: path.stem
+)
+def test_help_of_a_tool_fits_80_columns(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    lines = HelpFormatter("tool.py")._fill_text(text, 78, "").split("\n")
+    assert [line for line in lines if len(line) > 78] == []
 
 
 @pytest.mark.parametrize("columns", rest_in_gate("tools", [80, 60]))

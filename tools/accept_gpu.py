@@ -31,7 +31,7 @@ sys.path[0] = str(REPOSITORY)
 
 from harness.launch.ranks import python_path
 from harness.layout.world import find_accelerator, listed_gpus
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.acceptance import report
 from tools.acceptance.report import Check, Result, Step, readable
 from tools.bounded import run_bounded
@@ -166,7 +166,7 @@ def _gpus() -> int:
 def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     listed = "\n".join(f"  {step.name:13} {step.question}" for step in steps)
     parser = argparse.ArgumentParser(
-        description=f"{__doc__}{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=f"{__doc__}{listed}", formatter_class=HelpFormatter
     )
     add = parser.add_argument
     add("--only", nargs="+", metavar="STEP", help="Run only these steps.")

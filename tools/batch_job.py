@@ -32,6 +32,7 @@ from harness.guard.signals import slurm_seconds_left
 from harness.layout.world import free_port, slurm_port
 from harness.plan.command import DS_PREFIX, Command, parse_command
 from harness.runfolder import RunFolder
+from harness.terminal import HelpFormatter
 
 MOST_REQUEUES = 3  # without a newer checkpoint in between
 LATE_S = 300.0  # Slurm's own warning comes at most this long before the time limit
@@ -50,9 +51,7 @@ _KILLED = 128  # plus the signal's number
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> the answer on standard output -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     questions = parser.add_subparsers(dest="question", required=True)
     questions.add_parser("run-dir", add_help=False)
     questions.add_parser("port")

@@ -30,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 from harness.plan.command import DEFAULT_DS_JSON
+from harness.terminal import HelpFormatter
 from tools.made_with import machine, versions
 from tools.speed.cases import LADDER, LIMIT_S, Case, measured, swept
 
@@ -114,9 +115,7 @@ def _shown(name: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
     each = "Values to try for a key; several sweeps give every combination."

@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError
 from harness.files.paths import option_path
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.exported import ADAPTER_WEIGHTS, ADAPTERS, export_of, opened
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -53,9 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("run", type=option_path, help="Run folder or exported model.")
     add("--prompt", action="append", help="Send one prompt and exit; may be repeated.")

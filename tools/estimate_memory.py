@@ -32,7 +32,7 @@ from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
 from harness.plan.memory import Untraceable, traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
-from harness.terminal import columns, say
+from harness.terminal import HelpFormatter, columns, say
 from tools.figure import write_plot
 from tools.look.palette import titles
 from tools.memory.sweep import read_sweep, sweep, sweep_text
@@ -134,9 +134,7 @@ def _traced(plan: Plan, memory: Estimate) -> dict[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_plan_arguments(parser)
     add = parser.add_argument
     host = "Host memory per node in GiB, for a verdict on it."

@@ -26,7 +26,7 @@ from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_
 from harness.files.paths import option_path
 from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -84,9 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("run", type=option_path, help="Run folder, or RUN@STEP.")
     add("--step", type=int, help="Step of the checkpoint (default: the newest usable one).")

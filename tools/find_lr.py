@@ -29,7 +29,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, RunStopped
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.figure import new_figure, plot_problems, write_plot
 from tools.look.palette import SERIES
 
@@ -57,9 +57,7 @@ class Found:
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text, optional plot and JSON -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
     add("--config", type=Path, metavar="TOML", help="Run config.")

@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError
 from harness.files.paths import option_path
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.exported import export_of, opened
 from tools.figure import new_figure, plot_problems, write_plot
 
@@ -52,9 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("runs", nargs="+", type=option_path, help="Run folders or exported models.")
     add("--text", type=option_path, required=True, help="Text file in UTF-8.")

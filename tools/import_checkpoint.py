@@ -30,15 +30,13 @@ from harness.data.tokenizer_files import copy_tokenizer
 from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
 from harness.files.paths import option_path
 from harness.runfolder import RunFolder
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.importing.native import Native, Source, find_source
 
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> checkpoint -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("source", type=option_path, help="FOLDER, FOLDER@STEP, or the folder of a checkpoint.")
     add("--out", type=option_path, required=True, help="Run folder; it may exist already.")

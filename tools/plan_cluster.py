@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.cluster.ask import question_of
 from tools.cluster.calibrate import calibrate
 from tools.cluster.choose import Answer, seconds_within, why_not
@@ -119,9 +119,7 @@ def _count_of(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="preset, config.json, folder or hub id")
     add("--gpus", type=_count_of, required=True, help="total number of GPUs")

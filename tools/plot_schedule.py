@@ -25,7 +25,7 @@ from harness.errors import ConfigError, ExitCode
 from harness.layout.world import World
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.plan.plan import Plan
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.figure import new_figure, plot_problems, with_thousands, write_plot
 from tools.look.palette import SERIES
 
@@ -39,9 +39,7 @@ _EACH = 100_000
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text on standard output, optional plot -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, metavar="TOML", help="Run config.")
     add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")

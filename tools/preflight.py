@@ -26,7 +26,7 @@ from typing import NoReturn
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 
 LIMIT_S = 120.0
 # A rank that hangs out of Python's reach ends itself this long after the limit. Killed from
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     """argv -> table on rank 0's standard output -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
         usage="%(prog)s [--json] [--limit-s SECONDS] (arguments of harness/train.py)",
     )

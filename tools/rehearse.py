@@ -44,7 +44,7 @@ from harness.plan.changes import takes
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.plan import Plan
 from harness.plan.text import describe
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.made_with import machine, versions
 from tools.plan_args import add_machine_arguments, world_of
 from tools.rehearsal import stages
@@ -255,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="Other arguments are those of harness/train.py: --deepspeed, --config, key=value.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     add_machine_arguments(parser)

@@ -22,6 +22,7 @@ from harness.report.compare import compare_page_of
 from harness.report.page import page_of
 from harness.report.run_record import RunRecord, is_run, read
 from harness.report.write import NAME, write_page
+from harness.terminal import HelpFormatter
 from tools.figure import plot_problems, write_plot
 
 ALL = Path("runs")
@@ -51,9 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, help="run folders (default: all of runs/)")
     parser.add_argument("--out", type=Path, help="page to write")
     parser.add_argument(

@@ -30,15 +30,13 @@ from harness.data.packing import IGNORED
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.runfolder import RunFolder
-from harness.terminal import say, takes_colour
+from harness.terminal import HelpFormatter, say, takes_colour
 from tools.batch_text import first_sample_of, positions_of, show_step
 
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text on standard output -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("run", help="Run folder.")
     add("--step", type=int, default=1, help="Optimizer step, from 1 (default: 1).")

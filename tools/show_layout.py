@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
-from harness.terminal import columns, say
+from harness.terminal import HelpFormatter, columns, say
 from tools.figure import write_plot
 from tools.layout import plot
 from tools.layout.text import describe
@@ -27,9 +27,7 @@ from tools.plan_args import add_plan_arguments, plan_of
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text on standard output -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add_plan_arguments(parser)
     args = parser.parse_intermixed_args(argv)
     try:

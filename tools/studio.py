@@ -23,15 +23,14 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
+from harness.terminal import HelpFormatter
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> an app served until Ctrl-C -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--port", type=int, default=8230, help="port to serve on (default: 8230); 0: any free port"
     )

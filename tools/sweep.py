@@ -40,7 +40,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
 from harness.files.folder_lock import release, take_lock
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.sweeps.cost import Cost, Record, costs
 from tools.sweeps.page import write_page
 from tools.sweeps.slurm import follow, slurm_problems, slurm_world, submit
@@ -58,9 +58,7 @@ INTERRUPTED = 130
 
 def main(argv: list[str]) -> int:
     """argv -> trials -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("file", type=Path, metavar="SWEEP.toml")
     parser.add_argument(
         "--slurm", action="store_true", help="Submit the trials as one Slurm job array."

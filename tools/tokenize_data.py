@@ -25,7 +25,7 @@ from harness.config.ds_file import PREFIX as DS_PREFIX
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 from tools.tokenizing.sources import Share, tokenized
 from tools.workers import Stopped, WorkerFailed, cores, stopping
 
@@ -51,9 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--config", type=option_path, metavar="TOML", help="Run config.")
     add("--workers", type=int, default=cores(), help="Number of processes (default: %(default)s).")

@@ -21,7 +21,7 @@ from harness.layout.world import World
 from harness.plan.machine import cluster
 from harness.plan.make import make_plan, refuse
 from harness.plan.plan import Plan
-from harness.terminal import say
+from harness.terminal import HelpFormatter, say
 
 DEFAULT_DS_JSON = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1.json"
 
@@ -106,7 +106,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         prog="train.py",
         description="Train a decoder language model with DeepSpeed.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

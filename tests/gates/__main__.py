@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
+from harness.terminal import HelpFormatter
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT = REPOSITORY / "build" / "gates"
 ALWAYS = ("harness", "ds_configs", "tests", "pyproject.toml")
@@ -101,9 +103,7 @@ def main() -> int:
     """Run the command; return its exit code."""
     rows = tomllib.loads(Path(__file__).with_name("gates.toml").read_text())
     gates = {name: Gate(name, **row) for name, row in rows.items()}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("gates", nargs="*", metavar="GATE", help=f"one of {', '.join(gates)}")
     parser.add_argument("--again", action="store_true", help="also what has passed already")
     args = parser.parse_args()

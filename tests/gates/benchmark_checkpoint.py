@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.ranks import run_module
+from harness.terminal import HelpFormatter
 
 SEQ_LEN, VOCAB_SIZE = 32, 16_000  # tokens
 MODEL = {
@@ -50,9 +51,7 @@ RATIOS = {
 
 def main() -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--rounds", type=int, default=6, help="even: both are first as often")
     parser.add_argument("--folder", type=Path, help="on the disk in question")

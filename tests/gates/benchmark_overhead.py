@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.ranks import ON_CPU, REPOSITORY, raise_errors, started
+from harness.terminal import HelpFormatter
 from tools.made_with import machine, versions
 
 SEQ_LEN, ACCUMULATED = 128, 2  # tokens; micro-batches of one sample on each rank
@@ -58,9 +59,7 @@ RUN = (
 
 def main() -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3], metavar="STAGE")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="RANKS")
     parser.add_argument("--rounds", type=int, default=10)

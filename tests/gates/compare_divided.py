@@ -31,6 +31,7 @@ from harness.errors import ExitCode
 from harness.layout.grid import Grid, Share
 from harness.layout.tensor import TensorPlan
 from harness.models.loss import forward
+from harness.terminal import HelpFormatter
 from tests.gates.matrix import same_versions
 from tests.gates.planned import SEQ_LEN, VOCAB_SIZE, families, is_mixture, tiny
 from tools.made_with import versions
@@ -63,9 +64,7 @@ class Row:
 
 def main() -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--families", nargs="+", metavar="MODEL_TYPE", help="only these")
     parser.add_argument("--out", type=Path, help="keep each family's result here, to resume")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table here")

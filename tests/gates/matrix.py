@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from harness.errors import ExitCode
+from harness.terminal import HelpFormatter
 from tools.made_with import PACKAGES
 
 
@@ -38,9 +39,7 @@ def matrix_arguments(
     `kept`: the content of --out; `table`: the content of --markdown; `brief`: True if there is a
     third set of cells; `defects`: True if defects and GPUs can be chosen.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     some = parser.add_mutually_exclusive_group()
     some.add_argument("--full", action="store_true", help="every cell, not a covering set")
     if brief:

@@ -29,6 +29,7 @@ from harness.estimate.activations import saved_for_backward
 from harness.estimate.rank_timeline import rank_timeline
 from harness.layout.world import World
 from harness.plan.memory import memory_inputs
+from harness.terminal import HelpFormatter
 from tests.gates.jobs import Group, run_jobs
 from tests.gates.matrix import chosen
 from tests.gates.memory.cases import Case, all_cases, covering_cases
@@ -179,9 +180,7 @@ buffers of earlier micro-batches linger until Python's cycle collector comes by.
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--full", action="store_true", help="every case")
     parser.add_argument("--cases", dest="cells", nargs="+", metavar="CASE")
     parser.add_argument("--gpu", action="store_true", help="on this machine's GPUs")

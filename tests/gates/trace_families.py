@@ -26,6 +26,7 @@ from harness.layout.shape import num_parameters
 from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
+from harness.terminal import HelpFormatter
 
 # fmt: off
 FAMILIES = [
@@ -65,9 +66,7 @@ fp32. Written by
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> a line per family, optional table -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("families", nargs="*", default=FAMILIES)

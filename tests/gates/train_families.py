@@ -24,6 +24,7 @@ from typing import Any
 from harness.errors import ExitCode
 from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
+from harness.terminal import HelpFormatter
 from tests.gates.hybrids import HYBRIDS, NEWER
 from tests.gates.small_runs import functions, write_jsonl
 
@@ -72,9 +73,7 @@ one whose tensors are divided over two ranks.
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> a line per family, optional table -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("families", nargs="*", default=[*HYBRIDS, *NEWER])
