@@ -82,7 +82,7 @@ def test_held_out_splits_and_rows_that_are_left_out_are_those_of_the_run(
     folder = tmp_path / "data"
     folder.mkdir()
     for name, count in (("train", 200), ("test", 40)):
-        lines = [json.dumps(of) for of in records(count)]
+        lines = [json.dumps(record) for record in records(count)]
         (folder / f"{name}.jsonl").write_text("\n".join(["{", *lines]))
     asked = [f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=300"]
     asked += ["data.seq_len=16", "data.bad_rows=skip"]

@@ -222,8 +222,8 @@ def _run(args: argparse.Namespace, pipeline: Pipeline) -> None:
     from tools.cleaning.steps import write_n_grams
 
     recipe, logs = pipeline.recipe, pipeline.out / "logs"
-    if of := recipe.decontaminate:
-        write = partial(write_n_grams, of.files, of.n_grams, recipe.words)
+    if step := recipe.decontaminate:
+        write = partial(write_n_grams, step.files, step.n_grams, recipe.words)
         fill_once(pipeline.work / "n-grams", write, lambda line: None)  # jobs may be reading it
     stages, problems = [*pipeline.stages()], pipeline.problems
     if args.slurm:

@@ -29,7 +29,7 @@ class Notes(Counter[Note]):
     def text(self) -> str:
         """Return one clause per kind; "" if there are no notes."""
         columns, keys, turns = (
-            {name: count for (of, name), count in sorted(self.items()) if of == kind}
+            {name: count for (noted, name), count in sorted(self.items()) if noted == kind}
             for kind in ("columns", "keys", "turns")
         )
         parts = [f"{count:,} {name}" for name, count in turns.items()]

@@ -269,9 +269,9 @@ def test_kernels_that_differ_the_second_time_widen_no_more_than_they_differ(
     _, order = reference.gradients(way, by)
     each, passes = PlainModel.each_micro_batch, []
 
-    def noisy(model: PlainModel, *of: object) -> object:
+    def noisy(model: PlainModel, *args: object) -> object:
         passes.append(len(passes))
-        for loss, gradients in each(model, *of):
+        for loss, gradients in each(model, *args):
             yield loss, {n: g * (1 + 1e-4 * passes[-1]) for n, g in gradients.items()}
 
     monkeypatch.setattr(PlainModel, "each_micro_batch", noisy)

@@ -116,12 +116,12 @@ def readable(text: str) -> str:
 
 def conclusion(results: Sequence[Result]) -> str:
     """Return the verdict over all steps: a sentence, in lines of WIDTH."""
-    of = {v: [r.step for r in results if r.verdict == v] for v in ("held", "failed", "skipped")}
+    steps = {v: [r.step for r in results if r.verdict == v] for v in ("held", "failed", "skipped")}
     seconds, cpu_s = (sum(getattr(r, name) for r in results) for name in ("seconds", "cpu_s"))
     time = f"{seconds:.0f} s, {cpu_s:.0f} s of processors"
-    parts = [f"{len(of['held'])} of {len(results)} steps held in {time}"]
-    parts += [f"skipped: {', '.join(of['skipped'])}"] if of["skipped"] else []
-    parts += [f"FAILED: {', '.join(of['failed'])}"] if of["failed"] else []
+    parts = [f"{len(steps['held'])} of {len(results)} steps held in {time}"]
+    parts += [f"skipped: {', '.join(steps['skipped'])}"] if steps["skipped"] else []
+    parts += [f"FAILED: {', '.join(steps['failed'])}"] if steps["failed"] else []
     return textwrap.fill("; ".join(parts), WIDTH)
 
 

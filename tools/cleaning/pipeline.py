@@ -225,7 +225,7 @@ def keep_identity(pipeline: Pipeline) -> None:
                 f"({path}): choose another OUT, or remove this one"
             )
         return
-    if others := [of.name for of in pipeline.out.iterdir() if of.name != "lock"]:
+    if others := [path.name for path in pipeline.out.iterdir() if path.name != "lock"]:
         raise ConfigError(
             f"OUT: {pipeline.out} holds {others[0]}, which this tool did not write: choose "
             "another OUT"

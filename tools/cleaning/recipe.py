@@ -351,7 +351,7 @@ def _tree(named: str, problems: list[str]) -> tuple[dict[str, Any], str]:
 
 def _sentence(item: Any, origin: str, set_here: list[str]) -> str:
     key = ".".join(map(str, item["loc"]))
-    origin = COMMAND_LINE if any(key.startswith(of) for of in set_here) else origin
+    origin = COMMAND_LINE if any(key.startswith(name) for name in set_here) else origin
     if item["type"] == "extra_forbidden":
         names = [*Recipe.model_fields]
         for name, field in Recipe.model_fields.items():

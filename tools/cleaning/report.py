@@ -85,7 +85,10 @@ def _stats(folder: Path) -> list[tuple[str, Stats]]:
             values = {**step["stats"], "seconds": step["time_stats"]}
             # datatrove writes either a number, or a total with its spread.
             added[place][1].update(
-                {key: of["total"] if isinstance(of, dict) else of for key, of in values.items()}
+                {
+                    key: value["total"] if isinstance(value, dict) else value
+                    for key, value in values.items()
+                }
             )
     return added
 
@@ -110,7 +113,7 @@ def _examples(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob("*.jsonl"))
     files = files[:: max(1, len(files) // EXAMPLES)][:EXAMPLES]
     by_file = [[*_first(file, EXAMPLES)] for file in files]
-    turns = (of[turn] for turn in range(EXAMPLES) for of in by_file if turn < len(of))
+    turns = (lines[turn] for turn in range(EXAMPLES) for lines in by_file if turn < len(lines))
     return [example for _, example in zip(range(EXAMPLES), turns, strict=False)]
 
 
@@ -310,14 +313,14 @@ def _examples_shown(step: Values) -> str:
     if not step["examples"]:
         return ""
     rows = "".join(
-        f"<tr><td>{escaped(of['reason'])}</td><td>{escaped(of['text'])}"
-        f"<br><small>{escaped(of['source'])}</small></td></tr>"
-        for of in step["examples"]
+        f"<tr><td>{escaped(example['reason'])}</td><td>{escaped(example['text'])}"
+        f"<br><small>{escaped(example['source'])}</small></td></tr>"
+        for example in step["examples"]
     )
     word = "changed" if "changed" in step else "removed"
-    of = f"{len(step['examples'])} of the {step.get('changed', step['removed']):,} documents"
+    shown = f"{len(step['examples'])} of the {step.get('changed', step['removed']):,} documents"
     return (
-        f"<section class=card><details><summary>{_spaced(step['step'])}: {of} that it {word}"
+        f"<section class=card><details><summary>{_spaced(step['step'])}: {shown} that it {word}"
         f"</summary><div class=capped><table class=plan>{rows}</table></div>"
         f"<p class=note>All of them: <code>{escaped(step['folder'])}</code></p></details></section>"
     )

@@ -128,7 +128,9 @@ def run_on_slurm(
             executors[-1].launch_job()
         except subprocess.CalledProcessError as error:
             raise ConfigError(f"sbatch rejected the job: {error}") from error
-        numbers = [str(of.job_id) for of in executors if of.job_id not in (None, -1)]
+        numbers = [
+            str(executor.job_id) for executor in executors if executor.job_id not in (None, -1)
+        ]
         jobs.parent.mkdir(parents=True, exist_ok=True)
         jobs.write_text(json.dumps(numbers))
         say(f"submitted {len(numbers)} arrays as jobs {', '.join(numbers)}")

@@ -46,12 +46,12 @@ def table(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def _conclusion(rows: Sequence[Row]) -> str:
-    of = {v: [row.check for row in rows if row.verdict == v] for v in ("warn", "FAIL")}
-    warnings = f"{count(len(of['warn']), 'warning')} ({', '.join(of['warn'])})"
-    if of["FAIL"]:
-        also = f"; {warnings}" if of["warn"] else ""
-        return f"FAIL, do not start: {', '.join(of['FAIL'])}{also}"
-    return f"ok to start, {warnings if of['warn'] else 'no warnings'}"
+    checks = {v: [row.check for row in rows if row.verdict == v] for v in ("warn", "FAIL")}
+    warnings = f"{count(len(checks['warn']), 'warning')} ({', '.join(checks['warn'])})"
+    if checks["FAIL"]:
+        also = f"; {warnings}" if checks["warn"] else ""
+        return f"FAIL, do not start: {', '.join(checks['FAIL'])}{also}"
+    return f"ok to start, {warnings if checks['warn'] else 'no warnings'}"
 
 
 def code(rows: Sequence[Row]) -> ExitCode:

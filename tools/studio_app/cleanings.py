@@ -57,7 +57,9 @@ class Cleaning(BaseModel):
 
 def names() -> list[str]:
     """Return the folders of reports below the root, the newest first."""
-    newest_first = sorted(folders_with((_FILE,)), key=lambda of: (-stamp(of / _FILE)[0], of))
+    newest_first = sorted(
+        folders_with((_FILE,)), key=lambda folder: (-stamp(folder / _FILE)[0], folder)
+    )
     return [str(folder.relative_to(root())) for folder in newest_first[:_MOST]]
 
 

@@ -44,7 +44,7 @@ def figures(values: Values) -> list[Figure]:
     now = round(values["progress"] / 100 * (len(chosen) - 1))
     layers, length = inputs.shape.num_layers, inputs.seq_len
     again = sum(flops_again(inputs.shape, length, way, inputs.mlp_tiles))
-    peak, without = (max(turn.bytes for turn in of) for of in (chosen, turns["none"]))
+    peak, without = (max(turn.bytes for turn in moments) for moments in (chosen, turns["none"]))
     count = sum(is_checkpointed(way, layer) for layer in range(layers))
     share = again / sum(flops_per_unit(inputs.shape, length))
     return [
@@ -60,8 +60,8 @@ def figures(values: Values) -> list[Figure]:
         lines(
             "Activations held during one step",
             [
-                line(each, [(n, turn.bytes / GIB) for n, turn in enumerate(of)])
-                for each, of in turns.items()
+                line(each, [(n, turn.bytes / GIB) for n, turn in enumerate(moments)])
+                for each, moments in turns.items()
             ],
             "layers, forward and then backward",
             "GiB",

@@ -45,16 +45,16 @@ def figures(values: Values) -> list[Figure]:
         orders = make(stages, batches, chunks)
         placed[each] = spans(orders, work, chunks)
         most[each] = [most_kept(row, chunks) for row in orders]
-    lengths = {each: _step(of, work, batches) for each, of in placed.items()}
+    lengths = {each: _step(slots, work, batches) for each, slots in placed.items()}
     rows = [
         (
             each,
-            f"{waiting(of):.1%}",
+            f"{waiting(slots):.1%}",
             f"{lengths[each]:.2f} x",
             f"{max(most[each]):.3g}",
             "yes" if each == "1F1B" else "no: drawn for comparison",
         )
-        for each, of in placed.items()
+        for each, slots in placed.items()
     ]
     return [
         numbers(

@@ -62,8 +62,13 @@ def figures(values: Values) -> list[Figure]:
     return [
         numbers(
             *(
-                (name, gib(e.worst.peak), f"divides {of}; {e.verdict}", VERDICTS.get(e.verdict))
-                for (name, of), e in by_stage
+                (
+                    name,
+                    gib(e.worst.peak),
+                    f"divides {divided}; {e.verdict}",
+                    VERDICTS.get(e.verdict),
+                )
+                for (name, divided), e in by_stage
             )
         ),
         memory_bars(

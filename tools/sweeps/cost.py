@@ -78,7 +78,7 @@ def costs(sweep: Sweep, world: World | None, problems: list[str]) -> list[Cost]:
         problems.append(problem + which)
     for name in ("steps", "tokens"):
         limit = getattr(sweep.settings.budget, name)
-        most = max((getattr(of, name) for of in results), default=0)
+        most = max((getattr(result, name) for result in results), default=0)
         if limit is not None and limit < most:
             problems.append(
                 worded(f"sweep.budget.{name}", limit, str(sweep.path), f"one trial takes {most:,}")
@@ -153,9 +153,9 @@ class Budget:
         """
         used = [running.get(record.number, record.used) for record in records]
         taken: dict[str, float] = {
-            "steps": sum(of.steps for of in used),
-            "tokens": sum(of.tokens for of in used),
-            "hours": sum(of.hours for of in used),
+            "steps": sum(cost.steps for cost in used),
+            "tokens": sum(cost.tokens for cost in used),
+            "hours": sum(cost.hours for cost in used),
         }
         prune = self._sweep.settings.prune
         if following is not None:

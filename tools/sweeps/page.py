@@ -146,13 +146,17 @@ class Plots:
     def __init__(self, sweep: Sweep, records: Sequence[Record]) -> None:
         self._sweep, self._metric = sweep, sweep.settings.metric
         # The best last: above the others.
-        self._records = [of for of in reversed(ranked(records)) if math.isfinite(of.value)]
+        self._records = [
+            record for record in reversed(ranked(records)) if math.isfinite(record.value)
+        ]
         self._best = best_of(records)
 
     def curves(self, curves: Mapping[int, Points]) -> str:
         """Return the metric of every trial over its steps; stopped ones end early."""
         drawn = [
-            self._curve(of, curves[of.number]) for of in self._records if curves.get(of.number)
+            self._curve(record, curves[record.number])
+            for record in self._records
+            if curves.get(record.number)
         ]
         return html_of(
             lines(f"{self._metric} over steps", drawn, "step", has_legend=False, height=300)
@@ -163,8 +167,10 @@ class Plots:
         for key, name in short_names(self._sweep).items():
             scale = _scale(self._sweep.space[key])
             drawn = [
-                self._curve(of, [(_number(scale, of.choice[key]), of.value)], is_dot=True)
-                for of in self._records
+                self._curve(
+                    record, [(_number(scale, record.choice[key]), record.value)], is_dot=True
+                )
+                for record in self._records
             ]
             axis = {"log_x": scale.log, "x_range": (scale.low, scale.high)}
             if scale.words:

@@ -104,7 +104,7 @@ class Study:
         return Record(
             number,
             "diverged" if value == math.inf and state == "done" else state,
-            {key: _as_text(params[key], of) for key, of in space.items() if key in params},
+            {key: _as_text(params[key], values) for key, values in space.items() if key in params},
             value,
             Used(*attributes.get("used", ())),
             attributes.get("reason", ""),

@@ -36,14 +36,14 @@ def listing(sweep: Sweep, costs: Sequence[Cost]) -> str:
     lines = []
     if settings.method != "tpe":
         rows = [
-            [f"{n:03}", f"{of.steps:,}", f"{of.tokens:,}", *(choice or {}).values()]
-            for n, (choice, of) in enumerate(zip(sweep.choices(), costs, strict=True))
+            [f"{n:03}", f"{cost.steps:,}", f"{cost.tokens:,}", *(choice or {}).values()]
+            for n, (choice, cost) in enumerate(zip(sweep.choices(), costs, strict=True))
         ]
         lines.append(_table(["trial", "steps", "tokens", *short_names(sweep).values()], rows))
-        each = [(of.steps, of.tokens) for of in costs]
+        each = [(cost.steps, cost.tokens) for cost in costs]
     else:
         lines.append(f"{settings.trials} trials; each is chosen when it starts (tpe)")
-        worst = max(costs, key=lambda of: of.tokens)
+        worst = max(costs, key=lambda cost: cost.tokens)
         each = [(worst.steps, worst.tokens)] * sweep.number_of_trials
     steps, tokens = (sum(numbers) for numbers in zip(*each, strict=True))
     total = f"{len(each)} trials: {steps:,} steps, {tokens:,} tokens"
@@ -52,7 +52,7 @@ def listing(sweep: Sweep, costs: Sequence[Cost]) -> str:
     if any(limits.values()):
         words = (f"{limit:,} {name}" for name, limit in limits.items() if limit)
         lines.append(f"budget: {', '.join(words)}")
-    if peaks := [of.peak_gib for of in costs if of.peak_gib is not None]:
+    if peaks := [cost.peak_gib for cost in costs if cost.peak_gib is not None]:
         lines.append(f"memory: at most {max(peaks):.2f} GiB in tensors per rank")
     lines.append(f"folder: {sweep.folder}")
     return "\n".join(lines)
@@ -62,7 +62,7 @@ def ranked(records: Sequence[Record]) -> list[Record]:
     """Return the trials that have a result: whole trials first, then by how they ended."""
     order = {"done": 0, "pruned": 1, "diverged": 2}
     compared = [record for record in records if record.state in order]
-    return sorted(compared, key=lambda of: (order[of.state], of.value, of.number))
+    return sorted(compared, key=lambda result: (order[result.state], result.value, result.number))
 
 
 def best_of(records: Sequence[Record]) -> Record | None:
@@ -148,8 +148,8 @@ class Screen:
     def show(self, running: Iterable[Running]) -> None:
         """Replace the line that changes: each trial's step and metric."""
         texts = (
-            f"{of.trial.number:03} step {of.step}/{of.cost.steps} {shown(of.value)}"
-            for of in running
+            f"{result.trial.number:03} step {result.step}/{result.cost.steps} {shown(result.value)}"
+            for result in running
         )
         self._replace(" | ".join(texts))
 
