@@ -23,6 +23,7 @@ from harness.checkpoint.store import checkpoint_of
 from harness.config.assignments import MAX_INTEGER
 from harness.config.run_config import run_and_step
 from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_disk
+from harness.estimate.memory_item import as_size
 from harness.files.paths import option_path
 from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
@@ -110,7 +111,7 @@ class Shown:
         """Show the bytes written so far, and the total."""
         if time.monotonic() >= self._next or done == total:
             self._next = time.monotonic() + self._every_s
-            _say(f"written {done / 1e9:.2f} of {total / 1e9:.2f} GB ({done / total:.0%})")
+            _say(f"written {as_size(done)} of {as_size(total)} ({done / total:.0%})")
 
 
 def _bytes(text: str) -> int:

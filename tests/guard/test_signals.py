@@ -75,8 +75,10 @@ def name_of(number: signal.Signals) -> str:
 
 @pytest.fixture
 def guard() -> Iterator[StopGuard]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may be under nohup
     with contextlib.closing(StopGuard(1)) as guard:
         yield guard
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_many_ranks_agree_in_rows_and_columns(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def commands(best: Counted, folder: str) -> dict[str, str]:
         "job.sh": slurm,
         "hostfile.sh": f"deepspeed --hostfile {hosts} harness/train.py {files}",
         "torchrun.sh": f"torchrun --nnodes={nodes} --nproc-per-node={per_node} "
-        '--node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
+        '--node-rank="${NODE_RANK:?0 on the first node, 1 on the next, ...}" '
+        '--master-addr="${MASTER_ADDR:?the name of the first node}" '
         f'--master-port="${{MASTER_PORT:-29500}}" harness/train.py {files}',
     }
 

@@ -34,10 +34,11 @@ def describe(args: argparse.Namespace, question: Question, answer: Answer) -> st
     if best is None:
         nearest = sorted(answer.ways.items(), key=lambda way: counted.index(way[1]))
         return "\n".join([*lines, "Nothing fits. The nearest:", *_rows(dict(nearest), None)])
+    others = ["", "Why not ...?", *_rows(answer.ways, best)] if answer.ways else []
     return "\n".join(
         [
             *(*lines, *_job(args, question, best, question.job(best)), ""),
-            *(*_on_paper(answer), "", "Why not ...?", *_rows(answer.ways, best)),
+            *(*_on_paper(answer), *others),
             *("", *_ready(args, best), "", *_evidence(question, best)),
         ]
     )
