@@ -73,12 +73,6 @@ def expert(inputs: Inputs, again: float = 0.0) -> Calls:
     return Calls(_sparse_layers(inputs.shape) * (4 + 2 * again), sent)
 
 
-def expert_counts(inputs: Inputs, again: float = 0.0) -> Calls:
-    """Return a micro-batch's all-to-alls of the token counts, int64."""
-    calls = _sparse_layers(inputs.shape) * (1 + again) if inputs.grid.expert > 1 else 0
-    return Calls(calls, 8 * inputs.shape.num_experts)
-
-
 def boundary(inputs: Inputs) -> Calls:
     """Return what a micro-batch sends across one stage boundary, in one direction."""
     grid = inputs.grid

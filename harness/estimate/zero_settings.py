@@ -49,7 +49,6 @@ class ZeroSettings:
     nvme_buffers: int
     nvme_param_buffers: int
     nvme_param_buffer: int
-    gather_on_save: bool
 
     @classmethod
     def read(cls, value: Callable[[str], Any]) -> ZeroSettings:
@@ -102,7 +101,6 @@ class ZeroSettings:
             nvme_buffers=int(zero("offload_optimizer.buffer_count")),
             nvme_param_buffers=int(zero("offload_param.buffer_count")),
             nvme_param_buffer=int(zero("offload_param.buffer_size")),
-            gather_on_save=bool(zero("stage3_gather_16bit_weights_on_model_save")),
         )
 
     @property

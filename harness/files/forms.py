@@ -260,11 +260,6 @@ FORMS = (
 WANTED = ", or ".join(" and ".join(form.needs) for form in FORMS)
 
 
-def document_of(record: object, columns: Mapping[str, str]) -> Document:
-    """Return the document of a record. Raises ValueError with the problem."""
-    return read(record, columns)[0]
-
-
 def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Note]]:
     """Return the document of a record, and notes on the columns with content that are not read.
 

@@ -23,9 +23,6 @@ from harness.layout.families import Keys, family_of, kv_heads
 from harness.layout.releases import was_rewritten
 from harness.layout.shape import Shape, Tensor
 
-Ends = tuple[list[str], list[str]]
-"""Names of a module's inputs and of its outputs."""
-
 
 def tensor_plan(model_type: str) -> dict[str, str] | None:
     """Return transformers' tensor-parallel style of each module, such as "colwise"; None if it has
@@ -41,14 +38,6 @@ def expert_plan(model_type: str) -> dict[str, str] | None:
     None.
     """
     return _plan("expert", model_type)
-
-
-def pipeline_plan(model_type: str) -> dict[str, Ends] | None:
-    """Return the inputs and outputs of the modules between which a pipeline can be split, in order;
-    None if transformers has no plan.
-    """
-    plan = _plan("pipeline", model_type)
-    return plan and {module: (takes, returns) for module, (takes, returns) in plan.items()}
 
 
 def without_sdpa(model_type: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from harness.config.assignments import assign_all
 from harness.files.chat import Chat
-from harness.files.forms import document_of, read
+from harness.files.forms import read
 from harness.files.notes import Notes
 from harness.files.pieces import Ids, Piece
 from harness.files.turns import Message
@@ -226,7 +226,7 @@ def test_a_row_is_a_conversation(name: str) -> None:
 
 
 def pieces(row: dict[str, Any]) -> list[Piece]:
-    document = document_of(row, {})
+    document = read(row, {})[0]
     assert not isinstance(document, Chat | Ids)
     return [*document]
 
@@ -257,18 +257,18 @@ def test_segments_are_one_text() -> None:
 
 def test_token_ids_are_read_as_they_are() -> None:
     ids = [5, 6, 7, 8]
-    assert document_of({"input_ids": ids}, {}) == Ids(ids, [(0, 4)])
+    assert read({"input_ids": ids}, {})[0] == Ids(ids, [(0, 4)])
     labels = [-100, 6, -100, 8]
-    assert document_of({"input_ids": ids, "labels": labels}, {}) == Ids(ids, [(1, 2), (3, 4)])
+    assert read({"input_ids": ids, "labels": labels}, {})[0] == Ids(ids, [(1, 2), (3, 4)])
     padded = {"input_ids": [0, *ids], "labels": [-100, *labels], "attention_mask": [0, 1, 1, 1, 1]}
-    assert document_of(padded, {}) == Ids(ids, [(1, 2), (3, 4)])
+    assert read(padded, {})[0] == Ids(ids, [(1, 2), (3, 4)])
     for mask in ([0, 1, 0, 1], [False, True, False, True], [0.0, 1.0, 0.0, 1.0]):
         for key in ("loss_mask", "completion_mask", "assistant_masks"):
-            assert document_of({"input_ids": ids, key: mask}, {}) == Ids(ids, [(1, 2), (3, 4)])
+            assert read({"input_ids": ids, key: mask}, {})[0] == Ids(ids, [(1, 2), (3, 4)])
     both = {"input_ids": ids, "labels": labels, "completion_mask": [0, 0, 1, 1]}
-    assert document_of(both, {}) == Ids(ids, [(3, 4)])
+    assert read(both, {})[0] == Ids(ids, [(3, 4)])
     columns = {"input_ids": "tokens"}
-    assert document_of({"tokens": "[5, 6]"}, columns) == Ids([5, 6], [(0, 2)])
+    assert read({"tokens": "[5, 6]"}, columns)[0] == Ids([5, 6], [(0, 2)])
 
 
 def test_what_is_not_read_is_named() -> None:
@@ -391,7 +391,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_row_is_refused_with_what_is_wrong(name: str) -> None:
     row, message = REFUSED[name]
     with pytest.raises(ValueError, match=re.escape(message)):
-        document_of(row, {})
+        read(row, {})[0]
 
 
 NAMED: dict[str, tuple[dict[str, Any], str]] = {
@@ -436,7 +436,7 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
 def test_columns_of_other_names_are_told_how_to_be_named(name: str) -> None:
     row, advice = NAMED[name]
     with pytest.raises(ValueError, match=re.escape(advice)) as refused:
-        document_of(row, {})
+        read(row, {})[0]
     # After following the advice, it reads the row.
     if columns := re.search(r"data\.columns[.=]\S.*?(?=$| learns| names)", str(refused.value)):
         tree: dict[str, Any] = {}

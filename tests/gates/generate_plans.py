@@ -1,16 +1,15 @@
 """Write harness/layout/plans.json: the parallelism plans of every decoder in transformers.
 
 They are taken from the config classes of the installed transformers (base_model_tp_plan,
-base_model_ep_plan, base_model_pp_plan), so that the packages below the models know them without
+base_model_ep_plan), so that the packages below the models know them without
 importing it. Run it again after an upgrade of transformers:
 
     python -m tests.gates.generate_plans
 
 {"transformers": version, "tensor": [{"families": [model types], "plan": ...}, ...], "expert": ...,
-"pipeline": ..., "keys": ..., "without_sdpa": [model types]}: model types with equal plans share an
-entry. A tensor or expert plan gives a style for each module of the base model, where
-"layers.*.mlp.up_proj" means every layer. A pipeline plan gives two lists for each module: its
-inputs and its outputs. "keys" are the keys of a config.json that change the model or its export:
+"keys": ..., "without_sdpa": [model types]}: model types with equal plans share an entry. A plan
+gives a style for each module of the base model, where "layers.*.mlp.up_proj" means every layer.
+"keys" are the keys of a config.json that change the model or its export:
 the config class has or accepts them, and the source of the model's module reads them. "most_keys"
 are the keys of most decoders; each family lists those that it adds (+) and lacks (-).
 """
@@ -35,11 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from harness.launch.ranks import REPOSITORY
 
 OUTPUT = REPOSITORY / "harness" / "layout" / "plans.json"
-_ATTRIBUTES = {
-    "tensor": "base_model_tp_plan",
-    "expert": "base_model_ep_plan",
-    "pipeline": "base_model_pp_plan",
-}
+_ATTRIBUTES = {"tensor": "base_model_tp_plan", "expert": "base_model_ep_plan"}
 
 _READ = re.compile(r'config\.(\w+)|getattr\(\s*(?:self\.)?config,\s*"(\w+)"')
 _ASKED = re.compile(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"')

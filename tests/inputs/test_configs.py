@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from harness.config.run_config import known_keys
 from harness.errors import ConfigError
 from harness.files.chat import Chat
-from harness.files.forms import document_of
+from harness.files.forms import read
 from harness.files.pieces import Ids
 from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import Untraceable
@@ -415,7 +415,7 @@ def test_a_changed_record_is_a_document_or_a_problem(count: int) -> None:
     @given(st.sampled_from(_RECORDS).flatmap(changed).filter(lambda record: type(record) is dict))
     def test(record: Any) -> None:
         try:
-            document = document_of(record, {})
+            document = read(record, {})[0]
             pieces = [] if isinstance(document, Chat | Ids) else [*document]
         except ValueError:
             return

@@ -21,7 +21,6 @@ from harness.layout.tensor import (
     SUMMED,
     TensorPlan,
     expert_plan,
-    pipeline_plan,
     plan_of,
     tensor_plan,
     tensor_problems,
@@ -194,19 +193,16 @@ def test_the_table_holds_plans_that_were_read_in_transformers() -> None:
         "layers.*.mlp.experts": "ep_dispatch_experts",
     }
     assert tensor_plan("gpt_oss") is None
-    stages = pipeline_plan("qwen3")
-    assert list(stages) == ["embed_tokens", "layers", "norm"]
-    assert stages["layers"] == (["hidden_states", "attention_mask"], ["hidden_states"])
-    for plan in (tensor_plan, expert_plan, pipeline_plan):
+    for plan in (tensor_plan, expert_plan):
         assert plan("gpt2") is None
         assert plan("no such family") is None
 
 
 def test_no_family_has_two_plans() -> None:
     built = build_plans()
-    for kind in ("tensor", "expert", "pipeline"):
+    for kind, fewest in (("tensor", 100), ("expert", 20)):
         names = [name for entry in built[kind] for name in entry["families"]]
-        assert len(names) == len(set(names)) > 50
+        assert len(names) == len(set(names)) > fewest
 
 
 def test_a_plan_is_a_copy() -> None:
