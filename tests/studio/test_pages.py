@@ -24,7 +24,7 @@ from harness.report.chart import Chart
 from harness.report.run_record import RunRecord
 from tests.tiers import rest_in_gate
 from tools.layout.schedules import SCHEDULES, most_kept, spans, waiting
-from tools.studio_app.figures import Bars, Drawing, Figure, html_of
+from tools.studio_app.figures import Bars, Code, Drawing, Figure, html_of
 from tools.studio_app.page import ABOUT, LESSONS, Choice, Page, Slider, Typed, query_of, read_values
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
@@ -38,6 +38,12 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=list(BY_SLUG))
 def figures_of(slug: str, **query: str) -> list[Figure]:
     page = BY_SLUG[slug]
     return page.figures(read_values(page.controls, query))
+
+
+def command_of(slug: str, **query: str) -> list[str]:
+    """Return the words of a page's command."""
+    titled = (f for f in figures_of(slug, **query) if isinstance(f, Code))
+    return next(f.text for f in titled if f.title == "The command").replace("\\\n", "").split()
 
 
 def number(figures: list[Figure], label: str) -> str:
@@ -285,12 +291,20 @@ def test_options_of_a_model_are_planned_as_on_the_command_line(
     assert [number(plain, label) for label in ("Peak on a GPU", "A step")] != [
         number(shown, label) for label in ("Peak on a GPU", "A step")
     ]
-    (command,) = (f.text for f in shown if getattr(f, "title", "") == "The command")
-    assert command.startswith("sbatch --nodes=8 --gpus-per-node=8 slurm/train.sbatch ")
-    for key, value in (keys | {"train.tokens": "256e9"}).items():
-        text = str(value).replace(f"{ROOT}/", "")
-        text = "FOLDER_OF_ITS_WEIGHTS" if key == "model.init_from" else text
-        assert f"{key}={text}" in command.replace("\\\n", "").split()
+    for page, more in (("plan", {"train.tokens": "256e9"}), ("memory", {})):
+        words = command_of(page, **query)
+        assert words[:4] == ["sbatch", "--nodes=8", "--gpus-per-node=8", "slurm/train.sbatch"]
+        for key, value in (keys | more).items():
+            text = str(value).replace(f"{ROOT}/", "")
+            text = "FOLDER_OF_ITS_WEIGHTS" if key == "model.init_from" else text
+            assert f"{key}={text}" in words
+
+
+def test_commands_follow_the_controls_of_their_page() -> None:
+    assert "model.checkpointing=4" in command_of("checkpointing", way="every N-th layer", every="4")
+    words = command_of("hybrid", stages="2", tensor="4", nodes="2")
+    assert words[:2] == ["sbatch", "--nodes=2"]
+    assert {"ds.pipeline.stages=2", "ds.tensor_parallel.autotp_size=4"} <= {*words}
 
 
 @pytest.mark.gate("pages")

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from harness.config.assignments import beyond_bounds
+from harness.config.assignments import beyond_bounds, flat
 from harness.config.ds_file import load_ds_json
 from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig
@@ -142,6 +142,33 @@ def settings_of(values: Values) -> dict[str, Any]:
     if values.get(LORA.name):
         settings |= {"lora": {"rank": values[LORA.name]}, "init_from": name_of(values["model"])}
     return settings
+
+
+def train_command(values: Values, changes: Sequence[str] = ()) -> str:
+    """Return the command that starts the run of planned(values, changes): by Slurm where it needs
+    several nodes.
+    """
+    gpus, model = values.get("gpus", 1), Path(name_of(values["model"]))
+    start = f"deepspeed --num_gpus {gpus} harness/train.py"
+    if gpus > PER_NODE:
+        nodes = f"--nodes={gpus // PER_NODE} --gpus-per-node={PER_NODE}"
+        start = f"sbatch {nodes} slurm/train.sbatch"
+    tokens = f"train.tokens={values['tokens']}e9 " if "tokens" in values else ""
+    parts = [
+        f"{start} --deepspeed ds_configs/{values.get('json', 'zero1')}.json",
+        f"model.name={model.relative_to(ROOT) if model.is_absolute() else model} "
+        f"data.seq_len={values.get('seq_len', 512)}",
+        f"{tokens}train.micro_batch={values.get('micro_batch', 1)}",
+        f"ds.gradient_accumulation_steps={values.get('accumulation', 1)}",
+        *(f"ds.{change}" for change in PRECISIONS[values.get("precision", PRECISION.default)]),
+        *(f"ds.{change}" for change in changes),
+    ]
+    if values.get("optimizer", OPTIMIZER.default) != OPTIMIZER.default:
+        parts.append(f"optim.name={values['optimizer']}")
+    for key, value in flat(settings_of(values)):
+        text = str(value).lower() if isinstance(value, bool) else value
+        parts.append(f"model.{key}={'FOLDER_OF_ITS_WEIGHTS' if key == 'init_from' else text}")
+    return " \\\n  ".join(parts)
 
 
 def name_of(model: str) -> str:

@@ -11,9 +11,17 @@ from harness.estimate.memory_item import GIB, Place
 from harness.layout.recompute import REVERSIBLE, WAYS, Checkpointing, flops_again, is_checkpointed
 from harness.layout.shape import flops_per_unit
 from harness.report.chart import line, lines
-from tools.studio_app.figures import Drawing, Figure, numbers
+from tools.studio_app.figures import Code, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
-from tools.studio_app.plans import MLP_TILES, MODELS, OFFLOAD, estimate_of, gib, planned
+from tools.studio_app.plans import (
+    MLP_TILES,
+    MODELS,
+    OFFLOAD,
+    estimate_of,
+    gib,
+    planned,
+    train_command,
+)
 from tools.studio_app.svg import WIDTH, Svg
 
 _EVERY = "every N-th layer"
@@ -68,6 +76,7 @@ def figures(values: Values) -> list[Figure]:
             from_zero=True,
             height=340,
         ),
+        Code("The command", train_command({**values, "checkpointing": way})),
     ]
 
 

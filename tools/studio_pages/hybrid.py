@@ -9,7 +9,7 @@ from harness.layout.grid import Axis, Grid
 from harness.layout.stages import layers_per_stage
 from harness.plan.duration import step_time
 from tools.layout.moments import Moment, moments
-from tools.studio_app.figures import Drawing, Figure, Table, numbers
+from tools.studio_app.figures import Code, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.plans import (
     ACCUMULATION,
@@ -24,6 +24,7 @@ from tools.studio_app.plans import (
     gib,
     memory_bars,
     planned,
+    train_command,
 )
 from tools.studio_app.svg import WIDTH, Svg, series
 from tools.studio_pages.plan import spent
@@ -60,7 +61,8 @@ def figures(values: Values) -> list[Figure]:
     stages, tensor, nodes = values["stages"], values["tensor"], values["nodes"]
     grid = Grid(nodes * PER_NODE, pipeline=stages, tensor=tensor)
     changes = (f"pipeline.stages={stages}", f"tensor_parallel.autotp_size={tensor}")
-    plan = planned({**values, "json": "3d", "gpus": grid.world_size}, changes)
+    values = {**values, "json": "3d", "gpus": grid.world_size}
+    plan = planned(values, changes)
     assert plan.stages is not None, "at least two stages"
     estimate, step = estimate_of(plan), step_time(plan)
     assert step is not None, "every GPU of the page is known"
@@ -96,6 +98,7 @@ def figures(values: Values) -> list[Figure]:
         ),
         memory_bars("The fullest GPU of each stage at its peak", by_stage, estimate.device_bytes),
         _groups(grid),
+        Code("The command", train_command(values, changes)),
     ]
 
 

@@ -10,9 +10,17 @@ from harness.estimate.timeline import Estimate
 from harness.report.chart import Chart, line, lines
 from harness.report.charts import group_of, grouped
 from tools.look.palette import COMPONENTS
-from tools.studio_app.figures import Bars, Drawing, Figure, Numbers, Table, numbers
+from tools.studio_app.figures import Bars, Code, Drawing, Figure, Numbers, Table, numbers
 from tools.studio_app.page import Page, Values
-from tools.studio_app.plans import PLAN_CONTROLS, VERDICTS, estimate_of, gib, memory_bars, planned
+from tools.studio_app.plans import (
+    PLAN_CONTROLS,
+    VERDICTS,
+    estimate_of,
+    gib,
+    memory_bars,
+    planned,
+    train_command,
+)
 from tools.studio_app.svg import WIDTH, Svg
 
 _BAR = 70.0
@@ -29,6 +37,7 @@ def figures(values: Values) -> list[Figure]:
         by_phase(estimate),
         _by_gpus(values, estimate),
         _components(estimate),
+        Code("The command", train_command(values)),
     ]
 
 

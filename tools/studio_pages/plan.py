@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from functools import lru_cache
-from pathlib import Path
 
-from harness.config.assignments import flat
 from harness.estimate.step_time.job import Job
 from harness.estimate.step_time.step import TERMS, StepTime
 from harness.layout.shape import num_parameters
@@ -20,17 +18,14 @@ from tools.cluster.search import answer
 from tools.studio_app.figures import Code, Drawing, Figure, Note, Table
 from tools.studio_app.page import Choice, Page, Slider, Typed, Values, powers_of_two
 from tools.studio_app.plans import (
-    OPTIMIZER,
-    PER_NODE,
     PLAN_CONTROLS,
-    PRECISIONS,
-    ROOT,
     estimate_of,
     gib,
     name_of,
     planned,
     settings_of,
     shipped_json,
+    train_command,
 )
 from tools.studio_pages.memory import by_phase, numbers_of
 
@@ -48,6 +43,7 @@ def figures(values: Values) -> list[Figure]:
     estimate, step = estimate_of(plan), step_time(plan)
     assert step is not None, "every GPU and preset of the page is known"
     events = [event for event in plan.events if "message" in event]
+    json_name = "own" if values["own_json"].strip() else values["json"]
     return [
         numbers_of(estimate, *_time(step, plan, values["tokens"])),
         *(
@@ -58,37 +54,11 @@ def figures(values: Values) -> list[Figure]:
         by_phase(estimate),
         spent(step),
         *([_ranked(values, plan.global_batch)] if values["compare"] == _ALL else []),
-        Code("The command", command(values)),
+        Code("The command", train_command({**values, "json": json_name})),
         Code("Its DeepSpeed JSON", values["own_json"] or shipped_json(values["json"])),
         Code("The JSON as DeepSpeed gets it", json.dumps(plan.deepspeed, indent=2)),
         *(Note(event["message"]) for event in events if event["kind"] != NOT_TRAINED),
     ]
-
-
-def command(values: Values) -> str:
-    """Return the command that starts this run: by Slurm where it needs several nodes."""
-    json_name = "own" if values["own_json"].strip() else values["json"]
-    model = Path(name_of(values["model"]))
-    if model.is_absolute():
-        model = model.relative_to(ROOT)
-    gpus = values["gpus"]
-    start = f"deepspeed --num_gpus {gpus} harness/train.py"
-    if gpus > PER_NODE:
-        nodes = f"--nodes={gpus // PER_NODE} --gpus-per-node={PER_NODE}"
-        start = f"sbatch {nodes} slurm/train.sbatch"
-    parts = [
-        f"{start} --deepspeed ds_configs/{json_name}.json",
-        f"model.name={model} data.seq_len={values['seq_len']}",
-        f"train.tokens={values['tokens']}e9 train.micro_batch={values['micro_batch']}",
-        f"ds.gradient_accumulation_steps={values['accumulation']}",
-        *(f"ds.{change}" for change in PRECISIONS[values["precision"]]),
-    ]
-    if values["optimizer"] != OPTIMIZER.default:
-        parts.append(f"optim.name={values['optimizer']}")
-    for key, value in flat(settings_of(values)):
-        text = str(value).lower() if isinstance(value, bool) else value
-        parts.append(f"model.{key}={'FOLDER_OF_ITS_WEIGHTS' if key == 'init_from' else text}")
-    return " \\\n  ".join(parts)
 
 
 def _time(step: StepTime, plan: Plan, billions: int) -> list[tuple[str, ...]]:
