@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     model_validator,
@@ -30,7 +31,13 @@ MAX_COUNT = 2**53
 """Largest count that a float holds without rounding."""
 MAX_SAMPLES = 2**31 - 1
 
-Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=MAX_COUNT)]
+"""Also as 300e9, which is a float to TOML and JSON."""
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Samples = Annotated[int, Field(gt=0, le=MAX_SAMPLES)]
 Positive = Annotated[float, Field(gt=0)]

@@ -176,6 +176,8 @@ def check_evaluation(draft: Draft) -> None:
 
 FEW_STEPS = 20
 """Runs with fewer steps are noted if the data determines the number."""
+USEFUL_EPOCHS = 16
+"""Further ones add little: Scaling Data-Constrained Language Models (arXiv 2305.16264), fig. 3."""
 
 
 def note_length(draft: Draft) -> None:
@@ -206,6 +208,20 @@ def length_events(config: RunConfig, steps: int) -> list[Event]:
         )
         events.append({"kind": "few_steps", "message": message})
     return events
+
+
+def repetition_events(plan: Plan, steps: int, counts: Counts) -> list[Event]:
+    """Return an event if a run reads its data more often than helps, unless the user set epochs."""
+    epochs = plan.curriculum.samples_after(steps) / counts.windows
+    train = plan.config.train
+    if epochs <= USEFUL_EPOCHS or train.epochs is not None:
+        return []
+    length = "train.tokens" if train.tokens is not None else "train.steps"
+    message = (
+        f"the run reads its data {epochs:,.0f} times, and more than about {USEFUL_EPOCHS} times "
+        f"help little (arXiv 2305.16264): give data.path more text, or lower {length}"
+    )
+    return [{"kind": "repeated_data", "message": message}]
 
 
 def steps_of(plan: Plan, counts: Counts) -> int:

@@ -14,7 +14,7 @@ from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
 from harness.plan.batch_from_data import Counts, open_keys, with_counts
-from harness.plan.batches import length_events, length_text, steps_of
+from harness.plan.batches import length_events, length_text, repetition_events, steps_of
 from harness.plan.changes import takes
 from harness.plan.data import missing_here
 from harness.plan.duration import step_time, time_line
@@ -86,9 +86,11 @@ def settled(plan: Plan, counts: Counts, before: Plan) -> str:
 
 def _events(plan: Plan, counts: Counts | None) -> list[Event]:
     """Return the events of a plan, including those that follow from counted data."""
-    if counts is None or plan.steps is not None:
+    if counts is None:
         return [*plan.events]
-    return [*plan.events, *length_events(plan.config, steps_of(plan, counts))]
+    steps = steps_of(plan, counts)
+    more = length_events(plan.config, steps) if plan.steps is None else []
+    return [*plan.events, *more, *repetition_events(plan, steps, counts)]
 
 
 def _of_data(plan: Plan, counts: Counts | None) -> list[tuple[str, str]]:

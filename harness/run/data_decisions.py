@@ -21,7 +21,7 @@ from harness.data.tokenizer_files import has_tokenizer
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
 from harness.plan.batch_from_data import Counts, with_counts
-from harness.plan.batches import length_events, steps_of
+from harness.plan.batches import length_events, repetition_events, steps_of
 from harness.plan.plan import Plan
 from harness.plan.text import row, settled
 from harness.run.attention import settle_attention
@@ -68,6 +68,7 @@ def decide_from_data(
         progress.say(row("batches", event["message"]))
     more = [*_vocabulary(plan, data), *attention, *_uncounted_sources(plan, data), *batched]
     more += length_events(plan.config, total_steps) if plan.steps is None else []
+    more += repetition_events(plan, total_steps, counts)
     return ResolvedData(plan, total_steps, [*data.events(), *more])
 
 

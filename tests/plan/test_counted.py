@@ -16,7 +16,7 @@ from harness.plan.batch_from_data import (
     with_counts,
     with_least_batch,
 )
-from harness.plan.batches import length_events, steps_of
+from harness.plan.batches import length_events, repetition_events, steps_of
 from harness.plan.plan import Plan
 from harness.plan.text import describe, settled, summary
 from tests.engine.small import MODEL
@@ -193,6 +193,22 @@ def test_a_dry_run_counts_roughly(start: str, planned: Planner, tmp_path: Path) 
     assert "roughly 300 of 300 documents (100.0%) are longer than data.seq_len = 16 tokens" in text
     text = describe(planned(f"{start} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"))
     assert "roughly 294 examples, 8 examples per step, 3.02 epochs" in text
+
+
+def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None:
+    counts = Counts(9, 1_000, is_masked=False)
+    few, many, asked_for = (
+        repetition_events(planned(words, estimate=False), steps, counts)
+        for words, steps in (
+            ("train.steps=333", 333),
+            ("train.tokens=9e9", 1_464_844),
+            ("train.epochs=30", 625),
+        )
+    )
+    assert few == asked_for == []
+    (event,) = many
+    assert "reads its data 70,313 times" in event["message"]
+    assert event["message"].endswith("give data.path more text, or lower train.tokens")
 
 
 def test_a_run_too_short_to_learn_says_so_with_the_keys(start: str, planned: Planner) -> None:
