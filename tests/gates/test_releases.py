@@ -10,7 +10,7 @@ import pytest
 
 from tests.gates.releases import REPOSITORY, build, folder, requirements
 
-ROOMS = ("layout", "models", "engine", "checkpoint", "plan", "run")
+ROOMS = ("layout", "models", "engine", "checkpoint", "plan", "run", "gates/test_parity.py")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
