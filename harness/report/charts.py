@@ -144,7 +144,7 @@ _KINDS = (
         "update_ratio",
         "Update over weight",
         "norm of a step's update over norm of the weights",
-        note="About 1e-3 is usual, and 1e-2 for small models; far more means a rate that is too high.",
+        note="About 1e-3 is usual, 1e-2 for small models; far more means a rate that is too high.",
     ),
     _Kind("tokens_per_s", "Throughput", "tokens/s, all ranks", True, True, constant_too=True),
     _Kind("mfu", "Model FLOPs utilisation", "per cent of the peak", True, True, 100, True),
