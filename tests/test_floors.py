@@ -51,6 +51,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "bitsandbytes": {"models", "engine"},
     "peft": {"models", "checkpoint"},
     "pyarrow": {"files"},
+    "yaml": {"files"},
     "wandb": {"run"},
     "mlflow": {"run"},
     "pydantic": {"config"},
