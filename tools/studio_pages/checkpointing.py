@@ -76,7 +76,7 @@ def figures(values: Values) -> list[Figure]:
             from_zero=True,
             height=340,
         ),
-        Code("The command", train_command({**values, "checkpointing": way})),
+        Code("Train with these settings", train_command({**values, "checkpointing": way})),
     ]
 
 

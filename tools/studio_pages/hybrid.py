@@ -98,7 +98,7 @@ def figures(values: Values) -> list[Figure]:
         ),
         memory_bars("The fullest GPU of each stage at its peak", by_stage, estimate.device_bytes),
         _groups(grid),
-        Code("The command", train_command(values, changes)),
+        Code("Train with these settings", train_command(values, changes)),
     ]
 
 

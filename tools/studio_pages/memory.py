@@ -37,7 +37,7 @@ def figures(values: Values) -> list[Figure]:
         by_phase(estimate),
         _by_gpus(values, estimate),
         _components(estimate),
-        Code("The command", train_command(values)),
+        Code("Train with these settings", train_command(values)),
     ]
 
 

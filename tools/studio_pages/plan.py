@@ -54,7 +54,7 @@ def figures(values: Values) -> list[Figure]:
         by_phase(estimate),
         spent(step),
         *([_ranked(values, plan.global_batch)] if values["compare"] == _ALL else []),
-        Code("The command", train_command({**values, "json": json_name})),
+        Code("Train with these settings", train_command({**values, "json": json_name})),
         Code("Its DeepSpeed JSON", values["own_json"] or shipped_json(values["json"])),
         Code("The JSON as DeepSpeed gets it", json.dumps(plan.deepspeed, indent=2)),
         *(Note(event["message"]) for event in events if event["kind"] != NOT_TRAINED),
