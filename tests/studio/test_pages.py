@@ -43,7 +43,8 @@ def figures_of(slug: str, **query: str) -> list[Figure]:
 def command_of(slug: str, **query: str) -> list[str]:
     """Return the words of a page's command."""
     titled = (f for f in figures_of(slug, **query) if isinstance(f, Code))
-    return next(f.text for f in titled if f.title == "Train with these settings").replace("\\\n", "").split()
+    text = next(f.text for f in titled if f.title == "Train with these settings")
+    return text.replace("\\\n", "").split()
 
 
 def number(figures: list[Figure], label: str) -> str:
