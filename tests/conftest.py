@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.launch.fork_server import Zygote
 from tests.ranks import close_all
-from tests.two_ranks import SHARED_MEMORY, imported, write_corpus
+from tests.real_runs import SHARED_MEMORY, imported, write_corpus
 
 if TYPE_CHECKING:
     from harness.data.data import Data

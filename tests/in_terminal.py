@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tests.two_ranks import REPOSITORY, environment
+from tests.real_runs import REPOSITORY, environment
 
 
 class Terminal:

@@ -18,8 +18,8 @@ from harness.report.compare import compare_page_of
 from harness.report.page import page_of
 from harness.report.run_record import is_run, read
 from tests.browser import SHOWN, WIDTHS, Browser, missing
+from tests.real_runs import REPOSITORY, environment
 from tests.report.runs import line_at, plan, write_run
-from tests.two_ranks import REPOSITORY, environment
 
 _DRAWN = f"document.querySelector('.q-layout') ? {SHOWN} : !!document.querySelector('svg, table')"
 

@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 TOOL = str(REPOSITORY / "tools" / "preflight.py")
 

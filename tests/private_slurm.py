@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from harness.launch.ranks import free_port
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 NODES = ("n1", "n2")
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "munge", "unmunge")

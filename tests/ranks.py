@@ -20,7 +20,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from tests.two_ranks import REPOSITORY, start
+from tests.real_runs import REPOSITORY, start
 
 LIMIT_S = 600.0  # per call, which may have to compile a DeepSpeed operator
 _GRACE_S = 2.0  # for the other ranks after a failure: they may wait for it in a collective

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.two_ranks import REPOSITORY, environment, imported
+from tests.real_runs import REPOSITORY, environment, imported
 
 
 def run_tool(

@@ -21,8 +21,8 @@ from harness.engine import processes
 from tests.gates import check_parity
 from tests.gates.memory.cases import all_cases
 from tests.gates.parity.cells import all_cells
+from tests.real_runs import REPOSITORY, environment, wait_for
 from tests.run_tools import run_tool
-from tests.two_ranks import REPOSITORY, environment, wait_for
 from tools import accept_gpu
 from tools.accept_gpu import STEPS
 from tools.acceptance import attention as attending

@@ -18,8 +18,8 @@ from harness.layout.world import World
 from harness.plan import resolve_auto
 from harness.plan.command import DEFAULT_DS_JSON
 from harness.plan.make import make_plan
+from tests.real_runs import REPOSITORY, SMALL_MODEL
 from tests.run_tools import run_tool
-from tests.two_ranks import REPOSITORY, SMALL_MODEL
 from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.speed.cases import LADDER, Case, swept

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from tests.real_runs import REPOSITORY, write_corpus
 from tests.run_tools import run_tool
-from tests.two_ranks import REPOSITORY, write_corpus
 from tools.cluster.job import filled_in
 
 FOLDER = REPOSITORY / "slurm/containers"

@@ -14,8 +14,8 @@ import pytest
 
 from harness.data.shards import shards_of
 from tests.private_slurm import CannotStart, PrivateSlurm
+from tests.real_runs import REPOSITORY
 from tests.test_clean_data import prose, tree
-from tests.two_ranks import REPOSITORY
 from tools.clean_data import main as clean
 from tools.tokenize_data import main as tokenize
 

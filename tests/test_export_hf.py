@@ -22,7 +22,7 @@ from harness.checkpoint.store import checkpoint_of
 from harness.errors import ConfigError
 from harness.run.exporting import ExportDiffers, ExportOptions, attention_of_run, export
 from harness.runfolder import RunFolder
-from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command
+from tests.real_runs import REPOSITORY, environment, run_ranks, train_command
 from tools.export_hf import _bytes, main
 
 JSONS = REPOSITORY / "ds_configs"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.real_runs import REPOSITORY, SMALL_MODEL, run_ranks
 from tests.run_tools import run_tool
-from tests.two_ranks import REPOSITORY, SMALL_MODEL, run_ranks
 
 pytestmark = pytest.mark.gate("tools")
 

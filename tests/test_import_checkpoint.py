@@ -14,7 +14,7 @@ import torch
 from harness.checkpoint.store import checkpoint_of
 from harness.runfolder import RunFolder
 from tests.engine.small import MODEL
-from tests.two_ranks import REPOSITORY, SMALL_MODEL, run_ranks, train_command
+from tests.real_runs import REPOSITORY, SMALL_MODEL, run_ranks, train_command
 from tools import import_checkpoint
 from tools.import_checkpoint import main
 

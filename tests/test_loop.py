@@ -25,7 +25,7 @@ from harness.launch.ranks import free_port
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.runfolder import RunFolder
-from tests.two_ranks import (
+from tests.real_runs import (
     REPOSITORY,
     Ended,
     Group,

@@ -21,7 +21,7 @@ from harness.layout.grid import axes_json
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 from tools import preflight
 from tools.preflight_checks import network, report
 from tools.preflight_checks.files import Seen, Storage

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.two_ranks import REPOSITORY, SMALL_MODEL, Ended, run_ranks
+from tests.real_runs import REPOSITORY, SMALL_MODEL, Ended, run_ranks
 
 NODES = 'os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"'
 

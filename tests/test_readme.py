@@ -20,7 +20,7 @@ from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.plan.text import describe
-from tests.two_ranks import TRAIN, run_ranks
+from tests.real_runs import TRAIN, run_ranks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

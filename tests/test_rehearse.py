@@ -26,9 +26,9 @@ from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.command import parse_command, plan_from
 from harness.plan.model_config import find_model_config, preset_names
+from tests.real_runs import REPOSITORY, Group, environment, start, wait_for
 from tests.run_tools import run_tool
 from tests.shipped import ranks_with_experts
-from tests.two_ranks import REPOSITORY, Group, environment, start, wait_for
 from tools import rehearse
 from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.compare import apart, differing, done_twice

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.runfolder import RunFolder
+from tests.real_runs import REPOSITORY, run_ranks, train_command
 from tests.run_tools import run_tool
-from tests.two_ranks import REPOSITORY, run_ranks, train_command
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
 pytestmark = pytest.mark.gate("tools")

@@ -19,9 +19,7 @@ import pytest
 from harness.layout.world import slurm_port
 from harness.runfolder import RunFolder
 from tests.private_slurm import CannotStart, PrivateSlurm
-from tests.sweeps.launched import write_sweep
-from tests.tiers import rest_in_gate
-from tests.two_ranks import (
+from tests.real_runs import (
     REPOSITORY,
     environment,
     events,
@@ -30,6 +28,8 @@ from tests.two_ranks import (
     wait_for,
     write_corpus,
 )
+from tests.sweeps.launched import write_sweep
+from tests.tiers import rest_in_gate
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 STEPS = 20

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from tests.real_runs import wait_for
 from tests.sweeps.launched import STEPS, ended, start, write_sweep
-from tests.two_ranks import wait_for
 from tools.sweeps.cost import Record
 from tools.sweeps.spec import read_sweep
 from tools.sweeps.study import Study

@@ -15,9 +15,9 @@ from harness.launch.ranks import free_port
 from harness.run.progress import Progress
 from harness.terminal import HelpFormatter, coloured, takes_colour, wrapped
 from tests.in_terminal import Terminal, shown_in
+from tests.real_runs import REPOSITORY, TRAIN, train_command, write_corpus
 from tests.run.test_meter import LINE
 from tests.tiers import rest_in_gate
-from tests.two_ranks import REPOSITORY, TRAIN, train_command, write_corpus
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 LAYOUT = ("tools/show_layout.py", "--model", "llama-3-8b")

@@ -25,8 +25,8 @@ from tests.data import test_begins
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.data.test_chats import BOT, CLOCK, USER
+from tests.real_runs import REPOSITORY, wait_for
 from tests.run_tools import printed
-from tests.two_ranks import REPOSITORY, wait_for
 from tools.tokenize_data import main
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905

@@ -30,7 +30,7 @@ from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.engine.small import FAMILIES, MODEL
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 MODELS: dict[str, dict[str, Any]] = {
     **FAMILIES,

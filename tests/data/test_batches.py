@@ -11,7 +11,7 @@ import torch
 
 from harness.data.batch import Batch
 from harness.data.batches import load_ahead
-from tests.two_ranks import wait_for
+from tests.real_runs import wait_for
 
 
 def test_batches_are_copied_to_a_device_from_pinned_memory() -> None:

@@ -22,7 +22,7 @@ from harness.data.cache import build_once, cache_key, cached_array
 from harness.data.prepare import read_facts
 from harness.data.tokenizer import write_tokenizer
 from harness.errors import ConfigError, NoRoom
-from tests.two_ranks import wait_for
+from tests.real_runs import wait_for
 
 # New processes that share the imports they need.
 FORKED = multiprocessing.get_context("fork")

@@ -23,7 +23,7 @@ from harness.data.shards import ShardedTokens, shards_of
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import load_tokenizer, train_tokenizer
 from harness.errors import ConfigError
-from tests.two_ranks import wait_for
+from tests.real_runs import wait_for
 from tools.workers import run_workers
 
 FILES = (f"{TOKENS}.bin", f"{TOKENS}.idx", MASKS)

@@ -12,8 +12,8 @@ import torch
 
 from harness.engine.allocators import MALLOC_VARIABLES, set_allocators
 from harness.layout.world import World
+from tests.real_runs import REPOSITORY, environment
 from tests.tiers import rest_in_gate
-from tests.two_ranks import REPOSITORY, environment
 
 # In a separate process, since torch keeps its settings.
 SETS = """

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from harness.launch.ranks import environment
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 _SHOW = """
 from harness.engine.build import float32_products

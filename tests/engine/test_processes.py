@@ -12,8 +12,8 @@ import pytest
 
 from harness.engine import processes
 from harness.layout.world import World
+from tests.real_runs import REPOSITORY, environment, run_ranks
 from tests.tiers import rest_in_gate
-from tests.two_ranks import REPOSITORY, environment, run_ranks
 
 # Local rank 3 of 8, where srun shows each task only its own GPU. No GPU is needed to see which one
 # NCCL would be bound to.

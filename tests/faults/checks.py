@@ -9,7 +9,7 @@ from typing import Any
 from harness.checkpoint.manifest import read_manifest
 from harness.runfolder import RunFolder
 from tests.faults.conftest import STEPS
-from tests.two_ranks import events
+from tests.real_runs import events
 
 SAVE_EVERY = 2
 

@@ -12,7 +12,7 @@ import pytest
 
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
-from tests.two_ranks import SHORT_RUN, SMALL_MODEL
+from tests.real_runs import SHORT_RUN, SMALL_MODEL
 
 STEPS = 8
 DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"

@@ -25,7 +25,7 @@ from harness.errors import Unusable
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.faults.conftest import arguments
-from tests.two_ranks import SHARED_MEMORY, write_corpus
+from tests.real_runs import SHARED_MEMORY, write_corpus
 
 # (JSON, ranks): the number of ranks, ZeRO stage, offload and pipeline split all change.
 LAYOUTS = [

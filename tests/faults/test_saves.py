@@ -9,8 +9,8 @@ import pytest
 from harness.runfolder import RunFolder
 from tests.faults.checks import SAVE_EVERY, check_survived, executed
 from tests.faults.conftest import Trial, arguments
+from tests.real_runs import events
 from tests.tiers import rest_in_gate
-from tests.two_ranks import events
 
 
 def test_every_place_exists() -> None:

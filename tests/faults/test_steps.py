@@ -13,7 +13,7 @@ import pytest
 from harness.config.batch import Curriculum
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
+from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
 from tools.batch_text import first_sample_of
 
 DS_CONFIGS = REPOSITORY / "ds_configs"

@@ -16,8 +16,8 @@ import pytest
 from harness.runfolder import RunFolder
 from tests.faults.checks import check_survived, check_tidy, curve, executed, newest
 from tests.faults.conftest import STEPS, Trial, arguments
+from tests.real_runs import TRAIN, environment, events, wait_for
 from tests.tiers import rest_in_gate
-from tests.two_ranks import TRAIN, environment, events, wait_for
 
 STARTS = [
     ("usr1", "before the data", 1),

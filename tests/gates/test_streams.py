@@ -17,7 +17,7 @@ from tests.gates.streams.cells import CONTROLS, Cell, all_cells, covering_cells
 from tests.gates.streams.device import Event, Stream
 from tests.gates.streams.run import Row, Seen, Wait, prepare, seen
 from tests.gates.streams.simulated import Device, simulated
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 
 @pytest.fixture

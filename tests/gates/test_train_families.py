@@ -12,7 +12,7 @@ from harness.launch.fork_server import Zygote
 from tests.gates.hybrids import HYBRIDS, NEWER
 from tests.gates.small_runs import functions, write_jsonl
 from tests.gates.train_families import Runs
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 
 def test_families_on_the_page_are_trained_resumed_and_exported() -> None:

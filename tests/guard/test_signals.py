@@ -19,8 +19,8 @@ from harness.errors import ExitCode, RunStopped
 from harness.guard import signals as module
 from harness.guard.signals import StopGuard, TimeLeft, as_seconds, groups_of, slurm_seconds_left
 from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
+from tests.real_runs import REPOSITORY
 from tests.tiers import rest_in_gate
-from tests.two_ranks import REPOSITORY
 
 # It waits where Python runs no handler, like a rank that waits for the others to join.
 WAITS = """

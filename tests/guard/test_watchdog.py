@@ -21,7 +21,7 @@ from harness.guard.watchdog import Limits, Pulse, Watchdog, judge, place_of
 from harness.layout.grid import Grid
 from harness.run.run import Run
 from harness.runfolder import RunFolder
-from tests.two_ranks import wait_for
+from tests.real_runs import wait_for
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from harness.errors import ExitCode
 from harness.launch.fork_server import OVERRAN, Outcome, Zygote
 from tests.inputs.values import Draw, pick
-from tests.two_ranks import SHORT_RUN, SMALL_MODEL, write_corpus
+from tests.real_runs import SHORT_RUN, SMALL_MODEL, write_corpus
 
 SECRET = "what-only-this-machine-should-hold"
 SMALL_BUCKET = "ds.zero_optimization.reduce_bucket_size=1000000"  # DeepSpeed's own takes 2 GB

@@ -39,8 +39,8 @@ from tests.inputs.values import (
     toml_document,
     write_json,
 )
+from tests.real_runs import REPOSITORY
 from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
-from tests.two_ranks import REPOSITORY
 
 # Values that every key accepts, alone and combined.
 _VALID: dict[str, dict[str, list[Any]]] = tomllib.loads("""

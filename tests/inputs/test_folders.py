@@ -46,7 +46,7 @@ from tests.inputs.values import (
     to_json,
     write_json,
 )
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 _PATHS = (
     *("nowhere", "", ".", "..", "/dev/null", "/dev/null/x", "/dev/zero", "/dev/full", "s" * 300),

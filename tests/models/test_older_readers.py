@@ -24,7 +24,7 @@ from harness.models.skeleton import hf_config, skeleton
 from tests.checkpoint.test_export import stored
 from tests.layout.test_families import TABLES
 from tests.models.test_as_trained import KINDS_OF, exported
-from tests.two_ranks import environment
+from tests.real_runs import environment
 
 OLDER = "4.57.*"
 Config = dict[str, Any]

@@ -23,7 +23,7 @@ from harness.plan.text import describe, summary
 from harness.runfolder import RunFolder
 from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
+from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 
 ZERO_1 = "ds.zero_optimization.stage=1"
 ON_H100 = f"GPU=h100-80 ds.bf16.enabled=true {ZERO_1}"

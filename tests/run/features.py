@@ -18,7 +18,7 @@ from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of, write_chats
 from tests.gates.models import LEARNED
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL
+from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL
 
 PHRASE = "the model reads a question and answers it in a word or two".split()  # noqa: SIM905
 

@@ -16,9 +16,7 @@ from safetensors.torch import load_file
 
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
-from tests.run.features import Feature, Runs, in_gate
-from tests.run.test_features import assert_alike, lines_of
-from tests.two_ranks import (
+from tests.real_runs import (
     REPOSITORY,
     SHORT_RUN,
     SMALL_MODEL,
@@ -30,6 +28,8 @@ from tests.two_ranks import (
     wait,
     wait_for,
 )
+from tests.run.features import Feature, Runs, in_gate
+from tests.run.test_features import assert_alike, lines_of
 
 Train = Callable[..., tuple[Outcome, RunFolder]]
 SIZES = {

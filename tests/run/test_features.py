@@ -29,9 +29,9 @@ from harness.models.loss import forward
 from harness.run.saving import stored_probe, texts_of
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import chats, tokenizer_of
+from tests.real_runs import events
 from tests.run.features import FEATURES, LAYOUTS, Feature, Runs, in_gate
 from tests.run_tools import run_tool
-from tests.two_ranks import events
 from tools import chat, export_hf
 
 Lines = dict[int, dict[str, float]]

@@ -15,8 +15,8 @@ from harness.launch.fork_server import Zygote
 from harness.report.page import page_of
 from harness.report.run_record import read
 from harness.runfolder import RunFolder
+from tests.real_runs import REPOSITORY, SMALL_MODEL, events
 from tests.run.features import write_lines
-from tests.two_ranks import REPOSITORY, SMALL_MODEL, events
 
 JSON = f"--deepspeed={REPOSITORY / 'ds_configs' / 'zero1.json'}"
 QUIET = ("eval.samples=8", "sample.tokens=0", "log.report=false", "ds.bf16.enabled=false")

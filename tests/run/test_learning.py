@@ -16,7 +16,7 @@ from harness.launch.ranks import Ranks
 from harness.plan.command import parse_command, plan_from
 from harness.runfolder import RunFolder
 from tests.data.number_tokenizer import write_number_tokenizer
-from tests.two_ranks import REPOSITORY, TRAIN, events, start, wait
+from tests.real_runs import REPOSITORY, TRAIN, events, start, wait
 
 # A twelfth of the default's samples per step, a larger rate, and fewer steps: enough to be a nat
 # below the unigram loss. After 120 steps text is half a nat below it, which shuffled targets never

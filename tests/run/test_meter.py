@@ -24,7 +24,7 @@ from harness.run.finish import continued
 from harness.run.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
 from harness.run.meter import expert_load, monitor_events
 from harness.run.progress import Progress
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 LINE: dict[str, Any] = {
     "step": 5,

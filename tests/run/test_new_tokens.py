@@ -16,7 +16,7 @@ from harness.models.skeleton import hf_config
 from harness.runfolder import RunFolder
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.engine.small import MODEL
-from tests.two_ranks import REPOSITORY, SHORT_RUN, TRAIN, Ended, events, run_ranks
+from tests.real_runs import REPOSITORY, SHORT_RUN, TRAIN, Ended, events, run_ranks
 
 ROWS, IDS = 398, 400
 SHORT = (*SHORT_RUN, "data.seq_len=16", "train.global_batch=4", "eval.samples=4")

@@ -11,8 +11,8 @@ import pytest
 from harness.run import pages
 from harness.run.pages import Pages
 from harness.runfolder import RunFolder
+from tests.real_runs import REPOSITORY, events, run_ranks, train_command
 from tests.report.runs import write_run
-from tests.two_ranks import REPOSITORY, events, run_ranks, train_command
 
 
 @pytest.fixture

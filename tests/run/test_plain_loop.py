@@ -25,8 +25,8 @@ from tests.gates.parity import recipe
 from tests.gates.parity.measure import Trajectory, difference
 from tests.gates.parity.model import Split, Way
 from tests.gates.parity.reference import Task, spreads, trained
+from tests.real_runs import SMALL_MODEL
 from tests.run.features import in_gate, sentence, train, write_lines
-from tests.two_ranks import SMALL_MODEL
 
 STEPS, WARMUP_STEPS, LEAST = 12, 4, 0.25
 HELD_OUT_SAMPLES = 5  # an evaluation's last batch is incomplete

@@ -23,8 +23,8 @@ from harness.models.skeleton import hf_config, skeleton
 from harness.plan.make import make_plan
 from harness.run.profiling import Profiler, flop_counter, flop_table
 from harness.runfolder import RunFolder
+from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 from tests.run.features import in_gate
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 
 STEPS = 8
 WINDOW = "profile.steps=3:6"

@@ -19,8 +19,8 @@ from harness.plan.model_config import find_model_config
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.plan.plans import Planner
+from tests.real_runs import REPOSITORY, SMALL_MODEL
 from tests.run.features import write_lines
-from tests.two_ranks import REPOSITORY, SMALL_MODEL
 
 FOLDER = REPOSITORY / "docs" / "recipes"
 LIMIT_S = 1500.0

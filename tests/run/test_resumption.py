@@ -15,8 +15,8 @@ from harness.checkpoint.manifest import read_manifest
 from harness.checkpoint.store import Store
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
+from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 from tests.run.features import in_gate
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 

@@ -18,8 +18,8 @@ from harness.plan.duration import step_time
 from harness.plan.plan import Plan
 from harness.run.meter import StepClock, seen_tokens
 from harness.runfolder import RunFolder
+from tests.real_runs import SHORT_RUN, SMALL_MODEL, events, write_corpus
 from tests.run_tools import run_tool
-from tests.two_ranks import SHORT_RUN, SMALL_MODEL, events, write_corpus
 
 SITE = Site(None, "fp32", 2, {"products": 1.5}, 3, 0.05)
 

@@ -21,8 +21,8 @@ from harness.data.spec import DataSpec
 from harness.launch.fork_server import Zygote
 from harness.run.evaluation import POSITIONS
 from harness.runfolder import RunFolder
+from tests.real_runs import SMALL_MODEL, events
 from tests.run.features import in_gate, sentence, train, write_lines
-from tests.two_ranks import SMALL_MODEL, events
 from tools.export_hf import main
 
 

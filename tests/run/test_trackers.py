@@ -13,8 +13,8 @@ import pytest
 from harness.config.run_sections import LogConfig
 from harness.run.trackers import Trackers, metrics_of
 from harness.runfolder import RunFolder
+from tests.real_runs import Ended, run_ranks, train_command
 from tests.run.test_meter import LINE
-from tests.two_ranks import Ended, run_ranks, train_command
 
 Scalars = dict[str, list[tuple[int, float]]]
 

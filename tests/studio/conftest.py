@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.two_ranks import REPOSITORY, environment
+from tests.real_runs import REPOSITORY, environment
 from tools.studio_app.runs import read_runs_of
 
 

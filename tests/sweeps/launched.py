@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.two_ranks import REPOSITORY, SHORT_RUN, SMALL_MODEL, environment
+from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, environment
 
 STEPS = 40
 _RUN = (*SMALL_MODEL, *SHORT_RUN, "train.global_batch=64", "train.micro_batch=32")

@@ -18,7 +18,7 @@ import pytest
 from harness.engine.deepspeed_0_19 import builds
 from harness.engine.deepspeed_0_19.builds import _BuildLock
 from harness.errors import ConfigError
-from tests.two_ranks import REPOSITORY, environment, run_ranks, train_command, wait_for
+from tests.real_runs import REPOSITORY, environment, run_ranks, train_command, wait_for
 
 BUILDS = """
 import sys

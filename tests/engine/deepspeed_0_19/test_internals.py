@@ -15,7 +15,7 @@ import pytest
 from tests.engine.deepspeed_0_19.contract import CONTRACT, LAYOUTS
 from tests.engine.engines import cells, engine_of, share_of
 from tests.ranks import ranks
-from tests.two_ranks import REPOSITORY
+from tests.real_runs import REPOSITORY
 
 LIBRARY = REPOSITORY / "harness"
 ROOM = LIBRARY / "engine" / "deepspeed_0_19"

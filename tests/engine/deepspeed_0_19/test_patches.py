@@ -38,8 +38,8 @@ from tests.engine.engines import (
 from tests.engine.small import MIXTURES
 from tests.engine.test_bad_steps import LAYOUTS, gradient_of
 from tests.ranks import ranks
+from tests.real_runs import REPOSITORY, environment, run_ranks
 from tests.run_tools import printed
-from tests.two_ranks import REPOSITORY, environment, run_ranks
 
 JOINS = """
 import sys
