@@ -38,8 +38,8 @@ demo: setup
 test: setup
 	$(VENV)/bin/python -m pytest -q -n 2 --durations 10
 
-# Covering sets, planted defects, faults, Slurm, pages: about an hour. Stopped, it goes on where it
-# was. `make gates ONLY="faults slurm"` runs these; tests/gates/gates.toml lists all.
+# Covering sets, planted defects, faults, Slurm, pages: about two hours on two cores. Stopped, it goes
+# on where it was. `make gates ONLY="faults slurm"` runs these; tests/gates/gates.toml lists all.
 gates: setup
 	$(VENV)/bin/python -m tests.gates $(ONLY)
 

@@ -6,10 +6,13 @@
       events.jsonl       one line per event: changed settings, saves, skipped steps, ...
       status.json        outcome, code, step, attempt, message, time
       report.html        the run as a web page (harness/report/)
+      trackers.json      the run's id in each tracker of log.* that assigns one
       checkpoints/step-00001000/
+      tokenizer/         the run's tokenizer: exports need no data
       export/            the exported Hugging Face model
       reservoir/         a sample of the training data, for replay in later runs (data.rehearse)
       profile/           trace and FLOPs of a few steps
+      tensorboard/, wandb/, mlflow/   files of the trackers
       heartbeats/        phase and step of each rank, kept after a hang
       lock               the process that is writing; empty if there is none
 

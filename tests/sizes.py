@@ -1,7 +1,9 @@
 """Lines and files of every folder, compared with those committed in sizes.toml.
 
-python -m tests.sizes            # exit code 1 if a room has grown by more than 3 %
-python -m tests.sizes --write    # commit the new numbers with the change that needs them
+    python -m tests.sizes            # exit code 1 if a folder has grown by more than 3 %
+    python -m tests.sizes --write    # replace the committed numbers
+
+The new numbers are committed with the change that needs them.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ def sizes(root: Path = ROOT) -> dict[str, tuple[int, int]]:
     lines, files = Counter[str](), Counter[str]()
     for name in filter(None, listed.stdout.split("\0")):
         parts = Path(name).parts
-        room = "/".join(parts[:2]) if parts[0] in ("harness", "tools") and parts[2:] else parts[0]
+        folder = "/".join(parts[:2]) if parts[0] in ("harness", "tools") and parts[2:] else parts[0]
         if (root / name).is_file():
-            lines[room] += len((root / name).read_text(encoding="utf-8").splitlines())
-            files[room] += 1
-    return {room: (lines[room], files[room]) for room in sorted(lines)}
+            lines[folder] += len((root / name).read_text(encoding="utf-8").splitlines())
+            files[folder] += 1
+    return {folder: (lines[folder], files[folder]) for folder in sorted(lines)}
 
 
 def grown(now: dict[str, tuple[int, int]], kept: dict[str, list[int]]) -> list[str]:
     """Return the folders that are new or exceed their committed lines by more than 3 %."""
     return [
-        f"{room}: {lines:,} lines, committed are {kept.get(room, [0])[0]:,}"
-        for room, (lines, _) in now.items()
-        if lines > MOST_GROWTH * kept.get(room, [0])[0]
+        f"{folder}: {lines:,} lines, committed are {kept.get(folder, [0])[0]:,}"
+        for folder, (lines, _) in now.items()
+        if lines > MOST_GROWTH * kept.get(folder, [0])[0]
     ]
 
 
@@ -55,11 +57,11 @@ def main(argv: list[str]) -> int:
     """Print the table; return 1 if a folder has grown."""
     now = sizes()
     if "--write" in argv:
-        KEPT.write_text("".join(f'"{room}" = [{a}, {b}]\n' for room, (a, b) in now.items()))
+        KEPT.write_text("".join(f'"{folder}" = [{a}, {b}]\n' for folder, (a, b) in now.items()))
     print(f"{'':10} {'lines':>8} {'files':>6} {'goal':>8} {'files':>6}")
     for area, (most_lines, most_files) in GOALS.items():
-        rooms = [size for room, size in now.items() if room.split("/")[0] == area]
-        lines, files = (sum(column) for column in zip(*rooms, strict=True))
+        within = [size for folder, size in now.items() if folder.split("/")[0] == area]
+        lines, files = (sum(column) for column in zip(*within, strict=True))
         print(f"{area:10} {lines:8,} {files:6,} {most_lines:8,} {most_files:6,}")
     problems = grown(now, tomllib.loads(KEPT.read_text()))
     print(*problems, sep="\n", end="\n" if problems else "")

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError
+from harness.launch.ranks import free_port
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.plan.text import describe
@@ -157,12 +157,6 @@ def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def first_run(clone: Path) -> None:
     """Create runs/first, which several commands use, and the model folder and tokens."""
     if (clone / "runs/first/export").exists():
@@ -208,6 +202,11 @@ def test_no_page_names_a_file_that_is_not_there() -> None:
             r"`((?:harness|tools|tests|slurm|ds_configs)/[\w./-]*)`", page.read_text()
         )
         lost += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    files = {Path(name).name for name in listed.splitlines()}
+    layout = (ROOT / "CONTRIBUTING.md").read_text().partition("## Repository layout")[2]
+    named = re.findall(r"(?<![*\w])\w+\.(?:py|toml|sbatch)\b", layout)
+    lost += sorted({*named} - files)
     assert lost == []
 
 
