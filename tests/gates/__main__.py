@@ -76,7 +76,7 @@ def run_gate(gate: Gate, again: bool, workers: int = 2) -> Result:
     command = [sys.executable, "-m", "pytest", "-q", f"-n{workers}", f"--gate={gate.name}"]
     command += [f"--record={record}", f"--junitxml={report}", *gate.tests]
     began = time.monotonic()
-    code = subprocess.call(command, cwd=REPOSITORY)
+    code = exit_code_of(command)
     seconds = time.monotonic() - began
     counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
     if report.exists():
@@ -86,6 +86,16 @@ def run_gate(gate: Gate, again: bool, workers: int = 2) -> Result:
     passed = counts["tests"] - failed - counts["skipped"]
     is_green = code == 0 or (code == NOTHING_LEFT and kept > 0)
     return Result(gate.name, passed, kept, counts["skipped"], failed, seconds, is_green)
+
+
+def exit_code_of(command: list[str]) -> int:
+    """Run pytest. After Ctrl-C, which it received, too, wait until its fixtures have cleaned up."""
+    process = subprocess.Popen(command, cwd=REPOSITORY)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
 
 
 def table(results: list[Result]) -> str:

@@ -13,15 +13,18 @@ from tests.gates import __main__ as gates
 
 ROWS = tomllib.loads(Path(gates.__file__).with_name("gates.toml").read_text())
 MARK = re.compile(r'(?:mark\.gate|rest_in_gate, |rest_in_gate)\(?"(\w+)"')
+TOOLS = re.compile(r"^\s*(?:from|import) tools\b", re.MULTILINE)
 
 
-def test_every_marked_file_belongs_to_its_gate() -> None:
+def test_every_marked_file_belongs_to_its_gate_which_depends_on_the_tools_that_it_imports() -> None:
     lost = []
     for path in (gates.REPOSITORY / "tests").rglob("*.py"):
-        name = path.relative_to(gates.REPOSITORY)
-        for gate in {*MARK.findall(path.read_text())} - {"planted"}:
+        name, text = path.relative_to(gates.REPOSITORY), path.read_text()
+        for gate in {*MARK.findall(text)} - {"planted"}:
             if not any(name.is_relative_to(tests) for tests in ROWS[gate]["tests"]):
                 lost.append(f"{name}: {gate}")
+            if TOOLS.search(text) and "tools" not in ROWS[gate].get("depends", []):
+                lost.append(f"{name}: {gate} does not depend on tools")
     assert lost == []
 
 
@@ -64,3 +67,18 @@ def test_a_change_of_what_a_gate_depends_on_is_noticed(
     assert gate.record() == before
     (tmp_path / "harness" / "loop.py").write_text("after")
     assert gate.record() != before
+
+
+def test_after_ctrl_c_pytest_cleans_up_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = subprocess.Popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        monkeypatch.setattr(subprocess.Popen, "wait", whole)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gates.exit_code_of(["bash", "-c", f"sleep 0.5; touch {tmp_path}/cleaned-up"])
+    assert (tmp_path / "cleaned-up").exists()
