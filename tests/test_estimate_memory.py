@@ -16,7 +16,7 @@ from harness.estimate.memory_item import PHASES
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.look.palette import COMPONENTS
-from tools.plan_args import add_kernels
+from tools.plan_args import add_kernels, add_plan_arguments, plan_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOOL = REPOSITORY / "tools/estimate_memory.py"
@@ -143,11 +143,20 @@ def test_a_trace_is_compared_with_the_undivided_run():
     assert estimate["counted_saved_gib"] == pytest.approx(estimate["traced_saved_gib"], rel=0.001)
 
 
-def test_the_paper_counts_what_a_rank_has():
-    """Norms have 266,240 parameters, the rest is an eighth of 8,029,995,008."""
-    keys = ("--model", "llama-3-8b", "--gpus", "64", "ds.tensor_parallel.autotp_size=8")
-    text = run(*keys, "--accounting", "paper").stdout
-    assert "1,004,015,616 parameters of one rank, 8 ranks" in text
+@pytest.mark.parametrize(
+    ("words", "batch"),
+    [
+        ((), (1, 1)),
+        (("--accumulation=4",), (1, 4)),
+        (("ds.train_micro_batch_size_per_gpu=4",), (4, 1)),
+        (("ds.train_batch_size=256",), (8, 4)),
+    ],
+)
+def test_the_parts_of_a_batch_that_are_not_set_are_assumed(words, batch):
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    plan = plan_of(parser.parse_args(["--gpus=8", *words]), estimating=True)
+    assert (plan.micro_batch, plan.grad_accum) == batch
 
 
 def test_flags_are_other_names_for_keys():
@@ -213,12 +222,6 @@ def test_a_pipe_that_closes_ends_it_without_a_traceback():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert "parameters in bf16" in done.stdout
     assert done.stderr == ""
-
-
-def test_the_papers_accounting():
-    text = run("--model", "llama-1b", "--gpus", "8", "--accounting", "paper").stdout
-    assert "ZeRO paper" in text
-    assert "stage 3" in text
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from harness.terminal import HelpFormatter, columns, say
 from tools.figure import write_plot
 from tools.look.palette import titles
 from tools.memory.sweep import read_sweep, sweep, sweep_text
-from tools.memory.text import describe, paper_text
+from tools.memory.text import describe
 from tools.plan_args import add_plan_arguments, assumed_batch, plan_of
 
 
@@ -51,9 +51,7 @@ def main(argv: list[str]) -> int:
         say(f"cannot estimate: {error}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     traced = _traced(plan, memory) if args.trace else {}
-    if args.accounting == "paper":
-        say(paper_text(memory))
-    elif args.json:
+    if args.json:
         swept = {"sweep": [point.to_json() for point in points]} if args.sweep else {}
         step = step_time(plan)
         memory_json = {**memory.to_json(), "not_trained": _not_trained(plan)}
@@ -140,9 +138,6 @@ def _parser() -> argparse.ArgumentParser:
     host = "Host memory per node in GiB, for a verdict on it."
     add("--host-memory", type=float, metavar="GIB", help=host)
     add("--json", action="store_true", help="Print machine-readable JSON, sizes in GiB.")
-    kinds = ("deepspeed", "paper")
-    counted = "Count DeepSpeed's actual allocations, or use the ZeRO paper's formula."
-    add("--accounting", choices=kinds, default=kinds[0], help=counted)
     ranges = "Estimate a range of micro_batch, seq_len or gpus, or of several."
     add("--sweep", nargs="+", default=[], metavar="NAME=FROM..TO", help=ranges)
     traced = "Also run the model's own class on fake tensors and print what it saves."

@@ -95,20 +95,22 @@ def world_of(args: argparse.Namespace) -> World:
 
 
 def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
-    """Return default batch keys if neither file nor command line sets a batch: one sample at a
-    time, and enough micro-batches to keep pipeline stages busy.
+    """Return defaults of batch keys that neither file nor command line sets: one sample at a time,
+    and enough micro-batches to keep pipeline stages busy. A global batch leaves both to the plan.
     """
     assignments = _given(args)
     keys = {text.partition("=")[0] for text in assignments}
-    file, _ = load_ds_json(args.deepspeed)
-    if args.config or "train.global_batch" in keys:
-        return {}
-    if any(file.literal(key) is not None for key in _BATCH_KEYS):
-        return {}
     of_json = (text.removeprefix(PREFIX) for text in assignments if text.startswith(PREFIX))
-    stages = num_stages(load_ds_json(args.deepspeed, of_json)[0].tree)
-    assumed = {"train.micro_batch": 1, "ds.gradient_accumulation_steps": _filling(stages)}
-    return {key: value for key, value in assumed.items() if key not in keys}
+    ds_json, _ = load_ds_json(args.deepspeed, of_json)
+    keys |= {key for key in _BATCH_KEYS if ds_json.literal(key) is not None}
+    if args.config or {"train.global_batch", "train_batch_size"} & keys:
+        return {}
+    assumed = {}
+    if not {"train.micro_batch", "train_micro_batch_size_per_gpu"} & keys:
+        assumed["train.micro_batch"] = 1
+    if "gradient_accumulation_steps" not in keys:
+        assumed["ds.gradient_accumulation_steps"] = _filling(num_stages(ds_json.tree))
+    return assumed
 
 
 def _given(args: argparse.Namespace) -> list[str]:

@@ -280,9 +280,9 @@ _SWEEPS = ("micro_batch=9..1", "x=1..2", "gpus=0..8", "gpus=1..", "seq_len=1..99
 # Per tool: valid and invalid arguments. Those that would run for hours stop at their own limit.
 _TOOLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tools.estimate_memory": (
-        ("", "--json", "--accounting paper", "--sweep micro_batch=1..4"),
-        ("--accounting=x", "--plot=a.txt", "--plot=", "--plot=/dev/null/x.svg", "--plot=no/x.svg",
-         "--sweep", *(f"--sweep={sweep}" for sweep in _SWEEPS)),
+        ("", "--json", "--sweep micro_batch=1..4"),
+        ("--plot=a.txt", "--plot=", "--plot=/dev/null/x.svg", "--plot=no/x.svg", "--sweep",
+         *(f"--sweep={sweep}" for sweep in _SWEEPS)),
     ),
     "tools.show_layout": (("",), ("--plot=x.svg", "--plot=x", "--json")),
     "tools.plot_schedule": (

@@ -51,18 +51,6 @@ def describe(
     )
 
 
-def paper_text(estimate: Estimate) -> str:
-    """Return the ZeRO paper's table for this model: model states only, in decimal gigabytes."""
-    count, shards = estimate.worst.inputs.parameters, estimate.inputs.shards
-    part = "" if count == estimate.inputs.parameters else " of one rank"
-    lines = [
-        f"ZeRO paper (arXiv 1910.02054): model states of {count:,} parameters{part}, {shards} ranks"
-    ]
-    for stage in range(4):
-        lines.append(f"  stage {stage}  {paper_bytes(count, stage, shards) / 1e9:9.2f} GB")
-    return "\n".join(lines)
-
-
 def _setting(estimate: Estimate) -> str:
     inputs, grid = estimate.inputs, estimate.inputs.grid
     divided = [
