@@ -187,6 +187,15 @@ def test_a_room_that_grows_is_named(tmp_path: Path) -> None:
     assert grown(now, {"harness": [1, 1]}) == ["harness/room: 3 lines, committed are 0"]
 
 
+def test_a_wheel_has_every_file_of_the_library() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    library = ROOT / "harness"
+    listed = ("**/*.py", *settings["tool"]["setuptools"]["package-data"]["harness"])
+    packed = {path for pattern in listed for path in library.glob(pattern)}
+    files = {path for path in library.rglob("*") if path.is_file()}
+    assert {path for path in files - packed if path.suffix != ".pyc"} == set()
+
+
 def test_mypy_checks_the_whole_library() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     mypy = settings["tool"]["mypy"]
