@@ -30,6 +30,9 @@ def test_the_image_and_its_definition_for_apptainer_hold_the_same() -> None:
         assert words in apptainer
     sections = re.findall(r"^%(\w+)$", apptainer, re.MULTILINE)
     assert sections == ["files", "post", "environment", "test"]
+    kept = re.findall(r"^!(.*)$", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE)
+    assert re.findall(r"^    (\S+) /opt/decoder-harness/$", apptainer, re.MULTILINE) == kept
+    assert [name for name in kept if not (REPOSITORY / name).exists()] == []
     if linter := shutil.which("hadolint"):
         subprocess.run([linter, FOLDER / "Dockerfile"], check=True)
 
