@@ -1,8 +1,9 @@
 # make setup | demo | test | gates | newest | oldest | lint | pictures | tables
 
-# The interpreter that makes .venv: `make setup PYTHON=python3.12`.
+# The interpreter that makes .venv: `make setup PYTHON=python3.12`. Debian packs ensurepip, and with it
+# pip, as python3-venv.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
-	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	$$python -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	2>/dev/null && echo $$python && break; done)
 
 VENV := .venv
@@ -19,9 +20,9 @@ ON_CPU := $(if $(filter 0 1,$(GPUS)),DS_ACCELERATOR=cpu)
 setup: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
-	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
-		{ echo "no Python 3.11 to 3.13 found: make setup PYTHON=/path/to/python"; exit 1; }
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(VENV)/bin/pip || test -n "$(PYTHON)" || { echo \
+		"no Python 3.11 to 3.13 with venv (Debian: python3-venv): make setup PYTHON=/path/to/python"; exit 1; }
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@# uv installs in a minute where pip takes three. Where it cannot be had, or does not reach the packages
 	@# (it reads none of pip's configuration files), pip does it.
 	$(VENV)/bin/python -m pip install --quiet uv && \

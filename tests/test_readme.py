@@ -230,6 +230,18 @@ def test_the_python_of_the_readme_runs(clone: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_make_takes_no_python_that_cannot_install_pip(tmp_path: Path) -> None:
+    """Debian's has no ensurepip: `venv` then leaves a folder without pip."""
+    for name, lacks in (("python3.12", "ensurepip"), ("python3.11", "")):
+        code = f'import sys; sys.modules["{lacks}"] = None; exec(sys.argv[1])'
+        (tmp_path / name).write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$2\"\n")
+        (tmp_path / name).chmod(0o755)
+    words = ["make", "--silent", "--eval=chosen: ; @echo $(PYTHON)", "chosen"]
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(words, cwd=ROOT, env=path, capture_output=True, text=True)
+    assert done.stdout == "python3.11\n", done.stderr
+
+
 def test_what_the_readme_shows_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     cpu = {"DS_ACCELERATOR": "cpu"}
