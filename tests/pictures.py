@@ -7,19 +7,19 @@ runs/ if there are any, otherwise a generated one with every kind of chart and e
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from harness.report.compare import compare_page_of
 from harness.report.page import page_of
 from harness.report.run_record import is_run, read
 from tests.browser import SHOWN, WIDTHS, Browser, missing
-from tests.real_runs import REPOSITORY, environment
+from tests.real_runs import REPOSITORY
 from tests.report.runs import line_at, plan, write_run
+from tests.studio.served import serving
+from tools.studio_pages import PAGES
 
 _DRAWN = f"document.querySelector('.q-layout') ? {SHOWN} : !!document.querySelector('svg, table')"
 
@@ -33,17 +33,16 @@ def main(out: Path, *names: str) -> int:
     failures = 0
     with tempfile.TemporaryDirectory() as scratch, Browser() as browser:
         pages = dict(_reports(Path(scratch)))
-        with _studio(Path(scratch)) as address:
-            if address:
-                from tools.studio_pages import PAGES
-
-                pages |= {f"studio-{page.slug}": f"{address}{page.slug}" for page in PAGES}
-                pages["studio-home"] = address
+        runs = REPOSITORY / "runs"
+        shown = runs if any(map(is_run, runs.glob("*"))) else Path(scratch)
+        with serving(shown, folder=Path(scratch)) as studio:
+            pages |= {f"studio-{page.slug}": f"{studio.address}{page.slug}" for page in PAGES}
+            pages["studio-home"] = studio.address
             for name, url in pages.items():
                 if not names or name in names:
                     failures += sum(_taken(browser, name, url, out))
-        failures += len(said := (Path(scratch) / "said.txt").read_text())
-        print(said, end="", file=sys.stderr)
+        failures += len(studio.said)
+        print(studio.said, end="", file=sys.stderr)
     return int(bool(failures))
 
 
@@ -111,24 +110,6 @@ def _made(folder: Path, rate: float) -> Path:
         },
     ]
     return write_run(folder, lines, events, plan(lr=rate))
-
-
-@contextmanager
-def _studio(made: Path) -> Iterator[str]:
-    """Serve the studio on any port, if NiceGUI is installed; yield its address, or ""."""
-    runs = REPOSITORY / "runs"
-    command = [sys.executable, str(REPOSITORY / "tools" / "studio.py"), "--port", "0"]
-    command += ["--runs", str(runs if any(map(is_run, runs.glob("*"))) else made)]
-    with (made / "said.txt").open("w") as said:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment()
-        )
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().partition("studio: ")[2].strip()
-    finally:
-        process.terminate()
-        process.wait()
 
 
 if __name__ == "__main__":

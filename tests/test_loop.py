@@ -37,8 +37,8 @@ from tests.real_runs import (
     wait,
     wait_for,
 )
+from tests.shipped import DS_CONFIGS
 
-DS_CONFIGS = REPOSITORY / "ds_configs"
 STEPS = 12
 METRICS = {
     "attempt",

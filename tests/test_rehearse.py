@@ -28,7 +28,7 @@ from harness.plan.command import parse_command, plan_from
 from harness.plan.model_config import find_model_config, preset_names
 from tests.real_runs import REPOSITORY, Group, environment, start, wait_for
 from tests.run_tools import run_tool
-from tests.shipped import ranks_with_experts
+from tests.shipped import DS_CONFIGS, ranks_with_experts
 from tools import rehearse
 from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.compare import apart, differing, done_twice
@@ -39,7 +39,6 @@ from tools.rehearsal.stages import Done, train_command
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads per key head make Llama-3.1-405B the largest
 LAYERS = 4
-DS_CONFIGS = REPOSITORY / "ds_configs"
 
 
 def job(

@@ -13,9 +13,9 @@ import pytest
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.real_runs import SHORT_RUN, SMALL_MODEL
+from tests.shipped import DS_CONFIGS
 
 STEPS = 8
-DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 
 
 def arguments(run: Path, data: list[str], *more: str, json: str = "zero1") -> list[str]:

@@ -14,9 +14,9 @@ from harness.config.batch import Curriculum
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
+from tests.shipped import DS_CONFIGS
 from tools.batch_text import first_sample_of
 
-DS_CONFIGS = REPOSITORY / "ds_configs"
 BATCH = 8
 # Short enough for a test: no judgement for four steps, and only extreme values are spikes.
 WATCHED = ("train.steps=16", "guard.spike_window=16", "guard.spike_sigma=12", "save.every=5")

@@ -18,8 +18,7 @@ from harness.plan.machine import swap_problems
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.run_tools import run_tool
-
-DS_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+from tests.shipped import DS_CONFIGS
 
 
 def plan(folder: Path, name: str = "zero3_nvme") -> Plan:

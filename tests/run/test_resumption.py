@@ -15,10 +15,9 @@ from harness.checkpoint.manifest import read_manifest
 from harness.checkpoint.store import Store
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
-from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
+from tests.real_runs import SHORT_RUN, SMALL_MODEL, events
 from tests.run.features import in_gate
-
-DS_CONFIGS = REPOSITORY / "ds_configs"
+from tests.shipped import DS_CONFIGS
 
 
 def words(run: Path, data: list[str], *more: str, json: str = "zero2") -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.browser import PATIENCE_S, SHOWN, WIDTHS, Browser, needs_browser
 from tests.browser import Page as Tab
-from tests.studio.conftest import Studio
+from tests.studio.served import Studio
 from tests.studio.test_pages import figures_of
 from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Figure, html_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.studio.conftest import Studio, serving
+from tests.studio.served import Studio, serving
 
 PAGE, SOCKET = "/memory", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 

@@ -13,7 +13,7 @@ import pytest
 from harness.report.chart import Chart
 from harness.runfolder import RunFolder
 from tests.browser import Browser, needs_browser
-from tests.studio.conftest import Studio
+from tests.studio.served import Studio
 from tests.studio.test_guard import ask
 from tests.studio.test_pages import BY_SLUG, figures_of, number
 from tools.studio_app.figures import Code, Note, Table, html_of

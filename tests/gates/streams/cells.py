@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.ds_json import value_of
-from harness.launch.ranks import REPOSITORY
+from tests.shipped import DS_CONFIGS
 
-DS_CONFIGS = REPOSITORY / "ds_configs"
 STEPS = 6
 MEASURED = 5  # the step whose waits are counted: not saved, evaluated or discarded
 DISCARDED = 3
