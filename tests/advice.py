@@ -26,7 +26,6 @@ _FIELDS, _TOPS = "|".join(RunConfig.model_fields), "|".join(ds_keys()["keys"])
 _KEY = rf"(?:(?:ds\.)?(?:{_FIELDS}|{_TOPS})(?:\.\w+)+|(?:{_TOPS})\b(?!\.))"
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|\[[^]]*\]|\{(?:[^{}]|\{[^{}]*\})*\}|[\w$./:-]*[\w/])"
 _IT = r"(?:it|this|that|that key|the section)"
-_THING = rf"(?:{_IT}|{_KEY})"
 _A_KEY, _ASSIGNED = re.compile(_KEY), re.compile(rf"{_KEY}={_VALUE}")
 _OF_THE_JSON = re.compile(rf"(?:{_TOPS})\b")
 # Removed from messages: origins of values, and counts of rows.

@@ -7,7 +7,7 @@ import platform
 import re
 from importlib.metadata import version
 
-from harness.layout.world import CPU_INFO, cpu_has_bf16
+from harness.layout.world import CPU_INFO
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 
@@ -25,8 +25,3 @@ def machine() -> str:
     except OSError:
         model = None
     return f"{cores} cores of {model[1] if model else platform.machine()}"
-
-
-def cpu_precision() -> str:
-    """Return the precision of the shipped JSONs here: "fp32" on a processor without bf16."""
-    return "bf16" if cpu_has_bf16() else "fp32"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 
 from harness.launch.fork_server import Zygote
 from tests.gates.hybrids import HYBRIDS, NEWER
-from tests.gates.small_runs import functions, write_jsonl
-from tests.gates.train_families import Runs
+from tests.gates.train_families import Runs, write_corpus
 from tests.real_runs import REPOSITORY
 
 
@@ -29,7 +27,7 @@ def test_families_on_the_page_are_trained_resumed_and_exported() -> None:
 def test_a_family_is_trained_resumed_in_another_layout_and_exported(
     family: str, zygote: Zygote, tmp_path: Path
 ) -> None:
-    write_jsonl(tmp_path / "corpus.jsonl", [*itertools.islice(functions(), 60)])
+    write_corpus(tmp_path / "corpus.jsonl", 60)
     runs = Runs(zygote, HYBRIDS[family], tmp_path / family)
     assert runs.run("resumed", 1, "train.steps=2") == "yes"
     assert runs.run("resumed", 3, "train.steps=4") == "yes"

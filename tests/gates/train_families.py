@@ -12,21 +12,22 @@ gradient norm must equal the undivided ones, or the reason why there is none. Ro
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.data.corpus import find_corpus
 from harness.errors import ExitCode
 from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from harness.terminal import HelpFormatter
 from tests.gates.hybrids import HYBRIDS, NEWER
-from tests.gates.small_runs import functions, write_jsonl
 
 TOLERANCE = 1e-5
 """For losses that differ only in the order of sums."""
@@ -81,12 +82,30 @@ def main(argv: list[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     corpus = args.out / "corpus.jsonl"
     if not corpus.exists():
-        write_jsonl(corpus, [*itertools.islice(functions(), 300)])
+        write_corpus(corpus, 300)
     with Zygote() as zygote:
         rows = [kept_row(zygote, name, args.out.absolute()) for name in args.families]
     if args.markdown:
         args.markdown.write_text(markdown(rows), encoding="utf-8")
     return 0 if all(map(is_settled, rows)) else 1
+
+
+def write_corpus(path: Path, count: int) -> None:
+    """Write functions of Python's library as a corpus: many short documents, a few long."""
+    lines = (json.dumps({"text": text}) for text in itertools.islice(_functions(), count))
+    path.write_text("\n".join(lines))
+
+
+def _functions() -> Iterator[str]:
+    for piece in find_corpus(None).pieces():
+        try:
+            tree = ast.parse(piece.text)
+        except (SyntaxError, ValueError):
+            continue
+        lines = piece.text.splitlines(keepends=True)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield "".join(lines[node.lineno - 1 : node.end_lineno])
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
