@@ -30,7 +30,7 @@ def skipped(bench: Bench) -> str:
 
 
 def cuda(bench: Bench) -> str:
-    bench.cuda_only()
+    bench.require_cuda()
     return ""
 
 

@@ -26,10 +26,11 @@ from tests.run_tools import run_tool
 from tools import accept_gpu
 from tools.accept_gpu import STEPS
 from tools.acceptance import attention as attending
+from tools.acceptance import machine as on_machine
 from tools.acceptance import measured as measured_steps
 from tools.acceptance import parity, runs
 from tools.acceptance.attention import _equal
-from tools.acceptance.bench import Bench, Failed
+from tools.acceptance.bench import Bench, Failed, Skipped
 from tools.acceptance.measured import MOST, RUN_AHEAD
 from tools.acceptance.parity import cell_of
 from tools.acceptance.report import Check, Result, as_json, code, table
@@ -170,18 +171,21 @@ def test_help_has_an_example_and_every_step() -> None:
     assert all(f"  {step.name}" in text for step in STEPS)
 
 
-def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
-    """At most eight, as nvidia-smi lists them, or only the visible ones."""
-    listed = "\n".join(f"GPU {n}: NVIDIA H100 (UUID: GPU-{n})" for n in range(10))
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}\nEND\n")
-    tool.chmod(0o755)
-    code = "from tools import accept_gpu as a; import sys; print(a._gpus(), 'torch' in sys.modules)"
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    for visible, count in ((None, 8), ("2,3", 2)):
-        env = environment(PATH=path, CUDA_VISIBLE_DEVICES=visible, PYTHONPATH=str(REPOSITORY))
-        out = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-        assert out == f"{count} False\n"
+@pytest.mark.parametrize(
+    ("visible", "places"),
+    [("4,5,6", ["--include", "localhost:4,5"]), ("GPU-01ab,GPU-02cd", None)],
+)
+def test_deepspeed_gets_the_visible_gpus(
+    visible: str, places: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(on_machine, "_launched", lambda bench, name, *words: " ".join(words))
+    bench = Bench(tmp_path, tmp_path, 2, "cuda")
+    if places:
+        assert " ".join(places) in on_machine._by_deepspeed(bench)
+    else:
+        with pytest.raises(Skipped, match="by number, not as GPU-01ab"):
+            on_machine._by_deepspeed(bench)
 
 
 @pytest.mark.parametrize("before", ["/of/the/container", "", None])

@@ -23,19 +23,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 from harness.launch.ranks import python_path
-from harness.layout.world import find_accelerator, listed_gpus
+from harness.layout.world import find_accelerator, visible_gpus
 from harness.terminal import HelpFormatter, say
 from tools.acceptance import report
 from tools.acceptance.report import Check, Result, Step, readable
 from tools.bounded import run_bounded
 from tools.made_with import machine, versions
+from tools.workers import INTERRUPTED, as_ctrl_c
 
 MOST_RANKS = 8
 CPU_RANKS = 2
@@ -43,7 +42,6 @@ TOTAL_S = 600.0  # of all steps on GPUs: what then has not begun is skipped
 CPU_LIMIT_S = 900.0  # of any step: CPU ranks may share their cores with anything
 _SAY_EVERY_S = 10.0
 _LEAST_S = 20.0  # that a step needs to find anything
-_INTERRUPTED = 130  # as shells have it
 STEPS = tuple(
     Step(name, question, limit_s, f"tools.acceptance.{where}")
     for name, question, limit_s, where in (
@@ -84,7 +82,7 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
     if unknown := [name for name in args.only or () if name not in by_name]:
         parser.error(f"--only {' '.join(unknown)}: the steps are {', '.join(by_name)}")
     accelerator = find_accelerator()
-    most = _gpus() if accelerator == "cuda" else MOST_RANKS
+    most = min(MOST_RANKS, len(visible_gpus())) if accelerator == "cuda" else MOST_RANKS
     if not most:
         parser.error("there is a driver, but no GPU: check nvidia-smi, or set DS_ACCELERATOR=cpu")
     ranks = most if accelerator == "cuda" else CPU_RANKS
@@ -114,7 +112,7 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
         _say("interrupted; all of its processes have ended")
         if results:
             say(report.table(results))
-        return _INTERRUPTED
+        return INTERRUPTED
     say(report.table(results))
     if args.json:
         args.json.write_text(json.dumps(report.as_json(results, about), indent=2), encoding="utf-8")
@@ -156,13 +154,6 @@ def _too_late(step: Step) -> Result:
     return Result(step.name, 0.0, checks=(Check("all of it", "skipped", why),))
 
 
-def _gpus() -> int:
-    """Return the number of GPUs to use, at most MOST_RANKS, without importing torch."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return min(MOST_RANKS, len(visible.split(",")))
-    return min(MOST_RANKS, len(listed_gpus()))
-
-
 def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     listed = "\n".join(f"  {step.name:13} {step.question}" for step in steps)
     parser = argparse.ArgumentParser(
@@ -181,10 +172,6 @@ def _say(text: str) -> None:
     say(text, sys.stderr)
 
 
-def _as_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _as_ctrl_c)
+    signal.signal(signal.SIGTERM, as_ctrl_c)
     sys.exit(main(sys.argv[1:]))

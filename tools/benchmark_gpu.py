@@ -33,6 +33,7 @@ from harness.plan.command import DEFAULT_DS_JSON
 from harness.terminal import HelpFormatter
 from tools.made_with import machine, versions
 from tools.speed.cases import LADDER, LIMIT_S, Case, measured, swept
+from tools.workers import INTERRUPTED
 
 _COMPARED = 2  # number of first losses to compare: rounding differences grow with every step
 FORMULA = (
@@ -59,7 +60,7 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         print("stopped; the lines above are complete", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     whole = any("step_time_s" in line for line in lines)
     return 0 if whole and not any("differs" in line for line in lines) else 1
 

@@ -28,6 +28,7 @@ from harness.files.paths import option_path
 from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
 from harness.terminal import HelpFormatter, say
+from tools.workers import INTERRUPTED
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -79,7 +80,7 @@ def main(argv: list[str]) -> int:
     except ExportDiffers as error:  # as a run that would go on from it is refused
         return _fail(f"{error}; --no-check exports it anyway", ExitCode.NO_CHECKPOINT)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was left behind", 130)
+        return _fail("interrupted; nothing was left behind", INTERRUPTED)
     say(f"exported {out}; {checked}")
     return 0
 

@@ -24,6 +24,7 @@ from harness.files.paths import option_path
 from harness.terminal import HelpFormatter, say
 from tools.exported import export_of, opened
 from tools.figure import new_figure, plot_problems, write_plot
+from tools.workers import INTERRUPTED
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
         say(f"cannot measure: {error}", sys.stderr)
         return int(error.code)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     say(_table(reaches))
     if arguments.plot:
         write_plot(arguments.plot, drawn(reaches))

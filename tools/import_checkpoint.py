@@ -32,6 +32,7 @@ from harness.files.paths import option_path
 from harness.runfolder import RunFolder
 from harness.terminal import HelpFormatter, say
 from tools.importing.native import Native, Source, find_source
+from tools.workers import INTERRUPTED
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
         code = ExitCode.CANNOT_SAVE if is_full_disk(error) else ExitCode.BAD_CONFIG
         return _fail(f"{error}: fix this, or choose another folder (--out)", code)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was left behind", 130)
+        return _fail("interrupted; nothing was left behind", INTERRUPTED)
     step = int(path.name.removeprefix("step-"))
     say(f"imported {path}; resume with resume.from={arguments.out}@{step}")
     return 0

@@ -32,7 +32,6 @@ LIMIT_S = 120.0
 # A rank that hangs out of Python's reach ends itself this long after the limit. Killed from
 # outside, its code would become the preflight's.
 _GRACE_S = 30.0
-_INTERRUPTED = 130  # as in shells
 NEEDED = (  # by every run
     "tomllib",  # Python 3.11
     "torch",
@@ -81,6 +80,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from tools.preflight_checks.flight import fly  # torch from here on
     from tools.preflight_checks.network import Absent
+    from tools.workers import INTERRUPTED
 
     for number in (signal.SIGTERM, signal.SIGUSR1):  # from a batch system, from the batch script
         signal.signal(number, _end)
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         say(f"cannot check: {error}", sys.stderr)
         return int(getattr(error, "code", ExitCode.BAD_CONFIG))
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     finally:
         faulthandler.cancel_dump_traceback_later()
 

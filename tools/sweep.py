@@ -23,7 +23,7 @@ Every trial is a run in runs/NAME/trial-000 and so on. All plans are checked bef
 starts. If the sweep is killed or stopped by Ctrl-C, the same command continues the same trials. At
 the end it prints a ranked table and the command of the best trial, and writes runs/NAME/sweep.html.
 Exit code 0; 1 if no trial has a result; 2 for a file with problems; 75 if the sweep was stopped, or
-ended by its budget.
+ended by its budget; 130 after a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -46,14 +46,11 @@ from tools.sweeps.page import write_page
 from tools.sweeps.slurm import follow, slurm_problems, slurm_world, submit
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
 from tools.sweeps.text import Screen, best_command, best_of, ending, listing, ranking
-from tools.workers import on_stop
+from tools.workers import INTERRUPTED, on_stop
 
 if TYPE_CHECKING:  # Optuna, which a dry run does without
     from tools.sweeps.running import Queue
     from tools.sweeps.study import Study
-
-
-INTERRUPTED = 130
 
 
 def main(argv: list[str]) -> int:

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import NoReturn
 
 from harness import terminal
 from harness.errors import ConfigError
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as in shells."""
 _POLL_S = 0.5
 _LINE_EVERY_S = 30.0  # seconds between lines if no terminal shows a changing one
 
@@ -134,6 +137,11 @@ def _how(code: int) -> str:
         of_memory = " (the kernel does that when memory runs out: lower --workers)" * (code == -9)
         return f"a worker was ended by {name}{of_memory}"
     return f"a worker ended with code {code}"
+
+
+def as_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal as Ctrl-C is handled."""
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -108,9 +108,7 @@ class World:
         `deepspeed` sets RANK for its children, which is more specific. Raises ValueError for
         impossible numbers (rank 3 of 2).
         """
-        launcher, rank, world_size, local_rank, local_world_size = (
-            _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
-        )
+        launcher, rank, world_size, local_rank, local_world_size = _place_in(environ)
         if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
             raise ValueError(
                 f"the {launcher} environment says rank {rank} of {world_size}, local rank "
@@ -127,7 +125,20 @@ class World:
         )
 
 
+def has_other_nodes(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if the launcher started ranks on several nodes."""
+    try:
+        _, _, world_size, _, local_world_size = _place_in(environ)
+    except ValueError:
+        return False
+    return world_size > local_world_size
+
+
 _Place = tuple[str, int, int, int, int]
+
+
+def _place_in(environ: Mapping[str, str]) -> _Place:
+    return _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
 
 
 def _from_torch_names(environ: Mapping[str, str]) -> _Place | None:
@@ -197,6 +208,14 @@ def find_gpu_name(environ: Mapping[str, str] = os.environ) -> str | None:
     elif first:
         gpus = [gpu for gpu in gpus if gpu.uuid.startswith(first)] or gpus
     return gpus[0].name if gpus else None
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:  # nvidia-smi first: a cgroup hides GPUs from it, but not in /proc
+        return [str(number) for number, _ in enumerate(listed_gpus() or published_gpus())]
+    return [name for name in map(str.strip, visible.split(",")) if name]
 
 
 def published_gpus() -> list[Gpu]:

@@ -18,6 +18,7 @@ from harness.layout.world import (
     free_port,
     is_free,
     slurm_port,
+    visible_gpus,
 )
 
 
@@ -151,6 +152,9 @@ def test_gpu_name_is_the_drivers_of_the_first_gpu_that_is_visible(tmp_path, monk
     for visible, name in names.items():
         environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
         assert find_gpu_name(environ) == name, visible
+    assert visible_gpus({}) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "4, GPU-02,"}) == ["4", "GPU-02"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("optuna")
 
 from harness.errors import ConfigError
 from tools.sweeps.cost import Budget, Record, Used
+from tools.sweeps.running import _lane_environment
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
 from tools.sweeps.study import JOURNAL, OpenTrial, Study, cut_torn_line
 
@@ -117,6 +119,13 @@ def test_more_trials_and_another_budget_go_on_another_search_does_not(tmp_path: 
         keep_file(sweep_of(tmp_path, "trials = 5\nseed = 1", _SEARCH.replace("1.0", "2.0")))
     assert "sweep.seed is 1" in str(error.value)
     assert "search.optim.lr.to is 2.0" in str(error.value)
+
+
+def test_trials_share_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert _lane_environment(ranks=2, parallel=2, lane=1) == {"OMP_NUM_THREADS": "2"}
 
 
 def test_a_trial_starts_if_its_part_before_the_first_decision_fits(tmp_path: Path) -> None:

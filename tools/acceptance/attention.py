@@ -40,7 +40,7 @@ def look(bench: Bench) -> str:
     for row in rows:
         name = f"{row['attention']}{' by documents' if row['documents'] else ''}"
         bench.check(name, _equal, bench, row)
-    bench.not_on_cpu("kernels and the peak at 8,192 tokens")
+    bench.skip_on_cpu("kernels and the peak at 8,192 tokens")
     computed_here = sum("loss" in row for row in rows)
     peaks = [row["peak_gib"] for row in rows if "peak_gib" in row]
     peak = f"; {min(peaks):.2f} to {max(peaks):.2f} GiB at 8k tokens" if peaks else ""
@@ -50,7 +50,7 @@ def look(bench: Bench) -> str:
 def _equal(bench: Bench, row: dict[str, Any]) -> str:
     if refusal := row.get("refused"):
         if "GPU" in refusal and not bench.on_cuda:
-            bench.cuda_only()
+            bench.require_cuda()
         raise (Skipped if any(word in refusal for word in _NEEDED) else Failed)(refusal)
     if failure := row.get("failed"):
         raise Failed(failure)

@@ -94,22 +94,22 @@ class Bench:
         self.checks.append(check)
         print(f"  {check.verdict}: {check.text}", flush=True)
 
-    def cuda_only(self) -> None:
+    def require_cuda(self) -> None:
         """Raise Skipped on CPU ranks."""
         if not self.on_cuda:
             raise Skipped(NEEDS_CUDA)
 
-    def not_on_cpu(self, *names: str) -> None:
+    def skip_on_cpu(self, *names: str) -> None:
         """On CPU ranks, add the checks that they leave out."""
         if not self.on_cuda:
             self.checks += [Check(name, "skipped", NEEDS_CUDA) for name in names]
 
-    def two_ranks(self) -> None:
+    def require_two_ranks(self) -> None:
         """Raise Skipped on one rank."""
         if self.ranks < 2:
             raise Skipped(NEEDS_TWO)
 
-    def time_for(self, seconds: float) -> None:
+    def require_time(self, seconds: float) -> None:
         """Raise Skipped if the step has less time left than this."""
         if time.monotonic() - self.began + seconds > self.limit_s:
             raise Skipped(f"no time was left of {self.limit_s:.0f} s: see --limit")

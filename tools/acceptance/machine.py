@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.ranks import ON_CPU, REPOSITORY, environment, free_port
-from tools.acceptance.bench import Bench, expect, on_rank, tail
+from harness.layout.world import visible_gpus
+from tools.acceptance.bench import Bench, Skipped, expect, on_rank, tail
 from tools.acceptance.report import Check, readable
 
 AS_SLURM = "--as-slurm"
@@ -25,7 +26,7 @@ def look_at(bench: Bench) -> str:
     warnings: list[str] = []
     bench.check("preflight", _flown, bench, warnings)
     bench.check("optional packages", _packages)
-    bench.not_on_cpu("driver, toolkit, GPUs and the links between them")
+    bench.skip_on_cpu("driver, toolkit, GPUs and the links between them")
     rows = bench.values.get("preflight", {})
     parts = [rows[name] for name in _SHOWN if name in rows]
     return "; ".join([*parts, *([f"warnings: {', '.join(warnings)}"] if warnings else [])])
@@ -60,16 +61,24 @@ def _packages() -> str:
 
 def join_ranks(bench: Bench) -> str:
     """Start the same ranks by torchrun, by deepspeed, and as srun does."""
-    count, python = str(bench.ranks), sys.executable
-    torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count)
-    runner = (python, "-m", "deepspeed.launcher.runner", "--num_accelerators", count)
-    port = ("--master_port", str(free_port()), "--no_local_rank", "--module")
-    bench.check("torchrun", _launched, bench, "torchrun", *torchrun, "-m")
-    bench.check("deepspeed", _launched, bench, "deepspeed", *runner, *port)
+    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={bench.ranks}", "-m")
+    bench.check("torchrun", _launched, bench, "torchrun", *torchrun)
+    bench.check("deepspeed", _by_deepspeed, bench)
     bench.check("as srun, each rank with its own GPU alone", _as_srun, bench)
     joined = sum(check.verdict == "held" for check in bench.checks)
     backend = "nccl and gloo" if bench.on_cuda else "gloo"
-    return f"{joined} launchers, {count} rank{'s' * (bench.ranks > 1)}, {backend}"
+    return f"{joined} launchers, {bench.ranks} rank{'s' * (bench.ranks > 1)}, {backend}"
+
+
+def _by_deepspeed(bench: Bench) -> str:
+    places = ["--num_accelerators", str(bench.ranks)]
+    if bench.on_cuda:  # with the number alone, it ignores CUDA_VISIBLE_DEVICES
+        gpus = visible_gpus()[: bench.ranks]
+        if not all(map(str.isdecimal, gpus)):
+            raise Skipped(f"deepspeed takes GPUs by number, not as {gpus[0]}")
+        places = ["--include", f"localhost:{','.join(gpus)}"]
+    port = ("--master_port", str(free_port()), "--no_local_rank", "--module")
+    return _launched(bench, "deepspeed", "deepspeed.launcher.runner", *places, *port)
 
 
 def _launched(bench: Bench, name: str, *launcher: str) -> str:
@@ -78,9 +87,9 @@ def _launched(bench: Bench, name: str, *launcher: str) -> str:
     log = folder / "log.txt"
     with log.open("wb") as output:
         done = subprocess.run(
-            [*launcher, __name__, str(folder)], cwd=REPOSITORY, stdin=subprocess.DEVNULL,
-            env=environment({} if bench.on_cuda else ON_CPU), stdout=output,
-            stderr=subprocess.STDOUT, check=False,
+            [sys.executable, "-m", *launcher, __name__, str(folder)], cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL, env=environment({} if bench.on_cuda else ON_CPU),
+            stdout=output, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
     last = readable(log.read_text(errors="replace").strip().rpartition("\n")[2])
     expect(done.returncode == 0, f"it ended with code {done.returncode}: {last}")
@@ -163,8 +172,6 @@ def _become_srun() -> None:
     """Set the environment of `srun --gpus-per-task=1`: Slurm's variables and one visible GPU."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     rank, ranks, local_rank, *_ = (os.environ.pop(name, "") for name in names)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    own = visible.split(",")[int(local_rank)] if visible else local_rank
     os.environ |= {
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": rank,
@@ -174,7 +181,7 @@ def _become_srun() -> None:
         "SLURM_STEP_TASKS_PER_NODE": ranks,
     }
     if os.environ.get("DS_ACCELERATOR") != "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = own
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[int(local_rank)]
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def wait(bench: Bench) -> str:
 
 
 def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
-    bench.cuda_only()
+    bench.require_cuda()
     # A log line is the one place where the host is to wait.
     case = Case(name, bench.timed_settings("log.every"))
     line = measured(case, DS_CONFIGS / f"{name}.json", bench.ranks, 3, 4)
@@ -71,7 +71,7 @@ def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
 
 def _simulated(bench: Bench) -> str:
     """Run CPU ranks whose device has streams: races and needless waits fail."""
-    bench.two_ranks()
+    bench.require_two_ranks()
     code, lines, _ = bench.gate("check_streams", "--cells", *_SIMULATED)
     bench.values["simulated"] = lines
     expect(code == 0, f"it ended with code {code}: {'; '.join(lines)}")
@@ -103,7 +103,7 @@ def _on_cpu(bench: Bench) -> str:
     errors: dict[str, dict[str, float]] = {name: {} for name in _CPU_CASES}
 
     def counted() -> str:
-        bench.two_ranks()
+        bench.require_two_ranks()
         words = ("--cases", *_CPU_CASES, "--out", str(bench.folder / "memory"))
         _, lines, error = bench.gate("measure_memory", *words)
         for name, rank, point, off in filter(None, map(_count, lines)):
@@ -120,7 +120,7 @@ def _on_cpu(bench: Bench) -> str:
     bench.check("live tensors", counted)
     for name in filter(errors.get, errors):
         bench.check(name, compared, name)
-    bench.not_on_cpu("allocated, reserved and pinned memory")
+    bench.skip_on_cpu("allocated, reserved and pinned memory")
     bench.values["errors"] = errors
     worst = max((abs(e) for of_case in errors.values() for e in of_case.values()), default=None)
     return "" if worst is None else f"estimate at most {worst:.2%} off"
@@ -195,7 +195,7 @@ def climb(bench: Bench) -> str:
         """Measure a case, and compare its losses with the lowest rung's."""
         nonlocal longest_s
         began = time.monotonic()
-        bench.time_for(longest_s)
+        bench.require_time(longest_s)
         json_path = DS_CONFIGS / f"{beside.json}.json"
         line = measured(tried, json_path, bench.ranks, warmup, steps, env=beside.env)
         longest_s = max(longest_s, time.monotonic() - began)
@@ -222,7 +222,7 @@ def climb(bench: Bench) -> str:
         tried = Case(name, {**case.settings, **beside.settings})
         bench.check(name, taken, name, tried, beside)
     left_out = [rung for rung in _RUNGS["cuda"] if rung not in rungs]
-    bench.not_on_cpu(*BESIDE, *left_out, "MFU and host waits")
+    bench.skip_on_cpu(*BESIDE, *left_out, "MFU and host waits")
     best = max(lines, key=lambda line: float(line["tokens_per_s_per_gpu"]), default=None)
     return _rates(best) if best else ""
 

@@ -78,7 +78,7 @@ class Compared:
     def judge(self, layout: str, cell: str, worst: list[float]) -> str:
         """Judge a cell. If not all could be trained together, it is trained alone."""
         if _stages(layout) > self._bench.ranks:
-            self._bench.two_ranks()
+            self._bench.require_two_ranks()
         if cell not in self.lines:
             self.compare([cell])
         pairs = [(n, float(a), float(b), mark) for n, a, b, mark in _PAIR.findall(self.lines[cell])]
@@ -92,7 +92,7 @@ class Compared:
 
 def _blocking(bench: Bench, gate: Compared, layout: str, cell: str, worst: list[float]) -> str:
     """Make the host wait for every kernel: if a run then learns something else, it has a race."""
-    bench.cuda_only()
+    bench.require_cuda()
     text = gate.judge(layout, cell, worst)
     paths = [bench.folder / name / f"{cell}.json" for name in ("cells", "blocking")]
     alike = len({path.read_bytes() if path.exists() else None for path in paths}) == 1

@@ -48,7 +48,7 @@ def save(bench: Bench) -> str:
 
     def elsewhere() -> str:
         """Resume the first checkpoint of the uninterrupted run: ZeRO 3, on half the ranks."""
-        bench.two_ranks()
+        bench.require_two_ranks()
         ranks = bench.power_of_two // 2
         settings = [f"resume.from={whole.path}@{_SAVED_AT}", f"train.steps={_STEPS}"]
         bench.train(moved, *settings, name="moved", json_name="zero3", ranks=ranks)
@@ -57,7 +57,7 @@ def save(bench: Bench) -> str:
         return f"ZeRO 3 on {ranks} of {bench.ranks} ranks: {close}"
 
     def replicas() -> str:
-        bench.two_ranks()
+        bench.require_two_ranks()
         events = [event["kind"] for event in whole.read_events()]
         expect("replicas_equal" in events, "no replicas were compared")
         return f"equal {events.count('replicas_equal')} times"

@@ -22,12 +22,12 @@ from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DISK_GB_PER_S
 from harness.estimate.step_time.machine import machine_of, measured, other_machine
 from harness.layout.world import World
-from harness.plan.machine import cluster
 from harness.plan.make import make_plan
 from harness.plan.memory import Untraceable, memory_inputs, traced_inputs
 from harness.plan.plan import Plan
 from tools.cluster.count import TOKENS_PER_PARAMETER, Question
 from tools.cluster.layouts import STATES, Layout, State, base_json
+from tools.plan_args import world_of
 
 _HOST_GIB = 256.0  # per GPU, of nodes as they usually are
 _EVALUATIONS = 200
@@ -118,13 +118,6 @@ def run_of(args: argparse.Namespace, **more: Any) -> RunConfig:
     keys = {"model.name": args.model, "data.seq_len": args.seq_len, **more}
     words = [f"{key}={value_as_text(value)}" for key, value in keys.items()]
     return load_run_config(None, [*words, *args.assignments])
-
-
-def world_of(args: argparse.Namespace) -> World:
-    """Return the cluster. Raises ConfigError for unknown GPUs and for GPUs that do not fill
-    nodes.
-    """
-    return cluster(args.gpus, args.gpus_per_node, args.gpu, args.kernels)
 
 
 def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:

@@ -21,17 +21,17 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.files.folder_lock import release, take_lock
-from harness.files.records import Unreadable
 from harness.launch import ranks as cpu_ranks
 from harness.launch.ranks import REPOSITORY
-from harness.layout.world import find_accelerator, listed_gpus, published_gpus
+from harness.layout.world import find_accelerator, visible_gpus
 from harness.runfolder import RunFolder
-from tools.batch_job import PRUNED
+from tools.batch_job import PRUNED, read_status
 from tools.sweeps.cost import Budget, Cost, Record, Used
 from tools.sweeps.slurm import slurm_world
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep
 from tools.sweeps.study import OpenTrial, Study
+from tools.workers import cores
 
 _TASK_POLL_S = 0.2  # which reads the journal, perhaps over a network
 _LOG_LINES = 3
@@ -91,7 +91,7 @@ class Running:
         _wait_until_free(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         (folder.path / PRUNED).unlink(missing_ok=True)
-        self._attempt_before = _status(folder).get("attempt", 0)
+        self._attempt_before = read_status(folder).get("attempt", 0)
         self.processes = start()
 
     @property
@@ -130,7 +130,7 @@ class Running:
             self.processes.stop()
 
     def _record_end(self, code: int) -> None:
-        status = _status(self._folder)
+        status = read_status(self._folder)
         if status.get("attempt") == self._attempt_before:  # it did not reach its run folder
             status = {}
         outcome, message = status.get("outcome"), status.get("message") or ""
@@ -182,13 +182,6 @@ def _wait_until_free(folder: RunFolder) -> None:
             time.sleep(0.2)
         else:
             return
-
-
-def _status(folder: RunFolder) -> dict[str, Any]:
-    try:
-        return folder.read_status() or {}
-    except (OSError, Unreadable):
-        return {}
 
 
 class Queue:
@@ -284,7 +277,7 @@ def queue_here(sweep: Sweep, study: Study, say: Say) -> Queue:
 def lane_problems(sweep: Sweep) -> list[str]:
     """Return why this machine cannot run so many trials at a time."""
     settings = sweep.settings
-    needed, gpus = settings.ranks * settings.parallel, _gpus()
+    needed, gpus = settings.ranks * settings.parallel, visible_gpus()
     if find_accelerator() == "cpu" or needed <= len(gpus):
         return []
     return [
@@ -294,20 +287,12 @@ def lane_problems(sweep: Sweep) -> list[str]:
     ]
 
 
-def _gpus() -> list[str]:
-    """Return the GPUs that trials may use, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name]
-    return [str(number) for number, _ in enumerate(published_gpus() or listed_gpus())]
-
-
 def _lane_environment(ranks: int, parallel: int, lane: int) -> dict[str, str | None]:
     """Return the environment's changes for the trial of a lane: its threads, or its GPUs."""
     if find_accelerator() == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // (ranks * parallel))
+        threads = max(1, cores() // (ranks * parallel))
         return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus()[lane * ranks : (lane + 1) * ranks])}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[lane * ranks : (lane + 1) * ranks])}
 
 
 # --- in a job of Slurm ---
