@@ -66,12 +66,88 @@ LONGER = ("data.seq_len=128", "train.global_batch=16", f"train.steps={STEPS}", "
 
 
 def test_the_scripts_are_clean_shell() -> None:
-    files = [SCRIPT, SCRIPT.with_name("site.env"), SCRIPT.with_name("sweep.sbatch")]
+    files = [path for path in SCRIPT.parent.iterdir() if path.is_file()]
     for file in files:
         subprocess.run(["bash", "-n", file], check=True)
     if shutil.which("shellcheck"):
         done = subprocess.run(["shellcheck", *files], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+CONTAINER = "--container-image=registry#x --container-workdir={here} --container-mounts={mounts}"
+TOKENIZE = "python {clone}/tools/tokenize_data.py --task 3 --tasks 4 data.path=x"
+
+
+@pytest.mark.parametrize(
+    ("script", "site", "start"),
+    [
+        ("sweep", "[[ -d /nowhere ]]", "python {clone}/tools/sweep.py a.toml --trial 3"),
+        ("tokenize", "[[ -d /nowhere ]]", TOKENIZE),
+        (
+            "tokenize",
+            "CONTAINER=x.sif",
+            f"apptainer exec --nv --bind {{clone}},{{here}} --pwd {{here}} x.sif {TOKENIZE}",
+        ),
+        (
+            "tokenize",
+            "CONTAINER=registry#x",
+            f"srun --ntasks=1 --cpus-per-task=8 {CONTAINER} {TOKENIZE}",
+        ),
+    ],
+)
+def test_a_job_starts_its_program_where_the_site_says(
+    tmp_path: Path, script: str, site: str, start: str
+) -> None:
+    """Whatever the last line of site.env returns. Stand-ins print how they are started."""
+    clone = tmp_path / "a clone"
+    shutil.copytree(SCRIPT.parent, clone / "slurm")
+    (clone / "slurm/site.env").write_text(f"PATH={tmp_path}:$PATH\n{site}\n")
+    (clone / "tools").mkdir()
+    (clone / "tools/tokenize_data.py").touch()
+    words = [str(clone), "a.toml"] if script == "sweep" else ["data.path=x"]
+    command = f"Command={clone}/slurm/{script}.sbatch {' '.join(words)}"
+    for name in ("python", "apptainer", "srun"):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@"\n')
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\necho '{command}'\n")
+    for name in ("python", "apptainer", "srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    array = {"ID": "3", "MIN": "0", "MAX": "3", "COUNT": "4"}
+    job = {f"SLURM_ARRAY_TASK_{name}": value for name, value in array.items()}
+    job |= {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_ON_NODE": "8"}
+    done = subprocess.run(
+        ["bash", clone / f"slurm/{script}.sbatch", *words],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **job},
+        capture_output=True,
+        text=True,
+    )
+    mounts = f"{clone}:{clone},{tmp_path}:{tmp_path}"
+    assert done.stdout == start.format(clone=clone, here=tmp_path, mounts=mounts) + "\n", (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        ("a warning", 124, "n1: python took more than 300 s to import torch\n"),
+        ("no torch", 1, "n1: no torch\n"),
+        ("", 139, "n1: python ended without a message\n"),
+        ("a warning", 0, ""),
+    ],
+)
+def test_a_node_says_why_its_python_is_not_complete(
+    tmp_path: Path, output: str, code: int, said: str
+) -> None:
+    (tmp_path / "timeout").write_text(f"#!/bin/bash\necho -n '{output}'\nexit {code}\n")
+    (tmp_path / "timeout").chmod(0o755)
+    (function,) = re.findall(r"^find_python\(\) \{.*?^\}", SCRIPT.read_text(), re.M | re.S)
+    done = subprocess.run(
+        ["bash", "-c", f"{function}\nfind_python", "preflight.py"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "n1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.returncode) == (said, 2 if code else 0)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +190,7 @@ def clone_of(folder: Path, site: str) -> Path:
         ("harness/train.py", STAND_IN),
         ("slurm/site.env", site),
         ("slurm/train.sbatch", SCRIPT.read_text()),
+        ("slurm/container.sh", SCRIPT.with_name("container.sh").read_text()),
     ):
         (clone / path).parent.mkdir(parents=True, exist_ok=True)
         (clone / path).write_text(text)
