@@ -12,8 +12,8 @@ INSTALLED := $(VENV)/.installed-from-pyproject
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 # Two ranks need two GPUs; on anything less they are two CPU processes, one thread each.
-GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
-ON_CPU := $(if $(filter 0 1,$(GPUS)),DS_ACCELERATOR=cpu)
+ON_CPU = $(shell $(VENV)/bin/python -c "from harness.layout.world import visible_gpus as gpus; \
+	print('DS_ACCELERATOR=cpu' * (len(gpus()) < 2))")
 
 .PHONY: setup demo test gates newest oldest lint pictures tables
 
@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 demo: setup
-	OMP_NUM_THREADS=1 $(ON_CPU) $(VENV)/bin/deepspeed --num_accelerators 2 \
+	OMP_NUM_THREADS=1 $(ON_CPU) $(VENV)/bin/torchrun --nproc-per-node 2 \
 		harness/train.py --deepspeed ds_configs/zero3.json --config docs/demo.toml
 
 # Every promise of the README once.

@@ -172,6 +172,15 @@ def first_run(clone: Path) -> None:
         shutil.copy(tokens.with_suffix(suffix), clone / f"tokens{suffix}")
 
 
+@pytest.mark.parametrize(("visible", "is_on_cpu"), [("4,5", False), ("4", True)])
+def test_the_demo_takes_visible_gpus_or_none(visible: str, is_on_cpu: bool) -> None:
+    command = ["make", "-n", "demo", f"VENV={sys.prefix}"]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    out = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    assert ("DS_ACCELERATOR=cpu" in out.stdout) == is_on_cpu
+    assert "torchrun" in out.stdout  # deepspeed --num_accelerators ignores the variable
+
+
 def test_the_readme_is_for_a_newcomer() -> None:
     assert len(README.splitlines()) <= 150
     assert README.index("make demo") < README.index("make test") < 1500
