@@ -43,7 +43,7 @@ def train(run: Run) -> ExitCode:
     outcome: Outcome = "done"
     code, message = ExitCode.DONE, None
     try:
-        if not run.steps.are_left and run.folder.export_dir.exists():
+        if not run.steps.are_left and run.guard.told_by_rank_0(run.folder.export_dir.exists()):
             run.progress.say("nothing is left to do: the run is complete")
         else:
             _train(run)
@@ -65,6 +65,8 @@ def train(run: Run) -> ExitCode:
             explain_out_of_memory(run)
         raise
     run.ended(outcome, code, message)
+    if outcome != "failed":  # launchers end the other ranks soon after the first one has ended
+        run.guard.told_by_rank_0(None)
     run.guard.close(wait=outcome != "failed")
     leave()
     run.watchdog.close()

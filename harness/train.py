@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from harness.guard.stop_request import StopRequest
 
 def main(argv: list[str]) -> int:
     """Plan and train a run; return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # texts of a corpus, on any terminal
+        sys.stdout.reconfigure(errors="backslashreplace")
     with contextlib.closing(StopRequest()) as request:  # before the slow imports
         from harness.errors import ConfigError, RunStopped
+        from harness.layout.world import has_other_nodes
         from harness.plan.command import parse_command, plan_from
         from harness.plan.text import describe
         from harness.terminal import say
@@ -39,6 +43,10 @@ def main(argv: list[str]) -> int:
             return int(stop.code)
         except ConfigError as error:
             say(f"cannot train: {error}", sys.stderr)
+            if not command.dry_run and has_other_nodes():
+                from harness.engine.processes import refuse_on_other_nodes
+
+                refuse_on_other_nodes(error)
             return int(error.code)
 
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.checkpoint.store import checkpoint_of
 from harness.errors import ConfigError
+from harness.run import exporting
 from harness.run.exporting import ExportDiffers, ExportOptions, attention_of_run, export
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, environment, run_ranks, train_command
@@ -114,6 +115,15 @@ def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Pat
     assert told == "its loss was not checked: not requested"
     told = export(wrong, tmp_path / "export", run.tokenizer_dir, ExportOptions(most_checked=9))
     assert told == "its loss was not checked: it has more than 9 parameters"
+
+
+def test_an_export_of_adapters_removes_what_a_killed_one_left(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "_export_adapters", lambda *_: "adapters")
+    monkeypatch.setattr(exporting, "sweep", lambda folder: [folder / "left"])
+    told = export(with_manifest(run, adapters={"r": 4}), tmp_path, tmp_path, ExportOptions())
+    assert told == f"removed {tmp_path / 'left'}, left by a killed export; adapters"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from harness.layout.attention_table import ATTENTIONS
 # Settings that a resumed run may change freely: they affect duration, frequency and layout, but not
 # the training result. All others require resume.allow.
 FREE_SECTIONS = (
-    *("eval", "save", "log", "profile", "sample", "pipeline", "guard", "plan", "run", "resume"),
+    *("eval", "save", "log", "profile", "sample", "layout", "guard", "plan", "run", "resume"),
 )
 FREE_KEYS = (
     *("train.steps", "train.tokens", "train.epochs", "train.micro_batch"),

@@ -62,9 +62,9 @@ class Manifest:
     """The content of manifest.json.
 
     `engine`: counters, loss scaling, step count of the optimizer. `probe_loss`: loss of the batch
-    in probe.safetensors with these weights, in nats per target token. `held_out_loss`: of the last
-    evaluation. `about`: further facts, never read back. `watch`: the state of
-    `guard.stability.StabilityMonitor`.
+    in probe.safetensors with these weights, in nats per target token. `held_out_loss`: with
+    these weights, None if they were not evaluated. `about`: further facts, never read back.
+    `watch`: the state of `guard.stability.StabilityMonitor`.
     """
 
     state: TrainState

@@ -33,13 +33,13 @@ MAX_SAMPLES = 2**31 - 1
 
 
 def _whole(value: object) -> object:
+    """Return 300e9, which is a float to TOML and JSON, as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Count = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=MAX_COUNT)]
-"""Also as 300e9, which is a float to TOML and JSON."""
-CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Samples = Annotated[int, Field(gt=0, le=MAX_SAMPLES)]
+CountOrZero = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_COUNT)]
+Samples = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=MAX_SAMPLES)]
 Positive = Annotated[float, Field(gt=0)]
 PositiveOrZero = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -82,10 +82,7 @@ class Mixture(Stream):
 
     def targets_of(self, samples: NDArray[np.int64]) -> int:
         """Return the number of target tokens in some samples."""
-        return sum(
-            stream.targets_of(within)
-            for stream, (_, within) in zip(self.streams, self._by_source(samples), strict=True)
-        )
+        return sum(self.targets_by_source(samples))
 
     def documents_of(self, index: int) -> list[Document]:
         """Return the documents of the sample at a global index, as tokens."""

@@ -39,7 +39,7 @@ class PipelineEngine(ZeroEngine):
         self.stage = stage
         self._tied = engine.module.get_tied_weights_and_groups()
         self._whole = whole
-        self._shape: tuple[int, ...] = ()  # of the micro-batches that ran last
+        self._sent: tuple[int, ...] = ()  # by the micro-batches that ran last
         self._column = plan.grid.group("pipeline", plan.world.rank)
         self._column_group = internals.pipe_group(engine)
         if gradients.keeps_no_grad_norm(engine):
@@ -141,11 +141,12 @@ class PipelineEngine(ZeroEngine):
         return int(self._whole.get_output_embeddings().weight.shape[0])
 
     def _run(self, schedule: Any, batches: list[Batch], finish: Any) -> None:
-        # DeepSpeed negotiates the shape that is sent between stages only once.
-        shape = batches[0].input_ids.shape if batches else self._shape
-        if shape != self._shape:
-            internals.forget_shape(self.engine)
-            self._shape = shape
+        # DeepSpeed negotiates only once how many tensors of which shapes the stages send.
+        if batches:
+            sent = (*batches[0].input_ids.shape, batches[0].position_ids is not None)
+            if sent != self._sent:
+                internals.forget_shape(self.engine)
+                self._sent = sent
         self.stage.finish = finish
         self.stage.keywords = (self.forward.keywords(batch) for batch in batches)
         internals.run_schedule(self.engine, schedule, (self._inputs(batch) for batch in batches))

@@ -172,6 +172,17 @@ def raise_together(problem: str | None) -> None:
         raise ConfigError(first)
 
 
+def refuse_on_other_nodes(error: ConfigError) -> None:
+    """End the ranks of other nodes with this problem, which this node has before it joined them. A
+    launcher ends the ranks of its own node only; the others would wait for an hour.
+    """
+    with contextlib.suppress(ConfigError):  # a node without its GPU
+        world = World.from_environ()
+        join(world)
+        failure = Failure(world.rank, int(error.code), f"on {socket.gethostname()}: {error}")
+        alarm().end(failure, lambda first: None)  # it has been printed
+
+
 def problem_of_any(problem: str | None) -> str | None:
     """Return the problem of the first rank that has one. Collective."""
     return collectives.first_problem(problem)

@@ -36,6 +36,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.began = time.monotonic()
+        """When this process started, for limits that count from there."""
         self.give_up: Callable[[], object] = lambda: os._exit(ExitCode.STOPPED)
         """Ends this process at once, and the other ranks if they have joined."""
         self._breaks_off = False

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +139,7 @@ def build(
     request = request or StopRequest()
     progress = Progress(enabled=plan.world.rank == 0)
     progress.say(summary(plan))
-    time_left = _time_left(plan)
+    time_left = _time_left(plan, request)
     if problems := [*swap_problems(plan), *_foreign_export(plan)]:
         raise ConfigError(problems)
     _check_fit(plan)
@@ -247,10 +248,12 @@ def _start_watchdog(plan: Plan) -> tuple[Pulse, Watchdog]:
     return pulse, watchdog
 
 
-def _time_left(plan: Plan) -> TimeLeft:
+def _time_left(plan: Plan, request: StopRequest) -> TimeLeft:
     """Return the remaining time, which only rank 0 reads from Slurm and checks."""
     limit_s = plan.config.guard.time_limit_s
-    if limit_s is None and plan.world.rank == 0:
+    if limit_s is not None:
+        limit_s -= time.monotonic() - request.began
+    elif plan.world.rank == 0:
         limit_s = slurm_seconds_left()
     saved = checkpoint_bytes(plan.estimate.inputs) if plan.estimate else 0
     return TimeLeft(limit_s, saved / plan.world.world_size)

@@ -17,7 +17,7 @@ from harness.run.run import Run
 def record_engine(run: Run) -> None:
     """Record the classes used on each rank and its number of parameter elements. Collective."""
     ranks = gather_objects(run.engine.describe())
-    run.event("engine", step=1, ranks=ranks)
+    run.event("engine", step=run.state.step, ranks=ranks)
 
 
 def record_memory(run: Run) -> None:

@@ -95,8 +95,10 @@ def export(
     manifest = checkpoint.manifest
     dtype = options.dtype or manifest.precision
     attention = attention_of_run(checkpoint)
+    removed = [f"removed {place}, left by a killed export" for place in sweep(folder)]
     if manifest.adapters:
-        return _export_adapters(checkpoint, folder, tokenizer, options, dtype, attention)
+        said = _export_adapters(checkpoint, folder, tokenizer, options, dtype, attention)
+        return "; ".join([*removed, said])
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = hf_config(manifest.model_config, options.source, options.trust_remote_code)
@@ -104,7 +106,6 @@ def export(
     except Exception as error:  # transformers raises errors of any kind for a bad config
         problem = f"its model cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(f"{checkpoint.path}: {problem}") from error
-    removed = [f"removed {place}, left by a killed export" for place in sweep(folder)]
     with replacing(folder) as unfinished:
         files = [path for path in tokenizer.rglob("*") if path.is_file()]
         check_room(unfinished, model, sum(path.stat().st_size for path in files))

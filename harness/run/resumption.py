@@ -56,14 +56,12 @@ def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
         return resume_point
     if plan.config.resume.from_ is not None:
         return _branch(plan, plan.config.resume.from_, record)
-    if plan.config.model.init_from is not None and is_run(plan.config.model.init_from):
+    source = plan.config.model.init_from
+    if source is not None and broadcast_object(is_run(source)):
         if plan.config.model.lora.rank is not None:
-            source = plan.config.model.init_from
             problem = "adapters need exported weights: set model.init_from"
             raise ConfigError(f"model.init_from={source} is a run, but {problem}={source}/export")
-        return ResumePoint(
-            _checkpoint_of(plan.config.model.init_from, "model.init_from"), "weights"
-        )
+        return ResumePoint(_checkpoint_of(source, "model.init_from"), "weights")
     return ResumePoint()
 
 

@@ -95,6 +95,8 @@ class Run:
     profiler: Profiler | None = None
     """None if this process takes none of profile.steps."""
     held_out_nats: float | None = None
+    longest_save_s: float = 0.0
+    """Seconds from the start of a save to its checkpoint, while training went on or not."""
     """Loss of the last evaluation; None before this process's first."""
     first_step: int = 1
     """Number of the first step of this process."""
@@ -132,8 +134,9 @@ class Run:
         """Return the result of `guard.agree`, after checking the time limit on rank 0.
         Collective.
         """
-        longest = self.pulse.longest_s
-        if self.is_writer and self.time_left.is_last_step(longest("step"), longest("save")):
+        step_s, stall_s = self.pulse.longest_s("step"), self.pulse.longest_s("save")
+        save_s = stall_s and max(stall_s, self.longest_save_s)
+        if self.is_writer and self.time_left.is_last_step(step_s, save_s):
             self.guard.request.ask("the time limit")
         return self.guard.agree(self.saver.written)
 

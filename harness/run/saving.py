@@ -161,6 +161,7 @@ def finish_save(run: Run) -> None:
 
 def _record(run: Run, saved: Saved) -> None:
     per_s = saved.bytes / saved.seconds
+    run.longest_save_s = max(run.longest_save_s, saved.seconds)
     run.event(
         "saved",
         step=saved.step,

@@ -93,6 +93,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
         run.judge.ask_to_go_back(f"a spike of {spike.quantity}")
         return None
     run.steps.done(step)
+    run.held_out_nats = None  # it was that of other weights
     run.meter.step_done(step)
     _record_skipped(run, step, result, spike)
     after_first_step(run, step, result)
@@ -207,6 +208,7 @@ def roll_back(run: Run, reason: str) -> None:
     state, end = checkpoint.state, samples[1]
     tokens = state.tokens + run.data.train.tokens_in(state.samples, end - state.samples)
     run.steps.move(replace(state, samples=end, tokens=tokens))
+    _end_with_the_data(run)
     run.held_out_nats = checkpoint.manifest.held_out_loss
     judge.restore(checkpoint.manifest.watch)
     judge.rollbacks = rollbacks + 1
@@ -224,3 +226,18 @@ def roll_back(run: Run, reason: str) -> None:
         grad_norm=norm,
     )
     run.progress.say(f"{failure}: rolled back to step {state.step}, skipping samples {skipped}")
+
+
+def _end_with_the_data(run: Run) -> None:
+    """Make the last step that the data suffices for the last one: skipped samples may be missing
+    from the end of a mixture whose sources may be read only so often.
+    """
+    state, steps, after = run.state, run.steps, run.plan.curriculum.samples_after
+    most, left = run.data.train.length, steps.total - state.step
+    while left and most is not None and after(left, state.samples) > most:
+        left -= 1
+    if state.step + left < steps.total:
+        message = f"the run ends at step {state.step + left}, where data.mix runs out"
+        run.event("ends_with_its_data", step=state.step, message=message)
+        run.progress.say(message)
+        steps.total = state.step + left

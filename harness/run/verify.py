@@ -40,6 +40,7 @@ def undivided_start(run: Run) -> Undivided | None:
     plan = run.plan
     if not _division(run) or run.state.step > 0:
         return None
+    run.pulse("verify", run.state.step)
     targets = run.data.train.targets_in(0, plan.curriculum.at(0).global_batch)
     answer: list[Any] = [None, None]
     if run.is_writer:  # rank 0 decides for all, because free memory differs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -129,6 +130,24 @@ def test_logits_evaluation_and_losses_are_those_of_the_unsplit_model() -> None:
         assert own == pytest.approx(whole, abs=1e-5)
     assert sums == pytest.approx(whole_sums, rel=1e-6)
     assert falling == pytest.approx(whole_falling, rel=1e-5)
+
+
+@ranks(2)
+def test_batches_with_and_without_positions_take_turns() -> None:
+    """The stages send each other one tensor more, of the same shape."""
+    sums = []
+    for ds in (pipeline(), stage(1)):
+        engine = engine_of(ds)
+        plain = share_of(engine)[0]
+        positions = torch.arange(SEQ_LEN).remainder(5).expand(2, -1).contiguous()
+        packed = [replace(batch, position_ids=positions) for batch in plain]
+        turns = (plain, packed, plain, packed)
+        sums.append([engine.sum_over_ranks(engine.eval_batch(turn)).tolist() for turn in turns])
+        engine.close()
+    in_stages, unsplit = sums
+    assert in_stages[0] == in_stages[2] != in_stages[1] == in_stages[3]
+    for stages, whole in zip(in_stages, unsplit, strict=True):
+        assert stages == pytest.approx(whole, rel=1e-6)
 
 
 @ranks(2)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.compatibility import recorded_run, resume_problems
+from harness.checkpoint.compatibility import FREE_SECTIONS, recorded_run, resume_problems
+from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data
 from harness.data.data import Data
@@ -193,6 +194,10 @@ def test_a_run_keeps_what_decides_its_tokens(
     assert ["data.packing is stream" in note for note in notes] == [True] * (words is None)
     assert resume_problems(record, plan.to_json(), []) == []
     assert getattr(recorded_run(record["run"]).data, key) == value
+
+
+def test_sections_that_may_change_exist() -> None:
+    assert {*FREE_SECTIONS} <= {*RunConfig.model_fields}
 
 
 @pytest.mark.parametrize(

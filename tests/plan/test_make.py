@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from harness.plan.machine import cluster
 from harness.plan.text import describe, summary
 from tests.plan.plans import Planner
 from tests.plan.test_ds_shapes import PASS
+from tests.real_runs import TRAIN, environment
 from tests.run_tools import printed
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
@@ -80,6 +83,15 @@ def test_what_ends_with_a_text(
     assert caught.value.code == code
     captured = capsys.readouterr()
     assert error in (captured.err if code else captured.out)
+
+
+def test_texts_of_any_script_are_shown_on_any_terminal(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("на любом языке")
+    command = [sys.executable, TRAIN, "--dry-run", f"data.path={tmp_path / 'a.txt'}"]
+    ascii_alone = environment(PYTHONIOENCODING="ascii")
+    done = subprocess.run(command, env=ascii_alone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert r"the first begins '\u043d\u0430" in done.stdout
 
 
 def test_ds_assignments_edit_the_json_and_the_launcher_says_the_ranks() -> None:

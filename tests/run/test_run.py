@@ -1,0 +1,109 @@
+"""The time limit, the end of the data, and the end of a run, without training."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from harness import loop
+from harness.checkpoint.manifest import TrainState
+from harness.config.batch import Curriculum
+from harness.errors import ExitCode
+from harness.guard.signals import StopGuard, TimeLeft
+from harness.run.run import Run
+from harness.run.step import _end_with_the_data
+from tests.ranks import ranks
+from tests.real_runs import run_ranks, train_command
+
+
+@pytest.mark.parametrize(("longest_save_s", "stops"), [(0.0, False), (120.0, True)])
+def test_the_time_limit_leaves_time_for_a_save_that_training_does_not_wait_for(
+    longest_save_s: float, stops: bool
+) -> None:
+    asked: list[str] = []
+    run: Any = SimpleNamespace(
+        is_writer=True,
+        pulse=SimpleNamespace(longest_s={"step": 1.0, "save": 3.0}.get),
+        longest_save_s=longest_save_s,
+        time_left=TimeLeft(150, save_bytes=0),
+        guard=SimpleNamespace(request=SimpleNamespace(ask=asked.append), agree=lambda _: asked),
+        saver=SimpleNamespace(written=False),
+    )
+    assert Run.stop_asked(run) == ["the time limit"] * stops
+
+
+@pytest.mark.parametrize(
+    ("length", "total"), [(None, 20), (160, 20), (159, 19), (113, 14), (80, 10)]
+)
+def test_a_run_that_skipped_samples_ends_with_its_mixture(length: int | None, total: int) -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        data=SimpleNamespace(train=SimpleNamespace(length=length)),
+        state=TrainState(step=8, samples=64),
+        steps=SimpleNamespace(total=20),
+        plan=SimpleNamespace(curriculum=Curriculum(8)),
+        event=lambda kind, **fields: said.append(kind),
+        progress=SimpleNamespace(say=said.append),
+    )
+    _end_with_the_data(run)
+    assert run.steps.total == total
+    assert bool(said) == (total < 20)
+
+
+# The working folder is that of a node.
+ON_ITS_NODE = """
+import os, runpy, sys
+os.chdir(f"node-{os.environ['RANK']}")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow("two nodes import DeepSpeed")
+def test_a_problem_of_one_node_ends_the_others(tmp_path: Path) -> None:
+    """A launcher ends the ranks of the node that failed; the others would wait for them."""
+    for rank in range(2):
+        (tmp_path / f"node-{rank}").mkdir()
+    (tmp_path / "node-0" / "here.txt").write_text("words " * 5000)
+    interpreter, *command = train_command("data.path=here.txt", f"run.dir={tmp_path / 'run'}")
+    words = [interpreter, "-c", ON_ITS_NODE, *command]
+    ended = run_ranks(words, tmp_path, env={"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    assert ended.codes == [2, 2], ended.outputs
+    problem = "data.path: here.txt does not exist"
+    assert problem in ended.outputs[1]
+    assert "rank 1 failed: on " in ended.outputs[0]
+    assert problem in ended.outputs[0]
+    assert not (tmp_path / "run").exists()
+
+
+@ranks(2)
+def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> None:
+    """A launcher ends the other ranks soon after the first one has ended with code 75."""
+    rank, page = dist.get_rank(), tmp_path / "report.html"
+
+    def ended(*args: object) -> None:
+        if rank == 0:
+            time.sleep(0.5)
+            page.touch()
+
+    guard = StopGuard(2)
+    run: Any = SimpleNamespace(
+        guard=guard,
+        ended=ended,
+        steps=SimpleNamespace(are_left=False),
+        # Rank 1 does not see the export yet.
+        folder=SimpleNamespace(export_dir=SimpleNamespace(exists=lambda: rank == 0)),
+        progress=SimpleNamespace(say=lambda text: None),
+        watchdog=SimpleNamespace(close=lambda: None),
+    )
+    leave, loop.leave = loop.leave, lambda: None
+    try:
+        assert loop.train(run) == ExitCode.DONE
+    finally:
+        loop.leave = leave
+    assert page.exists()
