@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import traceback
 import warnings
 from pathlib import Path
@@ -22,7 +23,8 @@ from tests.real_runs import REPOSITORY, SMALL_MODEL
 from tests.run_tools import run_tool
 from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
-from tools.speed.cases import LADDER, Case, swept
+from tools.bounded import Ended
+from tools.speed.cases import LADDER, Case, measured, swept
 from tools.speed.recorder import Enough, Recorder, _ends, call_site, counted_waits
 from tools.speed.worker import FALLBACKS, fallbacks
 
@@ -160,6 +162,20 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without_bf16 == "fp32, because this CPU has no bfloat16 arithmetic"
     source = "".join(path.read_text() for path in (REPOSITORY / "harness").rglob("*.py"))
     assert all(f'"{kind}"' in source for kind in FALLBACKS)
+
+
+def test_relative_paths_are_those_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], limit_s: float, log: Path, cwd: Path, env: dict[str, str]) -> Ended:
+        log.touch()
+        assert (cwd, env["PYTHONPATH"].split(os.pathsep)[0]) == (tmp_path, str(REPOSITORY))
+        return Ended(3, 0.0, 0.0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tools.speed.cases.run_bounded", run)
+    line = measured(Case("base", {"train.micro_batch": "1"}), DEFAULT_DS_JSON, 1, 1, 1)
+    assert line["error"].startswith("ended with code 3")
 
 
 @pytest.mark.gate("tools")

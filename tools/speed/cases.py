@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from harness.launch.ranks import python_path
 from tools.bounded import run_bounded
 
 ALIASES = {"micro_batch": "train.micro_batch", "seq_len": "data.seq_len", "model": "model.name"}
@@ -59,7 +60,6 @@ def swept(base: dict[str, str], sweeps: Iterable[str]) -> Iterator[Case]:
         yield Case(name, {**base, **dict(combination)})
 
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 900.0
 # A timed run does nothing besides its steps. plan.force: it may turn out not to fit.
 _TIMED = {
@@ -97,7 +97,10 @@ def measured(
         command += ["-m", "tools.speed.worker", f"--deepspeed={deepspeed.resolve()}"]
         command += [f"--warmup={warmup}", f"--steps={steps}", f"--out={out}"]
         command += [f"{key}={value}" for key, value in {**_TIMED, **own, **case.settings}.items()]
-        ended = run_bounded(command, limit_s, log, REPOSITORY, {**os.environ, **env})
+        # Relative paths are the caller's; a `tools` or `harness` there is not this repository's.
+        path = python_path(os.environ.get("PYTHONPATH"))
+        own_code = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        ended = run_bounded(command, limit_s, log, Path.cwd(), {**os.environ, **own_code, **env})
         report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
     if ended.code is None:
