@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import re
+import shlex
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import pytest
 from harness.data import shards
 from harness.data.corpus import find_corpus
 from harness.errors import ExitCode
-from tools.clean_data import main
+from tools.clean_data import _tokenizer_problems, main
 from tools.tokenize_data import main as tokenize
 
 pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")
@@ -268,3 +271,20 @@ def jaccard(one: str, two: str) -> float:
     cut = RegexWords().word_tokenize
     a, b = (set(ngrams(cut(simplify_text(text)), 5)) for text in (one, two))
     return len(a & b) / len(a | b)
+
+
+def test_folders_with_spaces_are_quoted_for_slurm(tmp_path: Path) -> None:
+    """And what site.env's last line returns does not matter."""
+    from tools.cleaning.stages import environment
+
+    clone, folder = tmp_path / "a clone", tmp_path / "the data"
+    (clone / "slurm").mkdir(parents=True)
+    folder.mkdir()
+    (clone / "slurm/site.env").write_text("SITE=ours\n[[ -d /nowhere ]]\n")
+    command = f'{environment(clone, folder)}; echo "$PWD, $SITE, $PYTHONPATH"'
+    before = {**os.environ, "PYTHONPATH": "before"}
+    done = subprocess.run(["bash", "-c", command], env=before, capture_output=True, text=True)
+    assert done.stdout == f"{folder}, ours, {clone}:before\n", done.stderr
+    args = argparse.Namespace(tokenizer="my tokenizer", slurm=True, output=folder)
+    (problem,) = _tokenizer_problems(args)
+    assert shlex.split(problem)[-2:] == [f"data.path={folder}/data", "data.tokenizer=my tokenizer"]

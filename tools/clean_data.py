@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -186,8 +187,8 @@ def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
     if args.slurm:
         return [
             "--tokenizer with --slurm would tokenise on this node: leave it out, and then sbatch "
-            f"--array=0-15 slurm/tokenize.sbatch data.path={args.output}/data "
-            f"data.tokenizer={args.tokenizer}"
+            "--array=0-15 slurm/tokenize.sbatch "
+            + shlex.join((f"data.path={args.output}/data", f"data.tokenizer={args.tokenizer}"))
         ]
     from harness.data.tokenizer import load_tokenizer
 

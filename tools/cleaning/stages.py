@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -91,6 +92,15 @@ class Slurm(SlurmPipelineExecutor):
         """Do nothing: the report sums the tasks' statistics."""
 
 
+def environment(clone: Path, folder: Path) -> str:
+    """Return the command that prepares a job's shell: the site's environment, in `folder`."""
+    there, here = shlex.quote(str(clone)), shlex.quote(str(folder))
+    return (
+        f"cd {there} || exit 2; source slurm/site.env; cd {here} || exit 2; "
+        f"export PYTHONPATH={there}${{PYTHONPATH:+:$PYTHONPATH}}"
+    )
+
+
 def run_on_slurm(
     stages: Iterable[Stage], logs: Path, options: SlurmSection, problems: Path, say: Say
 ) -> None:
@@ -100,8 +110,6 @@ def run_on_slurm(
     """
     executors: list[Slurm] = []
     before: Slurm | None = None
-    environment = f"cd {REPOSITORY} && source slurm/site.env && cd {Path.cwd()}"
-    environment += f" && export PYTHONPATH={REPOSITORY}${{PYTHONPATH:+:$PYTHONPATH}}"
     for number, stage in enumerate(stages, 1):
         before = Slurm(
             stage.steps,
@@ -112,7 +120,7 @@ def run_on_slurm(
             mem_per_cpu_gb=options.mem_per_cpu_gb,
             workers=options.at_once or -1,
             job_name=f"clean-{stage.name}",
-            env_command=environment,
+            env_command=environment(REPOSITORY, Path.cwd()),
             logging_dir=str(logs_of(logs, number, stage).resolve()),
             depends=before,
             mail_user=None,

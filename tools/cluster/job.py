@@ -61,10 +61,7 @@ def _weights_of(model: str) -> str:
 
 def commands(best: Counted, folder: str) -> dict[str, str]:
     """Return each script's command by script name. job.sh is the one to start with."""
-    ds, run, hosts = (
-        shlex.quote(f"{folder}{name}") for name in ("ds.json", "run.toml", "hostfile")
-    )
-    files = f"--deepspeed {ds} --config {run}"
+    files, hosts = _files(folder), shlex.quote(f"{folder}hostfile")
     per_node = best.question.some.gpus_per_node
     nodes = best.question.gpus // per_node
     slurm = f"sbatch --nodes={nodes} --gpus-per-node={per_node} slurm/train.sbatch {files}"
@@ -79,6 +76,11 @@ def commands(best: Counted, folder: str) -> dict[str, str]:
         '--master-addr="${MASTER_ADDR:?the name of the first node}" '
         f'--master-port="${{MASTER_PORT:-29500}}" harness/train.py {files}',
     }
+
+
+def _files(folder: str) -> str:
+    ds, run = (shlex.quote(f"{folder}{name}") for name in ("ds.json", "run.toml"))
+    return f"--deepspeed {ds} --config {run}"
 
 
 def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str]:
@@ -101,10 +103,8 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
         texts[name] = _SHELL.format(about=about, how=how.get(name, ""), command=command)
     if nodes > 1:
         texts["hostfile"] = "".join(f"node{n + 1} slots={per_node}\n" for n in range(nodes))
-    files = f"--deepspeed {folder}/ds.json --config {folder}/run.toml"
-    texts["kubernetes.yaml"] = filled_in(
-        {"NODES": str(nodes), "GPUS": str(per_node), "ARGUMENTS": files, "NAME": "train"}
-    )
+    values = {"NODES": str(nodes), "GPUS": str(per_node), "NAME": "train"}
+    texts["kubernetes.yaml"] = filled_in(values | {"ARGUMENTS": _files(f"{folder}/")})
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
