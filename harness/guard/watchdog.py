@@ -169,6 +169,7 @@ def ranges(numbers: Sequence[int]) -> str:
 # A heartbeat takes a few metadata operations on the run folder's file system, which all jobs share.
 # They are limited per second, as long as each rank still writes every 5 s. A report waits for two.
 _FEW_PER_S, _RARE_S, _MOST_PER_S = 8, 5.0, 64
+_FOLDER_S = 30.0  # to wait for a folder that does not answer
 _ROOM = 256  # bytes; a heartbeat overwrites the one before, which may have been longer
 
 
@@ -196,6 +197,7 @@ class Watchdog(threading.Thread):
         """
         self._watched = threading.get_ident()
         self._closed = threading.Event()
+        self._is_reported = False  # by another rank
         self._ticks = 0
 
     def write_to(self, folder: Path, on_hang: Callable[[Report | None], None]) -> None:
@@ -221,14 +223,22 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Check at every tick, until closed."""
+        # A file system that does not answer holds the thread that writes to it, not this one.
+        heartbeats = threading.Thread(target=self._write_heartbeats, name="heartbeats", daemon=True)
+        heartbeats.start()
         while not self._closed.wait(self.tick_s):
             beat = self.pulse.beat
             waited_s, limit_s = time.monotonic() - beat.since, self.pulse.limit_s(beat.phase)
             if waited_s > limit_s:
                 self._hang(f"no progress for {waited_s:.0f} s (limit: {limit_s:.0f} s)")
+            if self._is_reported:
+                self._hang("another rank reported a hang")
+        heartbeats.join(_FOLDER_S)
+
+    def _write_heartbeats(self) -> None:
+        while not (self._is_reported or self._closed.wait(self.tick_s)):
             with contextlib.suppress(OSError):  # the folder may be temporarily unavailable
-                if self.tick():
-                    self._hang("another rank reported a hang")
+                self._is_reported = self.tick()
 
     @property
     def grace_s(self) -> float:
@@ -243,6 +253,9 @@ class Watchdog(threading.Thread):
     def _hang(self, why: str) -> None:
         """Report the hang and end this process; only end it if another rank reports."""
         self.hung = True
+        last_words = threading.Timer(_FOLDER_S + 5 * self.grace_s, os._exit, [ExitCode.HANG])
+        last_words.daemon = True  # the folder may be what hangs
+        last_words.start()
         try:
             self._dump_stacks(why)
             with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any, cast
 import pytest
 
 from harness.checkpoint.manifest import TrainState
+from harness.errors import ExitCode
 from harness.guard import watchdog as module
 from harness.guard.watchdog import Limits, Pulse, Watchdog, judge, place_of
 from harness.layout.grid import Grid
 from harness.run.run import Run
 from harness.runfolder import RunFolder
-from tests.real_runs import wait_for
+from tests.real_runs import REPOSITORY, wait_for
 
 
 @pytest.fixture
@@ -79,6 +81,30 @@ def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
     assert not watchdog.hung
     beat = watchdog._heartbeat(with_place=False)
     assert (beat["rank"], beat["phase"], beat["step"], beat["count"]) == (3, "save", 7, 1)
+
+
+# Opening a pipe for writing waits for a reader, as a lost file server does.
+WRITES_NOWHERE = """
+import os, sys, time
+from pathlib import Path
+from harness.errors import ExitCode
+from harness.guard import watchdog as module
+module._FOLDER_S = 0.2
+folder = Path(sys.argv[1])
+os.mkfifo(folder / "rank-00000.json")
+pulse = module.Pulse(module.Limits(0.2, 1, 0.2))
+watchdog = module.Watchdog(pulse, rank=0, world_size=1)
+watchdog.tick_s, watchdog.folder = 0.05, folder
+watchdog.start()
+time.sleep(600)
+"""
+
+
+def test_a_hang_is_noticed_while_the_file_system_hangs_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES_NOWHERE, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == ExitCode.HANG
+    assert "rank 0: no progress for 0 s (limit: 0 s); its threads:" in done.stderr
 
 
 def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
