@@ -11,13 +11,15 @@ import atexit
 import copy
 import os
 import shutil
-import tempfile
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.engine.deepspeed_0_19 import internals
+from harness.files.process_folder import make_folder
+from harness.plan.machine import OPTIMIZER_FOLDER
 
 _SECTION = "offload_optimizer"
 
@@ -32,7 +34,7 @@ def own_folder(config: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
     if section.get("device") != "nvme":
         return config, []
     config = copy.deepcopy(config)
-    path = tempfile.mkdtemp(prefix="optimizer-", dir=section["nvme_path"])
+    path = str(make_folder(Path(section["nvme_path"]), OPTIMIZER_FOLDER))
     config["zero_optimization"][_SECTION]["nvme_path"] = path
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     key = f"zero_optimization.{_SECTION}.nvme_path"

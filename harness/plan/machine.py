@@ -14,6 +14,7 @@ from harness.config.ds_json import literal, offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
 from harness.estimate.memory_item import GIB
+from harness.files.process_folder import remove_left_over
 from harness.layout.world import World
 from harness.plan.plan import Plan
 
@@ -97,6 +98,8 @@ def cluster(
 
 
 _KEY = "zero_optimization.offload_optimizer"
+OPTIMIZER_FOLDER = "optimizer"
+"""Prefix of the folders in nvme_path, one per process."""
 _USES_AIO = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }\n"
 
 
@@ -107,6 +110,13 @@ def swap_problems(plan: Plan) -> list[str]:
     folder = Path(str(literal(plan.deepspeed, f"{_KEY}.nvme_path")))
     needed = plan.estimate.nvme_bytes_per_node if plan.estimate else 0
     return [*_wrong_folder(folder, needed), *libaio_problems()]
+
+
+def remove_left_swap(plan: Plan) -> None:
+    """Remove the optimizer's files that killed runs left on this machine's drive."""
+    if offloaded_to(plan.deepspeed, "optimizer") == "nvme":
+        folder = Path(str(literal(plan.deepspeed, f"{_KEY}.nvme_path")))
+        remove_left_over(folder, OPTIMIZER_FOLDER)
 
 
 def _wrong_folder(folder: Path, needed: int) -> list[str]:

@@ -31,7 +31,7 @@ from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.watchdog import Limits, Pulse, Watchdog
 from harness.plan.batch_from_data import with_least_batch
 from harness.plan.changes import takes
-from harness.plan.machine import swap_problems
+from harness.plan.machine import remove_left_swap, swap_problems
 from harness.plan.model import with_rows_for
 from harness.plan.plan import Plan
 from harness.plan.text import row, summary
@@ -140,6 +140,7 @@ def build(
     progress = Progress(enabled=plan.world.rank == 0)
     progress.say(summary(plan))
     time_left = _time_left(plan, request)
+    remove_left_swap(plan)
     if problems := [*swap_problems(plan), *_foreign_export(plan)]:
         raise ConfigError(problems)
     _check_fit(plan)
