@@ -20,6 +20,7 @@ from harness.data import shards
 from harness.data.corpus import find_corpus
 from harness.errors import ExitCode
 from tools.clean_data import _tokenizer_problems, main
+from tools.slurm_queue import queued
 from tools.tokenize_data import main as tokenize
 
 pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")
@@ -288,3 +289,19 @@ def test_folders_with_spaces_are_quoted_for_slurm(tmp_path: Path) -> None:
     args = argparse.Namespace(tokenizer="my tokenizer", slurm=True, output=folder)
     (problem,) = _tokenizer_problems(args)
     assert shlex.split(problem)[-2:] == [f"data.path={folder}/data", "data.tokenizer=my tokenizer"]
+
+
+def test_jobs_whose_dependency_failed_are_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tools.cleaning.stages import cancel_never_satisfied
+
+    squeue = "echo '7_3 None'; echo '8_[0-4] DependencyNeverSatisfied'; echo '9_1 Priority'"
+    for name, lines in (("squeue", squeue), ("scancel", f'echo "$@" > {tmp_path}/cancelled')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert cancel_never_satisfied(queued(["7", "8", "9"])) == ["7_3", "9_1"]
+    assert (tmp_path / "cancelled").read_text() == "8\n"
+    (tmp_path / "squeue").write_text("#!/bin/bash\nexit 1\n")  # Slurm does not answer
+    assert [*queued(["7", "8"])] == ["7", "8"]

@@ -211,7 +211,8 @@ def test_no_page_names_a_file_that_is_not_there() -> None:
             r"`((?:harness|tools|tests|slurm|ds_configs)/[\w./-]*)`", page.read_text()
         )
         lost += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    names = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(names, cwd=ROOT, capture_output=True, text=True).stdout
     files = {Path(name).name for name in listed.splitlines()}
     layout = (ROOT / "CONTRIBUTING.md").read_text().partition("## Repository layout")[2]
     named = re.findall(r"(?<![*\w])\w+\.(?:py|toml|sbatch)\b", layout)

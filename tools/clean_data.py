@@ -174,7 +174,7 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
         problems += missing_for(recipe)
     problems += _tokenizer_problems(args)
     if args.slurm:
-        from tools.sweeps.slurm import slurm_problems
+        from tools.slurm_queue import slurm_problems
 
         problems += slurm_problems()
     return recipe, problems

@@ -41,9 +41,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode
 from harness.files.folder_lock import release, take_lock
 from harness.terminal import HelpFormatter, say
+from tools.slurm_queue import slurm_problems
 from tools.sweeps.cost import Cost, Record, costs
 from tools.sweeps.page import write_page
-from tools.sweeps.slurm import follow, slurm_problems, slurm_world, submit
+from tools.sweeps.slurm import follow, slurm_world, submit
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
 from tools.sweeps.text import Screen, best_command, best_of, ending, listing, ranking
 from tools.workers import INTERRUPTED, on_stop

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from copy import deepcopy
 from pathlib import Path
@@ -22,7 +22,7 @@ from harness.launch.ranks import REPOSITORY
 from tools.cleaning import steps
 from tools.cleaning.pipeline import Stage, logs_of
 from tools.cleaning.recipe import SlurmSection
-from tools.sweeps.slurm import queued
+from tools.slurm_queue import queued
 from tools.workers import Progress, ProgressLine, WorkerFailed, run_workers
 
 
@@ -128,7 +128,7 @@ def run_on_slurm(
         executors.append(before)
     jobs = logs / "slurm-jobs.json"
     numbers = json.loads(jobs.read_text()) if jobs.exists() else []
-    if queued(numbers):
+    if cancel_never_satisfied(queued(numbers)):
         say(f"jobs {', '.join(numbers)} are in the queue")
     else:
         logger.remove()
@@ -145,6 +145,15 @@ def run_on_slurm(
     _follow(executors, numbers, problems, say)
 
 
+def cancel_never_satisfied(tasks: Mapping[str, str]) -> list[str]:
+    """Cancel jobs whose dependency failed: they would wait forever. Return the other tasks."""
+    never = [task for task, reason in tasks.items() if reason == "DependencyNeverSatisfied"]
+    if never:
+        numbers = sorted({task.partition("_")[0] for task in never})
+        subprocess.run(["scancel", *numbers], capture_output=True, check=False)
+    return [task for task in tasks if task not in never]
+
+
 def _follow(executors: Sequence[Slurm], jobs: Sequence[str], problems: Path, say: Say) -> None:
     reported, idle_since = 0, None
     while True:
@@ -155,7 +164,7 @@ def _follow(executors: Sequence[Slurm], jobs: Sequence[str], problems: Path, say
         reported = max(reported, ended)
         if ended == len(executors):
             return
-        if queued(jobs):
+        if cancel_never_satisfied(queued(jobs)):
             idle_since = None
         elif idle_since is None:
             idle_since = time.monotonic()

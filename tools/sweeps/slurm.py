@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from harness.errors import ConfigError
 from harness.guard.watchdog import ranges
 from harness.launch.ranks import REPOSITORY
 from harness.layout.world import World
+from tools.slurm_queue import queued
 from tools.sweeps.cost import Record
 from tools.sweeps.spec import Sweep
 
@@ -37,12 +37,6 @@ def slurm_world(sweep: Sweep) -> World:
         local_world_size=per_node,
         accelerator="cuda" if gpus else "cpu",
     )
-
-
-def slurm_problems() -> list[str]:
-    """Return what is missing on this machine."""
-    missing = [name for name in ("sbatch", "squeue") if shutil.which(name) is None]
-    return [f"--slurm needs {name}: start it on a node that can submit jobs" for name in missing]
 
 
 def submit(sweep: Sweep, study: Study, say: Say) -> str | None:
@@ -86,22 +80,3 @@ def follow(job: str, study: Study, ended: Callable[[Record], None]) -> None:
         if not is_queued:
             return
         time.sleep(_POLL_S)
-
-
-def queued(jobs: Sequence[str]) -> list[str]:
-    """Return the tasks of these jobs that wait or run; all of them if Slurm does not answer.
-
-    Cancels jobs whose dependency failed: they would wait forever.
-    """
-    if not jobs:
-        return []
-    command = ["squeue", "--noheader", f"--jobs={','.join(jobs)}", "--format=%i %r"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and "Invalid job id" not in done.stderr:
-        return [*jobs]
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.strip()]
-    never = [words[0] for words in lines if words[-1] == "DependencyNeverSatisfied"]
-    if never:
-        numbers = sorted({name.partition("_")[0] for name in never})
-        subprocess.run(["scancel", *numbers], capture_output=True, check=False)
-    return [words[0] for words in lines if words[0] not in never]
