@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from harness.layout.world import World, slurm_port
 from tests.real_runs import REPOSITORY, SMALL_MODEL, run_ranks
 from tests.run_tools import run_tool
+from tools.find_lr import _temporary, main
 
 pytestmark = pytest.mark.gate("tools")
 
@@ -53,6 +56,19 @@ def test_ranks_under_zero_3_find_the_same_and_leave_nothing(
     left = set(Path(tempfile.gettempdir()).iterdir()) - before[0]
     assert not [path for path in left if path.name.startswith("find-lr")]
     assert {*REPOSITORY.glob("runs/*")} == before[1]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_of_srun_share_a_folder_and_one_of_them_reports(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+    for name, value in {**place, "SLURM_STEP_ID": "3", "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert _temporary(World.from_environ()).name == f"find-lr-{os.getuid()}-{slurm_port()}"
+    assert main(["--steps=3"]) == 2
+    assert ("--steps is 3" in capsys.readouterr().err) == (rank == "0")
 
 
 def test_bad_arguments_are_one_report(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, RunStopped
+from harness.layout.world import World, slurm_port
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.terminal import HelpFormatter, say
 from tools.figure import new_figure, plot_problems, write_plot
@@ -70,8 +71,13 @@ def main(argv: list[str]) -> int:
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     args = parser.parse_intermixed_args(argv)
-    folder = _temporary()
-    if int(os.environ.get("RANK", 0)) == 0:  # left by a killed launch
+    try:
+        world = World.from_environ()
+    except ValueError as error:
+        say(f"cannot search: {error}", sys.stderr)
+        return int(ExitCode.BAD_CONFIG)
+    folder = _temporary(world)
+    if world.rank == 0:  # left by a killed launch
         shutil.rmtree(folder, ignore_errors=True)
     try:
         problems = [*plot_problems(args.plot)]
@@ -89,13 +95,13 @@ def main(argv: list[str]) -> int:
         say(stop.message, sys.stderr)
         return int(stop.code)
     except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if world.rank == 0:
             say(f"cannot search: {error}", sys.stderr)
         return int(error.code)
     finally:
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        if world.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    if plan.world.rank == 0:
+    if world.rank == 0:
         if args.json:
             print(json.dumps(vars(result)))
         else:
@@ -117,9 +123,10 @@ def _on_all_ranks(plan: Plan, lowest: float, highest: float, steps: int, folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _temporary() -> Path:
+def _temporary(world: World) -> Path:
     """Return a folder name that all ranks of this launch share, and no other launch has."""
-    launch = os.environ.get("MASTER_PORT") or os.getpid()
+    own = slurm_port() if world.launcher == "slurm" else os.getpid()
+    launch = os.environ.get("MASTER_PORT") or own
     return Path(tempfile.gettempdir()) / f"find-lr-{os.getuid()}-{launch}"
 
 
