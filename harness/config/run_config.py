@@ -91,6 +91,18 @@ class RunConfig(Section):
         """Return the origin of every value that the user set, by dotted key."""
         return dict(self._origins)
 
+    def changed(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return a copy with other values of dotted keys ("data.packing"), without checking them.
+
+        Origins are kept. Keys are named as fields in Python (save.async_).
+        """
+        changes: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            changes.setdefault(section, {})[name] = value
+        sections = {name: getattr(self, name).model_copy(update=of) for name, of in changes.items()}
+        return self.model_copy(update=sections)
+
     def with_origins(self, origins: Mapping[str, str]) -> RunConfig:
         """Return a copy with these origins."""
         copy = self.model_copy()

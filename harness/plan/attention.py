@@ -165,8 +165,7 @@ def decide_attention(draft: Draft) -> None:
             draft.problems.add("model.attention", why, f'use "auto" or "{asked.masked}"')
         return
     attention, draft.attention_why = asked.chosen()
-    model = run.model.model_copy(update={"attention": attention})
-    draft.config = run.model_copy(update={"model": model}).with_origins(run.origins())
+    draft.config = run.changed({"model.attention": attention})
 
 
 def _check_sizes(draft: Draft) -> None:
@@ -191,7 +190,6 @@ def _check_sizes(draft: Draft) -> None:
 
 def with_attention(plan: Plan, attention: str, why: str) -> Plan:
     """Return the plan with another implementation for "auto", and a new estimate."""
-    model = plan.config.model.model_copy(update={"attention": attention})
-    config = plan.config.model_copy(update={"model": model}).with_origins(plan.config.origins())
+    config = plan.config.changed({"model.attention": attention})
     changed = replace(plan, config=config, attention_why=why)
     return replace(changed, estimate=estimate(changed))

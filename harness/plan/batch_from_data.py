@@ -79,11 +79,9 @@ def with_counts(plan: Plan, counts: Counts) -> Plan:
         epochs = _epochs(counts, batch)
     values = {"train.global_batch": batch, "train.epochs": epochs}
     settled = _with_batch(plan, batch)
-    of_train = {key.removeprefix("train."): values[key] for key in keys}
-    config = settled.config.model_copy(
-        update={"train": settled.config.train.model_copy(update=of_train)}
-    ).with_origins(plan.config.origins() | dict.fromkeys(keys, COUNTED))
     shown = {key: values[key] for key in values if key in keys}
+    origins = plan.config.origins() | dict.fromkeys(keys, COUNTED)
+    config = settled.config.changed(shown).with_origins(origins)
     if batch == _DEFAULT:
         shown.pop("train.global_batch", None)
     events = settled.events
@@ -138,12 +136,8 @@ def _with_batch(plan: Plan, windows: int) -> Plan:
     """Return the plan with another batch, divided over its ranks."""
     if windows == plan.global_batch:
         return plan
-    train = plan.config.train
     accum = literal(plan.deepspeed_given, "gradient_accumulation_steps")
-    batch = Batch.divided(windows, plan.grid.data, train.micro_batch, accum)
-    config = plan.config.model_copy(
-        update={"train": train.model_copy(update={"global_batch": windows})}
-    ).with_origins(plan.config.origins())
+    batch = Batch.divided(windows, plan.grid.data, plan.config.train.micro_batch, accum)
     deepspeed = {
         **plan.deepspeed,
         "train_batch_size": windows * plan.grid.sequence,
@@ -153,7 +147,7 @@ def _with_batch(plan: Plan, windows: int) -> Plan:
     events = [event for event in plan.events if event["kind"] not in (BUBBLE, WHOLE)]
     changed = replace(
         plan,
-        config=config,
+        config=plan.config.changed({"train.global_batch": windows}),
         deepspeed=deepspeed,
         global_batch=windows,
         micro_batch=batch.micro_batch,

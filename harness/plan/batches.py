@@ -49,8 +49,7 @@ def mark_padding(draft: Draft) -> None:
     has_experts = any(isinstance(draft.model_config.get(key), int) for key in SIZE_KEYS["experts"])
     if data.batching == "packed" or data.document_mask is not None or not has_experts:
         return
-    marked = data.model_copy(update={"document_mask": True})
-    draft.config = draft.config.model_copy(update={"data": marked})
+    draft.config = draft.config.changed({"data.document_mask": True})
     draft.note(
         "marked_padding",
         "data.document_mask is true, so that padding does not count in the balance of routers",
@@ -66,8 +65,7 @@ def _set_micro_batch(draft: Draft) -> None:
         why = f"which makes micro-batches of {micro_batch} windows of data.seq_len {data.seq_len}"
         other = f"train.micro_batch is {train.micro_batch} ({_origin(draft, 'train.micro_batch')})"
         draft.problems.add("data.tokens_per_batch", f"{why}, but {other}", "remove one of them")
-    changed = train.model_copy(update={"micro_batch": micro_batch})
-    draft.config = draft.config.model_copy(update={"train": changed})
+    draft.config = draft.config.changed({"train.micro_batch": micro_batch})
 
 
 def _origin(draft: Draft, key: str) -> str:

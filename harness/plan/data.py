@@ -34,8 +34,7 @@ def keep_split(draft: Draft) -> None:
         return
     if "split" not in recorded and with_eval_splits(config)[1]:
         draft.note("kept", f"data.split is {ALL}, because the resumed run read the entire folder")
-    kept = config.data.model_copy(update={"split": split})
-    draft.config = config.model_copy(update={"data": kept})
+    draft.config = config.changed({"data.split": split})
 
 
 def evaluate_splits(draft: Draft) -> None:

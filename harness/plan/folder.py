@@ -39,8 +39,7 @@ def keep_packing(draft: Draft) -> None:
     recorded = recorded_data(draft)
     if recorded is None or (packing := recorded.get("packing", "stream")) is None:
         return
-    packed = config.data.model_copy(update={"packing": packing})
-    draft.config = config.model_copy(update={"data": packed})
+    draft.config = config.changed({"data.packing": packing})
     if "packing" not in recorded:
         draft.note(
             "kept", "data.packing is stream, because the resumed run's data is packed that way"
@@ -145,8 +144,7 @@ def _adopt(draft: Draft, name: str, value: Any) -> None:
     """Set log.NAME unless the user did, and turn the JSON's monitor off to avoid logging twice."""
     key = f"log.{name}"
     if not draft.config.is_set(key):
-        log = draft.config.log.model_copy(update={name: value})
-        draft.config = draft.config.model_copy(update={"log": log})
+        draft.config = draft.config.changed({key: value})
     own = getattr(draft.config.log, name)
     why = f"the run logs to its own folder, by step: {key}={str(own).lower()}"
     draft.ds.set(f"{name}.enabled", False, why)

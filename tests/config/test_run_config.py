@@ -255,6 +255,10 @@ def test_a_value_knows_where_it_came_from(toml: Callable[[str], Path]) -> None:
     # Distinguished from a default with the same value.
     keys = {"train.seed", "optim.lr", "optim.warmup_steps", "model.overrides"}
     assert {key for key in known_keys() if run.is_set(key)} == keys
+    changed = run.changed({"optim.warmup_steps": 7, "save.async_": True})
+    assert (changed.optim.lr, changed.optim.warmup_steps, changed.save.async_) == (5e-4, 7, True)
+    assert changed.origins() == run.origins()
+    assert changed.is_set("save.async")
 
 
 def test_a_key_from_the_command_line_displaces_the_files_length(

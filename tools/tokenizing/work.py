@@ -46,7 +46,7 @@ class Work:
         if run.data.balance is not None:
             run = run.model_copy(update={"data": balanced(run.data)[0]})
         if out is not None:  # a .bin/.idx cannot exclude a bos token from the loss
-            run = run.model_copy(update={"data": run.data.model_copy(update={"bos": "off"})})
+            run = run.changed({"data.bos": "off"})
         self._spec = DataSpec.of_run(run, {}, trust_remote_code=trust_remote_code)
         self._out, self._report = out, report
         self._tokenizer = build_tokenizer(self._spec, report)
