@@ -97,7 +97,7 @@ def _table(sets: list[list[RunRecord]]) -> str:
         heads = heads.replace("|held-out|", "|set|held-out|")
     head = "".join(f"<th>{name}" for name in heads.split("|"))
     return (
-        "<section class='card scroll'><table class=runs>"
+        "<section class='card capped'><table class=runs>"
         f"<tr><th>{head}</tr>{''.join(rows)}</table></section>"
     )
 

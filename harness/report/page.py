@@ -169,7 +169,7 @@ def _advice(items: list[Advice]) -> str:
     if not items:
         return "<p>Nothing: it continues by itself.</p>"
     return "".join(
-        f"<p>{escaped(text)}</p>{f'<pre class=command>{escaped(line)}</pre>' if line else ''}"
+        f"<p>{escaped(text)}</p>{f'<pre>{escaped(line)}</pre>' if line else ''}"
         for text, line in items
     )
 

@@ -70,6 +70,16 @@ def test_a_page_needs_no_network(tmp_path):
     assert "default-src 'none'" in page
 
 
+def test_every_class_of_a_page_has_a_style_or_a_use(tmp_path):
+    run = read(write_run(tmp_path / "run"))
+    for page in (page_of(run), compare_page_of([run, run], "two")):
+        body = re.sub(r"<(style|script).*?</\1>", "", page, flags=re.DOTALL)
+        named = re.findall(r"""\sclass=(?:"([^"]*)"|'([^']*)'|([\w-]+))""", body)
+        used = {name for words in named for word in words for name in word.split()}
+        used -= {"line"}  # the plain one of the styles of a curve
+        assert [name for name in sorted(used) if f".{name}" not in page] == []
+
+
 def test_nothing_in_a_record_becomes_html(tmp_path):
     bad = plan(name=HOSTILE)
     bad["run"]["model"]["name"] = bad["deepspeed_source"] = bad["world"]["gpu"] = HOSTILE
