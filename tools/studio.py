@@ -6,7 +6,7 @@
 
 Listens on 127.0.0.1 and prints its address. With another --host, everybody needs the token in the
 printed address. The studio only reads, and only inside the folder of runs. Stop it with Ctrl-C.
-Exit code 0, or 2 if it cannot start. Needs `pip install 'decoder-harness[studio]'`.
+Exit code 0, or 2 if it cannot start. Needs `pip install 'nicegui>=3.18,<4'`.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     if importlib.util.find_spec("nicegui") is None:
-        print("the studio needs NiceGUI: pip install 'decoder-harness[studio]'", file=sys.stderr)
+        print("the studio needs NiceGUI: pip install 'nicegui>=3.18,<4'", file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     try:
-        listening = socket.create_server((args.host, args.port))
+        listening = _listening(args.host, args.port)
     except (OSError, OverflowError) as error:
         print(f"cannot listen on {args.host}:{args.port}: {error}; try --port", file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     token = None if args.host in LOOPBACK else secrets.token_urlsafe(24)
-    port = listening.getsockname()[1]
-    address = f"http://{args.host}:{port}/" + (f"?token={token}" if token else "")
+    address = _address(args.host, listening.getsockname()[1])
+    address += f"?token={token}" if token else ""
     with tempfile.TemporaryDirectory(prefix="studio-") as scratch:
         os.environ["NICEGUI_STORAGE_PATH"] = scratch  # NiceGUI's storage; it keeps no data of ours
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for optimizers; nothing uses a GPU
@@ -69,6 +69,17 @@ def main(argv: list[str]) -> int:
 
         serve(listening, token, args.runs, announce, warm=not args.cold)
     return int(ExitCode.DONE)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
+def _address(host: str, port: int) -> str:
+    """Return the address to open; 0.0.0.0 and :: are for listening alone."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.studio.served import Studio, serving
+from tools.studio import _address, _listening
 
 PAGE, SOCKET = "/memory", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 
@@ -130,6 +131,16 @@ def test_no_path_leads_out(studio: Studio, path: str) -> None:
     assert "decoder-harness" not in body
 
 
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", socket.gethostname())],
+)
+def test_it_listens_on_any_address_and_prints_one_to_open(host: str, shown: str) -> None:
+    with _listening(host, 0) as listening:
+        port = listening.getsockname()[1]
+    assert _address(host, port) == f"http://{shown}:{port}/"
+
+
 @pytest.mark.gate("pages")
 def test_another_address_asks_for_a_token(tmp_path: Path) -> None:
     pytest.importorskip("nicegui")
@@ -138,7 +149,7 @@ def test_another_address_asks_for_a_token(tmp_path: Path) -> None:
     with serving(runs, "--host", "0.0.0.0") as studio:
         address, _, token = studio.address.partition("?token=")
         assert len(token) >= 32
-        assert address.startswith("http://0.0.0.0:")
+        assert address.startswith(f"http://{socket.gethostname()}:")
         wrong = (f"{PAGE}?token={text}" for text in ("", "x", f"{token}x"))
         for attempt in (PAGE, SOCKET, *wrong):
             assert ask(studio.port, attempt)[0] == 403, attempt
