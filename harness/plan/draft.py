@@ -16,6 +16,7 @@ from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds
 from harness.layout.world import World
+from harness.plan.plan import NOT_TRAINED
 
 
 @dataclass
@@ -58,6 +59,13 @@ class Draft:
     def note(self, kind: str, message: str) -> None:
         """Add an event."""
         self.events.append({"kind": kind, "message": message})
+
+    def refuse_layout(self, key: str, why: str, use: str = "") -> None:
+        """Add a problem of the layout; only an event if the plan is made for its estimate."""
+        if self.estimating:
+            self.note(NOT_TRAINED, self.problems.worded(key, why, use))
+        else:
+            self.problems.add(key, why, use)
 
     def asked(self, keys: Iterable[str]) -> str:
         """Return the origins of some keys as text: "train.steps: run.toml, ..."."""

@@ -29,7 +29,6 @@ from harness.plan.batches import (
 from harness.plan.data import check_data, check_mix, evaluate_splits, keep_split
 from harness.plan.draft import Draft
 from harness.plan.duration import check_rates
-from harness.plan.exclusions import check_together
 from harness.plan.fine_tuning import (
     default_to_divisible_batch,
     default_to_fine_tuning,
@@ -55,7 +54,12 @@ from harness.plan.memory import estimate
 from harness.plan.merge_settings import merge_settings
 from harness.plan.model import check_experts, find_model, note_whole_vocabulary
 from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
-from harness.plan.parallelism import divide_experts, divide_sequences, divide_tensors
+from harness.plan.parallelism import (
+    check_together,
+    divide_experts,
+    divide_sequences,
+    divide_tensors,
+)
 from harness.plan.pipeline import by_memory, note_pipeline, split_stages
 from harness.plan.plan import Plan
 from harness.plan.ranks import check_secondary, divide_batch, divide_ranks, note_nodes

@@ -1,4 +1,6 @@
-"""Tensor, expert and sequence parallelism in a plan: checks that the ranks can shard the model."""
+"""Tensor, expert and sequence parallelism in a plan: checks that they can be combined, and that the
+ranks can shard the model.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,13 @@ from dataclasses import replace
 
 from harness.config.assignments import flat
 from harness.config.ds_json import DsJson, offloaded_to
-from harness.layout.exclusions import sequence_problems
+from harness.layout.exclusions import incompatible_axes, sequence_problems
 from harness.layout.expert import ExpertPlan
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.shape import Shape
 from harness.layout.tensor import GROUPED, TensorPlan, tensor_problems
 from harness.plan.attention import ATTENTION_DROPOUTS
 from harness.plan.draft import Draft
-from harness.plan.plan import NOT_TRAINED
 from harness.plan.ranks import left_of
 
 _TENSOR_KEY = "tensor_parallel.autotp_size"
@@ -38,6 +39,17 @@ def padded(vocab_size: int, places: int) -> int:
     return -(-vocab_size // places) * places
 
 
+def check_together(draft: Draft) -> None:
+    """Reject axes that exclude pipeline stages, before other passes drop their keys."""
+    grid, experts = draft.grid, asked_experts(draft.ds)
+    if grid.data * grid.sequence % experts:  # divide_experts reports this
+        grid = replace(grid, world_size=grid.world_size * experts)
+    grid = replace(grid, expert=experts)
+    shortest = draft.config.data.seq_len // draft.curriculum.most_pieces
+    for key, why, use in incompatible_axes(draft.shape, grid, shortest):
+        draft.refuse_layout(key, why, use)
+
+
 def divide_tensors(draft: Draft) -> None:
     """Require that the tensor-parallel ranks can shard the model, and remove the key from the JSON,
     because DeepSpeed would shard it again.
@@ -45,10 +57,7 @@ def divide_tensors(draft: Draft) -> None:
     places = draft.grid.tensor
     if places > 1:
         for why in _tensor_problems(draft, places):
-            if draft.estimating:
-                draft.note(NOT_TRAINED, draft.problems.worded(_TENSOR_KEY, why))
-            else:
-                draft.problems.add(_TENSOR_KEY, why)
+            draft.refuse_layout(_TENSOR_KEY, why)
     draft.ds.drop("tensor_parallel")
     if places > 1 and draft.grid.pipeline > 1:
         _divide_sent(draft, places)
@@ -128,10 +137,7 @@ def divide_experts(draft: Draft) -> None:
         problems = [*_other_keys(ds), *((_SIZE, why) for why in _expert_problems(draft, places))]
         sizes = [(_SIZE, why) for why in _of_sizes(draft, places)]
         for key, why in [*sizes, *problems]:
-            if draft.estimating:
-                draft.note(NOT_TRAINED, draft.problems.worded(key, why))
-            else:
-                draft.problems.add(key, why)
+            draft.refuse_layout(key, why)
         if not sizes and draft.grid.world_size == draft.world.world_size:
             draft.grid = replace(draft.grid, expert=places)
     ds.drop(_SECTION)
@@ -195,10 +201,7 @@ def divide_sequences(draft: Draft) -> None:
     """
     if draft.grid.sequence > 1:
         for why in _sequence_problems(draft, draft.grid.sequence):
-            if draft.estimating:
-                draft.note(NOT_TRAINED, draft.problems.worded(_SEQUENCE_KEY, why))
-            else:
-                draft.problems.add(_SEQUENCE_KEY, why)
+            draft.refuse_layout(_SEQUENCE_KEY, why)
     draft.ds.drop(_SEQUENCE_KEY)
 
 
