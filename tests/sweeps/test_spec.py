@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.errors import ConfigError
 from tests.run_tools import run_tool
+from tools.sweeps.cost import Record, Used
+from tools.sweeps.slurm import JOB, slurm_world
 from tools.sweeps.space import Range, Values, corners, draws, grid, read_space
 from tools.sweeps.spec import PruneSection, read_sweep
+from tools.sweeps.text import best_command
 
 SHIPPED = Path(__file__).parents[2] / "docs" / "sweep.toml"
 
@@ -126,6 +130,51 @@ def test_early_stopping_has_defaults(written: str, tmp_path: Path) -> None:
     file.write_text(f"[sweep]\ntrials = 2\nprune = {written}\n[search]\noptim.lr = [1e-3]\n")
     sweep = read_sweep(file, [])
     assert sweep.settings.prune == PruneSection()
+
+
+@pytest.mark.parametrize(
+    ("slurm", "ranks"),
+    [
+        ("nodes = 2", 2),
+        ("nodes = 2, gpus-per-node = 4", 8),
+        ("gpus-per-node = 'h100:8', partition = 'gpu'", 8),
+        ("gres = 'gpu:8'", 8),
+        ("gres = 'gpu:1g.10gb:2', cpus-per-gpu = 4", 2),
+        ("gres = 'craynetwork:1'", 1),
+        ("gpus = 16", None),
+        ("gpus-per-task = 1", None),
+        ("gres = 'craynetwork:1,gpu:8'", None),
+    ],
+)
+def test_a_trial_on_slurm_is_planned_for_the_gpus_that_it_gets(
+    slurm: str, ranks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CPU_RANKS_PER_NODE", raising=False)
+    file = tmp_path / "ours.toml"
+    file.write_text(f"[sweep]\ntrials = 2\nslurm = {{{slurm}}}\n[search]\noptim.lr = [1e-3]\n")
+    sweep = read_sweep(file, [])
+    if ranks is None:
+        with pytest.raises(ConfigError, match=r"sweep.slurm .* use gpus-per-node = 8"):
+            slurm_world(sweep)
+        return
+    world = slurm_world(sweep)
+    assert (world.world_size, world.accelerator) == (ranks, "cuda" if "gpu" in slurm else "cpu")
+
+
+def test_the_best_trial_is_trained_where_the_sweep_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("ours.toml")
+    file.write_text("[sweep]\ntrials = 1\nslurm = {gres = 'gpu:8'}\n[search]\noptim.lr = [1e-3]\n")
+    sweep = read_sweep(file, [])
+    best = Record(0, "done", {"optim.lr": "0.001"}, 3.0, Used(), "")
+    assert best_command(sweep, best).startswith("python harness/train.py --deepspeed ")
+    sweep.folder.mkdir(parents=True)
+    (sweep.folder / JOB).write_text("7\n")
+    command = best_command(sweep, best)
+    assert command.startswith("sbatch --gres=gpu:8 slurm/train.sbatch --deepspeed ")
+    assert command.endswith(" optim.lr=0.001")
 
 
 def test_a_grid_without_end_is_refused_at_once(tmp_path: Path) -> None:

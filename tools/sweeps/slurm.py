@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,17 +21,29 @@ if TYPE_CHECKING:  # Optuna
     from tools.sweeps.study import Study
 
 _POLL_S = 1.0
-_JOB = "slurm_job"  # name of the file with the number of the sweep's newest array
+JOB = "slurm_job"
+"""File in a sweep's folder with the number of its newest array."""
+_OF_GPUS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "tres-per-task"}
+_PER_NODE = re.compile(r"(?:gpus-per-node=|gres=gpu:)(?:[^:,]+:)?(\d+)")
 Say = Callable[[str], None]
 
 
 def slurm_world(sweep: Sweep) -> World:
     """Return the machines of a trial. Raises ConfigError for options that say too little."""
-    options = sweep.settings.slurm
-    nodes, gpus = options.get("nodes", 1), options.get("gpus-per-node", 0)
-    cpu_ranks = os.environ.get("CPU_RANKS_PER_NODE", "1")
-    if not isinstance(nodes, int) or not isinstance(gpus, int) or not cpu_ranks.isdecimal():
-        raise ConfigError(f"sweep.slurm ({sweep.path}): nodes and gpus-per-node must be numbers")
+    options, where = sweep.settings.slurm, f"sweep.slurm ({sweep.path})"
+    nodes, cpu_ranks = options.get("nodes", 1), os.environ.get("CPU_RANKS_PER_NODE", "1")
+    if not isinstance(nodes, int) or not cpu_ranks.isdecimal():
+        raise ConfigError(f"{where}: nodes and CPU_RANKS_PER_NODE must be numbers")
+    gpus = 0
+    for key in _OF_GPUS & options.keys():
+        asked = f"{key}={options[key]}"
+        if number := _PER_NODE.fullmatch(asked):
+            gpus = int(number[1])
+        elif "gpu" in asked:
+            raise ConfigError(
+                f"{where}: {key} is {options[key]!r}, which leaves the number of GPUs per node "
+                "open: use gpus-per-node = 8, or whatever a node has"
+            )
     per_node = gpus or int(cpu_ranks)
     return World(
         world_size=nodes * per_node,
@@ -39,12 +52,17 @@ def slurm_world(sweep: Sweep) -> World:
     )
 
 
+def sbatch_options(sweep: Sweep) -> list[str]:
+    """Return the options of a trial's job."""
+    return [f"--{key}={value}" for key, value in sweep.settings.slurm.items()]
+
+
 def submit(sweep: Sweep, study: Study, say: Say) -> str | None:
     """Submit the remaining trials unless they are queued; return the array's number.
 
     None if no trial is left. Raises ConfigError if Slurm rejects the job.
     """
-    file = sweep.folder / _JOB
+    file = sweep.folder / JOB
     if file.exists() and queued([job := file.read_text().strip()]):
         say(f"job {job} is in the queue")
         return job
@@ -52,11 +70,10 @@ def submit(sweep: Sweep, study: Study, say: Say) -> str | None:
     if not left:
         return None
     array = ranges(left).replace(" ", "")
-    options = {f"--{key}": value for key, value in sweep.settings.slurm.items()}
     words = [
         *("sbatch", "--parsable", f"--array={array}%{sweep.settings.parallel}"),
         *(f"--job-name={sweep.folder.name}", f"--output={sweep.folder}/slurm-%A_%a.out"),
-        *(f"{name}={value}" for name, value in options.items()),
+        *sbatch_options(sweep),
         *(str(REPOSITORY / "slurm" / "sweep.sbatch"), str(REPOSITORY), str(sweep.path)),
     ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from harness import terminal
 from tools.sweeps.cost import Cost, Record
+from tools.sweeps.slurm import JOB, sbatch_options
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep
 
@@ -103,10 +104,13 @@ def ranking(sweep: Sweep, records: Sequence[Record]) -> str:
 
 
 def best_command(sweep: Sweep, best: Record) -> str:
-    """Return the command that trains with a trial's values."""
+    """Return the command that trains with a trial's values, where the sweep ran."""
     ranks = sweep.settings.ranks
-    launcher = ["python"] if ranks == 1 else ["deepspeed", "--num_accelerators", str(ranks)]
-    return shlex.join([*launcher, "harness/train.py", *sweep.command(best.choice).words()])
+    start = ["python"] if ranks == 1 else ["deepspeed", "--num_accelerators", str(ranks)]
+    start.append("harness/train.py")
+    if (sweep.folder / JOB).exists():
+        start = ["sbatch", *sbatch_options(sweep), "slurm/train.sbatch"]
+    return shlex.join([*start, *sweep.command(best.choice).words()])
 
 
 def ending(sweep: Sweep, record: Record) -> str:
