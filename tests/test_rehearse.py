@@ -437,12 +437,12 @@ def test_the_table_has_a_row_for_each_json() -> None:
         rehearse.Result("b.json", made, [Done("plan", 2, "")]),
         rehearse.Result("c.json", made, [Done("plan", 4, "")], "train: x", "mixtral-8x7b"),
     ]
-    table = rehearse.markdown(results, ["--all", "--gpus", "8"])
+    table = rehearse.markdown(results, ["--all", "--folder", "a b"])
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     assert rows[0].startswith("| `b.json` | 8 | 4 ranks | bf16 | 2.0 | ")
     assert rows[1].startswith("| `c.json` with mixtral-8x7b | ")
     assert rows[1].endswith(" 4 | FAILED at train |")
-    assert "    python tools/rehearse.py --all --gpus 8\n" in table
+    assert "    python tools/rehearse.py --all --folder 'a b'\n" in table
     assert table.endswith("All together: 6 s.\n")
 
 
