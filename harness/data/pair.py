@@ -298,10 +298,6 @@ class IndexedTokens:
                 yield block + base
             base += pair.tokens
 
-    def document_starts(self) -> NDArray[np.int64]:
-        """Return all bounds of starts() as one (documents + 1,) array."""
-        return np.concatenate([np.zeros(1, np.int64), *(block[1:] for block in self.starts())])
-
     def index_blocks(self) -> Iterator[bytes]:
         """Yield the bytes of the .idx that a single pair with all documents would have."""
         headers = [pair.header for pair in self._pairs]

@@ -9,11 +9,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
 from harness.config.ds_json import offloaded_to
-from harness.engine import operators, swap
+from harness.engine import swap
 from harness.engine.allocators import set_allocators
 from harness.engine.deepspeed_0_19.experts import expert_groups
 from harness.engine.deepspeed_0_19.internals import inner_optimizer
@@ -26,6 +27,7 @@ from harness.engine.optimizers import Matrices, Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together, share_cores
 from harness.engine.zero import ZeroEngine
+from harness.errors import ConfigError
 from harness.layout.grid import Purpose, Share
 from harness.layout.optimizer_table import Parameter, is_frozen, optimizer_groups
 from harness.models.chunked_loss import ChunkedLoss
@@ -96,7 +98,7 @@ def build_engine(
         built = ZeroEngine(engine, plan, events, module.unit, module.experts, module.row_group)
         built.make_undivided = partial(empty_model, plan, trust_remote_code, document_mask)
     else:
-        made = _groups_of_a_stage(plan.share) if module.tensor_group else []
+        made = _groups_of_a_stage(plan.share) if plan.grid.tensor > 1 else []
         built = PipelineEngine(engine, plan, events, stage, empty, made)
     if isinstance(inner := inner_optimizer(engine), Orthogonalizing):
         names = {name for group in groups if group["muon"] for name in group["names"]}
@@ -187,5 +189,8 @@ def _offload_problem(missing: str | None) -> str | None:
             f"{needs}, but {missing}; install a C++ compiler and ninja (apt install g++ "
             "ninja-build), or remove offload_optimizer"
         )
-    problem = operators.problem_of("CPUAdamBuilder")
-    return problem and f"{needs}: {problem}"
+    try:
+        get_accelerator().create_op_builder("CPUAdamBuilder").load(verbose=False)
+    except (ConfigError, RuntimeError) as error:  # RuntimeError: tools are missing
+        return f"{needs}: {error}"
+    return None

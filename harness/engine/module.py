@@ -36,7 +36,6 @@ class Module:
     stage: Stage | None
     unit: ModelParallelUnit | None
     experts: Experts | None
-    tensor_group: dist.ProcessGroup | None
     row_group: dist.ProcessGroup | None
 
 
@@ -70,4 +69,4 @@ def build_module(
         experts.dispatch(model, device)
     if tensor_group is not None:
         divide_forward(model, TensorPlan.of(plan.model_config), share, tensor_group)
-    return Module(model, wrapped, events, stage, unit, experts, tensor_group, row_group)
+    return Module(model, wrapped, events, stage, unit, experts, row_group)

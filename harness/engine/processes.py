@@ -168,7 +168,7 @@ def _slurm_address(environ: Mapping[str, str]) -> str | None:
 
 def raise_together(problem: str | None) -> None:
     """Raise ConfigError on all ranks if any of them has a problem. Collective."""
-    if first := problem_of_any(problem):
+    if first := collectives.first_problem(problem):
         raise ConfigError(first)
 
 
@@ -181,11 +181,6 @@ def refuse_on_other_nodes(error: ConfigError) -> None:
         join(world)
         failure = Failure(world.rank, int(error.code), f"on {socket.gethostname()}: {error}")
         alarm().end(failure, lambda first: None)  # it has been printed
-
-
-def problem_of_any(problem: str | None) -> str | None:
-    """Return the problem of the first rank that has one. Collective."""
-    return collectives.first_problem(problem)
 
 
 def leave() -> None:

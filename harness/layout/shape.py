@@ -179,11 +179,6 @@ def parameters_by_kind(shape: Shape) -> dict[str, int]:
     return totals
 
 
-def parameters_per_layer(shape: Shape) -> tuple[int, ...]:
-    """Return the parameters of each decoder layer, without embeddings, final norm and head."""
-    return tuple(sum(tensor.numel for tensor in layer) for layer in shape.body.layers)
-
-
 def active_parameters(shape: Shape) -> int:
     """Return the number of weights multiplied per token: matrices, the head even if tied, and the
     chosen experts.

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from harness.checkpoint.collectives import first_problem
 from harness.data.batch import Batch, on_device
 from harness.engine.api import Engine
-from harness.engine.processes import problem_of_any
 from harness.errors import ConfigError
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.families import Family, family_of
@@ -230,7 +230,7 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
         different = str(error)
     except Exception as error:  # any error of transformers or a kernel
         unknown = f"{type(error).__name__}: {error}"
-    different, unknown = problem_of_any(different), problem_of_any(unknown)
+    different, unknown = first_problem(different), first_problem(unknown)
     problem = different or unknown
     if problem is None:
         return plan, events

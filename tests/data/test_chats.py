@@ -123,9 +123,9 @@ def stored(tmp_path: Path) -> tuple[list[list[int]], list[list[int]]]:
     tokens, masks = IndexedTokens(folder / "tokens"), load_masks(folder / "masks.npy")
     places = np.arange(len(tokens.ids))
     learned = 1 - masks.at(places)
-    cuts = tokens.document_starts()[1:-1]
-    ids = np.split(tokens.ids.block(0, len(tokens.ids)), cuts)
-    return [run.tolist() for run in ids], [run.tolist() for run in np.split(learned, cuts)]
+    (starts,) = tokens.starts()
+    ids = np.split(tokens.ids.block(0, len(tokens.ids)), starts[1:-1])
+    return [run.tolist() for run in ids], [run.tolist() for run in np.split(learned, starts[1:-1])]
 
 
 @style

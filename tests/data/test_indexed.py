@@ -33,7 +33,7 @@ def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, vocab_size: int 
 
 def read(prefix: Path) -> list[list[int]]:
     tokens = IndexedTokens(prefix)
-    starts = tokens.document_starts()
+    (starts,) = tokens.starts()
     return [tokens.ids.block(a, b - a).tolist() for a, b in itertools.pairwise(starts.tolist())]
 
 

@@ -136,7 +136,8 @@ def test_blocks_are_those_of_the_whole_index(shards: Path) -> None:
         IndexedTokens(shards.parent / "joined"),
         IndexedTokens(*(shards / name for name in "abcde")),
     )
-    assert (joined.document_starts() == several.document_starts()).all()
+    ends = [np.concatenate([ends[1:] for ends in of.starts()]) for of in (joined, several)]
+    assert np.array_equal(*ends)
     assert len([*joined.starts()]) > 3
     for tokens in (joined, several):
         index = (shards.parent / "joined.idx").read_bytes()

@@ -16,7 +16,6 @@ from harness.layout.shape import (
     flops_per_token,
     num_parameters,
     parameters_by_kind,
-    parameters_per_layer,
 )
 
 TINY: dict[str, Any] = {
@@ -150,8 +149,8 @@ def test_keys_of_other_families_mean_nothing(model_type: str, config: dict[str, 
 
 def test_parts_add_up() -> None:
     shape = Shape.from_hf({"model_type": "qwen3_moe", **TINY, **GQA, **QWEN_MOE, "head_dim": 8})
-    outside = sum(tensor.numel for tensor in (*shape.body.before, *shape.body.after))
-    assert sum(parameters_per_layer(shape)) + outside == num_parameters(shape)
+    parts = (shape.body.before, *shape.body.layers, shape.body.after)
+    assert sum(tensor.numel for part in parts for tensor in part) == num_parameters(shape)
     assert sum(parameters_by_kind(shape).values()) == num_parameters(shape)
     assert parameters_by_kind(shape)["router"] == 3 * 4 * 48
 

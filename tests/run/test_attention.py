@@ -53,7 +53,7 @@ def planned(*words: str, precision: str = "bf16") -> Plan:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Yield the plan.json of a run folder, for one rank without a process group."""
     saved: dict[str, Any] = {}
-    monkeypatch.setattr(settling, "problem_of_any", lambda problem: problem)
+    monkeypatch.setattr(settling, "first_problem", lambda problem: problem)
     monkeypatch.setattr(settling, "saved_plan", lambda plan: saved or None)
     return saved
 
