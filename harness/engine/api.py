@@ -19,8 +19,8 @@ from harness.layout.box import Part
 from harness.layout.grid import Purpose
 from harness.plan.plan import Plan
 
-# Judge(loss_share, grad_norm): True to skip the step. All ranks must decide alike.
-Judge = Callable[[torch.Tensor, torch.Tensor], bool]
+# SkipRule(loss_share, grad_norm): True to skip the step. All ranks must decide alike.
+SkipRule = Callable[[torch.Tensor, torch.Tensor], bool]
 # Fill(name, kind, offset, out, part): read elements [offset, offset + numel) of a slice into the
 # flat tensor `out`, in place.
 Fill = Callable[[str, str, int, torch.Tensor, Part], None]
@@ -62,7 +62,7 @@ class Engine(Protocol):
     # --- train and evaluate ---
 
     def train_batch(
-        self, batches: list[Batch], targets: int, lr: float, is_spike: Judge | None = None
+        self, batches: list[Batch], targets: int, lr: float, skip_rule: SkipRule | None = None
     ) -> StepResult:
         """Take one optimizer step on this rank's micro-batches of a global batch.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness.engine.api import Judge
+from harness.engine.api import SkipRule
 from harness.engine.deepspeed_0_19 import gradients
 from harness.errors import ExitCode, RunStopped
 
@@ -26,14 +26,14 @@ def propagate_nonfinite(share: torch.Tensor) -> torch.Tensor:
 
 
 def must_skip(
-    targets: int, loss_share: torch.Tensor, norm: torch.Tensor, is_spike: Judge | None
+    targets: int, loss_share: torch.Tensor, norm: torch.Tensor, skip_rule: SkipRule | None
 ) -> bool:
     """Return True if a step must be skipped although its gradients may be finite.
 
     Without target tokens there is no loss, but weights would decay, moments fade, and routers learn
     from the balancing loss alone.
     """
-    return not targets or (is_spike is not None and is_spike(loss_share, norm))
+    return not targets or (skip_rule is not None and skip_rule(loss_share, norm))
 
 
 def has_nonfinite_grads(engine: Any, norm: float | torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from harness.checkpoint.index import Fragment
 from harness.data.batch import Batch
 from harness.engine import fragments, skip, state, swap
-from harness.engine.api import Fill, Judge, Kinds, Replica, Scalars, StepResult
+from harness.engine.api import Fill, Kinds, Replica, Scalars, SkipRule, StepResult
 from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.expert import Experts
 from harness.engine.forward import ForwardPass
@@ -53,19 +53,19 @@ class ZeroEngine:
         """Summed training loss of each source of a mixture; None if it is not counted."""
 
     def train_batch(
-        self, batches: list[Batch], targets: int, lr: float, is_spike: Judge | None = None
+        self, batches: list[Batch], targets: int, lr: float, skip_rule: SkipRule | None = None
     ) -> StepResult:
         """Take one optimizer step on this rank's micro-batches of a global batch.
 
         `targets`: target tokens of the global batch, over all ranks; without any, the step is
-        skipped. `is_spike(loss_share, norm)`: True to skip the step; all ranks must agree. Raises
+        skipped. `skip_rule(loss_share, norm)`: True to skip the step; all ranks must agree. Raises
         RunStopped (diverged) if fp16's loss scale is already at its minimum.
         """
         loss_share = self.accumulate(batches, targets)
-        if is_spike is None and targets:
+        if skip_rule is None and targets:
             return StepResult(loss_share, self.apply(lr))
         norm = self.grad_norm()
-        skips = skip.must_skip(targets, loss_share, norm, is_spike)
+        skips = skip.must_skip(targets, loss_share, norm, skip_rule)
         applied = self.apply(lr, skips)
         return StepResult(loss_share, norm if skips else applied)
 

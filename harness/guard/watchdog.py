@@ -82,7 +82,7 @@ _LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
 Report = dict[str, Any]
 
 
-def judge(
+def hang_report(
     before: list[Report],
     after: list[Report],
     why: str,
@@ -263,7 +263,7 @@ class Watchdog(threading.Thread):
             if self._reports():
                 before = self.all_ranks()
                 time.sleep(self.grace_s)
-                report = judge(before, self.all_ranks(), why, self.rank, self.place)
+                report = hang_report(before, self.all_ranks(), why, self.rank, self.place)
                 print(report["message"], file=sys.stderr, flush=True)
                 self._publish(report)
                 self._on_hang(report)

@@ -101,7 +101,7 @@ def _load(run: Run, resume_point: ResumePoint) -> None:
         watch = dict(checkpoint.manifest.watch)
         if kind == "branched":  # a branch starts with full patience
             watch.pop("patience", None)
-        run.judge.restore(watch)
+        run.stability.restore(watch)
         run.held_out_nats = checkpoint.manifest.held_out_loss
     run.event(
         kind,
@@ -172,7 +172,7 @@ def build(
             folder=folder,
             saver=_saver(plan, folder),
             steps=Steps(plan, data.train, total_steps),
-            judge=StabilityMonitor(plan.config.guard, plan.config.eval),
+            stability=StabilityMonitor(plan.config.guard, plan.config.eval),
             guard=guard,
             pulse=pulse,
             watchdog=watchdog,

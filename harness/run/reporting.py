@@ -61,7 +61,7 @@ def evaluated(run: Run) -> dict[str, Any]:
     loss, by_position = evaluate_by_position(run)
     if loss is None:
         return {}
-    run.judge.see_evaluation(loss, run.state.step)
+    run.stability.see_evaluation(loss, run.state.step)
     of_sets = {**evaluate_sets(run), **evaluate_old(run)}
     needles = evaluate_needles(run)
     return {"eval_loss": loss, **of_sets, "loss_by_position": by_position, **needles}

@@ -79,7 +79,7 @@ class Run:
     folder: RunFolder
     saver: Saver
     steps: Steps
-    judge: StabilityMonitor
+    stability: StabilityMonitor
     guard: StopGuard
     pulse: Pulse
     watchdog: Watchdog

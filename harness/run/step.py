@@ -53,21 +53,20 @@ def take_step(run: Run, step: Step) -> StepResult | None:
     """
     policy, spikes = run.plan.config.guard.spikes, list[Spike]()
 
-    def is_spike(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
-        """Judge loss and norm, equal on all ranks. Collective.
+    def must_skip(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
+        """Check the gradients, and return True for a spike of loss or norm. Collective.
 
-        Summed over all ranks: if each tensor-parallel rank judged its own loss, a rank that differs
-        would skip a step that the others take.
+        Both are summed over all ranks: if each tensor-parallel rank looked at its own loss, a rank
+        that differs would skip a step that the others take.
         """
+        check_gradients(run)
+        if policy == "log":
+            return False
         grid = run.plan.grid
         shares = torch.stack([loss_share.double() / grid.tensor, norm.double() / grid.world_size])
         spike = look_for_spike(run, step.number, step.reads, *run.sum(shares, over="norm"))
         spikes.extend([spike] if spike else [])
         return spike is not None
-
-    def judge(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
-        check_gradients(run)
-        return policy != "log" and is_spike(loss_share, norm)
 
     if run.source_losses.names:
         run.source_losses.step_taken(step.targets_by_source)
@@ -81,16 +80,16 @@ def take_step(run: Run, step: Step) -> StepResult | None:
                 step.batches,
                 step.targets,
                 step.lr,
-                judge if policy != "log" or gradients_unchecked(run) else None,
+                must_skip if policy != "log" or gradients_unchecked(run) else None,
             )
     except RunStopped as stop:  # fp16's loss scale is at its minimum
         if policy != "rollback":
             raise
-        run.judge.ask_to_go_back(stop.message)
+        run.stability.ask_to_go_back(stop.message)
         return None
     spike = spikes[0] if spikes else None
     if spike and policy == "rollback":
-        run.judge.ask_to_go_back(f"a spike of {spike.quantity}")
+        run.stability.ask_to_go_back(f"a spike of {spike.quantity}")
         return None
     run.steps.done(step)
     run.held_out_nats = None  # it was that of other weights
@@ -104,8 +103,8 @@ def take_step(run: Run, step: Step) -> StepResult | None:
 def look_for_spike(
     run: Run, number: int, reads: Slice, loss: float, grad_norm: float
 ) -> Spike | None:
-    """Judge a step's loss and gradient norm; record and return a spike, if any."""
-    spike = run.judge.see_step(loss, grad_norm)
+    """Look for a spike in a step's loss and gradient norm; record and return it, if any."""
+    spike = run.stability.see_step(loss, grad_norm)
     if spike is not None:
         values = {"loss": loss, "grad_norm": grad_norm, "samples": reads.samples, **asdict(spike)}
         run.event("spike", step=number, policy=run.plan.config.guard.spikes, **values)
@@ -124,7 +123,7 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
         run.event("skipped_step", step=step.number, reason=reason, samples=samples, loss=None)
         return
     if run.engine.step_applied:
-        run.judge.see_applied()
+        run.stability.see_applied()
         return
     (loss,) = run.sum(result.loss_share.detach().clone().view(1))
     norm = float(result.grad_norm)
@@ -142,13 +141,13 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     )
     # A dynamic loss scale either recovers or reaches its minimum, which stops the run.
     is_bad = spike is not None or not is_scaled
-    run.judge.see_skipped(f"{reason} (loss {loss:.4g}, norm {norm:.4g})", is_bad)
+    run.stability.see_skipped(f"{reason} (loss {loss:.4g}, norm {norm:.4g})", is_bad)
 
 
 def decide(run: Run) -> Verdict:
     """Return a verdict on the run, the same on all ranks. Collective."""
     is_last = not run.steps.are_left
-    verdict = run.judge.verdict(run.state.step, is_last, run.folder.path)
+    verdict = run.stability.verdict(run.state.step, is_last, run.folder.path)
     if verdict.kind not in ("go on", "end early"):
         return verdict
     stop, is_written = run.stop_asked()
@@ -160,7 +159,7 @@ def decide(run: Run) -> Verdict:
 
 def end_early_at_start(run: Run) -> None:
     """End a resumed run that had already ended early, unless eval.patience was raised."""
-    verdict = run.judge.verdict(run.state.step, not run.steps.are_left, run.folder.path)
+    verdict = run.stability.verdict(run.state.step, not run.steps.are_left, run.folder.path)
     if verdict.kind == "end early":
         end_early(run, verdict)
 
@@ -179,7 +178,7 @@ def apply_verdict(run: Run, verdict: Verdict) -> None:
 
 def end_early(run: Run, verdict: Verdict) -> None:
     """Make the current step the last one (eval.patience)."""
-    best_step, best = run.judge.best
+    best_step, best = run.stability.best
     run.event("ended_early", step=run.state.step, best_step=best_step, best=best)
     message = f"ended early at step {run.state.step} (eval.patience): {verdict.message}"
     run.progress.say(message)
@@ -191,9 +190,9 @@ def roll_back(run: Run, reason: str) -> None:
 
     Raises RunStopped (diverged) if there is no checkpoint, or after guard.max_rollbacks.
     """
-    judge, number, samples = run.judge, run.state.step + 1, run.steps.next_slice.samples
-    rollbacks = judge.rollbacks
-    loss, norm = judge.loss, judge.grad_norm
+    stability, number, samples = run.stability, run.state.step + 1, run.steps.next_slice.samples
+    rollbacks = stability.rollbacks
+    loss, norm = stability.loss, stability.grad_norm
     failure = f"step {number}: {reason} (loss {loss:.4g}, norm {norm:.4g})"
     if rollbacks >= run.plan.config.guard.max_rollbacks:
         problem = f"{rollbacks} rollbacks did not help (guard.max_rollbacks)"
@@ -210,8 +209,8 @@ def roll_back(run: Run, reason: str) -> None:
     run.steps.move(replace(state, samples=end, tokens=tokens))
     _end_with_the_data(run)
     run.held_out_nats = checkpoint.manifest.held_out_loss
-    judge.restore(checkpoint.manifest.watch)
-    judge.rollbacks = rollbacks + 1
+    stability.restore(checkpoint.manifest.watch)
+    stability.rollbacks = rollbacks + 1
     if run.profiler:
         run.profiler.drop()
     run.meter.restart()

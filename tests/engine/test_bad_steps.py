@@ -92,13 +92,13 @@ def loss_of(value: float) -> Iterator[None]:
 def train_around_bad_steps(engine: Any) -> None:
     """Take good steps, with six steps in between that must change nothing. Collective."""
 
-    def take(number: int, is_spike: Any = None, learns: bool = True) -> Any:
+    def take(number: int, skip_rule: Any = None, learns: bool = True) -> Any:
         batches, targets = share_of(engine, number)
-        return engine.train_batch(batches, targets if learns else 0, 1e-3, is_spike)
+        return engine.train_batch(batches, targets if learns else 0, 1e-3, skip_rule)
 
-    def bad(number: int, is_spike: Any = None, learns: bool = True, finite: bool = False) -> None:
+    def bad(number: int, skip_rule: Any = None, learns: bool = True, finite: bool = False) -> None:
         before, skipped, scale = snapshot(engine), engine.skipped_steps, engine.loss_scale
-        result = take(number, is_spike, learns)
+        result = take(number, skip_rule, learns)
         assert same(before, snapshot(engine))
         assert not engine.step_applied
         assert engine.skipped_steps - skipped == 1

@@ -53,7 +53,7 @@ def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
     ds, sections = CASES[name]
     judged: list[bool] = []
 
-    def judge(share: torch.Tensor, norm: torch.Tensor) -> bool:
+    def must_skip(share: torch.Tensor, norm: torch.Tensor) -> bool:
         judged.append(len(judged) == 2 or not torch.stack([share, norm]).isfinite().all())
         return judged[-1]
 
@@ -61,7 +61,7 @@ def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
         engine = engine_of(ds, **sections)
         for number in range(4):
             device.timeline.waits.clear()
-            engine.train_batch(*share_of(engine, number), 1e-3, judge)
+            engine.train_batch(*share_of(engine, number), 1e-3, must_skip)
             if number == 1:
                 engine.eval_batch(share_of(engine)[0])
                 engine.refresh_weights()

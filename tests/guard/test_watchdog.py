@@ -19,7 +19,7 @@ import pytest
 from harness.checkpoint.manifest import TrainState
 from harness.errors import ExitCode
 from harness.guard import watchdog as module
-from harness.guard.watchdog import Limits, Pulse, Watchdog, judge, place_of
+from harness.guard.watchdog import Limits, Pulse, Watchdog, hang_report, place_of
 from harness.layout.grid import Grid
 from harness.run.run import Run
 from harness.runfolder import RunFolder
@@ -158,14 +158,15 @@ def heartbeat(rank: int, count: int, tick: int, **more: Any) -> dict[str, Any]:
 def test_a_rank_that_no_longer_writes_is_named() -> None:
     before = [heartbeat(0, 9, 4), heartbeat(1, 9, 4), heartbeat(2, 8, 3)]
     after = [heartbeat(0, 9, 5, at="x"), heartbeat(1, 9, 5, at="x"), heartbeat(2, 8, 3)]
-    report = judge(before, after, "why", 0)
+    report = hang_report(before, after, "why", 0)
     assert (report["held_up_by"], report["silent"], report["behind"]) == ([2], [2], [])
     assert "rank 2 on n2 (process 12), in 'step' of step 5: stopped" in report["message"]
     assert "2 ranks (0-1) in 'step' of step 5, x" in report["message"]
 
 
 def test_a_rank_that_never_wrote_is_named() -> None:
-    report = judge([heartbeat(0, 9, 4), {"rank": 1}], [heartbeat(0, 9, 4), {"rank": 1}], "why", 0)
+    heartbeats = [heartbeat(0, 9, 4), {"rank": 1}]
+    report = hang_report(heartbeats, heartbeats, "why", 0)
     assert report["held_up_by"] == [1]
     assert "rank 1, never wrote: stopped" in report["message"]
 
@@ -175,14 +176,14 @@ def test_a_rank_is_named_with_its_place_in_the_layout() -> None:
     before = [heartbeat(rank, 9, 4) for rank in range(8)]
     after = [heartbeat(rank, 9, 4 if rank == 6 else 5, at="x") for rank in range(8)]
     del after[6]["at"]
-    report = judge(before, after, "why", 0, grid.described)
+    report = hang_report(before, after, "why", 0, grid.described)
     assert "rank 6 (data 1, pipeline 1, tensor 0) on n6 (process 16), in" in report["message"]
 
 
 def test_a_rank_that_writes_but_is_behind_is_named() -> None:
     late = {"phase": "data", "at": "y"}
     before = [heartbeat(0, 9, 4), heartbeat(1, 8, 4, phase="data")]
-    report = judge(before, [heartbeat(0, 9, 5, at="x"), heartbeat(1, 8, 5, **late)], "why", 0)
+    report = hang_report(before, [heartbeat(0, 9, 5, at="x"), heartbeat(1, 8, 5, **late)], "why", 0)
     assert (report["held_up_by"], report["silent"]) == ([1], [])
     assert (
         "rank 1 on n1 (process 11), in 'data' of step 5, y, for 30 s: behind" in report["message"]
@@ -192,7 +193,7 @@ def test_a_rank_that_writes_but_is_behind_is_named() -> None:
 def test_where_all_wait_at_one_place_no_rank_is_blamed() -> None:
     before = [heartbeat(rank, 9, 4) for rank in range(4)]
     after = [heartbeat(rank, 9, 5, at="x") for rank in range(4)]
-    report = judge(before, after, "why", 3)
+    report = hang_report(before, after, "why", 3)
     assert report["held_up_by"] == []
     assert "no rank is behind" in report["message"]
     assert "4 ranks (0-3)" in report["message"]
