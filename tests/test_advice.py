@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from harness.config.ds_json import Event
 from harness.data.build import build_data
 from harness.data.corpus import find_corpus
 from harness.data.spec import DataSpec
@@ -24,7 +25,7 @@ from harness.data.tokenizer import train_tokenizer
 from harness.errors import ConfigError
 from harness.estimate.fit import changes_that_help, helpful_changes
 from harness.plan.changes import takes
-from harness.plan.plan import Event, Plan
+from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems
 from harness.run.data_decisions import decide_from_data
 from harness.run.progress import Progress

@@ -21,7 +21,7 @@ def _divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """global_batch = micro_batch x grad_accum x data ranks; batch sizes in windows."""
 
     global_batch: int
@@ -36,7 +36,7 @@ class Batch:
         micro_batch: int | None,
         grad_accum: int | None,
         quantum: int | None = None,
-    ) -> Batch:
+    ) -> BatchSizes:
         """Split a global batch. A size that is None is chosen, with micro-batches of at most 8
         windows.
 

@@ -18,7 +18,7 @@ from harness.data.packing import IGNORED
 
 DEPTHS = (0, 25, 50, 75, 100)
 """Percentage of the text that precedes the needle."""
-SAMPLES = 4 * len(DEPTHS)
+NEEDLE_TEXTS = 4 * len(DEPTHS)
 """Number of texts per length; consecutive texts cycle through DEPTHS."""
 
 
@@ -37,7 +37,7 @@ class Needles(Batch):
 def needles(
     stream: Stream, tokenizer: PreTrainedTokenizerBase, length: int, first: int, count: int
 ) -> Needles:
-    """Return texts [first, first + count) of one length. Texts from SAMPLES on have no target.
+    """Return texts [first, first + count) of one length. Texts from NEEDLE_TEXTS on have no target.
 
     The result depends only on the stream, the tokenizer, the length and the index of each text.
     """
@@ -45,7 +45,7 @@ def needles(
     ids = torch.tensor([ids for ids, _ in texts])  # (count, length + 1)
     labels = torch.full((count, length), IGNORED)
     for row, (_, answer) in enumerate(texts):
-        if first + row < SAMPLES:
+        if first + row < NEEDLE_TEXTS:
             labels[row, -answer:] = ids[row, -answer:]
     depths = torch.arange(first, first + count) % len(DEPTHS)
     return Needles(ids[:, :-1].contiguous(), labels, None, depths=depths)

@@ -133,7 +133,7 @@ class PipelineEngine(ZeroEngine):
         return {**super().describe(), "pipeline_stage": place}
 
     @property
-    def _held(self) -> nn.Module:
+    def _own_module(self) -> nn.Module:
         return self.stage.model
 
     @property

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from harness.config.ds_json import Event
 from harness.engine.meta_model import attention_of
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
@@ -23,8 +24,6 @@ from harness.models.initialize import with_rows
 from harness.models.units import Unit, decoder_layers, units
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems
-
-Event = dict[str, Any]
 
 
 def check_files(plan: Plan, empty: PreTrainedModel) -> None:

@@ -27,7 +27,7 @@ _MEANS = {"row_var": -1, "col_var": -2}
 
 
 @dataclass(frozen=True)
-class Place:
+class FlatPlace:
     """The location of a fragment, `flat[start : start + numel]`; `flat` is a key of the optimizer
     state.
     """
@@ -54,7 +54,7 @@ def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
     """Return the fragments that this rank saves; the ranks together hold every element once."""
     fragments_here = []
     place_among = share.ranks("replicas").index(share.rank)
-    flats, states = _held(engine)
+    flats, states = _flats_and_states(engine)
     for place in pieces(engine, module, flats):
         if is_copy(place.parameter) or is_frozen_base(place.parameter):
             continue  # another rank saves it, or none
@@ -91,7 +91,7 @@ def weights(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
     return stored_weights
 
 
-def _split_among_replicas(whole: Fragment, place: Place, share: Share) -> list[Fragment]:
+def _split_among_replicas(whole: Fragment, place: FlatPlace, share: Share) -> list[Fragment]:
     """Return this rank's share of a fragment, if any: replicated elements are split among
     replicas.
     """
@@ -114,7 +114,7 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
     if internals.is_swapped(engine.optimizer):
         trained = (name for name, p in module.named_parameters() if p.requires_grad)
         swap.make_states(engine.optimizer, kinds(next(trained)))
-    flats, states = _held(engine)
+    flats, states = _flats_and_states(engine)
     for place in pieces(engine, module, flats):
         if is_frozen_base(place.parameter):
             continue
@@ -188,7 +188,7 @@ def set_steps(inner: torch.optim.Optimizer, count: float | None) -> None:
 
 def pieces(
     engine: Any, module: nn.Module, flats: list[torch.Tensor] | None = None
-) -> Iterator[Place]:
+) -> Iterator[FlatPlace]:
     """Yield the location of this rank's piece of each parameter, in module order; tied ones once.
 
     `flats` replaces the optimizer's own flat tensors under ZeRO-3.
@@ -199,12 +199,12 @@ def pieces(
             shard, by_group = internals.shard_of(p), flats or internals.zero3_flats(optimizer)
             flat = internals.shard_tensor(p) if shard.group is None else by_group[shard.group]
             if shard.numel > 0:  # the last ranks' shards end in padding
-                yield Place(name, p, shard.offset, flat, shard.start, shard.numel, False)
+                yield FlatPlace(name, p, shard.offset, flat, shard.start, shard.numel, False)
         elif not internals.is_linked(p):  # ZeRO-0 in fp32, or frozen
-            yield Place(name, p, 0, p, 0, p.numel(), True)
+            yield FlatPlace(name, p, 0, p, 0, p.numel(), True)
         elif (part := internals.linked_shard(p)) is not None and part.group is not None:
             flat = internals.linked_flats(optimizer)[part.group]
-            yield Place(name, p, part.offset, flat, part.start, part.numel, False)
+            yield FlatPlace(name, p, part.offset, flat, part.start, part.numel, False)
 
 
 def flat_of(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
@@ -242,7 +242,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _held(engine: Any) -> tuple[list[torch.Tensor] | None, Any]:
+def _flats_and_states(engine: Any) -> tuple[list[torch.Tensor] | None, Any]:
     """Return the flat weights and the states per element; mapped from files if they are on NVMe."""
     if not internals.is_swapped(engine.optimizer):
         return None, _per_element(engine)

@@ -110,14 +110,14 @@ class ZeroEngine:
             norm = self.grad_norm()
             skips = skips or skip.has_nonfinite_grads(self.engine, norm)
         if norm is not None and limit is not None:
-            fragments.clip_by_value(self._held, limit * self.loss_scale, norm)
+            fragments.clip_by_value(self._own_module, limit * self.loss_scale, norm)
         skip.step_or_skip(self.engine, self._step, skips)
         gradients.gather_after_writing(self.engine)
         return self.engine.get_global_grad_norm() if norm is None else norm
 
     def grad_norm(self) -> torch.Tensor:
         """Return the norm of all gradients, between `accumulate` and `apply`. Collective."""
-        norm = fragments.grad_norm(self._held, self._norm_group(), self.device)
+        norm = fragments.grad_norm(self._own_module, self._norm_group(), self.device)
         return norm / self.loss_scale
 
     def gradients_apart(self) -> dict[str, float]:
@@ -126,7 +126,7 @@ class ZeroEngine:
         """
         if self.groups.size("tensor") == 1:
             return {}
-        return gradients_apart(self._held, self.groups.of("tensor"), self.device)
+        return gradients_apart(self._own_module, self.groups.of("tensor"), self.device)
 
     def replicated(self) -> Iterator[Replica]:
         """Yield the weights that this rank and others of its stage both hold between steps: under
@@ -134,7 +134,7 @@ class ZeroEngine:
         tensor-parallel ranks have in common.
         """
         peers = self.share.ranks("tensor")
-        for name, parameter, tensor in fragments.stored_weights(self._held):
+        for name, parameter, tensor in fragments.stored_weights(self._own_module):
             ranks = self.share.alike(name, part_of(parameter).whole)
             if not internals.is_whole(parameter):  # other data ranks have other shards
                 ranks = tuple(rank for rank in ranks if rank in peers)
@@ -213,11 +213,11 @@ class ZeroEngine:
         """Yield (name, fp32 gradient) of every parameter, between `accumulate` and `apply`.
         Collective.
         """
-        return self._of_all_ranks(fragments.full_gradients(self._held, self.loss_scale))
+        return self._of_all_ranks(fragments.full_gradients(self._own_module, self.loss_scale))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, fp32 master weight) of every parameter. Collective."""
-        return self._of_all_ranks(fragments.full_masters(self._held))
+        return self._of_all_ranks(fragments.full_masters(self._own_module))
 
     @property
     def module(self) -> PreTrainedModel:
@@ -258,7 +258,7 @@ class ZeroEngine:
             "optimizer": type(optimizer).__name__,
             "inner_optimizer": type(inner).__name__,
             "zero_stage": int(self.engine.zero_optimization_stage()),
-            "elements_held": fragments.elements_held(self._held),
+            "elements_held": fragments.elements_held(self._own_module),
         }
 
     def close(self) -> None:
@@ -271,17 +271,17 @@ class ZeroEngine:
         of live memory; without `states`, weights only.
         """
         if not states:
-            return state.weights(self.engine, self._held, self.share)
+            return state.weights(self.engine, self._own_module, self.share)
         carried = self.forward.carried
         own = carried.fragments() if carried else []
-        return [*state.fragments(self.engine, self._held, self.share), *own]
+        return [*state.fragments(self.engine, self._own_module, self.share), *own]
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
         """Fill the weights, their `kinds` of optimizer state and the recurrent states.
 
         Raises whatever `fill` raises, on this rank only. If no rank raised, call `refresh_weights`.
         """
-        state.restore(self.engine, self._held, fill, kinds)
+        state.restore(self.engine, self._own_module, fill, kinds)
         if self.forward.carried:
             self.forward.carried.restore(fill, kinds)
 
@@ -299,7 +299,7 @@ class ZeroEngine:
         state.restore_scalars(self.engine, saved)
 
     @property
-    def _held(self) -> torch.nn.Module:
+    def _own_module(self) -> torch.nn.Module:
         """The part of the model whose weights this rank holds, in full or as shards."""
         return self.module
 
@@ -322,7 +322,7 @@ class ZeroEngine:
 
     def _whole_shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a parameter."""
-        return part_of(self._held.get_parameter(name)).whole
+        return part_of(self._own_module.get_parameter(name)).whole
 
     def _expect(self, micro_batches: int) -> None:
         """Set the number of micro-batches of the next step in DeepSpeed, at most that of its

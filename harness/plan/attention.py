@@ -22,7 +22,7 @@ ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionNeeds:
     """Requirements on attention: what it computes, and the device."""
 
     world: World
@@ -36,7 +36,7 @@ class Asked:
     """True if it runs on this machine, whose packages are then checked."""
 
     @classmethod
-    def by(cls, source: Draft | Plan, documents: bool) -> Asked:
+    def by(cls, source: Draft | Plan, documents: bool) -> AttentionNeeds:
         """Return a plan's requirements on attention."""
         return cls(
             source.world,
@@ -158,13 +158,13 @@ def decide_attention(draft: Draft) -> None:
     run, attention = draft.config, draft.config.model.attention
     if not draft.model_config:  # already reported
         return
-    asked = Asked.by(draft, bool(run.data.document_mask))
+    needs = AttentionNeeds.by(draft, bool(run.data.document_mask))
     _check_sizes(draft)
     if attention != "auto":
-        for why in asked.problems(attention):
-            draft.problems.add("model.attention", why, f'use "auto" or "{asked.masked}"')
+        for why in needs.problems(attention):
+            draft.problems.add("model.attention", why, f'use "auto" or "{needs.masked}"')
         return
-    attention, draft.attention_why = asked.chosen()
+    attention, draft.attention_why = needs.chosen()
     draft.config = run.changed({"model.attention": attention})
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from harness.config.assignments import COUNTED, IMPLIED
-from harness.config.batch import Batch
+from harness.config.batch import BatchSizes
 from harness.config.ds_json import literal
 from harness.config.sections import TrainConfig
 from harness.plan.fine_tuning import DOCS, batch_is_open, batch_unit
@@ -137,7 +137,7 @@ def _with_batch(plan: Plan, windows: int) -> Plan:
     if windows == plan.global_batch:
         return plan
     accum = literal(plan.deepspeed_given, "gradient_accumulation_steps")
-    batch = Batch.divided(windows, plan.grid.data, plan.config.train.micro_batch, accum)
+    batch = BatchSizes.divided(windows, plan.grid.data, plan.config.train.micro_batch, accum)
     deepspeed = {
         **plan.deepspeed,
         "train_batch_size": windows * plan.grid.sequence,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from harness.config.batch import Curriculum
+from harness.config.ds_json import Event
 from harness.config.run_config import RunConfig
 from harness.layout.families import SIZE_KEYS
 from harness.plan.batch_from_data import Counts, open_keys
@@ -12,7 +13,7 @@ from harness.plan.context import or_longer
 from harness.plan.draft import Draft
 from harness.plan.model_config import max_positions
 from harness.plan.pipeline import num_stages
-from harness.plan.plan import Event, Plan
+from harness.plan.plan import Plan
 
 _KEY = "data.batching"
 

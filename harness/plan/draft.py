@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.config.batch import Batch, Curriculum
+from harness.config.batch import BatchSizes, Curriculum
 from harness.config.ds_json import DsJson, Event
 from harness.config.run_config import RunConfig, known_keys
 from harness.errors import Problems
@@ -37,7 +37,7 @@ class Draft:
     precision: Precision = "fp32"
     grid: Grid = field(init=False)
     curriculum: Curriculum = field(init=False)
-    batch: Batch | None = None
+    batch: BatchSizes | None = None
     """None until a step's samples are divided, or if they do not divide."""
     model_config: dict[str, Any] = field(default_factory=dict)
     model_source: str = ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from harness.config.ds_json import AUTO, literal, value_of
+from harness.config.ds_json import AUTO, Event, literal, value_of
 from harness.estimate.rank_timeline import rank_timeline
 from harness.layout.families import SIZE_KEYS
 from harness.layout.grid import Coords
@@ -14,7 +14,7 @@ from harness.layout.recompute import is_checkpointed
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
 from harness.plan.draft import Draft
 from harness.plan.memory import memory_inputs
-from harness.plan.plan import Event, Plan
+from harness.plan.plan import Plan
 
 BUBBLE = "pipeline_bubble"
 _STAGES, _PARTITION = "pipeline.stages", "pipeline.partition"

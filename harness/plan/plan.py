@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from harness.config.batch import Curriculum
+from harness.config.ds_json import Event
 from harness.config.optim_and_schedule import Schedule
 from harness.config.run_config import RunConfig
 from harness.estimate.hardware import Precision
@@ -18,8 +19,6 @@ from harness.layout.recompute import REVERSIBLE, Checkpointing, loss_chunk
 from harness.layout.shape import Shape
 from harness.layout.tensor import TensorPlan
 from harness.layout.world import World
-
-Event = dict[str, Any]
 
 NOT_TRAINED = "not_trained"
 """Kind of the event that says why train.py would reject a plan made for its estimate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from harness.config.batch import Batch
+from harness.config.batch import BatchSizes
 from harness.layout.grid import Axis, Grid
 from harness.layout.world import World
 from harness.plan.draft import Draft
@@ -62,7 +62,7 @@ def divide_batch(draft: Draft) -> None:
     train = draft.config.train
     accum = draft.ds.literal("gradient_accumulation_steps")
     try:
-        draft.batch = Batch.divided(
+        draft.batch = BatchSizes.divided(
             train.global_batch, draft.grid.data, train.micro_batch, accum, draft.curriculum.quantum
         )
     except ValueError as error:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.ds_json import offloaded_to
+from harness.config.ds_json import Event, offloaded_to
 from harness.estimate.fit import changes_that_help, memory_line, shortages_here
 from harness.layout.adapters import Adapters, linear_weights
 from harness.layout.attention_table import WITHOUT_ATTENTION
@@ -20,7 +20,7 @@ from harness.plan.data import missing_here
 from harness.plan.duration import step_time, time_line
 from harness.plan.glances import glances
 from harness.plan.machine import swap_problems
-from harness.plan.plan import Event, Plan
+from harness.plan.plan import Plan
 
 _LABEL_WIDTH = 15
 

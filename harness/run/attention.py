@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from harness.checkpoint.collectives import first_problem
+from harness.config.ds_json import Event
 from harness.data.batch import Batch, on_device
 from harness.engine.api import Engine
 from harness.errors import ConfigError
@@ -25,20 +26,20 @@ from harness.layout.families import Family, family_of
 from harness.models.attention_sums import AttentionSums
 from harness.models.initialize import materialize
 from harness.models.skeleton import DTYPES, hf_config, skeleton
-from harness.plan.attention import Asked, with_attention
-from harness.plan.plan import Event, Plan
+from harness.plan.attention import AttentionNeeds, with_attention
+from harness.plan.plan import Plan
 from harness.run.resumption import saved_plan
 from harness.run.run import Run
 
-SAMPLES = 4
+MEASURED_SAMPLES = 4
 
 
 def attention_metrics(run: Run) -> dict[str, float]:
     """Return attention_entropy/LAYER and attention_coverage/LAYER, with LAYER from 0; empty, with
     an event, if this attention cannot be inspected. Collective; waits for the device.
 
-    Computed on the first SAMPLES held-out samples, or as many as a step trains on if fewer, so that
-    it costs at most the forward pass of one step.
+    Computed on the first MEASURED_SAMPLES held-out samples, or as many as a step trains on if
+    fewer, so that it costs at most the forward pass of one step.
     """
     if not run.attention_is_seen:
         return {}
@@ -62,7 +63,7 @@ def attention_metrics(run: Run) -> dict[str, float]:
 
 def _sums(run: Run) -> torch.Tensor:
     plan, stream = run.plan, run.data.held_out
-    samples = min(SAMPLES, plan.global_batch, stream.samples)
+    samples = min(MEASURED_SAMPLES, plan.global_batch, stream.samples)
     batches = [
         (stream.batch(start, plan.micro_batch), torch.arange(start, start + plan.micro_batch))
         for start in plan.share.starts(samples, plan.micro_batch)
@@ -210,7 +211,7 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
     a mask.
     """
     events: list[Event] = []
-    options, is_free = Asked.by(plan, documents), bool(plan.attention_why)
+    options, is_free = AttentionNeeds.by(plan, documents), bool(plan.attention_why)
     if is_free:
         attention, why = options.chosen()
         before = _before(plan)

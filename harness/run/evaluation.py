@@ -8,7 +8,7 @@ import torch
 
 from harness.data.batch import Batch
 from harness.data.batches import Stream
-from harness.data.needles import DEPTHS, SAMPLES, needles
+from harness.data.needles import DEPTHS, NEEDLE_TEXTS, needles
 from harness.run.run import Run
 
 EVALUATED_AT_ONCE = 8  # micro-batches between checks for a stop
@@ -46,7 +46,7 @@ def evaluate_needles(run: Run) -> dict[str, list[float]]:
         rows = rows_of(run, length)
         batches = [
             needles(run.data.held_out, run.data.tokenizer, length, start, rows)
-            for start in plan.share.starts(SAMPLES, rows)
+            for start in plan.share.starts(NEEDLE_TEXTS, rows)
         ]
         sums = summed(run, [*batches], len(DEPTHS))
         if sums is None:

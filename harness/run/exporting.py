@@ -48,7 +48,7 @@ from harness.models.export_code import opened_as_trained, write_code
 from harness.models.initialize import add_rows, vocabulary_of
 from harness.models.loss import forward
 from harness.models.skeleton import DTYPES, hf_config, skeleton, tied_names
-from harness.run.saving import TOLERANCES, stored_probe, texts_of
+from harness.run.saving import PROBE_TOLERANCES, stored_probe, texts_of
 from harness.runfolder import RunFolder
 
 _MOST_GENERATION_BYTES = 2**24
@@ -301,7 +301,7 @@ def _checked(
         return f"its loss was not checked: it has more than {limit:,} parameters"
     exported = model().eval()
     loss = _loss(checkpoint, exported)
-    tolerance = max(TOLERANCES[dtype], TOLERANCES[checkpoint.manifest.precision])
+    tolerance = max(PROBE_TOLERANCES[dtype], PROBE_TOLERANCES[checkpoint.manifest.precision])
     same = math.isclose(loss, expected, rel_tol=tolerance)
     if not same and not (math.isnan(loss) and math.isnan(expected)):
         raise ExportDiffers(

@@ -26,15 +26,15 @@ from harness.plan.plan import Plan
 from harness.run.resumption import keep_sample
 from harness.run.run import Run, is_due
 
-SAMPLES = 8  # takes a forward pass of one micro-batch in most layouts
+PROBE_SAMPLES = 8  # takes a forward pass of one micro-batch in most layouts
 # Relative tolerance of the loss: above the rounding between layouts in the parity gate, below the
 # effect of a lost layer.
-TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
+PROBE_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 
 
 def probe_batch(data: Data) -> Batch:
     """Return the first held-out samples; with recurrent states, those of one text."""
-    return data.held_out.first(SAMPLES)
+    return data.held_out.first(PROBE_SAMPLES)
 
 
 def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
@@ -107,7 +107,9 @@ def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
         return
     batch = stored_probe(checkpoint)
     loss = loss_of(engine, batch)
-    tolerance = max(TOLERANCES[plan.precision], TOLERANCES[checkpoint.manifest.precision])
+    tolerance = max(
+        PROBE_TOLERANCES[plan.precision], PROBE_TOLERANCES[checkpoint.manifest.precision]
+    )
     if loss is None or (math.isnan(loss) and math.isnan(expected)):
         return
     if not math.isclose(loss, expected, rel_tol=tolerance):

@@ -15,7 +15,7 @@ from harness.config.run_file import load_run_config
 from harness.data.batch import Batch
 from harness.data.build import build_data
 from harness.data.data import Data
-from harness.data.needles import DEPTHS, SAMPLES, needles
+from harness.data.needles import DEPTHS, NEEDLE_TEXTS, needles
 from harness.data.packing import IGNORED
 from harness.data.spec import DataSpec
 from harness.layout.grid import Grid, Share
@@ -62,7 +62,7 @@ def test_texts_are_a_function_of_their_number(built: Data) -> None:
     part = needles(built.held_out, built.tokenizer, LENGTH, 6, 2)
     assert torch.equal(whole.input_ids[6:], part.input_ids)
     assert len({tuple(row) for row in whole.input_ids.tolist()}) == 8
-    beyond = needles(built.held_out, built.tokenizer, LENGTH, SAMPLES - 1, 2)
+    beyond = needles(built.held_out, built.tokenizer, LENGTH, NEEDLE_TEXTS - 1, 2)
     assert (beyond.labels[1] == IGNORED).all()
     assert (beyond.labels[0] != IGNORED).any()
 

@@ -41,7 +41,7 @@ def snapshot(engine: Any) -> list[torch.Tensor]:
     """Return weights, master weights and moments of this rank, however DeepSpeed names them."""
     optimizer = engine.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
-    tensors = [getattr(p, "ds_tensor", p) for p in engine._held.parameters()]
+    tensors = [getattr(p, "ds_tensor", p) for p in engine._own_module.parameters()]
     for parameter, state in inner.state.items():
         tensors += [parameter, *(v for v in state.values() if torch.is_tensor(v))]
     return [tensor.detach().clone() for tensor in tensors]
@@ -64,7 +64,8 @@ def gradient_of(engine: Any, value: float) -> Iterator[None]:
 
     hooks = []
     if WORLD.rank == WORLD.world_size - 1:
-        norms = [p for name, p in engine._held.named_parameters() if name.endswith("norm.weight")]
+        parameters = engine._own_module.named_parameters()
+        norms = [p for name, p in parameters if name.endswith("norm.weight")]
         hooks = [norms[-1].register_hook(plant)]
     yield
     for hook in hooks:
@@ -232,7 +233,7 @@ def test_weights_that_are_still_being_gathered_are_not_compared() -> None:
     for _ in range(3):  # it prefetches once it has seen the order twice
         engine.train_batch(*share_of(engine), 1e-3)
     engine.eval_batch(share_of(engine)[0])
-    assert any(p.numel() == p.ds_numel for p in engine._held.parameters())
+    assert any(p.numel() == p.ds_numel for p in engine._own_module.parameters())
     assert not [*engine.replicated()]
     engine.close()
 

@@ -136,7 +136,7 @@ class Bench:
         import torch
 
         from harness.checkpoint.manifest import Manifest, TrainState
-        from harness.run.saving import SAMPLES
+        from harness.run.saving import PROBE_SAMPLES
 
         plan, scalars = self.engine.plan, self.engine.scalars()
         about = {"deepspeed": plan.deepspeed}
@@ -144,7 +144,7 @@ class Bench:
         manifest = Manifest(
             state, plan.precision, plan.model_config, None, scalars, None, None, about
         )
-        ids = torch.zeros(SAMPLES, SEQ_LEN, dtype=torch.int64)
+        ids = torch.zeros(PROBE_SAMPLES, SEQ_LEN, dtype=torch.int64)
         probe = {"input_ids": ids, "labels": ids.clone()}
         self.saver.start(manifest, self.engine.fragments(), probe, background)
         if not background:

@@ -13,7 +13,7 @@ import torch
 from harness.launch.fork_server import Zygote
 from harness.layout.shape import Shape
 from harness.layout.world import World
-from harness.plan.attention import Asked
+from harness.plan.attention import AttentionNeeds
 from tests.gates import check_parity
 from tests.gates.models import LEARNED, RECURRENT, learned
 from tests.gates.parity import reference
@@ -247,7 +247,7 @@ def test_on_a_gpu_models_have_heads_that_fused_kernels_take(architecture: str) -
     shape = Shape.from_hf(config)
     assert shape.head_dim == 64
     world = World(accelerator="cuda", gpu="h100-80")
-    asked = Asked(world, "bf16", config, shape, 32, documents=True)
+    asked = AttentionNeeds(world, "bf16", config, shape, 32, documents=True)
     assert not any("heads" in problem for problem in asked.problems("varlen"))
     assert learned(architecture, "cpu") == LEARNED[architecture]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.batch import Batch
+from harness.config.batch import BatchSizes
 from harness.layout.state_size import CARRIED
 from harness.models.recurrent_state import WINDOWS
 from harness.plan.text import describe, summary
@@ -55,7 +55,7 @@ def test_batch_arithmetic(line: str, expected: tuple[int, int, int], planned: Pl
 
 
 def test_a_batch_that_is_given_whole_is_kept() -> None:
-    assert Batch.divided(48, 2, 4, 6) == Batch(48, 4, 6)
+    assert BatchSizes.divided(48, 2, 4, 6) == BatchSizes(48, 4, 6)
 
 
 def test_a_global_batch_that_the_json_multiplies_to_is_adopted(planned: Planner) -> None:

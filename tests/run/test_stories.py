@@ -16,7 +16,7 @@ from harness.checkpoint.compatibility import recorded_run
 from harness.data.batch import Batch
 from harness.data.build import build_data
 from harness.data.data import Data
-from harness.data.needles import DEPTHS, SAMPLES, needles
+from harness.data.needles import DEPTHS, NEEDLE_TEXTS, needles
 from harness.data.spec import DataSpec
 from harness.launch.fork_server import Zygote
 from harness.run.evaluation import POSITIONS
@@ -205,7 +205,7 @@ def test_what_lies_beyond_the_training_length_is_what_plain_transformers_has(
     expected = losses.view(samples, POSITIONS, -1).mean((0, 2)).tolist()
     assert lines[-1]["loss_by_position"] == pytest.approx(expected, rel=1e-4)
     for length in (128, LONGER):
-        batch = needles(read.held_out, read.tokenizer, length, 0, SAMPLES)
+        batch = needles(read.held_out, read.tokenizer, length, 0, NEEDLE_TEXTS)
         asked, losses = batch.labels != -100, plain_losses(run, batch)
         expected = [
             math.exp(-float(losses[place :: len(DEPTHS)].sum() / asked[place :: len(DEPTHS)].sum()))
