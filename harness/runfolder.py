@@ -176,7 +176,7 @@ class RunFolder:
 
     def append_failure(self, rank: int, kind: str = "failed", **fields: Any) -> None:
         """Append an event from any rank without opening the folder: the rank that fails first is
-        often not rank 0. The line is short enough for the system to append it atomically.
+        often not rank 0. `read_lines` leaves out lines that several nodes tore (NFS).
         """
         line = {"time": _now(), "attempt": self.attempt, "kind": kind, "rank": rank, **fields}
         # A full disk, or a node that does not see the folder, must not hide the failure itself.

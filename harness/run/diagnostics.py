@@ -63,8 +63,6 @@ def explain_out_of_memory(run: Run) -> None:
     rank = run.plan.world.rank
     place = run.plan.grid.described(rank)
     lines = [f"rank {rank}{place} ran out of memory after step {run.state.step}"]
-    if total is not None:
-        lines.append(torch.cuda.memory_summary(device, abbreviated=True))
     if estimate is not None:
         lines += [
             f"expected: {memory_line(estimate)}",
@@ -73,4 +71,6 @@ def explain_out_of_memory(run: Run) -> None:
     run.folder.append_failure(
         run.plan.world.rank, "out_of_memory", step=run.state.step, message="; ".join(lines)
     )
+    if total is not None:  # kilobytes, too long for an event
+        lines.insert(1, torch.cuda.memory_summary(device, abbreviated=True))
     print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -64,18 +64,19 @@ def _tried(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool) -> Row:
 _PAGE = """\
 # Waits of the host
 
-A host that waits for its GPU launches nothing meanwhile. These are all waits of one optimizer step,
-by simulation: real runs on CPU ranks whose device has streams and events with vector clocks, and
-which sees every operation's reads and writes (`python -m tests.gates.check_streams --full`). The
-same runs show that no two streams, and no stream and the host, use the same memory without an
-order, and that no block is reused while another stream may still use it. Not seen: the inside of
-NCCL, and of kernels that are not torch's (DeepSpeed's Adam on the CPU, Triton).
+While a host waits for its GPU, it launches no work. This page lists every wait in one optimizer
+step. A simulation finds them: real runs on CPU ranks, with a device that records each operation's
+reads and writes and orders its streams and events by vector clocks (`python -m
+tests.gates.check_streams --full`). The same runs show that neither two streams, nor a stream and
+the host, use the same memory without synchronization, and that no block is reused while another
+stream may still use it. The simulation does not see inside NCCL, or inside kernels outside torch
+(DeepSpeed's CPU Adam, Triton).
 
 With {versions}.
 
 ## How many
 
-Of rank 0: per micro-batch, per step beside these, and for each line of metrics.jsonl.
+Waits of rank 0 per micro-batch, per step outside its micro-batches, and per line of metrics.jsonl.
 
 | run | optimizer | micro-batch | step | log line | races |
 |---|---|---:|---:|---:|---:|
@@ -89,7 +90,7 @@ Of rank 0: per micro-batch, per step beside these, and for each line of metrics.
 
 ## The harness's own
 
-One transfer for each log line, and where something has to be known on the host:
+One transfer for each log line, and a wait wherever the host needs a value to continue:
 
 {own}
 """

@@ -50,13 +50,18 @@ _WORDS = (
 _HEAD = """\
 # State-space and hybrid families
 
-Families of transformers whose layers are, all or some of them, no attention over all tokens,
-trained as small models of random weights on two CPU ranks, in fp32, by transformers' own code
-without kernels of another package. *Resumed*: two steps of ZeRO 1, then two of ZeRO 3 from their
-checkpoint, are four steps without a break. *Exported*: plain transformers opens the export and has
-the run's held-out loss. *Memory*: how the planner knows it. The last columns are layouts that
-divide a model: a step equals that of the undivided model, or the reason for none. Written by
-`python -m tests.gates.train_families --out build/hybrids --markdown docs/families.md`.
+In these families of transformers, some or all layers do not attend to every token. Each was trained
+as a small model with random weights on two CPU ranks in fp32, using transformers' own code without
+kernels from other packages. `python -m tests.gates.train_families --out build/hybrids --markdown
+docs/families.md` writes this page.
+
+- *Resumed*: two steps of ZeRO 1 and two of ZeRO 3 from their checkpoint give the same losses and
+  gradient norms as four steps of ZeRO 1.
+- *Exported*: plain transformers opens the export and computes the run's held-out loss.
+- *Memory*: "traced" if the planner estimates it from a traced forward pass; "unknown" if it has no
+  estimate.
+- *Stages*, *tensors*, *sequences*: a step of a model divided in this way gives the same loss and
+  gradient norm as the undivided model. Otherwise, the reason why it cannot be divided.
 
 | family | trained | resumed | exported | memory | stages | tensors | sequences |
 |---|---|---|---|---|---|---|---|
@@ -64,8 +69,8 @@ divide a model: a step equals that of the undivided model, or the reason for non
 _NEWER_HEAD = """
 ## New decoders
 
-Other decoders that came with transformers 5.21 to 5.24, in the same sizes: two steps of ZeRO 1, and
-one whose tensors are divided over two ranks.
+Other decoders that transformers 5.21 to 5.24 added, in the same sizes. Each was trained for two
+steps with ZeRO 1 and for one step with its tensors divided over two ranks.
 
 | new family | trained | memory | tensors |
 |---|---|---|---|

@@ -110,8 +110,8 @@ def discarding(engine: Any) -> Iterator[None]:
             stack.enter_context(replaced(optimizer, "step", lambda *_, **__: None))
             stack.enter_context(replaced(optimizer, "overflow", True))
         else:
-            room = sys.modules[type(optimizer).__module__]
-            stack.enter_context(replaced(room, "is_invalid_grad_norm", lambda norm: True))
+            module = sys.modules[type(optimizer).__module__]
+            stack.enter_context(replaced(module, "is_invalid_grad_norm", lambda norm: True))
             stack.enter_context(replaced(optimizer, "_update_scale", lambda overflow: None))
         yield
 

@@ -206,7 +206,7 @@ class Work:
         return getattr(self._work, name)
 
 
-# Tensors that the data room creates are on the host, although torch gives both the same device.
+# Tensors that harness/data creates are on the host, although torch gives both the same device.
 _ON_HOST = "harness/data/"
 Touched = Sequence[tuple[torch.Tensor, bool]]  # True if written
 

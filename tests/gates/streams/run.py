@@ -26,16 +26,16 @@ HOT = ("data", "micro-batches", "step", "log", "verdict")  # the phases of every
 # Waits of the harness other than for the log line: (phase, file) -> why the step needs it.
 DECIDES = {
     ("micro-batches", "harness/engine/expert.py"): (
-        "divided experts: a rank has to know how many tokens the others send before it can make "
-        "room for them, once for each layer and pass"
+        "divided experts: a rank must know how many tokens the others send before it can allocate "
+        "them, once per layer and pass"
     ),
     ("step", "harness/engine/skip.py"): (
-        "fp32 at stage 0: DeepSpeed's optimizer there steps with NaN as with anything, so that the "
-        "norm is read before the step; the others of DeepSpeed read theirs"
+        "ZeRO 0 in fp32: DeepSpeed's optimizer would step even with NaN, so the harness reads the "
+        "norm first; DeepSpeed's other optimizers read it themselves"
     ),
     ("step", "harness/run/run.py"): (
-        "guard.spikes=skip or rollback: loss and norm decide if the step is taken, and have to be "
-        "known before it; DeepSpeed then reads its own norm at once"
+        "guard.spikes=skip or rollback: loss and norm decide whether the step is taken, so they "
+        "are read before it; DeepSpeed then reads its own norm without waiting"
     ),
 }
 LOGS = ("log", "harness/run/meter.py")  # once for each line of metrics
