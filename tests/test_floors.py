@@ -34,7 +34,7 @@ FLOORS: list[set[str]] = [
     {"train"},
     {"launch"},
 ]
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 UPPER = set().union(*FLOORS[4:])
 
 # The only packages that may import each third party.
@@ -76,16 +76,16 @@ def imported(tree: ast.Module, package: list[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ".".join([*start, alias.name])
 
 
-def broken_rule(room: tuple[int, str], name: str) -> str | None:
+def broken_rule(package: tuple[int, str], name: str) -> str | None:
     """Return the rule that importing `name` breaks in a package, or None."""
-    floor, own = room
+    floor, own = package
     top, _, rest = name.partition(".")
     if top in sys.stdlib_module_names:
         return None
     if top != "harness":
         if own in THIRD_PARTY.get(top, ()):
             return None
-        allowed = ", ".join(sorted(THIRD_PARTY.get(top, ()))) or "no room"
+        allowed = ", ".join(sorted(THIRD_PARTY.get(top, ()))) or "no package"
         return f"{own} imports {top}, which is met only in: {allowed}"
     if not rest:
         return None
@@ -175,16 +175,16 @@ def test_no_file_is_named_like_another_module() -> None:
     assert not (violations := name_violations(ROOT / "harness")), "\n".join(violations)
 
 
-def test_a_room_that_grows_is_named(tmp_path: Path) -> None:
-    (tmp_path / "harness/room").mkdir(parents=True)
+def test_a_folder_that_grows_is_named(tmp_path: Path) -> None:
+    (tmp_path / "harness/folder").mkdir(parents=True)
     (tmp_path / "harness/door.py").write_text("x = 1\n")
-    (tmp_path / "harness/room/noun.py").write_text("x = 1\n# why\ny = 2\n")
+    (tmp_path / "harness/folder/noun.py").write_text("x = 1\n# why\ny = 2\n")
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
     now = sizes(tmp_path)
-    assert now == {"harness": (1, 1), "harness/room": (3, 1)}
-    assert grown(now, {"harness": [1, 1], "harness/room": [3, 1]}) == []
-    assert grown(now, {"harness": [1, 1]}) == ["harness/room: 3 lines, committed are 0"]
+    assert now == {"harness": (1, 1), "harness/folder": (3, 1)}
+    assert grown(now, {"harness": [1, 1], "harness/folder": [3, 1]}) == []
+    assert grown(now, {"harness": [1, 1]}) == ["harness/folder: 3 lines, committed are 0"]
 
 
 def test_a_wheel_has_every_file_of_the_library() -> None:
@@ -206,7 +206,7 @@ def test_mypy_checks_the_whole_library() -> None:
     assert "exclude" not in mypy
 
 
-def test_no_room_hides_a_circle() -> None:
+def test_no_package_hides_a_circle() -> None:
     """Imports for type checkers count as imports."""
     library = (ROOT / "harness").rglob("*.py")
     assert [str(path) for path in library if "TYPE_CHECKING" in path.read_text("utf-8")] == []
@@ -214,13 +214,13 @@ def test_no_room_hides_a_circle() -> None:
 
 def test_the_landing_holds_seven_files_at_most() -> None:
     landing = {path.name for path in (ROOT / "harness").glob("*.*")}
-    rooms = {"train.py", "loop.py", "steps.py", "errors.py", "runfolder.py", "terminal.py"}
-    assert landing == {"__init__.py", *rooms}
+    files = {"train.py", "loop.py", "steps.py", "errors.py", "runfolder.py", "terminal.py"}
+    assert landing == {"__init__.py", *files}
 
 
-def modules_of(room: str) -> list[str]:
+def modules_of(package: str) -> list[str]:
     """Return the dotted names of all modules in a package."""
-    files = (ROOT / "harness" / room).rglob("*.py")
+    files = (ROOT / "harness" / package).rglob("*.py")
     return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
 
 
@@ -262,7 +262,7 @@ PLANTED = [
     ("models/x.py", "from harness.data.batches import B", "models (floor 4) imports data"),
     ("models/x.py", "import deepspeed", "imports deepspeed, which is met only in: engine"),
     ("data/x.py", "import harness.engine.zero as z", "data (floor 4) imports engine (floor 5)"),
-    ("engine/x.py", "import requests", "engine imports requests, which is met only in: no room"),
+    ("engine/x.py", "import requests", "engine imports requests, which is met only in: no package"),
     ("loop.py", "import harness.attic", "imports harness.attic, which has no place in FLOORS"),
     ("attic.py", "", "harness/attic.py:1: has no place in FLOORS"),
     ("__init__.py", '"""Doc."""\nimport os', "harness/__init__.py:1: holds a docstring and"),
@@ -297,13 +297,13 @@ def test_what_is_allowed_is_not_caught(tmp_path: Path, file: str, code: str) -> 
 
 
 def test_a_planted_circle_is_caught(tmp_path: Path) -> None:
-    room = tmp_path / "plan"
-    room.mkdir()
-    (room / "a.py").write_text("from harness.plan.b import x")
-    (room / "b.py").write_text("def f():\n    from . import c")
-    (room / "c.py").write_text("import harness.errors")
+    package = tmp_path / "plan"
+    package.mkdir()
+    (package / "a.py").write_text("from harness.plan.b import x")
+    (package / "b.py").write_text("def f():\n    from . import c")
+    (package / "c.py").write_text("import harness.errors")
     assert import_circle(tmp_path) == []
-    (room / "c.py").write_text("from harness.plan import a")
+    (package / "c.py").write_text("from harness.plan import a")
     names = {f"harness.plan.{name}" for name in "abc"}
     assert set(import_circle(tmp_path)) == names
 
