@@ -345,8 +345,9 @@ def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
     """Return the cache key of a corpus's tokens."""
     masks = masks_of(corpus.path)
     beside: dict[str, Any] = {"masks": masks.stat().st_mtime_ns} if masks.is_file() else {}
-    if corpus.holds_chats:  # trained on up to and including the separator
-        beside["ends"] = 2
+    if corpus.holds_chats:
+        beside["ends"] = 2  # trained on up to and including the separator
+        beside["special_tokens"] = tokenizer.special_tokens_map  # the template may write them
     return cache_key(
         **beside,
         format=FORMAT,

@@ -194,6 +194,10 @@ def load_tokenizer(
             f"data.tokenizer: {source} has no eos_token, which must separate the documents; "
             "set it in its tokenizer_config.json"
         )
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # The first call would remove them, and so change tokenizer_hash.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
@@ -201,8 +205,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
     """Return the ids of each text without special tokens, as users of the export will get them."""
     if getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
         backend = tokenizer.backend_tokenizer
-        backend.no_truncation()  # as the tokenizer's own call does
-        backend.no_padding()
         # The fast variant skips character offsets, which take a third longer.
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]

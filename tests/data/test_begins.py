@@ -250,8 +250,15 @@ def test_tokens_are_kept_by_the_ids_that_are_added(write_jsonl: Callable[..., Pa
         return tokens_key(corpus_of(spec), tokenizer, spec)
 
     assert key(plain, "auto") == key(plain, "off") == key(adding, "off") != key(adding, "auto")
+    corrected = PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer, bos_token="</s>", eos_token="</s>"
+    )
+    assert key(plain, "auto") == key(corrected, "auto")
     path = write_jsonl({"input_ids": [5, 6]})
     assert key(adding, "auto") == key(adding, "off")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write_jsonl({"messages": turns})
+    assert key(plain, "auto") != key(corrected, "auto")  # a template may write bos_token
 
 
 def test_a_sample_of_text_that_a_run_kept_is_text(tmp_path: Path) -> None:

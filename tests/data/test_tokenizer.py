@@ -190,10 +190,12 @@ def test_other_tokenizers_are_called_as_they_are(tmp_path: Path) -> None:
     other.add_bos_token = True
     other.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
+    identity = tokenizer_hash(loaded)
     texts = ["one two three four five six", "a</s>b"]
     encoded = encode(loaded, texts)  # before its own calls set anything
     expected = [loaded(t, add_special_tokens=False, truncation=False)["input_ids"] for t in texts]
     assert encoded == expected
+    assert tokenizer_hash(loaded) == identity
     assert len(expected[0]) > 4
     assert loaded.eos_token_id in expected[1]  # this one reads its special tokens in text
 
