@@ -54,7 +54,7 @@ def replacing(folder: Path) -> Iterator[Path]:
             unfinished = place / folder.name
             unfinished.mkdir()
             yield unfinished
-            for path in (*unfinished.iterdir(), unfinished):
+            for path in (*unfinished.rglob("*"), unfinished):
                 fsync(path)
             with _out_of_the_way(folder, place / _REPLACED):
                 unfinished.rename(folder)
@@ -237,7 +237,8 @@ def write_adapters(
     model's files lack and that must therefore accompany the adapters.
     """
     reader, manifest = checkpoint.reader(), checkpoint.manifest
-    tensors = {name: reader.whole(name, WEIGHT).to(dtype) for name in reader.by_name}
+    names = [name for name in reader.index if WEIGHT in reader.index.kinds(name)]  # not buffers
+    tensors = {name: reader.whole(name, WEIGHT).to(dtype) for name in names}
     config = {**manifest.adapters, "inference_mode": True}
     if config.get("modules_to_save"):
         # peft saves a separate weight for each saved module, even for tied ones.

@@ -132,7 +132,7 @@ class Store:
     def sweep(self) -> None:
         """Remove all unfinished checkpoints."""
         for path in self.folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # NFS keeps files that someone has open
 
 
 def fsync(path: Path) -> None:

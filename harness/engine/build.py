@@ -77,6 +77,8 @@ def build_engine(
     module = build_module(plan, empty, device, trust_remote_code, blank)
     model, stage = module.model, module.stage
     parameters = adapt(model, plan, parameters)
+    if operations is not None and hasattr(model.get_output_embeddings(), "base_layer"):
+        operations, notes = None, _not_chunked("an adapter is on the head")
     change_layers(plan, model, empty if stage else None)
     model.gets_padding = empty.gets_padding = padded  # type: ignore[assignment]
     note_copies(model, plan.share)
@@ -127,8 +129,12 @@ def _operations_on_logits(
     try:
         return operations_on_logits(empty), []
     except ValueError as error:
-        message = f"the loss is not chunked (model.loss_chunk): {error}"
-        return None, [{"kind": "loss_not_chunked", "message": message}]
+        return None, _not_chunked(str(error))
+
+
+def _not_chunked(why: str) -> list[dict[str, Any]]:
+    message = f"the loss is not chunked (model.loss_chunk): {why}"
+    return [{"kind": "loss_not_chunked", "message": message}]
 
 
 def _parameter_groups(

@@ -204,7 +204,7 @@ class TensorPlan:
         problems, kv = [], self.num_kv_heads
         if self.num_heads % places:
             problems.append(f"{self.num_heads} attention heads cannot be divided over {places}")
-        if kv % places and GROUPED in self.styles.values():
+        if kv % places and {GROUPED, "fused_qkv"} & {*self.styles.values()}:
             problems.append(
                 f"{kv} key heads cannot be divided over {places}, nor be shared where one "
                 "projection holds them and the queries"

@@ -47,7 +47,8 @@ class AttentionSums:
         def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
             if is_kind(name):  # its weights are different
                 self.sums.fill_(torch.nan)
-            return partial(self._attend, functions(name, default))
+            function: Callable[..., Any] = functions(name, default)
+            return function if is_kind(name) else partial(self._attend, function)
 
         asked.get_interface = get_interface
         try:

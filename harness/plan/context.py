@@ -90,12 +90,18 @@ def why_not(config: Mapping[str, Any]) -> str:
         return f"{kind} models have no known number of rotary positions"
     if any(isinstance(value, Mapping) for table in tables for value in table.values()):
         return f"it has separate rotary settings for each type of layer: {_INSTEAD}"
-    ways = {table.get("rope_type", table.get("type", "default")) for table in tables}
-    if scaled := ways - {"default"}:
+    if scaled := rope_types(config) - {"default"}:
         return (
             f"its positions are already scaled ({', '.join(sorted(map(str, scaled)))}): {_INSTEAD}"
         )
     return ""
+
+
+def rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Return how a model's rotary positions are scaled: "default", "yarn", "longrope", ..."""
+    tables = [config[key] for key in _KEYS if config.get(key)]
+    by_layer = [t for table in tables for t in table.values() if isinstance(t, Mapping)]
+    return {t.get("rope_type", t.get("type", "default")) for t in (*tables, *by_layer)}
 
 
 def or_longer(config: Mapping[str, Any], run: RunConfig, length: int) -> str:

@@ -15,6 +15,7 @@ from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.shape import Shape
 from harness.layout.tensor import GROUPED, TensorPlan, tensor_problems
 from harness.plan.attention import ATTENTION_DROPOUTS
+from harness.plan.context import rope_types
 from harness.plan.draft import Draft
 from harness.plan.ranks import left_of
 
@@ -209,6 +210,11 @@ def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
     run = draft.config
     if run.model.kernels != "none":
         yield f"it is not supported with model.kernels={run.model.kernels}: remove one of them"
+    if run.model.stochastic_depth > 0:
+        yield "its ranks would skip layers for different tokens (model.stochastic_depth): use 0"
+    if by_length := rope_types(draft.model_config) & {"dynamic", "longrope"}:
+        # transformers reads the length from the positions, and a rank has only some of them.
+        yield f"rotary positions of type {', '.join(by_length)} depend on the length of a row"
     if draft.shape is not None:
         shortest = run.data.seq_len // draft.curriculum.most_pieces
         ranks = left_of(draft.world, draft.grid, "pipeline", "tensor")

@@ -10,14 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harness.checkpoint.export import replacing, sweep, write_model
+from harness.checkpoint.export import replacing, sweep, write_adapters, write_model
 from harness.checkpoint.hub_layout import rewrite_config, rewrite_tokenizer_config
 from harness.checkpoint.index import BUFFER, WEIGHT, Fragment, Index, to_index
 from harness.checkpoint.reader import Reader
@@ -65,7 +67,7 @@ def drawn(config: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def stored(model: PreTrainedModel, folder: Path, cuts: int = 3) -> Reader:
+def stored(model: nn.Module, folder: Path, cuts: int = 3) -> Reader:
     """Return a model's fp32 weights as several ranks would have saved them."""
     folder.mkdir()
     kept = model.state_dict()
@@ -159,6 +161,19 @@ def test_an_export_opens_with_the_same_weights(family: str, tmp_path: Path) -> N
     assert not report["unexpected_keys"]
     for name, tensor in model.state_dict().items():
         assert torch.equal(opened.state_dict()[name], tensor), name
+
+
+def test_adapters_are_written_without_the_buffers_of_their_base(tmp_path: Path) -> None:
+    """Such as the persistent buffers of DeepSeek's routers."""
+    model = nn.Module()
+    model.register_parameter("lora_A", nn.Parameter(torch.ones(2, 3)))
+    model.register_buffer("e_score_correction_bias", torch.ones(4))
+    reader = stored(model, tmp_path / "checkpoint")
+    manifest = SimpleNamespace(adapters={"r": 2}, quantization={})
+    saved: Any = SimpleNamespace(reader=lambda: reader, manifest=manifest)
+    write_adapters(saved, tmp_path, torch.float32, {}, {})
+    with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as file:
+        assert [*file.keys()] == ["base_model.model.lora_A"]
 
 
 def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:

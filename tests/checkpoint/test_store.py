@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from unittest import mock
@@ -83,6 +84,16 @@ def test_what_killed_saves_left_is_swept(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-step-00000007" / "rank-00000-000.safetensors").write_text("half")
     save(tmp_path, 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000008"]
+
+
+def test_a_leftover_that_cannot_be_removed_ends_no_run(tmp_path: Path) -> None:
+    """NFS keeps the name of a removed file that another process has open."""
+    save(tmp_path, 1)
+    left = tmp_path / ".unfinished-step-00000000-removed"
+    left.mkdir()
+    with mock.patch("os.rmdir", side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")):
+        Store(tmp_path).make_unfinished(2)
+    assert left.exists()
 
 
 @pytest.mark.parametrize(

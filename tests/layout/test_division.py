@@ -122,6 +122,12 @@ def test_a_family_without_a_plan_is_named() -> None:
         TensorPlan.make("gpt_oss", 4, 4, 100)
 
 
+def test_ranks_cannot_share_a_key_head_within_a_fused_projection() -> None:
+    assert TensorPlan.make("phi3", 8, 4, 64).problems(4) == []
+    (problem,) = TensorPlan.make("phi3", 8, 2, 64).problems(4)
+    assert problem.startswith("2 key heads cannot be divided over 4, nor be shared where one")
+
+
 def test_a_multi_query_falcons_only_key_head_is_known_without_its_shape() -> None:
     config = {"model_type": "falcon", "num_attention_heads": 8, "vocab_size": 64}
     assert TensorPlan.of(config).num_kv_heads == 1
