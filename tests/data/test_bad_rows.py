@@ -168,7 +168,7 @@ def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
     ("name", "content", "message"),
     [
         ("a.csv", b'text\nfine\n"open\nlost\nlost too\n', "nothing closes the quote of line 3"),
-        ("a.json", b'[{"text": "a"}, {"text": "b"', "it is not a complete JSON array"),
+        ("a.json", b'[{"text": "a"}, {"text": "b"', "it is not one complete JSON array"),
         ("a.txt", b"fine\n" * 1000 + b"\xff", "codec can't decode"),
     ],
 )

@@ -133,7 +133,7 @@ def test_an_array_is_read_in_blocks(
 ) -> None:
     monkeypatch.setattr("harness.files.formats.json_lines._BLOCK_CHARS", block)
     path = tmp_path / "a.json"
-    path.write_text(" \n" + json.dumps(RECORDS, indent=2) + "\n")
+    path.write_text(" \n" + json.dumps(RECORDS, indent=2) + "\n" * 40)
     assert documents(path) == TEXTS
 
 
@@ -289,7 +289,13 @@ READING: list[Refusal] = [
     ("b.txt", b"fine\nalso \xe9 fine\n", "codec can't decode byte 0xe9"),
     ("a.jsonl.gz", cut(gzip.compress(lines(RECORDS))), "it is damaged or truncated: Comp"),
     ("a.jsonl.zst", cut(WRITERS["a.jsonl.zst"](RECORDS)), "Truncated"),
-    ("a.json", cut(json.dumps(RECORDS).encode()), "it is not a complete JSON array: "),
+    ("a.json", cut(json.dumps(RECORDS).encode()), "it is not one complete JSON array: "),
+    ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "array: more follows the ] after element 1"),
+    (  # the rest of the file is not read
+        "a.json",
+        b'[{"text": "a" "b"}, ' + b" " * (1 << 17) + b"\xff",
+        "array: Expecting ',' delimiter in element 1",
+    ),
     ("a.parquet", cut(as_parquet(RECORDS)), "it is damaged or truncated after row 0: Parquet"),
     ("a.arrow", cut(as_arrow(RECORDS)), "it is damaged or truncated after row "),
     *(

@@ -16,6 +16,7 @@ from harness.files.first_bytes import NO_UTF_8, first_line, why_not_text, why_no
 
 _MOST_LINE_BYTES = 1 << 24  # maximum length of a first line that is tested for JSON
 _HEAD_BYTES, _BLOCK_CHARS, _COUNTED_BYTES = 1 << 16, 1 << 20, 1 << 24
+_MOST_CUT = 16  # characters: an error is this near the end of a cut text, as in -Infinit or \\ud83
 _BETWEEN = re.compile(r"[\s,]*")  # before, between and after the elements of an array
 _OTHER_JSON = (
     "is JSON, but neither an array nor one object per line: jq -c . FILE > NEW.jsonl writes its "
@@ -29,7 +30,7 @@ def _records(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, object]]:
     except UnicodeDecodeError:
         raise
     except ValueError as error:
-        bad_lines.add(file, f"it is not a complete JSON array: {error}")
+        bad_lines.add(file, f"it is not one complete JSON array: {error}")
     except RecursionError:
         bad_lines.add(file, "it is JSON that is nested too deeply")
     except DAMAGED as error:
@@ -118,13 +119,19 @@ def _elements(file: Path) -> Iterator[tuple[int, object]]:
         while True:
             start = _BETWEEN.match(unread, at).end()  # type: ignore[union-attr]
             if unread[start : start + 1] == "]":
+                rest = unread[start + 1 :]
+                while not rest.strip() and (rest := text.read(_BLOCK_CHARS)):
+                    pass
+                if rest:
+                    raise ValueError(f"more follows the ] after element {number}")
                 return
             try:
                 element, at = decoder.raw_decode(unread, start)
             except json.JSONDecodeError as error:
                 # Reads at least as much again, so that a long element is not reparsed for every
                 # block.
-                more = text.read(max(_BLOCK_CHARS, len(unread) - start))
+                is_cut = error.pos > len(unread) - _MOST_CUT or error.msg.startswith("Unterminated")
+                more = text.read(max(_BLOCK_CHARS, len(unread) - start)) if is_cut else ""
                 if not more:
                     raise ValueError(f"{error.msg} in element {number + 1}") from None
                 unread, at = unread[start:] + more, 0
