@@ -138,17 +138,17 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def assign_all(tree: dict[str, Any], texts: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Set every `key=value` in a nested dict; return the keys that were set and the problems."""
-    keys, problems = [], []
+def assign_all(tree: dict[str, Any], texts: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """Set every `key=value` in a nested dict; return what was set, by key, and the problems."""
+    assigned, problems = dict[str, Any](), []
     for text in texts:
         try:
             key, value = parse_assignment(text)
             assign(tree, key, value)
-            keys.append(key)
+            assigned[key] = value
         except ValueError as error:
             problems.append(f"{error} ({COMMAND_LINE})")
-    return keys, problems
+    return assigned, problems
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,9 +103,9 @@ class DsJson:
         self,
         tree: Mapping[str, Any],
         name: str = "DeepSpeed JSON",
-        assigned: Collection[str] = (),
+        assigned: Mapping[str, Any] | None = None,
     ) -> None:
-        """`name`: the file; `assigned`: dotted keys that `ds.key=value` has set."""
+        """`name`: the file; `assigned`: dotted keys that `ds.key=value` has set in `tree`."""
         self.given: dict[str, Any] = copy.deepcopy(dict(tree))
         self.name = name
         self.rejected: set[str] = set()
@@ -113,7 +113,7 @@ class DsJson:
         self._tree: dict[str, Any] = normalized(tree)
         self.problems = use_first_names(self._tree, name)
         """Keys that the JSON has under two names."""
-        self._assigned = frozenset(assigned)
+        self.assigned = dict(assigned or {})
         self._changes: list[Event] = []
         self._left_out: dict[str, list[str]] = {}
 
@@ -144,7 +144,7 @@ class DsJson:
 
     def origin(self, key: str) -> str:
         """Return the file, or "command line" if the key or an enclosing section was set there."""
-        is_assigned = any(f"{key}.".startswith(f"{other}.") for other in self._assigned)
+        is_assigned = any(f"{key}.".startswith(f"{other}.") for other in self.assigned)
         return COMMAND_LINE if is_assigned else self.name
 
     def fill(self, key: str, value: Any, because: str = "") -> None:

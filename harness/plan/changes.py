@@ -37,17 +37,17 @@ def takes(plan: Plan) -> IsPossible:
 
 def _refusals(plan: Plan, change: str = "") -> Iterator[str]:
     """Yield the problems of a run after a change."""
-    run, tree, keys = plan.asked, copy.deepcopy(plan.deepspeed_given), list[str]()
+    run, tree, assigned = plan.asked, copy.deepcopy(plan.deepspeed_given), dict[str, Any]()
     try:
         if change:
             key, value = parse_assignment(change.removeprefix(PREFIX))
             if change.startswith(PREFIX):
                 assign(tree, key, value)
-                keys.append(key)
+                assigned[key] = value
             else:
                 of_run: dict[str, Any] = run.model_dump(exclude_unset=True)
                 assign(of_run, key, value)
                 run = validated(of_run, run.origins() | {key: COMMAND_LINE})
-        yield from problems_of(run, DsJson(tree, plan.deepspeed_source, keys), plan.world)
+        yield from problems_of(run, DsJson(tree, plan.deepspeed_source, assigned), plan.world)
     except (ConfigError, ValueError) as error:
         yield str(error)

@@ -193,6 +193,7 @@ def _frozen(draft: Draft, asked: RunConfig) -> Plan:
         config=draft.config,
         deepspeed=draft.ds.resolved(),
         deepspeed_given=draft.ds.given,
+        deepspeed_set=draft.ds.assigned,
         deepspeed_source=draft.ds.name,
         world=draft.world,
         grid=draft.grid,

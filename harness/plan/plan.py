@@ -34,6 +34,8 @@ class Plan:
     """The resolved JSON, passed unchanged to zero.Init and deepspeed.initialize."""
     deepspeed_given: dict[str, Any]
     """The JSON as the user wrote it."""
+    deepspeed_set: dict[str, Any]
+    """Those of its keys that `ds.key=value` has set on the command line."""
     deepspeed_source: str
     world: World
     grid: Grid

@@ -76,7 +76,7 @@ def _training(run: RunRecord) -> float:
         return 0.0
     mean = fmean(value for _, value in timed)
     if not run.metrics.is_whole:
-        return mean * float(run.lines[-1]["step"])
+        return mean * float(run.lines[-1]["step"] + run.metrics.repeated)
     total, before = 0.0, None
     for line, seconds in timed:
         steps = 1 if before is None else line["step"] - before

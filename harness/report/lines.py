@@ -39,8 +39,24 @@ class Lines:
     damaged: int = 0
     """Lines that are not JSON objects with a step."""
     repeated: int = 0
-    """Lines of steps that were taken again."""
+    """Steps that were taken again."""
     problem: str = ""
+    _last: int | None = None
+    _spacing: int = 1
+
+    def count_repeated(self, line: Line) -> None:
+        """Count the steps up to the previous line that this one goes back over.
+
+        Needs every line of the file. A line with a loss stands for all steps since the one before.
+        """
+        step = line["step"]
+        if self._last is not None:
+            gap = step - self._last
+            if gap > 0:
+                self._spacing = gap
+            else:
+                self.repeated += (self._spacing if "loss" in line else 0) - gap
+        self._last = step
 
     def add(self, line: Line, is_even: bool) -> None:
         """Add a line; drop those of the steps that it repeats."""
@@ -49,8 +65,6 @@ class Lines:
             last, was_even = self.lines.pop(), self.is_even.pop()
             if last["step"] == step and "loss" not in line:  # an evaluation made after a stop
                 line, is_even = {**last, **line}, was_even
-            else:
-                self.repeated += 1
         self.lines.append(line)
         self.is_even.append(is_even)
 
@@ -92,6 +106,8 @@ def _decoded(lines: Lines, text: bytes) -> Line | None:
 
 def _add(lines: Lines, of_range: list[Line]) -> None:
     """Add all lines of a short file, or the chosen lines of a range."""
+    for line in of_range:
+        lines.count_repeated(line)
     if lines.is_whole or not of_range:
         places = dict.fromkeys(range(len(of_range)), True)
     else:

@@ -151,7 +151,8 @@ def _step_s(run: RunRecord) -> float:
 
 def _attempts(run: RunRecord) -> str:
     attempts = number(run.status.get("attempt")) or 1
-    repeated = f", {run.metrics.repeated} steps repeated" if run.metrics.repeated else ""
+    steps = run.metrics.repeated
+    repeated = f", {count(steps)} step{'s' * (steps > 1)} repeated" if steps else ""
     return f"{attempts:.0f} attempt{'s' * (attempts > 1)}{repeated}"
 
 

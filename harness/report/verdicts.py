@@ -7,15 +7,22 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from harness.config.assignments import NOT_ASKED, value_as_text
+from harness.config.ds_file import PREFIX
+from harness.config.ds_json import AUTO
 from harness.errors import ExitCode
 from harness.report.events import no_better
 from harness.report.formatting import count, duration, moment, sentence, short
 from harness.report.lines import number
-from harness.report.run_record import RunRecord, values_of
+from harness.report.run_record import RunRecord
 
 MEMORY_ERROR = 0.1  # as run/live_memory.py warns
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
 """Keys of which a command has one at most."""
+_SAME = {
+    "optim.lr": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
+    "train.steps": ("scheduler.params.total_num_steps",),
+}
+"""Keys of the DeepSpeed JSON that must not contradict a changed one (plan/merge_settings.py)."""
 _TOO_SHORT = ("unfinished_warmup", "few_steps")
 
 
@@ -185,14 +192,15 @@ def _memory(run: RunRecord) -> Verdict | None:
 
 
 def _speed(run: RunRecord) -> Verdict | None:
-    values = [value for _, value in values_of(run.lines, "step_time_s")]
+    values = _even(run, "step_time_s")
     if len(values) < 20:
         return None
     usual = median(values)
-    slow = sum(value > 2 * usual for value in values)
+    slow = sum(value > 2 * usual for value in values) / len(values)
     text = f"a step takes {duration(usual)}"
-    if slow > len(values) / 20:
-        return Verdict("warning", f"Speed is uneven: {text}, and {slow} take more than twice that.")
+    if slow > 0.05:
+        text = f"{text}, and {slow:.0%} take more than twice that"
+        return Verdict("warning", f"Speed is uneven: {text}.")
     return Verdict("good", f"Speed is steady: {text}.")
 
 
@@ -262,9 +270,9 @@ def advice(run: RunRecord) -> list[Advice]:
 def _by_outcome(run: RunRecord) -> list[Advice]:
     folder, code = shlex.quote(str(run.path)), run.status.get("code")
     best = run.best()
-    if run.of_kind("out_of_memory"):
-        message = str((run.last_event("out_of_memory") or {}).get("message", ""))
-        helps = message.rpartition("; ")[2]
+    memory = run.last_event("out_of_memory") or {}
+    if run.outcome == "failed" and memory.get("attempt", 0) == run.status.get("attempt"):
+        helps = str(memory.get("message", "")).rpartition("; ")[2]
         return [Advice(f"It ran out of memory. {helps}", command(run))]
     if run.outcome == "stopped":
         return [
@@ -272,7 +280,7 @@ def _by_outcome(run: RunRecord) -> list[Advice]:
         ]
     if run.outcome == "diverged" or code == ExitCode.DIVERGED:
         saved = [step for e in run.of_kind("saved") if (step := number(e.get("step"))) is not None]
-        lower = (number(run.planned("run", "optim", "lr")) or 0.0) / 2
+        lower = _rounded((number(run.planned("run", "optim", "lr")) or 0.0) / 2)
         if not saved:
             text = "No checkpoint was saved: start again with a lower rate and save.every."
             return [Advice(text, command(run, dir=f"{run.path}-2", changes={"optim.lr": lower}))]
@@ -314,7 +322,7 @@ def _unready(run: RunRecord) -> Advice | None:
     lr = number(run.planned("run", "optim", "lr"))
     if problem and total >= 100 and lr is not None:  # steps enough: it is the rate
         rose = run.evaluations()[-1][1] > first[0][1]
-        changes = {"optim.lr": lr / 3 if rose else lr * 3}
+        changes = {"optim.lr": _rounded(lr / 3 if rose else lr * 3)}
         what = f"Train at a {'lower' if rose else 'higher'} rate"
     why = f"a unigram model is better ({unigram:.2f} nats)" if is_above else "it has not improved"
     return Advice(
@@ -354,14 +362,23 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
         value = run.planned("run", *key.split("."))
         if value is not None and key not in ("run.dir", *replaced) and origin not in NOT_ASKED:
             values[key] = value
+    assigned = run.planned("deepspeed_set")  # missing in runs of earlier versions
+    if isinstance(assigned, dict):
+        values |= {f"{PREFIX}{key}": value for key, value in assigned.items()}
+    for json_key in (name for key in changes for name in _SAME.get(key, ())):
+        if run.planned("deepspeed_given", *json_key.split(".")) is not None:
+            values[f"{PREFIX}{json_key}"] = AUTO
     values |= {"run.dir": dir or str(run.path), **changes}
     pairs = " ".join(shlex.quote(f"{key}={_written(value)}") for key, value in values.items())
     return f"deepspeed harness/train.py --deepspeed {shlex.quote(source)} {pairs}"
 
 
+def _rounded(rate: float) -> float:
+    """Return a rate that is only a suggestion, to three digits."""
+    return float(f"{rate:.3g}")
+
+
 def _written(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
     return value if isinstance(value, str) else value_as_text(_without_none(value))
 
 

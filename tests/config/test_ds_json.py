@@ -90,7 +90,7 @@ def test_assignments_take_the_place_of_the_files_values_under_any_name(tmp_path:
     assert ds.origin("train_batch_size") == str(path)
     assert ds.origin("bf16.enabled") == "command line"
     assert ds.origin("zero_optimization.stage3_max_live_parameters") == str(path)
-    whole = DsJson({}, "ds.json", {"fp16"})
+    whole = DsJson({}, "ds.json", {"fp16": {}})
     assert whole.origin("fp16.enabled") == "command line"
 
 
@@ -249,7 +249,7 @@ def test_what_a_file_alone_can_get_wrong(tree: dict[str, Any], start: str, end: 
 
 def test_what_is_wrong_is_taken_out_and_the_rest_stays() -> None:
     tree = {"fp16": {"enabled": 1, "loss_scale": 8}, "zero_optimization": {"stage": 2}, "x": 1}
-    ds = DsJson(tree, "ds.json", {STAGE})
+    ds = DsJson(tree, "ds.json", {STAGE: 2})
     first, *more = check(ds)
     assert first.startswith("fp16.enabled is 1 (ds.json): it must be boolean")
     assert len(more) == 1

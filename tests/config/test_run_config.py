@@ -96,8 +96,8 @@ def test_assign_makes_the_tables_on_the_way_and_replaces_no_value() -> None:
 def test_every_mistake_is_told_and_the_rest_is_assigned() -> None:
     tree: dict[str, Any] = {"zero_optimization": {"stage": 1}, "train_batch_size": 4}
     texts = ["zero_optimization.stage=3", "bf16.enabled=auto", "x", "train_batch_size.y=1"]
-    keys, problems = assign_all(tree, texts)
-    assert keys == ["zero_optimization.stage", "bf16.enabled"]
+    assigned, problems = assign_all(tree, texts)
+    assert assigned == {"zero_optimization.stage": 3, "bf16.enabled": "auto"}
     assert tree["zero_optimization"] == {"stage": 3}
     assert tree["bf16"] == {"enabled": "auto"}
     assert len(problems) == 2

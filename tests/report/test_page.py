@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from harness.checkpoint.compatibility import resume_problems
 from harness.config.assignments import COUNTED, parse_assignment
+from harness.plan.command import parse_command, plan_from
 from harness.report.charts import smoothed
 from harness.report.compare import compare_page_of, differences
 from harness.report.events import spent
@@ -162,13 +164,27 @@ def test_losses_that_are_not_finite_leave_gaps(tmp_path):
     assert "nan" not in json.dumps(values_of(page))
 
 
-def test_steps_taken_again_replace_those_before(tmp_path):
-    lines = [line_at(step) for step in range(1, 81)]
-    lines += [line_at(step, attempt=2, loss=1.0) for step in range(61, 101)]
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_steps_taken_again_replace_those_before(tmp_path, monkeypatch, every, is_whole):
+    if not is_whole:  # as above 8 MiB, where only some lines of a range are kept
+        monkeypatch.setattr("harness.report.lines.WHOLE_BYTES", 0)
+        monkeypatch.setattr("harness.report.lines.RANGES", 3)
+    lines = [line_at(step) for step in range(every, 801, every)]
+    lines += [line_at(step, attempt=2, loss=1.0) for step in range(600 + every, 1001, every)]
     run = read(write_run(tmp_path / "run", lines, attempt=2))
-    assert [line["step"] for line in run.lines] == list(range(1, 101))
-    assert run.lines[60]["loss"] == 1.0
-    assert run.metrics.repeated == 20
+    steps = [line["step"] for line in run.lines]
+    assert steps == (list(range(every, 1001, every)) if is_whole else sorted(set(steps)))
+    assert [line["loss"] == 1.0 for line in run.lines] == [step > 600 for step in steps]
+    assert "2 attempts, 200 steps repeated" in page_of(run)
+    training = next(part.seconds for part in spent(run) if part.name == "training steps")
+    assert training == pytest.approx(1200 * 0.5, abs=0.5 * every)
+
+
+def test_an_evaluation_repeated_after_a_kill_repeats_no_step(tmp_path):
+    lines = [line_at(step) for step in range(10, 81, 10)]
+    lines += [{"attempt": 2, "step": 50, "eval_loss": 4.0}, line_at(60, attempt=2)]
+    assert read(write_run(tmp_path / "run", lines)).metrics.repeated == 30
 
 
 def test_an_evaluation_after_a_stop_completes_its_line(tmp_path):
@@ -230,6 +246,42 @@ def test_every_end_says_how_and_what_to_do(tmp_path, status, events, text, part)
     assert any(part in item.command for item in advice(run))
 
 
+@pytest.mark.parametrize(
+    ("outcome", "attempt", "is_reason"),
+    [("failed", 2, True), ("failed", 3, False), ("done", 2, False), ("stopped", 3, False)],
+)
+def test_memory_is_the_reason_only_if_the_last_attempt_ran_out_of_it(
+    tmp_path, outcome, attempt, is_reason
+):
+    memory = {"kind": "out_of_memory", "attempt": 2, "message": "rank 1; it helps to X"}
+    run = read(write_run(tmp_path / "run", events=[memory], outcome=outcome, attempt=attempt))
+    assert ("It ran out of memory. it helps to X" in advice(run)[0].text) == is_reason
+
+
+LR = "optimizer.params.lr"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (["optim.lr=0.00012345678", "optim.eps=1e-05", "train.steps=30"], {}),
+        (["ds.zero_optimization={stage=2, reduce_scatter=true}", "ds.bf16.enabled=auto"], {}),
+        ([f"ds.{LR}=3e-4", "ds.optimizer.type=AdamW"], {}),
+        ([f"ds.{LR}=3e-4", "ds.optimizer.type=AdamW"], {"optim.lr": 1e-4}),
+    ],
+)
+def test_a_printed_command_gives_the_same_plan(tmp_path, words, changes):
+    environ = {"DS_ACCELERATOR": "cpu"}
+    record = plan_from(parse_command(words), environ).to_json()
+    run = read(write_run(tmp_path / "run", the_plan=record))
+    command_words = shlex.split(command(run, changes=changes))[2:]
+    again = plan_from(parse_command(command_words), environ).to_json()
+    assert again["run"]["optim"]["lr"] == changes.get("optim.lr", record["run"]["optim"]["lr"])
+    if not changes:
+        assert again["deepspeed_given"] == record["deepspeed_given"]
+        assert resume_problems(record, again, []) == []
+
+
 def test_a_command_repeats_lists_and_tables(tmp_path):
     mix = [{"path": "a.txt", "share": 0.5, "name": None}, {"path": "b c.txt"}]
     the_plan = plan()
@@ -271,6 +323,14 @@ def test_verdicts_see_what_went_wrong(tmp_path):
     assert judged == {"warning": ""} | judged
     for text in ("best at step 100", "norm grows", "1 spike:", "not as predicted", "uneven"):
         assert text in texts
+
+
+def test_speed_is_that_of_evenly_chosen_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.report.lines.WHOLE_BYTES", 0)
+    monkeypatch.setattr("harness.report.lines.RANGES", 20)
+    lines = [line_at(step, step_time_s=2.0 if step % 50 == 7 else 0.5) for step in range(1, 1001)]
+    texts = [v.text for v in verdicts(read(write_run(tmp_path / "run", lines)))]
+    assert "Speed is steady: a step takes 500 ms." in texts
 
 
 def test_verdicts_are_good_where_all_went_well(tmp_path):

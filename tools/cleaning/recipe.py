@@ -349,7 +349,7 @@ def _tree(named: str, problems: list[str]) -> tuple[dict[str, Any], str]:
     return under, named
 
 
-def _sentence(item: Any, origin: str, set_here: list[str]) -> str:
+def _sentence(item: Any, origin: str, set_here: Iterable[str]) -> str:
     key = ".".join(map(str, item["loc"]))
     origin = COMMAND_LINE if any(key.startswith(name) for name in set_here) else origin
     if item["type"] == "extra_forbidden":
