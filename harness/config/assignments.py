@@ -70,9 +70,10 @@ def _bad_text(text: str) -> str | None:
 COMMAND_LINE = "command line"
 IMPLIED = "default with model.init_from"
 BY_SIZE = "default by size"
+BY_RANKS = "default, rounded up for the ranks"
 COUNTED = "follows from the data"
 KEPT = "as the run began"
-NOT_ASKED = (IMPLIED, BY_SIZE, COUNTED, KEPT)
+NOT_ASKED = (IMPLIED, BY_SIZE, BY_RANKS, COUNTED, KEPT)
 """Origins of values that the user did not set."""
 
 

@@ -107,8 +107,8 @@ class TrainConfig(Section):
     """Passes over the train split, rounded up to whole steps."""
     global_batch: Samples = 48
     """Windows per optimizer step, over all ranks: packed windows of data.seq_len tokens, or single
-    examples (data.batching). With model.init_from the default is lower if the data would give fewer
-    than 100 steps."""
+    examples (data.batching). The default is rounded up to a multiple that the ranks divide; with
+    model.init_from it is lower if the data would give fewer than 100 steps."""
     micro_batch: Samples | None = None
     """Windows per rank and pass; None: the largest divisor <= 8 of global_batch / data ranks."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.assignments import BY_SIZE, IMPLIED, KEPT, NOT_ASKED, assign
+from harness.config.assignments import BY_RANKS, BY_SIZE, IMPLIED, KEPT, NOT_ASKED, assign
 from harness.config.ds_json import literal
 from harness.config.optim_and_schedule import OptimConfig
 from harness.config.run_config import RunConfig
 from harness.config.run_file import validated
-from harness.config.sections import LENGTHS, TrainConfig
+from harness.config.sections import LENGTHS, MAX_SAMPLES, TrainConfig
 from harness.errors import ConfigError
 from harness.layout.families import family_of
 from harness.layout.grid import Grid
@@ -41,7 +41,8 @@ _OF_ADAMS_SIZE = ("adamw", "adam", "adam8bit", "muon")
 """Optimizers that use the same learning rates as Adam."""
 _WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
 _SETTLED = ("optim.lr", *_WARMUP, "train.global_batch", "train.epochs")
-"""Keys that a run from pretrained weights determines itself if the user left them open."""
+"""Keys that a run from pretrained weights determines itself if the user left them open; with random
+weights only the batch."""
 
 
 def keep_settled(draft: Draft) -> None:
@@ -49,8 +50,9 @@ def keep_settled(draft: Draft) -> None:
     user sets them now. Reads this machine's disk.
     """
     config, recorded = draft.config, recorded_plan(draft)
-    if config.model.init_from is None or recorded is None:
+    if recorded is None:
         return
+    keys = _SETTLED if config.model.init_from is not None else ("train.global_batch",)
     origins = recorded.get("run_set")
     asked = {
         key
@@ -59,7 +61,7 @@ def keep_settled(draft: Draft) -> None:
     }
     values = {
         key: value
-        for key in _SETTLED
+        for key in keys
         if key not in asked and (value := _recorded(recorded, key)) is not None
     }
     if any(map(config.is_set, _WARMUP)) or "optim.warmup_ratio" in values:
@@ -97,11 +99,25 @@ def default_to_fine_tuning(draft: Draft) -> None:
 
 
 def default_to_divisible_batch(draft: Draft) -> None:
-    """Raise a default batch to the next size that the ranks divide, until the data is counted."""
-    config = draft.config
-    unit, batch = batch_unit(draft.grid, config.train, draft.ds.tree), config.train.global_batch
-    if batch_is_open(config) and batch % unit:
-        _set(draft, {"train.global_batch": math.ceil(batch / unit) * unit}, IMPLIED)
+    """Raise a default batch to the next size that the ranks divide. Note it, or that the JSON sets
+    only a micro-batch, unless the data will determine the batch.
+    """
+    config, ds, key = draft.config, draft.ds, "train.global_batch"
+    if config.is_set(key) or config.ramp.batch_from is not None:
+        return
+    unit, default = batch_unit(draft.grid, config.train, ds.tree), config.train.global_batch
+    batch, chosen, hint = math.ceil(default / unit) * unit, "its default", ""
+    if default != batch <= MAX_SAMPLES:
+        _set(draft, {key: batch}, BY_RANKS)
+        chosen += f" of {default} rounded up"
+    if ds.literal("train_micro_batch_size_per_gpu") and batch != unit:
+        hint = f"; DeepSpeed alone would take {unit}"
+    if (batch != default or hint) and not batch_is_open(config):
+        draft.note(
+            "batch",
+            f"{key} is {batch}, {chosen}: set it to choose another multiple of {unit} (data ranks "
+            f"x micro-batch x accumulation){hint}",
+        )
 
 
 def batch_is_open(config: RunConfig) -> bool:
@@ -109,7 +125,7 @@ def batch_is_open(config: RunConfig) -> bool:
     set it and the data order does not depend on it.
     """
     is_ordered = config.train.carry_state or config.data.mix_until is not None
-    is_left_open = config.origin("train.global_batch") in ("default", IMPLIED)
+    is_left_open = config.origin("train.global_batch") in ("default", BY_RANKS)
     rises = config.ramp.batch_from is not None
     return config.model.init_from is not None and is_left_open and not (is_ordered or rises)
 

@@ -161,6 +161,18 @@ def test_what_was_settled_is_kept_by_a_run_that_goes_on(
         assert planned(line, estimate=False).config.optim.warmup_ratio == 0.03
 
 
+@pytest.mark.parametrize(("first", "then"), [(10, 2), (2, 4)])
+def test_a_batch_that_the_ranks_chose_is_kept(
+    first: int, then: int, planned: Planner, tmp_path: Path
+) -> None:
+    made = planned(f"RANKS={first} run.dir={tmp_path}", estimate=False)
+    (tmp_path / "plan.json").write_text(json.dumps(made.to_json()))
+    again = planned(f"RANKS={then} run.dir={tmp_path}", estimate=False)
+    assert again.global_batch == made.global_batch == (50 if first == 10 else 48)
+    (problem,) = planned.problems(f"RANKS=7 run.dir={tmp_path}")
+    assert f"{made.global_batch} is not divisible by 7 data ranks" in problem
+
+
 def test_the_plan_says_what_follows_and_why(start: str, planned: Planner) -> None:
     before = planned(start)
     assert "48 windows per step = " in (text := summary(before))
