@@ -163,6 +163,8 @@ def _shared_values(draft: Draft) -> Iterator[Shared]:
     if config.is_set("optim.name") and config.optim.name != optimizer:  # already reported
         optimizer = None
     defaults = {**_optimizer_defaults(ds, optimizer), **_scheduler_defaults(ds, scheduler)}
+    if config.is_set("optim.warmup_ratio"):  # another way to set the same
+        defaults.pop("scheduler.params.warmup_num_steps", None)
     for json_key, key in SAME.items():
         value = ds.literal(json_key)
         kind = ""
