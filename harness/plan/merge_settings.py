@@ -39,7 +39,7 @@ SAME = {
     "train_micro_batch_size_per_gpu": "train.micro_batch",
 }
 _WARMUP = ("warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr")
-# Parameters of each scheduler; DeepSpeed accepts no others.
+# Parameters of each scheduler; DeepSpeed accepts no others but last_batch_iteration.
 _OF_SCHEDULERS = {
     "WarmupLR": _WARMUP,
     "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
@@ -55,6 +55,7 @@ FIXED: dict[str, Any] = {
     "optimizer.params.max_grad_norm": 0,
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_min_ratio": 0,
+    "scheduler.params.last_batch_iteration": -1,
 }
 # Choices of implementation, which the plan makes; "fused" selects a kernel of torch's Adam.
 IGNORED = tuple(
