@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,11 +50,19 @@ class Rendered:
     notes: Sequence[Note] = ()
 
 
-def divided_control_tokens(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> dict[str, int]:
-    """Return the control tokens that the template writes in a conversation but the tokenizer does
-    not know, each with the number of tokens it is split into. Raises ValueError.
+def divided_control_tokens(
+    tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
+) -> dict[str, int]:
+    """Return the control tokens that the template writes in the first conversation that it accepts
+    (data.bad_rows skips others) but the tokenizer does not know, each with the number of tokens it
+    is split into.
     """
-    text = ChatEncoder(tokenizer, "all").render(chat).text
+    text, encoder = "", None
+    for chat in chats:
+        encoder = encoder or ChatEncoder(tokenizer, "all")
+        with contextlib.suppress(ValueError):
+            text = encoder.render(chat).text
+            break
     names = dict.fromkeys(_CONTROL.findall(text))
     pieces = {name: len(tokenizer.encode(name, add_special_tokens=False)) for name in names}
     return {name: count for name, count in pieces.items() if count > 1}

@@ -180,11 +180,11 @@ class Corpus(CorpusFiles):
         files = self.files if self.kind == "text" else ()
         return next((format_of(file, self.format).note(file) for file in files), "")
 
-    @property
-    def first_chat(self) -> Chat | None:
-        """The first document if it is a conversation, otherwise None."""
-        document = self._first_part.document if self._first_part else None
-        return document if isinstance(document, Chat) else None
+    def chats(self) -> Iterator[Chat]:
+        """Yield the documents if they are conversations."""
+        for part in self.parts(self.bad_lines()) if self.holds_chats else ():
+            if isinstance(part.document, Chat):
+                yield part.document
 
     @cached_property
     def _first_part(self) -> Part | None:

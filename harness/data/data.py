@@ -143,13 +143,9 @@ class Data:
     @cached_property
     def _divided(self) -> str:
         """Warning about control tokens that the first conversation has as plain text, or ""."""
-        chat = next(
-            filter(
-                None, (source.corpus.first_chat for source in (*self.sources, *self.set_sources))
-            ),
-            None,
-        )
-        divided = divided_control_tokens(self.tokenizer, chat) if chat else {}
+        sources = (*self.sources, *self.set_sources)
+        chats = (chat for source in sources for chat in source.corpus.chats())
+        divided = divided_control_tokens(self.tokenizer, chats)
         if not divided:
             return ""
         shown = ", ".join(f"{name} ({count} pieces)" for name, count in divided.items())

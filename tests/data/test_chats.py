@@ -357,7 +357,17 @@ def test_turns_that_the_template_does_not_mark_are_refused() -> None:
 
 @style
 def test_no_control_token_of_the_own_template_is_divided(style: str) -> None:
-    assert divided_control_tokens(tokenizer_of(style), Chat([USER, BOT])) == {}
+    assert divided_control_tokens(tokenizer_of(style), [Chat([USER, BOT])]) == {}
+
+
+def test_control_tokens_are_found_behind_a_chat_that_is_skipped() -> None:
+    tokenizer = tokenizer_of("phi")
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|end|>{% endfor %}"
+    )
+    chats = [Chat([{**USER, "content": text}, BOT]) for text in ("no", "yes")]
+    assert [*divided_control_tokens(tokenizer, chats)] == ["<|im_start|>"]
 
 
 def test_a_separator_ends_what_no_special_token_ends() -> None:
