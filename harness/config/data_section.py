@@ -60,6 +60,14 @@ def _day(value: object) -> object:
     return value.isoformat() if isinstance(value, date) else value
 
 
+def _as_text(value: object) -> object:
+    """Return a number or a truth value as forms.value_of reads it from a record."""
+    return str(value) if isinstance(value, int | float) else value
+
+
+Where = dict[str, Annotated[str, BeforeValidator(_as_text)]]
+
+
 class ReadAs(Section):
     """Data with its own path and reading settings."""
 
@@ -72,7 +80,7 @@ class ReadAs(Section):
     """Format of its files; None: data.format."""
     columns: dict[str, Text] | None = None
     """Column names; None: data.columns."""
-    where: dict[str, str] | None = None
+    where: Where | None = None
     """Values that records must have in some columns; None: data.where."""
     learn: Literal["assistant", "last", "all"] | None = None
     """Turns of conversations to train on; None: data.learn."""
@@ -150,7 +158,7 @@ class DataConfig(Section):
     columns: dict[str, Text] = Field(default_factory=dict)
     """Columns to read, e.g. {text="content"} or {question="q", answer="a"}; empty: their usual
     names. prompt and completion are concatenated unchanged; questions and answers become chats."""
-    where: dict[str, str] = Field(default_factory=dict)
+    where: Where = Field(default_factory=dict)
     """Values that a record must have in some columns to be read, e.g. {language="de"}."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """Unreadable records: refuse stops and lists them all; skip leaves them out and reports their

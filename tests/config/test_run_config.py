@@ -28,6 +28,7 @@ from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import EXAMPLES, load_run_config
 from harness.config.sections import help_texts
 from harness.errors import ConfigError, shortened
+from harness.files.forms import value_of
 from harness.plan.command import parse_command, plan_from
 
 CPU = {"DS_ACCELERATOR": "cpu"}
@@ -342,6 +343,17 @@ def test_keys_that_may_change_need_no_quotes(text: str) -> None:
     """A shell removes the quotes of a list."""
     run = RunConfig.model_validate({"resume": {"allow": text}})
     assert run.resume.allow == ["optim.lr", "data.path"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2023", 2023), ("1.0", 1.0), ("true", True), ("True", True), ("2024-01-01", "2024-01-01")],
+)
+def test_a_value_of_a_record_needs_no_quotes(text: str, value: object) -> None:
+    config = load_run_config(None, [f"data.where.column={text}"])
+    assert config.data.where["column"] == value_of({"column": value}, "column")
+    (problem,) = problems_of(None, "data.where.column=[1]")
+    assert "it must be a valid string" in problem
 
 
 def test_a_config_cannot_be_changed() -> None:
