@@ -118,6 +118,8 @@ _NOT_LEARNED = -100
 """The label that excludes a token from the loss, as in torch and transformers."""
 _TAGS, _CHOSEN = ("label", "kto_tag"), "chosen"
 """Columns that are false for a bad answer, and the column of the good answer in preference data."""
+_OPPOSITES = {"False": "True", "false": "true", "FALSE": "TRUE", "0": "1", "0.0": "1.0"}
+"""Values of a row that must not be learned, and those of its opposite, also as text of a table."""
 _MASKS: tuple[Column, ...] = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns with a 1 for each token to train on; a 0 in any of them excludes the token."""
 
@@ -315,11 +317,12 @@ def _require_learned(record: Mapping[str, object], used: set[str]) -> None:
     whys = dict.fromkeys(MARKS, "which marks turns, not rows")
     whys |= dict.fromkeys(_TAGS, "which marks an answer not to be learned")
     for key, why in whys.items():
-        value = record.get(key)
-        if key not in used and (value is False or (key in MARKS and value in (0, "0"))):
+        text = str(record.get(key)).strip()
+        is_class = key in _TAGS and text[:1] == "0"  # a number in `label` may be any class
+        if key not in used and text in _OPPOSITES and not is_class:
             raise ValueError(
-                f"has {key}={value!r}, {why}: remove the column, or leave out such rows with "
-                f"data.where, as in data.where.{key}={type(value)(1)}"
+                f"has {key}={record[key]!r}, {why}: remove the column, or leave out such rows with "
+                f"data.where, as in data.where.{key}={_OPPOSITES[text]}"
             )
 
 

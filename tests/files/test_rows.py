@@ -358,15 +358,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             {**row, key: value},
             f"has {key}={value!r}, which marks turns, not rows",
         )
-        for key, value in (("weight", 0), ("weight", "0"), ("train", False))
+        for key, value in (
+            *(("weight", value) for value in (0, "0", 0.0, "0.0")),
+            *(("train", value) for value in (False, "False", "false", "FALSE")),
+        )
         for row in ({"instruction": "1 + 2?", "output": "3"}, {"prompt": "1", "completion": "2"})
     },
     **{
-        f"a bad example by {key}": (
-            {"prompt": [Q], "completion": [A], key: False},
-            f"has {key}=False, which marks an answer not to be learned",
+        f"a bad example by {key}={value!r}": (
+            {"prompt": [Q], "completion": [A], key: value},
+            f"has {key}={value!r}, which marks an answer not to be learned",
         )
         for key in ("label", "kto_tag")
+        for value in (False, "False")
     },
     "null alone": ({"prompt": "1", "completion": None}, "completion must be a string, not None"),
     "labels too few": ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids, but 1 labels"),
