@@ -79,15 +79,16 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
     if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
         raise Untraceable("tracing its class needs torch and transformers")
     text = json.dumps(request, sort_keys=True)
-    with _locked(_kept(text)) as path:
-        if path is not None:
-            with contextlib.suppress(OSError, ValueError):
-                answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-                return answer
+    path = _kept(text)
+    if path is None:
+        return _asked(text)
+    with _locked(path):
+        with contextlib.suppress(OSError, ValueError):
+            answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return answer
         answer = _asked(text)
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.write_text(json.dumps(answer), encoding="utf-8")
+        with contextlib.suppress(OSError):
+            path.write_text(json.dumps(answer), encoding="utf-8")
         return answer
 
 
@@ -119,8 +120,8 @@ def _kept(text: str) -> Path | None:
     made_by += [(_REPOSITORY / "harness" / name).read_text(encoding="utf-8") for name in _FILES]
     digest = hashlib.sha256("\0".join([*made_by, text]).encode()).hexdigest()
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(root).expanduser() / "decoder-harness" / "traces"
     try:
+        folder = Path(root).expanduser() / "decoder-harness" / "traces"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return None
@@ -128,18 +129,15 @@ def _kept(text: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path | None) -> Iterator[Path | None]:
-    """Let the ranks of a node trace one at a time: the first traces, the others read the result."""
-    if path is None:
-        yield None
-        return
-    try:
-        with path.with_suffix(".lock").open("w") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield path
-    except PermissionError:
-        yield None
+def _locked(path: Path) -> Iterator[None]:
+    """Let the ranks of a node trace one at a time: the first traces, the others read the result.
+    On a file system that is read-only, full or without locks, each traces.
+    """
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):
+            lock = opened.enter_context(path.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def estimate(plan: Plan) -> Estimate | None:

@@ -160,6 +160,26 @@ def test_a_trace_is_kept(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of(config, "train.global_batch=8").estimate.to_json() == first
 
 
+def test_a_trace_is_read_where_no_file_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, answer = {"a": 1}, {"b": 2}
+    path = memory._kept(json.dumps(request))
+    path.with_suffix(".lock").mkdir()  # root, too, cannot open it
+    asked = []
+    monkeypatch.setattr(memory, "_asked", lambda text: asked.append(text) or answer)
+    path.mkdir()
+    assert memory._answered(request) == memory._answered(request) == answer
+    assert len(asked) == 2
+    path.rmdir()
+    path.write_text(json.dumps(answer))
+    assert memory._answered(request) == answer
+    assert len(asked) == 2
+
+
+def test_a_trace_without_a_home_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/.cache")
+    assert memory._kept("") is None
+
+
 def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
     AutoConfig.for_model("mamba2", num_hidden_layers=2).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
