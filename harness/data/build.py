@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import REHEARSED
@@ -37,13 +39,15 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     every = [*sources, *sets, *([old] if old else [])]
     if problems := [problem for source in every for problem in source.problems(spec)]:
         raise ConfigError(problems)
-    mask = spec.config.document_mask
-    if mask is None:  # a document alone in its sample needs no mask
-        is_masked = any(source.is_masked for source in (*sources, *sets))
-        mask = is_masked and spec.config.batching == "packed"
+    mask = _document_mask(spec, sources)  # held-out sets must not change what training computes
     train = [source.stream("train", spec.seed, document_mask=mask) for source in sources]
     # The held-out order ignores the seed, so that all runs are compared on the same samples.
-    eval_sets = {source.name: source.stream("train", 0, document_mask=mask) for source in sets}
+    eval_sets = {
+        source.name: source.stream(
+            "train", 0, document_mask=_document_mask(spec, (*sources, source))
+        )
+        for source in sets
+    }
     held_out = [*eval_sets.values()][:1] or [
         source.stream("held_out", 0, document_mask=mask)
         for source in (sources[:-1] if spec.rehearses else sources)
@@ -75,8 +79,21 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         _evaluated(spec, joined_set([stream.of_length(longer) for stream in held_out]))
         if longer
         else None,
-        _evaluated(spec, old.stream([*old.sides][-1], 0, document_mask=mask)) if old else None,
+        _evaluated(
+            spec,
+            old.stream([*old.sides][-1], 0, document_mask=_document_mask(spec, (*sources, old))),
+        )
+        if old
+        else None,
     )
+
+
+def _document_mask(spec: DataSpec, sources: Iterable[Source]) -> bool:
+    """Return data.document_mask; by default True if prompts of a source are masked."""
+    if (mask := spec.config.document_mask) is not None:
+        return mask
+    # A document alone in its sample needs no mask.
+    return spec.config.batching == "packed" and any(source.is_masked for source in sources)
 
 
 def _old_source(

@@ -90,6 +90,12 @@ class Data:
         return sum(source.tokens for source in self.sources)
 
     @property
+    def document_mask(self) -> bool:
+        """True if samples of the train split or of a held-out set have document boundaries."""
+        streams = (self.train, self.held_out, *self.eval_sets.values(), self.old)
+        return any(stream is not None and stream.document_mask for stream in streams)
+
+    @property
     def names(self) -> list[str]:
         """Names of a mixture's sources; empty without a mixture."""
         return [source.name for source in self.sources if source.name]

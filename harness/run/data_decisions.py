@@ -58,7 +58,7 @@ def decide_from_data(
     _require_date_is_written(plan, data)
     _require_targets(plan, data)
     _require_whole_samples(plan, data)
-    plan, attention = settle_attention(plan, data.train.document_mask, device)
+    plan, attention = settle_attention(plan, data.document_mask, device)
     for event in attention:
         progress.say(row("attention", event["message"]))
     for line in data.shares(_samples_of(plan, data, total_steps)):

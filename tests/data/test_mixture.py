@@ -169,7 +169,10 @@ def test_held_out_sets_replace_the_split(
     named = opened(path, f"data.eval_path={sets}")
     assert [*named.eval_sets] == ["pairs", "other"]
     assert named.held_out is named.eval_sets["pairs"]
-    assert named.train.document_mask
+    masked = {name: stream.document_mask for name, stream in named.eval_sets.items()}
+    assert masked == {"pairs": True, "other": False}
+    assert named.document_mask
+    assert not named.train.document_mask  # held-out sets do not change what training computes
     assert torch.equal(
         named.eval_sets["other"].batch(0, 3).input_ids, single.held_out.batch(0, 3).input_ids
     )
