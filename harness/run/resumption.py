@@ -223,11 +223,13 @@ def _write(run: Run, folder: Path) -> None:
     kept = reservoir(min(config.data.reservoir, max_samples), seen, key).tolist()
     held_out = range(min(config.eval.samples, max_samples, data.held_out.samples))
     facts: dict[str, Any] = {"of": key, "tokenizer": tokenizer_hash(data.tokenizer)}
+    # A .bin/.idx pair may hold ids that the model has but the tokenizer lacks.
+    num_ids = max(data.vocab_size, run.plan.model_config.get("vocab_size") or 0)
     for side, stream, samples in (
         (TRAIN, data.train, kept),
         (HELD_OUT, data.held_out, held_out),
     ):
-        facts[f"{side}_tokens"] = _write_side(unfinished / side, stream, samples, data.vocab_size)
+        facts[f"{side}_tokens"] = _write_side(unfinished / side, stream, samples, num_ids)
     (unfinished / FACTS).write_text(json.dumps(facts))
     for path in unfinished.iterdir():
         fsync(path)

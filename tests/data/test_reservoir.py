@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.config.data_section import DataConfig
+from harness.config.run_config import RunConfig
 from harness.data.build import build_data
 from harness.data.data import Data
-from harness.data.pair import IndexedTokens, load_masks
+from harness.data.pair import IndexedTokens, load_masks, write_indexed
 from harness.data.reservoir import write_documents
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import tokenizer_hash
 from harness.errors import ConfigError
 from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, masks_of
+from harness.run.resumption import _write
 
 
 @pytest.fixture
@@ -116,6 +120,19 @@ def test_the_sample_of_a_run_is_mixed_in(
     only_measured = pairs(path=str(path), rehearse=str(run), rehearse_share=0, batching=batching)
     assert only_measured.names == []
     assert only_measured.old is not None
+
+
+def test_ids_that_the_tokenizer_lacks_are_kept(tmp_path: Path, tokenizer_dir: str) -> None:
+    write_indexed(tmp_path / "wide", 70_000, [([5, 69_999] * 40, True)] * 20)
+    section = {"path": str(tmp_path / "wide"), "seq_len": 16, "held_out": 0.2}
+    section |= {"tokenizer": tokenizer_dir, "cache_dir": str(tmp_path / "cache")}
+    config = RunConfig.model_validate({"data": section})
+    data = build_data(DataSpec(config.data, model_vocab_size=70_000))
+    plan = SimpleNamespace(config=config, model_config={"vocab_size": 70_000})
+    run: Any = SimpleNamespace(plan=plan, data=data, state=SimpleNamespace(samples=4))
+    _write(run, tmp_path / "reservoir")
+    ids = IndexedTokens(tmp_path / "reservoir" / TRAIN).ids
+    assert int(ids.read(np.arange(len(ids))[None]).max()) == 69_999
 
 
 def test_old_data_can_be_a_path(pairs: Callable[..., Data], tmp_path: Path) -> None:
