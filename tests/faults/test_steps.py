@@ -138,7 +138,7 @@ def test_tensor_ranks_skip_a_spike_alike(spoiled: Run, tmp_path: Path) -> None:
     assert ended.codes == [0, 0], ended.output
     (spike,), (skipped,) = events(run, "spike"), events(run, "skipped_step")
     assert spike["step"] == skipped["step"] == 9
-    assert spike["of"] == "loss"  # on rank 0 too, whose own loss is normal
+    assert spike["quantity"] == "loss"  # on rank 0 too, whose own loss is normal
     assert [event["step"] for event in events(run, "replicas_equal")][8:11] == [9, 10, 11]
 
 

@@ -193,7 +193,9 @@ def test_a_file_of_tokens_that_shrinks_is_named_by_all_ranks(
     whole, half = pair.read_bytes(), pair.stat().st_size // 2
     fault = {"at": "reading a step's batches", "nth": 5, "do": "truncate", "file": str(pair)}
     ended = trial.zygote.run(arguments(trial.path, trial.data), trial.logs, fault)
-    said = f"{pair} changed while the run was reading it: it has {half} bytes, {len(whole)} when"
+    said = (
+        f"{pair} changed while the run was reading it: it has {half} bytes, but had {len(whole)} "
+    )
     assert 2 in ended.codes
     assert -signal.SIGBUS not in ended.codes
     assert said in ended.output

@@ -219,7 +219,7 @@ def ds_json(draw: Draw[Any], place: Place, valid: bool) -> Case:
         argv = [word for word in place.training() if word != SMALL_BUCKET]
     else:
         argv = ["--dry-run"]
-    divided = not trained and ("pipeline" in text or "tensor_parallel" in text)
+    divided = not trained and any(axis in text for axis in ("pipeline", "parallel"))
     if name == "zero2_bf16_states" or divided:
         valid = False  # needs a device with bf16, or more ranks
     return Case(["--deepspeed", str(path), *argv], f"{name}: {note}", valid=valid)
