@@ -109,15 +109,11 @@ def default_to_divisible_batch(draft: Draft) -> None:
     batch, chosen, hint = math.ceil(default / unit) * unit, "its default", ""
     if default != batch <= MAX_SAMPLES:
         _set(draft, {key: batch}, BY_RANKS)
-        chosen += f" of {default} rounded up"
+        chosen += f" of {default} rounded up to data ranks x micro-batch x accumulation"
     if ds.literal("train_micro_batch_size_per_gpu") and batch != unit:
         hint = f"; DeepSpeed alone would take {unit}"
     if (batch != default or hint) and not batch_is_open(config):
-        draft.note(
-            "batch",
-            f"{key} is {batch}, {chosen}: set it to choose another multiple of {unit} (data ranks "
-            f"x micro-batch x accumulation){hint}",
-        )
+        draft.note("batch", f"{key} is {batch}, {chosen}: set it to a multiple of {unit}{hint}")
 
 
 def batch_is_open(config: RunConfig) -> bool:
