@@ -13,15 +13,12 @@ from pydoc_data.topics import topics
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
-from harness.files.data_format import BadLines, problem_of
+from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
-from harness.files.forms import read, value_of
 from harness.files.notes import Note
-from harness.files.pieces import Ids, Piece, pieces_of, unless_blank
-
-CHATS, TOKEN_IDS, TEXT = "a conversation", "token ids", "other text"
-"""Kinds of documents, as messages name them."""
+from harness.files.pieces import Ids, Piece, pieces_of
+from harness.files.rows import CHATS, TEXT, documents_of, kind_of_document, why_not_mixed
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ class Part:
     @property
     def kind(self) -> str:
         """Kind of the document. All documents of a corpus have the same kind."""
-        if isinstance(self.document, Chat):
-            return CHATS
-        return TOKEN_IDS if isinstance(self.document, Ids) else TEXT
+        return kind_of_document(self.document)
 
     @property
     def is_last(self) -> bool:
@@ -108,8 +103,7 @@ class Corpus(CorpusFiles):
                     if part.kind == first[0]:
                         yield part
                     else:
-                        text = f"holds {part.kind}, but {first[1]} holds {first[0]}: name one of "
-                        text += "them, or move it"
+                        text = why_not_mixed(part.kind, first)
                         if part.record is None:
                             bad_lines.add(file, f"it {text}")
                             break
@@ -138,23 +132,11 @@ class Corpus(CorpusFiles):
         if self.between is not None:
             assert format.records_between is not None, "a file with bounds has it"
             records = format.records_between(file, bad_lines, *self.between)
-        for line, record in records:
-            bad_lines.seen += 1
-            try:
-                if any(value_of(record, column) != value for column, value in self.where.items()):
-                    continue
-                document, notes = read(record, self.columns)
-                if not isinstance(document, Chat | Ids) and self.bad_rows_limit is not None:
-                    document = unless_blank(document)
-            except ValueError as error:
-                bad_lines.add(file, problem_of(error), line)
-                if bad_lines.are_enough:
-                    return
-            else:
-                unread = tuple(note for note in notes if note[1] not in self.where)
-                for part in [document] if isinstance(document, Chat | Ids) else document:
-                    yield Part(part, file, line, record, unread)
-                    unread = ()
+        rows = documents_of(file, records, bad_lines, self.where, self.columns)
+        for line, record, (document, notes) in rows:
+            for part in [document] if isinstance(document, Chat | Ids) else document:
+                yield Part(part, file, line, record, notes)
+                notes = ()
 
     @cached_property
     def holds_chats(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from itertools import chain, count
 
 from harness.config.data_section import REHEARSED, DataConfig
@@ -14,6 +15,7 @@ from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import value_of
+from harness.files.rows import rows_of
 from harness.plan.draft import Draft
 
 MOST_VALUES = 64
@@ -62,6 +64,7 @@ def _records_by_value(data: DataConfig, column: str) -> dict[str, int]:
     )
     if files.kind != "text":
         raise ConfigError(f"data.balance is {column!r}, but {files.path} has no columns")
+    value_in = partial(value_of, column=column)
     for file in files.files:
         if bad_lines.are_enough:
             break
@@ -70,20 +73,14 @@ def _records_by_value(data: DataConfig, column: str) -> dict[str, int]:
             bad_lines.add(file, f"has no columns, but data.balance is {column!r}")
             continue
         try:
-            for line, record in records(file, bad_lines):
-                bad_lines.seen += 1
-                try:
-                    if all(value_of(record, key) == value for key, value in data.where.items()):
-                        counts[value_of(record, column)] += 1
-                except ValueError as error:
-                    bad_lines.add(file, str(error), line)
+            rows = rows_of(file, records(file, bad_lines), bad_lines, data.where, value_in)
+            for _, _, value in rows:
+                counts[value] += 1
                 if len(counts) > MOST_VALUES:
                     raise ConfigError(
                         f"data.balance is {column!r}, which has more than {MOST_VALUES} values, as "
                         f"{', '.join(map(repr, sorted(counts)[:3]))}: name a column of classes"
                     )
-                if bad_lines.are_enough:
-                    break
         except UnicodeDecodeError as error:
             bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
         except OSError as error:

@@ -14,12 +14,12 @@ from harness.config.data_section import DataConfig, MixSource
 from harness.errors import ConfigError, Unusable
 from harness.files.chat import Chat
 from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
-from harness.files.data_format import BadLines, problem_of
+from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
-from harness.files.forms import read, value_of
 from harness.files.notes import Notes
-from harness.files.pieces import Ids, begins, shortened, unless_blank
+from harness.files.pieces import Ids, begins, shortened
+from harness.files.rows import documents_of, kind_of_document, why_not_mixed
 from harness.files.token_index import read_header
 from harness.plan.batch_from_data import Counts
 from harness.plan.token_counts import Row, Rows, TokenCounter
@@ -279,22 +279,17 @@ def _first(corpus: CorpusFiles, data: DataConfig) -> tuple[str, Rows, float]:
         return format.begin(file), [], 1.0
     assert format.records is not None, "a format has pieces or records"
     bad_lines, documents, notes = BadLines(limit=data.most_bad_rows), list[Row](), Notes()
+    records, first = islice(format.records(file, bad_lines), _MOST_RECORDS), None
     try:
-        for line, record in islice(format.records(file, bad_lines), _MOST_RECORDS):
-            bad_lines.seen += 1
-            try:
-                if any(value_of(record, key) != value for key, value in data.where.items()):
-                    continue
-                document, of_record = read(record, data.columns)
-                if not isinstance(document, Chat | Ids) and bad_lines.limit is not None:
-                    document = unless_blank(document)
-            except ValueError as error:
-                bad_lines.add(file, problem_of(error), line)
-                if bad_lines.are_enough:
-                    break
-            else:
-                documents.append(document if isinstance(document, Chat | Ids) else [*document])
-                notes.add(note for note in of_record if note[1] not in data.where)
+        rows = documents_of(file, records, bad_lines, data.where, data.columns)
+        for line, _, (document, of_record) in rows:
+            kind = kind_of_document(document)
+            first = first or (kind, f"{file}:{line}")
+            if kind != first[0]:
+                bad_lines.add(file, why_not_mixed(kind, first), line)
+                continue
+            documents.append(document if isinstance(document, Chat | Ids) else [*document])
+            notes.add(of_record)
     except UnicodeDecodeError as error:
         bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
     if bad_lines.limit is None or (bad_lines.seen < _MOST_RECORDS and len(corpus.files) == 1):

@@ -5,6 +5,7 @@ kinds.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from harness.config.data_section import DataConfig
 from harness.data.chat_tokens import ChatEncoder
 from harness.data.corpus import find_corpus
 from harness.data.encoding import Encoder, HowEncoded
@@ -19,6 +21,7 @@ from harness.data.rendering import ChatTemplate
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
+from harness.plan.glances import glance
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.test_chats import BOT, CALLS, USER, opened, without_marks
 
@@ -84,6 +87,8 @@ def test_kinds_of_rows_are_not_mixed(
     assert [part.kind for part in find_corpus(str(path)).parts(bad_lines)] == [first, first]
     (problem,) = bad_lines.problems()
     assert problem.startswith(f"data.path: {path}:2: holds {second}, but {path}:1 holds {first}: ")
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        glance(DataConfig(path=str(path)))
 
 
 OPENED = (
