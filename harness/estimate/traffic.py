@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.estimate.inputs import Inputs
+from harness.estimate.partition import is_of_experts
 from harness.layout.expert import EXPERTS
 from harness.layout.shape import Shape, Tensor
 
@@ -27,6 +28,8 @@ class Calls:
     number: float
     bytes: float
     """Bytes per call."""
+    experts: float = 0.0
+    """Bytes among these that only ranks with the same experts exchange."""
 
     @property
     def total(self) -> float:
@@ -87,7 +90,7 @@ def gradients(inputs: Inputs) -> Calls:
     (use_multi_rank_bucket_allreduce); ZeRO 3 reduce-scatters them in every micro-batch.
     """
     times = inputs.grad_accum if inputs.zero.stage >= 2 else 1
-    return Calls(times, _shared(inputs, inputs.trained_tensors) * inputs.comm_bytes)
+    return _shared(inputs, times, inputs.trained_tensors, inputs.comm_bytes)
 
 
 def weights(inputs: Inputs) -> Calls:
@@ -99,10 +102,10 @@ def weights(inputs: Inputs) -> Calls:
     if stage == 0:
         return Calls(0, 0)
     if stage < 3:
-        return Calls(1, _shared(inputs, inputs.trained_tensors) * inputs.element_bytes)
+        return _shared(inputs, 1, inputs.trained_tensors, inputs.element_bytes)
     times = inputs.grad_accum * (1 if keeps_weights(inputs) else 2)
     every = [*inputs.trained_tensors, *inputs.frozen_tensors]
-    return Calls(times, _shared(inputs, every) * inputs.element_bytes)
+    return _shared(inputs, times, every, inputs.element_bytes)
 
 
 def keeps_weights(inputs: Inputs) -> bool:
@@ -115,9 +118,12 @@ def hidden_states(inputs: Inputs) -> float:
     return float(inputs.tokens * inputs.shape.hidden_size * inputs.element_bytes)
 
 
-def _shared(inputs: Inputs, tensors: Sequence[Tensor]) -> int:
-    """Return the elements of the tensors that several data ranks replicate or shard."""
-    return sum(tensor.numel for tensor in tensors if inputs.shards_of([tensor]) > 1)
+def _shared(inputs: Inputs, times: int, tensors: Sequence[Tensor], element_bytes: int) -> Calls:
+    """Return collectives of the tensors that several data ranks replicate or shard."""
+    shared = [tensor for tensor in tensors if inputs.shards_of([tensor]) > 1]
+    of_experts = [t for t in shared if inputs.grid.expert > 1 and is_of_experts([t])]
+    sizes = (element_bytes * sum(t.numel for t in some) for some in (shared, of_experts))
+    return Calls(times, *sizes)
 
 
 @lru_cache(maxsize=256)

@@ -44,7 +44,7 @@ class Group:
         """Return the seconds to gather `size` bytes on every rank, each of which has a part, in
         `calls` collectives. A reduce-scatter takes as long.
         """
-        if self.size == 1:
+        if self.size == 1 or not size:
             return 0.0
         sent = size * (self.size - 1) / self.size
         return calls * self._latency(machine) + sent / self.rate(machine)
@@ -114,38 +114,41 @@ def exchanges(inputs: Inputs, machine: Machine, again: float) -> Exchanges:
 
 
 def reductions(inputs: Inputs, machine: Machine) -> Reductions:
-    """Return the reductions of one rank on the stage of `inputs`. ZeRO 1 and 2 all-reduce whole
-    gradients, as traffic.py counts them.
-    """
-    grid, zero = inputs.grid, inputs.zero
-    node, e = inputs.gpus_per_node, inputs.element_bytes
-    data = Group.of(inputs.shards, grid.tensor, node)
-    trained, weights = inputs.trained, inputs.parameters
-    gradient_bytes = trained * inputs.comm_bytes
-    gather = reduce = last = updated = 0.0
+    """Return the reductions of one rank on the stage of `inputs`."""
+    zero, weights = inputs.zero, traffic.weights(inputs)
+    calls = inputs.shape.num_layers + 2 if zero.stage == 3 else 1
+    gather = _over_data_ranks(inputs, weights, machine, calls)
+    reduce = _over_data_ranks(inputs, traffic.gradients(inputs), machine, calls)
+    last = updated = 0.0
     if zero.stage == 3:
-        parts = Group.of(zero.secondary_ranks, 1, node) if zero.secondary_ranks > 1 else data
-        calls = inputs.shape.num_layers + 2
-        gather = data.gather(weights * e, machine, calls)
-        gather += (
-            0.0 if traffic.keeps_weights(inputs) else parts.gather(weights * e, machine, calls)
-        )
-        reduce = data.gather(gradient_bytes, machine, calls)
+        again = gather
+        if zero.secondary_ranks > 1:
+            node = Group.of(zero.secondary_ranks, 1, inputs.gpus_per_node)
+            again = node.gather(weights.bytes, machine, calls)
+        gather += 0.0 if traffic.keeps_weights(inputs) else again
         gather += 2 * calls * machine.gathered_layer_seconds
         reduce += calls * machine.gathered_layer_seconds
-    elif zero.stage == 2:
-        reduce = data.reduce(gradient_bytes, machine)
-    elif zero.stage == 1:
-        last = data.reduce(gradient_bytes, machine)
-    else:
-        last = data.reduce(gradient_bytes, machine)
+    else:  # an all-reduce takes as long as a reduce-scatter and a gather
+        gather, updated = 0.0, gather
+        reduce, last = (2 * reduce, 0.0) if zero.stage == 2 else (0.0, 2 * reduce)
+    shard = inputs.sharded_parameters
     if zero.offload_param != "device":  # a rank's shard comes from its host, forward and backward
-        gather += 2 * weights * e / inputs.shards / machine.host_link_rate
+        both = shard + inputs.frozen / inputs.shards
+        gather += 2 * both * inputs.element_bytes / machine.host_link_rate
     if zero.offload_optimizer != "device":
-        reduce += gradient_bytes / inputs.shards / machine.host_link_rate
-    if zero.stage in (1, 2):
-        updated = data.gather(trained * e, machine)
+        reduce += shard * inputs.comm_bytes / machine.host_link_rate
     return Reductions(gather, reduce, last, updated)
+
+
+def _over_data_ranks(inputs: Inputs, sent: traffic.Calls, machine: Machine, calls: int) -> float:
+    """Return the seconds to gather what is `sent` at a time, in `calls` collectives; a
+    reduce-scatter takes as long. Experts stay among the ranks that have the same ones.
+    """
+    grid, node = inputs.grid, inputs.gpus_per_node
+    every = Group.of(inputs.shards, grid.tensor, node)
+    alike = Group.of(inputs.shards // grid.expert, grid.tensor * grid.expert, node)
+    seconds = every.gather(sent.bytes - sent.experts, machine, calls)
+    return seconds + alike.gather(sent.experts, machine, calls)
 
 
 def hidden(seconds: float, computation: float) -> float:

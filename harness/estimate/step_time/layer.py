@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from operator import add
 
 from harness.estimate.inputs import BY_REFERENCE, Inputs
 from harness.estimate.layer_bytes import layer_activations
@@ -82,24 +83,10 @@ class Seconds:
 
     def times(self, factor: float) -> Seconds:
         """Return the seconds of `factor` such passes."""
-        return Seconds(
-            self.products * factor,
-            self.attention * factor,
-            self.serial * factor,
-            self.elements * factor,
-            self.launches * factor,
-            self.idle * factor,
-        )
+        return Seconds(*(seconds * factor for seconds in vars(self).values()))
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.serial + other.serial,
-            self.elements + other.elements,
-            self.launches + other.launches,
-            self.idle + other.idle,
-        )
+        return Seconds(*map(add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
@@ -115,9 +102,7 @@ class Passes:
         return Passes(*(seconds.times(factor) for seconds in vars(self).values()))
 
     def __add__(self, other: Passes) -> Passes:
-        return Passes(
-            self.forward + other.forward, self.backward + other.backward, self.again + other.again
-        )
+        return Passes(*map(add, vars(self).values(), vars(other).values()))
 
 
 def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:

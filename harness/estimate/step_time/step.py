@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from harness.estimate.inputs import Inputs
+from harness.estimate.states import master_bytes, moment_bytes
 from harness.estimate.step_time.exchanges import (
     OVERLAPPED,
     Reductions,
@@ -25,27 +26,25 @@ from harness.layout.attention_table import seen_by
 from harness.layout.recompute import is_checkpointed, runs_again
 from harness.layout.shape import flops_per_token
 
-_STATES = {"adam": 2, "adamw": 2, "lion": 1, "muon": 1, "sgd": 0, "adafactor": 1}
-
 
 def optimizer_seconds(inputs: Inputs, machine: Machine) -> float:
     """Return the seconds of the optimizer on one rank, including copies between host and GPU.
 
-    It reads and writes fp32 weights and every state, reads gradients, and writes model weights.
+    It reads and writes master weights and every state, reads gradients in the precision of the
+    master weights, and writes model weights.
     """
     zero = inputs.zero
-    shards = inputs.shards if zero.stage else 1
-    elements = inputs.trained / shards
-    states = next((n for name, n in _STATES.items() if name in zero.optimizer), 2)
-    width = inputs.element_bytes
-    moved = elements * (8 * (1 + states) + 4 + width)
+    elements = inputs.sharded_parameters if zero.stage else inputs.trained
+    width, master = inputs.element_bytes, master_bytes(inputs)
+    states = elements * 2 * (master + moment_bytes(inputs))
+    moved = states + elements * (master + width)
     norm = elements * inputs.sum_bytes / machine.memory_rate
     if zero.offload_optimizer == "device":
         return moved / machine.memory_rate + norm
     copied = elements * (inputs.sum_bytes + width) / machine.host_link_rate
     computed = moved / machine.host_memory_rate
     if zero.offload_optimizer == "nvme":
-        computed = max(computed, elements * 8 * (1 + states) / machine.nvme_rate)
+        computed = max(computed, states / machine.nvme_rate)
     return norm + copied + zero.offload_ratio * computed
 
 

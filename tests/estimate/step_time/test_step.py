@@ -10,12 +10,26 @@ from typing import Any
 import pytest
 
 from harness.estimate.inputs import BY_REFERENCE, Inputs, LayerTrace
+from harness.estimate.step_time.exchanges import Group, reductions
 from harness.estimate.step_time.machine import Machine, machine_of, measured
-from harness.estimate.step_time.step import HOOK_SECONDS, TERMS, StepTime, estimate_time
+from harness.estimate.step_time.step import (
+    HOOK_SECONDS,
+    TERMS,
+    StepTime,
+    estimate_time,
+    optimizer_seconds,
+)
 from harness.layout.adapters import Adapters
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.grid import Grid
-from harness.layout.shape import Body, Shape, Tensor, active_parameters, flops_per_token
+from harness.layout.shape import (
+    Body,
+    Shape,
+    Tensor,
+    active_parameters,
+    flops_per_token,
+    parameters_by_kind,
+)
 from harness.layout.stages import split_evenly
 from tests.estimate.runs import run_of
 
@@ -117,6 +131,48 @@ def test_offloaded_states_step_at_the_hosts_pace() -> None:
         estimate_time(offloaded, MACHINE).terms["optimizer"]
         > 20 * estimate_time(base, MACHINE).terms["optimizer"]
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "state_bytes"),
+    [
+        ({"type": "AdamW"}, 4 + 8),
+        ({"type": "AdamW8bit"}, 4 + 2),
+        ({"type": "Adagrad"}, 4 + 4),
+        ({"type": "SGD"}, 4),
+        ({"type": "SGD", "params": {"momentum": 0.9}}, 4 + 4),
+        ({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, 2 + 4),
+    ],
+)
+def test_the_optimizer_reads_and_writes_the_states_that_it_has(
+    keys: dict[str, Any], state_bytes: int
+) -> None:
+    inputs = run(stage=1, **keys)
+    moved = optimizer_seconds(inputs, MACHINE) * MACHINE.memory_rate
+    gradients = 2 if inputs.zero.half_master else 4
+    # And: bf16 gradients for their norm, and the model's weights.
+    expected = 2 * state_bytes + gradients + 2 + 2
+    assert moved / (inputs.trained / 8) == pytest.approx(expected, rel=1e-3)
+
+
+def test_experts_are_reduced_and_stepped_by_the_ranks_that_have_them() -> None:
+    """8 GPUs hold each expert once; 16 twice, on different nodes whose groups share the network."""
+    machine = replace(MACHINE, link_latency=0.0, network_latency=0.0)
+    for ranks in (8, 16):
+        grid = Grid(ranks, expert=8)
+        inputs = run("qwen3-30b-a3b", grid=grid, stage=1).of_stage(0)
+        sizes = parameters_by_kind(inputs.shape)
+        experts = sizes.pop("experts")
+        others = sum(sizes.values())
+        elements = others / ranks + experts / (ranks // 8)
+        moved = optimizer_seconds(inputs, machine) * machine.memory_rate
+        assert moved / elements == pytest.approx(2 * 12 + 4 + 2 + 2, rel=1e-3)
+        every = Group.of(ranks, 1, 8)
+        expected = every.reduce(2 * others, machine)
+        expected += (ranks == 16) * 2 * experts / machine.network_rate
+        made = reductions(inputs, machine)
+        assert made.last == pytest.approx(expected)
+        assert made.updated == pytest.approx(expected / 2)
 
 
 def test_a_slow_network_shows_in_the_weights_of_zero_3() -> None:
