@@ -164,7 +164,7 @@ def splits_in(path: str, format: str | None, split: str | None) -> tuple[Splits,
     if (names := _saved_splits(folder)) is not None:
         splits = Splits({name: [name] for name in names})
     else:
-        splits = _listed(folder, format, None).splits
+        splits = _listed(folder, format, None, split).splits
     return splits, splits.chosen(split, folder)
 
 
@@ -242,7 +242,7 @@ class _Listed:
     splits: Splits
 
 
-def _listed(folder: Path, format: str | None, at_most: int | None) -> _Listed:
+def _listed(folder: Path, format: str | None, at_most: int | None, split: str | None) -> _Listed:
     left_out = Counter[str]()
     files = [*itertools.islice(_walk(folder, left_out), at_most)]
     names = {*map(str, files)}
@@ -261,7 +261,8 @@ def _listed(folder: Path, format: str | None, at_most: int | None) -> _Listed:
     inside = {file: file.relative_to(folder).as_posix() for file in files}
     named = [name for file, name in inside.items() if file in data]
     is_records = any(format_of(file, format).records for file in data)
-    splits = splits_of([*inside.values()], subsets_of(folder / CARD), named, records=is_records)
+    subsets = [] if split == ALL else subsets_of(folder / CARD)
+    splits = splits_of([*inside.values()], subsets, named, records=is_records)
     return _Listed(files, beside, left_out, pairs, splits)
 
 
@@ -282,7 +283,7 @@ def _files_in(
     """Return a folder's text files or pairs, sorted by name, and counts of the others. Raises
     ConfigError.
     """
-    listed = _listed(folder, format, at_most)
+    listed = _listed(folder, format, at_most, split)
     beside, left_out = listed.beside, listed.left_out
     if listed.pairs:
         _require_contents(folder, listed.files)
@@ -329,7 +330,8 @@ def _pairs_in(folder: Path, pairs: set[Path], others: list[Path]) -> tuple[Path,
     beside = {f"{pair}{suffix}" for pair in pairs for suffix in _BESIDE}
     halves = {Path(f"{pair}{suffix}") for pair in pairs for suffix in _OTHER_HALF}
     others = [file for file in others if file not in halves]
-    masked = [file for file in others if str(file).removesuffix(_MASKS) in map(str, pairs)]
+    prefixes = {*map(str, pairs)}
+    masked = [file for file in others if str(file).removesuffix(_MASKS) in prefixes]
     for file in sorted({*others} - {*masked}):
         if other := _OTHER_HALF.get(file.suffix):
             problems.append(f"data.path: {file} has no {other} beside it: add it, or move the file")

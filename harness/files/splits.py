@@ -54,10 +54,19 @@ def is_card(file: Path, *, beside_texts: bool = True) -> bool:
 
 
 def subsets_of(file: Path) -> list[Subset]:
-    """Return the subsets whose files a card names; empty without a card. Raises OSError."""
+    """Return the subsets whose files a card names; empty without a card. Raises OSError, and
+    ConfigError if `configs` is too long to be read.
+    """
     if not file.is_file():
         return []
     blocks = [block for key, block in _top_level(_front_matter(file)) if key == "configs"]
+    size = sum(indent + len(text) + 1 for block in blocks[:1] for indent, text in block)
+    if size > _MOST_CHARACTERS:
+        raise ConfigError(
+            f"data.path: {file} names files in {size:,} characters (configs), of which at most "
+            f"{_MOST_CHARACTERS:,} are read: name the folder or files of a subset, or set "
+            f"data.split={ALL} to read all subsets"
+        )
     try:
         subsets = [_subset(config) for block in blocks[:1] for config in _configs(block)]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -143,8 +152,6 @@ def _configs(lines: _Lines) -> list[Any]:
     import yaml  # this floor needs nothing but the standard library
 
     text = "\n".join(f"{' ' * indent}{text}" for indent, text in lines)
-    if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"{len(text):,} characters")
     try:
         # Every scalar is text: no dates, no objects.
         configs: list[Any] = yaml.load(text, Loader=yaml.BaseLoader)["configs"]

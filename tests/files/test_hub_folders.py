@@ -261,7 +261,7 @@ def test_patterns_name_files_and_folders() -> None:
 @pytest.mark.parametrize(
     "configs",
     [
-        "\n".join(" " * indent + "a:" for indent in range(1, 1500)),
+        "\n".join(" " * indent + "a:" for indent in range(1, 700)),
         f"- {'- ' * 3000}a",
         f"- a: {'[' * 3000}{']' * 3000}",
         f"- a: [{'{' * 100_000}]",
@@ -273,6 +273,15 @@ def test_a_card_of_any_text_is_read_at_once(tmp_path: Path, configs: str) -> Non
     fill(tmp_path, "README.md", content=f"---\nconfigs:\n{configs}\n---\n")
     assert is_card(tmp_path / "README.md")
     assert subsets_of(tmp_path / "README.md") == []
+
+
+def test_a_card_that_is_too_long_does_not_mix_its_subsets(tmp_path: Path) -> None:
+    fill(tmp_path, "a/a.jsonl", "b/b.jsonl", "README.md")
+    subsets = "".join(f"- config_name: a{n}\n  data_files: a/a.jsonl\n" for n in range(8000))
+    fill(tmp_path, "README.md", content=f"---\nconfigs:\n{subsets}---\n")
+    with pytest.raises(ConfigError, match=r"data.path: .*README.md names .* set data.split=all"):
+        read(tmp_path)
+    assert read(tmp_path, "all") == ["a/a.jsonl", "b/b.jsonl"]
 
 
 def plan_of(*words: str) -> Plan:
