@@ -223,10 +223,15 @@ NOT_FOLLOWED = {
     "needs ranks that differ": (
         "run/data_decisions.py: start again, or set data.date=",
         "run/data_decisions.py: give every node the same files",
+        "run/data_decisions.py: give all ranks the same arguments and files",
     ),
     "leaves the values open": (
         "config/ds_leftovers.toml: to start with short sequences",
         "config/ds_leftovers.toml: to gather weights within a node",
+        "config/data_section.py: are longer than data.seq_len",
+        "files/forms.py: did you mean",
+        "files/splits.py: name the folder or files of a subset",
+        "plan/batches.py: give data.path more text",
     ),
     "of what steps do": ("engine/skip.py", "run/step.py"),
     "needs another tokenizer than any that is here": (
