@@ -315,6 +315,7 @@ READING: list[Refusal] = [
     ),
     ("a.csv", "text,id\na,1\n".encode("utf-16"), "it is UTF-16: iconv"),
     ("a.csv", b"text,id\na,1\nb\nc,3\n", "a.csv:3: has 1 columns, but the first row names 2"),
+    ("a.csv", b"text,id,text,,\na,1,b,,\n", "its first row names 'text' twice: rename one of them"),
     ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is JSON that is nested too deeply"),
 ]
 

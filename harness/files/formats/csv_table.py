@@ -69,6 +69,9 @@ def _records(file: Path, bad_lines: BadLines) -> Iterator[tuple[int, object]]:
     _, names = next(rows, (0, []))
     if _is_no_utf_8(names):
         return bad_lines.add(file, f"it {why_not_utf_8(file)}")
+    repeated = next((name for name in names if name and names.count(name) > 1), None)
+    if repeated is not None:
+        return bad_lines.add(file, f"its first row names {repeated!r} twice: rename one of them")
     for line, row in rows:
         problem = ""
         if len(row) != len(names):
