@@ -33,6 +33,7 @@ _BESIDE = re.compile(
     r" \((?:[\w.]+: [^()]*|command line(?:, command line.*)?)\)$"
     r"| \([\d,]+ of [\d,]+ lines read; this is the first\)"
 )
+_QUOTED = re.compile(rf"'({_KEY}=[\[{{][^']*)'")  # for a shell
 _ORIGIN = re.compile(rf"(?:\(|command line, |([\w.]+): )command line: ({_KEY})\)")
 _SAME = re.compile(rf", but {_KEY} is ({_VALUE})")
 _DOES = re.compile(
@@ -76,7 +77,7 @@ class Message:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        bare = _BESIDE.sub("", text)
+        bare = _QUOTED.sub(r"\1", _BESIDE.sub("", text))
         self.key = (re.match(r"[\w.]*\w", bare.removeprefix("data.path: ")) or [""])[0]
         self._others = [key for key in _A_KEY.findall(bare) if key != self.key]
         parts = re.split("[:;] ", bare)

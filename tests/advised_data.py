@@ -171,10 +171,10 @@ ROWS: list[tuple[str, str, str]] = [
     (
         "a preference behind turns",
         f"{LONG} data.template=chatml",
-        'data.columns={prompt="conversations", completion="chosen"} learns only chosen',
+        'data.columns={prompt="conversations", completion="chosen"}\' learns only chosen',
     ),
     ("texts", f"{PATH} train.epochs=1", "lower train.global_batch (now 48), or raise train.epochs"),
-    ("two forms", PATH, "name those to read, as in data.columns="),
+    ("two forms", PATH, "name those to read, as in 'data.columns="),
     ("splits to train on", f"{SMALL} data.path=$here/d", "name one, as in data.split=train_a"),
     (
         "splits to train on",
@@ -183,7 +183,7 @@ ROWS: list[tuple[str, str, str]] = [
     ),
     ("texts", f"{PATH} data.split=train", "has no splits: remove it"),
     ("texts", f"{MIX} data.path=$here data.split=train", "or name the files in data.path"),
-    ("splits to evaluate on", f"{PATH} data.eval_path=$here/d", "name one, as in data.eval_path="),
+    ("splits to evaluate on", f"{PATH} data.eval_path=$here/d", "name one, as in 'data.eval_path="),
     ("another suffix", f"{MIX} data.path=$here/a.jsonlines", "data.format=text reads it"),
     ("bars", f"{MIX} data.path=$here/a.psv", "data.format=csv reads it"),
     ("a pair and a text", f"{MIX} data.path=$here/d", "or name a pair, as in data.path="),

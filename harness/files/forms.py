@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,12 +26,12 @@ _ANSWERS = (
 
 
 def example(columns: Mapping[str, str]) -> str:
-    """Return columns as a command-line argument that names them."""
+    """Return columns as a command-line argument that names them, quoted for a shell."""
     pairs = [f"{key}={json.dumps(name, ensure_ascii=False)}" for key, name in columns.items()]
     (key, name), *more = columns.items()
     if not more and name.isidentifier():
         return f"data.columns.{key}={name}"
-    return f"data.columns={{{', '.join(pairs)}}}"
+    return shlex.quote(f"data.columns={{{', '.join(pairs)}}}")
 
 
 def naming(record: Mapping[str, object]) -> str:

@@ -11,6 +11,7 @@ split.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -357,7 +358,7 @@ def _named(label: str, wanted: str | None, path: object) -> str:
     """Return the argument that names a split: of the training data, a source or a held-out set."""
     if wanted == TO_EVALUATE:
         name = label.rpartition("/")[2]
-        return f'data.eval_path={{{name}={{path="{path}", split="{label}"}}}}'
+        return shlex.quote(f'data.eval_path={{{name}={{path="{path}", split="{label}"}}}}')
     if wanted == OF_A_SOURCE:
         return f'split="{label}", or split="{ALL}", of the source in data.mix'
     return f"data.split={label}, or data.split={ALL}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -324,7 +325,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt key": ({"mesages": [Q, A]},
         "has 'mesages'; did you mean messages? data.columns.messages=mesages names the turns"),
     "one of two keys misspelt": ({"prompt": "1 + 2?", "completions": "3"},
-        "has 'completions'; did you mean completion? data.columns={prompt="),
+        "has 'completions'; did you mean completion? 'data.columns={prompt="),
     "a misspelt key that makes no document": ({"completions": "3"}, "needs either text, or prompt"),
     "no name": (messages(Q, asks({"function": {}}), RESULT, A), "needs the name of a function"),
     "no tools": (messages(Q, A, tools="add"), "tools must be an array of objects"),
@@ -400,26 +401,26 @@ def test_a_row_is_refused_with_what_is_wrong(name: str) -> None:
 
 NAMED: dict[str, tuple[dict[str, Any], str]] = {
     "a question": ({"id": "7", "question_text": "1 + 2?", "gold_answer": "3"},
-        'data.columns={prompt="question_text", completion="gold_answer"} learns only gold_answer'),
+        'data.columns={prompt="question_text", completion="gold_answer"}\' learns only gold'),
     "a prompt": ({"prompt": "1 + 2?", "response": "3"},
-        'data.columns={question="prompt", answer="response"} makes them a chat'),
+        'data.columns={question="prompt", answer="response"}\' makes them a chat'),
     "names of one alone": ({"text_de": "a", "target text": "b"},
         'data.columns={prompt="text_de", completion="target text"}'),
     "a preference": ({"prompt": "1 + 2?", "chosen": "3", "rejected": "4"},
-        'data.columns={prompt="prompt", completion="chosen"} learns only chosen'),
+        'data.columns={prompt="prompt", completion="chosen"}\' learns only chosen'),
     "a preference of turns": ({"prompt": "1 + 2?", "chosen": [Q, A], "rejected": [Q, A2]},
         "data.columns.messages=chosen names the turns"),
     "a preference of prompts of turns": ({"prompt": [Q], "chosen": [A], "rejected": [A2]},
-        'data.columns={prompt="prompt", completion="chosen"} learns only chosen'),
+        'data.columns={prompt="prompt", completion="chosen"}\' learns only chosen'),
     "a preference behind a conversation": (
         {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "4"}},
-        'data.columns={prompt="conversations", completion="chosen"} learns only chosen'),
+        'data.columns={prompt="conversations", completion="chosen"}\' learns only chosen'),
     "a preference behind turns with answers": (
         {"messages": [Q, A, Q], "chosen": "3", "rejected": "4"},
-        'data.columns={prompt="messages", completion="chosen"} learns only chosen'),
+        'data.columns={prompt="messages", completion="chosen"}\' learns only chosen'),
     "a preference of Alpaca's": (
         {"instruction": "1 + 2?", "input": "", "chosen": "3", "rejected": "4"},
-        'data.columns={instruction="instruction", input="input", output="chosen"} learns only'),
+        'data.columns={instruction="instruction", input="input", output="chosen"}\' learns only'),
     "Dolly's": (
         {"instruction": "1 + 2?", "context": "Add.", "response": "3", "category": "open_qa"},
         'data.columns={instruction="instruction", input="context", output="response"}'),
@@ -428,7 +429,7 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
         "data.columns.text=chosen names the text"),
     "turns": ({"id": 7, "dialog": [HUMAN, GPT]}, "data.columns.messages=dialog names the turns"),
     "turns before a text": ({"context": [Q], "response": "3"},
-        'data.columns={prompt="context", completion="response"} learns only response'),
+        'data.columns={prompt="context", completion="response"}\' learns only response'),
     "one text": ({"txet": "a"}, "data.columns.text=txet names the text"),
     "a prompt alone": ({"prompt": "1 + 2?"}, "name the columns to read in data.columns"),
     "two answers": ({"problem": "a", "solution": "b", "answer": "c"}, "name the columns to read"),
@@ -442,9 +443,9 @@ def test_columns_of_other_names_are_told_how_to_be_named(name: str) -> None:
     with pytest.raises(ValueError, match=re.escape(advice)) as refused:
         read(row, {})[0]
     # After following the advice, it reads the row.
-    if columns := re.search(r"data\.columns[.=]\S.*?(?=$| learns| names)", str(refused.value)):
+    if columns := re.search(r"'?data\.columns[.=]\S.*?(?=$| learns| names)", str(refused.value)):
         tree: dict[str, Any] = {}
-        assert assign_all(tree, [columns[0]])[1] == []
+        assert assign_all(tree, shlex.split(columns[0]))[1] == []
         document, _ = read(row, tree["data"]["columns"])
         learned = [*document] if not isinstance(document, Chat | Ids) else document
         assert "4" not in str(learned)
