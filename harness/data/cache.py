@@ -152,7 +152,8 @@ def _build(folder: Path, build: Callable[[Path], None], is_alone: bool) -> None:
     ours = f"{folder.name}.partial-{socket.gethostname()}"
     if is_alone:  # at least on this machine, on any file system
         for abandoned in folder.parent.glob(f"{ours}-*"):
-            shutil.rmtree(abandoned, ignore_errors=True)
+            if abandoned.name.removeprefix(f"{ours}-").isdigit():  # not host-a's beside host's
+                shutil.rmtree(abandoned, ignore_errors=True)
     partial = folder.with_name(f"{ours}-{os.getpid()}")
     partial.mkdir()
     try:

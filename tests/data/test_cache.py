@@ -127,6 +127,16 @@ def test_a_killed_builder_is_in_nobodys_way(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("made.partial-*"))
 
 
+def test_a_builder_on_a_machine_with_a_longer_name_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache.socket, "gethostname", lambda: "node1")
+    for name in ("node1-7", "node1-a-7"):
+        (tmp_path / f"made.partial-{name}").mkdir()
+    build_once(tmp_path / "made", build_slowly, print)
+    assert [path.name for path in tmp_path.glob("*.partial-*")] == ["made.partial-node1-a-7"]
+
+
 def test_those_who_wait_say_so(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     builder = FORKED.Process(target=hang, args=(folder,))
