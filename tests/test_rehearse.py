@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ import torch
 from transformers import AutoConfig
 
 from harness.config.ds_file import read_ds_json
+from harness.config.run_file import load_run_config
+from harness.data.corpus import find_corpus
 from harness.errors import ConfigError
 from harness.layout.families import FAMILIES
 from harness.layout.grid import Grid
@@ -34,7 +37,7 @@ from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.compare import apart, differing, done_twice
 from tools.rehearsal.job import STEPS, Job, elsewhere, grid_of, rehearsed, shown
 from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
-from tools.rehearsal.shrink import MOST_BYTES, VOCAB_SIZE, excerpt, shrunk, size_of
+from tools.rehearsal.shrink import MOST_BYTES, VOCAB_SIZE, data_keys, excerpt, shrunk, size_of
 from tools.rehearsal.stages import Done, train_command
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads per key head make Llama-3.1-405B the largest
@@ -323,7 +326,7 @@ def test_of_large_data_the_first_lines_are_read(tmp_path: Path) -> None:
     large = tmp_path / "large.jsonl"
     large.write_text(line * (2 * MOST_BYTES // len(line)))
     part = Path(excerpt(str(large), tmp_path / "part"))
-    assert part == tmp_path / "part" / "large.jsonl"
+    assert part == tmp_path / "part" / "large.jsonl.jsonl"
     assert MOST_BYTES <= part.stat().st_size < MOST_BYTES + len(line)
     assert set(part.read_text().splitlines(keepends=True)) == {line}
 
@@ -345,7 +348,21 @@ def test_of_a_split_its_files_are_the_part(tmp_path: Path) -> None:
         (tmp_path / "data" / f"{name}.jsonl").parent.mkdir(exist_ok=True)
         (tmp_path / "data" / f"{name}.jsonl").write_text(line * (2 * MOST_BYTES // len(line)))
     part = Path(excerpt(str(tmp_path / "data"), tmp_path / "part", split="test"))
-    assert [file.name for file in part.iterdir()] == ["test.jsonl"]
+    assert [file.name for file in part.iterdir()] == ["test.jsonl.jsonl"]
+
+
+@pytest.mark.parametrize("format", [None, "csv"])
+def test_copied_records_are_read_as_json_lines(tmp_path: Path, format: str | None) -> None:
+    name = "large.psv" if format else "large.csv"
+    lines = (f'"{number}, word {"word " * 200}",{number}\n' for number in range(9000))
+    (tmp_path / name).write_text("text,number\n" + "".join(lines))
+    settings = [f"data.path={tmp_path / name}", *([f"data.format={format}"] if format else [])]
+    plan: Any = SimpleNamespace(config=load_run_config(None, settings))
+    keys = data_keys(plan, tmp_path / "part")
+    words = [f"{key}={value}" for key, value in keys.items()]
+    data = load_run_config(None, words).data
+    pieces = find_corpus(data.path, data.format, split=data.split).pieces()
+    assert [piece.text.split(",")[0] for piece in pieces][:3] == ["0", "1", "2"]
 
 
 def test_small_data_is_read_where_it_lies(tmp_path: Path) -> None:

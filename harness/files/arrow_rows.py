@@ -36,18 +36,6 @@ def open_bytes(file: Path) -> IO[bytes]:
     return file.open("rb")
 
 
-def compressed(file: Path, content: bytes) -> bytes:
-    """Return content compressed as the file's suffix says, for a copy under the same name."""
-    suffix = file.suffix.lower()
-    if suffix == ".gz":
-        return gzip.compress(content, mtime=0)
-    if suffix == ".zst":
-        import pyarrow
-
-        return bytes(pyarrow.Codec("zstd").compress(content))
-    return content
-
-
 _ROWS_AT_ONCE = 1024
 
 
@@ -117,23 +105,6 @@ def count_rows(file: Path, most_bytes: int) -> tuple[int, int]:
     except unreadable():
         pass  # reading the rows reports the damage
     return count, most_bytes
-
-
-def excerpt_of(file: Path, most_bytes: int) -> bytes:
-    """Return the content of a file of the same format with only the first rows."""
-    import pyarrow
-    from pyarrow import parquet
-
-    batch = next(batches_of(file))
-    rows = max(1, min(batch.num_rows, batch.num_rows * most_bytes // max(1, batch.nbytes)))
-    table = pyarrow.Table.from_batches([batch.slice(0, rows)])
-    sink = pyarrow.BufferOutputStream()
-    if file.suffix.lower() == ".parquet":
-        parquet.write_table(table, sink)
-    else:
-        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    return bytes(sink.getvalue())
 
 
 def why_not(file: Path, is_named: bool) -> str:

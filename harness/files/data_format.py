@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.files.first_bytes import first_lines, why_not_text
+from harness.files.first_bytes import why_not_text
 from harness.files.pieces import Piece
 
 Records = Iterator[tuple[int, object]]
@@ -208,5 +208,3 @@ class DataFormat:
     """Returns why a file cannot be read, or ""; True: data.format names the format."""
     note: Callable[[Path], str] = lambda file: ""
     """Returns a remark for the plan on how a file is read, such as its separator; "" without."""
-    excerpt: Callable[[Path, int], bytes] = first_lines
-    """Returns the first documents as the content of a file of about the given size in bytes."""

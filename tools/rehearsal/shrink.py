@@ -6,6 +6,7 @@ the hidden size, a mixture of experts, the order of layer kinds. Only sizes shri
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from harness.config.run_config import run_and_step
 from harness.config.run_file import load_run_config
 from harness.data.corpus import find_corpus
 from harness.errors import ConfigError
-from harness.files.file_kinds import format_of
+from harness.files.data_format import BadLines
+from harness.files.file_kinds import FORMATS, format_of
+from harness.files.first_bytes import first_lines
 from harness.files.splits import ALL, TO_EVALUATE
 from harness.layout.expert import ExpertPlan
 from harness.layout.families import SIZE_KEYS, Family, family_of
@@ -27,25 +30,35 @@ from harness.runfolder import RunFolder
 
 MOST_BYTES = 4 * 2**20
 MOST_FILES = 256
+_OF_RECORDS = "jsonl"  # format and suffix of copied records
 VOCAB_SIZE = 8192  # of the tokenizer that is trained if the job has none
 
 
 def excerpt(path: str, folder: Path, format: str | None = None, split: str | None = None) -> str:
     """Return `path` itself if the corpus is small or holds token ids. Otherwise copy the beginnings
-    of the first files of its split to `folder`, under the same names, and return that path.
+    of the first files of its split to `folder`, records as JSON lines, and return that path.
 
     Raises ConfigError if there is no text, as a run would.
     """
     corpus = find_corpus(path, format, split=split)
     if corpus.kind == "indexed" or corpus.num_bytes() <= MOST_BYTES:
         return path
-    files = corpus.files[:MOST_FILES]
+    files, copy = corpus.files[:MOST_FILES], folder
     for file in files:
         inside = file.relative_to(corpus.path) if corpus.path.is_dir() else Path(file.name)
-        copy = folder / inside
+        records = format_of(file, format).records
+        copy = folder / (inside if records is None else f"{inside}.{_OF_RECORDS}")
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(format_of(file, format).excerpt(file, MOST_BYTES // len(files)))
-    return str(folder if corpus.path.is_dir() else folder / corpus.path.name)
+        size = MOST_BYTES // len(files)
+        if records is None:
+            copy.write_bytes(first_lines(file, size))
+            continue
+        with copy.open("w", encoding="utf-8") as lines:
+            for _, record in records(file, BadLines()):
+                lines.write(json.dumps(record, default=str) + "\n")
+                if lines.tell() >= size:
+                    break
+    return str(folder if corpus.path.is_dir() else copy)
 
 
 def tokenizer_of(real: Plan) -> str | None:
@@ -64,11 +77,11 @@ def data_keys(real: Plan, folder: Path) -> dict[str, Any]:
 
     def first(path: str, name: str, format: str | None, split: str | None) -> dict[str, Any]:
         shown = excerpt(path, folder / "data" / name, format, split)
-        if find_corpus(shown, format, split=ALL).path.is_relative_to(folder):
-            keys["data.cache_dir"] = str(folder / "cache")
-        if shown != path:  # a copy, which contains only files of the split
-            split = ALL
-        return {"path": shown, **({} if split in (None, TO_EVALUATE) else {"split": split})}
+        if shown == path:
+            return {"path": path, **({} if split in (None, TO_EVALUATE) else {"split": split})}
+        keys["data.cache_dir"] = str(folder / "cache")
+        named = {"format": _OF_RECORDS} if format and FORMATS[format].records else {}
+        return {"path": shown, "split": ALL, **named}  # only files of the split were copied
 
     if data.vocab_size < VOCAB_SIZE:
         keys["data.vocab_size"] = data.vocab_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.files.arrow_rows import count_rows, excerpt_of, records_of, why_not
+from harness.files.arrow_rows import count_rows, records_of, why_not
 from harness.files.data_format import DataFormat
 
 FORMAT = DataFormat(
@@ -11,5 +11,4 @@ FORMAT = DataFormat(
     records=records_of,
     count=count_rows,
     why_not=why_not,
-    excerpt=excerpt_of,
 )

@@ -137,24 +137,10 @@ def _count(file: Path, most_bytes: int) -> tuple[int, int]:
     return max(0, count - 1), left
 
 
-def _excerpt(file: Path, most_bytes: int) -> bytes:
-    copy = io.StringIO(newline="")
-    writer = csv.writer(copy, delimiter=_separator(file)[0])
-    for number, (_, record) in enumerate(_records(file, BadLines())):
-        assert isinstance(record, dict)
-        if not number:
-            writer.writerow(record)
-        writer.writerow(record.values())
-        if copy.tell() >= most_bytes:
-            break
-    return copy.getvalue().encode()
-
-
 FORMAT = DataFormat(
     name="csv",
     suffixes=frozenset({".csv", ".tsv"}),
     records=_records,
     count=_count,
-    excerpt=_excerpt,
     note=_note,
 )

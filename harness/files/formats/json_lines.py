@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from harness.errors import Unusable
-from harness.files.arrow_rows import DAMAGED, compressed, open_bytes, why_no_pyarrow
+from harness.files.arrow_rows import DAMAGED, open_bytes, why_no_pyarrow
 from harness.files.data_format import BadLines, DataFormat, problem_of
 from harness.files.first_bytes import NO_UTF_8, first_line, why_not_text, why_not_utf_8
 
@@ -160,16 +160,6 @@ def _count(file: Path, most_bytes: int) -> tuple[int, int]:
     return count, most_bytes
 
 
-def _excerpt(file: Path, most_bytes: int) -> bytes:
-    first: list[str] = []
-    for _, record in _records(file, BadLines()):
-        first.append(json.dumps(record) + "\n")
-        most_bytes -= len(first[-1])
-        if most_bytes <= 0:
-            break
-    return compressed(file, "".join(first).encode())
-
-
 def _why_not(file: Path, is_named: bool) -> str:
     """Return why a file holds no records, or "". Without data.format only a .json is opened."""
     suffix = file.suffix.lower()
@@ -197,5 +187,4 @@ FORMAT = DataFormat(
     lines_before=_lines_before,
     count=_count,
     why_not=_why_not,
-    excerpt=_excerpt,
 )

@@ -6,13 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.files.arrow_rows import (
-    count_rows,
-    excerpt_of,
-    records_of,
-    unreadable,
-    why_not,
-)
+from harness.files.arrow_rows import count_rows, records_of, unreadable, why_not
 from harness.files.data_format import BadLines, DataFormat
 
 
@@ -66,5 +60,4 @@ FORMAT = DataFormat(
     records_between=_records_between,
     count=count_rows,
     why_not=why_not,
-    excerpt=excerpt_of,
 )
