@@ -163,8 +163,9 @@ def _results(inputs: Inputs, index: int) -> tuple[int, int]:
     that its backward pass needs directly, and those from which it recomputes others.
     """
     shape, e = inputs.shape, inputs.element_bytes
-    if inputs.trace is not None:
-        return 0, 0
+    if inputs.trace is not None:  # which of them its backward pass needs is unknown
+        kept = inputs.trace.selective[inputs.first_layer + index] - e * shape.hidden_size
+        return 0, int(kept * inputs.tokens)
     # Rotated queries and keys, and the inputs of norms, are recomputed from them.
     from_them = e * (shape.q_size + 2 * shape.kv_size + shape.hidden_size)
     as_they_are = 0

@@ -37,6 +37,8 @@ class LayerTrace:
 
     layers: tuple[float, ...]
     """Bytes for each of the model's layers."""
+    selective: tuple[float, ...]
+    """Bytes for each layer with selective checkpointing, its input included."""
     outside: float = 0.0
     """Bytes outside the layers, including all logits."""
     way: Way = "traced"

@@ -28,7 +28,7 @@ from transformers.initialization import no_init_weights
 from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Way
 from harness.models import state_kernels
 from harness.models.loss import forward
-from harness.models.recompute import saved_by
+from harness.models.recompute import checkpoint_layers, saved_by
 from harness.models.skeleton import DTYPES, hf_config
 from harness.models.units import decoder_layers
 
@@ -312,8 +312,9 @@ def main() -> int:
     state_kernels.stand_in(values.pop("kernels", ()))
     request = Request(**values)
     try:
-        traced = trace(request)
-        answer = {**shape_of(request), **vars(traced)}
+        answer = {**shape_of(request), **vars(trace(request))}
+        kept = trace(request, lambda model: checkpoint_layers(model, "selective"))
+        answer["selective"] = kept.layers
     except Exception as error:  # arbitrary model code may raise anything
         lines = str(error).strip().splitlines() or [""]
         print(f"{type(error).__name__}: {lines[0][:300]}", file=sys.stderr)

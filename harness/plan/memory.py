@@ -52,6 +52,7 @@ class Traced:
 
     shape: Shape
     layers: tuple[int, ...]
+    selective: tuple[int, ...]
     outside: int
     way: Way
 
@@ -72,7 +73,8 @@ def traced(request: dict[str, Any]) -> Traced:
         tensors(body["after"]),
     )
     shape = Shape(**sizes, body=made)
-    return Traced(shape, tuple(answer["layers"]), answer["outside"], answer["way"])
+    layers, selective = tuple(answer["layers"]), tuple(answer["selective"])
+    return Traced(shape, layers, selective, answer["outside"], answer["way"])
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +186,10 @@ def traced_inputs(plan: Plan) -> Inputs:
     return replace(
         inputs,
         trace=LayerTrace(
-            tuple(size / tokens for size in trace.layers), trace.outside / tokens, trace.way
+            tuple(size / tokens for size in trace.layers),
+            tuple(size / tokens for size in trace.selective),
+            trace.outside / tokens,
+            trace.way,
         ),
     )
 

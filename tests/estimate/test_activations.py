@@ -16,7 +16,7 @@ from harness.data.batch import Batch
 from harness.estimate.activations import activation_evidence, activations, saved_for_backward
 from harness.estimate.dividable import division_problems
 from harness.estimate.fit import helpful_changes
-from harness.estimate.inputs import Inputs
+from harness.estimate.inputs import Inputs, LayerTrace
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import estimate_memory
@@ -220,6 +220,14 @@ def test_says_how_well_a_family_is_known():
     for family, evidence in (("llama", "traced"), ("phi3", "guessed")):
         divided = replace(inputs_of(FAMILIES[family], *WAYS[0]), grid=halves)
         assert activation_evidence(divided) == evidence
+
+
+def test_a_traced_layer_keeps_the_results_that_were_traced():
+    run = inputs_of(FAMILIES["llama"], "bf16", "sdpa", "selective", False)
+    parts = activations(replace(run, trace=LayerTrace((1e4,) * 2, (3e3,) * 2)))
+    sizes = {part.component: part.bytes for part in parts if "loss" in part.phases}
+    kept = sizes["activations: layer inputs"] + sizes["activations: kept results"]
+    assert kept == 2 * 3000 * run.tokens
 
 
 def test_eager_attention_has_a_mask_for_each_window():

@@ -215,7 +215,8 @@ def shape_of(layer: tuple[Tensor, ...], **sizes: Any) -> Shape:
 
 def traced(layer: tuple[Tensor, ...], **changes: Any) -> Inputs:
     sizes = changes.pop("sizes", {})
-    trace = LayerTrace((changes.pop("bytes", 1e4),) * 4, way=changes.pop("way", "traced"))
+    saved = (changes.pop("bytes", 1e4),) * 4
+    trace = LayerTrace(saved, saved, way=changes.pop("way", "traced"))
     return replace(run(**changes), shape=shape_of(layer, **sizes), trace=trace)
 
 
