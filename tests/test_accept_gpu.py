@@ -167,7 +167,7 @@ def test_wrong_arguments_are_refused(words: list[str], problem: str | None) -> N
 
 def test_help_has_an_example_and_every_step() -> None:
     text = run_tool("accept_gpu", "--help").stdout
-    assert "python tools/accept_gpu.py --ranks 2 --only joining parity --json" in text
+    assert "python tools/accept_gpu.py --ranks 2 --only joining parity" in text
     assert all(f"  {step.name}" in text for step in STEPS)
 
 

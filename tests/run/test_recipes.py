@@ -221,6 +221,7 @@ def test_a_recipe_is_short_and_a_row_of_the_readme(name: str) -> None:
     assert ("data.template" in keys) == ("`data.template`" in row)
 
 
+@pytest.mark.slow("the estimate of a GRU or LSTM is traced in another process")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_the_gpus_that_it_is_meant_for(
     name: str, planned: Planner, corpora: Path, monkeypatch: pytest.MonkeyPatch

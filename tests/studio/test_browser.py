@@ -54,6 +54,7 @@ document.querySelector(".q-drawer__content").clientHeight
 """False if the menu ends above the end of its bar."""
 
 
+@pytest.mark.slow("the first page waits for the studio's and transformers' imports")
 @pytest.mark.parametrize("page", rest_in_gate("pages", PAGES), ids=lambda page: page.slug)
 def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
     """At both widths, light and dark, with requests only to this machine."""

@@ -381,6 +381,7 @@ def test_zero_0_in_fp32_steps_with_nan() -> None:
     engine.close()
 
 
+@pytest.mark.slow("DeepSpeed's CPU Adam may have to be compiled")
 @ranks(2)
 def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step() -> None:
     """Without our workaround, the step after one with NaN is also skipped."""
