@@ -44,12 +44,12 @@ what = words["starts"].split(",")[int(os.environ.get("SLURM_RESTART_COUNT", 0))]
 print("meets at", os.environ["MASTER_PORT"], flush=True)
 if what == "deaf":
     print("waits", flush=True)
-    time.sleep(100)
+    time.sleep(300)
 if what == "waits":
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(75))
     print("waits", flush=True)
-    time.sleep(100)
+    time.sleep(300)
 if what.startswith("step"):
     pathlib.Path(words["run.dir"], "checkpoints", what).mkdir(parents=True)
     sys.exit(1)
@@ -408,9 +408,9 @@ def side_by_side(
     crashing, limited = (tmp_path_factory.mktemp(name) / "job" for name in ("crash", "limit"))
     jobs = [
         submit_stand_in(slurm, crashing, "1,step-00000007,1,1,1,0"),
-        submit_stand_in(slurm, limited, "waits,0", "--time=1"),
+        submit_stand_in(slurm, limited, "waits,0", "--time=4"),  # warned after a minute
     ]
-    wait_for(lambda: all(ended(slurm, job) for job in jobs), f"jobs {jobs} to end", 300)
+    wait_for(lambda: all(ended(slurm, job) for job in jobs), f"jobs {jobs} to end", 600)
     return crashing, limited
 
 
@@ -424,9 +424,7 @@ def test_a_crash_is_requeued_three_times_without_progress(side_by_side: tuple[Pa
 @pytest.mark.gate("slurm")
 def test_the_time_limit_is_seen_coming(side_by_side: tuple[Path, Path]) -> None:
     _, limited = side_by_side
-    # Slurm may warn such a short job any time after its start, even before its ranks start.
-    assert codes(limited) in ([75, 0], [0]), said_by(limited)
-    assert said_by(limited).count("ended with 75") == 1, said_by(limited)
+    assert codes(limited) == [75, 0], said_by(limited)
 
 
 def cancelled(
