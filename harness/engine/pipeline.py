@@ -45,6 +45,7 @@ class PipelineEngine(ZeroEngine):
         if gradients.keeps_no_grad_norm(engine):
             gradients.count_every_stage(stage.parameters(), is_copy)
         gradients.add_norms_over_stages_once(engine)
+        gradients.average_tied_gradients_first(engine)
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
         """Return (name, weight, group) of each weight that the pipeline's other end holds too."""

@@ -83,6 +83,8 @@ def read_weights(
             use_safetensors=True,  # never a pickle
             output_loading_info=True,
         )
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         # RuntimeError: mismatched shapes.
         raise ConfigError(

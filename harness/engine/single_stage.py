@@ -76,6 +76,8 @@ def _load_together(
     files.
     """
     check_files(plan, empty)
+    if plan.zero_stage == 3:  # reading is collective: the others wait within it, not below
+        return _load(plan, empty, device, trust_remote_code)
     loaded, problem = None, None
     try:
         loaded = _load(plan, empty, device, trust_remote_code)

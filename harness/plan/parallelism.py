@@ -88,6 +88,9 @@ def _tensor_problems(draft: Draft, places: int) -> Iterator[str]:
         yield f"it is not supported with model.kernels={run.model.kernels}: remove one of them"
     if run.optim.name in ("muon", "adafactor"):
         yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"
+    for key in (f"{_ZERO}.zero_hpz_partition_size", f"{_ZERO}.zero_quantized_gradients"):
+        if draft.ds.value(key) != DsJson({}).value(key):  # of neighbours, whose slices differ
+            yield f"it is not supported with {key}: remove that key"
     if draft.model_config.get("activation_dropout"):
         why = "would be identical in every rank's shard"
         yield f"activation_dropout {why}: set model.residual_dropout=0"

@@ -103,8 +103,12 @@ def _tensors() -> Iterator[torch.Tensor]:
             yield thing.grad
 
 
+# Of the CPU, of cuBLAS and cuDNN, of the CUDA runtime.
+_NO_MEMORY = ("can't allocate memory", "_ALLOC_FAILED", "CUDA error: out of memory")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if torch failed to allocate memory, on a GPU or on the host."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
     )

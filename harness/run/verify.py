@@ -4,6 +4,7 @@ ranks.
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -112,6 +113,8 @@ def _computed(run: Run, targets: int) -> list[Any]:
             raise
         return [None, "the undivided model does not fit on one rank"]
     finally:
+        del model
+        gc.collect()  # checkpointed layers hold themselves through their replaced forward
         if engine.device.type == "cuda":  # exclude this from the run's peak
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

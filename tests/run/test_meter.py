@@ -166,6 +166,8 @@ def test_running_out_of_memory_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ..."))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
 

@@ -18,6 +18,7 @@ TESTED = (0, 19)
 """The newest release that passes tests/engine/deepspeed_0_19."""
 _READ = (
     "deepspeed.runtime.engine.DeepSpeedEngine.allreduce_and_copy",
+    "deepspeed.runtime.pipe.engine.PipelineEngine._INSTRUCTION_MAP",
     "deepspeed.runtime.pipe.engine.PipelineEngine._exec_optimizer_step",
     "deepspeed.runtime.pipe.engine.PipelineEngine._exec_schedule",
     "deepspeed.runtime.pipe.engine.PipelineEngine.reset_activation_shape",

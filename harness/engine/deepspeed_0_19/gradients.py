@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 
 from harness.engine.deepspeed_0_19.replaced import replaced
 
@@ -149,6 +150,26 @@ def add_norms_over_stages_once(engine: Any) -> None:
         return square.sqrt()
 
     optimizer.scaled_global_norm = norm_of_stages
+
+
+def average_tied_gradients_first(engine: Any) -> None:
+    """Average the gradients of tied weights over the data ranks before the two ends add theirs.
+
+    DeepSpeed adds the ends first. Each end then sums over its own data ranks, in an order that
+    depends on the place of the weight in its buffers: from three data ranks on, the copies differ
+    in the last bits and drift apart. Its later sum over the data ranks is then one of equal values.
+    """
+
+    def reduce(engine: Any) -> None:
+        data = engine.mpu.get_data_parallel_group()
+        for weight, ends in engine.module.get_tied_weights_and_groups():
+            gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
+            if gradient is not None:
+                dist.all_reduce(gradient, group=data)
+                gradient.div_(dist.get_world_size(data))
+                dist.all_reduce(gradient, group=ends)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: reduce}
 
 
 def reduce_in_place(engine: Any) -> None:

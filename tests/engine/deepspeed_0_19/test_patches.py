@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
@@ -30,12 +31,14 @@ from tests.engine.engines import (
     batches,
     engine_of,
     fp16,
+    gathered,
+    losses,
     pipeline,
     share_of,
     stage,
     written,
 )
-from tests.engine.small import MIXTURES
+from tests.engine.small import MIXTURES, MODEL
 from tests.engine.test_bad_steps import LAYOUTS, gradient_of
 from tests.ranks import ranks
 from tests.real_runs import REPOSITORY, environment, run_ranks
@@ -379,6 +382,28 @@ def test_zero_0_in_fp32_steps_with_nan() -> None:
     assert engine.step_applied
     assert not all(bool(weight.isfinite().all()) for _, weight in engine.masters())
     engine.close()
+
+
+@pytest.mark.gate("engine")
+@pytest.mark.parametrize("bf16", [False, True])
+@ranks(8)
+def test_deepspeeds_tied_ends_drift_over_four_data_ranks_and_ours_do_not(bf16: bool) -> None:
+    """Two summands have one sum; four have several, by their order."""
+    ds = pipeline(1, bf16={"enabled": bf16})
+    tied = written("tied", {**MODEL, "tie_word_embeddings": True, "vocab_size": 5000})
+    equal = []
+    for is_ours in (False, True):
+        engine = engine_of(ds, model={"name": tied})
+        if not is_ours:
+            del engine.engine._INSTRUCTION_MAP  # that of DeepSpeed's class remains
+        losses(engine, 3)
+        for _, weight, ends in engine.tied():
+            copies = [torch.empty_like(weight) for _ in range(2)]
+            dist.all_gather(copies, weight.detach().contiguous(), group=ends)
+            equal.append(torch.equal(*copies))
+        engine.close()
+    assert equal in ([], [False, True])  # ranks between the ends hold no tied weight
+    assert any(gathered(equal))
 
 
 @pytest.mark.slow("DeepSpeed's CPU Adam may have to be compiled")
