@@ -234,7 +234,10 @@ def test_a_run_too_short_to_learn_says_so_with_the_keys(start: str, planned: Pla
     assert "set optim.warmup_ratio=0.03" in warmup["message"]
     assert "takes only 2 steps" in few["message"]
     assert "lower train.global_batch (now 48), or raise train.epochs" in few["message"]
-    assert length_events(made.config, LEAST_STEPS) == []
+    assert [event["kind"] for event in length_events(made.config, 19)] == [
+        *("unfinished_warmup", "few_steps")
+    ]
+    assert length_events(made.config, 20) == length_events(made.config, LEAST_STEPS) == []
     by_tokens = planned("train.tokens=9000 optim.warmup_steps=1", estimate=False)
     (event,) = by_tokens.events
     assert "takes only 2 steps" in event["message"]
