@@ -215,7 +215,7 @@ def test_another_value_takes_the_users_word(
     record = begun(tmp_path / "run", *(words or ()), earlier=words is None)
     plan = planned(f"run.dir={tmp_path / 'run'}", other).to_json()
     (problem,), (key, _, value) = resume_problems(record, plan, []), other.partition("=")
-    assert f"{key} is {value!r}, but the run in this folder has {before!r}" in problem
+    assert f"{key} is {value!r}, but the run in this folder has {before!r}: keep its" in problem
     assert resume_problems(record, plan, [key]) == []
 
 
