@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing, nullcontext
 
-from harness.engine.processes import leave
+from harness.engine.processes import alarm, leave
 from harness.errors import CannotSave, ExitCode, RunStopped
 from harness.run.build import build
 from harness.run.diagnostics import explain_out_of_memory
@@ -66,7 +66,9 @@ def train(run: Run) -> ExitCode:
         raise
     run.ended(outcome, code, message)
     if outcome != "failed":  # launchers end the other ranks soon after the first one has ended
-        run.guard.told_by_rank_0(None)
+        run.guard.meet()
+        alarm().close()  # while rank 0, which has the store that it asks, is still there
+        run.guard.meet()
     run.guard.close(wait=outcome != "failed")
     leave()
     run.watchdog.close()

@@ -87,6 +87,11 @@ class StopGuard:
             dist.broadcast_object_list(messages, group=group, group_src=0)
         return messages[0]
 
+    def meet(self) -> None:
+        """Wait for all ranks, without a timeout. Collective."""
+        for group in self._groups:
+            dist.all_reduce(torch.zeros(1), group=group)
+
     def close(self, wait: bool = True) -> None:
         """Restore the signal handlers.
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -101,9 +102,9 @@ def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> No
         progress=SimpleNamespace(say=lambda text: None),
         watchdog=SimpleNamespace(close=lambda: None),
     )
-    leave, loop.leave = loop.leave, lambda: None
-    try:
+    with (
+        mock.patch.object(loop, "leave"),
+        mock.patch.object(loop, "alarm"),
+    ):
         assert loop.train(run) == ExitCode.DONE
-    finally:
-        loop.leave = leave
     assert page.exists()
