@@ -216,7 +216,8 @@ def ds_json(draw: Draw[Any], place: Place, valid: bool) -> Case:
     text = to_json(tree)
     is_cheap = note in ("valid", "changed") and not any(key in text for key in _DEAR)
     if trained := is_cheap and pick(draw, (False, False, True)):
-        argv = [word for word in place.training() if word != SMALL_BUCKET]
+        own_bucket = "reduce_bucket_size" in text
+        argv = [word for word in place.training() if word != SMALL_BUCKET or not own_bucket]
     else:
         argv = ["--dry-run"]
     divided = not trained and any(axis in text for axis in ("pipeline", "parallel"))
