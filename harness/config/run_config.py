@@ -100,7 +100,9 @@ class RunConfig(Section):
         for key, value in values.items():
             section, _, name = key.partition(".")
             changes.setdefault(section, {})[name] = value
-        sections = {name: getattr(self, name).model_copy(update=of) for name, of in changes.items()}
+        sections = {
+            name: getattr(self, name).model_copy(update=update) for name, update in changes.items()
+        }
         return self.model_copy(update=sections)
 
     def with_origins(self, origins: Mapping[str, str]) -> RunConfig:

@@ -40,13 +40,14 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
     if problems := [problem for source in every for problem in source.problems(spec)]:
         raise ConfigError(problems)
     mask = _document_mask(spec, sources)  # held-out sets must not change what training computes
+
+    def mask_of(held_out: Source) -> bool:
+        return _document_mask(spec, (*sources, held_out))
+
     train = [source.stream("train", spec.seed, document_mask=mask) for source in sources]
     # The held-out order ignores the seed, so that all runs are compared on the same samples.
     eval_sets = {
-        source.name: source.stream(
-            "train", 0, document_mask=_document_mask(spec, (*sources, source))
-        )
-        for source in sets
+        source.name: source.stream("train", 0, document_mask=mask_of(source)) for source in sets
     }
     held_out = [*eval_sets.values()][:1] or [
         source.stream("held_out", 0, document_mask=mask)
@@ -79,10 +80,7 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         _evaluated(spec, joined_set([stream.of_length(longer) for stream in held_out]))
         if longer
         else None,
-        _evaluated(
-            spec,
-            old.stream([*old.sides][-1], 0, document_mask=_document_mask(spec, (*sources, old))),
-        )
+        _evaluated(spec, old.stream([*old.sides][-1], 0, document_mask=mask_of(old)))
         if old
         else None,
     )

@@ -108,7 +108,9 @@ class World:
         `deepspeed` sets RANK for its children, which is more specific. Raises ValueError for
         impossible numbers (rank 3 of 2).
         """
-        launcher, rank, world_size, local_rank, local_world_size = _place_in(environ)
+        launcher, rank, world_size, local_rank, local_world_size = (
+            _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
+        )
         if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
             raise ValueError(
                 f"the {launcher} environment says rank {rank} of {world_size}, local rank "
@@ -128,17 +130,13 @@ class World:
 def has_other_nodes(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if the launcher started ranks on several nodes."""
     try:
-        _, _, world_size, _, local_world_size = _place_in(environ)
+        world = World.from_environ(environ)
     except ValueError:
         return False
-    return world_size > local_world_size
+    return world.world_size > world.local_world_size
 
 
 _Place = tuple[str, int, int, int, int]
-
-
-def _place_in(environ: Mapping[str, str]) -> _Place:
-    return _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
 
 
 def _from_torch_names(environ: Mapping[str, str]) -> _Place | None:

@@ -16,6 +16,7 @@ from harness.layout.world import (
     find_accelerator,
     find_gpu_name,
     free_port,
+    has_other_nodes,
     is_free,
     slurm_port,
     visible_gpus,
@@ -81,6 +82,17 @@ def test_launchers(environ, expected):
 def test_an_impossible_environment(environ, expected):
     with pytest.raises(ValueError, match=expected):
         World.from_environ(environ)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks_of_node", "expected"), [("1", "1", True), ("1", "2", False), ("5", "1", False)]
+)
+def test_ranks_of_an_impossible_environment_are_on_no_other_node(
+    rank: str, ranks_of_node: str, expected: bool
+) -> None:
+    """They cannot be joined to be told that this one is refused."""
+    environ = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert has_other_nodes(environ | {"LOCAL_WORLD_SIZE": ranks_of_node}) == expected
 
 
 @pytest.mark.parametrize(
