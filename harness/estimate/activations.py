@@ -244,7 +244,7 @@ def _head(inputs: Inputs) -> int:
     if family.layer_norm:
         return (2 * e * h + 2 * e) * inputs.tokens
     capped = e * inputs.shape.vocab_size if family.soft_caps and not inputs.chunk else 0
-    return (rms_norm(inputs, h) + e * h + FP32 + capped) * inputs.tokens
+    return (rms_norm(inputs, h, inputs.liger) + e * h + FP32 + capped) * inputs.tokens
 
 
 def _temporaries(inputs: Inputs) -> int:

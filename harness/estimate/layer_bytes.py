@@ -15,7 +15,7 @@ from harness.layout.releases import is_older
 from harness.layout.shape import Tensor
 
 # Tensors of the MLP's width that an activation function and the following product save. gelu_new is
-# written in Python: x, the tanh argument, tanh, and two factors.
+# written in Python: x, the tanh argument, tanh, and two factors; compiled layers save x alone.
 _UNFUSED = {"gelu_new": 4, "gelu_fast": 4}
 
 
@@ -50,7 +50,7 @@ def _attention(inputs: Inputs, index: int) -> int:
     size = 0
     # RMSNorms of queries and keys, per head or over all heads.
     for norm, width in zip(_norms_within(shape.body.layers[index]), (q, kv), strict=False):
-        size += rms_norm(inputs, width) + FP32 * max(1, width // norm.numel)
+        size += rms_norm(inputs, width, inputs.fused) + FP32 * max(1, width // norm.numel)
     if inputs.grid.sequence > 1:
         # models/sequence.py: key heads are repeated if fewer than ranks, and the projection's input
         # is the exchanged tensor, not attention's output.
@@ -120,10 +120,11 @@ def dense_mlp(inputs: Inputs) -> int:
     """Return the bytes per token that an MLP without experts saves, excluding its input."""
     shape, e, f = inputs.shape, inputs.element_bytes, inputs.shape.intermediate_size
     if shape.family.gated_mlp:
-        # Gate, activation, up and product; Liger recomputes the activation.
-        return (3 if inputs.liger else 4) * e * f
+        # Gate, activation, up and product; fused kernels recompute the activation.
+        return (3 if inputs.fused else 4) * e * f
     name = inputs.activation or shape.family.activation
-    return (1 + _UNFUSED.get(name, 0 if name == "relu" else 1)) * e * f
+    unfused = {} if inputs.compiled else _UNFUSED
+    return (1 + unfused.get(name, 0 if name == "relu" else 1)) * e * f
 
 
 def has_experts(inputs: Inputs, index: int) -> bool:
@@ -154,14 +155,17 @@ def _norms(inputs: Inputs) -> int:
         return count * (2 * e * shape.hidden_size + 2 * e) - shared + dropped
     # Attention and MLP save their input, whether from a norm or the residual stream.
     linear_inputs = 2 * e * shape.hidden_size
-    return count * (rms_norm(inputs, shape.hidden_size) + FP32) + linear_inputs + dropped
+    if inputs.liger and inputs.compiled:  # an H200's peak has one more tensor in each layer
+        linear_inputs += e * shape.hidden_size
+    norm = rms_norm(inputs, shape.hidden_size, inputs.fused) + FP32
+    return count * norm + linear_inputs + dropped
 
 
-def rms_norm(inputs: Inputs, width: int) -> int:
+def rms_norm(inputs: Inputs, width: int, fused: bool) -> int:
     """Return the bytes per token that an RMSNorm saves, without its scale: its input in fp32 and
-    the normalised input; for Liger just the input.
+    the normalised input; if it is fused, just the input.
     """
-    return (inputs.element_bytes if inputs.liger else FP32 + _scaled(inputs)) * width
+    return (inputs.element_bytes if fused else FP32 + _scaled(inputs)) * width
 
 
 def _scaled(inputs: Inputs) -> int:

@@ -94,7 +94,7 @@ def check_kernels(draft: Draft) -> None:
     """Reject model.kernels and model.compile if machine, model or layout cannot use them."""
     config, problems = draft.config, draft.problems
     _check_liger(draft)
-    missing = missing_for_compile(draft.world.accelerator)
+    missing = missing_for_compile(draft.world.accelerator) if draft.here else None
     if config.model.compile and missing:
         problems.add("model.compile", f"it needs {missing}")
     enabled = {
@@ -113,8 +113,6 @@ def check_kernels(draft: Draft) -> None:
 def note_kernels(draft: Draft) -> None:
     """Note effects of kernels that the estimate ignores."""
     config = draft.config
-    if config.model.compile:
-        draft.note("estimated_unfused", "memory is estimated as if layers were not compiled")
     if config.model.kernels == "liger" and config.train.label_smoothing:
         draft.note(
             "loss_not_fused",

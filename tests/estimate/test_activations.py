@@ -32,6 +32,7 @@ from harness.models.loss import forward
 from harness.models.recompute import checkpoint_layers, saved_by
 from harness.models.reversible import reverse_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.units import decoder_layers
 from harness.models.vocabulary_loss import Vocabulary
 from harness.plan.layers import REVERSIBLE_FAMILIES
 from harness.plan.model_config import find_model_config
@@ -116,7 +117,7 @@ WAYS = [
 
 
 def saved_bytes(
-    config, precision, attention, checkpointing, masked, offload=False, tiles=1, chunk=0
+    config, precision, attention, checkpointing, masked, offload=False, tiles=1, chunk=0, compiled=False
 ) -> int:
     """Return the bytes of storages that one forward pass saves, without parameters and buffers."""
     torch.manual_seed(0)
@@ -136,6 +137,8 @@ def saved_bytes(
         checkpoint_layers(model, checkpointing, offload)
     if tiles > 1:
         tile_mlps(model, tiles)
+    for layer in decoder_layers(model)[1] if compiled else ():
+        layer.forward = torch.compile(layer.forward)
     model.train()
     ids = torch.randint(0, config["vocab_size"], (MICRO_BATCH, SEQ_LEN))
     positions = (torch.arange(SEQ_LEN) % 40).repeat(MICRO_BATCH, 1) if masked else None
@@ -191,6 +194,14 @@ def saving_cases():
 def test_saved_activations_are_those_of_the_real_model(family, way):
     predicted = saved_for_backward(inputs_of(FAMILIES[family], *way))
     assert predicted == pytest.approx(saved_bytes(FAMILIES[family], *way), rel=0.01)
+
+
+@pytest.mark.gate("memory")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "olmo2", "gpt_neox"])
+def test_compiled_layers_save_what_fused_kernels_would(family):
+    run = inputs_of(FAMILIES[family], "bf16", "sdpa", "none", False)
+    saved = saved_bytes(FAMILIES[family], "bf16", "sdpa", "none", False, compiled=True)
+    assert saved_for_backward(replace(run, compiled=True)) == pytest.approx(saved, rel=0.01)
 
 
 @pytest.mark.parametrize(

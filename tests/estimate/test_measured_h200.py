@@ -19,11 +19,6 @@ from harness.plan.command import Command, plan_from
 _TABLE = Path(__file__).with_name("measured_h200.toml")
 RUNS: list[dict[str, Any]] = tomllib.loads(_TABLE.read_text(encoding="utf-8"))["run"]
 LARGE = [run for run in RUNS if run["allocated_gib"] > 1]
-TIMED = [run for run in RUNS if run not in LARGE or not run.get("module_by_module")]
-"""Runs whose time is compared. Excluded are large models whose layers ZeRO 3 gathers module by
-module: the host then waits some 200 times per step, which takes a quarter to a half longer than
-estimated.
-"""
 
 
 def estimate_of(run: dict[str, Any]) -> Estimate:
@@ -40,14 +35,17 @@ def test_memory_is_as_measured(run: dict[str, Any]) -> None:
     allocated = estimate.worst.peak / GIB
     assert allocated == pytest.approx(run["allocated_gib"], rel=0.004)
     assert is_within(run["reserved_gib"], estimate.worst.reserved)
-    assert is_within(run["shown_gib"], estimate.worst.shown)
+    if "shown_gib" in run:
+        assert is_within(run["shown_gib"], estimate.worst.shown)
 
 
-@pytest.mark.parametrize("run", TIMED, ids=lambda run: run["name"])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
 def test_seconds_are_as_measured(run: dict[str, Any]) -> None:
     inputs = estimate_of(run).inputs
     if run.get("module_by_module"):
         inputs = replace(inputs, zero=replace(inputs.zero, has_leaves=True))
+    if documents := run.get("document_tokens"):
+        inputs = replace(inputs, seen_tokens=documents / 2)
     seconds = estimate_time(inputs, machine_of("h200", 1, "bf16")).seconds
     assert seconds == pytest.approx(run["step_s"], rel=0.15)
 

@@ -34,7 +34,7 @@ ERRORS = {
     "offload": Error(0.05, 0.13, 8),
     "sequence": Error(0.07, 0.08, 5),
     "tensor": Error(0.08, 0.53, 12),
-    "pipeline": Error(0.09, 0.27, 118),
+    "pipeline": Error(0.08, 0.25, 118),
     "hpZ": Error(0.1, 0.3, 0),
     "expert": Error(0.1, 0.3, 0),
 }

@@ -46,8 +46,6 @@ RMS_NORM_BYTES = (26, 52)
 it saves: it is cast to fp32, squared, averaged, multiplied, cast back and multiplied, 36 bytes
 forward and twice that backward, of which the passes above count 10 and 20. Runs with and without a
 fused kernel (arXiv 2311.05610, torchtitan) differ by 8 to 14 %."""
-FUSED = 0.67
-"""Share of these passes that remains if layers are compiled."""
 ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward pass relative to the forward pass: five products instead of
 two (arXiv 2307.08691, section 3.1.2)."""
@@ -115,12 +113,9 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
         for tensor in tensors
         if len(tensor.shape) == 2 and tensor.kind != "experts" and not is_serial(tensor)
     )
-    quicker = machine.flash_attention_3 if inputs.attention == "flash_attention_3" else 1.0
-    reached = machine.peak_flops * machine.attention * quicker
-    attention = _attention(inputs, index) / reached
+    attention = _attention(inputs, index) / (machine.peak_flops * _attention_share(inputs, machine))
     serial, summed = _serial(inputs, tensors, machine)
     moved = _moved(inputs, index) / machine.memory_rate
-    moved *= FUSED if inputs.compiled else 1.0
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
     dequantized = _dequantized(inputs, tensors) / machine.memory_rate
     launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
@@ -243,6 +238,16 @@ def _experts(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> f
     )
     matrices = elements / (here * shape.expert_size * shape.hidden_size)
     return here * matrices * each
+
+
+def _attention_share(inputs: Inputs, machine: Machine) -> float:
+    """Return the share of the peak that a run's attention kernels reach."""
+    if inputs.attention == "flash_attention_3":
+        return machine.attention * machine.flash_attention_3
+    # cuDNN's kernels do not compute in fp32.
+    if inputs.attention == "sdpa" and not inputs.document_mask and inputs.precision != "fp32":
+        return machine.attention * machine.sdpa
+    return machine.attention
 
 
 def _attention(inputs: Inputs, index: int) -> float:

@@ -56,6 +56,8 @@ class Machine:
     """Cost of the empty part of a product's last wave, relative to a full one."""
     flash_attention_3: float = 1.0
     """Speed of flash-attn 3 and later, relative to `attention`."""
+    sdpa: float = 1.0
+    """Speed of the kernel that torch picks for sdpa without a mask, relative to `attention`."""
     kernel_seconds: float = 0.0
     """Seconds of an empty kernel."""
     is_asynchronous: bool = True
@@ -93,6 +95,7 @@ def machine_of(
         rate_evidence=tuple((name, rates["evidence"]) for name in _LISTED),
         partial_wave=rates["partial_wave"],
         flash_attention_3=rates["flash_attention_3"],
+        sdpa=rates["sdpa"],
         kernel_seconds=rates["kernel_microseconds"] * 1e-6,
     )
 
