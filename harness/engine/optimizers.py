@@ -20,6 +20,7 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _zeropower_via_newtonschulz
 
 from harness.engine.deepspeed_0_19 import internals
+from harness.engine.eight_bit import adam8bit
 from harness.engine.state import flat_of, pieces
 from harness.plan.plan import Plan
 
@@ -216,13 +217,6 @@ def _with_gradients(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Any,
                 yield group, p, optimizer.state[p]
 
 
-def _adam8bit(params: Any, **settings: Any) -> Optimizer:
-    from bitsandbytes.optim.adamw import AdamW8bit  # optional dependency
-
-    # All tensors in 8 bits: sizes, and so the choice, would depend on how ZeRO splits them.
-    return AdamW8bit(params, min_8bit_size=1, **settings)
-
-
 # Optimizers by the type in the resolved JSON; called with parameter groups and its params.
 BUILT_HERE: dict[str, Callable[..., Optimizer]] = {
     "SGD": torch.optim.SGD,
@@ -232,7 +226,7 @@ BUILT_HERE: dict[str, Callable[..., Optimizer]] = {
         [{**group, "momentum": momentum} for group in groups], **settings
     ),
     "Adafactor": Adafactor,
-    "AdamW8bit": _adam8bit,
+    "AdamW8bit": adam8bit,
 }
 
 

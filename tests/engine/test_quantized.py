@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from harness.config.run_config import RunConfig
+from harness.engine import eight_bit
 from harness.engine.eight_bit import BLOCK, blank, per_block, per_element
 from harness.engine.meta_model import empty_model
 from harness.engine.reading import PieceReader
@@ -241,6 +243,36 @@ def stepped() -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
         flat.grad[NUMEL:] = 0
         optimizer.step()
     return optimizer, flat
+
+
+def test_tensors_that_bitsandbytes_cannot_count_are_updated_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eight_bit, "SLICE", 2 * BLOCK)
+    weights = []
+    settings = {"lr": 1e-2, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1}
+    for make in (partial(bitsandbytes.optim.AdamW8bit, min_8bit_size=1), eight_bit.adam8bit):
+        torch.manual_seed(0)
+        flat = torch.nn.Parameter(torch.randn(5 * BLOCK + 7))
+        optimizer = make([flat], **settings)
+        assert eight_bit.is_eight_bit(optimizer)
+        for _ in range(3):
+            flat.grad = torch.randn(flat.shape)
+            optimizer.step()
+        weights.append(flat.data)
+        blocks = per_block(optimizer, filled_from(flat, optimizer))
+        assert all(torch.equal(blocks[k], optimizer.state[flat][k]) for k in ("state1", "absmax2"))
+    assert torch.equal(*weights)
+
+
+def filled_from(
+    flat: torch.nn.Parameter, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Return the optimizer's states as a checkpoint would fill them."""
+    filled = blank(flat)
+    for key, values in per_element(optimizer.state[flat]).items():
+        filled[key].copy_(values)
+    return filled
 
 
 def test_the_same_blocks_come_back_bit_for_bit_without_their_padding() -> None:

@@ -117,8 +117,9 @@ WAYS = [
 
 
 def saved_bytes(
-    config, precision, attention, checkpointing, masked, offload=False, tiles=1, chunk=0, compiled=False
-) -> int:
+    config, precision, attention, checkpointing, masked,
+    offload=False, tiles=1, chunk=0, compiled=False,
+) -> int:  # fmt: skip
     """Return the bytes of storages that one forward pass saves, without parameters and buffers."""
     torch.manual_seed(0)
     name = function_name(attention, ATTENTIONS[attention].sizes, 0)
