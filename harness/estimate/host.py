@@ -65,11 +65,17 @@ def nvme_buffers(inputs: Inputs) -> list[MemoryItem]:
 
 
 def saving(inputs: Inputs) -> list[MemoryItem]:
-    """Return the copy that is written while training continues (save.async)."""
-    if not inputs.saves_in_background:
-        return []
-    size = checkpoint_bytes(inputs) * inputs.sharded_parameters // inputs.trained
-    return [MemoryItem(CHECKPOINT_COPY, size, STEPPED, "read", "host")]
+    """Return the copy that is written while training continues (save.async), and scales of 8-bit
+    moments, of which a checkpoint stores two for every element (engine/eight_bit.py).
+    """
+    parts = []
+    if inputs.zero.optimizer == "adamw8bit":
+        size = 2 * FP32 * inputs.sharded_parameters
+        parts.append(MemoryItem("scales to save", size, frozenset({"save"}), "read", "host"))
+    if inputs.saves_in_background:
+        size = checkpoint_bytes(inputs) * inputs.sharded_parameters // inputs.trained
+        parts.append(MemoryItem(CHECKPOINT_COPY, size, STEPPED, "read", "host"))
+    return parts
 
 
 def pinned_rounding(inputs: Inputs, parts: Iterable[MemoryItem]) -> list[MemoryItem]:

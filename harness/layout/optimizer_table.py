@@ -21,7 +21,7 @@ class Optimizer:
     """Its type in a DeepSpeed JSON."""
     takes: tuple[str, ...]
     """Its keys of optim.*, besides lr and weight_decay."""
-    state_bytes: int
+    state_bytes: float
     """fp32 state bytes per element, without the master weight."""
     momentum: float = 0.0
     """Default value of optim.momentum."""
@@ -45,7 +45,7 @@ OPTIMIZERS = {
     "lion": Optimizer("Lion", ("betas",), 4),
     "muon": Optimizer("Muon", (*_ADAM, "momentum"), 4, momentum=0.95),
     "adafactor": Optimizer("Adafactor", (), 0, layouts="whole"),
-    "adam8bit": Optimizer("AdamW8bit", _ADAM, 2, layouts="unoffloaded", package="bitsandbytes"),
+    "adam8bit": Optimizer("AdamW8bit", _ADAM, 2 + 8 / 256, layouts="unoffloaded", package="bitsandbytes"),
 }
 """Each is compared with a reference in tests/engine/test_optimizers.py."""
 

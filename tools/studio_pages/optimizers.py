@@ -154,7 +154,7 @@ def _memory(model: str, paths: dict[str, list[Points]], surface: Surface) -> Tab
     for name, path in paths.items():
         state, last = OPTIMIZERS[name].state_bytes, surface.sum(path[-1])
         bounds = "" if len(path) > 1 else "diverged"
-        rows.append((name, str(state), f"{count * state / 2**30:,.2f}", f"{last:.4f}", bounds))
+        rows.append((name, f"{state:g}", f"{count * state / 2**30:,.2f}", f"{last:.4f}", bounds))
     head = f"optimizer|bytes per weight|GiB for {model}|loss here|"
     return Table("States beside the fp32 master weights, over all ranks", head, rows)
 
