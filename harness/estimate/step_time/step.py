@@ -7,7 +7,7 @@ seconds = micro-batches x (forward + backward + again + exchanges) + fill of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -216,6 +216,8 @@ class Computed:
     """Seconds of the backward pass and of recomputation."""
     idle: tuple[float, float]
     """Host time left in the layers' forward and backward passes while the GPU computes."""
+    called_again: float
+    """Share of the layers whose forward pass, hooks included, is called again."""
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,13 @@ class Synchronised:
 
     reductions: Reductions
     optimizer: float
+    accumulated: float
+    """Seconds per micro-batch to add its gradients to sums of a higher precision."""
     hooks: tuple[float, float]
     """Host seconds of ZeRO 3's hooks per micro-batch, forward and backward."""
+    hides_hooks: bool
+    """False for a single rank of ZeRO 3: it waits for the device after each "gather" (DeepSpeed's
+    NoGatherHandle.wait)."""
 
 
 def computed(
@@ -240,27 +247,30 @@ def computed(
     passes, repeated = _passes(inputs, machine, passes_of)
     layers = inputs.shape.num_layers
     exchanged = exchanges(inputs, machine, repeated / layers if layers else 0.0)
-    accumulated = Seconds(elements=_accumulated_bytes(inputs) / machine.memory_rate)
-    passes = replace(passes, backward=passes.backward + accumulated)
+    places = range(inputs.first_layer, inputs.first_layer + layers)
+    checkpointed = sum(is_checkpointed(inputs.checkpointing, place) for place in places)
     both = passes.forward + passes.backward
     again = passes.again.total
     terms = {**vars(both), "again": again, **vars(exchanged)}
-    # A single rank of ZeRO 3 waits for the device after each "gather" (DeepSpeed's
-    # NoGatherHandle.wait), so that nothing hides its hooks.
-    alone = inputs.zero.stage == 3 and inputs.shards == 1
-    idle = (0.0, 0.0) if alone else (passes.forward.idle, passes.backward.idle)
+    idle = passes.forward.idle, passes.backward.idle + passes.again.idle
     del terms["idle"]
-    return Computed(terms, both.total + again, passes.backward.total + again, idle)
+    return Computed(
+        terms,
+        both.total + again,
+        passes.backward.total + again,
+        idle,
+        called_again=checkpointed / layers if layers else 0.0,
+    )
 
 
-def _accumulated_bytes(inputs: Inputs) -> float:
-    """Return the bytes moved to add a micro-batch's gradients to sums of a higher precision: they
-    are cast, then added. An H200 took 7.6 ms for 1.24 billion elements.
+def _accumulated(inputs: Inputs, machine: Machine) -> float:
+    """Return the seconds to cast a micro-batch's gradients and add them to sums of a higher
+    precision. An H200 took 7.6 ms for 1.24 billion elements.
     """
     if inputs.sum_bytes == inputs.element_bytes:
         return 0.0
     elements = inputs.sharded_parameters if inputs.zero.stage >= 2 else inputs.trained
-    return float(elements * (inputs.element_bytes + 4 * inputs.sum_bytes))
+    return elements * (inputs.element_bytes + 4 * inputs.sum_bytes) / machine.memory_rate
 
 
 def synchronised(inputs: Inputs, machine: Machine) -> Synchronised:
@@ -269,10 +279,14 @@ def synchronised(inputs: Inputs, machine: Machine) -> Synchronised:
     if inputs.zero.stage == 3 and machine.is_asynchronous:
         layers = inputs.shape.num_layers * machine.launch_scale
         forward, backward = HOOK_SECONDS[inputs.gathers_layers]
-        if inputs.checkpointing != "none":  # they run again in the backward pass
-            backward += forward
         hooks = layers * forward, layers * backward
-    return Synchronised(reductions(inputs, machine), optimizer_seconds(inputs, machine), hooks)
+    return Synchronised(
+        reductions(inputs, machine),
+        optimizer_seconds(inputs, machine),
+        _accumulated(inputs, machine),
+        hooks,
+        hides_hooks=inputs.shards > 1,
+    )
 
 
 def step_terms(
@@ -284,13 +298,10 @@ def step_terms(
     """Return the seconds of a step by key of TERMS; the pipeline waits for its slowest stage."""
     overlaps = overlap_comm and machine.is_asynchronous
     shown = [_not_hidden(work, each.reductions, overlaps) for work, each in stages]
-    hooks = [
-        sum(max(0.0, own - idle) for own, idle in zip(each.hooks, work.idle, strict=True))
-        for work, each in stages
-    ]
+    hooks = [_hooks_shown(work, each) for work, each in stages]
     seconds = [
-        sum(work.terms.values()) + weights + gradients + own
-        for (work, _), (weights, gradients, _), own in zip(stages, shown, hooks, strict=True)
+        sum(work.terms.values()) + each.accumulated + weights + gradients + own
+        for (work, each), (weights, gradients, _), own in zip(stages, shown, hooks, strict=True)
     ]
     slowest = max(range(len(stages)), key=lambda stage: seconds[stage])
     once = [
@@ -299,6 +310,7 @@ def step_terms(
     ]
     final = max(range(len(stages)), key=lambda stage: once[stage])
     terms = {name: micro_batches * value for name, value in stages[slowest][0].terms.items()}
+    terms["elements"] += micro_batches * stages[slowest][1].accumulated
     terms["launches"] += micro_batches * hooks[slowest]
     terms["weights"] = micro_batches * shown[slowest][0] + stages[final][1].reductions.updated
     terms["gradients"] = micro_batches * shown[slowest][1] + shown[final][2]
@@ -306,6 +318,15 @@ def step_terms(
     terms["host"] = machine.step_seconds
     terms["bubble"] = sum(seconds) - seconds[slowest]
     return {name: terms[name] for name in TERMS}
+
+
+def _hooks_shown(work: Computed, each: Synchronised) -> float:
+    """Return the seconds of ZeRO 3's hooks that the GPU's work does not hide."""
+    forward, backward = each.hooks
+    both = forward, backward + work.called_again * forward
+    return sum(
+        max(0.0, own - idle * each.hides_hooks) for own, idle in zip(both, work.idle, strict=True)
+    )
 
 
 def _not_hidden(
