@@ -45,7 +45,9 @@ OPTIMIZERS = {
     "lion": Optimizer("Lion", ("betas",), 4),
     "muon": Optimizer("Muon", (*_ADAM, "momentum"), 4, momentum=0.95),
     "adafactor": Optimizer("Adafactor", (), 0, layouts="whole"),
-    "adam8bit": Optimizer("AdamW8bit", _ADAM, 2 + 8 / 256, layouts="unoffloaded", package="bitsandbytes"),
+    "adam8bit": Optimizer(  # two codes, and two scales per 256 elements
+        "AdamW8bit", _ADAM, 2 + 8 / 256, layouts="unoffloaded", package="bitsandbytes"
+    ),
 }
 """Each is compared with a reference in tests/engine/test_optimizers.py."""
 
