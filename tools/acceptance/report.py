@@ -27,7 +27,6 @@ class Step:
 
     name: str
     question: str
-    limit_s: float  # on GPUs
     where: str
     """ "MODULE:FUNCTION"; the function takes a Bench and returns the step's main figure."""
 
