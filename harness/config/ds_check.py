@@ -2,7 +2,7 @@
 
 DeepSpeed itself ignores unknown keys at most levels; here they are errors. Aliases of a key are
 accepted. Comments, removed sections that are off, and keys that never had an effect are left out
-with a note.
+with a note. plan/merge_settings.py checks the keys of optimizer.params and scheduler.params.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The DeepSpeed JSON being resolved: known keys, values, their origins, and changes."""
+"""The DeepSpeed JSON being resolved: known keys, values, their origins, and changes.
+
+It is changed by ds_file.py (`ds.key=value`, aliases), ds_check.py (keys without effect), and of
+plan/ by resolve_auto.py (most values), parallelism.py and folder.py (monitors).
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ import torch
 
 BLOCK = 256
 SLICE = 2**30
-"""Elements in a call of bitsandbytes: a multiple of BLOCK."""
+"""Most elements in a call of bitsandbytes: a multiple of BLOCK."""
+_READ_AT_ONCE = 2**24
+"""Elements for which a restored state has temporaries on the device."""
 _CODES, _SCALES, _TABLES = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
 _RANGES = ("dynamic", "udynamic")  # signed, unsigned
 State = dict[str, Any]
@@ -46,7 +48,7 @@ def _class() -> Any:
             state["step"] += 1
             beta1, beta2 = config["betas"]
             weights, gradients = p.data.view(-1), p.grad.view(-1)  # type: ignore[union-attr]
-            for own, blocks in _slices(p.numel()):
+            for own, blocks in _slices(p.numel(), SLICE):
                 optimizer_update_8bit_blockwise(
                     self.optimizer_name,
                     gradients[own],
@@ -67,10 +69,10 @@ def _class() -> Any:
     return SlicedAdamW8bit
 
 
-def _slices(numel: int) -> Iterator[tuple[slice, slice]]:
+def _slices(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices of a flat tensor's elements, each with that of its blocks."""
-    for start in range(0, numel, SLICE):
-        end = min(start + SLICE, numel)
+    for start in range(0, numel, size):
+        end = min(start + size, numel)
         yield slice(start, end), slice(start // BLOCK, -(-end // BLOCK))
 
 
@@ -88,24 +90,22 @@ def per_element(state: State) -> State:
 
 
 def blank(flat: torch.Tensor) -> State:
-    """Return states of `per_element`'s form for a tensor, to be filled."""
+    """Return states of `per_element`'s form for a tensor, to be filled; scales on the host."""
     codes = {key: torch.zeros_like(flat, dtype=torch.uint8) for key in _CODES}
-    return {**codes, **{key: torch.zeros_like(flat, requires_grad=False) for key in _SCALES}}
+    return {**codes, **{key: torch.zeros(flat.shape, dtype=torch.float32) for key in _SCALES}}
 
 
 def per_block(optimizer: Any, filled: State) -> State:
-    """Return bitsandbytes' state, from a filled state of `blank`."""
+    """Return bitsandbytes' state, made of a filled state of `blank`, whose codes it overwrites."""
     optimizer.fill_qmap()
-    numel, device = filled[_CODES[0]].numel(), filled[_CODES[0]].device
     state: State = {"step": 0}
     for codes, scales, table, values_in in zip(_CODES, _SCALES, _TABLES, _RANGES, strict=True):
-        qmap = optimizer.name2qmap[values_in].to(device)
-        parts = [
-            _blocks_of(filled[codes][own], filled[scales][own], qmap) for own, _ in _slices(numel)
-        ]
-        state[codes] = torch.cat([code for code, _ in parts])
-        state[scales] = torch.cat([scale for _, scale in parts])
-        state[table] = qmap
+        code, scale = filled[codes].view(-1), filled[scales].view(-1)
+        qmap = optimizer.name2qmap[values_in].to(code.device)
+        by_block = torch.empty(-(-len(code) // BLOCK), device=code.device)
+        for own, blocks in _slices(len(code), _READ_AT_ONCE):
+            code[own], by_block[blocks] = _blocks_of(code[own], scale[own].to(code.device), qmap)
+        state[codes], state[scales], state[table] = filled[codes], by_block, qmap
     return state
 
 

@@ -1,4 +1,5 @@
-"""Optimizers that DeepSpeed lacks, or gets wrong once ZeRO has split weights into flat pieces.
+"""Optimizers that DeepSpeed lacks, or gets wrong once ZeRO has split weights into flat pieces;
+layout/optimizer_table.py has the names and settings of all.
 
 They receive fp32 master weights and gradients that DeepSpeed has summed, unscaled and clipped, in
 pieces of any size: the update of an element is the same in every layout. DeepSpeed 0.19.8 has a

@@ -1,7 +1,7 @@
 """Skips steps: a skipped step's gradients change neither weights nor moments.
 
-DeepSpeed skips steps with gradients that are not finite; other reasons are decided here, alike on
-all ranks.
+DeepSpeed skips steps with gradients that are not finite. Other reasons are combined here, alike on
+all ranks; spikes are found by guard/stability.py, which run/step.py asks.
 """
 
 from __future__ import annotations

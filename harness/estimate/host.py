@@ -66,12 +66,13 @@ def nvme_buffers(inputs: Inputs) -> list[MemoryItem]:
 
 def saving(inputs: Inputs) -> list[MemoryItem]:
     """Return the copy that is written while training continues (save.async), and scales of 8-bit
-    moments, of which a checkpoint stores two for every element (engine/eight_bit.py).
+    moments, of which a checkpoint has two for every element (engine/eight_bit.py).
     """
     parts = []
     if inputs.zero.optimizer == "adamw8bit":
         size = 2 * FP32 * inputs.sharded_parameters
-        parts.append(MemoryItem("scales to save", size, frozenset({"save"}), "read", "host"))
+        phases = frozenset({"build", "save"})
+        parts.append(MemoryItem("scales of a checkpoint", size, phases, "read", "host"))
     if inputs.saves_in_background:
         size = checkpoint_bytes(inputs) * inputs.sharded_parameters // inputs.trained
         parts.append(MemoryItem(CHECKPOINT_COPY, size, STEPPED, "read", "host"))

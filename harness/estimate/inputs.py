@@ -73,7 +73,7 @@ class Inputs:
     liger: bool = False
     """True if norms, MLPs, and the head with the loss are Liger's kernels (model.kernels)."""
     compiled: bool = False
-    """True if layers are compiled (model.compile); fusions by the compiler are not counted."""
+    """True if layers are compiled (model.compile)."""
     loss_chunk: int | None = None
     """model.loss_chunk."""
     smooths_labels: bool = False

@@ -24,7 +24,7 @@ def why_no_pyarrow() -> str:
 
 
 def open_bytes(file: Path) -> IO[bytes]:
-    """Open a file's content, decompressed. Raises OSError."""
+    """Open the content of any file, decompressed if it is compressed. Raises OSError."""
     suffix = file.suffix.lower()
     if suffix == ".gz":
         return cast(IO[bytes], gzip.open(file))

@@ -1,4 +1,8 @@
-"""The training loss, summed over target tokens."""
+"""The training loss, summed over target tokens.
+
+`losses` chooses how: from all logits, in chunks if they are large, with a sharded vocabulary, or by
+Liger. engine/zero.py and engine/pipeline.py divide the sum by the targets of the global batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run folder and the experiment trackers of a plan."""
+"""The run folder and the experiment trackers of a plan; the JSON's own monitors are turned off."""
 
 from __future__ import annotations
 

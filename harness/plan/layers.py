@@ -113,6 +113,8 @@ def check_kernels(draft: Draft) -> None:
 def note_kernels(draft: Draft) -> None:
     """Note effects of kernels that the estimate ignores."""
     config = draft.config
+    if config.model.compile and (draft.shape is None or draft.shape.num_experts):
+        draft.note("estimated_unfused", "memory is estimated as if layers were not compiled")
     if config.model.kernels == "liger" and config.train.label_smoothing:
         draft.note(
             "loss_not_fused",

@@ -31,7 +31,8 @@ class Plan:
     config: RunConfig
     """The run config, with values adopted from the JSON."""
     deepspeed: dict[str, Any]
-    """The resolved JSON, passed unchanged to zero.Init and deepspeed.initialize."""
+    """The resolved JSON, for zero.Init and deepspeed.initialize. Only plan/batch_from_data.py (the
+    batch, once the data is counted) and engine/swap.py (a folder per process on NVMe) change it."""
     deepspeed_given: dict[str, Any]
     """The JSON as the user wrote it."""
     deepspeed_set: dict[str, Any]

@@ -1,6 +1,6 @@
 """Completes the DeepSpeed JSON: fills in precision, batch and optimizer, leaves no "auto".
 
-zero.Init and deepspeed.initialize receive the result unchanged.
+plan/plan.py names what changes the result afterwards.
 """
 
 from __future__ import annotations

@@ -95,9 +95,9 @@ class Run:
     profiler: Profiler | None = None
     """None if this process takes none of profile.steps."""
     held_out_nats: float | None = None
+    """Loss of the last evaluation; None before this process's first."""
     longest_save_s: float = 0.0
     """Seconds from the start of a save to its checkpoint, while training went on or not."""
-    """Loss of the last evaluation; None before this process's first."""
     first_step: int = 1
     """Number of the first step of this process."""
     undivided: Undivided | None = None

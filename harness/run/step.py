@@ -53,7 +53,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
     """
     policy, spikes = run.plan.config.guard.spikes, list[Spike]()
 
-    def must_skip(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
+    def is_spike(loss_share: torch.Tensor, norm: torch.Tensor) -> bool:
         """Check the gradients, and return True for a spike of loss or norm. Collective.
 
         Both are summed over all ranks: if each tensor-parallel rank looked at its own loss, a rank
@@ -80,7 +80,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
                 step.batches,
                 step.targets,
                 step.lr,
-                must_skip if policy != "log" or gradients_unchecked(run) else None,
+                is_spike if policy != "log" or gradients_unchecked(run) else None,
             )
     except RunStopped as stop:  # fp16's loss scale is at its minimum
         if policy != "rollback":

@@ -7,7 +7,7 @@ from math import ceil
 from operator import add
 
 from harness.estimate.inputs import BY_REFERENCE, Inputs
-from harness.estimate.layer_bytes import layer_activations
+from harness.estimate.layer_bytes import is_masked, layer_activations, writes_scores
 from harness.estimate.step_time.machine import Machine
 from harness.layout.adapters import is_linear
 from harness.layout.attention_table import ATTENTIONS
@@ -113,7 +113,8 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
         for tensor in tensors
         if len(tensor.shape) == 2 and tensor.kind != "experts" and not is_serial(tensor)
     )
-    attention = _attention(inputs, index) / (machine.peak_flops * _attention_share(inputs, machine))
+    reached = machine.peak_flops * _attention_share(inputs, index, machine)
+    attention = _attention(inputs, index) / reached
     serial, summed = _serial(inputs, tensors, machine)
     moved = _moved(inputs, index) / machine.memory_rate
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
@@ -240,13 +241,13 @@ def _experts(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> f
     return here * matrices * each
 
 
-def _attention_share(inputs: Inputs, machine: Machine) -> float:
-    """Return the share of the peak that a run's attention kernels reach."""
+def _attention_share(inputs: Inputs, index: int, machine: Machine) -> float:
+    """Return the share of the peak that a layer's attention kernels reach."""
     if inputs.attention == "flash_attention_3":
         return machine.attention * machine.flash_attention_3
-    # cuDNN's kernels do not compute in fp32.
-    if inputs.attention == "sdpa" and not inputs.document_mask and inputs.precision != "fp32":
-        return machine.attention * machine.sdpa
+    plain = not (is_masked(inputs, index) or writes_scores(inputs))
+    if inputs.attention == "sdpa" and plain and inputs.precision != "fp32":
+        return machine.attention * machine.sdpa  # cuDNN's kernels do not compute in fp32
     return machine.attention
 
 
@@ -264,8 +265,8 @@ def _attention(inputs: Inputs, index: int) -> float:
     if kind.takes_bounds and inputs.seen_tokens is not None:
         half = min(half, inputs.seen_tokens)
     context = kind.keys(sizes, half)
-    if inputs.attention == "eager" or (inputs.document_mask and inputs.attention == "sdpa"):
-        context = inputs.seq_len  # masked positions are still computed
     if window is not None:
         context = min(context, window)
+    if inputs.attention == "eager" or (inputs.attention == "sdpa" and is_masked(inputs, index)):
+        context = inputs.seq_len  # masked positions are still computed
     return 4.0 * inputs.tokens * context * width

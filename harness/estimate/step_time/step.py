@@ -217,7 +217,7 @@ class Computed:
     idle: tuple[float, float]
     """Host time left in the layers' forward and backward passes while the GPU computes."""
     called_again: float
-    """Share of the layers whose forward pass, hooks included, is called again."""
+    """Share of the layers whose forward pass is called again in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,9 @@ class Synchronised:
     optimizer: float
     accumulated: float
     """Seconds per micro-batch to add its gradients to sums of a higher precision."""
-    hooks: tuple[float, float]
-    """Host seconds of ZeRO 3's hooks per micro-batch, forward and backward."""
+    hooks: tuple[float, float, float]
+    """Host seconds of ZeRO 3's hooks per micro-batch, forward, backward, and in a forward pass that
+    is called again."""
     hides_hooks: bool
     """False for a single rank of ZeRO 3: it waits for the device after each "gather" (DeepSpeed's
     NoGatherHandle.wait)."""
@@ -275,11 +276,13 @@ def _accumulated(inputs: Inputs, machine: Machine) -> float:
 
 def synchronised(inputs: Inputs, machine: Machine) -> Synchronised:
     """Return the seconds of ZeRO and the optimizer on the pipeline stage of `inputs`."""
-    hooks = 0.0, 0.0
+    hooks = 0.0, 0.0, 0.0
     if inputs.zero.stage == 3 and machine.is_asynchronous:
         layers = inputs.shape.num_layers * machine.launch_scale
         forward, backward = HOOK_SECONDS[inputs.gathers_layers]
-        hooks = layers * forward, layers * backward
+        # Hooks of a whole layer are outside of what is called again.
+        again = 0.0 if inputs.gathers_layers else forward
+        hooks = layers * forward, layers * backward, layers * again
     return Synchronised(
         reductions(inputs, machine),
         optimizer_seconds(inputs, machine),
@@ -322,11 +325,10 @@ def step_terms(
 
 def _hooks_shown(work: Computed, each: Synchronised) -> float:
     """Return the seconds of ZeRO 3's hooks that the GPU's work does not hide."""
-    forward, backward = each.hooks
-    both = forward, backward + work.called_again * forward
-    return sum(
-        max(0.0, own - idle * each.hides_hooks) for own, idle in zip(both, work.idle, strict=True)
-    )
+    forward, backward, again = each.hooks
+    both = forward, backward + work.called_again * again
+    idle = work.idle if each.hides_hooks else (0.0, 0.0)
+    return sum(max(0.0, own - hidden) for own, hidden in zip(both, idle, strict=True))
 
 
 def _not_hidden(
