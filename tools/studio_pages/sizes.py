@@ -104,7 +104,7 @@ def _shape(model: str) -> Shape:
 
 
 def _map(count: int, tokens: float) -> Chart:
-    ratio = [(n, _RATIO * n) for n in (0.1, 1, 10, 100, 1000, 3000)]
+    ratio = [(n, _RATIO * n) for n in (0.1, 1, 10, 100, 1000, 5000)]
     points = [(m.parameters / 1e9, m.tokens / 1e9) for m in PUBLISHED]
     names = [(m.name, m.label) for m in PUBLISHED]
     return lines(
@@ -118,7 +118,7 @@ def _map(count: int, tokens: float) -> Chart:
         "tokens, billion",
         log_x=True,
         log_y=True,
-        x_range=(0.1, 3000),
+        x_range=(0.1, 10_000),
         y_range=(1, 100_000),
         height=400,
     )
