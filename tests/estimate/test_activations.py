@@ -38,6 +38,7 @@ from harness.plan.layers import REVERSIBLE_FAMILIES
 from harness.plan.model_config import find_model_config
 from tests.estimate.runs import run_of
 from tests.models.test_chunked_loss import HeadAlone, Peak
+from tests.ranks import ranks
 from tests.tiers import rest_in_gate
 
 MICRO_BATCH, SEQ_LEN = 2, 64
@@ -199,6 +200,7 @@ def test_saved_activations_are_those_of_the_real_model(family, way):
 
 @pytest.mark.gate("memory")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "olmo2", "gpt_neox"])
+@ranks(1)  # in a process of its own: what Dynamo leaves behind changes other tests
 def test_compiled_layers_save_what_fused_kernels_would(family):
     run = inputs_of(FAMILIES[family], "bf16", "sdpa", "none", False)
     saved = saved_bytes(FAMILIES[family], "bf16", "sdpa", "none", False, compiled=True)
