@@ -47,7 +47,8 @@ def _class() -> Any:
             config: dict[str, Any] = self.get_config(gindex, pindex, group)  # type: ignore[no-untyped-call]
             state["step"] += 1
             beta1, beta2 = config["betas"]
-            weights, gradients = p.data.view(-1), p.grad.view(-1)  # type: ignore[union-attr]
+            assert p.grad is not None, "step() leaves out parameters without a gradient"
+            weights, gradients = p.data.view(-1), p.grad.contiguous().view(-1)
             for own, blocks in _slices(p.numel(), SLICE):
                 optimizer_update_8bit_blockwise(
                     self.optimizer_name,
