@@ -219,6 +219,10 @@ def alarm() -> FailureBroadcast:
     return _alarm
 
 
+_LOST = ("onnection reset", "onnection closed", "Broken pipe", "remote process exited")
+"""What gloo and NCCL say if the process at the other end of a connection is gone."""
+
+
 def _end(error: BaseException, refusal: str) -> NoReturn:
     """End all ranks with this rank's failure."""
     rank, code, text = torch.distributed.get_rank(), 1, f"{type(error).__name__}: {error}"
@@ -227,13 +231,15 @@ def _end(error: BaseException, refusal: str) -> NoReturn:
     elif is_full_disk(error):
         code, text = ExitCode.CANNOT_SAVE, f"cannot save: {error}{_place_of(error)}"
     failure = Failure(rank, int(code), text, alarm().place)
+    if any(sign in text for sign in _LOST):
+        failure = alarm().lost(failure)
 
     def report(first: Failure) -> None:
         """Print this rank's failure, with a traceback only if no other rank failed first."""
         if isinstance(error, ConfigError):  # usually raised on every rank
             if first is failure or first.message != text:
                 say(f"{refusal}: {error}", sys.stderr)
-        elif first is not failure:  # usually just the lost connection to the rank that failed first
+        elif first.rank != rank:  # usually just the lost connection to the rank that failed first
             print(
                 f"rank {rank}{alarm().place} ends: {first}\nits own error: {text}",
                 file=sys.stderr,

@@ -31,6 +31,8 @@ class Failure:
     message: str
     place: str = ""
     """Position of the rank in the layout, from Grid.described."""
+    noticed_by: int | None = None
+    """The rank that lost its connection to the one that failed; None if that one reported it."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}{self.place} failed: {self.message}"
@@ -49,6 +51,8 @@ class FailureBroadcast(threading.Thread):
         self.tick_s = float(math.ceil(world_size / _RANKS_PER_S))
         self.on_end: Callable[[Failure], None] = lambda _: None
         """Called on every rank before it ends."""
+        self.gone: Callable[[], list[dict[str, Any]]] = list
+        """Returns the last heartbeats of ranks whose processes have ended."""
         self.place = ""
         """Position of this rank in the layout, from Grid.described."""
         self.first: Failure | None = None
@@ -64,6 +68,21 @@ class FailureBroadcast(threading.Thread):
         self._wake.set()
         if self.is_alive():
             self.join(_STORE_S)
+
+    def lost(self, failure: Failure) -> Failure:
+        """Return the failure to report in place of a lost connection: that of a rank that failed
+        first, or the end of a process that could not report it.
+        """
+        self._wake.wait(2 * self.tick_s)  # a rank that fails reports before it ends
+        if self.first is not None:
+            return failure
+        for beat in self.gone():
+            message = (
+                f"its process {beat['pid']} on {beat['host']} was killed, perhaps because memory "
+                f"ran out (see dmesg); rank {self.rank} lost the connection: {failure.message}"
+            )
+            return Failure(beat["rank"], failure.code, message, beat["place"], self.rank)
+        return failure
 
     def end(self, failure: Failure, report: Callable[[Failure], None]) -> NoReturn:
         """End this process, and the other ranks, with the first failure of any rank.

@@ -95,11 +95,7 @@ def hang_report(
     `behind`: if all write, the ranks with less progress. If both are empty, all wait at the same
     point for the network, a device or a disk. `place`: returns text to append to a rank's number.
     """
-    silent = [
-        now["rank"]
-        for then, now in zip(before, after, strict=True)
-        if now["rank"] != rank and now.get("tick") == then.get("tick") and "at" not in now
-    ]
+    silent = _silent(before, after, rank)
     is_silent = {*silent}
     talking = [beat for beat in after if beat["rank"] not in is_silent]
     furthest = max(beat["count"] for beat in talking)
@@ -126,6 +122,15 @@ def hang_report(
         "behind": behind,
         "ranks": after,
     }
+
+
+def _silent(before: list[Report], after: list[Report], rank: int) -> list[int]:
+    """Return the other ranks that wrote no heartbeat between two readings."""
+    return [
+        now["rank"]
+        for then, now in zip(before, after, strict=True)
+        if now["rank"] != rank and now.get("tick") == then.get("tick") and "at" not in now
+    ]
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -347,9 +352,33 @@ class Watchdog(threading.Thread):
             for n in range(self.world_size)
         ]
 
+    def gone(self) -> list[Report]:
+        """Return the last heartbeats, with the "place" in the layout, of ranks whose processes have
+        ended: on this host at once, on others after a pause in which every rank that lives writes
+        again.
+        """
+        before, host = self.all_ranks(), socket.gethostname()
+        ended = [beat for beat in before if beat.get("host") == host and not _lives(beat["pid"])]
+        if not ended and any(beat.get("host", host) != host for beat in before):
+            time.sleep(self.grace_s)
+            after = self.all_ranks()
+            silent = (after[rank] for rank in _silent(before, after, self.rank))
+            ended = [beat for beat in silent if "pid" in beat]
+        return [{**beat, "place": self.place(beat["rank"])} for beat in ended]
+
     def _file(self, rank: int, kind: str = "json") -> Path:
         assert self.folder is not None
         return self.folder / f"rank-{rank:05d}.{kind}"
+
+
+def _lives(pid: int) -> bool:
+    """Return True if a process of this host runs; one whose parent has not noticed its end does
+    not.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> Report | None:

@@ -187,7 +187,7 @@ def build(
             trackers=Trackers(folder.append_event),
         )
         watchdog.write_to(folder.heartbeats_dir, run.hangs)
-        alarm().on_end = run.fails
+        alarm().on_end, alarm().gone = run.fails, watchdog.gone
         events = [*plan.events, *forced, *settled.events, *engine.events]
         start_run(run, record, events, resume_point)
         run.profiler = _profiler(run)

@@ -151,14 +151,18 @@ class Run:
         self.pages.finish(FAILURE_PATIENCE_S)
 
     def fails(self, failure: Failure) -> None:
-        """Record the failure that ends all ranks, on the rank that failed and on rank 0, which has
-        access to the folder even if the failed rank does not. This process ends next.
+        """Record the failure that ends all ranks, on the rank that failed or noticed it, and on
+        rank 0, which has access to the folder even if the failed rank does not. This process ends
+        next.
         """
-        step = self.state.step
-        if failure.rank == self.plan.world.rank:
-            self.folder.append_failure(failure.rank, step=step, message=failure.message)
-        if failure.rank == self.plan.world.rank or self.is_writer:
-            self.folder.write_failure(failure.code, step, failure.message)
+        step, message = self.state.step, failure.message
+        if failure.noticed_by is not None:
+            message = str(failure)
+        reports = self.plan.world.rank in (failure.rank, failure.noticed_by)
+        if reports:
+            self.folder.append_failure(failure.rank, step=step, message=message)
+        if reports or self.is_writer:
+            self.folder.write_failure(failure.code, step, message)
         self.pages.finish(FAILURE_PATIENCE_S)
         self.folder.close()
 

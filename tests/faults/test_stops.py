@@ -124,6 +124,17 @@ def check_report(run: RunFolder, named: str) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.parametrize("rank", rest_in_gate("faults", [1, 0], 1))
+def test_a_rank_that_is_killed_is_named(rank: int, trial: Trial) -> None:
+    trial.kill(rank, "in a step", 3)
+    folder = RunFolder(trial.path)
+    (event,) = events(folder, "failed")
+    assert event["rank"] == rank
+    message = (folder.read_status() or {})["message"]
+    assert message.startswith(f"rank {rank}") and "was killed" in message, message
+    assert f"rank {1 - rank} lost the connection" in message, message
+
+
 @pytest.mark.gate("faults")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_named(rank: int, trial: Trial, undisturbed: RunFolder) -> None:
