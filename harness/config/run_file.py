@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import tomllib
@@ -159,7 +160,8 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
     whole = next((name for name in EXAMPLES if f"{key}.".startswith(f"{name}.")), "")
     form = _form(whole, origin) if whole and kind in _STRUCTURE else ""
     if kind == "extra_forbidden":
-        hint = _MOVED.get(key) or did_you_mean(key, [*RunConfig.model_fields, *known_keys()])
+        hint = _MOVED.get(key) or _other_name(key)
+        hint = hint or did_you_mean(key, [*RunConfig.model_fields, *known_keys()])
         return f"{key} ({origin}) is not a key of {whole or 'the run config'}{form or hint}"
     if kind == "value_error":  # raised by a validator of a whole section
         return f"{item['ctx']['error']} ({origin})"
@@ -167,6 +169,20 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
         return f"{key} ({origin}) is missing{form}"
     must_be = _KINDS.get(kind) or item["msg"].replace("Input should be", "it must be")
     return worded(key, item["input"], origin, must_be + (form or _FORMS.get(kind, "")))
+
+
+@functools.cache
+def other_names() -> dict[str, str]:
+    """Return our key for each name that other trainers give it (other_names.toml)."""
+    path = Path(__file__).with_name("other_names.toml")
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    return {name: ours for ours, names in table.items() for name in names.split()}
+
+
+def _other_name(key: str) -> str:
+    """Return "; did you mean X?" if the last word of a key is another trainer's name for X."""
+    ours = other_names().get(key.rpartition(".")[2].replace("-", "_"))
+    return f"; did you mean {ours}?" if ours else ""
 
 
 def _form(whole: str, origin: str) -> str:

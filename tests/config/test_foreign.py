@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.config.ds_file import foreign_config, read_ds_json
-from harness.config.run_file import load_run_config
+from harness.config.run_config import known_keys
+from harness.config.run_file import load_run_config, other_names
 from harness.errors import ConfigError
 
 NEOX = """{
@@ -135,3 +136,9 @@ def test_a_few_keys_of_somebodys_own_are_no_other_program(tmp_path: Path) -> Non
     assert foreign_config("x", keys, "deepspeed") is None
     (tmp_path / "ds.json").write_text('{\n  "bf16": {"enabled": true},\n  "fp16": }')
     assert "ds.json:3:11 is not valid JSON" in problem_of(tmp_path / "ds.json", "deepspeed")
+
+
+def test_what_other_trainers_call_a_key_is_one_of_ours() -> None:
+    ours = {*known_keys(), "ds.bf16.enabled", "ds.fp16.enabled"}
+    suggested = {key for text in other_names().values() for key in text.split()}
+    assert {key for key in suggested if "." in key} <= ours
