@@ -117,8 +117,12 @@ class Stream:
 
     @property
     def documents(self) -> int:
-        """Number of documents in the split."""
-        return self.packed.split.num_documents
+        """Number of documents that windows are made of."""
+        number = self.packed.split.num_documents
+        if isinstance(self.packed, WholeWindows):
+            facts = self.packed.facts
+            number -= facts.without_target + facts.too_long * facts.dropped
+        return number
 
     @property
     def is_masked(self) -> bool:

@@ -53,7 +53,7 @@ class Mixture(Stream):
 
     @property
     def documents(self) -> int:
-        """Number of documents in all sources."""
+        """Number of documents of all sources that windows are made of."""
         return sum(stream.documents for stream in self.streams)
 
     @property

@@ -188,6 +188,8 @@ class WholeFacts:
     """Number of documents without a token to train on; they are in no window."""
     padding: int
     """Number of padding positions in all windows."""
+    learned: int | None = None
+    """Number of tokens to train on in all windows; None in caches of earlier versions."""
 
 
 def write_whole(
@@ -195,7 +197,7 @@ def write_whole(
 ) -> None:
     """Write the windows of one side of a split; `alone`: one document per window."""
     cut, chosen = packed.seq_len, []
-    longer = longest = first_longer = without_target = tokens = 0
+    longer = longest = first_longer = without_target = tokens = learned = 0
     counts = np.zeros(cut + 1, dtype=np.int64)
     for rows, lengths in _documents_of(packed):
         is_longer = lengths > cut
@@ -203,9 +205,11 @@ def write_whole(
             first_longer = int(packed.split.numbers[rows[is_longer.argmax()]])
         longer, longest = longer + int(is_longer.sum()), max(longest, int(lengths.max()))
         is_kept = ~is_longer if too_long == "drop" else np.ones(len(rows), dtype=bool)
-        is_learned = packed.learned_in(rows, np.minimum(lengths, cut)) > 0
+        num_learned = packed.learned_in(rows, np.minimum(lengths, cut))
+        is_learned = num_learned > 0
         without_target += int((~is_learned & is_kept).sum())
         chosen.append(is_learned & is_kept)
+        learned += int(num_learned[chosen[-1]].sum())
         sizes = np.minimum(lengths[chosen[-1]], cut)
         counts += np.bincount(sizes, minlength=cut + 1)
         tokens += int(sizes.sum())
@@ -218,7 +222,7 @@ def write_whole(
     write = _write_alone if alone else _write_bins
     windows = write(folder / side, packed, chosen, counts)
     padding = windows * cut - tokens
-    facts = WholeFacts(longer, too_long == "drop", longest, without_target, padding)
+    facts = WholeFacts(longer, too_long == "drop", longest, without_target, padding, learned)
     (folder / f"{side}.json").write_text(json.dumps(asdict(facts)))
 
 
@@ -294,7 +298,7 @@ class WholeWindows(Packed):
         """Return documents left out and the padding share, as text."""
         facts, parts = self.facts, [f"{self.padding_share:.2%} padding"]
         if facts.without_target:
-            parts.append(f"{facts.without_target:,} without a target left out")
+            parts.append(f"{facts.without_target:,} documents without a token to learn left out")
         return ", ".join(parts)
 
     def of_length(self, seq_len: int) -> Packed:

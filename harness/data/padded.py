@@ -155,7 +155,7 @@ class Padded(Stream):
 
     @property
     def documents(self) -> int:
-        """Number of documents in the split."""
+        """Number of documents that windows are made of."""
         return self.base.documents
 
     @property

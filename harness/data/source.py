@@ -107,7 +107,7 @@ class Source:
             held_out = f", of which {self.sides['held_out'].split.num_tokens:,} are held out"
         learned = ""
         if self.is_masked:
-            count = self.tokens - sum(int(side.split.masked[-1]) for side in self.sides.values())
+            count = sum(map(_num_learned, self.sides.values()))
             joint = " and" if held_out else ", of which"
             learned = f"{joint} {count:,} ({count / self.tokens:.1%}) are learned"
         if self.skipped.count:
@@ -157,6 +157,13 @@ class Source:
         if longer := sum(side.facts.too_long for side in whole):
             documents = sum(side.split.num_documents for side in whole)
             said["too_long"] = self.config.too_long_text(longer, documents)
+        if untrained := sum(side.facts.without_target for side in whole):
+            longest, seq_len = max(side.facts.longest for side in whole), self.config.seq_len
+            remedy = f" (the longest has {longest:,}): raise data.seq_len" * (longest > seq_len)
+            said["without_target"] = (
+                f"{untrained:,} documents have no token to learn within data.seq_len = "
+                f"{seq_len:,} tokens and are not trained on{remedy}"
+            )
         return said
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -211,6 +218,13 @@ class Source:
                     f"one window needs data.seq_len + 1 = {spec.config.seq_len + 1}: add "
                     f"text{',' if share else ' or'} lower data.seq_len{share}"
                 )
+
+
+def _num_learned(side: Packed) -> int:
+    """Return the number of tokens to train on; for whole documents, of those in windows."""
+    if isinstance(side, WholeWindows) and side.facts.learned is not None:
+        return side.facts.learned
+    return side.split.num_tokens - int(side.split.masked[-1])
 
 
 def open_source(

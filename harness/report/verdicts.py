@@ -45,6 +45,7 @@ def verdicts(run: RunRecord) -> list[Verdict]:
     """Return what the records say about loss, norm, steps, memory and speed."""
     checks = (
         _long_enough,
+        _untrained,
         _learned,
         _losing,
         _generalising,
@@ -63,6 +64,12 @@ def verdicts(run: RunRecord) -> list[Verdict]:
 def _long_enough(run: RunRecord) -> Verdict | None:
     """Repeat why the run was too short to learn (plan/batches.py)."""
     texts = dict.fromkeys(str(event.get("message")) for event in run.of_kind(*_TOO_SHORT))
+    return Verdict("warning", f"{sentence('; '.join(texts))}.") if texts else None
+
+
+def _untrained(run: RunRecord) -> Verdict | None:
+    """Repeat how many documents nothing was learned from (data/source.py)."""
+    texts = dict.fromkeys(str(event.get("message")) for event in run.of_kind("without_target"))
     return Verdict("warning", f"{sentence('; '.join(texts))}.") if texts else None
 
 
@@ -370,7 +377,27 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
             values[f"{PREFIX}{json_key}"] = AUTO
     values |= {"run.dir": dir or str(run.path), **changes}
     pairs = " ".join(shlex.quote(f"{key}={_written(value)}") for key, value in values.items())
-    return f"deepspeed harness/train.py --deepspeed {shlex.quote(source)} {pairs}"
+    return f"{_start(run)} --deepspeed {shlex.quote(source)} {pairs}"
+
+
+def _start(run: RunRecord) -> str:
+    """Return the command without its arguments, for the launcher that started the run. Records of
+    earlier versions do not tell deepspeed from torchrun.
+    """
+    launcher = run.text("world", "launcher")
+    ranks = max(1, int(number(run.planned("world", "world_size")) or 1))
+    per_node = max(1, int(number(run.planned("world", "local_world_size")) or ranks))
+    nodes = -(-ranks // per_node)
+    if launcher == "none":
+        return "python harness/train.py"
+    if launcher == "torchrun":
+        where = f'--nnodes={nodes} --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
+        where = where if nodes > 1 else ""
+        return f"torchrun {where}--nproc-per-node={per_node} harness/train.py"
+    if launcher == "slurm":
+        gpus = f"--gpus-per-node={per_node} " if run.text("world", "accelerator") == "cuda" else ""
+        return f"sbatch --nodes={nodes} {gpus}slurm/train.sbatch"
+    return "deepspeed harness/train.py"
 
 
 def _rounded(rate: float) -> float:

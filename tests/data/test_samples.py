@@ -68,7 +68,8 @@ def test_documents_that_are_too_long_are_refused_with_their_number(
     cut, dropped = opened(), opened(too_long="drop")
     for data, done in ((cut, "cut at the end"), (dropped, "dropped")):
         number = sum(event.get("too_long", 0) for event in data.events())
-        (note,) = data.warnings()
+        note, untrained = data.warnings()
+        assert "have no token to learn within data.seq_len = 48 tokens" in untrained
         assert f"{number} of {data.documents} documents ({number / data.documents:.1%}) " in note
         assert (
             f"longer than data.seq_len = 48 tokens and are {done}: raise data.seq_len, or" in note
@@ -77,6 +78,22 @@ def test_documents_that_are_too_long_are_refused_with_their_number(
     assert dropped.train.targets_in(0, dropped.train.samples) < cut.train.targets_in(
         0, cut.train.samples
     )
+
+
+def test_counts_are_those_of_what_is_trained_on(opened: Opened) -> None:
+    for too_long in ("cut", "drop"):
+        data = opened(too_long=too_long)
+        train = data.train
+        samples = [train.sample(number) for number in range(train.samples)]
+        assert sum(len(sample.spans) for sample in samples) == train.documents < data.documents
+        sides = {e["side"]: e for e in data.events() if e["kind"] == "packed_whole"}
+        assert sides["train"]["learned"] == train.targets_in(0, train.samples)
+        learned, untrained = (
+            sum(side[key] for side in sides.values()) for key in ("learned", "without_target")
+        )
+        assert f" {learned:,} (" in data.summary()[0]
+        (event,) = (e for e in data.events() if e["kind"] == "without_target")
+        assert event["message"].partition(": ")[2].startswith(f"{untrained} documents have no")
 
 
 def test_pairs_are_packed_whole_and_text_is_joined_unless_asked_otherwise(opened: Opened) -> None:
