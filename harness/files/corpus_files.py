@@ -19,7 +19,7 @@ from typing import Literal
 from harness.errors import ConfigError, Unusable
 from harness.files.arrow_rows import why_no_pyarrow
 from harness.files.file_kinds import format_of, kind_of, known_format
-from harness.files.first_bytes import GET_LFS, is_lfs_pointer
+from harness.files.first_bytes import BY_SUFFIX, GET_LFS, is_lfs_pointer
 from harness.files.other_files import (
     DOT_FILES,
     DOT_FOLDERS,
@@ -27,7 +27,7 @@ from harness.files.other_files import (
     is_for_readers,
     left_out_text,
 )
-from harness.files.paths import user_path
+from harness.files.paths import near_path, user_path
 from harness.files.regular_file import read_json
 from harness.files.splits import ALL, OF_A_SOURCE, TO_EVALUATE, Splits, splits_of, subsets_of
 from harness.files.splits import NAME as CARD
@@ -120,7 +120,8 @@ def _files_of(
         return CorpusFiles("indexed", prefix, pair)
     if not named.exists():
         raise ConfigError(
-            f"data.path: {path} does not exist (nor {pair[0].name} beside it){_of_hub(path)}"
+            f"data.path: {path} does not exist (nor {pair[0].name} beside it)"
+            f"{_instead_of(named, path)}"
         )
     if named.is_dir():
         corpus = _saved(named, split) or _files_in(named, format, at_most, split)
@@ -141,9 +142,15 @@ def _files_of(
     return corpus
 
 
-def _of_hub(path: str) -> str:
-    """Return the command that downloads a hub data set; "" if the path cannot be its name."""
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII):
+def _instead_of(named: Path, path: str) -> str:
+    """Return an existing path with a similar name, or the command that downloads a hub data set, to
+    end a sentence; "" if there is neither.
+    """
+    if near := near_path(named):
+        return f"; did you mean {near}?"
+    suffix = named.suffix.lower()
+    is_file = bool(suffix) and (known_format(named, None) or suffix in BY_SUFFIX)
+    if is_file or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII):
         return ""
     name = path.replace("/", "--")
     return (

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentTypeError
+from difflib import get_close_matches
 from pathlib import Path
 
 from harness.errors import ConfigError
 
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 4095
+_NEAR = 0.75
+"""Minimum similarity of a misspelt name, without its suffixes: chat and chats have 0.89."""
 
 
 def user_path(key: str, text: str) -> Path:
@@ -49,3 +52,26 @@ def expanded_path(text: str) -> str:
     if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in text.split("/")):
         raise ValueError(f"the name of a file or folder can have at most {_MAX_NAME_BYTES} bytes")
     return text
+
+
+def near_path(path: Path) -> Path | None:
+    """Return an existing path that differs from `path` by misspelt names; None without one."""
+    found = Path(path.anchor)
+    try:
+        for name in path.parts[bool(path.anchor) :]:
+            near = name if (found / name).exists() else _near_name(name, found)
+            if near is None:
+                return None
+            found /= near
+    except OSError:  # a folder that cannot be listed
+        return None
+    return found
+
+
+def _near_name(name: str, folder: Path) -> str | None:
+    """Return the name in a folder that is most similar; suffixes count only between equals."""
+    by_stem = dict[str, list[str]]()
+    for path in sorted(folder.iterdir()):
+        by_stem.setdefault(path.name.partition(".")[0], []).append(path.name)
+    stems = get_close_matches(name.partition(".")[0], by_stem, n=1, cutoff=_NEAR)
+    return get_close_matches(name, by_stem[stems[0]], n=1, cutoff=0)[0] if stems else None

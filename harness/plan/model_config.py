@@ -21,6 +21,7 @@ from harness.config.assignments import IMPLIED, MAX_FILE_BYTES, beyond_bounds, l
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError, Unusable
 from harness.files.hub import hub_answers
+from harness.files.paths import near_path
 from harness.files.regular_file import read_json
 from harness.layout.code_exports import as_plain
 from harness.layout.families import SIZE_KEYS, family_of
@@ -111,7 +112,7 @@ def find_model_config(
         return config, source
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
-    if name.endswith(".json") or name.startswith((".", "/", "~")):
+    if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         near = _nearest(name, key) if key != "model.name" else ""
         raise ConfigError(f"{key} is {name!r} ({origin}): there is no such file or folder{near}")
     if "/" not in name and name not in _OWNERLESS:
@@ -167,15 +168,19 @@ def _nearest(name: str, key: str) -> str:
     """Return suggestions with similar names, to end a sentence: presets, or folders if weights are
     asked for; without any, a list of the presets.
     """
-    folder = Path(name).parent
+    path = Path(name).expanduser()
+    folder = path.parent
     names = {_letters(each): each for each in _names_for(key, folder)}
     word = name.rpartition("/")[2]
     near = [names[each] for each in get_close_matches(_letters(word), names, n=3, cutoff=_NEAR)]
     is_spelling = near and _size(word) in (None, _size(near[0]))
     if key == "model.name" and not is_spelling:
         near = near_presets(word, [*names.values()]) or near
-    if near and key != "model.name":
+    if key != "model.name":
         near = [str(folder / each) for each in near]
+        found = None if near else near_path(path)
+        if found is not None and _holds_model(found):
+            near = [str(found)]
     if near:
         return f"; did you mean {' or '.join(near)}?"
     if key != "model.name":
@@ -220,10 +225,14 @@ def _names_for(key: str, folder: Path) -> list[str]:
     if key == "model.name":
         return preset_names()
     try:
-        files = ("config.json", "plan.json")
-        return [p.name for p in folder.iterdir() if any((p / name).is_file() for name in files)]
+        return [path.name for path in folder.iterdir() if _holds_model(path)]
     except OSError:
         return []
+
+
+def _holds_model(folder: Path) -> bool:
+    """Return True if a folder holds a model or a run."""
+    return any((folder / name).is_file() for name in ("config.json", "plan.json"))
 
 
 def _of_its_layers(

@@ -270,6 +270,22 @@ def test_a_hub_id_is_refused_with_the_command_that_fetches_it() -> None:
     assert "hf download" not in str(caught.value)
 
 
+def test_a_misspelt_path_is_refused_with_the_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mydata").mkdir()
+    for name in ("chats.json", "chats.jsonl", "notes.jsonl"):
+        (tmp_path / "mydata" / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for path in ("mydata/chat.jsonl", "my_data/Chats.jsonl", str(tmp_path / "mydata/chat.jsonl")):
+        (problem,) = refused(path)
+        assert problem.endswith("mydata/chats.jsonl?"), problem
+    for path in ("mydata/words.jsonl", "owner/chat.jsonl", "owner/rows.parquet"):
+        (problem,) = refused(path)
+        assert "did you mean" not in problem
+        assert "hf download" not in problem
+
+
 def test_a_pair_is_found_by_prefix_or_either_name(tmp_path: Path) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"my.tokens.{suffix}").write_bytes(b"1")

@@ -107,6 +107,14 @@ def test_weights_that_are_not_there_are_not_sought_among_the_presets(
         with pytest.raises(ConfigError, match=r"no folder|no such") as caught:
             find_model_config(name, "command line", "model.init_from")
         assert str(caught.value).endswith("did you mean my-model?")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "my-model").rename(tmp_path / "runs" / "first" / "export")
+    for name in ("runs/frist/export", "./run/first/exports"):
+        with pytest.raises(ConfigError, match="there is no such file or folder; did") as caught:
+            find_model_config(name, "command line", "model.init_from")
+        assert str(caught.value).endswith("did you mean runs/first/export?")
+    with pytest.raises(ConfigError, match=r"there is no such file or folder$"):
+        find_model_config("runs/frist/x", "command line", "model.init_from")
 
 
 RECURRENT = {"model_type": "recurrent", "vocab_size": 512, "hidden_size": 64}
