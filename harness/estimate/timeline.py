@@ -97,6 +97,8 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Return plain values under stable keys; sizes in GiB."""
         worst, components = self.worst, self.worst.phase(self.worst.peak_phase)
+        # What is never written takes no memory of a host: a bucket larger than all gradients.
+        in_phase = worst.cpu_phase if self.inputs.accelerator == "cpu" else worst.phase
         saved = sum(size for name, size in components.items() if name.startswith("activations"))
         return {
             "allocated_gib": _gib(worst.peak),
@@ -112,7 +114,7 @@ class Estimate:
                 "activations_saved": _gib(saved),
             },
             "phases": {
-                name: {part: _gib(size) for part, size in worst.phase(name).items()}
+                name: {part: _gib(size) for part, size in in_phase(name).items()}
                 for name in PHASES
             },
             "ranks": [

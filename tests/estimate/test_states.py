@@ -214,3 +214,11 @@ def test_sgd_has_a_moment_only_with_momentum(stage, sums, momentum, bytes_per_el
     moment_bytes = sum(part.bytes for part in model_states(run, 0) if part.component == "moments")
     shard = run.parameters / (2 if stage else 1)
     assert moment_bytes == pytest.approx(bytes_per_element * shard, rel=0.01)
+
+
+def test_a_recorded_phase_of_a_cpu_rank_has_no_bucket_larger_than_all_gradients() -> None:
+    for accelerator, bound in (("cpu", 0.1), ("cuda", 10)):
+        estimate = estimate_memory(run_of(stage=2, accelerator=accelerator))
+        buckets = estimate.to_json()["phases"]["reduce"]["gradient buckets"]
+        assert bound / 10 < buckets < bound
+    assert estimate.inputs.parameters * 4 < 0.1 * GIB
