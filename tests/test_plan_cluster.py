@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import tomllib
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import estimate_memory
-from harness.plan.command import Command, plan_from
+from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.duration import job_of, step_time
 from harness.plan.machine import cluster
 from harness.plan.text import describe
@@ -30,6 +31,7 @@ from tests.tiers import rest_in_gate
 from tools.cluster import search
 from tools.cluster.ask import plan_of, question_of
 from tools.cluster.choose import ASKED, Answer, answer_of, risk, seconds_within, way_of, why_not
+from tools.cluster.job import takes_whole_nodes
 from tools.cluster.layouts import STATES, Layout, layouts
 from tools.cluster.search import Search, count_all
 from tools.cluster.search import answer as answer_to
@@ -350,9 +352,9 @@ def test_the_written_files_are_the_job_that_was_priced(
 
 def test_each_launcher_has_a_script_of_one_command(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two nodes"
-    run_tool("plan_cluster", *JOB, "--write", one)
+    part = run_tool("plan_cluster", *JOB, "--write", one).stdout
     nodes = ("--gpus-per-node", 2)
-    run_tool("plan_cluster", *JOB, *nodes, "--write", two)
+    whole = run_tool("plan_cluster", *JOB, *nodes, "--write", two).stdout
     scripts = {"ds.json", "run.toml", "job.sh", "kubernetes.yaml"}
     assert {path.name for path in one.iterdir()} == {*scripts, "sbatch.sh"}
     assert {path.name for path in two.iterdir()} == {
@@ -368,11 +370,40 @@ def test_each_launcher_has_a_script_of_one_command(tmp_path: Path) -> None:
     words = one.joinpath("job.sh").read_text().splitlines()[-1].split()
     assert words[:4] == ["deepspeed", "--num_gpus", "4", "harness/train.py"]
     assert words[4:8:2] == ["--deepspeed", "--config"]
+    booked = "sbatch --nodes=2 --gpus-per-node=2 --exclusive --mem=0 slurm/train.sbatch "
+    assert booked in two.joinpath("job.sh").read_text()
+    assert "sbatch --nodes=1 --gpus-per-node=4 slurm/" in one.joinpath("sbatch.sh").read_text()
+    for text in (part, one.joinpath("sbatch.sh").read_text()):
+        assert "set SBATCH_CPUS_PER_GPU and SBATCH_MEM_PER_GPU in slurm/site.env" in text
+    assert "SBATCH_" not in whole
     assert two.joinpath("hostfile").read_text() == "node1 slots=2\nnode2 slots=2\n"
     _, pods = yaml.safe_load_all(two.joinpath("kubernetes.yaml").read_text())
     assert pods["spec"]["completions"] == pods["spec"]["parallelism"] == 2
+    assert pods["spec"]["backoffLimit"] == 20
     (pod,) = pods["spec"]["template"]["spec"]["containers"]
     assert shlex.split(pod["args"][0])[-2:] == [f"{two}/run.toml", "run.dir=runs/train"]
+
+
+def test_the_command_that_checks_the_files_is_printed(tmp_path: Path) -> None:
+    folder = tmp_path / "two nodes"
+    text = run_tool("plan_cluster", *JOB, "--gpus-per-node", 2, "--write", folder).stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("check it with: ")]
+    program, script, *words = shlex.split(line.partition(": ")[2])
+    assert (program, script) == ("python", "harness/train.py")
+    command = parse_command(words)
+    assert (command.dry_run, command.gpus, command.gpus_per_node) == (True, 4, 2)
+    assert command.gpu == "a100-40"
+    assert command.deepspeed_path == folder / "ds.json"
+    assert command.config_path == folder / "run.toml"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "whole"), [(4, None, False), (8, None, True), (4, 4, True), (4, 8, False)]
+)
+def test_whole_nodes_are_those_whose_gpus_are_all_taken(
+    gpus: int, per_node: int | None, whole: bool
+) -> None:
+    assert takes_whole_nodes(Namespace(gpus=gpus, gpus_per_node=per_node)) == whole
 
 
 def test_adapters_are_trained_beside_the_weights_that_a_preset_stands_for(tmp_path: Path) -> None:

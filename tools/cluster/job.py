@@ -12,6 +12,7 @@ from typing import Any
 
 from harness.config.assignments import flat, value_as_text
 from harness.estimate.step_time.job import DAY
+from harness.plan.machine import USUAL_NODE
 from harness.plan.model_config import presets
 from tools.cluster.ask import plan_of
 from tools.cluster.count import Counted
@@ -28,6 +29,11 @@ _RUN = """# {about}
 # Add data.path (docs/data.md), and run.dir on storage that all nodes see.
 {keys}
 """
+
+_PART = (
+    "it takes a part of a node: set SBATCH_CPUS_PER_GPU and SBATCH_MEM_PER_GPU in slurm/site.env "
+    "(--cpus-per-gpu, --mem-per-gpu)"
+)
 
 
 def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
@@ -59,12 +65,15 @@ def _weights_of(model: str) -> str:
     return on_hub[1] if on_hub else model
 
 
-def commands(best: Counted, folder: str) -> dict[str, str]:
+def commands(args: argparse.Namespace, best: Counted, folder: str) -> dict[str, str]:
     """Return each script's command by script name. job.sh is the one to start with."""
     files, hosts = _files(folder), shlex.quote(f"{folder}hostfile")
+    # Otherwise Slurm may give a node's GPUs with one core and little memory.
+    whole = "--exclusive --mem=0 " if takes_whole_nodes(args) else ""
     per_node = best.question.some.gpus_per_node
     nodes = best.question.gpus // per_node
-    slurm = f"sbatch --nodes={nodes} --gpus-per-node={per_node} slurm/train.sbatch {files}"
+    booked = f"--nodes={nodes} --gpus-per-node={per_node} {whole}"
+    slurm = f"sbatch {booked}slurm/train.sbatch {files}"
     if nodes == 1:
         one = f"deepspeed --num_gpus {per_node} harness/train.py {files}"
         return {"job.sh": one, "sbatch.sh": slurm}
@@ -78,13 +87,18 @@ def commands(best: Counted, folder: str) -> dict[str, str]:
     }
 
 
+def takes_whole_nodes(args: argparse.Namespace) -> bool:
+    """Return True if the job takes all GPUs of its nodes."""
+    return bool(args.gpus >= (args.gpus_per_node or USUAL_NODE))
+
+
 def _files(folder: str) -> str:
     ds, run = (shlex.quote(f"{folder}{name}") for name in ("ds.json", "run.toml"))
     return f"--deepspeed {ds} --config {run}"
 
 
 def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str]:
-    """Write ds.json, run.toml and a script per launcher; return lines that name them."""
+    """Write ds.json, run.toml and a script per launcher; return lines that name and check them."""
     question, texts = best.question, dict[str, str]()
     per_node = question.some.gpus_per_node
     nodes = question.gpus // per_node
@@ -99,7 +113,10 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
         "torchrun.sh": ", on every node: NODE_RANK=0 MASTER_ADDR=node1 bash torchrun.sh",
         "hostfile.sh": " on the first node of the hostfile, which reaches the others by ssh",
     }
-    for name, command in commands(best, f"{folder}/").items():
+    part = "" if takes_whole_nodes(args) else _PART
+    if part:
+        how["sbatch.sh"] = f"; {part}"
+    for name, command in commands(args, best, f"{folder}/").items():
         texts[name] = _SHELL.format(about=about, how=how.get(name, ""), command=command)
     if nodes > 1:
         texts["hostfile"] = "".join(f"node{n + 1} slots={per_node}\n" for n in range(nodes))
@@ -108,12 +125,21 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    return [f"written: {', '.join(str(folder / name) for name in texts)}"]
+    asked = f"--gpus {args.gpus} --gpus-per-node {per_node} --gpu {shlex.quote(args.gpu)}"
+    return [
+        f"written: {', '.join(str(folder / name) for name in texts)}",
+        *([f"sbatch.sh: {part}"] if part else []),
+        f"check it with: python harness/train.py --dry-run {asked} {_files(f'{folder}/')}",
+        "its upper end of memory may be smaller than the planner's (docs/planner.md)",
+    ]
 
 
 def filled_in(values: Mapping[str, str]) -> str:
-    """Return the manifest of an Indexed Job with ${NAME}, ${NODES} and the like filled in."""
+    """Return the manifest of an Indexed Job with ${NAME}, ${NODES} and the like filled in.
+    Every pod may fail ten times.
+    """
     text = _KUBERNETES.read_text(encoding="utf-8")
+    text = text.replace("backoffLimit: 10\n", f"backoffLimit: {10 * int(values['NODES'])}\n")
     for name, value in values.items():
         text = text.replace(f"${{{name}}}", value)
     return text
