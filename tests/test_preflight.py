@@ -26,7 +26,7 @@ from tools import preflight
 from tools.preflight_checks import network, report
 from tools.preflight_checks.files import Seen, Storage
 from tools.preflight_checks.flight import Facts, judge
-from tools.preflight_checks.machine import Machine
+from tools.preflight_checks.machine import Machine, machine_rows
 from tools.preflight_checks.network import (
     BETWEEN,
     Links,
@@ -57,6 +57,7 @@ MACHINE = Machine(
     host_free_bytes=500 * GIB,
     shared_free_bytes=100 * GIB,
     open_files=65536,
+    cores=(0, 1),
     infiniband=True,
     checksum="abc",
     toolkit="driver 550",
@@ -128,6 +129,7 @@ def changed(rank: int, part: str = "", **changes: Any) -> list[Facts]:
         ("GPU memory free", "machine", {"gpu_free_bytes": 60 * GIB}, "warn", "free: n2 (rank 1)"),
         ("GPU ECC", "machine", {"ecc": "Disabled, 0"}, "warn", "n2 (rank 1): Disabled"),
         ("/dev/shm", "machine", {"shared_free_bytes": GIB - 1}, "warn", "little on n2 (rank 1)"),
+        ("cores", "machine", {"cores": ()}, "warn", "fewer than ranks on n2 (rank 1)"),
         ("memlock", "machine", {"memlock_bytes": 2**23}, "warn", "0.008 GiB; limited on n2"),
         ("open files", "machine", {"open_files": 512}, "warn", "too few on n2 (rank 1)"),
         (
@@ -340,6 +342,23 @@ def test_groups_that_talk_in_every_layer_belong_on_one_node(
             (f"{axis} ranks", verdict, found)
         ]
         assert ("on each node, or set" in rows[0].todo) == (verdict == "warn")
+
+
+@pytest.mark.parametrize(
+    ("cores", "verdict"),
+    [
+        ([(0,), (1,)], "ok"),  # each rank is bound to its own
+        ([(0, 1), (0, 1)], "ok"),
+        ([(0,), (0,)], "warn"),
+    ],
+)
+def test_ranks_that_share_a_core_are_named(cores: list[tuple[int, ...]], verdict: str) -> None:
+    machines = {rank: replace(MACHINE, gpu_id=str(rank)) for rank in range(4)}
+    machines |= {2 + n: replace(machines[2 + n], cores=own) for n, own in enumerate(cores)}
+    rows = machine_rows(plan(), machines, ["n1", "n1", "n2", "n2"], {})
+    (found,) = [each for each in rows if each.check == "cores"]
+    assert found.verdict == verdict
+    assert ("n2 (ranks 2-3)" in found.found) == (verdict != "ok")
 
 
 def test_they_are_in_the_preflights_table() -> None:

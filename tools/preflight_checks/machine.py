@@ -82,6 +82,8 @@ class Machine:
     shared_free_bytes: int | None = None
     memlock_bytes: int | None = None  # None: unlimited
     open_files: int = 0
+    cores: tuple[int, ...] = ()
+    """Numbers of the cores that this rank may use."""
     infiniband: bool = False
     shortages: tuple[str, ...] = ()
     """Memory that the run needs and this machine lacks (harness/estimate/fit.py)."""
@@ -110,6 +112,7 @@ def measure_machine(plan: Plan) -> Machine:
         shared_free_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        cores=(*sorted(os.sched_getaffinity(0)),),
         infiniband=INFINIBAND.is_dir() and any(INFINIBAND.iterdir()),
         shortages=(*short,),
         checksum=checksum,
@@ -327,6 +330,7 @@ def machine_rows(
         _speed(plan, machines, hosts),
         _memory(plan, machines, hosts),
         *([Row("time of a step", "ok", step_line(step))] if step else []),
+        *([_cores(machines, hosts)] if on_cuda else []),
         *_limit_rows(plan, machines, hosts),
         *_product_rows(machines, hosts),
         *(_driver_rows(machines, hosts) if on_cuda else []),
@@ -380,6 +384,17 @@ def _memory(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
     text = f"{grouped(short, hosts)}, and less is free; {free}"
     verdict = "warn" if plan.config.plan.force else "FAIL"
     return Row("memory", verdict, text, texts[0][1].partition(": ")[2])
+
+
+def _cores(machines: Machines, hosts: Sequence[str]) -> Row:
+    """Compare the ranks of each node with the cores that they may use together."""
+    cores: dict[str, set[int]] = {}
+    for rank, machine in machines.items():
+        cores.setdefault(hosts[rank], set()).update(machine.cores)
+    few = [rank for rank in machines if len(cores[hosts[rank]]) < hosts.count(hosts[rank])]
+    todo = "request at least a core per rank (--exclusive, --cpus-per-gpu): ranks wait for theirs"
+    text = span(map(len, cores.values()), "for the ranks of a node", "d")
+    return named_row("cores", text, "fewer than ranks on", few, hosts, todo)
 
 
 def _limit_rows(plan: Plan, machines: Machines, hosts: Sequence[str]) -> list[Row]:
