@@ -386,7 +386,7 @@ def test_ranks_on_gpus_are_processes_of_their_own(tmp_path: Path) -> None:
         ended = bench.run("tools.acceptance.machine", [str(tmp_path / "met")], "logs")
     assert ended.codes == [0], ended.output
     met = json.loads((tmp_path / "met" / "0.json").read_text())
-    assert (met["launcher"], met["gathered"]) == ("torch", [0])
+    assert (met["launcher"], met["gathered"]) == ("torchrun", [0])
     assert bench._zygote is None
 
 

@@ -72,6 +72,7 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str = "none"
+    """torchrun (or accelerate) | deepspeed | torch (another that sets RANK) | slurm | none."""
     accelerator: Literal["cuda", "cpu"] = "cpu"
     gpu: str | None = None
     allocators: str | None = None
@@ -145,8 +146,9 @@ def _from_torch_names(environ: Mapping[str, str]) -> _Place | None:
         return None
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_rank = _number(environ, "LOCAL_RANK", rank)
-    name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
-    return "torch", rank, world_size, local_rank, _number(environ, name, world_size)
+    sizes = {"LOCAL_WORLD_SIZE": "torchrun", "LOCAL_SIZE": "deepspeed", "WORLD_SIZE": "torch"}
+    name = next(name for name in sizes if name in environ)
+    return sizes[name], rank, world_size, local_rank, _number(environ, name)
 
 
 def _from_slurm_step(environ: Mapping[str, str]) -> _Place | None:

@@ -29,11 +29,11 @@ from harness.layout.world import (
         ({}, ("none", 0, 1, 0, 1)),
         (  # torchrun, accelerate
             {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-            ("torch", 5, 8, 1, 4),
+            ("torchrun", 5, 8, 1, 4),
         ),
         (  # deepspeed
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"},
-            ("torch", 1, 2, 1, 2),
+            ("deepspeed", 1, 2, 1, 2),
         ),
         (  # srun over two nodes of different sizes: the larger one counts
             {

@@ -293,6 +293,33 @@ def test_a_command_repeats_lists_and_tables(tmp_path):
     assert values["data.mix"] == [{"path": "a.txt", "share": 0.5}, {"path": "b c.txt"}]
 
 
+@pytest.mark.parametrize(
+    ("world", "start"),
+    [
+        ({}, "deepspeed harness/train.py"),  # of an earlier version
+        ({"launcher": "torch"}, "deepspeed harness/train.py"),  # of an earlier version, too
+        ({"launcher": "deepspeed"}, "deepspeed harness/train.py"),
+        ({"launcher": "none", "world_size": 1}, "python harness/train.py"),
+        ({"launcher": "torchrun"}, "torchrun --nproc-per-node=8 harness/train.py"),
+        (
+            {"launcher": "torchrun", "world_size": 16},
+            'torchrun --nnodes=2 --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
+            "--nproc-per-node=8 harness/train.py",
+        ),
+        (
+            {"launcher": "slurm", "world_size": 16},
+            "sbatch --nodes=2 --gpus-per-node=8 slurm/train.sbatch",
+        ),
+        ({"launcher": "slurm", "accelerator": "cpu"}, "sbatch --nodes=1 slurm/train.sbatch"),
+    ],
+)
+def test_a_command_starts_as_the_run_was_started(tmp_path, world, start):
+    the_plan = plan()
+    the_plan["world"] |= world
+    text = command(read(write_run(tmp_path / "run", the_plan=the_plan)))
+    assert text.startswith(f"{start} --deepspeed ds_configs/zero1.json ")
+
+
 def test_a_silent_run_may_be_gone(tmp_path):
     run = read(write_run(tmp_path / "run", outcome="running"))
     assert run.last_sign is not None
