@@ -63,7 +63,7 @@ class Manifest:
 
     `engine`: counters, loss scaling, step count of the optimizer. `probe_loss`: loss of the batch
     in probe.safetensors with these weights, in nats per target token. `held_out_loss`: with
-    these weights, None if they were not evaluated. `about`: further facts, never read back.
+    these weights, None if they were not evaluated. `about`: further facts, which are only shown.
     `watch`: the state of `guard.stability.StabilityMonitor`.
     """
 

@@ -114,7 +114,7 @@ def _load(run: Run, resume_point: ResumePoint) -> None:
     if kind == "weights":
         run.progress.say(f"starts with the weights of step {step:,} of {source}")
     else:
-        run.progress.say(f"{kind} {checkpoint.path.name} of {run.steps.total} steps")
+        run.progress.say(resume_point.text(run.plan, run.steps.total))
 
 
 def _give_up(rank: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class ResumePoint:
 
     `kind`: new (no checkpoint), resumed (this run's), branched (another run's) or weights (another
     run's weights, starting at step 0). `problems`: newer checkpoints that are unusable. `damages`:
-    unreadable records that are not needed.
+    unreadable records that are not needed. `steps_before`: steps that the run had, if known.
     """
 
     checkpoint: Checkpoint | None = None
@@ -43,6 +43,40 @@ class ResumePoint:
     changes: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     damages: list[str] = field(default_factory=list)
+    steps_before: int | None = None
+
+    def text(self, plan: Plan, total_steps: int) -> str:
+        """Return which checkpoint a run continues from, and if its length or ranks differ."""
+        assert self.checkpoint is not None
+        about, now = self.checkpoint.manifest.about, division(plan)
+        text = f"{self.kind} {self.checkpoint.path.name} of {total_steps} steps"
+        if self.steps_before not in (None, total_steps):
+            follows = plan.config.optim.schedule not in ("constant", "inverse_sqrt")
+            rate = ": the learning rate follows the new length" if follows else ""
+            text += f" ({self.steps_before} before{rate})"
+        differs = any(about[key] != size for key, size in now.items() if key in about)
+        return f"{text}, saved by {_ranks(about)}" if differs else text
+
+
+def division(plan: Plan) -> dict[str, int]:
+    """Return the number of ranks and how they divide the model, for a checkpoint's manifest."""
+    return {
+        "world_size": plan.world.world_size,
+        "zero_stage": plan.zero_stage,
+        "pipeline_stages": plan.grid.pipeline,
+        "tensor_ranks": plan.grid.tensor,
+        "sequence_ranks": plan.grid.sequence,
+        "expert_ranks": plan.grid.expert,
+    }
+
+
+def _ranks(about: Mapping[str, Any]) -> str:
+    """Return the division in a manifest as text; earlier versions recorded only a part of it."""
+    ranks, stage = about.get("world_size"), about.get("zero_stage")
+    axes = ("pipeline_stages", "tensor_ranks", "sequence_ranks", "expert_ranks")
+    sizes = [f"{about[key]} {key.replace('_', ' ')}" for key in axes if about.get(key, 1) != 1]
+    within = f" with {', '.join(sizes)}" if sizes else ""
+    return f"{ranks} rank{'s' * (ranks != 1)} under ZeRO {stage}{within}"
 
 
 def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
@@ -91,7 +125,8 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint |
         return None
     changes = changed_keys(saved, record) if saved else []
     damages = [damage] if damage else []
-    return ResumePoint(checkpoint, "resumed", changes, unusable, damages)
+    steps_before = saved.get("total_steps") if saved else None
+    return ResumePoint(checkpoint, "resumed", changes, unusable, damages, steps_before)
 
 
 def _branch(plan: Plan, text: str, record: dict[str, Any]) -> ResumePoint:
@@ -116,7 +151,11 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> ResumePoint:
     if problems:
         raise ConfigError([f"resume.from={text}: {problem}" for problem in problems])
     damages = [damage] if damage else []
-    return ResumePoint(checkpoint, "branched", changed_keys(before, record), damages=damages)
+    return ResumePoint(
+        *(checkpoint, "branched", changed_keys(before, record)),
+        damages=damages,
+        steps_before=before.get("total_steps"),
+    )
 
 
 def _checkpoint_of(text: str, key: str) -> Checkpoint:

@@ -23,7 +23,7 @@ from harness.guard.stability import Verdict
 from harness.layout.grid import Grid
 from harness.models.adapters import adapters_of, described
 from harness.plan.plan import Plan
-from harness.run.resumption import keep_sample
+from harness.run.resumption import division, keep_sample
 from harness.run.run import Run, is_due
 
 PROBE_SAMPLES = 8  # takes a forward pass of one micro-batch in most layouts
@@ -138,9 +138,7 @@ def save(run: Run, background: bool = False) -> None:
         adapters=adapters_of(run.engine.module, lora, plan.config.model.init_from),
         quantization=described(run.engine.module, lora.quantization) if lora.quantization else {},
         about={
-            "world_size": plan.world.world_size,
-            "zero_stage": plan.zero_stage,
-            "pipeline_stages": plan.grid.pipeline,
+            **division(plan),
             "optimizer": plan.deepspeed["optimizer"],
             "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
         },

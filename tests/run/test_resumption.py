@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.checkpoint.manifest import read_manifest
-from harness.checkpoint.store import Store
+from harness.checkpoint.store import Checkpoint, Store
 from harness.launch.fork_server import Outcome, Zygote
+from harness.run.resumption import ResumePoint
 from harness.runfolder import RunFolder
+from tests.checkpoint.small import manifest
+from tests.plan.plans import Planner
 from tests.real_runs import SHORT_RUN, SMALL_MODEL, events
 from tests.run.features import in_gate
 from tests.shipped import DS_CONFIGS
@@ -159,6 +163,7 @@ def test_weights_alone_begin_a_new_run(
     again = zygote.run(words(run.path, data, source, "train.steps=7", json=json), tmp_path)
     assert again.codes == [0, 0], again.output
     assert events(run, "resumed")[0]["step"] == 6
+    assert "resumed step-00000006 of 7 steps (6 before)\n" in again.output
 
 
 def test_saving_in_the_background_changes_nothing_that_is_saved(
@@ -183,3 +188,42 @@ def test_a_manifest_says_what_it_is_of(parent: RunFolder) -> None:
     assert found["held_out_loss"] is None  # it was last evaluated with other weights
     last = json.loads((parent.checkpoints_dir / "step-00000006" / "manifest.json").read_text())
     assert last["held_out_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "about", "steps_before", "said"),
+    [
+        ("RANKS=2", {"world_size": 2, "zero_stage": 0, "pipeline_stages": 1}, 26, ""),
+        ("RANKS=2", {"versions": {}}, None, ""),
+        (
+            "RANKS=1",
+            {"world_size": 2, "zero_stage": 1},
+            9,
+            " (9 before: the learning rate follows the new length), saved by 2 ranks under ZeRO 1",
+        ),
+        ("optim.schedule=constant", {"world_size": 1}, 20, " (20 before)"),
+        (
+            "RANKS=2",
+            {"world_size": 1, "zero_stage": 0, "pipeline_stages": 1},
+            26,
+            ", saved by 1 rank under ZeRO 0",
+        ),
+        (
+            "RANKS=2",
+            {"world_size": 2, "zero_stage": 0, "pipeline_stages": 2, "tensor_ranks": 1},
+            26,
+            ", saved by 2 ranks under ZeRO 0 with 2 pipeline stages",
+        ),
+    ],
+)
+def test_a_resume_says_what_of_its_length_and_ranks_differs(
+    line: str,
+    about: dict[str, Any],
+    steps_before: int | None,
+    said: str,
+    tmp_path: Path,
+) -> None:
+    found = Checkpoint(tmp_path / "step-00000013", replace(manifest(13), about=about))
+    point = ResumePoint(found, "resumed", steps_before=steps_before)
+    text = point.text(Planner(tmp_path)(line, estimate=False), 26)
+    assert text == f"resumed step-00000013 of 26 steps{said}"
