@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,8 @@ BLOCK = 64
 """Consecutive weights that share a scale."""
 DESCRIPTION = "quantization_config.json"
 """The file beside exported adapters that transformers' BitsAndBytesConfig reads."""
+# peft imports bitsandbytes, which then warns that a kernel for 4 bits is missing, needed or not.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _SCALES_BLOCK = 256  # quantized scales that share a scale
 _FP32 = 4  # bytes
 _CODES, _SCALES_CODES = 16, 256  # entries of the lookup tables stored with each weight

@@ -312,7 +312,8 @@ def _checked(
     if is_kind(exported.config._attn_implementation):
         attend_with("eager", exported)
         exact = f"; with exact attention it would be {_loss(checkpoint, exported):.6g}"
-    return f"its probe loss is {loss:.6g}, and was {expected:.6g} in training{exact}"
+    within = f" (equal within {100 * tolerance:g} %)" if same else ""
+    return f"its probe loss is {loss:.6g}, and was {expected:.6g} in training{within}{exact}"
 
 
 def _parameters(checkpoint: Checkpoint, options: ExportOptions) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,9 @@ def test_other_blocks_are_quantised_anew() -> None:
         after = state[table][requantised[codes].long()] * requantised[scales]
         assert not torch.equal(requantised[scales], moved[scales])
         assert float((after - before).abs().max()) < 0.02 * float(before.abs().max())
+
+
+def test_a_kernel_that_nothing_needs_is_not_missed() -> None:
+    """The warning of bitsandbytes, as peft imports it, appeared in every training of adapters."""
+    ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
+    assert not ops.logger.isEnabledFor(logging.WARNING)
