@@ -93,7 +93,7 @@ def _launched(bench: Bench, name: str, *launcher: str) -> str:
         )  # fmt: skip
     last = readable(log.read_text(errors="replace").strip().rpartition("\n")[2])
     expect(done.returncode == 0, f"it ended with code {done.returncode}: {last}")
-    return _met(bench, folder, "torchrun")
+    return _met(bench, folder, name)
 
 
 def _as_srun(bench: Bench) -> str:
