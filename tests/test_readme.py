@@ -53,6 +53,7 @@ INSTEAD = {
     "sbatch": "bash -n slurm/train.sbatch",  # the job itself: test_slurm.py
     # whichever of its runs exists
     "python tools/report.py runs/first runs/again": "python tools/report.py runs/first runs/first",
+    "python tools/show_batch.py runs/chat": "python tools/show_batch.py runs/first",
     "python tools/rehearse.py": "python tools/rehearse.py --dry-run",  # test_rehearse.py
     # all of its steps: test_accept_gpu.py
     "python tools/accept_gpu.py": "python tools/accept_gpu.py --only environment --limit 1000",
