@@ -114,8 +114,7 @@ class Estimate:
                 "activations_saved": _gib(saved),
             },
             "phases": {
-                name: {part: _gib(size) for part, size in in_phase(name).items()}
-                for name in PHASES
+                name: {part: _gib(size) for part, size in in_phase(name).items()} for name in PHASES
             },
             "ranks": [
                 {
