@@ -58,7 +58,7 @@ def figures(values: Values) -> list[Figure]:
             [_described(name) for name in _DTYPES],
         ),
         numbers(
-            ("fp16 ends at", ends_at, "below: 0"),
+            ("fp16 ends at", ends_at, "half of it and less: 0"),
             ("and at", f"{finest.max:,.0f}", "above: infinite"),
         ),
     ]
@@ -172,7 +172,7 @@ PAGE = Page(
     "precision",
     (
         Slider("scale", "Loss scale, power of two", tuple(range(25)), 0),
-        Slider("tokens", "Size of the gradients", (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0), 0.01, "x"),
+        Slider("tokens", "Size of the gradients", (1e-5, 0.0001, 0.001, 0.01, 0.1, 1.0, 10.0), 0.01, "x"),
         Slider("weight", "Small update, power of two", tuple(range(4, 25)), 9),
         Typed("number", "A number", "0.1", 40),
     ),

@@ -14,7 +14,7 @@ from tools.studio_app.plans import MODELS, name_of
 
 _E, _A, _B, _ALPHA, _BETA = 1.69, 406.4, 410.7, 0.34, 0.28  # arXiv 2203.15556, equation 10
 _RATIO = 20
-"""Tokens per parameter at the optimum of a budget, roughly (arXiv 2203.15556, table 3)."""
+"""Tokens per parameter by the rule of thumb (arXiv 2203.15556, table 3)."""
 
 
 class Published(NamedTuple):
@@ -69,10 +69,10 @@ def figures(values: Values) -> list[Figure]:
     return [
         numbers(
             ("Parameters", f"{count / 1e9:,.2f} billion", values["model"]),
-            ("Tokens per parameter", f"{tokens / count:,.1f}", f"{_RATIO} at the optimum"),
+            ("Tokens per parameter", f"{tokens / count:,.1f}", f"rule of thumb: {_RATIO}"),
             ("Predicted loss", f"{loss(count, tokens):.3f}", "nats per token, their data"),
             ("Operations", f"{flops:.3g}", "of the whole run"),
-            ("Best for that budget", f"{size / 1e9:,.2f} billion", then),
+            (f"{_RATIO} tokens per parameter", f"{size / 1e9:,.2f} billion", then),
             ("Epochs", f"{epochs:,.1f}", "up to 4 are nearly as good as new data", verdict),
             ("On disk", f"{unique * width / 2**30:,.0f} GiB", f"{width} bytes per token"),
         ),
@@ -130,7 +130,7 @@ def _curve(count: int) -> Chart:
     model = line("this model", [(d / 1e9, loss(count, d)) for d in places])
     return lines(
         "Predicted loss of this model over its tokens",
-        [model, line("best size for the same operations", best, style="dashed")],
+        [model, line(f"{_RATIO} tokens per parameter, same operations", best, style="dashed")],
         "tokens, billion",
         "nats",
         limits=[(f"no model is below {_E}", _E)],

@@ -143,7 +143,7 @@ PAGE = Page(
         GPU,
         Slider("gpus", "GPUs", powers_of_two(1, 1024), 8),
         replace(SEQ_LEN, default=2048),
-        *(CONTEXT, MICRO_BATCH, ACCUMULATION, CHECKPOINTING),
+        *(CONTEXT, MICRO_BATCH, replace(ACCUMULATION, default=1), CHECKPOINTING),
     ),
     figures,
 )
