@@ -168,6 +168,9 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
     if kind == "missing":
         return f"{key} ({origin}) is missing{form}"
     must_be = _KINDS.get(kind) or item["msg"].replace("Input should be", "it must be")
+    if kind == "literal_error":
+        names = re.findall("'([^']+)'", item["ctx"]["expected"])
+        form = did_you_mean(str(item["input"]), names)
     return worded(key, item["input"], origin, must_be + (form or _FORMS.get(kind, "")))
 
 

@@ -41,9 +41,15 @@ def hf_config(
     del values["model_type"]
     if "auto_map" in values and source:
         values.pop("auto_map")
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            source, trust_remote_code=trust_remote_code, **values
-        )
+        try:
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                source, trust_remote_code=trust_remote_code, **values
+            )
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            why = "it comes with its own code, which --trust-remote-code runs"
+            raise ValueError(why) from error
         return config
     try:
         made: PretrainedConfig = AutoConfig.for_model(model_config["model_type"], **values)

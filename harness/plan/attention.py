@@ -141,6 +141,8 @@ class AttentionNeeds:
         kind = self.model_config["model_type"]
         if lacks := family_of(kind).sdpa_lacks:
             return f"sdpa has no {lacks}, which {kind} models have"
+        if "auto_map" in self.model_config:
+            return f"it is unknown whether the own code of {kind} models supports sdpa"
         return f"transformers has no sdpa for {kind} models" if without_sdpa(kind) else ""
 
     @property
@@ -181,6 +183,12 @@ def _check_sizes(draft: Draft) -> None:
     if sizes.get("global", 0) > seq_len:
         why = f"but windows have {seq_len} tokens (data.seq_len)"
         draft.problems.add("model.attention_global", why, f"use at most {seq_len}")
+    if attention == "longformer" and sizes["window"] >= seq_len:
+        draft.note(
+            "exact_attention",
+            f"longformer with model.attention_window={sizes['window']} is exact attention: windows "
+            f"have {seq_len} tokens (data.seq_len)",
+        )
     if attention == "linformer" and sizes["window"] % sizes["features"]:
         draft.problems.say(
             f"model.attention_window={sizes['window']} is not a multiple of "

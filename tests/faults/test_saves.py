@@ -108,19 +108,6 @@ def test_a_failure_of_one_rank_ends_all(place: str, nth: int, rank: int, trial: 
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_after_a_kill_the_status_names_the_last_checkpoint_and_the_failure(
-    rank: int, trial: Trial
-) -> None:
-    trial.kill(rank, "in a step", 6)
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"]) == ("failed", 1)
-    (event,) = events(trial.run, "failed")
-    assert (event["rank"], event["attempt"]) == (1 - rank, 1)
-    assert status["step"] >= 4  # from the newest checkpoint, or where the other rank was
-
-
-@pytest.mark.gate("faults")
 def test_while_a_run_trains_its_status_names_the_newest_checkpoint(trial: Trial) -> None:
     fault = {"rank": 0, "at": "before a save", "nth": 3, "do": "kill"}
     ended = trial.zygote.run(arguments(trial.path, trial.data), trial.logs, fault, ranks=1)

@@ -126,13 +126,14 @@ def check_report(run: RunFolder, named: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", rest_in_gate("faults", [1, 0], 1))
 def test_a_rank_that_is_killed_is_named(rank: int, trial: Trial) -> None:
-    trial.kill(rank, "in a step", 3)
-    folder = RunFolder(trial.path)
-    (event,) = events(folder, "failed")
-    assert event["rank"] == rank
-    message = (folder.read_status() or {})["message"]
+    trial.kill(rank, "in a step", 6)
+    (event,) = events(trial.run, "failed")
+    assert (event["rank"], event["attempt"]) == (rank, 1)
+    status = trial.run.read_status() or {}
+    assert (status["outcome"], status["code"]) == ("failed", 1)
+    assert status["step"] >= 4  # from the newest checkpoint, or where the other rank was
     killed = rf"rank {rank}.* failed: its process \d+ on .* was killed, .*; rank {1 - rank} lost"
-    assert re.match(killed, message), message
+    assert re.match(killed, status["message"]), status["message"]
 
 
 @pytest.mark.gate("faults")

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
 from harness.layout.releases import is_older
+from harness.layout.world import World
 from harness.models.initialize import materialize
 from harness.models.skeleton import (
     described_parameters,
@@ -22,6 +23,7 @@ from harness.models.skeleton import (
     tied_names,
 )
 from harness.models.units import units
+from harness.plan.attention import AttentionNeeds
 from harness.plan.model_config import find_model_config, preset_names
 from tests.engine.small import MODEL
 
@@ -64,6 +66,14 @@ def test_tied_weights_of_a_model_with_its_own_code(
     (folder / "code.py").write_text(OWN_CODE)
     expected = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
     assert tied_names(config, str(folder), True) == expected
+    with pytest.raises(ValueError, match="own code, which --trust-remote-code runs"):
+        hf_config(config, str(folder))
+
+
+def test_auto_does_not_assume_that_a_models_own_code_supports_sdpa() -> None:
+    config = {**LLAMA, "model_type": "own", "auto_map": {"AutoConfig": "code.OwnConfig"}}
+    needs = AttentionNeeds(World(), "bf16", config, None, 128, documents=False)
+    assert needs.chosen()[0] == "eager"
 
 
 def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:

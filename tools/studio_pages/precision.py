@@ -172,7 +172,7 @@ PAGE = Page(
     "precision",
     (
         Slider("scale", "Loss scale, power of two", tuple(range(25)), 0),
-        Slider("tokens", "Size of the gradients", (1e-5, 1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0), 0.01, "x"),
+        Slider("tokens", "Size of the gradients", (1e-5, 1e-4, 1e-3, 0.01, 0.1, 1, 10), 0.01, "x"),
         Slider("weight", "Small update, power of two", tuple(range(4, 25)), 9),
         Typed("number", "A number", "0.1", 40),
     ),
