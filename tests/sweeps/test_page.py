@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.browser import WIDTHS, Browser, needs_browser
 from tools.sweeps.cost import Record, Used
 from tools.sweeps.page import write_page
 from tools.sweeps.spec import read_sweep
+from tools.sweeps.text import ranking
 
 _FILE = """
 [sweep]
@@ -54,6 +56,26 @@ def written(folder: Path) -> Path:
         ]
         (run / "metrics.jsonl").write_text("".join(lines))
     return write_page(sweep, records).resolve()
+
+
+def test_losses_on_different_held_out_sets_are_not_ranked_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("carry.toml").write_text(
+        '[sweep]\nmethod = "grid"\n[search]\ntrain.carry_state = [true, false]\n'
+    )
+    sweep = read_sweep(Path("carry.toml"), [])
+    records = [
+        Record(n, "done", choice, 5.7 + n, Used(2, 100, 0.1), "")
+        for n, choice in enumerate(sweep.choices())
+    ]
+    for second, is_shown in (("a", False), ("b", True)):
+        for record, held_out_set in zip(records, ("a", second), strict=True):
+            folder = sweep.folder_of(record.number)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "plan.json").write_text(json.dumps({"held_out_set": held_out_set}))
+        assert ("2 held-out sets, whose losses" in ranking(sweep, records)) == is_shown
 
 
 def test_values_and_reasons_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

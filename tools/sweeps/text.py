@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from harness import terminal
+from harness.report.run_record import read
 from tools.sweeps.cost import Cost, Record
 from tools.sweeps.slurm import JOB, sbatch_options
 from tools.sweeps.space import Choice
@@ -97,6 +98,12 @@ def ranking(sweep: Sweep, records: Sequence[Record]) -> str:
     hours = sum(record.used.hours for record in records)
     ended = sum(record.has_ended for record in records)
     blocks.append(f"{ended} of {len(records)} trials, {used:,} steps, {hours:.2f} hours")
+    runs = (read(sweep.folder_of(r.number)) for r in records if r.state == "done")
+    if (sets := len({run.held_out_set for run in runs})) > 1:
+        blocks.append(
+            f"{sets} held-out sets, whose losses cannot be compared: keep data.*, eval.* and "
+            "train.carry_state out of [search], or compare only trials with equal values of them"
+        )
     if (best := best_of(records)) is not None:
         where = sweep.folder_of(best.number)
         blocks.append(f"best: {where}, {sweep.settings.metric} {shown(best.value)}, as by")
