@@ -193,16 +193,21 @@ class RecurrentForCausalLM(RecurrentPreTrainedModel, GenerationMixin):
         input_ids: torch.Tensor,
         carried: Carried | None = None,
         attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        """(rows, tokens) ids -> logits (rows, tokens, vocab_size).
+        """(rows, tokens) ids -> logits (rows, tokens, vocab_size), and the mean loss of `labels`,
+        which are the ids, or -100.
 
         Raises ValueError for a mask that hides tokens, since the state passes through all of them.
         """
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("a recurrent model also reads padding: use rows of equal length")
         hidden = self.model(input_ids, carried=carried).last_hidden_state
-        return CausalLMOutput(logits=self.lm_head(hidden))
+        logits, loss = self.lm_head(hidden), None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutput(loss=loss, logits=logits)
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, *args: Any, **kwargs: Any

@@ -137,6 +137,15 @@ def test_others_open_what_is_saved_with_its_code(tmp_path: Path) -> None:
     assert float(theirs.stdout) == float(model(text()).logits.double().sum())
 
 
+def test_labels_give_the_loss_that_other_models_give() -> None:
+    ids = text()
+    labels = ids.clone()
+    labels[:, :3] = -100
+    answer = model_of("gru")(input_ids=ids, labels=labels)
+    logits, targets = answer.logits[:, 2:-1].flatten(0, 1), ids[:, 3:].flatten()
+    torch.testing.assert_close(answer.loss, nn.functional.cross_entropy(logits, targets))
+
+
 def test_it_generates_from_rows_without_padding() -> None:
     model, ids = model_of("gru").eval(), text()
     mask = torch.ones_like(ids)
