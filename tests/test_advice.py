@@ -229,6 +229,7 @@ NOT_FOLLOWED = {
         "config/ds_leftovers.toml: to start with short sequences",
         "config/ds_leftovers.toml: to gather weights within a node",
         "config/data_section.py: are longer than data.seq_len",
+        "data/source.py: (the longest has ...): raise data.seq_len",
         "files/forms.py: did you mean",
         "files/splits.py: name the folder or files of a subset",
         "plan/batches.py: give data.path more text",
