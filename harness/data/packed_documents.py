@@ -168,8 +168,8 @@ class _Shelves:
         return np.repeat(np.array(sizes[::-1], np.int64), copies[::-1])
 
 
-# Increase this if the same documents would give different windows.
-WHOLE_FORMAT = 1
+# Increase this if the same documents would give different windows or other counts.
+WHOLE_FORMAT = 2
 _MOST_FACTS_BYTES = 2**20
 TooLong = Literal["cut", "drop", "refuse"]
 
@@ -188,8 +188,8 @@ class WholeFacts:
     """Number of documents without a token to train on; they are in no window."""
     padding: int
     """Number of padding positions in all windows."""
-    learned: int | None = None
-    """Number of tokens to train on in all windows; None in caches of earlier versions."""
+    learned: int
+    """Number of tokens to train on in all windows."""
 
 
 def write_whole(

@@ -222,7 +222,7 @@ class Source:
 
 def _num_learned(side: Packed) -> int:
     """Return the number of tokens to train on; for whole documents, of those in windows."""
-    if isinstance(side, WholeWindows) and side.facts.learned is not None:
+    if isinstance(side, WholeWindows):
         return side.facts.learned
     return side.split.num_tokens - int(side.split.masked[-1])
 

@@ -43,6 +43,7 @@ def _class() -> Any:
         def update_step(
             self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int
         ) -> None:
+            """Update one tensor, as bitsandbytes does, but in slices."""
             state: State = self.state[p]
             config: dict[str, Any] = self.get_config(gindex, pindex, group)  # type: ignore[no-untyped-call]
             state["step"] += 1

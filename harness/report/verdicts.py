@@ -23,7 +23,8 @@ _SAME = {
     "train.steps": ("scheduler.params.total_num_steps",),
 }
 """Keys of the DeepSpeed JSON that must not contradict a changed one (plan/merge_settings.py)."""
-_TOO_SHORT = ("unfinished_warmup", "few_steps")
+_FORETOLD = ("unfinished_warmup", "few_steps", "without_target")
+"""Events of plan/batches.py and data/source.py."""
 
 
 class Verdict(NamedTuple):
@@ -44,8 +45,7 @@ class Advice(NamedTuple):
 def verdicts(run: RunRecord) -> list[Verdict]:
     """Return what the records say about loss, norm, steps, memory and speed."""
     checks = (
-        _long_enough,
-        _untrained,
+        _foretold,
         _learned,
         _losing,
         _generalising,
@@ -61,15 +61,9 @@ def verdicts(run: RunRecord) -> list[Verdict]:
     return [verdict for check in checks if (verdict := check(run)) is not None]
 
 
-def _long_enough(run: RunRecord) -> Verdict | None:
-    """Repeat why the run was too short to learn (plan/batches.py)."""
-    texts = dict.fromkeys(str(event.get("message")) for event in run.of_kind(*_TOO_SHORT))
-    return Verdict("warning", f"{sentence('; '.join(texts))}.") if texts else None
-
-
-def _untrained(run: RunRecord) -> Verdict | None:
-    """Repeat how many documents nothing was learned from (data/source.py)."""
-    texts = dict.fromkeys(str(event.get("message")) for event in run.of_kind("without_target"))
+def _foretold(run: RunRecord) -> Verdict | None:
+    """Repeat why the run was too short to learn, or learned nothing from some documents."""
+    texts = dict.fromkeys(str(event.get("message")) for event in run.of_kind(*_FORETOLD))
     return Verdict("warning", f"{sentence('; '.join(texts))}.") if texts else None
 
 
