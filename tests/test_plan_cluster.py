@@ -344,6 +344,7 @@ def test_the_written_files_are_the_job_that_was_priced(
     shown = plan.estimate.worst.shown_within(device)
     assert [size / GIB for size in shown] == pytest.approx(row["peak_gib"], rel=1e-3)
     run = tomllib.loads((tmp_path / "run.toml").read_text())
+    assert run["data"]["path"] == "/path/to/your/data"
     assert run["optim"]["lr"] == 6e-4
     assert run["optim"]["schedule"] == ("wsd" if more else "cosine")
     assert run["train"].get("steps") == (3000 if more else None)

@@ -7,7 +7,12 @@ from typing import Any
 
 from harness.config.model_section import LoraConfig
 from harness.config.run_config import RunConfig
+from harness.errors import ConfigError
+from harness.files.records import Unreadable
 from harness.layout.attention_table import ATTENTIONS
+from harness.plan.batch_from_data import open_keys
+from harness.plan.plan import Plan
+from harness.runfolder import RunFolder
 
 # Settings that a resumed run may change freely: they affect duration, frequency and layout, but not
 # the training result. All others require resume.allow.
@@ -52,6 +57,38 @@ def resume_problems(
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
         if key != "model.attention" or not (_is_exact(old) and _is_exact(new))
     ]
+
+
+def run_in_folder(plan: Plan) -> str | None:
+    """Return the state of the run that `plan` would resume, for a dry run; None if there is none.
+
+    Raises ConfigError if `plan` may not resume it. The data is not compared: it is not read yet.
+    """
+    if plan.config.run.dir is None:
+        return None
+    folder = RunFolder(plan.config.run.dir)
+    try:
+        saved, status = folder.read_plan(), folder.read_status()
+    except Unreadable:  # the run itself reports this damage, and may not need the record
+        return None
+    if not (saved and status and has_sections(saved)):
+        return None
+    allowed = [*plan.config.resume.allow, *open_keys(plan)]
+    if problems := resume_problems(saved, {**saved, **plan.to_json()}, allowed):
+        raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
+    steps = [path.name for path in folder.checkpoints_dir.glob("step-*")]
+    then = f"it is resumed from {max(steps)}" if steps else "no checkpoint, so it starts again"
+    outcome = f"{status.get('outcome')} at step {status['step']}"
+    return f"{folder.path} holds a run, {outcome}: {then}"
+
+
+def has_sections(plan: dict[str, Any]) -> bool:
+    """Return True if the sections that a resume compares have the right types."""
+    run, ds = plan.get("run"), plan.get("deepspeed", {})
+    sections = [run, ds, *(run.values() if isinstance(run, dict) else ())]
+    if not all(isinstance(section, dict) for section in sections):
+        return False
+    return isinstance(ds.get("bf16", {}), dict)
 
 
 def branch_problems(

@@ -25,8 +25,9 @@ from harness.plan.plan import Plan
 _LABEL_WIDTH = 15
 
 
-def describe(plan: Plan, elsewhere: bool = False) -> str:
-    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines.
+def describe(plan: Plan, elsewhere: bool = False, run: str | None = None) -> str:
+    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines. `run`:
+    the state of the run that it resumes.
 
     Raises ConfigError if data that is on this machine cannot be read or has wrong rows.
     """
@@ -48,7 +49,11 @@ def describe(plan: Plan, elsewhere: bool = False) -> str:
         verdict = row("the cluster", "; ".join([_verdict(plan), *shortages]))
     title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
     rows = [summary(plan, counts), *(row("data", line) for line in data)]
-    rows += [*(row("note", line) for line in notes), verdict]
+    rows += [
+        *(row("note", line) for line in notes),
+        *([row("run.dir", run)] if run else []),
+        verdict,
+    ]
     return "\n".join([*rows, "", title, json.dumps(plan.deepspeed, indent=2)])
 
 

@@ -13,7 +13,12 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.checkpoint.collectives import broadcast_object, first_problem
-from harness.checkpoint.compatibility import branch_problems, changed_keys, resume_problems
+from harness.checkpoint.compatibility import (
+    branch_problems,
+    changed_keys,
+    has_sections,
+    resume_problems,
+)
 from harness.checkpoint.store import Checkpoint, checkpoint_of, fsync, is_run, newest_usable
 from harness.config.run_config import run_and_step
 from harness.data.batches import Stream
@@ -205,18 +210,9 @@ def _plan_in(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
         plan = folder.read_plan()
     except Unreadable as error:
         return None, str(error)
-    if plan is None or _has_sections(plan):
+    if plan is None or has_sections(plan):
         return plan, None
     return None, f"{folder.plan_path} is damaged: it is not the plan of a run"
-
-
-def _has_sections(plan: dict[str, Any]) -> bool:
-    """Return True if the sections that a resume compares have the right types."""
-    run, ds = plan.get("run"), plan.get("deepspeed", {})
-    sections = [run, ds, *(run.values() if isinstance(run, dict) else ())]
-    if not all(isinstance(section, dict) for section in sections):
-        return False
-    return isinstance(ds.get("bf16", {}), dict)
 
 
 MOST_TOKENS = 1 << 23

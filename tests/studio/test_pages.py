@@ -294,7 +294,8 @@ def test_options_of_a_model_are_planned_as_on_the_command_line(
     ]
     for page, more in (("plan", {"train.tokens": "256e9"}), ("memory", {})):
         words = command_of(page, **query)
-        assert words[:4] == ["sbatch", "--nodes=8", "--gpus-per-node=8", "slurm/train.sbatch"]
+        booked = ["--nodes=8", "--gpus-per-node=8", "--exclusive", "--mem=0"]
+        assert words[:6] == ["sbatch", *booked, "slurm/train.sbatch"]
         load_run_config(None, [word for word in words[6:] if not word.startswith("ds.")])
         for key, value in (keys | more).items():
             text = str(value).replace(f"{ROOT}/", "")

@@ -26,7 +26,7 @@ source slurm/site.env
 {command} "$@"
 """
 _RUN = """# {about}
-# Add data.path (docs/data.md), and run.dir on storage that all nodes see.
+# Set data.path (docs/data.md), and run.dir on storage that all nodes see.
 {keys}
 """
 
@@ -37,10 +37,13 @@ _PART = (
 
 
 def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
-    """Return the job's run config keys: model, length, schedule and layout."""
+    """Return the job's run config keys: model, length, schedule and layout. A path that does not
+    exist stands for the data, so that no booking trains on the built-in text.
+    """
     question = best.question
     every = round(question.job(best).save_every_seconds / best.seconds)
     keys: dict[str, Any] = {
+        "data.path": "/path/to/your/data",
         **dict(flat(question.run.model_dump(exclude_unset=True))),
         "train.global_batch": args.global_batch,
         **best.layout.overrides,

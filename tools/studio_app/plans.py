@@ -151,7 +151,7 @@ def train_command(values: Values, changes: Sequence[str] = ()) -> str:
     gpus, model = values.get("gpus", 1), Path(name_of(values["model"]))
     start = f"deepspeed --num_gpus {gpus} harness/train.py"
     if gpus > PER_NODE:
-        nodes = f"--nodes={gpus // PER_NODE} --gpus-per-node={PER_NODE}"
+        nodes = f"--nodes={gpus // PER_NODE} --gpus-per-node={PER_NODE} --exclusive --mem=0"
         start = f"sbatch {nodes} slurm/train.sbatch"
     tokens = f"train.tokens={values['tokens']}e9 " if "tokens" in values else ""
     parts = [
