@@ -34,6 +34,7 @@ $(INSTALLED): pyproject.toml
 demo: setup
 	OMP_NUM_THREADS=1 $(ON_CPU) $(VENV)/bin/torchrun --nproc-per-node 2 \
 		harness/train.py --deepspeed ds_configs/zero3.json --config docs/demo.toml
+	@echo "Open the report in a browser. To train on your own data, start from a recipe (README.md)."
 
 # Every promise of the README once.
 test: setup
