@@ -8,6 +8,13 @@ from typing import Any
 CELL_STATES = {"lstm": 2, "gru": 1}
 """Number of state tensors of a recurrent layer, by config key `cell`."""
 
+RECURRENT_KEYS = frozenset(
+    {"cell", "vocab_size", "hidden_size", "recurrent_size", "num_hidden_layers", "hidden_dropout"}
+    | {"layer_norm_eps", "initializer_range", "tie_word_embeddings"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
+"""Config keys of an LSTM or GRU; harness/models/recurrent.py has their types and defaults."""
+
 
 def carried_numbers(config: Mapping[str, Any]) -> int:
     """Return the number of fp32 values of a row's state, from a Hugging Face config; 0 for models

@@ -22,6 +22,7 @@ from harness.layout.box import Part, Range, share_of, share_of_fused
 from harness.layout.families import Keys, family_of, kv_heads
 from harness.layout.releases import was_rewritten
 from harness.layout.shape import Shape, Tensor
+from harness.layout.state_size import RECURRENT_KEYS
 
 
 def tensor_plan(model_type: str) -> dict[str, str] | None:
@@ -47,6 +48,8 @@ def without_sdpa(model_type: str) -> bool:
 
 def keys_read(model_type: str) -> frozenset[str] | None:
     """Return the config.json keys that affect a decoder or its export; None if unknown."""
+    if model_type == "recurrent":
+        return RECURRENT_KEYS
     table = _table()
     entries = (e["plan"].split() for e in table["keys"] if model_type in e["families"])
     signed = next(entries, None)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.layout.state_size import carried_numbers
+from harness.layout.state_size import RECURRENT_KEYS, carried_numbers
 from harness.models.initialize import materialize
 from harness.models.recompute import checkpoint_layers
+from harness.models.recurrent import RecurrentConfig
 from harness.models.recurrent_state import WINDOWS
 from harness.models.skeleton import hf_config, skeleton
 
@@ -52,6 +53,10 @@ def test_the_plan_counts_a_rows_numbers(config: dict[str, Any]) -> None:
     """Also for a config that leaves its sizes to its class."""
     window = WINDOWS[config["model_type"]]
     assert carried_numbers(config) == window.numbers(hf_config(config))
+
+
+def test_the_plan_knows_the_keys_that_the_class_reads() -> None:
+    assert {*vars(RecurrentConfig)["__annotations__"]} - {"model_type"} == RECURRENT_KEYS
 
 
 def text() -> torch.Tensor:

@@ -129,6 +129,7 @@ def test_layers_that_rotate_by_their_kind_are_overridden_by_it(tmp_path: Path) -
          "gpt_neox models do not read it: set model.overrides.rope_parameters"),
         ({"model_type": "cohere2_moe"}, [f"rope_scaling={YARN}"],
          "cohere2_moe models do not read it: set model.overrides.rope_parameters"),
+        ({"model_type": "recurrent"}, ["num_key_value_heads=1"], "recurrent models do not read it"),
         ({**QWEN, "sliding_window": 8, "layer_types": ["full_attention"] * 3},
          ["use_sliding_window=true"], "set model.overrides.layer_types"),
     ],
