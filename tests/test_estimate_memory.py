@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from harness.estimate.memory_item import PHASES
+from harness.report.palette import COMPONENTS
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
-from tools.look.palette import COMPONENTS
 from tools.plan_args import add_kernels, add_plan_arguments, plan_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -201,7 +201,7 @@ def as_text(measured: list[Measured], hidden: int) -> str:
 
 def drawn(measured: list[Measured]) -> Figure:
     """Return a figure of bytes per token and tokens per word by group, with a bar per tokenizer."""
-    from tools.look.palette import SERIES
+    from harness.report.palette import SERIES
 
     groups = ["all", *_groups(measured)]
     counts = measured[0].all

@@ -33,8 +33,7 @@ from harness.plan.duration import step_line, step_time
 from harness.plan.memory import Untraceable, traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
 from harness.terminal import HelpFormatter, columns, say
-from tools.figure import write_plot
-from tools.look.palette import titles
+from tools.figure import titles, write_plot
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe
 from tools.plan_args import add_plan_arguments, assumed_batch, plan_of

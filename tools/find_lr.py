@@ -30,9 +30,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode, RunStopped
 from harness.layout.world import World, slurm_port
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.report.palette import SERIES
 from harness.terminal import HelpFormatter, say
 from tools.figure import new_figure, plot_problems, write_plot
-from tools.look.palette import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

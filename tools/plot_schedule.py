@@ -25,9 +25,9 @@ from harness.errors import ConfigError, ExitCode
 from harness.layout.world import World
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.plan.plan import Plan
+from harness.report.palette import SERIES
 from harness.terminal import HelpFormatter, say
 from tools.figure import new_figure, plot_problems, with_thousands, write_plot
-from tools.look.palette import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -64,9 +64,6 @@ def activation_evidence(inputs: Inputs) -> Evidence:
     return "traced" if traced else "guessed"
 
 
-ATTENTION_COPIES = "activations: copies of attention"
-
-
 def activations(
     inputs: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
 ) -> list[MemoryItem]:
@@ -114,9 +111,9 @@ def activations(
     return [part for part in parts if part.bytes]
 
 
-def attention_copies(inputs: Inputs) -> int:
-    """Return the bytes of queries, keys, values and results that attention kernels may keep in
-    another layout, in addition to those counted.
+def attention_copies(inputs: Inputs) -> MemoryItem:
+    """Return the queries, keys, values and results that attention kernels may keep in another
+    layout, in addition to those counted.
 
     ml-engineering's activation-memory-per-layer.py measured up to 2.5 x 2h bytes per token and
     layer more on GPUs than layer_bytes.py computes.
@@ -126,7 +123,8 @@ def attention_copies(inputs: Inputs) -> int:
         len(each) for each in inputs.layers_alike if not is_checkpointed(way, first + each[0])
     )
     each = 2 * inputs.element_bytes * (shape.q_size + shape.kv_size) * inputs.tokens
-    return max(1, kept) * each
+    size = max(1, kept) * each
+    return MemoryItem("activations: copies of attention", size, BEFORE_BACKWARD, "published")
 
 
 def saved_for_backward(inputs: Inputs) -> int:

@@ -17,16 +17,12 @@ _ALLREDUCE = 500_000_000
 _NORM = 8  # bytes
 
 
-def communication(inputs: Inputs) -> list[MemoryItem]:
+def communication(inputs: Inputs) -> Iterator[MemoryItem]:
     """Return the buffers in which gradients are reduced."""
     kind = optimizer_class(inputs)
     if kind == "DeepSpeedZeroOptimizer":
-        buffers = _bucket12(inputs)
-    elif kind == "DeepSpeedZeroOptimizer_Stage3":
-        buffers = _bucket3(inputs)
-    else:
-        buffers = _allreduce(inputs, kind)
-    return [part for part in buffers if part.bytes]
+        return _bucket12(inputs)
+    return _bucket3(inputs) if inputs.zero.stage == 3 else _allreduce(inputs, kind)
 
 
 def _bucket12(inputs: Inputs) -> Iterator[MemoryItem]:
@@ -104,16 +100,20 @@ def _bucket3(inputs: Inputs) -> Iterator[MemoryItem]:
 def _allreduce(inputs: Inputs, kind: str) -> Iterator[MemoryItem]:
     """Yield reduction buffers; BF16_Optimizer casts its flat groups one by one (finding 36)."""
     if kind != "BF16_Optimizer":
-        size = inputs.comm_bytes * min(inputs.trained, _ALLREDUCE)
-        yield MemoryItem("communication copy", size, frozenset({"reduce"}), "measured")
+        elements = min(inputs.trained, _ALLREDUCE)
     elif inputs.shards > 1 and inputs.sum_bytes != inputs.comm_bytes:
-        largest = max(flat.padded for flat in inputs.flats)
-        size = inputs.comm_bytes * largest
-        yield MemoryItem("communication copy", size, frozenset({"reduce"}), "measured")
+        elements = max(flat.padded for flat in inputs.flats)
+    else:
+        return
+    size = inputs.comm_bytes * elements
+    yield MemoryItem("communication copy", size, frozenset({"reduce"}), "measured")
 
 
-def gathered_parameters(inputs: Inputs) -> list[MemoryItem]:
-    """Return the weights that ZeRO 3 holds in full, in addition to the persistent ones.
+def gathered_parameters(inputs: Inputs) -> Iterator[MemoryItem]:
+    """Yield the weights that ZeRO 3 holds in full, in addition to the persistent ones, and the
+    4-bit weight that is currently multiplied: dequantized as a whole in forward and backward
+    (bitsandbytes' gemm_4bit beyond 1,536 tokens, MatMul4Bit.backward), and in full precision before
+    quantization.
 
     The active module is always gathered, and prefetched weights exist twice while they arrive
     (partition_parameters.py: one flat buffer, then a tensor per parameter). A weight is released
@@ -121,9 +121,14 @@ def gathered_parameters(inputs: Inputs) -> list[MemoryItem]:
     backward every element is passed twice, so half of that distance stays gathered
     (partitioned_param_coordinator.py, __params_to_release).
     """
-    if inputs.zero.stage != 3 or _has_all(inputs):
-        return []
     zero, element = inputs.zero, inputs.element_bytes
+    passes = frozenset({"forward", "evaluation"}) | BACKWARD
+    yield MemoryItem("dequantized weight", inputs.dequantized_bytes, passes | {"build"}, "read")
+    # Otherwise a rank's shard is the whole weight and is used in place (partition_parameters.py,
+    # NoGatherHandle).
+    is_apart = inputs.shards > 1 or zero.offload_param != "device"
+    if zero.stage != 3 or not is_apart:
+        return
     units = [
         [tensor.numel for tensor in unit if tensor.numel > zero.persistence_threshold]
         for unit in inputs.shape.body.units
@@ -139,44 +144,13 @@ def gathered_parameters(inputs: Inputs) -> list[MemoryItem]:
     turn = min(total, max(largest, zero.max_reuse_distance // 2 + module) + prefetched)
     if total <= zero.max_reuse_distance // 2:
         turn = working = total
-    copy = element * min(prefetched, total)
-    return [
-        part
-        for part in (
-            MemoryItem(
-                "gathered parameters", element * turn, frozenset({"loss", "backward_first"}), "read"
-            ),
-            MemoryItem(
-                "gathered parameters",
-                element * max(working, min(largest, total)),
-                frozenset({"forward", "backward_last", "evaluation"}),
-                "read",
-            ),
-            MemoryItem(
-                "prefetch copy", copy, frozenset({"forward", "evaluation"}) | BACKWARD, "read"
-            ),
-            MemoryItem(
-                "gathered parameters", element * largest, frozenset({"build", "save"}), "read"
-            ),
-        )
-        if part.bytes
-    ]
-
-
-def _has_all(inputs: Inputs) -> bool:
-    """Return True if a rank's shard is the whole weight, on the device, and is used in place
-    (partition_parameters.py, NoGatherHandle).
-    """
-    return inputs.shards == 1 and inputs.zero.offload_param == "device"
-
-
-def dequantized_weights(inputs: Inputs) -> list[MemoryItem]:
-    """Return the 4-bit weight that is currently multiplied: dequantized as a whole in forward and
-    backward (bitsandbytes' gemm_4bit beyond 1,536 tokens, MatMul4Bit.backward), and in full
-    precision before quantization.
-    """
-    size, working = inputs.dequantized_bytes, frozenset({"build", "forward", "evaluation"})
-    return [MemoryItem("dequantized weight", size, working | BACKWARD, "read")] if size else []
+    for elements, phases in (
+        (turn, {"loss", "backward_first"}),
+        (max(working, min(largest, total)), {"forward", "backward_last", "evaluation"}),
+        (largest, {"build", "save"}),
+    ):
+        yield MemoryItem("gathered parameters", element * elements, frozenset(phases), "read")
+    yield MemoryItem("prefetch copy", element * min(prefetched, total), passes, "read")
 
 
 def _largest(sizes: list[int]) -> int:

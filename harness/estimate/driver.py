@@ -9,7 +9,6 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.estimate.memory_item import Interval
 from harness.layout.grid import Grid
@@ -23,23 +22,16 @@ _UNKNOWN = "hopper"
 class Generation:
     """One table of driver.toml; sizes in MiB."""
 
-    gpus: tuple[str, ...]
-    context: tuple[float, float]
+    gpus: list[str]
+    context: list[float]
     workspace: float
-    first: tuple[float, float]
-    more: tuple[float, float]
+    first: list[float]
+    more: list[float]
     source: str
 
 
-def _generation(table: dict[str, Any]) -> Generation:
-    values: dict[str, Any] = {
-        key: tuple(v) if isinstance(v, list) else v for key, v in table.items()
-    }
-    return Generation(**values)
-
-
 _TABLES = tomllib.loads(Path(__file__).with_name("driver.toml").read_text(encoding="utf-8"))
-GENERATIONS = {name: _generation(table) for name, table in _TABLES.items()}
+GENERATIONS = {name: Generation(**table) for name, table in _TABLES.items()}
 
 
 def generation_of(gpu: str | None) -> Generation:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from harness.estimate.dividable import division_problems
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB, as_size
-from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.timeline import Estimate, division_problems, estimate_memory
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import split
 

@@ -23,11 +23,6 @@ class Interval(NamedTuple):
         """Return the sum of two independent sizes."""
         return Interval(self.low + other.low, self.high + other.high)
 
-    @property
-    def middle(self) -> float:
-        """The mean of both ends."""
-        return (self.low + self.high) / 2
-
 
 Evidence = Literal["measured", "traced", "read", "published", "guessed"]
 """measured: equal to live bytes of real runs; traced: equal to what autograd saves for the real

@@ -5,26 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from operator import add
 
-from harness.estimate.activations import (
-    ATTENTION_COPIES,
-    activations,
-    attention_copies,
-    carried_states,
-)
-from harness.estimate.buffers import (
-    communication,
-    dequantized_weights,
-    gathered_parameters,
-    pipeline,
-)
+from harness.estimate.activations import activations, attention_copies, carried_states
+from harness.estimate.buffers import communication, gathered_parameters, pipeline
 from harness.estimate.driver import driver_bytes
 from harness.estimate.host import loading, nvme_buffers, pinned_rounding, process, saving
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import Layer, layer_activations
 from harness.estimate.memory_item import (
-    BEFORE_BACKWARD,
     EVIDENCE,
     FP32,
     PHASES,
@@ -71,22 +59,6 @@ class Totals:
                 for phase in part.phases:
                     sums[_PHASE[phase]] += part.bytes
         return tuple(sums)
-
-
-def peak(*totals: Totals) -> int:
-    """Return the peak device memory of all totals together, in bytes."""
-    return max(_together([each.device for each in totals]))
-
-
-def host_peak(*totals: Totals) -> int:
-    """Return the peak host memory of all totals together, in bytes."""
-    return max(_together([each.host for each in totals]))
-
-
-def _together(sums: list[tuple[int, ...]]) -> Iterable[int]:
-    if len(sums) == 2:  # the usual case
-        return map(add, *sums)
-    return map(sum, zip(*sums, strict=True))
 
 
 def unshared(parts: Iterable[MemoryItem]) -> int:
@@ -171,16 +143,6 @@ class RankTimeline:
         """Peak host memory of a rank that computes on the CPU, including its process."""
         return sum(self.cpu_phase(self.cpu_peak_phase).values())
 
-    @property
-    def allocated(self) -> Interval:
-        """Peak bytes of tensors. The upper bound adds temporaries of kernels in a layer's backward
-        pass, half as large as those counted, and copies that attention may keep.
-        """
-        again = max(
-            (p.bytes for p in self.parts if p.component == "backward temporaries"), default=0
-        )
-        return Interval(self.peak, self.peak + again // 2 + attention_copies(self.inputs))
-
     @cached_property
     def reserved(self) -> Interval:
         """Bytes that torch's allocator takes from the driver.
@@ -194,7 +156,7 @@ class RankTimeline:
 
     @cached_property
     def _with_copies(self) -> tuple[MemoryItem, ...]:
-        return (*self.parts, copies_of_attention(self.inputs))
+        return (*self.parts, attention_copies(self.inputs))
 
     @cached_property
     def _without_sharing(self) -> int:
@@ -259,19 +221,19 @@ def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
 
 
 def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[MemoryItem]:
-    """Yield the parts of one ZeRO shard that do not depend on micro-batches and activations."""
+    """Return the parts of one ZeRO shard that do not depend on micro-batches and activations."""
     here, divided = inputs.of_stage(stage), inputs.grid.tensor > 1 or inputs.grid.expert > 1
-    yield from (
+    parts = (
         *model_states(here, shard),
         *communication(here),
         *gathered_parameters(here),
-        *dequantized_weights(here),
         # A piece is drawn or read, then sharded.
         *loading(inputs.undivided_stage(stage) if divided else here),
         *nvme_buffers(here),
         *process(here),
         *saving(here),
     )
+    return (part for part in parts if part.bytes)
 
 
 def batch_parts(
@@ -283,8 +245,3 @@ def batch_parts(
     yield from pipeline(here)
     yield from activations(here, layer_of)
     yield from carried_states(here)
-
-
-def copies_of_attention(inputs: Inputs) -> MemoryItem:
-    """Return the copies that attention kernels may keep on the stage of `inputs`."""
-    return MemoryItem(ATTENTION_COPIES, attention_copies(inputs), BEFORE_BACKWARD, "published")

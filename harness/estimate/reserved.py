@@ -43,7 +43,6 @@ class Block:
     before: Block | None = None
     after: Block | None = None
     is_free: bool = False
-    asked: int = 0
 
 
 @dataclass
@@ -52,8 +51,6 @@ class Allocator:
 
     expandable: bool = False
     reserved: int = 0
-    allocated: int = 0
-    most_allocated: int = 0
     _free: dict[_Key, list[tuple[int, int, Block]]] = field(default_factory=dict)
     _ends: dict[_Key, Block] = field(default_factory=dict)
     _serial: int = 0
@@ -66,14 +63,11 @@ class Allocator:
         rest = block.size - size
         if rest >= _ROUND and (pool[1] or self.expandable or rest > _SMALL):
             self._split(block, size)
-        block.is_free, block.asked = False, size
-        self.allocated += block.asked
-        self.most_allocated = max(self.most_allocated, self.allocated)
+        block.is_free = False
         return block
 
     def free(self, block: Block) -> None:
         """Return a block to its stream, merged with free neighbours."""
-        self.allocated -= block.asked
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 self._take(other)

@@ -150,7 +150,7 @@ def _bf16(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     # bf16_optimizer.py: permanent gradient sums of the whole model, beside the bf16 gradients,
     # which the next backward pass resets.
     flats = inputs.flats
-    whole, shard = _sum_padded(flats), sum(flat.shard for flat in flats)
+    whole, shard = sum(flat.padded for flat in flats), sum(flat.shard for flat in flats)
     yield MemoryItem("parameters", 2 * whole + inputs.frozen_bytes, ALWAYS, "measured")
     yield MemoryItem("master", FP32 * shard, ALWAYS, "measured")
     yield MemoryItem("moments", _moments(inputs, shard), STEPPED, "measured")
@@ -166,7 +166,7 @@ def _zero12(inputs: Inputs, rank: int) -> Iterator[MemoryItem]:
     shard = sum(flat.shard for flat in flats)
     where = inputs.zero.offload_optimizer
     where = "host" if where == "nvme" else where
-    trained = inputs.element_bytes * _sum_padded(flats)
+    trained = inputs.element_bytes * sum(flat.padded for flat in flats)
     yield MemoryItem("parameters", trained + inputs.frozen_bytes, ALWAYS, "measured")
     yield MemoryItem("master", master_bytes(inputs) * shard, ALWAYS, "measured", where)
     yield MemoryItem("moments", _moments(inputs, shard), STEPPED, "measured", where)
@@ -292,7 +292,3 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
         # hpZ: sharded again in every forward pass, freed in every step.
         second = element * inputs.parameters // min(zero.secondary_ranks, inputs.shards)
         yield MemoryItem("secondary parameters", second, ALWAYS - {"between_steps"}, "measured")
-
-
-def _sum_padded(flats: list[Flat]) -> int:
-    return sum(flat.padded for flat in flats)

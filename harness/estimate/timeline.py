@@ -12,7 +12,9 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB, PHASES, Evidence, Place
 from harness.estimate.rank_timeline import RankTimeline, rank_timeline, weakest
 from harness.estimate.states import optimizer_class
+from harness.layout.exclusions import KEYS, incompatible_axes, sequence_problems
 from harness.layout.grid import Coords
+from harness.layout.tensor import tensor_problems
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,20 @@ class Estimate:
             },
             "verdict": self.verdict,
         }
+
+
+def division_problems(inputs: Inputs) -> list[str]:
+    """Return the reasons why a division over ranks is not supported."""
+    grid, shape, seq_len = inputs.grid, inputs.shape, inputs.seq_len
+    axes = {key: axis for axis, key in KEYS.items()}
+    problems = [
+        f"{key} is {getattr(grid, axes[key])}: {why}; {use}"
+        for key, why, use in incompatible_axes(shape, grid, seq_len)
+    ]
+    tensor = tensor_problems(shape, grid.tensor)
+    problems += [f"{KEYS['tensor']} is {grid.tensor}: {why}" for why in tensor]
+    sequence = sequence_problems(shape, grid.sequence, seq_len, 1 if tensor else grid.tensor)
+    return problems + [f"{KEYS['sequence']} is {grid.sequence}: {why}" for why in sequence]
 
 
 def fullest_node(by_stage: Sequence[int], world_size: int, gpus_per_node: int) -> int:

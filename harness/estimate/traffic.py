@@ -48,13 +48,6 @@ def tensor(inputs: Inputs, again: float = 0.0) -> Calls:
     return Calls(inputs.shape.num_layers * (4 + 2 * again) + ends, hidden_states(inputs))
 
 
-def losses(inputs: Inputs) -> Calls:
-    """Return a micro-batch's sums of the loss over vocabulary shards: four fp32 numbers per token,
-    one of them the largest logit.
-    """
-    return Calls(inputs.divides_vocabulary and inputs.has_head, 16 * inputs.tokens)
-
-
 def sequence(inputs: Inputs, again: float = 0.0) -> Calls:
     """Return a micro-batch's all-to-alls between rows and heads, for queries, keys, values and
     results (arXiv 2309.14509); four of them count as one call.

@@ -62,12 +62,7 @@ LIMIT = VERDICTS["bad"]
 """Lines that must not be crossed, always with their label."""
 
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial")
-MONOSPACE = ("ui-monospace", "SF Mono", "Menlo", "Consolas", "DejaVu Sans Mono")
-
-
-def css_fonts(names: tuple[str, ...], last: str) -> str:
-    """Return a font stack as CSS reads it."""
-    return ",".join([*(f'"{name}"' if " " in name else name for name in names), last])
+_MONOSPACE = 'ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace'
 
 
 def css() -> str:
@@ -90,9 +85,9 @@ def css() -> str:
     dark = ";".join(f"--{name}:{colour.dark}" for name, colour in named.items())
     light = f"color-scheme:light;{light}"
     dark = f"color-scheme:dark;{dark}"
-    fonts = f"--font:{css_fonts(FONTS, 'sans-serif')};--mono:{css_fonts(MONOSPACE, 'monospace')}"
+    sans = ",".join(f'"{name}"' if " " in name else name for name in FONTS)
     return (
-        f":root{{{fonts};{light}}}\n"
+        f":root{{--font:{sans},sans-serif;--mono:{_MONOSPACE};{light}}}\n"
         f"@media (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}\n"
         f":root[data-theme=dark]{{{dark}}}\n"
     )

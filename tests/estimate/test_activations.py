@@ -14,12 +14,11 @@ import torch.distributed as dist
 
 from harness.data.batch import Batch
 from harness.estimate.activations import activation_evidence, activations, saved_for_backward
-from harness.estimate.dividable import division_problems
 from harness.estimate.fit import helpful_changes
 from harness.estimate.inputs import Inputs, LayerTrace
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.memory_item import GIB
-from harness.estimate.timeline import estimate_memory
+from harness.estimate.timeline import division_problems, estimate_memory
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.grid import Grid
 from harness.layout.recompute import REVERSIBLE

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
+from harness.estimate.activations import attention_copies
 from harness.estimate.hardware import GPUS
 from harness.estimate.memory_item import GIB, Interval, MemoryItem
 from harness.estimate.rank_timeline import RankTimeline
@@ -64,7 +65,8 @@ class Card:
     @property
     def error(self) -> float | None:
         """Relative error of the interval's middle, above 0 if too much was estimated."""
-        return None if self.row.gib is None else self.interval.middle / GIB / self.row.gib - 1
+        middle = sum(self.interval) / 2
+        return None if self.row.gib is None else middle / GIB / self.row.gib - 1
 
     @property
     def is_above(self) -> bool:
@@ -124,7 +126,10 @@ def carded(row: Published) -> Card:
 
 def _interval(row: Published, rank: RankTimeline) -> Interval:
     if row.shows == "allocated":
-        return rank.allocated
+        # A layer's backward pass may take half more temporaries than are counted.
+        temporaries = (p.bytes for p in rank.parts if p.component == "backward temporaries")
+        more = max(temporaries, default=0) // 2 + attention_copies(rank.inputs).bytes
+        return Interval(rank.peak, rank.peak + more)
     return rank.reserved if row.shows == "reserved" else rank.shown
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tools.look.palette import COMPONENTS, INK, MUTED, SERIES, SURFACE, VERDICTS, css
+from harness.report.palette import COMPONENTS, INK, MUTED, SERIES, SURFACE, VERDICTS, css
 
 # Machado et al. 2009, severity 1.0, for linear RGB.
 _EYES = {

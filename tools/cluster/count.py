@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import add
 from typing import Any
 
 from harness.config.run_config import RunConfig
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB, PHASES, Interval
-from harness.estimate.rank_timeline import PAGE, UNMODELLED, Totals, peak, verdict_without_allocator
+from harness.estimate.rank_timeline import PAGE, UNMODELLED, Totals, verdict_without_allocator
 from harness.estimate.step_time.job import DAY, EvalAndSaveTime, Job
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import StepTime
@@ -30,14 +31,18 @@ class Rank:
     batch: Totals
 
     @cached_property
+    def phases(self) -> tuple[int, ...]:
+        """Bytes in tensors on the device in each of PHASES."""
+        return tuple(map(add, self.states.device, self.batch.device))
+
+    @property
     def peak(self) -> int:
         """Largest number of bytes in tensors on the device."""
-        return peak(self.states, self.batch)
+        return max(self.phases)
 
     def largest(self) -> tuple[str, int]:
         """Return the largest component of the fullest phase and its bytes."""
-        sums = [*map(sum, zip(self.states.device, self.batch.device, strict=True))]
-        phase = PHASES[sums.index(max(sums))]
+        phase = PHASES[self.phases.index(self.peak)]
         sizes: dict[str, int] = {}
         for part in (*self.states.parts, *self.batch.parts):
             if part.place == "device" and phase in part.phases:

@@ -15,20 +15,16 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from operator import add
 from typing import Any, TypeVar
 
 from harness.errors import ConfigError
+from harness.estimate.activations import attention_copies
 from harness.estimate.driver import driver_bytes
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import Layer, layer_activations
 from harness.estimate.memory_item import Interval
-from harness.estimate.rank_timeline import (
-    Totals,
-    batch_parts,
-    copies_of_attention,
-    host_peak,
-    state_parts,
-)
+from harness.estimate.rank_timeline import Totals, batch_parts, state_parts
 from harness.estimate.step_time.layer import Passes, layer_passes
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import (
@@ -119,7 +115,7 @@ class Search:
                 here = [Rank(stage, each, batch) for each in states]
                 ranks += here
                 copies += [copied] * len(here)
-                hosts[alike] = max(host_peak(each, batch) for each in states)
+                hosts[alike] = max(max(map(add, each.host, batch.host)) for each in states)
             by_stage.append(hosts[alike])
             if kind not in seconds:
                 seconds[kind] = self._seconds(whole, stage, kind)
@@ -198,7 +194,7 @@ class Search:
 
         def batch() -> tuple[Totals, int]:
             here = whole.stage(stage)
-            copies = Totals((copies_of_attention(here),)).unshared
+            copies = Totals((attention_copies(here),)).unshared
             return Totals(tuple(batch_parts(here, self._layer))), copies
 
         return self._once("batch", key, batch)

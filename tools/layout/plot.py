@@ -8,9 +8,9 @@ from harness.estimate.memory_item import GIB
 from harness.layout.stages import bubble
 from harness.plan.plan import Plan
 from harness.report.charts import grouped
-from tools.figure import new_figure
+from harness.report.palette import COMPONENTS, FAINT, GRID, MUTED, SERIES
+from tools.figure import new_figure, titles
 from tools.layout.schedules import plan_spans, waiting
-from tools.look.palette import COMPONENTS, FAINT, GRID, MUTED, SERIES, titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

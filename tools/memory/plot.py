@@ -10,8 +10,8 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB, PHASES
 from harness.estimate.timeline import Estimate, estimate_memory
 from harness.report.charts import grouped
+from harness.report.palette import COMPONENTS, INK, MUTED, SERIES, VERDICTS
 from tools.figure import limit_line, new_figure
-from tools.look.palette import COMPONENTS, INK, MUTED, SERIES, VERDICTS
 from tools.memory.sweep import Point
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.estimate.dividable import division_problems
 from harness.estimate.fit import with_micro_batch
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB
-from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.timeline import Estimate, division_problems, estimate_memory
 
 NAMES = ("micro_batch", "seq_len", "gpus")
 

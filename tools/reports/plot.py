@@ -10,9 +10,9 @@ from harness.report.charts import charts
 from harness.report.compare import MOST_DRAWN, ranked
 from harness.report.formatting import count, short
 from harness.report.page import described
+from harness.report.palette import FAINT, MUTED, SERIES
 from harness.report.run_record import RunRecord
 from tools.figure import new_figure, with_thousands
-from tools.look.palette import FAINT, MUTED, SERIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

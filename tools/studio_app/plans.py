@@ -31,7 +31,7 @@ from harness.plan.model_config import preset_names
 from harness.plan.plan import Plan
 from harness.report.charts import grouped
 from harness.report.formatting import gib
-from tools.look.palette import COMPONENTS
+from harness.report.palette import COMPONENTS
 from tools.studio_app.figures import Bars, Verdict
 from tools.studio_app.page import Choice, Control, Slider, Values, powers_of_two
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from harness.errors import ConfigError
 from harness.report.chart import SCRIPT, STYLE
-from tools.look.palette import css
+from harness.report.palette import css
 from tools.studio_app.figures import Figure, Note, card, code, html_of
 from tools.studio_app.page import (
     ABOUT,

@@ -9,7 +9,7 @@ from harness.estimate.memory_item import GIB, PHASES
 from harness.estimate.timeline import Estimate
 from harness.report.chart import Chart, line, lines
 from harness.report.charts import group_of, grouped
-from tools.look.palette import COMPONENTS
+from harness.report.palette import COMPONENTS
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, Numbers, Table, numbers
 from tools.studio_app.page import Page, Values
 from tools.studio_app.plans import (

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from harness.estimate.dividable import division_problems
 from harness.estimate.fit import with_stage
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.exchanges import Reductions, reductions
 from harness.estimate.step_time.machine import machine_of
-from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.timeline import Estimate, division_problems, estimate_memory
 from tools.memory.text import paper_bytes
 from tools.studio_app.figures import Bars, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from harness.files.records import Unreadable
 from harness.report.chart import STYLE, Curve, Mark, Scale, html_of, lines
+from harness.report.palette import css
 from harness.runfolder import RunFolder
-from tools.look.palette import css
 from tools.sweeps.cost import Record
 from tools.sweeps.space import Dimension, Values
 from tools.sweeps.spec import Sweep

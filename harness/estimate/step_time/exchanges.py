@@ -73,20 +73,6 @@ OVERLAPPED = 0.85
 
 
 @dataclass(frozen=True)
-class Exchanges:
-    """Seconds per micro-batch of the collectives that ZeRO does not affect, on one rank."""
-
-    tensor: float
-    """Sums over tensor-parallel ranks; nothing is computed meanwhile."""
-    sequence: float
-    """All-to-alls around attention."""
-    expert: float
-    """Tokens to their experts and back."""
-    stages: float
-    """Hidden states and gradients between pipeline stages."""
-
-
-@dataclass(frozen=True)
 class Reductions:
     """Seconds of ZeRO's collectives and copies on one rank, independent of micro-batches."""
 
@@ -100,17 +86,24 @@ class Reductions:
     """Per step: weights that ZeRO 1 and 2 gather after the optimizer."""
 
 
-def exchanges(inputs: Inputs, machine: Machine, again: float) -> Exchanges:
-    """Return the exchanges of one rank on the stage of `inputs`.
+def exchanges(inputs: Inputs, machine: Machine, again: float) -> dict[str, float]:
+    """Return the seconds per micro-batch of the collectives that ZeRO does not affect, on one rank
+    of the stage of `inputs`, by key of TERMS.
 
     `again`: share of the layers whose forward pass is recomputed.
     """
-    return Exchanges(
-        tensor=_tensor(inputs, machine, again),
-        sequence=_sequence(inputs, machine, again),
-        expert=_expert(inputs, machine, again),
-        stages=_stages(inputs, machine),
-    )
+    grid, node = inputs.grid, inputs.gpus_per_node
+    sums, heads = traffic.tensor(inputs, again), traffic.sequence(inputs, again)
+    tokens = traffic.expert(inputs, again)
+    reduce = Group.of(grid.tensor, 1, node).reduce(sums.bytes, machine)
+    regroup = Group.of(grid.sequence, grid.tensor, node).exchange(heads.bytes, machine)
+    send = Group.of(grid.expert, grid.tensor, node).exchange(tokens.bytes, machine)
+    return {
+        "tensor": sums.number * reduce,
+        "sequence": heads.number * (regroup + 3 * machine.link_latency),
+        "expert": tokens.number * send,
+        "stages": _stages(inputs, machine),
+    }
 
 
 def reductions(inputs: Inputs, machine: Machine) -> Reductions:
@@ -154,24 +147,6 @@ def _over_data_ranks(inputs: Inputs, sent: traffic.Calls, machine: Machine, call
 def hidden(seconds: float, computation: float) -> float:
     """Return the part of a collective that computation does not hide."""
     return max(seconds - OVERLAPPED * computation, (1 - OVERLAPPED) * seconds)
-
-
-def _tensor(inputs: Inputs, machine: Machine, again: float) -> float:
-    calls = traffic.tensor(inputs, again)
-    group = Group.of(inputs.grid.tensor, 1, inputs.gpus_per_node)
-    return calls.number * group.reduce(calls.bytes, machine)
-
-
-def _sequence(inputs: Inputs, machine: Machine, again: float) -> float:
-    calls, grid = traffic.sequence(inputs, again), inputs.grid
-    group = Group.of(grid.sequence, grid.tensor, inputs.gpus_per_node)
-    return calls.number * (group.exchange(calls.bytes, machine) + 3 * machine.link_latency)
-
-
-def _expert(inputs: Inputs, machine: Machine, again: float) -> float:
-    calls, grid = traffic.expert(inputs, again), inputs.grid
-    group = Group.of(grid.expert, grid.tensor, inputs.gpus_per_node)
-    return calls.number * group.exchange(calls.bytes, machine)
 
 
 def _stages(inputs: Inputs, machine: Machine) -> float:

@@ -58,11 +58,6 @@ class EvalAndSaveTime:
         )
 
     @property
-    def seconds(self) -> float:
-        """Seconds of all evaluations and of the saves that the run config asks for."""
-        return self.evaluating + self.saves * self.save_seconds
-
-    @property
     def evaluating(self) -> float:
         """Seconds of all evaluations."""
         return self.evaluations * self.evaluation_seconds
@@ -85,6 +80,8 @@ DAY = 24 * HOUR
 MTBF_GPU_HOURS = 50_000.0
 """GPU-hours between failures that end a job: 419 unexpected interruptions in 54 days on 16,384 GPUs
 (arXiv 2407.21783, section 3.3.4)."""
+RESTART_SECONDS = 600.0
+"""Seconds from a failure to the next step, without recomputed steps."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +97,6 @@ class Job:
     """Seconds that training waits per save."""
     saves: int = 0
     """Number of saves in the run config; 0: the number that loses the least time."""
-    restart_seconds: float = 600.0
-    """Seconds from a failure to the next step, without recomputed steps."""
 
     @property
     def days(self) -> float:
@@ -136,7 +131,7 @@ class Job:
     def days_with_failures(self) -> float:
         """Days including saves, and failures that each cost a restart and half an interval."""
         saves = self.save_seconds / self.save_every_seconds
-        lost = (self.restart_seconds + self.save_every_seconds / 2) / self.failure_seconds
+        lost = (RESTART_SECONDS + self.save_every_seconds / 2) / self.failure_seconds
         return self.days * (1 + saves) / max(0.01, 1 - lost)
 
     def cost(self, price: float) -> float:

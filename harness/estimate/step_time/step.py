@@ -252,7 +252,7 @@ def computed(
     checkpointed = sum(is_checkpointed(inputs.checkpointing, place) for place in places)
     both = passes.forward + passes.backward
     again = passes.again.total
-    terms = {**vars(both), "again": again, **vars(exchanged)}
+    terms = {**vars(both), "again": again, **exchanged}
     idle = passes.forward.idle, passes.backward.idle + passes.again.idle
     del terms["idle"]
     return Computed(

@@ -37,7 +37,7 @@ def test_evaluations_are_as_many_and_as_long_as_the_run_config_says() -> None:
     assert few.evaluations == 20
     assert few.evaluating == pytest.approx(20 * forward_seconds(step))
     assert many.evaluating == pytest.approx(10 * few.evaluating)
-    assert EvalAndSaveTime.of(step, 1000, (0, 96), 0).seconds == 0
+    assert EvalAndSaveTime.of(step, 1000, (0, 96), 0).evaluating == 0
 
 
 def test_a_save_waits_for_its_bytes_and_a_background_save_for_the_host() -> None:

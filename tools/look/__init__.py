@@ -1,1 +1,0 @@
-"""The style shared by plots and pages."""
