@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.layout.shape import num_parameters
-from harness.plan.plan import Plan
 from harness.report.formatting import short
 from harness.report.palette import FAINT, FONTS, GRID, INK, LIMIT, MUTED, SERIES, SURFACE
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+
+    from harness.plan.plan import Plan
 
 SUFFIXES = (".svg", ".png")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.report.chart import Chart, Curve, Mark, Xs, colour_of
@@ -57,7 +57,6 @@ def curve(
     scale: float = 1.0,
     smooth: bool = False,
     most: int = MOST_POINTS,
-    value_of: Callable[[float], float] | None = None,
 ) -> Curve:
     """Return a metric of a run as a curve: its extremes, or its means if `smooth`."""
     is_even, places, values = run.metrics.is_even, list[int](), list[float]()
@@ -65,16 +64,12 @@ def curve(
         value = number(line.get(key))
         if value is not None and (is_even[place] or not smooth):
             places.append(place)
-            values.append(value_of(value) if value_of else value * scale)
+            values.append(value * scale)
     if smooth and len(values) >= SMOOTHED_FROM:
         values = smoothed(values, max(5, len(values) // 40))
     kept = reduced(values, most)
-    return _at(run, [places[at] for at in kept], [values[at] for at in kept], label, colour)
-
-
-def _at(run: RunRecord, places: list[int], values: list[float], label: str, colour: str) -> Curve:
-    last = short(values[-1], 4) if values else ""
-    return Curve(label, colour, _xs(run, places), values, last=last)
+    xs, values = _xs(run, [places[at] for at in kept]), [values[at] for at in kept]
+    return Curve(label, colour, xs, values, last=short(values[-1], 4) if values else "")
 
 
 def _xs(run: RunRecord, places: list[int]) -> Xs:
@@ -175,12 +170,17 @@ def charts(runs: list[RunRecord]) -> list[Chart]:
     if len(runs) == 1:
         (run,) = runs
         marks = list(marks_of(run, MARKS))
-        over = [_loss(run), _perplexity(runs), *_metrics(runs)]
-        drawn = [
-            replace(chart, marks=marks if chart.name != "loss" else chart.marks) for chart in over
-        ]
-        return [*drawn, *profiles(run)]
-    return [_losses(runs), _held_out(runs), _perplexity(runs), *_metrics(runs), *_sources(runs)]
+        others = [replace(chart, marks=marks) for chart in (_perplexity(runs), *_metrics(runs))]
+        return [_loss(run), *others, *profiles(run)]
+    losses, held_out = _several(runs, "loss", smooth=True), _dotted(_several(runs, "eval_loss"))
+    unit = "nats per token"
+    return [
+        Chart("loss", "Training loss", f"{unit}, smoothed", losses, is_wide=True, has_legend=False),
+        Chart("held-out", "Held-out loss", unit, held_out, is_wide=True, has_legend=False),
+        _perplexity(runs),
+        *_metrics(runs),
+        *_sources(runs),
+    ]
 
 
 def _loss(run: RunRecord) -> Chart:
@@ -236,60 +236,41 @@ def _keys(run: RunRecord, prefix: str) -> list[str]:
 
 
 def _several(
-    runs: list[RunRecord], key: str, kind: _Kind, value_of: Callable[[float], float] | None = None
+    runs: list[RunRecord], key: str, *, scale: float = 1.0, smooth: bool = False
 ) -> list[Curve]:
     """Return one curve for each run."""
-    most = min(MOST_POINTS, 3 * MOST_POINTS // len(runs))
+    most, smooth = min(MOST_POINTS, 3 * MOST_POINTS // len(runs)), smooth and len(runs) > 1
     return [
         curve(
-            run,
-            key,
-            run.name if len(runs) > 1 else "",
-            colour_of(place),
-            scale=kind.scale,
-            smooth=kind.is_noisy and len(runs) > 1,
+            *(run, key, run.name if len(runs) > 1 else "", colour_of(place)),
+            scale=scale,
+            smooth=smooth,
             most=most,
-            value_of=value_of,
         )
         for place, run in enumerate(runs)
     ]
 
 
-def _losses(runs: list[RunRecord]) -> Chart:
-    kind = _Kind("loss", "Training loss", "nats per token, smoothed", True)
-    curves = _several(runs, "loss", kind)
-    return Chart("loss", kind.title, kind.unit, curves, is_wide=True, has_legend=False)
-
-
-def _held_out(runs: list[RunRecord]) -> Chart:
-    kind = _Kind("eval_loss", "Held-out loss", "nats per token")
-    curves = _several(runs, "eval_loss", kind)
-    return Chart(
-        "held-out",
-        kind.title,
-        kind.unit,
-        [replace(c, style="dots") for c in curves],
-        is_wide=True,
-        has_legend=False,
-    )
+def _dotted(curves: list[Curve]) -> list[Curve]:
+    return [replace(each, style="dots") for each in curves]
 
 
 def _perplexity(runs: list[RunRecord]) -> Chart:
     """Return exp of the held-out loss, without the first evaluation: that of untrained weights."""
-    kind = _Kind("eval_loss", "Perplexity", "exp(held-out loss)")
-    curves = _several(runs, "eval_loss", kind, lambda nats: math.exp(min(nats, 700)))
-    later = [_from(c, 1) if len(c.y) > 2 and c.x["step"][0] == 0 else c for c in curves]
-    dotted = [replace(c, style="dots") for c in later]
-    return Chart("perplexity", kind.title, kind.unit, dotted, has_legend=False)
-
-
-def _from(drawn: Curve, first: int) -> Curve:
-    return replace(drawn, x={axis: xs[first:] for axis, xs in drawn.x.items()}, y=drawn.y[first:])
+    curves = []
+    for each in _several(runs, "eval_loss"):
+        first = int(len(each.y) > 2 and each.x["step"][0] == 0)
+        x = {axis: xs[first:] for axis, xs in each.x.items()}
+        y = [math.exp(min(nats, 700)) for nats in each.y[first:]]
+        last = short(y[-1], 4) if y else ""
+        curves.append(replace(each, x=x, y=y, last=last))
+    unit = "exp(held-out loss)"
+    return Chart("perplexity", "Perplexity", unit, _dotted(curves), has_legend=False)
 
 
 def _metrics(runs: list[RunRecord]) -> Iterator[Chart]:
     for kind in _KINDS:
-        curves = _several(runs, kind.key, kind)
+        curves = _several(runs, kind.key, scale=kind.scale, smooth=kind.is_noisy)
         values = [value for drawn in curves for value in drawn.y]
         if not values or (len(set(values)) == 1 and not kind.constant_too):
             continue
@@ -328,11 +309,13 @@ def _sources(runs: list[RunRecord]) -> Iterator[Chart]:
     for prefix, title in (("eval_loss/", "Held-out loss"), ("loss/", "Training loss")):
         keys = {key: None for run in runs for key in _keys(run, prefix)}
         for place, key in enumerate(list(keys)[:8]):
-            kind = _Kind(
-                key, f"{title}: {key.removeprefix(prefix)}", "nats per token", prefix == "loss/"
+            yield Chart(
+                f"{prefix[:-1].replace('_', '-')}-{place}",
+                f"{title}: {key.removeprefix(prefix)}",
+                "nats per token",
+                _several(runs, key, smooth=prefix == "loss/"),
+                has_legend=False,
             )
-            name = f"{prefix[:-1].replace('_', '-')}-{place}"
-            yield Chart(name, kind.title, kind.unit, _several(runs, key, kind), has_legend=False)
 
 
 def reduced(values: Sequence[float], most: int) -> list[int]:

@@ -599,7 +599,7 @@ def test_the_fit_is_that_of_the_paper() -> None:
 def test_a_step_of_3d_parallelism_is_the_pipelines_schedule() -> None:
     """Each pass happens once on each stage, after its input was sent; then the rest."""
     from harness.layout.grid import Grid
-    from tools.layout.moments import moments
+    from tools.layout.schedules import moments
 
     grid = Grid(32, pipeline=4, tensor=4)
     turns = [*moments(grid, micro_batches=3, zero_stage=1)]
@@ -632,7 +632,7 @@ def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = {next(f.svg for f in page if isinstance(f, Drawing)) for page in shown}
     assert len(pictures) == len(shown)
     assert number(shown[-1], "Moment") == "68 of 68"
-    monkeypatch.setattr("tools.layout.moments.schedule", lambda stages, _: [[None]] * stages)
+    monkeypatch.setattr("tools.layout.schedules.schedule", lambda stages, _: [[None]] * stages)
     assert number(figures_of("hybrid", moment="100"), "Moment") == "5 of 5"
     plans = []
     monkeypatch.setattr(hybrid, "step_time", lambda plan: plans.append(plan) or step_time(plan))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from harness.layout.grid import Axis, Grid
 from harness.layout.stages import layers_per_stage
 from harness.plan.duration import step_time
-from tools.layout.moments import Moment, moments
+from tools.layout.schedules import Moment, moments
 from tools.studio_app.figures import Code, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.plans import (
