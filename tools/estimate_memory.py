@@ -50,21 +50,28 @@ def main(argv: list[str]) -> int:
         say(f"cannot estimate: {error}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     traced = _traced(plan, memory) if args.trace else {}
+    on_host, step = _on_host(memory, args.host_memory), step_time(plan)
+    rejections = [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
     if args.json:
+        whole = {**memory.to_json(), "not_trained": rejections, **on_host}
+        whole["time"] = step and step.to_json()
         swept = {"sweep": [point.to_json() for point in points]} if args.sweep else {}
-        step = step_time(plan)
-        memory_json = {**memory.to_json(), "not_trained": _not_trained(plan)}
-        memory_json |= _on_host(memory, args.host_memory)
-        memory_json["time"] = step and step.to_json()
-        print(json.dumps({**memory_json, **swept, **traced}, indent=2))
+        print(json.dumps({**whole, **swept, **traced}, indent=2))
     else:
         say(describe(memory, columns(sys.stdout), takes(plan)))
-    if not args.json:
-        if verdict := _on_host(memory, args.host_memory).get("host_verdict"):
-            needed = memory.host_bytes_per_node / GIB
-            say(f"Host memory per node: {verdict}: {needed:,.2f} of {args.host_memory:,.2f} GiB")
-        _add_notes(args, plan, traced)
-        if step := step_time(plan):
+        if on_host:
+            sizes = f"{memory.host_bytes_per_node / GIB:,.2f} of {args.host_memory:,.2f} GiB"
+            say(f"Host memory per node: {on_host['host_verdict']}: {sizes}")
+        if "train.micro_batch" in assumed_batch(args):
+            say(
+                "One sample at a time was assumed (--micro-batch): train.py takes up to "
+                f"{MAX_DEFAULT_MICRO_BATCH} at once, unless train.micro_batch says otherwise."
+            )
+        for message in rejections:
+            say(f"train.py would reject this: {message}")
+        for name, size in traced.items():
+            print(f"{name}: {size:.3f}")
+        if step:
             say(f"Time: {step_line(step)}: docs/planner.md")
         if args.sweep:
             say(f"\n{sweep_text(points)}")
@@ -79,29 +86,12 @@ def main(argv: list[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def _add_notes(args: argparse.Namespace, plan: Plan, traced: dict[str, float]) -> None:
-    """Print notes on the estimate."""
-    if "train.micro_batch" in assumed_batch(args):
-        say(
-            "One sample at a time was assumed (--micro-batch): train.py takes up to "
-            f"{MAX_DEFAULT_MICRO_BATCH} at once, unless train.micro_batch says otherwise."
-        )
-    for message in _not_trained(plan):
-        say(f"train.py would reject this: {message}")
-    for name, size in traced.items():
-        print(f"{name}: {size:.3f}")
-
-
 def _on_host(memory: Estimate, host_gib: float | None) -> dict[str, Any]:
     """Return a node's host memory and the verdict on it; empty if its size was not given."""
     if host_gib is None:
         return {}
     fits = memory.host_bytes_per_node <= host_gib * GIB
     return {"host_memory_gib": host_gib, "host_verdict": "fits" if fits else "does not fit"}
-
-
-def _not_trained(plan: Plan) -> list[str]:
-    return [event["message"] for event in plan.events if event["kind"] == NOT_TRAINED]
 
 
 def _estimate(plan: Plan) -> Estimate:

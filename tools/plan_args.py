@@ -109,7 +109,9 @@ def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
     if not {"train.micro_batch", "train_micro_batch_size_per_gpu"} & keys:
         assumed["train.micro_batch"] = 1
     if "gradient_accumulation_steps" not in keys:
-        assumed["ds.gradient_accumulation_steps"] = _filling(num_stages(ds_json.tree))
+        # 4 per stage make the pipeline bubble "negligible" (GPipe, arXiv 1811.06965, 2.3).
+        stages = num_stages(ds_json.tree)
+        assumed["ds.gradient_accumulation_steps"] = 4 * stages if stages > 1 else 1
     return assumed
 
 
@@ -119,10 +121,3 @@ def _given(args: argparse.Namespace) -> list[str]:
     return [
         f"{key}={value}" for key, value in flags.items() if value is not None
     ] + args.assignments
-
-
-def _filling(stages: int) -> int:
-    """Return the number of micro-batches that makes the pipeline bubble "negligible" (GPipe, arXiv
-    1811.06965, 2.3): 4 per stage; 1 without stages.
-    """
-    return 4 * stages if stages > 1 else 1

@@ -98,7 +98,8 @@ def activations(
         on_its_way = sum(kept[0][0].values())
         parts.append(MemoryItem("layer moved to and from the host", on_its_way, _IN_LAYERS, "read"))
     if inputs.mlp_tiles > 1:
-        parts.append(MemoryItem("MLP tile", _tile(inputs), _IN_LAYERS, evidence))
+        tile = dense_mlp(inputs) * -(-inputs.tokens // inputs.mlp_tiles)
+        parts.append(MemoryItem("MLP tile", tile, _IN_LAYERS, evidence))
     # The mask is an argument of every checkpointed layer.
     lives = _FORWARD if inputs.checkpointing == "none" else _FORWARD_TO_BACKWARD
     parts.append(MemoryItem("attention mask", _mask(inputs), lives, "read"))
@@ -189,12 +190,6 @@ def _recomputed(inputs: Inputs, index: int, layer: Layer) -> int:
     if inputs.checkpointing == REVERSIBLE:  # half a layer at a time
         return max(layer.attention, layer.mlp) + layer.norms // 2
     return layer.total
-
-
-def _tile(inputs: Inputs) -> int:
-    """Return the bytes that an MLP keeps of one tile of tokens."""
-    tokens = -(-inputs.tokens // inputs.mlp_tiles)
-    return dense_mlp(inputs) * tokens
 
 
 def _mask(inputs: Inputs) -> int:

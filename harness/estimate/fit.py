@@ -69,41 +69,23 @@ def with_micro_batch(inputs: Inputs, micro_batch: int) -> Inputs:
     return replace(inputs, micro_batch=micro_batch, grad_accum=accum)
 
 
-def with_stages(inputs: Inputs, stages: int) -> Inputs:
-    """Return the run on the same GPUs with its model split into pipeline stages.
-
-    Raises ValueError if the GPUs or layers cannot be divided into that many stages.
-    """
-    grid = replace(inputs.grid, pipeline=stages)
-    recompute = inputs.checkpointing, inputs.mlp_tiles
-    return replace(
-        inputs,
-        grid=grid,
-        grad_accum=inputs.grad_accum * inputs.grid.data // grid.data,
-        bounds=split(inputs.shape, stages, inputs.seq_len, *recompute),
-    )
-
-
 def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield more pipeline stages, doubling each time, if ZeRO and offloading permit stages."""
+    """Yield more pipeline stages on the same GPUs, doubling each time, if ZeRO and offload permit
+    stages.
+    """
     zero, stages = inputs.zero, 2 * inputs.grid.pipeline
     offloads = zero.offload_optimizer != "device"
     reversible = inputs.checkpointing == REVERSIBLE
     while zero.stage <= 1 and not (offloads or reversible) and stages <= _MOST_STAGES:
-        with contextlib.suppress(ValueError):
-            yield f"ds.pipeline.stages={stages}", with_stages(inputs, stages)
+        with contextlib.suppress(ValueError):  # they do not divide the GPUs or the layers
+            grid = replace(inputs.grid, pipeline=stages)
+            bounds = split(
+                inputs.shape, stages, inputs.seq_len, inputs.checkpointing, inputs.mlp_tiles
+            )
+            accum = inputs.grad_accum * inputs.grid.data // grid.data
+            changed = replace(inputs, grid=grid, grad_accum=accum, bounds=bounds)
+            yield f"ds.pipeline.stages={stages}", changed
         stages *= 2
-
-
-def _of_long_samples(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield changes that tile or offload the activations of a layer."""
-    if inputs.compiled:
-        return
-    has_experts = bool(inputs.shape.num_experts)
-    if not has_experts and inputs.mlp_tiles == 1:
-        yield f"model.mlp_tiles={_TILES}", replace(inputs, mlp_tiles=_TILES)
-    if inputs.checkpointing not in ("none", REVERSIBLE) and not inputs.activation_offload:
-        yield "model.activation_offload=true", replace(inputs, activation_offload=True)
 
 
 def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
@@ -112,7 +94,11 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
         yield "model.checkpointing=selective", replace(inputs, checkpointing="selective")
     if inputs.checkpointing not in ("full", REVERSIBLE):
         yield "model.checkpointing=full", replace(inputs, checkpointing="full")
-    yield from _of_long_samples(inputs)
+    if not (inputs.compiled or inputs.shape.num_experts) and inputs.mlp_tiles == 1:
+        yield f"model.mlp_tiles={_TILES}", replace(inputs, mlp_tiles=_TILES)
+    keeps_inputs = inputs.checkpointing not in ("none", REVERSIBLE) and not inputs.compiled
+    if keeps_inputs and not inputs.activation_offload:
+        yield "model.activation_offload=true", replace(inputs, activation_offload=True)
     smaller = inputs.micro_batch // 2
     while smaller >= 1:
         if inputs.micro_batch % smaller == 0:
@@ -154,15 +140,11 @@ IsPossible = Callable[[str], bool]
 """Returns True if a run could be changed in this way, e.g. "model.checkpointing=full"."""
 
 
-def _any(change: str) -> bool:
-    return True
-
-
 def shortages(
     estimate: Estimate,
     free_gpu: int | None,
     free_host: int | None,
-    is_possible: IsPossible = _any,
+    is_possible: IsPossible = lambda change: True,
 ) -> list[str]:
     """Return the memory that this machine lacks, with single changes that would help.
 
@@ -180,41 +162,34 @@ def shortages(
 
 
 def shortages_here(
-    estimate: Estimate, local_rank: int, run_dir: str | None, is_possible: IsPossible = _any
+    estimate: Estimate, local_rank: int, run_dir: str | None, is_possible: IsPossible
 ) -> list[str]:
     """Return this machine's shortages: the rank's GPU, host memory, and disk space for the run."""
-    on_gpu = estimate.inputs.accelerator == "cuda"
-    return [
-        *shortages(
-            estimate, free_on_gpu(local_rank) if on_gpu else None, free_on_host(), is_possible
-        ),
-        *_short_disk(estimate.checkpoint_bytes, Path(run_dir or RUNS)),
-    ]
-
-
-def _short_disk(needed: int, run_dir: Path) -> list[str]:
-    """Return a shortage of disk space; a save writes the new checkpoint, then removes an
-    old one.
-    """
-    folder = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(folder).free
-    if needed <= free:
-        return []
-    return [
-        f"a checkpoint needs {as_size(needed)}, but {as_size(free)} are free in {folder}: free "
-        "space, or choose another run.dir; plan.force=true runs anyway"
-    ]
+    free_gpu = free_on_gpu(local_rank) if estimate.inputs.accelerator == "cuda" else None
+    short = shortages(estimate, free_gpu, free_on_host(), is_possible)
+    path = Path(run_dir or RUNS)
+    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    needed, free = estimate.checkpoint_bytes, shutil.disk_usage(folder).free
+    if needed > free:  # a save writes the new checkpoint, then removes an old one
+        short.append(
+            f"a checkpoint needs {as_size(needed)}, but {as_size(free)} are free in {folder}: free "
+            "space, or choose another run.dir; plan.force=true runs anyway"
+        )
+    return short
 
 
 def memory_line(estimate: Estimate) -> str:
     """Return the peak, its phase and its largest parts, on one line."""
     if estimate.inputs.accelerator == "cpu":
         return _cpu_line(estimate)
-    worst = estimate.worst
-    largest = _largest(worst.phase(worst.peak_phase))
+    worst, device, verdict = estimate.worst, estimate.device_bytes, ""
+    if device is not None:
+        verdict = f" of {_gib(device)}: {estimate.verdict}"
+    low, high = (f"{end / GIB:.2f}" for end in worst.shown)
     return (
-        f"{_gib(worst.peak)} in tensors per rank at most, in {worst.peak_phase} ({largest})"
-        f"{_on_gpu(estimate)}; {_gib(estimate.host_bytes_per_node)} of host memory per node"
+        f"{_gib(worst.peak)} in tensors per rank at most, in {worst.peak_phase} "
+        f"({_largest(worst.phase(worst.peak_phase))}), {low} to {high} GiB shown by the driver"
+        f"{verdict}; {_gib(estimate.host_bytes_per_node)} of host memory per node"
     )
 
 
@@ -233,18 +208,7 @@ def _largest(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {as_size(size)}" for name, size in largest)
 
 
-def _on_gpu(estimate: Estimate) -> str:
-    """Return the interval that the driver will show, and the verdict if the device is known."""
-    low, high = (f"{end / GIB:.2f}" for end in estimate.worst.shown)
-    verdict = ""
-    if estimate.device_bytes is not None:
-        verdict = f" of {_gib(estimate.device_bytes)}: {estimate.verdict}"
-    return f", {low} to {high} GiB shown by the driver{verdict}"
-
-
-def changes_that_help(
-    estimate: Estimate, room_bytes: int | None, is_possible: IsPossible = _any
-) -> str:
+def changes_that_help(estimate: Estimate, room_bytes: int | None, is_possible: IsPossible) -> str:
     """Return the gentlest changes that each make the run fit `room_bytes`, or those that
     save most.
     """

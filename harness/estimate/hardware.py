@@ -52,11 +52,11 @@ def find_gpu(name: str) -> Gpu:
     words = set(re.findall(r"rtx|[a-z]+\d+[a-z]*|\d+|[a-z]+", name.lower()))
     if "mig" in words:
         raise ValueError(f"unknown GPU {name!r}: it is a MIG slice of unknown size")
-    matching = []
-    for key, gpu in GPUS.items():
-        must = set(gpu.must.split())
-        if must <= words <= must | set(gpu.may.split()) | _COMMON_WORDS:
-            matching.append(key)
+    matching = [
+        key
+        for key, gpu in GPUS.items()
+        if (must := {*gpu.must.split()}) <= words <= must | {*gpu.may.split()} | _COMMON_WORDS
+    ]
     if len(matching) == 1:
         return GPUS[matching[0]]
     raise ValueError(f"unknown GPU {name!r}: it must be one of {', '.join(matching or GPUS)}")

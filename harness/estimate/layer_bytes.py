@@ -165,12 +165,9 @@ def rms_norm(inputs: Inputs, width: int, fused: bool) -> int:
     """Return the bytes per token that an RMSNorm saves, without its scale: its input in fp32 and
     the normalised input; if it is fused, just the input.
     """
-    return (inputs.element_bytes if fused else FP32 + _scaled(inputs)) * width
-
-
-def _scaled(inputs: Inputs) -> int:
-    """Return the bytes per element of an RMSNorm's normalised input."""
-    return FP32 if inputs.shape.family.fp32_norms else inputs.element_bytes
+    e = inputs.element_bytes
+    normalised = FP32 if inputs.shape.family.fp32_norms else e
+    return (e if fused else FP32 + normalised) * width
 
 
 def _norms_within(layer: tuple[Tensor, ...]) -> list[Tensor]:

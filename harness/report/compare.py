@@ -46,8 +46,7 @@ def _lowest(run: RunRecord) -> float:
 
 def compare_page_of(runs: list[RunRecord], title: str) -> str:
     """Return the page of several runs."""
-    sets = by_set(runs)
-    runs = [run for of_set in sets for run in of_set]
+    sets, runs = by_set(runs), ranked(runs)
     drawn = charts(runs[:MOST_DRAWN])
     body = (
         f"<header><h1>{escaped(title)}</h1>{_best(sets)}</header>{_table(sets)}"
@@ -103,8 +102,7 @@ def _table(sets: list[list[RunRecord]]) -> str:
 
 
 def _row(place: int, run: RunRecord, of_set: str, is_best: bool) -> str:
-    best = run.best()
-    losses = [value for _, value in values_of(run.lines, "loss")]
+    best, losses = run.best(), [value for _, value in values_of(run.lines, "loss")]
     rates = sorted(value for _, value in values_of(run.lines, "tokens_per_s"))
     name = escaped(run.name)
     swatch = ""
@@ -157,15 +155,13 @@ def _differences(runs: list[RunRecord]) -> str:
 
 def differences(runs: list[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return keys of the plans whose values differ, each with the value of every run."""
-    flat = [dict(_flat(run)) for run in runs]
+    flat = [
+        {key: value for part in _ASKED for key, value in _leaves(part, run.planned(part))}
+        for run in runs
+    ]
     keys = {key: None for values in flat for key in values if key not in _OF_THE_DAY}
     rows = [(key, [values.get(key, "-") for values in flat]) for key in keys]
     return [(key.removeprefix("run."), row) for key, row in rows if len(set(row)) > 1]
-
-
-def _flat(run: RunRecord) -> Iterator[tuple[str, str]]:
-    for part in _ASKED:
-        yield from _leaves(part, run.planned(part))
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:

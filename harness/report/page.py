@@ -25,7 +25,7 @@ MOST_CHARACTERS = 200_000
 REFRESH_S = 60
 """A page of a running run loads itself again so often."""
 
-_HERE = Path(__file__).parent
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def page_of(run: RunRecord) -> str:
@@ -59,15 +59,11 @@ def document(title: str, body: str, refresh: bool = False, by: str = "tools/repo
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f'<meta http-equiv=Content-Security-Policy content="{policy}">{again}'
         f"<title>{escaped(title)}</title>"
-        f"<style>{css()}{STYLE}{_text('page.css')}</style></head><body>"
+        f"<style>{css()}{STYLE}{_STYLE}</style></head><body>"
         f"<main>{body}<footer>Written {moment(time.time())} by "
         f"<code>python {by}</code>: one file, no network.</footer></main>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
-
-
-def _text(name: str) -> str:
-    return (_HERE / name).read_text(encoding="utf-8")
 
 
 def _header(run: RunRecord) -> str:
@@ -130,7 +126,8 @@ def _tiles(run: RunRecord) -> str:
     rates = [value for _, value in values_of(run.lines, "tokens_per_s")]
     if rates:
         mfu = [value for _, value in values_of(run.lines, "mfu")]
-        used = f"MFU {median(mfu):.1%}" if mfu else f"{duration(_step_s(run))} per step"
+        seconds = [value for _, value in values_of(run.lines, "step_time_s")] or [0.0]
+        used = f"MFU {median(mfu):.1%}" if mfu else f"{duration(median(seconds))} per step"
         tiles.append(("Throughput", f"{short(median(rates))} tokens/s", used))
     rows = {point: (predicted, measured) for point, predicted, measured in memory_rows(run)}
     if rows:
@@ -143,10 +140,6 @@ def _tiles(run: RunRecord) -> str:
         for name, value, more in tiles
     )
     return f"<section class=tiles>{items}</section>"
-
-
-def _step_s(run: RunRecord) -> float:
-    return median([value for _, value in values_of(run.lines, "step_time_s")] or [0.0])
 
 
 def _attempts(run: RunRecord) -> str:

@@ -4,16 +4,16 @@ the estimated ones (docs/memory.md). pytest -s shows each run.
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
+from harness.config.ds_json import DsJson
+from harness.config.run_file import load_run_config
 from harness.estimate.activations import attention_copies
 from harness.estimate.hardware import GPUS
 from harness.estimate.memory_item import GIB, Interval, MemoryItem
@@ -21,131 +21,95 @@ from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.reserved import WHOLE_MODEL
 from harness.estimate.timeline import estimate_memory
 from harness.layout.world import World
-from harness.plan.command import Command, plan_from
+from harness.plan.make import make_plan
 from tests.estimate.runs import run_of
 
-Shows = Literal["allocated", "reserved", "driver"]
-PUBLISHED = Path(__file__).parent / "published" / "memory.toml"
+_FILE = Path(__file__).parent / "published" / "memory.toml"
+ROWS: list[dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))["run"]
 _PER_NODE = 8
 _USERS_OWN = "PYTORCH_ALLOC_CONF=backend:native"  # then the harness sets nothing
 _EXPANDING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
-class Published:
-    """A row of published.toml, which explains each key."""
-
-    name: str
-    source: str
-    gpu: str
-    gpus: int
-    settings: tuple[str, ...]
-    ds: dict[str, Any]
-    shows: Shows
-    complete: bool
-    gib: float | None = None
-    ran: bool | None = None
-    plain_allocator: bool = False
-    starts_whole: bool = False
-    foreach_adam: bool = False
-    keeps_logits: bool = False
-    lacks: tuple[str, ...] = ()
-    doubt: str = ""
-    but: str = ""
-
-
-@dataclass(frozen=True)
 class Card:
-    """A published run with its estimate."""
+    """A published run, a table of memory.toml, with its estimate."""
 
-    row: Published
+    row: dict[str, Any]
     interval: Interval
     verdict: str
 
     @property
     def error(self) -> float | None:
         """Relative error of the interval's middle, above 0 if too much was estimated."""
-        middle = sum(self.interval) / 2
-        return None if self.row.gib is None else middle / GIB / self.row.gib - 1
+        return sum(self.interval) / 2 / GIB / self.row["gib"] - 1 if "gib" in self.row else None
 
     @property
     def is_above(self) -> bool:
         """True if the published number, rounded to its last digit, exceeds the interval."""
-        if self.row.gib is None:
+        if (gib := self.row.get("gib")) is None:
             return False
-        digits = len(str(self.row.gib).partition(".")[2])
-        least = self.row.gib - (0.5 if self.row.gib == int(self.row.gib) else 0.5 * 0.1**digits)
+        digits = len(str(gib).partition(".")[2])
+        least = gib - (0.5 if gib == int(gib) else 0.5 * 0.1**digits)
         return least * GIB > self.interval.high
 
     @property
     def is_false_fit(self) -> bool:
         """True if it was predicted to fit but did not."""
-        return self.row.ran is False and self.verdict == "fits"
+        return self.row.get("ran") is False and self.verdict == "fits"
 
 
-def published(path: Path = PUBLISHED) -> list[Published]:
-    """Return the rows of a file."""
-    rows = tomllib.loads(path.read_text(encoding="utf-8"))["run"]
-    return [
-        Published(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()})
-        for row in rows
-    ]
-
-
-def carded(row: Published) -> Card:
-    """Return a published run with its estimate. Raises ConfigError if it cannot be planned."""
+def carded(row: dict[str, Any]) -> Card:
+    """Return a published run with its estimate."""
     world = World(
-        world_size=row.gpus,
-        local_world_size=min(row.gpus, _PER_NODE),
+        world_size=row["gpus"],
+        local_world_size=min(row["gpus"], _PER_NODE),
         accelerator="cuda",
-        gpu=row.gpu,
-        allocators=_USERS_OWN if row.plain_allocator else _EXPANDING,
+        gpu=row["gpu"],
+        allocators=_USERS_OWN if row.get("plain_allocator") else _EXPANDING,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ds.json"
-        path.write_text(json.dumps(row.ds))
-        settings = list(row.settings)
-        if not any(text.startswith("train.global_batch=") for text in settings):
-            (size,) = (t for t in settings if t.startswith("train.micro_batch="))
-            settings.append(f"train.global_batch={row.gpus * int(size.partition('=')[2])}")
-        plan = plan_from(Command(path, assignments=tuple(settings)), world=world, estimating=True)
-    assert plan.estimate is not None, f"{row.name}: not estimated"
+    settings = [*row["settings"]]
+    if not any(text.startswith("train.global_batch=") for text in settings):
+        (size,) = (t for t in settings if t.startswith("train.micro_batch="))
+        settings.append(f"train.global_batch={row['gpus'] * int(size.partition('=')[2])}")
+    ds = DsJson(row["ds"], "published")
+    plan = make_plan(load_run_config(None, settings), ds, world, estimating=True)
+    assert plan.estimate is not None, row["name"]
     estimate = plan.estimate
-    if row.foreach_adam:
+    if row.get("foreach_adam"):
         zero = replace(estimate.inputs.zero, torch_adam=True, fused_adam=False)
         estimate = estimate_memory(replace(estimate.inputs, zero=zero), estimate.device_bytes)
-    rank = _as_published(row, estimate.worst)
-    verdict = "unknown device"
-    if estimate.device_bytes is not None:
-        verdict = rank.verdict(estimate.device_bytes)
+    rank, device = _as_published(row, estimate.worst), estimate.device_bytes
     low, high = _interval(row, rank)
-    if row.ran is not False and estimate.device_bytes is not None:  # no device can show more
-        high = max(low, min(high, estimate.device_bytes))
-    return Card(row, Interval(low, high), verdict)
+    if device is None:
+        return Card(row, Interval(low, high), "unknown device")
+    if row.get("ran") is not False:  # no device can show more
+        high = max(low, min(high, device))
+    return Card(row, Interval(low, high), rank.verdict(device))
 
 
-def _interval(row: Published, rank: RankTimeline) -> Interval:
-    if row.shows == "allocated":
+def _interval(row: dict[str, Any], rank: RankTimeline) -> Interval:
+    if row["shows"] == "allocated":
         # A layer's backward pass may take half more temporaries than are counted.
         temporaries = (p.bytes for p in rank.parts if p.component == "backward temporaries")
         more = max(temporaries, default=0) // 2 + attention_copies(rank.inputs).bytes
         return Interval(rank.peak, rank.peak + more)
-    return rank.reserved if row.shows == "reserved" else rank.shown
+    return rank.reserved if row["shows"] == "reserved" else rank.shown
 
 
-def _as_published(row: Published, rank: RankTimeline) -> RankTimeline:
+def _as_published(row: dict[str, Any], rank: RankTimeline) -> RankTimeline:
     """Return the rank with the additional memory of the published run, and without what that run
     lacked.
     """
     run = rank.inputs
-    parts = [part for part in rank.parts if part.component not in row.lacks]
+    parts = [part for part in rank.parts if part.component not in row.get("lacks", ())]
     # Without the harness's evaluation, save and loading.
     parts = [replace(p, phases=p.phases - {"evaluation", "save"}) for p in parts]
-    if row.starts_whole:
+    if row.get("starts_whole"):
         others = sum(p.bytes for p in parts if "build" in p.phases and p.place == "device")
         size = run.element_bytes * run.parameters - others
         parts.append(MemoryItem(WHOLE_MODEL, max(0, size), frozenset({"build"}), "read"))
-    if row.keeps_logits:
+    if row.get("keeps_logits"):
         size = run.element_bytes * run.shape.vocab_size * run.tokens
         lives = frozenset({"loss", "backward_first", "backward_last"})
         parts.append(MemoryItem("logits kept by the caller", size, lives, "read"))
@@ -154,36 +118,33 @@ def _as_published(row: Published, rank: RankTimeline) -> RankTimeline:
 
 @pytest.fixture(scope="module")
 def cards() -> list[Card]:
-    return [carded(row) for row in published()]
+    return [carded(row) for row in ROWS]
 
 
 def test_nothing_published_is_above_its_interval_or_wrongly_fits(cards: list[Card]) -> None:
     for card in cards:
         row, (low, high) = card.row, card.interval
-        figure = f"{row.gib} GiB {row.shows}" if row.gib else ("ran" if row.ran else "ran out")
-        doubt = f"  in doubt: {row.doubt}" if row.doubt else ""
-        print(f"{row.name}: {figure}, {low / GIB:.2f} to {high / GIB:.2f}, {card.verdict}{doubt}")
-    trusted = [card for card in cards if not card.row.doubt]
-    assert not [card.row.name for card in trusted if card.is_above or card.is_false_fit]
+        figure = "ran" if row.get("ran") else "ran out"
+        figure = f"{row['gib']} GiB {row['shows']}" if "gib" in row else figure
+        doubt = f"  in doubt: {row['doubt']}" if "doubt" in row else ""
+        interval = f"{low / GIB:.2f} to {high / GIB:.2f}"
+        print(f"{row['name']}: {figure}, {interval}, {card.verdict}{doubt}")
+    trusted = [card for card in cards if "doubt" not in card.row]
+    assert not [card.row["name"] for card in trusted if card.is_above or card.is_false_fit]
     errors = [abs(card.error) for card in trusted if card.error is not None]
     assert statistics.median(errors) <= 0.05
     assert max(errors) <= 0.18
 
 
 def test_rows_are_told_apart_and_of_known_gpus() -> None:
-    rows = published()
-    assert len({row.name for row in rows}) == len(rows)
-    assert {row.gpu for row in rows} <= GPUS.keys()
-    assert all((row.gib is None) != (row.ran is None) for row in rows)
+    assert len({row["name"] for row in ROWS}) == len(ROWS)
+    assert {row["gpu"] for row in ROWS} <= GPUS.keys()
+    assert all(("gib" in row) != ("ran" in row) for row in ROWS)
 
 
-def test_what_is_wrong_is_noticed(cards: list[Card]) -> None:
-    good = next(card for card in cards if card.row.gib and not card.row.doubt)
-    assert good.row.gib
-    low = replace(good, interval=Interval(0, int((good.row.gib - 0.1) * GIB)))
-    assert low.is_above
-    out = replace(good, row=replace(good.row, gib=None, ran=False), verdict="fits")
-    assert out.is_false_fit
+def test_what_is_wrong_is_noticed() -> None:
+    assert Card({"gib": 20.0}, Interval(0, int(19.4 * GIB)), "fits").is_above
+    assert Card({"ran": False}, Interval(0, 0), "fits").is_false_fit
 
 
 MIB = 2**20

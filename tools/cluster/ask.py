@@ -51,11 +51,13 @@ def question_of(args: argparse.Namespace) -> Question:
         rates = _rates(args.measured)
         gpu = known_gpu(rates.get("gpu"))
         own = gpu.key if gpu else rates.get("gpu"), str(rates.get("precision"))
-        _refuse("--measured", args.measured, other_machine(own, planned))
+        if why := other_machine(own, planned):
+            raise ConfigError(f"--measured {args.measured}: {why}")
         machine = measured(machine, rates)
     if args.rates:
         site = Site.read(args.rates)
-        _refuse("--rates", args.rates, site.problem(*planned))
+        if why := site.problem(*planned):
+            raise ConfigError(f"--rates {args.rates}: {why}")
         machine = site.machine(machine, world.local_world_size)
     tokens = _tokens(args, run) or TOKENS_PER_PARAMETER * some.shape.parameters
     return Question(
@@ -94,11 +96,6 @@ def _recipe(args: argparse.Namespace, run: RunConfig, tokens: float) -> dict[str
     if not run.is_set("eval.every"):
         keys["eval.every"] = max(50, ceil(steps / _EVALUATIONS))
     return keys
-
-
-def _refuse(flag: str, path: Path, why: str | None) -> None:
-    if why:
-        raise ConfigError(f"{flag} {path}: {why}")
 
 
 def _rates(path: Path) -> dict[str, Any]:

@@ -192,11 +192,12 @@ class Search:
     def _seconds(self, whole: _Whole, stage: int, kind: int) -> tuple[Computed, Synchronised]:
         layout, machine = whole.layout, self._question.machine
         key = (*layout.state, layout.tensor, layout.expert, layout.pipeline, kind)
+
+        def work() -> Computed:
+            return computed(whole.stage(stage), machine, self._passes_of)
+
         return (
-            self._once(
-                *("computed", (*whole.axes, kind)),
-                lambda: computed(whole.stage(stage), machine, self._passes_of),
-            ),
+            self._once("computed", (*whole.axes, kind), work),
             self._once("synchronised", key, lambda: synchronised(whole.stage(stage), machine)),
         )
 

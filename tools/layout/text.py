@@ -29,7 +29,8 @@ def describe(plan: Plan, width: int | None = None) -> str:
     """Return the whole report; `width` is that of the terminal."""
     estimate = plan.estimate
     lines = [_headline(plan), "", *_ranks(plan, width), "", *_holdings(plan, estimate), ""]
-    lines += [_shares(plan), *_fit(estimate), *_time(plan), "", *_step(plan, width)]
+    time = [f"Time: {step_line(step)}"] if (step := step_time(plan)) else []
+    lines += [_shares(plan), *_fit(estimate), *time, "", *_step(plan, width)]
     notes = [event["message"] for event in plan.events if "message" in event]
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
@@ -43,12 +44,6 @@ def _fit(estimate: Estimate | None) -> list[str]:
         f"On GPUs of {estimate.device_bytes / GIB:.0f} GiB {verdict[estimate.verdict]}: the "
         f"fullest rank holds {estimate.worst.peak / GIB:.2f} GiB in tensors at its peak"
     ]
-
-
-def _time(plan: Plan) -> list[str]:
-    """Return the time of a step; empty if the GPU is unknown."""
-    step = step_time(plan)
-    return [] if step is None else [f"Time: {step_line(step)}"]
 
 
 def _headline(plan: Plan) -> str:

@@ -22,13 +22,14 @@ def describe(
     change could be planned.
     """
     worst = estimate.worst
+    stage = "" if worst.inputs.stage is None else f", pipeline stage {worst.stage}"
     bar = _BAR if width is None else max(8, min(_BAR, width - _BESIDE_A_BAR))
     return "\n".join(
         [
             _setting(estimate),
             "",
-            f"Peak on rank {worst.rank}{_of_stage(worst)}: {_gib(worst.peak)} GiB allocated, in "
-            f"phase {worst.peak_phase}",
+            f"Peak on rank {worst.rank}{stage}: {_gib(worst.peak)} GiB allocated, in phase "
+            f"{worst.peak_phase}",
             *_bars(worst, worst.peak_phase, bar),
             *_pipeline(estimate),
             "",
@@ -71,10 +72,6 @@ def _setting(estimate: Estimate) -> str:
         f"checkpointing {inputs.checkpointing}, attention {inputs.attention}, layers "
         f"{inputs.layers_by}{less if inputs.layers_by == BY_REFERENCE else ''}"
     )
-
-
-def _of_stage(rank: RankTimeline) -> str:
-    return "" if rank.inputs.stage is None else f", pipeline stage {rank.stage}"
 
 
 def _pipeline(estimate: Estimate) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.estimate.hardware import GPUS, Precision, find_gpu
+from harness.estimate.hardware import Precision, find_gpu
 
 RateEvidence = Literal["measured", "fitted", "read", "guessed"]
 _RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
@@ -76,8 +76,7 @@ def machine_of(
     direction.
     """
     device = find_gpu(gpu)
-    key = next(key for key, each in GPUS.items() if each is device)
-    rates = rates_of(key)
+    rates = rates_of(device.key)
     link = device.link_gb_per_s / 2 * rates["links"]
     network = rates["network_gb_per_s"] if network_gb_per_s is None else network_gb_per_s
     return Machine(
