@@ -31,11 +31,12 @@ from tests.tiers import rest_in_gate
 from tools.cluster import search
 from tools.cluster.ask import plan_of, question_of
 from tools.cluster.choose import ASKED, Answer, answer_of, risk, seconds_within, way_of, why_not
+from tools.cluster.count import Question
 from tools.cluster.job import takes_whole_nodes
 from tools.cluster.layouts import STATES, Layout, layouts
 from tools.cluster.search import Search, count_all
 from tools.cluster.search import answer as answer_to
-from tools.cluster.what_if import _changes
+from tools.cluster.what_if import Spent, _changes, front_of, largest_micro_batch
 from tools.plan_cluster import _parser
 
 SMALL = ("--model", "gpt2-124m", "--gpus", 4, "--gpu", "a100-40", "--seq-len", 1024)
@@ -46,8 +47,14 @@ def arguments(*words: object) -> Any:
     return _parser().parse_intermixed_args([*map(str, words)])
 
 
-def answer(*words: object, code: int = 0) -> dict[str, Any]:
-    return json.loads(run_tool("plan_cluster", *words, "--json", code=code).stdout)
+def job(model: str, gpus: int, gpu: str, seq_len: int, batch: int) -> tuple[Any, Question]:
+    words = ("--model", model, "--gpus", gpus, "--gpu", gpu, "--seq-len", seq_len)
+    args = arguments(*words, "--global-batch", batch)
+    return args, question_of(args)
+
+
+def answer(*words: object) -> dict[str, Any]:
+    return json.loads(run_tool("plan_cluster", *words, "--json").stdout)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +155,7 @@ def test_ten_thousand_layouts_are_counted_from_few_parts(monkeypatch: pytest.Mon
     names = ("layer_activations", "layer_passes", "state_parts", "batch_parts", "computed")
     for name in (*names, "synchronised", "driver_bytes"):
         monkeypatch.setattr(search, name, counting(name))
-    args = arguments(
-        *("--model", "mixtral-8x7b", "--gpus", 256, "--gpu", "h100-80"),
-        *("--seq-len", 8192, "--global-batch", 1024),
-    )
-    answered = answer_to(args, question_of(args))
+    answered = answer_to(*job("mixtral-8x7b", 256, "h100-80", 8192, 1024))
     every = answered.counted
     assert len(every) > 10_000
     assert calls["layer_activations"] + calls["layer_passes"] < 0.1 * len(every)
@@ -192,24 +195,17 @@ def test_what_is_shown_was_planned_and_what_is_refused_is_not_the_answer() -> No
     [
         ("llama-1b", 8, 4096, 256, "ZeRO 1, micro-batch 4"),
         ("llama-3-8b", 8, 8192, 64, "ZeRO 3, micro-batch 1, checkpointing selective"),
-        *rest_in_gate(
-            "plan",
-            [
-                (
-                    *("llama-3-70b", 64, 8192, 512),
-                    "ZeRO 3, sequence 4, micro-batch 1, checkpointing selective",
-                )
-            ],
-            0,
+        pytest.param(
+            *("llama-3-70b", 64, 8192, 512),
+            "ZeRO 3, sequence 4, micro-batch 1, checkpointing selective",
+            marks=pytest.mark.gate("plan"),
         ),
     ],
 )
 def test_what_is_quicker_within_the_error_is_not_worth_its_risk(
     model: str, gpus: int, seq_len: int, batch: int, expected: str
 ) -> None:
-    words = ("--model", model, "--gpus", gpus, "--gpu", "h100-80", "--seq-len", seq_len)
-    args = arguments(*words, "--global-batch", batch)
-    answered = answer_to(args, question_of(args))
+    answered = answer_to(*job(model, gpus, "h100-80", seq_len, batch))
     best, quickest = answered.best, answered.quickest
     assert best is not None
     assert quickest is not None
@@ -223,9 +219,7 @@ def test_what_is_quicker_within_the_error_is_not_worth_its_risk(
 
 
 def test_an_answer_has_a_row_for_each_way_that_an_expert_asks_about() -> None:
-    words = ("--model", "mixtral-8x7b", "--gpus", 16, "--gpu", "h200", "--seq-len", 4096)
-    args = arguments(*words, "--global-batch", 256)
-    answered = answer_to(args, question_of(args))
+    answered = answer_to(*job("mixtral-8x7b", 16, "h200", 4096, 256))
     assert {*answered.ways} == {*ASKED}
     runs = [(str(each.layout.deepspeed), each.layout) for each in answered.ways.values()]
     assert len({*runs}) == len(ASKED)
@@ -252,8 +246,7 @@ def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
     model: str, gpus: int, gpu: str, seq_len: int, batch: int
 ) -> None:
     """Every axis, offload, precision and window: one layout for each way to divide."""
-    words = ("--model", model, "--gpus", gpus, "--gpu", gpu, "--seq-len", seq_len)
-    question = question_of(arguments(*words, "--global-batch", batch))
+    _, question = job(model, gpus, gpu, seq_len, batch)
     shape = question.some.shape
     every = [*layouts(shape, gpus, question.machine.gpus_per_node, seq_len, batch, lora=False)]
     some = {each.layout.way: each for each in Search(question).count(every[::7])}
@@ -272,24 +265,14 @@ def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
 
 @pytest.mark.gate("plan")
 def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> None:
-    config = {
-        "model_type": "smollm3",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
+    sizes |= {"max_position_embeddings": 256, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = {"model_type": "smollm3", **sizes, **tokens}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    words = ("--model", path, "--gpus", 4, "--gpu", "a100-40", "--seq-len", 64)
-    args = arguments(*words, "--global-batch", 32)
-    question = question_of(args)
+    args, question = job(str(path), 4, "a100-40", 64, 32)
     best = answer_to(args, question).best
     assert best is not None
     assert best.inputs.layers_by == "traced"
@@ -305,11 +288,7 @@ def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> Non
 def test_a_search_that_asks_few_allocators_answers_as_one_that_asks_all(
     model: str, gpus: int, gpu: str, seq_len: int
 ) -> None:
-    args = arguments(
-        *("--model", model, "--gpus", gpus, "--gpu", gpu, "--seq-len", seq_len),
-        *("--global-batch", 32),
-    )
-    question = question_of(args)
+    args, question = job(model, gpus, gpu, seq_len, 32)
     few, every = answer_to(args, question), count_all(args, question)
     for each in every:
         each.decide()
@@ -325,10 +304,7 @@ def test_a_search_that_asks_few_allocators_answers_as_one_that_asks_all(
 def test_the_written_files_are_the_job_that_was_priced(
     gpus: int, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    job = ("--model", "gpt2-124m", "--gpus", gpus, "--gpu", "a100-40", "--seq-len", 1024)
-    done = run_tool(
-        *("plan_cluster", *job, "--global-batch", 64, "--write", tmp_path, "--json", *more)
-    )
+    done = run_tool("plan_cluster", *JOB, "--gpus", gpus, "--write", tmp_path, "--json", *more)
     row = json.loads(done.stdout)["layouts"][0]
     command = Command(tmp_path / "ds.json", tmp_path / "run.toml")
     world = cluster(gpus, None, "a100-40")
@@ -408,8 +384,8 @@ def test_whole_nodes_are_those_whose_gpus_are_all_taken(
 
 
 def test_adapters_are_trained_beside_the_weights_that_a_preset_stands_for(tmp_path: Path) -> None:
-    job = ("--model", "llama-3-8b", "--gpus", 4, "--gpu", "h100-80", "--global-batch", 64)
-    run_tool("plan_cluster", *job, "--seq-len", 1024, "--lora", 16, "--write", tmp_path)
+    words = ("--model", "llama-3-8b", "--gpu", "h100-80", "--lora", 16)
+    run_tool("plan_cluster", *JOB, *words, "--write", tmp_path)
     run = tomllib.loads((tmp_path / "run.toml").read_text())["model"]
     assert (run["init_from"], run["lora"]) == ("meta-llama/Meta-Llama-3-8B", {"rank": 16})
     assert "name" not in run
@@ -417,10 +393,8 @@ def test_adapters_are_trained_beside_the_weights_that_a_preset_stands_for(tmp_pa
 
 def test_text_fits_80_columns_and_has_time_cost_and_reasons() -> None:
     text = run_tool("plan_cluster", *JOB, "--data-tokens", "300B", "--price", 2).stdout
-    prose = [line for line in text.splitlines() if not line.startswith("  ds.json")]
-    prose = [
-        line for line in prose if not line.startswith(("  run.toml", "  job.sh", "  sbatch.sh"))
-    ]
+    files = ("  ds.json", "  run.toml", "  job.sh", "  sbatch.sh")
+    prose = [line for line in text.splitlines() if not line.startswith(files)]
     assert max(map(len, prose)) <= 80
     for words in ("Recommended:", "GPU-hours", "kWh", "cost ", "with failures", "Why not ...?"):
         assert words in text
@@ -434,14 +408,14 @@ def test_a_model_that_nothing_holds_is_code_1_with_the_nearest() -> None:
 
 
 def test_one_card_of_24_gib_trains_7b_offloaded_or_with_adapters() -> None:
-    job = ("--gpus", 1, "--gpu", "rtx-4090", "--seq-len", 2048, "--global-batch", 8)
-    offloaded = answer("--model", "olmo2-7b", *job)["layouts"][0]
+    card = ("--gpus", 1, "--gpu", "rtx-4090", "--seq-len", 2048, "--global-batch", 8)
+    offloaded = answer("--model", "olmo2-7b", *card)["layouts"][0]
     assert offloaded["fits"]
     assert "offload" in json.dumps(offloaded["deepspeed"])
-    adapters = answer("--model", "olmo2-7b", *job, "--lora", 16)["layouts"][0]
+    adapters = answer("--model", "olmo2-7b", *card, "--lora", 16)["layouts"][0]
     assert adapters["fits"]
     assert adapters["tokens_per_s_per_gpu"] > offloaded["tokens_per_s_per_gpu"]
-    rows = answer("--model", "olmo2-7b", *job, "--lora", 16, "--quantize", "nf4")["layouts"]
+    rows = answer("--model", "olmo2-7b", *card, "--lora", 16, "--quantize", "nf4")["layouts"]
     stages = {row["deepspeed"]["zero_optimization"]["stage"] for row in rows}
     assert stages == {1, 2}
     assert min(row["peak_gib"] for row in rows) < adapters["peak_gib"]
@@ -461,10 +435,7 @@ def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
         (("--gpu", "h9000"), "--gpu: unknown GPU 'h9000'"),
         (("--gpus", 12), "--gpus 12 is not a multiple of 8 GPUs per node"),
         (("--model", "no/such"), "no/such"),
-        (
-            ("--global-batch", 3, "--seq-len", 1023, "--lora", 8),
-            "--global-batch 3 is not divisible",
-        ),
+        (("--global-batch", 3, "--seq-len", 1023, "--lora", 8), "--global-batch 3 is not divis"),
         (("--quantize", "nf4"), "--quantize nf4: it needs adapters: add --lora 16"),
         (("optim.lrr=3",), "optim.lr"),
     ],
@@ -473,3 +444,22 @@ def test_wrong_arguments_are_one_message(words: tuple[object, ...], message: str
     done = run_tool("plan_cluster", *JOB, *words, code=2)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+ONE_CARD = (
+    *("--model", "llama-1b", "--gpus", 1, "--gpu", "rtx-4090", "--seq-len", 2048),
+    *("--global-batch", 32, "--host-memory", 64),
+)
+
+
+def test_the_largest_micro_batch_fits_and_none_that_is_larger_does() -> None:
+    args = arguments(*ONE_CARD)
+    counted = count_all(args, question_of(args))
+    most = max(each.layout.micro_batch for each in counted if each.decide())
+    assert largest_micro_batch(counted).startswith(f"{most} ")
+
+
+def test_numbers_of_gpus_that_are_slower_and_dearer_are_left_out() -> None:
+    cheap, quick = Spent(8, 10, 100, "a"), Spent(32, 3, 120, "b")
+    worse = Spent(16, 11, 110, "c")
+    assert front_of([quick, worse, cheap]) == [cheap, quick]

@@ -5,18 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from harness.layout.stages import bubble, schedule
-from tests.run_tools import run_tool
+from tests.run_tools import printed, run_tool
 from tools.layout.schedules import Span, spans, waiting
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-TOOL = REPOSITORY / "tools/show_layout.py"
 GPT2 = ("--model", "gpt2-124m", "--seq-len", "1024", "--gpus", "8")
 
 
@@ -142,11 +138,8 @@ def test_zero_layouts_have_a_picture_too(tmp_path: Path) -> None:
         picture = tmp_path / f"{stage}.svg"
         words = (f"ds.zero_optimization.stage={stage}", "ds.bf16.enabled=false")
         run(*GPT2, *words, "--plot", str(picture))
-        drawn = picture.read_text()
-        assert (
-            drawn.count(">1/8 on each rank"),
-            drawn.count(">replicated on every rank"),
-        ) == shares
+        texts = (">1/8 on each rank", ">replicated on every rank")
+        assert tuple(map(picture.read_text().count, texts)) == shares
 
 
 @pytest.mark.parametrize(
@@ -174,10 +167,7 @@ def test_what_cannot_be_shown_is_said(arguments: tuple[str, ...], expected: str)
 
 def test_no_torch_is_needed() -> None:
     code = (
-        "import sys; sys.path.insert(0, ''); import tools.show_layout as tool;"
+        "import sys, tools.show_layout as tool;"
         f"tool.main({[*GPT2, 'ds.pipeline.stages=2']!r}); print('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "False"
+    assert printed(code).splitlines()[-1] == "False"

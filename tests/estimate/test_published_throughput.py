@@ -27,10 +27,9 @@ from harness.config.ds_json import value_of
 from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.layer import product_seconds
 from harness.estimate.step_time.machine import Machine, machine_of
-from harness.estimate.step_time.step import StepTime, estimate_time
+from harness.estimate.step_time.step import estimate_time
 from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
-from harness.layout.recompute import Checkpointing
 from harness.layout.shape import Shape
 from harness.layout.stages import split_evenly
 from tools.cluster.choose import ERRORS
@@ -85,15 +84,11 @@ class Row:
     inputs: Inputs
     tokens_per_s_per_gpu: float
 
-    @property
-    def machine(self) -> Machine:
-        """Machine on which it ran."""
-        nodes = self.inputs.gpus_per_node
-        return machine_of(self.gpu, nodes, self.inputs.precision, self.network_gb_per_s)
-
-    def time(self) -> StepTime:
-        """Return the estimated step time."""
-        return estimate_time(self.inputs, self.machine)
+    def estimated(self) -> float:
+        """Return the estimated tokens per second and GPU."""
+        run = self.inputs
+        machine = machine_of(self.gpu, run.gpus_per_node, run.precision, self.network_gb_per_s)
+        return estimate_time(run, machine).tokens_per_s_per_gpu
 
 
 def published() -> list[Row]:
@@ -103,39 +98,30 @@ def published() -> list[Row]:
 
 
 def _row(values: dict[str, str]) -> Row:
-    number = {
-        name: int(values[name])
-        for name in ("gpus", "per_node", "seq_len", "micro_batch", "grad_accum", "stage")
-    }
-    pipeline = int(values["pipeline"])
+    axes = {name: int(values[name]) for name in ("pipeline", "tensor", "sequence")}
+    batch = {name: int(values[name]) for name in ("seq_len", "micro_batch", "grad_accum")}
+    way, pipeline = values["checkpointing"], axes["pipeline"]
     precision = "fp16" if values["gpu"].startswith("v100") else "bf16"
     ds: dict[str, Any] = {
         "optimizer": {"type": "AdamW"},
         precision: {"enabled": True},
-        "zero_optimization": {"stage": number["stage"]},
+        "zero_optimization": {"stage": int(values["stage"])},
     }
     if values["offload"] == "optimizer":
         ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    shape = _shape(values["model"], number["seq_len"])
+    shape = _shape(values["model"], batch["seq_len"])
     inputs = Inputs(
         shape=shape,
         zero=ZeroSettings.read(partial(value_of, ds)),
         precision=precision,  # type: ignore[arg-type]
-        grid=Grid(
-            number["gpus"],
-            pipeline=pipeline,
-            tensor=int(values["tensor"]),
-            sequence=int(values["sequence"]),
-        ),
-        micro_batch=number["micro_batch"],
-        seq_len=number["seq_len"],
-        grad_accum=number["grad_accum"],
-        checkpointing=_checkpointing(values["checkpointing"]),
+        grid=Grid(int(values["gpus"]), **axes),
+        **batch,
+        checkpointing=int(way) if way.isdecimal() else way,  # type: ignore[arg-type]
         compiled=values["fused"] == "yes",
         liger=values["fused"] == "norms",
         attention=values["attention"],
         activation="gelu",
-        gpus_per_node=number["per_node"],
+        gpus_per_node=int(values["per_node"]),
         bounds=split_evenly(shape.num_layers, pipeline) if pipeline > 1 else None,
     )
     network = values["network_gb_per_s"]
@@ -148,10 +134,6 @@ def _row(values: dict[str, str]) -> Row:
         inputs=inputs,
         tokens_per_s_per_gpu=float(values["tokens_per_s_per_gpu"]),
     )
-
-
-def _checkpointing(text: str) -> Checkpointing:
-    return int(text) if text.isdecimal() else text  # type: ignore[return-value]
 
 
 def _shape(model: str, seq_len: int) -> Shape:
@@ -228,7 +210,7 @@ def fitted_share(measured: list[Product]) -> Machine:
 @pytest.fixture(scope="module")
 def estimated() -> list[tuple[Row, float]]:
     """Return each row with its estimate in tokens per second and GPU."""
-    return [(row, row.time().tokens_per_s_per_gpu) for row in published()]
+    return [(row, row.estimated()) for row in published()]
 
 
 def error(row: Row, rate: float) -> float:
@@ -343,12 +325,6 @@ def kendall_tau(scores: Sequence[tuple[float, float]]) -> float:
     signs = ((a[0] > b[0]) - (a[0] < b[0]) if a[1] != b[1] else 0 for a, b in pairs)
     orders = ((a[1] > b[1]) - (a[1] < b[1]) for a, b in pairs)
     return sum(one * other for one, other in zip(signs, orders, strict=True)) / len(pairs)
-
-
-def test_kendalls_tau_counts_pairs_in_the_same_order() -> None:
-    assert kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1
-    assert kendall_tau([(1, 3), (2, 2), (3, 1)]) == -1
-    assert kendall_tau([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
 
 
 def test_a_row_is_expressed_as_it_was_run() -> None:
