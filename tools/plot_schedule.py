@@ -79,9 +79,7 @@ Point = tuple[int, int, float, int, int]
 
 
 def schedule_of(plan: Plan, steps: int) -> list[Point]:
-    """Return a point for every step; for a run of more than _EACH steps, for every n-th and the
-    last.
-    """
+    """Return a point for every step; beyond _EACH steps for every n-th and the last."""
     seq_len, schedule = plan.config.data.seq_len, plan.schedule(steps)
     points: list[Point] = []
     number, samples, apart = 1, 0, 1
@@ -131,9 +129,7 @@ def as_text(plan: Plan, points: list[Point]) -> str:
 
 
 def drawn(plan: Plan, points: list[Point]) -> Figure:
-    """Return a figure of the learning rate over steps; batch and length follow below if they
-    grow.
-    """
+    """Return a figure of the learning rate, and of batch and length if they grow."""
     steps, tokens, rates, batches, lengths = zip(*points, strict=True)
     grows = len(set(lengths)) > 1
     optim = plan.config.optim

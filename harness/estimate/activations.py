@@ -142,9 +142,7 @@ def saved_for_backward(inputs: Inputs) -> int:
 
 
 def _kept(inputs: Inputs, index: int, layer: Layer) -> dict[tuple[str, Place], int]:
-    """Return the bytes, by component and place, that a layer keeps of a micro-batch for its
-    backward pass.
-    """
+    """Return the bytes that a layer keeps of a micro-batch, by component and place."""
     if not is_checkpointed(inputs.checkpointing, inputs.first_layer + index):
         return {(f"activations: {kind}", "device"): size for kind, size in vars(layer).items()}
     if inputs.checkpointing == REVERSIBLE:  # only the last layer's streams are kept
@@ -193,9 +191,7 @@ def _recomputed(inputs: Inputs, index: int, layer: Layer) -> int:
 
 
 def _mask(inputs: Inputs) -> int:
-    """Return the bytes of the masks that layers share, one per window size: floats for eager
-    attention, booleans for SDPA.
-    """
+    """Return the bytes of the masks that layers share, one for each window size."""
     eager, windows = inputs.attention == "eager", inputs.shape.sliding_windows
     if not eager and inputs.attention != "sdpa":
         return 0
@@ -206,9 +202,7 @@ def _mask(inputs: Inputs) -> int:
 
 
 def _positions(inputs: Inputs) -> int:
-    """Return the bytes of rotary cosines and sines, shared by all layers, or of position
-    indices.
-    """
+    """Return the bytes of shared rotary cosines and sines, or of position indices."""
     family = inputs.shape.family
     if family.alibi:
         return 0

@@ -34,9 +34,7 @@ class Change:
 
 
 def helpful_changes(before: Estimate) -> list[Change]:
-    """Return the changes that save device memory; first those that make the run fit, gentlest
-    first.
-    """
+    """Return the changes that save device memory: those that make it fit first, gentlest first."""
     changes = []
     for text, inputs in _candidates(before):
         if division_problems(inputs):
@@ -70,9 +68,7 @@ def with_micro_batch(inputs: Inputs, micro_batch: int) -> Inputs:
 
 
 def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield more pipeline stages on the same GPUs, doubling each time, if ZeRO and offload permit
-    stages.
-    """
+    """Yield more pipeline stages on the same GPUs, if ZeRO and offloading permit stages."""
     zero, stages = inputs.zero, 2 * inputs.grid.pipeline
     offloads = zero.offload_optimizer != "device"
     reversible = inputs.checkpointing == REVERSIBLE
@@ -209,9 +205,7 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 
 def changes_that_help(estimate: Estimate, room_bytes: int | None, is_possible: IsPossible) -> str:
-    """Return the gentlest changes that each make the run fit `room_bytes`, or those that
-    save most.
-    """
+    """Return the gentlest changes that each make the run fit, or those that save most."""
     changes = helpful_changes(replace(estimate, device_bytes=room_bytes))
     if estimate.inputs.accelerator == "cpu":  # more ranks or offloading would use the same memory
         changes = [c for c in changes if "offload" not in c.text and "GPU" not in c.text]

@@ -118,9 +118,7 @@ class Inputs:
     """True if `shape` has a shard of the vocabulary."""
 
     def of_stage(self, stage: int) -> Inputs:
-        """Return the run with the part of the model on the first tensor-parallel rank of a pipeline
-        stage.
-        """
+        """Return the run with a pipeline stage's part of the first tensor-parallel rank."""
         return self._of_rank.undivided_stage(stage)
 
     @cached_property
@@ -239,9 +237,7 @@ class Inputs:
         return self.liger and not self.smooths_labels
 
     def shards_of(self, group: Sequence[Tensor]) -> int:
-        """Return the number of ranks that ZeRO shards a group's states over; for experts, the ranks
-        that have the same experts.
-        """
+        """Return the number of ranks that shard a group's states; fewer ranks share experts."""
         return self.shards // (self.grid.expert if is_of_experts(group) else 1)
 
     @cached_property

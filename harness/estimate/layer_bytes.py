@@ -133,9 +133,7 @@ def has_experts(inputs: Inputs, index: int) -> bool:
 
 
 def _sent_beside(inputs: Inputs, index: int) -> int:
-    """Return the bytes of the row of zeros that sharded experts add, and of each one's end
-    index.
-    """
+    """Return the bytes of sharded experts' row of zeros and of their end indices."""
     shape, e, ranks = inputs.shape, inputs.element_bytes, inputs.grid.expert
     if ranks == 1 or not has_experts(inputs, index):
         return 0

@@ -10,9 +10,7 @@ INDEX = 8
 
 
 def log_softmax(inputs: Inputs) -> int:
-    """Return the bytes of fp32 log-probabilities, labels, and the total weight; in chunks, only the
-    logarithm of the sum.
-    """
+    """Return the bytes of log-probabilities (in chunks, of sums), labels and the total weight."""
     if inputs.fuses_loss:
         return FP32 * inputs.tokens
     if inputs.chunk:

@@ -122,9 +122,7 @@ class Flat:
 
 
 def piece(numel: int, shards: int) -> int:
-    """Return the elements of a rank's part of a parameter that ZeRO 3 shards alone, with
-    padding.
-    """
+    """Return the elements, with padding, of a rank's part of a parameter that ZeRO 3 shards."""
     return -(-numel // shards)
 
 

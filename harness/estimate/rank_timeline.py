@@ -239,9 +239,7 @@ def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[MemoryItem]:
 def batch_parts(
     here: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
 ) -> Iterator[MemoryItem]:
-    """Yield the parts of micro-batches on the pipeline stage of `here`: what it sends and keeps,
-    which ZeRO does not affect.
-    """
+    """Yield the parts of micro-batches on a pipeline stage, which ZeRO does not affect."""
     yield from pipeline(here)
     yield from activations(here, layer_of)
     yield from carried_states(here)

@@ -161,9 +161,7 @@ def division_problems(inputs: Inputs) -> list[str]:
 
 
 def fullest_node(by_stage: Sequence[int], world_size: int, gpus_per_node: int) -> int:
-    """Return the bytes of the fullest node, given a rank's bytes on each pipeline stage;
-    neighbouring ranks share a node.
-    """
+    """Return the fullest node's bytes, given a rank's bytes by stage; neighbours share nodes."""
     apart = world_size // len(by_stage)
     if apart % gpus_per_node == 0:
         return gpus_per_node * max(by_stage)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,7 +160,7 @@ def line(
 def lines(title: str, curves: Sequence[Curve], x: str = "", unit: str = "", **more: Any) -> Chart:
     """Return a chart over a single x axis, whose name is `x`; curves without a colour get one."""
     coloured = [
-        Curve(**{**vars(curve), "colour": curve.colour or colour_of(place)})
+        replace(curve, colour=curve.colour or colour_of(place))
         for place, curve in enumerate(curves)
     ]
     more.setdefault("has_legend", len(curves) > 1)

@@ -23,16 +23,12 @@ _OF_THE_DAY = ("run.run.dir", "world.rank", "world.local_rank")
 
 
 def ranked(runs: list[RunRecord]) -> list[RunRecord]:
-    """Return runs by their lowest held-out loss, best first, those without one last; grouped by
-    held-out set if there are several.
-    """
+    """Return runs by their lowest held-out loss, best first, grouped by held-out set."""
     return [run for of_set in by_set(runs) for run in of_set]
 
 
 def by_set(runs: list[RunRecord]) -> list[list[RunRecord]]:
-    """Return the runs of each held-out set, best first; losses on different sets cannot be
-    compared.
-    """
+    """Return the runs of each held-out set, best first; sets cannot be compared."""
     sets: dict[str, list[RunRecord]] = {}
     for run in sorted(runs, key=_lowest):
         sets.setdefault(run.held_out_set, []).append(run)

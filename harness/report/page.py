@@ -179,9 +179,7 @@ def axis_switch() -> str:
 
 
 def _memory(run: RunRecord) -> str:
-    """Return predicted and measured memory side by side, and the prediction for each phase of a
-    step.
-    """
+    """Return memory measured and predicted, and the prediction for each phase of a step."""
     rows = memory_rows(run)
     most = max((max(pair[1:]) for pair in rows), default=0)
     bars = "".join(
@@ -284,9 +282,7 @@ def _rows_of_a_step(run: RunRecord) -> str:
 
 
 def _length(run: RunRecord) -> str:
-    """Return the amount of a run's data in examples and windows, and its steps; "" if it was not
-    recorded.
-    """
+    """Return examples, windows and steps of a run; "" if they were not recorded."""
     examples, windows = (
         number(run.planned("data", f"trained_{name}")) for name in ("examples", "windows")
     )

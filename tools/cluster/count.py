@@ -143,9 +143,7 @@ class Counted:
         return not self.refusal and self.decide()
 
     def may_have_room(self, share: float) -> bool:
-        """Return False if it leaves less than a share of the GPU free, whatever the allocator
-        does.
-        """
+        """Return False if no allocator could leave such a share of the GPU free."""
         return self.peak_bytes <= (1 - share) * self.question.device_bytes
 
     def has_room(self, share: float) -> bool:

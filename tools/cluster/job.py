@@ -138,9 +138,7 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
 
 
 def filled_in(values: Mapping[str, str]) -> str:
-    """Return the manifest of an Indexed Job with ${NAME}, ${NODES} and the like filled in.
-    Every pod may fail ten times.
-    """
+    """Return the manifest of an Indexed Job, filled in; every pod may fail ten times."""
     text = _KUBERNETES.read_text(encoding="utf-8")
     text = text.replace("backoffLimit: 10\n", f"backoffLimit: {10 * int(values['NODES'])}\n")
     for name, value in values.items():

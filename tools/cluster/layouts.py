@@ -97,9 +97,7 @@ class Layout:
         return keys
 
     def inputs(self, base: Inputs, gpus: int, global_batch: int) -> Inputs:
-        """Return the inputs of its estimates. `base` comes from a plan with the same ZeRO and
-        offload.
-        """
+        """Return the inputs of its estimates; `base` has the same ZeRO and offload."""
         grid = Grid(gpus, self.pipeline, self.tensor, self.sequence, self.expert)
         return replace(
             base,
@@ -197,9 +195,7 @@ def _for_long(layout: Layout, shape: Shape) -> Iterator[Layout]:
 def _axes(
     shape: Shape, gpus: int, gpus_per_node: int, seq_len: int, lora: bool
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the sizes of (pipeline, tensor, sequence, expert) that divide the model and the
-    ranks.
-    """
+    """Yield (pipeline, tensor, sequence, expert) that divide the model and the ranks."""
     for tensor in [1] if lora else _divisors(gpus, gpus_per_node):
         if tensor_problems(shape, tensor):
             continue

@@ -146,9 +146,7 @@ class Search:
         return self._once("kinds", (whole.layout.pipeline, whole.layout.checkpointing), kinds)
 
     def _layer_key(self, inputs: Inputs, index: int) -> _Key:
-        """Return the key of a layer's cost: it depends on neither stages, ZeRO nor
-        checkpointing.
-        """
+        """Return what decides a layer's cost: not stages, ZeRO or checkpointing."""
         grid = inputs.grid
         kind = self._layer_kinds[inputs.first_layer + index]
         sizes = grid.tensor, grid.sequence, grid.expert, inputs.micro_batch, inputs.mlp_tiles

@@ -25,9 +25,7 @@ _THINNEST = 0.045  # share of a lane; a thinner slice would be invisible
 
 
 def pipeline_drawn(plan: Plan) -> Figure:
-    """Return a Gantt chart of a step with a row per stage. Bars show compute; sending takes no
-    time.
-    """
+    """Return a Gantt chart of a step's computation with a row per stage."""
     from matplotlib.patches import Rectangle
 
     bars = plan_spans(plan)

@@ -189,9 +189,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {
 
 
 def most_kept(row: Sequence[Task], chunks: int = 1) -> float:
-    """Return the most micro-batches whose activations a stage keeps; a chunk counts as a
-    fraction.
-    """
+    """Return the most micro-batches whose activations a stage keeps, chunks as fractions."""
     is_split = any(task.kind == "weights" for task in row)
     count, most = 0, 0
     for task in row:

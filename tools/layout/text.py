@@ -132,9 +132,7 @@ def _units(plan: Plan) -> list[str]:
 
 
 def _sizes(plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the parameters and the FLOPs per token of each stage; empty if the model is
-    unknown.
-    """
+    """Return each stage's parameters and FLOPs per token; empty for an unknown model."""
     if plan.shape is None:
         return (), ()
     bounds = plan.stages or (0, plan.shape.num_layers + 2)

@@ -18,9 +18,7 @@ _SMALL = 0.005  # GiB; smaller components get no line
 def describe(
     estimate: Estimate, width: int | None = None, is_possible: IsPossible = lambda change: True
 ) -> str:
-    """Return the whole report. `width` is that of the terminal; `is_possible` tells whether a
-    change could be planned.
-    """
+    """Return the whole report for a terminal's `width`, with changes that are possible."""
     worst = estimate.worst
     stage = "" if worst.inputs.stage is None else f", pipeline stage {worst.stage}"
     bar = _BAR if width is None else max(8, min(_BAR, width - _BESIDE_A_BAR))

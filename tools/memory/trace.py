@@ -15,9 +15,7 @@ from harness.models.tracing import Request, trace
 
 
 def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = None) -> int:
-    """Return the bytes that the whole model saves for backward, from a trace of each kind of
-    layer.
-    """
+    """Return the bytes that the model saves for backward, tracing each kind of layer."""
 
     def as_the_run_does(model: PreTrainedModel) -> None:
         checkpoint_layers(model, inputs.checkpointing, inputs.activation_offload)

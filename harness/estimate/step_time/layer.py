@@ -104,9 +104,7 @@ class Passes:
 
 
 def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
-    """Return the seconds of decoder layer `index` of this stage, without recomputation; the caller
-    knows which layers recompute.
-    """
+    """Return the seconds of this stage's decoder layer `index`, without recomputation."""
     tensors = inputs.shape.body.layers[index]
     products = _experts(inputs, tensors, machine) + sum(
         product_seconds(inputs.tokens, *_sides(tensor), inputs.element_bytes, machine)
@@ -154,9 +152,7 @@ def _written_out(inputs: Inputs, tensors: tuple[Tensor, ...]) -> int:
 
 
 def _dequantized(inputs: Inputs, tensors: tuple[Tensor, ...]) -> float:
-    """Return the bytes moved to dequantize 4-bit weights before products: read, and written in the
-    run's precision.
-    """
+    """Return the bytes read and written to dequantize 4-bit weights before products."""
     if (own := inputs.quantization) is None:
         return 0.0
     weights = [tensor.numel for tensor in tensors if is_linear(tensor)]
@@ -164,9 +160,7 @@ def _dequantized(inputs: Inputs, tensors: tuple[Tensor, ...]) -> float:
 
 
 def _backward_products(inputs: Inputs) -> int:
-    """Return the products of the backward pass per product of the forward pass: gradients of inputs
-    and of weights; with adapters, frozen weights have no gradient.
-    """
+    """Return the backward products per forward one: frozen weights have no gradient."""
     return 2 if inputs.adapters is None else 1
 
 

@@ -172,9 +172,7 @@ class StepTime:
 
     @property
     def evidence(self) -> str:
-        """The evidence for the machine's rates; "guessed" if layers carry a state from token to
-        token, which was never compared with a run.
-        """
+        """The evidence for the machine's rates; "guessed" for recurrent layers, never compared."""
         if self.machine.evidence != "measured" and has_states(self.inputs):
             return "guessed"
         return self.machine.evidence
