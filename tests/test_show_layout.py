@@ -11,6 +11,7 @@ import pytest
 
 from harness.layout.stages import bubble, schedule
 from tests.run_tools import printed, run_tool
+from tests.tiers import rest_in_gate
 from tools.layout.schedules import Span, spans, waiting
 
 GPT2 = ("--model", "gpt2-124m", "--seq-len", "1024", "--gpus", "8")
@@ -75,43 +76,40 @@ def test_nothing_said_of_the_batch_fills_the_pipeline() -> None:
     assert "A step: each data rank runs 1 micro-batch of 1 x 1024" in run(*GPT2)
 
 
-@pytest.mark.gate("tools")
-def test_without_stages_the_grid_and_what_zero_shares() -> None:
-    text = run("--gpus", "64", "--deepspeed", "ds_configs/zero3.json", "--model", "llama-3-8b")
-    assert "ranks 64 = 64 data, 8 a node" in text
-    assert re.search(r"on node 0 +0 +1 .* 7 \| +8 .* 15 +\.\.\. 63\n", text)
-    assert "the whole model  8,030,261,248" in text
-    assert "ZeRO 3: each rank holds 1/64 of the weights, gradients and optimizer states" in text
+RANKS = {
+    "tensor2_zero1.json --gpus 16": (
+        "ranks 16 = 8 data x 2 tensor",
+        r"on node 0 +0-1 +2-3 +4-5 +6-7 \| +8-9 .* 14-15\n",
+        "1/2 of each matrix  4,015,263,744",
+        "ZeRO 1: of that, each rank holds the full weights and gradients, 1/8 of the",
+    ),
+    "3d.json --gpus 16 --accumulation 4": (
+        "ranks 16 = 2 pipeline x 4 data x 2 tensor",
+        r"stage 0 +on node 0 +0-1 +2-3 +4-5 +6-7\n +stage 1 +on node 1 +8-9 .* 14-15\n",
+        r"embedding, layers 0-\d+, 1/2 of each matrix +[0-9,]+",
+        r"norm and head, 1/2 of each matrix +[0-9,]+",
+        "ZeRO 1: of that, each rank of a stage holds the full weights and gradients, 1/4",
+        r"stage 1 +\. +F0 B0",
+    ),
+    "zero3.json --gpus 64": (
+        "ranks 64 = 64 data, 8 per node",
+        r"on node 0 +0 +1 .* 7 \| +8 .* 15 +\.\.\. 63\n",
+        "the whole model  8,030,261,248",
+        "ZeRO 3: each rank holds 1/64 of the weights, gradients and optimizer states",
+    ),
+    "zero3_sequence8.json --gpus 16 --seq-len 8192": (
+        "ranks 16 = 2 data x 8 sequence",
+        r"on node 0 +0-7 \| +8-15\n",
+        "ZeRO 3: each rank holds 1/16 of the weights, gradients and optimizer states",
+    ),
+}
 
 
-def test_ranks_that_divide_tensors_stand_together() -> None:
-    words = ("--gpus", "16", "--deepspeed", "ds_configs/tensor2_zero1.json")
-    text = run(*words, "--model", "llama-3-8b")
-    assert "ranks 16 = 8 data x 2 tensor" in text
-    assert re.search(r"on node 0 +0-1 +2-3 +4-5 +6-7 \| +8-9 .* 14-15\n", text)
-    assert "1/2 of each matrix  4,015,263,744" in text
-    assert "ZeRO 1: of that, each rank holds the full weights and gradients, 1/8 of the" in text
-
-
-@pytest.mark.gate("tools")
-def test_ranks_that_divide_rows_stand_together() -> None:
-    words = ("--gpus", "16", "--deepspeed", "ds_configs/zero3_sequence8.json")
-    text = run(*words, "--model", "llama-3-8b", "--seq-len", "8192")
-    assert "ranks 16 = 2 data x 8 sequence" in text
-    assert re.search(r"on node 0 +0-7 \| +8-15\n", text)
-    assert "ZeRO 3: each rank holds 1/16 of the weights, gradients and optimizer states" in text
-
-
-def test_stages_of_divided_tensors_on_nodes_of_their_own() -> None:
-    words = ("--gpus", "16", "--deepspeed", "ds_configs/3d.json", "--accumulation", "4")
-    text = run(*words, "--model", "llama-3-8b")
-    assert "ranks 16 = 2 pipeline x 4 data x 2 tensor" in text
-    assert re.search(r"stage 0 +on node 0 +0-1 +2-3 +4-5 +6-7\n", text)
-    assert re.search(r"stage 1 +on node 1 +8-9 .* 14-15\n", text)
-    assert re.search(r"embedding, layers 0-\d+, 1/2 of each matrix +[0-9,]+", text)
-    assert re.search(r"norm and head, 1/2 of each matrix +[0-9,]+", text)
-    assert "ZeRO 1: of that, each rank of a stage holds the full weights and gradients, 1/4" in text
-    assert re.search(r"stage 1 +\. +F0 B0", text)
+@pytest.mark.parametrize("words", rest_in_gate("tools", RANKS, 2))
+def test_every_rank_has_its_place_and_share(words: str) -> None:
+    text = run("--model", "llama-3-8b", "--deepspeed", *f"ds_configs/{words}".split())
+    for pattern in RANKS[words]:
+        assert re.search(pattern, text), pattern
 
 
 @pytest.mark.gate("tools")

@@ -11,9 +11,7 @@ from typing import Any
 from harness.config.ds_json import DsJson
 from harness.config.run_file import validated
 from harness.errors import ConfigError
-from harness.estimate.inputs import Inputs
-from harness.estimate.step_time.calibration import Measured, Site, calibrated
-from harness.estimate.step_time.machine import Machine, cpu_machine, machine_of
+from harness.estimate.step_time.calibration import Measured, calibrated
 from harness.layout.world import World
 from harness.plan.duration import has_even_steps
 from harness.plan.make import make_plan
@@ -47,26 +45,13 @@ def calibrate(folders: Sequence[Path], out: Path) -> str:
     if problems:
         raise ConfigError(problems)
     ((_, _, cores),) = kinds
-    site = fitted(runs, cores)
+    site = calibrated(runs, cores)
     site.write(out)
     changed = ", ".join(f"{name} x {factor:.3g}" for name, factor in site.factors.items())
     return (
         f"{out}: {len(runs)} runs, median error {site.median_error:.1%} after the fit; "
         f"{changed or 'nothing changed'}"
     )
-
-
-def fitted(runs: Sequence[Measured], cores: int) -> Site:
-    """Return the site fitted to runs on one kind of machine; `cores` per node."""
-    nodes = {run.inputs.gpus_per_node: run.inputs for run in runs}
-    machines = {ranks: _listed(inputs, cores) for ranks, inputs in nodes.items()}
-    return calibrated(runs, machines, cores)
-
-
-def _listed(inputs: Inputs, cores: int) -> Machine:
-    if inputs.gpu is None:
-        return cpu_machine(inputs.gpus_per_node, cores)
-    return machine_of(inputs.gpu, inputs.gpus_per_node, inputs.precision)
 
 
 def _measured(folder: Path) -> tuple[Measured, int]:

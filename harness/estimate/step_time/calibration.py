@@ -21,6 +21,7 @@ from harness.estimate.step_time.machine import (
     FITTED,
     Machine,
     cpu_machine,
+    machine_of,
     other_machine,
     refined,
 )
@@ -83,25 +84,29 @@ class Site:
         return site
 
 
-def calibrated(runs: Sequence[Measured], machine_of: Mapping[int, Machine], cores: int) -> Site:
-    """Return the site fitted to measured runs, which all use the same GPUs (or CPUs) and precision
-    as the first. `machine_of`: the machine by ranks per node.
+def calibrated(runs: Sequence[Measured], cores: int) -> Site:
+    """Return the site fitted to measured runs, which all use the same GPUs (or CPUs, `cores` per
+    node) and precision as the first.
     """
-    first = next(iter(machine_of.values()))
+    run = runs[0].inputs
+    listed = {  # by ranks per node
+        ranks: machine_of(run.gpu, ranks, run.precision) if run.gpu else cpu_machine(ranks, cores)
+        for ranks in dict.fromkeys(each.inputs.gpus_per_node for each in runs)
+    }
+    first = listed[run.gpus_per_node]
     logs = {name: 0.0 for name in FITTED if getattr(first, name)}  # 0 cannot be scaled
 
     def errors(logs: Mapping[str, float]) -> list[float]:
         factors = {name: exp(value) for name, value in logs.items() if value}
-        machines = {ranks: refined(machine, factors) for ranks, machine in machine_of.items()}
+        machines = {ranks: refined(machine, factors) for ranks, machine in listed.items()}
         return [
             log(estimate_time(run.inputs, machines[run.inputs.gpus_per_node]).seconds / run.seconds)
             for run in runs
         ]
 
     def cost(logs: Mapping[str, float]) -> float:
-        far = sum(
-            map(abs, errors(logs))
-        )  # not squared: like a median, the fit ignores a few outliers
+        # Not squared: like a median, the fit ignores a few outliers.
+        far = sum(map(abs, errors(logs)))
         return far + _NEAR * sum(value * value for value in logs.values())
 
     least = cost(logs)
@@ -117,5 +122,4 @@ def calibrated(runs: Sequence[Measured], machine_of: Mapping[int, Machine], core
                         break
     factors = {name: round(exp(value), 6) for name, value in logs.items() if value}
     error = median(abs(exp(each) - 1) for each in errors(logs))
-    run = runs[0].inputs
     return Site(run.gpu, run.precision, cores, factors, len(runs), round(error, 4))

@@ -100,15 +100,12 @@ def runs(site: dict[str, float], disturbed: int = 0) -> list[Measured]:
     return [replace(run, seconds=3 * run.seconds) for run in made[:disturbed]] + made[disturbed:]
 
 
-MACHINES = {ranks: cpu_machine(ranks, 2) for ranks in (1, 2, 4)}
-
-
 def test_a_machine_is_known_again_from_its_steps() -> None:
-    site = calibrated(runs(FACTORS), MACHINES, 2)
+    site = calibrated(runs(FACTORS), 2)
     assert site.median_error < 0.03
     other = inputs(2, 3, 4, 512)
-    real = estimate_time(other, refined(MACHINES[2], FACTORS)).seconds
-    guessed = estimate_time(other, MACHINES[2]).seconds
+    real = estimate_time(other, refined(cpu_machine(2, 2), FACTORS)).seconds
+    guessed = estimate_time(other, cpu_machine(2, 2)).seconds
     assert estimate_time(other, site.machine(None, 2)).seconds == pytest.approx(real, rel=0.1)
     assert abs(guessed / real - 1) > 0.2
 
@@ -116,14 +113,14 @@ def test_a_machine_is_known_again_from_its_steps() -> None:
 @pytest.mark.gate("memory")
 def test_steps_that_were_disturbed_do_not_decide() -> None:
     measured = runs(FACTORS, disturbed=3)
-    site = calibrated(measured, MACHINES, 2)
+    site = calibrated(measured, 2)
     for row in measured[3:]:
         machine = site.machine(None, row.inputs.gpus_per_node)
         assert estimate_time(row.inputs, machine).seconds == pytest.approx(row.seconds, rel=0.1)
 
 
 def test_what_is_as_listed_stays_so() -> None:
-    site = calibrated(runs({}), MACHINES, 2)
+    site = calibrated(runs({}), 2)
     assert site.factors == {}
     assert site.median_error == 0
 
@@ -147,7 +144,7 @@ def test_numbers_that_a_machine_has_none_of_are_not_fitted() -> None:
     assert machine.step_seconds == 0
     run = replace(inputs(1, 0, 2, 64), accelerator="cuda", gpu="a100-80", precision="bf16")
     seconds = 2 * estimate_time(run, machine).seconds
-    site = calibrated([Measured(run, seconds)] * 3, {1: machine}, 0)
+    site = calibrated([Measured(run, seconds)] * 3, 0)
     assert (site.gpu, site.precision) == ("a100-80", "bf16")
     assert site.factors
     assert "step_seconds" not in site.factors
