@@ -64,10 +64,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for optimizers; nothing uses a GPU
         from tools.studio_app.serve import serve
 
-        def announce() -> None:
-            print(f"studio: {address}", flush=True)
-
-        serve(listening, token, args.runs, announce, warm=not args.cold)
+        serve(listening, address, token, args.runs, warm=not args.cold)
     return int(ExitCode.DONE)
 
 

@@ -8,19 +8,6 @@ from html import escape
 from typing import Any, Literal
 
 from harness.report import chart as charts
-from harness.report.chart import (
-    Chart,
-    Heat,
-    Scale,
-    colour_of,
-    figure_of,
-    grid_of,
-    labels_of,
-    legend_of,
-    plot_of,
-    rounded,
-    svg_of,
-)
 
 Verdict = Literal["good", "warning", "bad"]
 Legend = Sequence[tuple[str, str]]
@@ -105,7 +92,7 @@ class Bars:
     height: int = 0
 
 
-Figure = Numbers | Chart | Bars | Heat | Drawing | Table | Code | Note
+Figure = Numbers | charts.Chart | Bars | charts.Heat | Drawing | Table | Code | Note
 
 
 def numbers(*rows: tuple[Any, ...]) -> Numbers:
@@ -121,7 +108,7 @@ def html_of(figure: Figure) -> str:
         case Drawing():
             legend = [(text, f"var(--{colour})", "", "") for colour, text in figure.legend]
             picture = f'<div class="drawing">{figure.svg}</div>'
-            return card(figure.title, picture + legend_of(legend, "blocks"))
+            return card(figure.title, picture + charts.legend_of(legend, "blocks"))
         case Table():
             return card(figure.title, _table(figure))
         case Code():
@@ -191,7 +178,7 @@ def _table(table: Table) -> str:
 
 def _bar_colour(bars: Bars, place: int) -> str:
     name = bars.colours.get(list(bars.parts)[place])
-    return f"var(--{name})" if name else colour_of(place)
+    return f"var(--{name})" if name else charts.colour_of(place)
 
 
 def _bars(bars: Bars) -> str:
@@ -201,7 +188,7 @@ def _bars(bars: Bars) -> str:
     tops = [sum(column) if bars.together else max(column) for column in columns]
     low = min(0.0, *(value for column in columns for value in column))
     high = 1.06 * max(*tops, *(value for _, value in bars.limits), 0.0) or (1.0 if low == 0 else 0)
-    y = Scale(1.06 * low, high)
+    y = charts.Scale(1.06 * low, high)
     boxes = []
     for place, column in enumerate(columns):
         begin = 0.0
@@ -227,14 +214,15 @@ def _bars(bars: Bars) -> str:
     letters = sum(len(text) for _, text in labels)
     turned = "turned" if letters > 2 * _LONG else "turned-on-phones" if letters > _LONG else "words"
     longest = max((len(text) for _, text in labels), default=0)
+    grid = charts.svg_of(charts.grid_of(y))
     body = (
-        f"<div class=always>{svg_of(grid_of(y))}<div class=columns>{''.join(boxes)}</div>"
-        f"<div style=--letters:{longest}>{labels_of(labels, turned)}</div></div>"
+        f"<div class=always>{grid}<div class=columns>{''.join(boxes)}</div>"
+        f"<div style=--letters:{longest}>{charts.labels_of(labels, turned)}</div></div>"
     )
     legend = [(name, _bar_colour(bars, n), "", "") for n, name in enumerate(bars.parts)]
-    return figure_of(
-        *(bars.title, bars.unit, plot_of(y, body, bars.limits)),
-        legend_of(legend if series > 1 else [], "blocks"), height=bars.height,
+    return charts.figure_of(
+        *(bars.title, bars.unit, charts.plot_of(y, body, bars.limits)),
+        charts.legend_of(legend if series > 1 else [], "blocks"), height=bars.height,
         values=_bar_values(bars),
     )  # fmt: skip
 
@@ -247,7 +235,7 @@ def _bar_values(bars: Bars) -> dict[str, Any]:
             "label": name,
             "colour": _bar_colour(bars, number),
             "x": {"x": places},
-            "y": list(map(rounded, sizes)),
+            "y": list(map(charts.rounded, sizes)),
         }
         for number, (name, sizes) in enumerate(bars.parts.items())
     ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +231,3 @@ def memory_bars(
     limits = [(f"device, {gib(device)}", device / GIB)] if device else []
     colours = {use: use for use in COMPONENTS}
     return Bars(title, "GiB", list(groups), parts, colours, limits, height=height)
-
-
-@lru_cache
-def shipped_json(name: str) -> str:
-    """Return the text of a shipped JSON."""
-    return (ROOT / "ds_configs" / f"{name}.json").read_text(encoding="utf-8")

@@ -11,7 +11,6 @@ import hmac
 import socket
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -101,10 +100,9 @@ def _equal(one: str, other: str) -> bool:
 
 
 def serve(
-    listening: socket.socket, token: str | None, runs: Path, when_ready: Callable[[], None],
-    warm: bool,
-) -> None:  # fmt: skip
-    """Serve until Ctrl-C or SIGTERM. `runs`: the folder of runs; `warm`: compute slow pages now."""
+    listening: socket.socket, address: str, token: str | None, runs: Path, warm: bool
+) -> None:
+    """Print the address, and serve until Ctrl-C or SIGTERM. `warm`: compute slow pages now."""
     read_runs_of(runs)
     warnings.filterwarnings("ignore", ".*reduce_op", FutureWarning)  # NiceGUI inspects all objects
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -115,7 +113,7 @@ def serve(
     server = uvicorn.Server(config)
     if warm:
         threading.Thread(target=_warm_up, daemon=True).start()
-    when_ready()
+    print(f"studio: {address}", flush=True)
     server.run(sockets=[listening])
 
 

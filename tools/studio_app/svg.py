@@ -13,11 +13,11 @@ WIDTH = 760.0
 
 
 class Svg:
-    """A picture of `width` x `height` units, drawn from back to front. All text is escaped."""
+    """A picture of WIDTH x `height` units, drawn from back to front. All text is escaped."""
 
-    def __init__(self, height: float, label: str, width: float = WIDTH) -> None:
+    def __init__(self, height: float, label: str) -> None:
         """`label` describes the picture in a sentence for screen readers."""
-        self.size = width, height
+        self.height = height
         self.label = label
         self._parts: list[str] = []
 
@@ -90,9 +90,9 @@ class Svg:
             )  # fmt: skip
 
     def __str__(self) -> str:
-        width, height = self.size
         return (
-            f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(self.label)}">'
+            f'<svg viewBox="0 0 {WIDTH:g} {self.height:g}" role="img" '
+            f'aria-label="{escape(self.label)}">'
             f"{''.join(self._parts)}</svg>"
         )
 

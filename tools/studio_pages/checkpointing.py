@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from harness.estimate.activations import activations
 from harness.estimate.inputs import Inputs
@@ -11,17 +12,10 @@ from harness.estimate.memory_item import GIB, Place
 from harness.layout.recompute import REVERSIBLE, WAYS, Checkpointing, flops_again, is_checkpointed
 from harness.layout.shape import flops_per_unit
 from harness.report.chart import line, lines
+from harness.report.formatting import gib
+from tools.studio_app import plans
 from tools.studio_app.figures import Code, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
-from tools.studio_app.plans import (
-    MLP_TILES,
-    MODELS,
-    OFFLOAD,
-    estimate_of,
-    gib,
-    planned,
-    train_command,
-)
 from tools.studio_app.svg import WIDTH, Svg
 
 _EVERY = "every N-th layer"
@@ -33,8 +27,7 @@ _LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One layer's turn in a step, and the bytes that are held in it."""
 
     layer: int
@@ -76,7 +69,7 @@ def figures(values: Values) -> list[Figure]:
             from_zero=True,
             height=340,
         ),
-        Code("Train with these settings", train_command({**values, "checkpointing": way})),
+        Code("Train with these settings", plans.train_command({**values, "checkpointing": way})),
     ]
 
 
@@ -86,7 +79,7 @@ def _with_way(inputs: Inputs, way: Checkpointing) -> Inputs:
 
 
 def _inputs(values: Values, way: Checkpointing) -> Inputs:
-    return estimate_of(planned({**values, "checkpointing": way})).inputs
+    return plans.estimate_of(plans.planned({**values, "checkpointing": way})).inputs
 
 
 def kept_bytes(inputs: Inputs) -> list[int]:
@@ -177,13 +170,13 @@ def _picture(inputs: Inputs, turn: Pass) -> str:
 PAGE = Page(
     "checkpointing",
     (
-        Choice("model", "Model", MODELS, "gpt2-124m"),
+        Choice("model", "Model", plans.MODELS, "gpt2-124m"),
         Choice("way", "Checkpointing", (*WAYS, REVERSIBLE, _EVERY), _EVERY),
         Slider("every", "N", tuple(range(1, 13)), 3, "layers", "layer"),
         Slider("seq_len", "Sequence length", powers_of_two(256, 32768), 1024, "tokens"),
         Slider("micro_batch", "Micro-batch", powers_of_two(1, 64), 8, "samples", "sample"),
-        OFFLOAD,
-        MLP_TILES,
+        plans.OFFLOAD,
+        plans.MLP_TILES,
         Slider("progress", "Place in the step", tuple(range(0, 101, 4)), 72, "%", plays=True),
     ),
     figures,

@@ -1,13 +1,23 @@
-"""Cleaning data: real documents passed through filters whose strictness a slider sets."""
+"""Cleaning data: documents passed through filters whose strictness a slider sets.
+
+They are Python's own library, or those of a report of tools/clean_data.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import BaseModel, Field, ValidationError
+
+from harness.config.assignments import MAX_FILE_BYTES
 from harness.data.corpus import find_corpus
+from harness.errors import Unusable
+from harness.files.regular_file import read_json
 from harness.report.chart import Curve, Mark, line, lines
+from tools.cleaning.recipe import STEPS
 from tools.cleaning.strictness import (
     FILTERS,
     STRICTNESS,
@@ -16,14 +26,75 @@ from tools.cleaning.strictness import (
     measured,
     report_at,
 )
-from tools.studio_app.cleanings import AtStrictness, Cleaning, names, read_cleaning
 from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
+from tools.studio_app.runs import folders_with, root, stamp
 from tools.studio_app.svg import Svg, series
 
 _OWN = "Python's own library"
 _MOST_DOCUMENTS = 250
 _MOST_CHARACTERS = 20_000
+_FILE = "report.json"
+_MOST_REPORTS = 100
+Count = Annotated[int, Field(ge=0)]
+Ratio = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+
+
+class Left(BaseModel):
+    """The documents that filters of a strictness, or the recipe up to a step, leave."""
+
+    documents: Count
+    characters: Count
+    quality: Ratio
+    """Share of words that are common in prose."""
+    diversity: Count
+    """Number of distinct words."""
+    packing: Ratio
+    """Compressed bytes per character, by zlib."""
+    strictness: Annotated[int, Field(ge=0, le=100)] = 0
+    rejected: dict[str, Count] = {}
+    """Documents by the first filter that rejects them."""
+    step: str = ""
+
+
+class Cleaning(BaseModel):
+    """A report of tools/clean_data.py, limited to the fields that the page shows."""
+
+    corpus: str
+    documents: dict[str, Count]
+    strictness: Annotated[list[Left], Field(min_length=1, max_length=101)]
+    after_steps: Annotated[list[Left], Field(max_length=1 + len(STEPS))]
+
+
+def names() -> list[str]:
+    """Return the folders of reports below the folder of runs, the newest first."""
+    folders = sorted(folders_with((_FILE,)), key=lambda path: (-stamp(path / _FILE)[0], path))
+    return [str(folder.relative_to(root())) for folder in folders[:_MOST_REPORTS]]
+
+
+def read_cleaning(name: str) -> Cleaning:
+    """Return the report in a folder of `names`. Raises ValueError for others and bad reports."""
+    if name not in names():
+        raise ValueError(f"there is no report in {name!r}")
+    try:
+        report = Cleaning.model_validate(read_json(root() / name / _FILE, MAX_FILE_BYTES))
+    except (OSError, Unusable) as error:
+        raise ValueError(str(error).replace(f"{root()}/", "")) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise ValueError(
+            f"{name}/{_FILE} is not a report of tools/clean_data.py: {place}: {first['msg']}"
+        ) from None
+    known = {"read", *STEPS, *(rule.name for rule in FILTERS)}
+    of_report = {each.step for each in report.after_steps}.union(
+        *(at.rejected for at in report.strictness)
+    )
+    if unknown := of_report - known:
+        raise ValueError(
+            f"{name}/{_FILE} comes from another version: it has {', '.join(sorted(unknown))}"
+        )
+    return report
 
 
 def figures(values: Values) -> list[Figure]:
@@ -86,7 +157,7 @@ def figures(values: Values) -> list[Figure]:
     ]
 
 
-def trade_off(points: Sequence[AtStrictness]) -> list[tuple[float, float]]:
+def trade_off(points: Sequence[Left]) -> list[tuple[float, float]]:
     """Return (strictness, harmonic mean of size and gain in quality, both from 0 to 1)."""
     whole, most = points[0], max(at.quality for at in points)
     scores = []
@@ -95,11 +166,6 @@ def trade_off(points: Sequence[AtStrictness]) -> list[tuple[float, float]]:
         gain = (at.quality - whole.quality) / ((most - whole.quality) or 1)
         scores.append((float(at.strictness), 2 * size * gain / ((size + gain) or 1)))
     return scores
-
-
-def corpora() -> tuple[str, ...]:
-    """Return Python's own library, and the reports of tools/clean_data.py in the folder of runs."""
-    return (_OWN, *names())
 
 
 def _recipe(report: Cleaning) -> Table:
@@ -125,7 +191,7 @@ def _recipe(report: Cleaning) -> Table:
     )
 
 
-def _squares(now: AtStrictness) -> Drawing:
+def _squares(now: Left) -> Drawing:
     """Return a square for each document, in the corpus's order."""
     each, columns, everything = 15.0, 50, documents()
     rules = [rule.name for rule in FILTERS]
@@ -144,11 +210,11 @@ def _squares(now: AtStrictness) -> Drawing:
 
 
 @lru_cache
-def cleaned(strictness: int) -> AtStrictness:
+def cleaned(strictness: int) -> Left:
     """Return what filters of a strictness leave of Python's own library, with their counts."""
     left = report_at(documents(), strictness)
     values = {"strictness": strictness, "rejected": left.rejected, **left.numbers()}
-    return AtStrictness.model_validate(values)
+    return Left.model_validate(values)
 
 
 @lru_cache
@@ -167,7 +233,7 @@ def documents() -> tuple[Document, ...]:
 PAGE = Page(
     "cleaning",
     (
-        Choice("corpus", "Corpus", corpora, _OWN),
+        Choice("corpus", "Corpus", lambda: (_OWN, *names()), _OWN),
         Slider("strictness", "Strictness", STRICTNESS, 80, "%", plays=True),
     ),
     figures,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,38 +24,15 @@ _FRAMES = (
 )
 
 
-@dataclass(frozen=True)
-class Rank:
-    """One GPU's part of a step."""
-
-    samples: tuple[int, ...]
-    tokens: int
-    gradient: torch.Tensor  # (features,), summed over its tokens
-
-    @property
-    def mean(self) -> torch.Tensor:
-        """The gradient per token; zero if it read none."""
-        return self.gradient / max(1, self.tokens)
-
-
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A step of a linear model on all ranks."""
 
-    before: torch.Tensor  # (features,)
-    ranks: tuple[Rank, ...]
-    whole: torch.Tensor  # (features,), of all samples on one GPU
-
-    @property
-    def reduced(self) -> torch.Tensor:
-        """The gradient that all ranks have after the all-reduce."""
-        total = sum(rank.tokens for rank in self.ranks)
-        return torch.stack([rank.gradient for rank in self.ranks]).sum(0) / total
-
-    @property
-    def mean_of_means(self) -> torch.Tensor:
-        """The gradient if each rank divided by its own tokens first."""
-        return torch.stack([rank.mean for rank in self.ranks]).mean(0)
+    before: torch.Tensor  # weights, (features,)
+    samples: list[list[int]]  # of each rank
+    tokens: list[int]  # of each rank
+    means: torch.Tensor  # (ranks, features), gradient per token of a rank; 0 if it read none
+    reduced: torch.Tensor  # (features,), gradient of all ranks after the all-reduce
+    whole: torch.Tensor  # (features,), gradient of all samples on one GPU
 
 
 def figures(values: Values) -> list[Figure]:
@@ -63,14 +40,14 @@ def figures(values: Values) -> list[Figure]:
     ranks, samples, frame = values["ranks"], values["samples"], values["frame"] - 1
     step = trained_step(ranks, samples, values["micro_batch"])
     apart = float((step.reduced - step.whole).abs().max())
-    biased = float((step.mean_of_means - step.whole).norm() / step.whole.norm())
+    biased = float((step.means.mean(0) - step.whole).norm() / step.whole.norm())
     names = [f"w{place}" for place in range(_FEATURES)]
-    rows = {f"GPU {n}": r.mean.tolist() for n, r in enumerate(step.ranks)}
+    rows = {f"GPU {rank}": mean.tolist() for rank, mean in enumerate(step.means)}
     rows |= {"all-reduced": step.reduced.tolist(), "a single GPU": step.whole.tolist()}
     sent = f"{2 * (ranks - 1) / ranks:.2f} x"
     return [
         numbers(
-            ("Samples of GPU 0", str(len(step.ranks[0].samples)), f"of {samples}"),
+            ("Samples of GPU 0", str(len(step.samples[0])), f"of {samples}"),
             ("Difference", f"{apart:.2g}", "all-reduced against one GPU, at most"),
             ("Mean of means", f"{biased:.1%} off", "if each divided by its own tokens"),
             ("Sent by each GPU", sent, "the gradient's bytes, by a ring"),
@@ -89,7 +66,8 @@ def trained_step(ranks: int, samples: int, micro_batch: int) -> Step:
     lengths = torch.randint(1, 9, (samples,), generator=draws)  # tokens of each sample
     inputs = [torch.randn(int(length), _FEATURES, generator=draws) for length in lengths]
 
-    def gradient(chosen: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+    def gradient(chosen: list[int]) -> tuple[torch.Tensor, int]:
+        """Return the gradient summed over the tokens of samples, and their number."""
         if not chosen:
             return torch.zeros(_FEATURES), 0
         w = weights.clone().requires_grad_()
@@ -99,44 +77,44 @@ def trained_step(ranks: int, samples: int, micro_batch: int) -> Step:
         assert w.grad is not None, "the loss depends on the weights"
         return w.grad, len(x)
 
-    parts = []
-    for rank in range(ranks):
-        share = Share(Grid(ranks), rank)
-        chosen = tuple(
+    dealt = [
+        [
             index
-            for start in share.starts(samples, micro_batch)
+            for start in Share(Grid(ranks), rank).starts(samples, micro_batch)
             for index in range(start, start + micro_batch)
             if index < samples
-        )
-        summed, tokens = gradient(chosen)
-        parts.append(Rank(chosen, tokens, summed))
-    whole, tokens = gradient(tuple(range(samples)))
-    return Step(weights, tuple(parts), whole / tokens)
+        ]
+        for rank in range(ranks)
+    ]
+    gradients, counts = zip(*map(gradient, dealt), strict=True)
+    means = [summed / max(1, tokens) for summed, tokens in zip(gradients, counts, strict=True)]
+    reduced = torch.stack(gradients).sum(0) / sum(counts)
+    whole, total = gradient([*range(samples)])
+    return Step(weights, dealt, [*counts], torch.stack(means), reduced, whole / total)
 
 
 def _picture(step: Step, frame: int) -> str:
-    count = len(step.ranks)
+    count = len(step.samples)
     columns = min(count, _PER_ROW)
     width, row = WIDTH / columns, _CARD + 14
     inside = width - 24
     picture = Svg(-(-count // columns) * row, _FRAMES[frame])
-    means = [float(rank.mean.abs().max()) for rank in step.ranks]
-    most = max(float(step.before.abs().max()), *means)
+    most = max(float(step.before.abs().max()), float(step.means.abs().max()))
     weights = step.before if frame < 4 else step.before - _LR * step.reduced
-    for number, rank in enumerate(step.ranks):
+    for number, samples in enumerate(step.samples):
         left, top = number % columns * width + 12, number // columns * row
         picture.rect(left - 8, top, width - 8, _CARD, "page", stroke="grid", radius=8)
         picture.text(left + 2, top + 16, f"GPU {number}", bold=True)
         if frame >= 1:
-            text, end = f"{len(rank.samples)} samples, {rank.tokens} tokens", left + width - 26
+            text, end = f"{len(samples)} samples, {step.tokens[number]} tokens", left + width - 26
             picture.text(end, top + 16, text, size=12, fill="muted", anchor="end", room=width - 120)
             each = inside / _SHOWN
-            for place, sample in enumerate(rank.samples[:_SHOWN]):
+            for place, sample in enumerate(samples[:_SHOWN]):
                 x = left + place * each
                 picture.box(x, top + 28, each - 2, 16, "activations", [str(sample)], size=11)
         _bars(picture, weights, "weights", left, top + 88, inside, most)
         if frame in (2, 3):
-            own = rank.mean if frame == 2 else step.reduced
+            own = step.means[number] if frame == 2 else step.reduced
             _bars(picture, own, "gradients", left, top + 130, inside, most)
     return str(picture)
 

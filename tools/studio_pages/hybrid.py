@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from harness.layout.grid import Axis, Grid
 from harness.layout.stages import layers_per_stage
 from harness.plan.duration import step_time
+from harness.report.formatting import gib
 from tools.layout.schedules import Moment, moments
+from tools.studio_app import plans
 from tools.studio_app.figures import Code, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
-from tools.studio_app.plans import (
-    ACCUMULATION,
-    CONTEXT,
-    GPU,
-    MICRO_BATCH,
-    MODELS,
-    PER_NODE,
-    SEQ_LEN,
-    VERDICTS,
-    estimate_of,
-    gib,
-    memory_bars,
-    planned,
-    train_command,
-)
 from tools.studio_app.svg import WIDTH, Svg, series
 from tools.studio_pages.plan import spent
 
@@ -59,12 +47,12 @@ _AXES: dict[Axis, str] = {
 def figures(values: Values) -> list[Figure]:
     """Return the ranks on their nodes, a rank's groups, and the memory of each stage."""
     stages, tensor, nodes = values["stages"], values["tensor"], values["nodes"]
-    grid = Grid(nodes * PER_NODE, pipeline=stages, tensor=tensor)
+    grid = Grid(nodes * plans.PER_NODE, pipeline=stages, tensor=tensor)
     changes = (f"pipeline.stages={stages}", f"tensor_parallel.autotp_size={tensor}")
     values = {**values, "json": "3d", "gpus": grid.world_size}
-    plan = planned(values, changes)
+    plan = plans.planned(values, changes)
     assert plan.stages is not None, "at least two stages"
-    estimate, step = estimate_of(plan), step_time(plan)
+    estimate, step = plans.estimate_of(plan), step_time(plan)
     assert step is not None, "every GPU of the page is known"
     waits = step.terms["bubble"] / step.seconds
     axis, rank = values["axis"], min(values["rank"], grid.world_size - 1)
@@ -83,7 +71,7 @@ def figures(values: Values) -> list[Figure]:
     return [
         numbers(
             ("Ranks", str(grid.world_size), f"{stages} x {grid.data} x {tensor}"),
-            ("Verdict", verdict, peak, VERDICTS.get(verdict)),
+            ("Verdict", verdict, peak, plans.VERDICTS.get(verdict)),
             ("Rank", str(rank), grid.described(rank).strip(" ()")),
             (f"Its {axis} group", ", ".join(map(str, group)), _AXES[axis]),
             ("Moment", f"{now + 1} of {len(turns)}", when),
@@ -92,19 +80,21 @@ def figures(values: Values) -> list[Figure]:
         Drawing(_CAPTIONS[turn.kind], _moment_picture(grid, nodes, rank, turn), _MOMENTS),
         spent(step),
         Drawing(
-            f"{nodes} nodes of {PER_NODE} GPUs; framed: rank {rank} and its {axis} group",
+            f"{nodes} nodes of {plans.PER_NODE} GPUs; framed: rank {rank} and its {axis} group",
             _places_picture(grid, nodes, rank, group),
             [(series(stage), f"stage {stage}") for stage in range(stages)],
         ),
-        memory_bars("The fullest GPU of each stage at its peak", by_stage, estimate.device_bytes),
+        plans.memory_bars(
+            "The fullest GPU of each stage at its peak", by_stage, estimate.device_bytes
+        ),
         _groups(grid),
-        Code("Train with these settings", train_command(values, changes)),
+        Code("Train with these settings", plans.train_command(values, changes)),
     ]
 
 
 def crossing(grid: Grid, axis: Axis) -> int:
     """Return the number of groups along an axis that span several nodes."""
-    return sum(len({rank // PER_NODE for rank in group}) > 1 for group in grid.groups(axis))
+    return sum(len({rank // plans.PER_NODE for rank in group}) > 1 for group in grid.groups(axis))
 
 
 def _groups(grid: Grid) -> Table:
@@ -120,18 +110,13 @@ def _groups(grid: Grid) -> Table:
 # --- the ranks on their nodes ---
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A rank's box."""
 
     x: float
     y: float
     width: float
-
-    @property
-    def middle(self) -> float:
-        """Horizontal center of the box."""
-        return self.x + self.width / 2
+    middle: float  # horizontal
 
 
 def _nodes(nodes: int, label: str) -> tuple[Svg, list[Cell]]:
@@ -144,8 +129,9 @@ def _nodes(nodes: int, label: str) -> tuple[Svg, list[Cell]]:
         picture.rect(left + 3, top + 2, width - 6, _NODE - 8, "page", stroke="grid", radius=8)
         end = left + width - 12
         picture.text(end, top + 10, f"node {node}", size=11, fill="muted", anchor="end")
-        each = (width - 24) / PER_NODE
-        cells += [Cell(left + 12 + n * each, top + 26, each - 4) for n in range(PER_NODE)]
+        each = (width - 24) / plans.PER_NODE
+        for x in (left + 12 + n * each for n in range(plans.PER_NODE)):
+            cells.append(Cell(x, top + 26, each - 4, x + (each - 4) / 2))
     return picture, cells
 
 
@@ -218,13 +204,13 @@ def _arrow(picture: Svg, one: Cell, other: Cell) -> None:
 PAGE = Page(
     "hybrid",
     (
-        Choice("model", "Model", MODELS, "llama-65b"),
-        GPU,
+        Choice("model", "Model", plans.MODELS, "llama-65b"),
+        plans.GPU,
         Slider("nodes", "Nodes", (1, 2, 4, 8, 16), 4, "of 8 GPUs"),
         Slider("stages", "Pipeline stages", (2, 4, 8, 16), 4),
         Slider("tensor", "Tensor parallel", (1, 2, 4, 8), 4, "GPUs", "GPU"),
-        replace(SEQ_LEN, default=2048),
-        *(CONTEXT, MICRO_BATCH, ACCUMULATION),
+        replace(plans.SEQ_LEN, default=2048),
+        *(plans.CONTEXT, plans.MICRO_BATCH, plans.ACCUMULATION),
         Choice("checkpointing", "Checkpointing", ("none", "selective", "full"), "full"),
         Choice("axis", "Frame the group of", tuple(_AXES), "tensor"),
         Slider("rank", "Rank", tuple(range(128)), 0),

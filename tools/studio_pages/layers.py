@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from harness.layout.stages import layers_per_stage, schedule, stage_parameters
+from harness.report.formatting import gib
 from tools.layout.schedules import Span, spans, stage_work, waiting
 from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
-from tools.studio_app.plans import MICRO_BATCH, MODELS, SEQ_LEN, gib, planned
+from tools.studio_app.plans import MICRO_BATCH, MODELS, SEQ_LEN, planned
 from tools.studio_app.svg import Box, lanes
 
 _ROW, _LABEL = 46.0, 92.0

@@ -9,18 +9,11 @@ from harness.estimate.memory_item import GIB, PHASES
 from harness.estimate.timeline import Estimate
 from harness.report.chart import Chart, line, lines
 from harness.report.charts import group_of, grouped
+from harness.report.formatting import gib
 from harness.report.palette import COMPONENTS
+from tools.studio_app import plans
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, Numbers, Table, numbers
 from tools.studio_app.page import Page, Values
-from tools.studio_app.plans import (
-    PLAN_CONTROLS,
-    VERDICTS,
-    estimate_of,
-    gib,
-    memory_bars,
-    planned,
-    train_command,
-)
 from tools.studio_app.svg import WIDTH, Svg
 
 _BAR = 70.0
@@ -30,14 +23,14 @@ _NAMED = 60.0  # a narrower part has no room for its name
 
 def figures(values: Values) -> list[Figure]:
     """Return the memory of the fullest rank: at its peak, by phase, by component."""
-    estimate = estimate_of(planned(values))
+    estimate = plans.estimate_of(plans.planned(values))
     return [
         numbers_of(estimate),
         _anatomy(estimate),
         by_phase(estimate),
         _by_gpus(values, estimate),
         _components(estimate),
-        Code("Train with these settings", train_command(values)),
+        Code("Train with these settings", plans.train_command(values)),
     ]
 
 
@@ -47,7 +40,7 @@ def numbers_of(estimate: Estimate, *more: tuple[str, ...]) -> Numbers:
     shown = f"{worst.shown.low / GIB:,.1f} to {gib(worst.shown.high)}"
     evidence = f"weakest evidence: {estimate.evidence}"
     return numbers(
-        ("Verdict", verdict, evidence, VERDICTS.get(verdict)),
+        ("Verdict", verdict, evidence, plans.VERDICTS.get(verdict)),
         ("Peak on a GPU", gib(worst.peak), f"rank {worst.rank}, in {worst.peak_phase}"),
         ("The driver shows", shown, "allocator included"),
         ("Device", gib(estimate.device_bytes or 0)),
@@ -60,7 +53,7 @@ def numbers_of(estimate: Estimate, *more: tuple[str, ...]) -> Numbers:
 def by_phase(estimate: Estimate) -> Bars:
     """Return the six groups over the phases of a step."""
     phases = {name.replace("_", " "): estimate.worst.phase(name) for name in PHASES}
-    return memory_bars("Memory in each phase of a step", phases, estimate.device_bytes, 380)
+    return plans.memory_bars("Memory in each phase of a step", phases, estimate.device_bytes, 380)
 
 
 def _by_gpus(values: Values, now: Estimate) -> Chart:
@@ -69,7 +62,8 @@ def _by_gpus(values: Values, now: Estimate) -> Chart:
     for gpus in _GPUS:
         if gpus not in peaks:
             with suppress(ConfigError):
-                peaks[gpus] = estimate_of(planned({**values, "gpus": gpus})).worst.peak / GIB
+                estimate = plans.estimate_of(plans.planned({**values, "gpus": gpus}))
+                peaks[gpus] = estimate.worst.peak / GIB
     device = now.device_bytes or 0
     return lines(
         "Peak of the fullest GPU over the number of GPUs",
@@ -120,4 +114,4 @@ def _components(estimate: Estimate) -> Table:
     return Table(f"Components in {worst.peak_phase}", "component|group|GiB|evidence", rows)
 
 
-PAGE = Page("memory", PLAN_CONTROLS, figures)
+PAGE = Page("memory", plans.PLAN_CONTROLS, figures)

@@ -69,7 +69,11 @@ def figures(values: Values) -> list[Figure]:
     """Return the paths of the optimizers up to a step, their losses, and their memory."""
     name, surface = values["surface"], SURFACES[values["surface"]]
     names = [each for each in _NAMES if values["name"] in (_ALL, each)]
-    paths = {each: _path(each, values)[: values["steps"] + 1] for each in names}
+    paths = {}
+    for each in names:
+        rate = values["sgd_rate"] if each in _BY_GRADIENT else values["rate"] * _TIMES.get(each, 1)
+        path = trajectory(each, name, rate, values["noise"], values["decay"])
+        paths[each] = [*path[: values["steps"] + 1]]
     curves = [
         line(each, [(n, surface.sum(points)) for n, points in enumerate(path)], _colour(each))
         for each, path in paths.items()
@@ -83,11 +87,6 @@ def figures(values: Values) -> list[Figure]:
         lines("Loss, of both rows", curves, "step", from_zero=True, height=280),
         _memory(values["model"], paths, surface),
     ]
-
-
-def _path(name: str, values: Values) -> list[Points]:
-    rate = values["sgd_rate"] if name in _BY_GRADIENT else values["rate"] * _TIMES.get(name, 1)
-    return list(trajectory(name, values["surface"], rate, values["noise"], values["decay"]))
 
 
 @lru_cache(maxsize=256)

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from harness.layout.stages import bubble
-from tools.layout.schedules import (
-    SCHEDULES,
-    Span,
-    interleaved,
-    most_kept,
-    spans,
-    stage_work,
-    waiting,
-)
+from tools.layout import schedules
 from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
 from tools.studio_app.plans import MODELS, planned
@@ -38,18 +30,18 @@ def figures(values: Values) -> list[Figure]:
     stages, batches, name = values["stages"], values["batches"], values["schedule"]
     work = _work(values["model"], stages)
     placed, most = {}, {}
-    for each, make in SCHEDULES.items():
-        if make is interleaved and each != name and batches % stages:
+    for each, make in schedules.SCHEDULES.items():
+        if make is schedules.interleaved and each != name and batches % stages:
             continue
-        chunks = values["chunks"] if make is interleaved else 1
+        chunks = values["chunks"] if make is schedules.interleaved else 1
         orders = make(stages, batches, chunks)
-        placed[each] = spans(orders, work, chunks)
-        most[each] = [most_kept(row, chunks) for row in orders]
+        placed[each] = schedules.spans(orders, work, chunks)
+        most[each] = [schedules.most_kept(row, chunks) for row in orders]
     lengths = {each: _step(slots, work, batches) for each, slots in placed.items()}
     rows = [
         (
             each,
-            f"{waiting(slots):.1%}",
+            f"{schedules.waiting(slots):.1%}",
             f"{lengths[each]:.2f} x",
             f"{max(most[each]):.3g}",
             "yes" if each == "1F1B" else "no: drawn for comparison",
@@ -59,7 +51,7 @@ def figures(values: Values) -> list[Figure]:
     return [
         numbers(
             ("Bubble, formula", f"{bubble(stages, batches):.1%}", "1F1B, equal stages"),
-            ("Waiting", f"{waiting(placed[name]):.1%}", f"of the step, {name}"),
+            ("Waiting", f"{schedules.waiting(placed[name]):.1%}", f"of the step, {name}"),
             ("Keeps", f"{max(most[name]):.3g}", "micro-batches' activations at most"),
             ("Step", f"{lengths[name]:.2f} x", "of even work, no waiting"),
         ),
@@ -84,7 +76,7 @@ def figures(values: Values) -> list[Figure]:
     ]
 
 
-def _step(placed: list[Span], work: list[tuple[float, float]], batches: int) -> float:
+def _step(placed: list[schedules.Span], work: list[tuple[float, float]], batches: int) -> float:
     """Return the length of a step relative to that of stages that share its work evenly."""
     return max(span.end for span in placed) * len(work) / (sum(map(sum, work)) * batches)
 
@@ -95,12 +87,12 @@ def _work(model: str, stages: int) -> list[tuple[float, float]]:
         return [(1.0, 2.0)] * stages
     values = {"model": model, "json": "pipeline4", "gpus": stages, "seq_len": 1024}
     plan = planned({**values, "accumulation": stages}, (f"pipeline.stages={stages}",))
-    passes = stage_work(plan)
+    passes = schedules.stage_work(plan)
     unit = sum(forward for forward, _ in passes) / len(passes)
     return [(forward / unit, backward / unit) for forward, backward in passes]
 
 
-def _picture(placed: list[Span], stages: int, progress: float) -> str:
+def _picture(placed: list[schedules.Span], stages: int, progress: float) -> str:
     """Return a row for each stage; bars to the left of now are done."""
     length = max(span.end for span in placed)
     now, boxes = progress * length, []
@@ -114,7 +106,7 @@ def _picture(placed: list[Span], stages: int, progress: float) -> str:
     names = [f"stage {stage}" for stage in range(stages)]
     picture = lanes(f"Work of {stages} stages over one step", names, boxes, left=_LABEL)
     at = _LABEL + progress * (WIDTH - _LABEL)
-    picture.line([(at, 0), (at, picture.size[1])])
+    picture.line([(at, 0), (at, picture.height)])
     return str(picture)
 
 
@@ -123,7 +115,7 @@ PAGE = Page(
     (
         Slider("stages", "Stages", (2, 3, 4, 6, 8, 12, 16), 4),
         Slider("batches", "Micro-batches", (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), 8),
-        Choice("schedule", "Schedule", tuple(SCHEDULES), "1F1B"),
+        Choice("schedule", "Schedule", tuple(schedules.SCHEDULES), "1F1B"),
         Slider("chunks", "Chunks of a stage, if interleaved", (2, 3, 4), 2, "chunks"),
         Choice("model", "Work of a stage", (_EQUAL, *MODELS), _EQUAL),
         Slider("progress", "Place in the step", tuple(range(0, 101, 4)), 100, "%", plays=True),

@@ -12,21 +12,13 @@ from harness.layout.shape import num_parameters
 from harness.plan.duration import step_time
 from harness.plan.plan import NOT_TRAINED, Plan
 from harness.report.chart import colour_of, strip
+from harness.report.formatting import gib
 from tools.cluster.ask import question_of
 from tools.cluster.choose import why_not
 from tools.cluster.search import answer
+from tools.studio_app import plans
 from tools.studio_app.figures import Code, Drawing, Figure, Note, Table
 from tools.studio_app.page import Choice, Page, Slider, Typed, Values, powers_of_two
-from tools.studio_app.plans import (
-    PLAN_CONTROLS,
-    estimate_of,
-    gib,
-    name_of,
-    planned,
-    settings_of,
-    shipped_json,
-    train_command,
-)
 from tools.studio_pages.memory import by_phase, numbers_of
 
 _THIS, _ALL = "this JSON", "every layout, ranked"
@@ -39,11 +31,12 @@ _NOT_ASKED = (
 
 def figures(values: Values) -> list[Figure]:
     """Return the verdict, the time, the memory by phase, the layouts, the JSON and the command."""
-    plan = planned(values, json_text=values["own_json"])
-    estimate, step = estimate_of(plan), step_time(plan)
+    plan = plans.planned(values, json_text=values["own_json"])
+    estimate, step = plans.estimate_of(plan), step_time(plan)
     assert step is not None, "every GPU and preset of the page is known"
     events = [event for event in plan.events if "message" in event]
     json_name = "own" if values["own_json"].strip() else values["json"]
+    shipped = (plans.ROOT / "ds_configs" / f"{values['json']}.json").read_text(encoding="utf-8")
     return [
         numbers_of(estimate, *_time(step, plan, values["tokens"])),
         *(
@@ -54,8 +47,8 @@ def figures(values: Values) -> list[Figure]:
         by_phase(estimate),
         spent(step),
         *([_ranked(values, plan.global_batch)] if values["compare"] == _ALL else []),
-        Code("Train with these settings", train_command({**values, "json": json_name})),
-        Code("Its DeepSpeed JSON", values["own_json"] or shipped_json(values["json"])),
+        Code("Train with these settings", plans.train_command({**values, "json": json_name})),
+        Code("Its DeepSpeed JSON", values["own_json"] or shipped),
         Code("The JSON as DeepSpeed gets it", json.dumps(plan.deepspeed, indent=2)),
         *(Note(event["message"]) for event in events if event["kind"] != NOT_TRAINED),
     ]
@@ -86,7 +79,7 @@ def spent(step: StepTime) -> Drawing:
 
 
 def _ranked(values: Values, global_batch: int) -> Table:
-    settings = settings_of(values)
+    settings = plans.settings_of(values)
     words = [f"model.{key}={settings[key]}" for key in ("attention", "context") if key in settings]
     job = (values[name] for name in ("model", "gpu", "gpus", "seq_len"))
     return _ranking(*job, global_batch, values["tokens"], values["lora"], tuple(words))
@@ -99,7 +92,7 @@ def _ranking(
 ) -> Table:  # fmt: skip
     """Return the best layout of each way to divide, as tools/plan_cluster.py chooses."""
     args = Namespace(
-        model=name_of(model), gpus=gpus, gpu=gpu, seq_len=seq_len, global_batch=global_batch,
+        model=plans.name_of(model), gpus=gpus, gpu=gpu, seq_len=seq_len, global_batch=global_batch,
         data_tokens=billions * 1e9, lora=lora or None, assignments=list(words), kernels=(),
         **dict.fromkeys(_NOT_ASKED),
     )  # fmt: skip
@@ -124,7 +117,7 @@ def _ranking(
 PAGE = Page(
     "plan",
     (
-        *PLAN_CONTROLS,
+        *plans.PLAN_CONTROLS,
         Slider("tokens", "Tokens to train on", powers_of_two(1, 16384), 256, "billion"),
         Choice("compare", "Layouts", (_THIS, _ALL), _THIS),
         Typed("own_json", "Your own DeepSpeed JSON, in place of a shipped one", "", 8_000, lines=4),

@@ -155,9 +155,11 @@ PROBLEMS = (
 def figures(values: Values) -> list[Figure]:
     """Return the problems that match a search, with the runs whose events report them."""
     counts = seen_in_runs()
-    matching = [problem for problem in PROBLEMS if _matches(problem, values["search"])]
     rows, links = [], []
-    for problem in matching:
+    for problem in PROBLEMS:
+        text = " ".join([*problem[:2], *problem.events, problem.remedy]).lower()
+        if not all(word in text for word in values["search"].lower().split()):
+            continue
         by_run: Counter[str] = Counter()
         for kind in problem.events:
             by_run.update(counts.get(kind, {}))
@@ -190,11 +192,6 @@ def seen_in_runs() -> dict[str, Counter[str]]:
         for event in run.records.events if run else ():
             counts.setdefault(str(event["kind"]), Counter())[name] += 1
     return counts
-
-
-def _matches(problem: Problem, search: str) -> bool:
-    text = " ".join([*problem[:2], *problem.events, problem.remedy]).lower()
-    return all(word in text for word in search.lower().split())
 
 
 SEARCH = Typed("search", "Search, as in: spike, memory, fp16, hang", "", 100)

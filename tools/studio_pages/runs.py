@@ -51,7 +51,7 @@ def figures(values: Values) -> list[Figure]:
             [f"/report?run={quote(run.name, safe='')}"],
         ),
         *_charts(shown, _X[values["x"]], values["curves"] == _MAIN),
-        *([_differences(shown)] if len(shown) > 1 else []),
+        *([_differences(*shown)] if len(shown) > 1 else []),
         _events(run),
         *(Code(f"{run.name}/{name}, its end", text) for name, text in logs(run.name)),
         _list(listed[:_MOST_LISTED]),
@@ -147,11 +147,10 @@ def _events(run: Run) -> Table:
     return Table(title, "kind|time|step|what", rows, links)
 
 
-def _differences(runs: list[Run]) -> Table:
-    """The settings that differ."""
-    rows = [(key, *values) for key, values in differences([run.records for run in runs])]
-    rows = rows or [("nothing", *("" for _ in runs))]
-    return Table("What differs between the two", ["key", *(run.name for run in runs)], rows)
+def _differences(one: Run, other: Run) -> Table:
+    rows = [(key, *values) for key, values in differences([one.records, other.records])]
+    head = ["key", one.name, other.name]
+    return Table("What differs between the two", head, rows or [("nothing", "", "")])
 
 
 def _list(listed: list[str]) -> Table:

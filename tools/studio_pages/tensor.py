@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from harness.layout.tensor import TensorPlan
+from harness.report.formatting import gib
 from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
-from tools.studio_app.plans import gib
 from tools.studio_app.svg import Svg, series
 
 _LAYER = "model.layers.0."
@@ -38,24 +37,13 @@ _FORWARD = 5
 """Frames of the forward pass."""
 
 
-@dataclass(frozen=True)
-class Product:
-    """The two products, whole and divided, and the gradients of x."""
+class Product(NamedTuple):
+    """The two products and the gradients of x, all (tokens, size): whole, and by GPU."""
 
-    whole: torch.Tensor  # (tokens, size)
-    summands: tuple[torch.Tensor, ...]  # of each GPU, (tokens, size)
-    whole_grad: torch.Tensor  # (tokens, size)
-    grads: tuple[torch.Tensor, ...]  # of each GPU, (tokens, size)
-
-    @property
-    def added(self) -> torch.Tensor:
-        """The sum of what the GPUs have."""
-        return torch.stack(self.summands).sum(0)
-
-    @property
-    def added_grad(self) -> torch.Tensor:
-        """The sum of the gradients of x that the GPUs have."""
-        return torch.stack(self.grads).sum(0)
+    whole: torch.Tensor
+    summands: torch.Tensor  # (GPUs, tokens, size)
+    whole_grad: torch.Tensor
+    grads: torch.Tensor  # (GPUs, tokens, size)
 
 
 class Matrix(NamedTuple):
@@ -78,10 +66,11 @@ def figures(values: Values) -> list[Figure]:
     size, ranks, tokens = values["size"], values["ranks"], values["tokens"]
     kind, heads, frame = values["part"], values["heads"], values["frame"] - 1
     product = multiplied(size, ranks, tokens, kind, heads)
-    error = float((product.added - product.whole).abs().max())
-    backward = float((product.added_grad - product.whole_grad).abs().max())
+    added = product.summands.sum(0)
+    error = float((added - product.whole).abs().max())
+    backward = float((product.grads.sum(0) - product.whole_grad).abs().max())
     rows = {f"GPU {place}": part for place, part in enumerate(product.summands)}
-    rows |= {"added": product.added, "whole": product.whole}
+    rows |= {"added": added, "whole": product.whole}
     shown, whole = 8, (2 if kind == _MLP else 4) * size * size
     sent = 2 * (ranks - 1) / ranks * tokens * size * 2
     has = f"{heads // ranks} of {heads} heads" if kind == _ATTENTION else f"1 / {ranks} of A and B"
@@ -150,7 +139,8 @@ def multiplied(size: int, ranks: int, tokens: int, kind: str = _MLP, heads: int 
 
     whole, whole_grad = run(slice(None), slice(None))
     parts = [run(slice(*up), slice(*down)) for up, down in parts_of(size, ranks, kind, heads)]
-    return Product(whole, tuple(y for y, _ in parts), whole_grad, tuple(g for _, g in parts))
+    summands, grads = map(torch.stack, zip(*parts, strict=True))
+    return Product(whole, summands, whole_grad, grads)
 
 
 @cache  # 85 MB if somebody looks at all sizes

@@ -11,23 +11,11 @@ from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.exchanges import Reductions, reductions
 from harness.estimate.step_time.machine import machine_of
 from harness.estimate.timeline import Estimate, division_problems, estimate_memory
+from harness.report.formatting import gib
 from tools.memory.text import paper_bytes
+from tools.studio_app import plans
 from tools.studio_app.figures import Bars, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
-from tools.studio_app.plans import (
-    ACCUMULATION,
-    CHECKPOINTING,
-    CONTEXT,
-    GPU,
-    MICRO_BATCH,
-    MODELS,
-    SEQ_LEN,
-    VERDICTS,
-    estimate_of,
-    gib,
-    memory_bars,
-    planned,
-)
 
 _ONE_BYTE_A_SECOND = replace(
     machine_of("h100-sxm", 8, "bf16"),
@@ -36,10 +24,10 @@ _ONE_BYTE_A_SECOND = replace(
     host_link_rate=float("inf"),
 )
 _STAGES = {
-    f"ZeRO {stage}": divided
-    for stage, divided in enumerate(
-        ("nothing", "optimizer states", "gradients, too", "weights, too")
-    )
+    "ZeRO 0": "nothing",
+    "ZeRO 1": "optimizer states",
+    "ZeRO 2": "gradients, too",
+    "ZeRO 3": "weights, too",
 }
 """The four stages, and what each divides."""
 
@@ -65,12 +53,12 @@ def figures(values: Values) -> list[Figure]:
                     name,
                     gib(e.worst.peak),
                     f"divides {divided}; {e.verdict}",
-                    VERDICTS.get(e.verdict),
+                    plans.VERDICTS.get(e.verdict),
                 )
                 for (name, divided), e in by_stage
             )
         ),
-        memory_bars(
+        plans.memory_bars(
             f"The fullest of {inputs.grid.world_size} GPUs at its peak",
             {name: e.worst.phase(e.worst.peak_phase) for (name, _), e in by_stage},
             device,
@@ -104,7 +92,7 @@ def _each_step(inputs: Inputs, each: Reductions) -> Traffic:
 
 def inputs_of(values: Values) -> tuple[Inputs, int]:
     """Return the inputs of the plan's estimate, and the device's bytes."""
-    estimate = estimate_of(planned(values))
+    estimate = plans.estimate_of(plans.planned(values))
     return estimate.inputs, estimate.device_bytes or 0
 
 
@@ -138,11 +126,12 @@ def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu:
 PAGE = Page(
     "zero",
     (
-        Choice("model", "Model", MODELS, "llama-13b"),
-        GPU,
+        Choice("model", "Model", plans.MODELS, "llama-13b"),
+        plans.GPU,
         Slider("gpus", "GPUs", powers_of_two(1, 1024), 8),
-        replace(SEQ_LEN, default=2048),
-        *(CONTEXT, MICRO_BATCH, replace(ACCUMULATION, default=1), CHECKPOINTING),
+        replace(plans.SEQ_LEN, default=2048),
+        *(plans.CONTEXT, plans.MICRO_BATCH),
+        *(replace(plans.ACCUMULATION, default=1), plans.CHECKPOINTING),
     ),
     figures,
 )
