@@ -29,10 +29,8 @@ ended by its budget; 130 after a second Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,15 +40,14 @@ from harness.errors import ConfigError, ExitCode
 from harness.files.folder_lock import release, take_lock
 from harness.terminal import HelpFormatter, say
 from tools.slurm_queue import slurm_problems
-from tools.sweeps.cost import Cost, Record, costs
-from tools.sweeps.page import write_page
+from tools.sweeps.cost import Cost, Record, costs, lane_problems
+from tools.sweeps.page import write_sweep_page
 from tools.sweeps.slurm import follow, slurm_world, submit
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
 from tools.sweeps.text import Screen, best_command, best_of, ending, listing, ranking
 from tools.workers import INTERRUPTED, on_stop
 
 if TYPE_CHECKING:  # Optuna, which a dry run does without
-    from tools.sweeps.running import Queue
     from tools.sweeps.study import Study
 
 
@@ -101,13 +98,9 @@ def _checked(args: argparse.Namespace) -> tuple[Sweep, list[Cost]]:
     is_array = args.slurm or args.trial is not None
     planned = costs(sweep, slurm_world(sweep) if is_array else None, problems)
     if not args.dry_run:
-        problems += slurm_problems() if is_array else []
+        problems += slurm_problems() if is_array else lane_problems(sweep)
         if importlib.util.find_spec("optuna") is None:
             problems.append("sweeps need the package optuna: pip install optuna")
-        elif not is_array:
-            from tools.sweeps.running import lane_problems
-
-            problems += lane_problems(sweep)
     if problems:
         raise ConfigError(problems)
     return sweep, planned
@@ -125,7 +118,7 @@ def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
     if not args.report:
         (_run_array if args.slurm else _run_here)(sweep, study, screen)
     records = study.records()
-    page = write_page(sweep, records)
+    page = write_sweep_page(sweep, records)
     screen.say(ranking(sweep, records))
     if (best := best_of(records)) is not None:
         print(best_command(sweep, best))  # unbroken, to be copied
@@ -142,7 +135,14 @@ def _run_here(sweep: Sweep, study: Study, screen: Screen) -> None:
     from tools.sweeps.running import queue_here
 
     queue = queue_here(sweep, study, screen.say)
-    with _stopping(queue, screen):
+
+    def stop(name: str) -> None:  # by Ctrl-C or SIGTERM
+        if queue.is_stopped:
+            raise KeyboardInterrupt
+        queue.is_stopped = True
+        screen.say(f"{name}: trials will save and end; repeat it to end them now")
+
+    with on_stop(stop):
         queue.run(screen.show, lambda record: _ended(sweep, study, screen, record))
 
 
@@ -158,21 +158,7 @@ def _run_array(sweep: Sweep, study: Study, screen: Screen) -> None:
 
 def _ended(sweep: Sweep, study: Study, screen: Screen, record: Record) -> None:
     screen.say(ending(sweep, record))
-    write_page(sweep, study.records())
-
-
-@contextlib.contextmanager
-def _stopping(queue: Queue, screen: Screen) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop the queue; a second one ends it at once."""
-
-    def stop(name: str) -> None:
-        if queue.is_stopped:
-            raise KeyboardInterrupt
-        queue.is_stopped = True
-        screen.say(f"{name}: trials will save and end; repeat it to end them now")
-
-    with on_stop(stop):
-        yield
+    write_sweep_page(sweep, study.records())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.run_tools import run_tool
 from tools.sweeps.cost import Record, Used
 from tools.sweeps.slurm import JOB, slurm_world
 from tools.sweeps.space import Range, Values, corners, draws, grid, read_space
-from tools.sweeps.spec import PruneSection, read_sweep
+from tools.sweeps.spec import PruneSection, Sweep, read_sweep
 from tools.sweeps.text import best_command
 
 SHIPPED = Path(__file__).parents[2] / "docs" / "sweep.toml"
@@ -111,25 +111,26 @@ def test_values_are_what_a_user_would_type() -> None:
     assert {choice["optim.name"] for choice in corners(space)} == {"adamw", '"true"'}
 
 
+def sweep_of(folder: Path, settings: str, more: str = "") -> Sweep:
+    file = folder / "ours.toml"
+    file.write_text(f"[sweep]\ntrials = 2\n{settings}\n[search]\noptim.lr = [1e-3]\n{more}")
+    return read_sweep(file, [])
+
+
 def test_a_trial_keeps_no_export_and_no_sample_unless_asked(tmp_path: Path) -> None:
-    file = tmp_path / "ours.toml"
-    file.write_text("[sweep]\ntrials = 2\n[search]\noptim.lr = [1e-3]\n")
-    sweep = read_sweep(file, [])
+    sweep = sweep_of(tmp_path, "")
     quiet = {"save.export=false", "sample.tokens=0", "data.reservoir=0"}
     assert quiet <= {*sweep.command({}, tmp_path / "trial").assignments}
     assert not quiet & {*sweep.command({}).assignments}
-    file.write_text(f"{file.read_text()}[data]\nreservoir = 5\n")
-    asked = read_sweep(file, []).command({}, tmp_path / "trial").assignments
+    keeping = sweep_of(tmp_path, "", "[data]\nreservoir = 5\n")
+    asked = keeping.command({}, tmp_path / "trial").assignments
     assert "data.reservoir=0" not in asked
     assert "data.reservoir=5" in asked
 
 
 @pytest.mark.parametrize("written", ["true", "{}", "{after = 0.1, factor = 3}"])
 def test_early_stopping_has_defaults(written: str, tmp_path: Path) -> None:
-    file = tmp_path / "ours.toml"
-    file.write_text(f"[sweep]\ntrials = 2\nprune = {written}\n[search]\noptim.lr = [1e-3]\n")
-    sweep = read_sweep(file, [])
-    assert sweep.settings.prune == PruneSection()
+    assert sweep_of(tmp_path, f"prune = {written}").settings.prune == PruneSection()
 
 
 @pytest.mark.parametrize(
@@ -150,9 +151,7 @@ def test_a_trial_on_slurm_is_planned_for_the_gpus_that_it_gets(
     slurm: str, ranks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CPU_RANKS_PER_NODE", raising=False)
-    file = tmp_path / "ours.toml"
-    file.write_text(f"[sweep]\ntrials = 2\nslurm = {{{slurm}}}\n[search]\noptim.lr = [1e-3]\n")
-    sweep = read_sweep(file, [])
+    sweep = sweep_of(tmp_path, f"slurm = {{{slurm}}}")
     if ranks is None:
         with pytest.raises(ConfigError, match=r"sweep.slurm .* use gpus-per-node = 8"):
             slurm_world(sweep)
@@ -165,9 +164,7 @@ def test_the_best_trial_is_trained_where_the_sweep_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file = Path("ours.toml")
-    file.write_text("[sweep]\ntrials = 1\nslurm = {gres = 'gpu:8'}\n[search]\noptim.lr = [1e-3]\n")
-    sweep = read_sweep(file, [])
+    sweep = sweep_of(tmp_path, "slurm = {gres = 'gpu:8'}")
     best = Record(0, "done", {"optim.lr": "0.001"}, 3.0, Used(), "")
     assert best_command(sweep, best).startswith("python harness/train.py --deepspeed ")
     sweep.folder.mkdir(parents=True)

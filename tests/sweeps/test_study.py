@@ -47,7 +47,7 @@ def loss(trial: OpenTrial) -> float:
 def finish(study: Study, numbers: range) -> None:
     for number in numbers:
         trial = study.take(number)
-        trial.done(loss(trial), Used(100, 1000, 0.1))
+        trial.end("done", Used(100, 1000, 0.1), value=loss(trial))
 
 
 @pytest.mark.parametrize("method", ["random", "tpe"])
@@ -92,8 +92,8 @@ def test_a_third_of_the_trials_goes_on_at_each_share_of_a_run(tmp_path: Path) ->
 def test_failed_trials_wait_again_with_the_same_values(tmp_path: Path) -> None:
     study = Study(sweep_of(tmp_path, "trials = 3"))
     before = [record.choice for record in study.records()]
-    study.take(1).failed(Used(5, 50, 0.1), "the disk was full")
-    study.take(0).done(math.inf, Used(7, 70, 0.1), "the loss is not finite")
+    study.take(1).end("failed", Used(5, 50, 0.1), "the disk was full")
+    study.take(0).end("done", Used(7, 70, 0.1), "the loss is not finite", math.inf)
     assert [record.state for record in study.records()] == ["diverged", "failed", "waiting"]
     assert study.retry() == [1]
     assert [record.state for record in study.records()] == ["diverged", "waiting", "waiting"]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from harness.config.assignments import COMMAND_LINE, did_you_mean, listed
+from harness.config.assignments import COMMAND_LINE, did_you_mean
 from harness.errors import ConfigError, worded
+from harness.estimate.memory_item import GIB
 from harness.launch.ranks import place_of
-from harness.layout.world import World
+from harness.layout.world import World, find_accelerator, visible_gpus
 from harness.plan.command import plan_from
 from harness.plan.plan import Plan
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,18 @@ def costs(sweep: Sweep, world: World | None, problems: list[str]) -> list[Cost]:
 
     `world`: the machines of a trial; None: `sweep.ranks` processes on this machine.
     """
-    trials_of: dict[str, list[int]] = {}
+    trials_of = Counter[str]()
     results = []
-    for number, choice in enumerate(sweep.examples()):
+    examples = [*sweep.examples()]
+    for choice in examples:
         try:
             results.append(cost(sweep, choice, world))
         except ConfigError as error:
-            for problem in error.problems:
-                of_file = problem.replace(f"({COMMAND_LINE})", f"({sweep.path})")
-                trials_of.setdefault(of_file, []).append(number)
-    total = number + 1
-    for problem, numbers in trials_of.items():
-        # Random values and corners have no numbers that a reader knows.
-        which = "" if len(numbers) == total else f" [{len(numbers)} of {total} that were planned]"
-        if sweep.settings.method == "grid" and which:
-            which = f" [trials {listed(map(str, numbers))}]"
-        problems.append(problem + which)
+            origin = f"({sweep.path})"
+            trials_of.update(p.replace(f"({COMMAND_LINE})", origin) for p in error.problems)
+    for problem, trials in trials_of.items():
+        of_some = f" [{trials} of {len(examples)} trials]" * (trials < len(examples))
+        problems.append(problem + of_some)
     for name in ("steps", "tokens"):
         limit = getattr(sweep.settings.budget, name)
         most = max((getattr(result, name) for result in results), default=0)
@@ -84,6 +80,17 @@ def costs(sweep: Sweep, world: World | None, problems: list[str]) -> list[Cost]:
                 worded(f"sweep.budget.{name}", limit, str(sweep.path), f"one trial takes {most:,}")
             )
     return results
+
+
+def lane_problems(sweep: Sweep) -> list[str]:
+    """Return why this machine cannot run so many trials at a time."""
+    ranks, parallel, gpus = sweep.settings.ranks, sweep.settings.parallel, len(visible_gpus())
+    if find_accelerator() == "cpu" or ranks * parallel <= gpus:
+        return []
+    return [
+        f"sweep.ranks {ranks} x sweep.parallel {parallel} need {ranks * parallel} GPUs, but there "
+        f"are {gpus}: lower one of them"
+    ]
 
 
 def cost(sweep: Sweep, choice: Choice, world: World | None) -> Cost:
@@ -97,7 +104,7 @@ def cost(sweep: Sweep, choice: Choice, world: World | None) -> Cost:
         raise ConfigError(problems)
     assert plan.steps is not None
     samples = plan.curriculum.samples_after(plan.steps)
-    peak = plan.estimate.worst.peak / _GIB if plan.estimate else None
+    peak = plan.estimate.worst.peak / GIB if plan.estimate else None
     return Cost(plan.steps, samples * plan.config.data.seq_len, peak)
 
 

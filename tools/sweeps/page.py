@@ -8,8 +8,9 @@ from html import escape
 from pathlib import Path
 
 from harness.files.records import Unreadable
-from harness.report.chart import STYLE, Curve, Mark, Scale, html_of, lines
-from harness.report.palette import css
+from harness.report.chart import Curve, Mark, Scale, html_of, legend_of, lines
+from harness.report.page import document
+from harness.report.write import write_page
 from harness.runfolder import RunFolder
 from tools.sweeps.cost import Record
 from tools.sweeps.space import Dimension, Values
@@ -26,67 +27,39 @@ from tools.sweeps.text import (
 )
 
 _STYLE = """
-body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 var(--font)}
-main{max-width:1100px;margin:auto;padding:16px}
-section{background:var(--surface);border:1px solid var(--grid);border-radius:8px;padding:14px;
-margin:14px 0;overflow-x:auto}
-h1{font-size:22px;margin:8px 0}h2{font-size:16px;margin:0 0 8px}p{margin:6px 0;color:var(--muted)}
-code{font:13px/1.5 var(--mono);overflow-wrap:anywhere}
-.slices{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(320px,100%),1fr));gap:12px}
-.chart{border:0;padding:0}
-.parallel{min-width:600px}.parallel .y,.parallel .grid{display:none}
+.parallel{overflow-x:auto}.parallel>*{min-width:600px}.parallel .y,.parallel .grid{display:none}
 .parallel .plot{grid-template-columns:minmax(0,1fr);font-size:.85rem}
-.parallel .x{border:0;color:var(--ink)}
+.parallel .x{border:0;color:var(--ink)}.parallel path{stroke-opacity:.85}
 .name{text-shadow:0 0 3px var(--surface),0 0 3px var(--surface)}
-.parallel path{stroke-opacity:.85}.area path:hover{stroke:var(--ink)!important}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;white-space:nowrap}
-th,td{padding:4px 12px 4px 0;text-align:right;border-bottom:1px solid var(--grid)}
-th{color:var(--muted);font-weight:500}a{color:var(--series-1)}
-.key{display:inline-block;width:18px;height:3px;vertical-align:middle;margin:0 4px 0 12px}
+.area path:hover{stroke:var(--ink)!important}
 """
-_LEGEND = (
-    '<p><span class="key" style="background:var(--series-2)"></span>best'
-    '<span class="key" style="background:var(--series-1)"></span>complete runs'
-    '<span class="key" style="background:var(--muted);opacity:.45"></span>'
-    "stopped early: where they were last evaluated</p>"
-)
 Points = Sequence[tuple[float, float]]
 """Steps and the metric after them."""
 _COLOURS = {
     "best": ("var(--series-2)", 3),
+    "done": ("var(--series-1)", 1.6),
     "pruned": ("color-mix(in srgb,var(--muted) 45%,transparent)", 1.2),
 }
-_DONE = ("var(--series-1)", 1.6)
+_LEGEND = {
+    "best": "best",
+    "done": "complete runs",
+    "pruned": "stopped early: where they were last evaluated",
+}
 _STATES = {"done": "", "pruned": "stopped early"}
 
 
-def write_page(sweep: Sweep, records: Sequence[Record]) -> Path:
-    """Write sweep.html; a reader sees the old one or the new one, whole."""
-    path = sweep.folder / "sweep.html"
-    temporary = path.with_name(".sweep.html")
-    temporary.write_text(page(sweep, records), encoding="utf-8")
-    temporary.replace(path)
-    return path
-
-
-def page(sweep: Sweep, records: Sequence[Record]) -> str:
-    """Return the page of the trials' results so far."""
-    title = escape(sweep.folder.name)
+def write_sweep_page(sweep: Sweep, records: Sequence[Record]) -> Path:
+    """Write sweep.html, the page of the trials' results so far."""
     drawn = Plots(sweep, records)
-    slices = "".join(drawn.slices())
-    parts = [
-        _summary(sweep, records),
-        _section("", drawn.curves(_curves(sweep, records))),
-        _section("", drawn.parallel()),
-        _section("", f'<div class="slices">{slices}</div>'),
-        _section("Trials", _table(sweep, records)),
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}: sweep</title><style>{css()}{STYLE}{_STYLE}</style></head>"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    body = (
+        f"<style>{_STYLE}</style>{_summary(sweep, records)}"
+        f"<section>{drawn.curves(_curves(sweep, records))}</section>{drawn.parallel()}"
+        f"<section class=charts>{''.join(drawn.slices())}</section>"
+        f"<h2>Trials</h2><section class='card capped'>{_table(sweep, records)}</section>"
     )
+    path = sweep.folder / "sweep.html"
+    write_page(path, document(f"{sweep.folder.name}: sweep", body, by="tools/sweep.py"))
+    return path
 
 
 def _summary(sweep: Sweep, records: Sequence[Record]) -> str:
@@ -103,12 +76,8 @@ def _summary(sweep: Sweep, records: Sequence[Record]) -> str:
             f"<p>Best: trial {best.number:03}, {escape(sweep.settings.metric)} "
             f"{shown(best.value)}</p><code>{escape(best_command(sweep, best))}</code>"
         )
-    return text + _LEGEND
-
-
-def _section(title: str, body: str) -> str:
-    head = f"<h2>{title}</h2>" if title else ""
-    return f"<section>{head}{body}</section>" if body else ""
+    legend = [(words, _COLOURS[state][0], "", "") for state, words in _LEGEND.items()]
+    return f"<section>{text}{legend_of(legend, 'lines')}</section>"
 
 
 def _table(sweep: Sweep, records: Sequence[Record]) -> str:
@@ -121,7 +90,7 @@ def _table(sweep: Sweep, records: Sequence[Record]) -> str:
         if (folder / "report.html").exists():
             cells[1] = f'<a href="{folder.name}/report.html">{cells[1]}</a>'
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    return f"<table class=runs>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
 def _curves(sweep: Sweep, records: Sequence[Record]) -> dict[int, Points]:
@@ -203,12 +172,12 @@ class Plots:
             "Every trial's values and where they led", drawn, marks=marks, x_words=words,
             y_range=(0, 1), has_legend=False, height=320,
         )  # fmt: skip
-        return f'<div class="parallel">{html_of(chart)}</div>'
+        return f"<section class=parallel>{html_of(chart)}</section>"
 
     def _curve(self, record: Record, points: Points, is_dot: bool = False) -> Curve:
         """Return a line or a dot that stands for a trial."""
         is_best = self._best is not None and record.number == self._best.number
-        colour, width = _COLOURS.get("best" if is_best else record.state, _DONE)
+        colour, width = _COLOURS["best" if is_best else record.state]
         title = (
             f"trial {record.number:03}: {values_text(self._sweep, record.choice)}, "
             f"{self._metric} {shown(record.value)}, {record.used.steps} steps"

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,8 +20,8 @@ from typing import Any
 
 from harness.errors import ConfigError
 from harness.files.folder_lock import release, take_lock
-from harness.launch import ranks as cpu_ranks
-from harness.launch.ranks import REPOSITORY
+from harness.launch.ranks import REPOSITORY, Ranks
+from harness.launch.ranks import start as start_ranks
 from harness.layout.world import find_accelerator, visible_gpus
 from harness.runfolder import RunFolder
 from tools.batch_job import PRUNED, read_status
@@ -40,37 +39,9 @@ _BUSY_S = 600.0  # how long a killed sweep's ranks may take over their last chec
 Say = Callable[[str], None]
 
 
-@dataclass
-class Processes:
-    """Processes of a trial: ranks of this machine, or the batch script in a job of Slurm."""
-
-    processes: Sequence[subprocess.Popen[Any]]
-    log: Path
-    end: Callable[[], None]  # ends them at once
-    requeues: bool = False  # True if an exit code of 0 says that Slurm starts them again
-
-    def poll(self) -> int | None:
-        """Return the first code that is not 0; None while any of them runs."""
-        codes = [process.poll() for process in self.processes]
-        return None if None in codes else next(filter(None, codes), 0)
-
-    def stop(self) -> None:
-        """Ask all processes to save and end, as Slurm's own warning does."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR1)
-
-    def last_lines(self) -> str:
-        """Return the end of the output."""
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return " ".join([line.strip() for line in lines if line.strip()][-_LOG_LINES:])
-
-
-Start = Callable[[Choice, Path, int], Processes]
-"""(values, run folder, lane) -> the processes of a trial."""
+Start = Callable[[Choice, Path, int], Ranks]
+"""(values, run folder, lane) -> the processes of a trial: its ranks on this machine, or the batch
+script in a job of Slurm."""
 
 
 class Running:
@@ -78,7 +49,7 @@ class Running:
 
     def __init__(
         self, trial: OpenTrial, cost: Cost, folder: RunFolder, metric: str,
-        start: Callable[[], Processes],
+        start: Callable[[], Ranks],
     ) -> None:  # fmt: skip
         """Wait for a killed sweep's processes, and start. Raises ConfigError if they do not end."""
         self.trial, self.cost = trial, cost
@@ -92,7 +63,7 @@ class Running:
         folder.path.mkdir(parents=True, exist_ok=True)
         (folder.path / PRUNED).unlink(missing_ok=True)
         self._attempt_before = read_status(folder).get("attempt", 0)
-        self.processes = start()
+        self.ranks = start()
 
     @property
     def used(self) -> Used:
@@ -102,18 +73,24 @@ class Running:
 
     def watch(self) -> bool:
         """Read new metrics, prune, record the end. Return True when the trial is over here."""
-        code = self.processes.poll()  # first: what it wrote before its end is read now
-        for line in self._new_lines():
+        codes = [process.poll() for process in self.ranks.processes]
+        for line in self._new_lines():  # after that: what it wrote before its end is read now
             self._see(line)
-        if code is None:
+        if None in codes:
             return False
-        self._record_end(code)
+        self._record_end(next(filter(None, codes), 0))
         return True
 
     def stop(self) -> None:
         """Interrupt the trial: it continues when the sweep does."""
         self._is_interrupted = True
-        self.processes.stop()
+        self._ask_to_end()
+
+    def _ask_to_end(self) -> None:
+        """Let all processes save and end, as Slurm's own warning does."""
+        for process in self.ranks.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
 
     def _see(self, line: dict[str, Any]) -> None:
         self.step, self._tokens = line["step"], line.get("tokens", self._tokens)
@@ -127,7 +104,7 @@ class Running:
         if gives_up and share <= _LATEST and not self._why_stopped:
             self._why_stopped = f"stopped after {share:.0%} of its run"
             (self._folder.path / PRUNED).write_text(f"{self._why_stopped} by its sweep\n")
-            self.processes.stop()
+            self._ask_to_end()
 
     def _record_end(self, code: int) -> None:
         status = read_status(self._folder)
@@ -135,16 +112,23 @@ class Running:
             status = {}
         outcome, message = status.get("outcome"), status.get("message") or ""
         if outcome == "done":
-            self.trial.done(self.value, self.used)
+            self.trial.end("done", self.used, value=self.value)
         elif outcome == "diverged":
-            self.trial.done(math.inf, self.used, message)
+            self.trial.end("done", self.used, message, math.inf)
         elif self._why_stopped:
-            self.trial.pruned(self.used, self._why_stopped)
-        elif self._is_interrupted or (self.processes.requeues and code == 0):
+            self.trial.end("pruned", self.used, self._why_stopped)
+        elif self._is_interrupted or code == 0:  # 0: Slurm will start it again
             self.trial.note(self.used)
         else:
-            reason = f"exit code {code}: {message or self.processes.last_lines()}"
-            self.trial.failed(self.used, reason)
+            reason = f"exit code {code}: {message or self._last_lines()}"
+            self.trial.end("failed", self.used, reason)
+
+    def _last_lines(self) -> str:
+        try:
+            lines = self.ranks.logs[0].read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return " ".join([line.strip() for line in lines if line.strip()][-_LOG_LINES:])
 
     def _new_lines(self) -> list[dict[str, Any]]:
         """Return the whole lines of metrics.jsonl that have not been read yet."""
@@ -223,7 +207,7 @@ class Queue:
                 time.sleep(self._poll_s)
         finally:
             for running in self._running.values():
-                running.processes.end()
+                running.ranks.end()
                 running.trial.note(running.used)
 
     def _must_stop(self) -> bool:
@@ -262,29 +246,14 @@ def queue_here(sweep: Sweep, study: Study, say: Say) -> Queue:
     """Return the queue of the remaining trials, `sweep.parallel` trials at a time."""
     ranks, parallel = sweep.settings.ranks, sweep.settings.parallel
 
-    def start(choice: Choice, folder: Path, lane: int) -> Processes:
+    def start(choice: Choice, folder: Path, lane: int) -> Ranks:
         command = [sys.executable, str(REPOSITORY / "harness" / "train.py")]
         command += sweep.command(choice, folder).words()
         env = _lane_environment(ranks, parallel, lane)
-        logs = folder / "logs"
-        group = cpu_ranks.start(command, ranks, Path.cwd(), logs, env, stop_with_parent=True)
-        return Processes(group.processes, group.logs[0], group.end)
+        return start_ranks(command, ranks, Path.cwd(), folder / "logs", env, stop_with_parent=True)
 
     left = [record.number for record in study.records() if not record.has_ended]
     return Queue(sweep, study, Budget(sweep, None), say, start, left, parallel)
-
-
-def lane_problems(sweep: Sweep) -> list[str]:
-    """Return why this machine cannot run so many trials at a time."""
-    settings = sweep.settings
-    needed, gpus = settings.ranks * settings.parallel, visible_gpus()
-    if find_accelerator() == "cpu" or needed <= len(gpus):
-        return []
-    return [
-        f"sweep.ranks {settings.ranks} x sweep.parallel {settings.parallel} need {needed} "
-        "GPUs, but "
-        f"there are {len(gpus)}: lower one of them"
-    ]
 
 
 def _lane_environment(ranks: int, parallel: int, lane: int) -> dict[str, str | None]:
@@ -306,10 +275,9 @@ def run_task(sweep: Sweep, study: Study, number: int, say: Say) -> int:
     script, environ = REPOSITORY / "slurm" / "train.sbatch", os.environ
     log = f"slurm-{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}.out"
 
-    def start(choice: Choice, folder: Path, lane: int) -> Processes:
+    def start(choice: Choice, folder: Path, lane: int) -> Ranks:
         words = sweep.command(choice, folder.absolute()).words()
-        process = subprocess.Popen(["bash", str(script), *words])
-        return Processes([process], sweep.folder / log, process.terminate, requeues=True)
+        return Ranks([subprocess.Popen(["bash", str(script), *words])], [sweep.folder / log], 0)
 
     budget = Budget(sweep, slurm_world(sweep))
     queue = Queue(sweep, study, budget, say, start, [number], 1, _TASK_POLL_S)

@@ -98,7 +98,9 @@ class Study:
     def _record(self, number: int, trial: FrozenTrial) -> Record:
         params = trial.params or trial.system_attrs.get("fixed_params", {})
         space, state = self._sweep.space, _STATES[trial.state]
-        value = trial.value if state == "done" else _last_value(trial)
+        value = trial.value
+        if state != "done":
+            value = trial.intermediate_values.get(trial.last_step, math.inf)
         assert value is not None
         attributes = trial.user_attrs
         return Record(
@@ -135,22 +137,12 @@ class OpenTrial:
         """Record what an interrupted trial has used."""
         self._trial.set_user_attr("used", [used.steps, used.tokens, used.hours])
 
-    def done(self, value: float, used: Used, reason: str = "") -> None:
-        """End the trial with its metric, infinite if it diverged."""
-        self._end(TrialState.COMPLETE, used, reason, value)
-
-    def pruned(self, used: Used, reason: str) -> None:
-        """End the trial as stopped early."""
-        self._end(TrialState.PRUNED, used, reason)
-
-    def failed(self, used: Used, reason: str) -> None:
-        """End the trial as failed."""
-        self._end(TrialState.FAIL, used, reason)
-
-    def _end(self, state: TrialState, used: Used, reason: str, value: float | None = None) -> None:
+    def end(self, state: str, used: Used, reason: str = "", value: float | None = None) -> None:
+        """End the trial: done with its metric (infinite if it diverged), pruned or failed."""
         self.note(used)
         self._trial.set_user_attr("reason", reason)
-        self._study.tell(self._trial, value, state)
+        (ended,) = (of_optuna for of_optuna, name in _STATES.items() if name == state)
+        self._study.tell(self._trial, value, ended)
 
 
 def cut_torn_line(folder: Path) -> None:
@@ -190,8 +182,3 @@ def _as_param(text: str, dimension: Dimension) -> str | float:
     if isinstance(dimension, Values):
         return text
     return int(text) if dimension.is_whole else float(text)
-
-
-def _last_value(trial: FrozenTrial) -> float:
-    step = trial.last_step
-    return math.inf if step is None else trial.intermediate_values[step]
