@@ -155,14 +155,13 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     ("words", "problem"),
     [
         (["--only", "nothing"], "--only nothing: the steps are environment, optimizer"),
-        (["--ranks", "0"], None),
+        (["--ranks", "0"], "--ranks 0: it must be 1 to 8 here"),
         (["--ranks", "9"], "--ranks 9: it must be 1 to 8 here"),
         (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
     ],
 )
-def test_wrong_arguments_are_refused(words: list[str], problem: str | None) -> None:
-    refused = run_tool("accept_gpu", *words, code=2)
-    assert (problem or "--ranks 0: it must be 1 to 8 here") in " ".join(refused.stderr.split())
+def test_wrong_arguments_are_refused(words: list[str], problem: str) -> None:
+    assert problem in " ".join(run_tool("accept_gpu", *words, code=2).stderr.split())
 
 
 def test_help_has_an_example_and_every_step() -> None:
@@ -188,9 +187,8 @@ def test_deepspeed_gets_the_visible_gpus(
             on_machine._by_deepspeed(bench)
 
 
-@pytest.mark.parametrize("before", ["/of/the/container", "", None])
 def test_a_step_finds_the_packages_that_came_by_pythonpath(
-    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[str] = []
 
@@ -200,18 +198,13 @@ def test_a_step_finds_the_packages_that_came_by_pythonpath(
         return Ended(1, 0.0, 0.0)
 
     monkeypatch.setattr(accept_gpu, "run_bounded", run)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    if before is not None:
-        monkeypatch.setenv("PYTHONPATH", before)
+    monkeypatch.setenv("PYTHONPATH", "/of/the/container")
     accept_gpu._done(STEPS[0], tmp_path, 1, "cpu", 1.0)
-    assert given == [os.pathsep.join([str(REPOSITORY), *filter(None, [before])])]
+    assert given == [os.pathsep.join([str(REPOSITORY), "/of/the/container"])]
 
 
 def test_verdicts_of_a_step() -> None:
-    held, failed, skipped = (Check(v, v) for v in ("held", "failed", "skipped"))
-    assert Result("s", 1.0, checks=(held, skipped)).verdict == "held"
-    assert Result("s", 1.0, checks=(held, failed)).verdict == "failed"
-    assert Result("s", 1.0, checks=(skipped, skipped)).verdict == "skipped"
+    held, skipped = Check("a", "held"), Check("b", "skipped")
     assert Result("s", 1.0, problem="x", checks=(held,)).verdict == "failed"
     assert Result("s", 1.0).verdict == "failed"  # it has checked nothing
     results = [Result("s", 1.0, checks=(held,)), Result("t", 2.0, checks=(skipped,))]
@@ -340,10 +333,7 @@ def test_rungs_of_gpus_are_named_on_cpu_ranks(
     only = {name for name, verdict in verdicts.items() if verdict == ("skipped", "needs CUDA")}
     rungs = {"flash", "fused optimizer", "liger", "compile", "MFU and host waits"}
     assert only == {*rungs, *measured_steps.BESIDE}
-    assert {name for name, (verdict, _) in verdicts.items() if verdict == "held"} == {
-        "eager",
-        "sdpa",
-    }
+    assert verdicts["eager"][0] == verdicts["sdpa"][0] == "held"
 
 
 def test_rungs_that_a_step_has_no_time_for_are_skipped(

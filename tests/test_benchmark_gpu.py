@@ -25,8 +25,15 @@ from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.bounded import Ended
 from tools.speed.cases import LADDER, Case, measured, swept
-from tools.speed.recorder import Enough, Recorder, _ends, call_site, counted_waits
-from tools.speed.worker import FALLBACKS, fallbacks
+from tools.speed.worker import (
+    FALLBACKS,
+    Enough,
+    Recorder,
+    _ends,
+    call_site,
+    counted_waits,
+    fallbacks,
+)
 
 SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)
 

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -151,7 +152,9 @@ def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command)
     folder, keep, code = None, True, 0
     try:
         folder = Path(tempfile.mkdtemp(prefix="rehearsal-", dir=args.folder))
-        for done in Rehearsal(result.job, folder, _say_aside, command).stages():
+        for done in Rehearsal(
+            result.job, folder, partial(say, stream=sys.stderr), command
+        ).stages():
             result.add(done)
         keep = args.keep
     except StageFailed as failed:
@@ -268,10 +271,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", action="append", default=[], metavar="NAME.json", help=only)
     add("--markdown", type=Path, metavar="FILE", help="With --all: write a table in Markdown.")
     return parser
-
-
-def _say_aside(text: str) -> None:
-    say(text, sys.stderr)
 
 
 if __name__ == "__main__":

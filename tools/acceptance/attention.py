@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from harness.config.run_config import RunConfig
 from harness.data.batch import Batch
 from harness.errors import ConfigError
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.world import World
-from harness.plan.make import make_plan
 from harness.run.verify import TOLERANCES
-from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank
+from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank, tiny_engine
 
 _NEEDED = ("needs a GPU", "package", "import")
 _FUSED = ("flash", "fmha", "cudnn", "efficient")
@@ -133,19 +131,8 @@ def _computed(
 def _engine(
     attention: str, documents: bool, world: World, device: torch.device, seq_len: int
 ) -> Any:
-    from harness.engine.build import build_engine  # takes seconds
-
-    longest = {"overrides": {"max_position_embeddings": seq_len}}
-    run = RunConfig.model_validate(
-        {
-            "model": {"name": "tiny", "attention": attention, **longest},
-            "data": {"seq_len": seq_len, "document_mask": documents},
-            "train": {"global_batch": 1, "micro_batch": 1, "steps": 2},
-            "optim": {"warmup_steps": 0},
-        }
-    )
-    stage = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}
-    return build_engine(make_plan(run, stage, world), device, document_mask=documents)
+    longest = {"max_position_embeddings": seq_len}
+    return tiny_engine(world, device, seq_len, documents, attention=attention, overrides=longest)
 
 
 def _batch(seq_len: int, documents: bool) -> Batch:

@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.config.run_config import RunConfig
 from harness.errors import ExitCode
 from harness.launch.fork_server import Outcome, Zygote
-from harness.launch.ranks import ON_CPU, REPOSITORY, environment, start
+from harness.launch.ranks import REPOSITORY, environment, started
 from harness.layout.world import World
+from harness.plan.make import make_plan
 from harness.runfolder import RunFolder
 from tools.acceptance.report import Check, readable
 
@@ -123,20 +125,16 @@ class Bench:
         CPU ranks are forked, which saves their imports. CUDA does not survive a fork.
         """
         logs, count = self.folder / name, ranks or self.ranks
-        if self.on_cuda:
-            command = [sys.executable, "-m", module, *arguments]
-            group = start(command, count, REPOSITORY, logs, ON_CUDA)
-        else:
+        if not self.on_cuda:
             self._zygote = self._zygote or Zygote()
-            group = self._zygote.start(
-                module, arguments, count, REPOSITORY, logs, environment(ON_CPU)
+            return self._zygote.run(
+                arguments, logs, ranks=count, limit_s=math.inf, main=module, patience_s=_PATIENCE_S
             )
-        try:
-            codes: list[int | None] = [*group.wait(patience_s=_PATIENCE_S)]
-        finally:
-            group.end()
+        command = [sys.executable, "-m", module, *arguments]
+        with started(command, count, REPOSITORY, logs, ON_CUDA) as group:
+            codes = group.wait(patience_s=_PATIENCE_S)
         outputs = [path.read_text(encoding="utf-8", errors="replace") for path in group.logs]
-        return Outcome(codes, outputs, [])
+        return Outcome([*codes], outputs, [])
 
     def gate(self, name: str, *words: str, **variables: str) -> tuple[int, list[str], str]:
         """Run `python -m tests.gates.NAME`; return its exit code, its lines, and its last error."""
@@ -242,6 +240,24 @@ def do_step(where: str, folder: str, ranks: str, accelerator: str, limit_s: str)
     checks = [asdict(check) for check in bench.checks]
     result = {"figure": figure, "checks": checks, "values": bench.values}
     (own / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def tiny_engine(
+    world: World, device: Any, seq_len: int, document_mask: bool = False, **model: Any
+) -> Any:
+    """Return the engine of the tiny model under ZeRO 1, with one sample per step. Collective."""
+    from harness.engine.build import build_engine  # torch and DeepSpeed
+
+    run = RunConfig.model_validate(
+        {
+            "model": {"name": "tiny", **model},
+            "data": {"seq_len": seq_len, "document_mask": document_mask},
+            "train": {"global_batch": 1, "micro_batch": 1, "steps": 2},
+            "optim": {"warmup_steps": 0},
+        }
+    )
+    stage = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}
+    return build_engine(make_plan(run, stage, world), device, document_mask=document_mask)
 
 
 def on_rank(out: str, compute: Callable[[World, Any], Any]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from harness.launch.ranks import REPOSITORY
@@ -106,8 +105,9 @@ def _on_cpu(bench: Bench) -> str:
         bench.require_two_ranks()
         words = ("--cases", *_CPU_CASES, "--out", str(bench.folder / "memory"))
         _, lines, error = bench.gate("measure_memory", *words)
-        for name, rank, point, off in filter(None, map(_count, lines)):
-            errors[name][f"{point} of rank {rank}"] = float(off) / 100
+        for name, rank, point, off in (m.groups() for m in map(_COUNT.match, lines) if m):
+            if point not in _PEAKS:
+                errors[name][f"{point} of rank {rank}"] = float(off) / 100
         expect(all(errors.values()), error)
         return f"{sum(map(len, errors.values()))} points"
 
@@ -124,11 +124,6 @@ def _on_cpu(bench: Bench) -> str:
     bench.values["errors"] = errors
     worst = max((abs(e) for of_case in errors.values() for e in of_case.values()), default=None)
     return "" if worst is None else f"estimate at most {worst:.2%} off"
-
-
-def _count(line: str) -> tuple[str, ...] | None:
-    match = _COUNT.match(line)
-    return match.groups() if match and match[3] not in _PEAKS else None
 
 
 def _on_gpus(bench: Bench) -> str:
@@ -166,20 +161,16 @@ _RUNGS = {
 }
 
 
-@dataclass(frozen=True)
-class Beside:
-    """A change that is measured on top of the highest rung, and not kept."""
-
-    settings: dict[str, str] = field(default_factory=dict)
-    json: str = "zero1"
-    env: dict[str, str] = field(default_factory=dict)
-
-
-BESIDE = {
-    "with DeepSpeed's timers": Beside({"ds.timers.throughput.enabled": "true"}),
-    "without expandable segments": Beside(env={"PYTORCH_ALLOC_CONF": "expandable_segments:False"}),
-    "ZeRO 3": Beside(json="zero3"),
+BESIDE: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
+    "with DeepSpeed's timers": ("zero1", {"ds.timers.throughput.enabled": "true"}, {}),
+    "without expandable segments": (
+        *("zero1", {}),
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+    ),
+    "ZeRO 3": ("zero3", {}, {}),
 }
+"""Changes that are measured on top of the highest rung, and not kept: DeepSpeed JSON, settings,
+environment."""
 _STEPS = {"cuda": (3, 12), "cpu": (1, 2)}
 
 
@@ -191,13 +182,12 @@ def climb(bench: Bench) -> str:
     lines: list[dict[str, Any]] = []
     longest_s = 0.0
 
-    def taken(name: str, tried: Case, beside: Beside) -> str:
+    def taken(name: str, tried: Case, json: str, env: dict[str, str]) -> str:
         """Measure a case, and compare its losses with the lowest rung's."""
         nonlocal longest_s
         began = time.monotonic()
         bench.require_time(longest_s)
-        json_path = DS_CONFIGS / f"{beside.json}.json"
-        line = measured(tried, json_path, bench.ranks, warmup, steps, env=beside.env)
+        line = measured(tried, DS_CONFIGS / f"{json}.json", bench.ranks, warmup, steps, env=env)
         longest_s = max(longest_s, time.monotonic() - began)
         bench.values[name] = line
         if refusal := line.get("refused"):
@@ -211,16 +201,15 @@ def climb(bench: Bench) -> str:
 
     def climbed(rung: str) -> str:
         nonlocal case
-        rates = taken(rung, case.on_top(rung), Beside())
+        rates = taken(rung, case.on_top(rung), "zero1", {})
         case = case.on_top(rung)
         return rates
 
     rungs = _RUNGS[bench.accelerator]
     for rung in rungs:
         bench.check(rung, climbed, rung)
-    for name, beside in BESIDE.items() if bench.on_cuda else ():
-        tried = Case(name, {**case.settings, **beside.settings})
-        bench.check(name, taken, name, tried, beside)
+    for name, (json, settings, env) in BESIDE.items() if bench.on_cuda else ():
+        bench.check(name, taken, name, Case(name, {**case.settings, **settings}), json, env)
     left_out = [rung for rung in _RUNGS["cuda"] if rung not in rungs]
     bench.skip_on_cpu(*BESIDE, *left_out, "MFU and host waits")
     best = max(lines, key=lambda line: float(line["tokens_per_s_per_gpu"]), default=None)

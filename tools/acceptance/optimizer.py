@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.ranks import REPOSITORY, environment
-from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank
+from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank, tiny_engine
 
 _ELEMENTS = 10_000_000
 _ALLOWED = 1e-6  # of a weight below 1, after three steps of 0.001
@@ -114,9 +114,6 @@ def main(argv: list[str]) -> int:
     """
     import torch
 
-    from harness.config.run_config import RunConfig
-    from harness.plan.make import make_plan
-
     out, elements = argv
 
     def stepped(make: Callable[..., Any], how: dict[str, bool], device: Any, dtype: Any) -> Any:
@@ -129,25 +126,14 @@ def main(argv: list[str]) -> int:
             optimizer.step()
         return weight.detach()
 
-    def engines(world: Any, device: Any) -> str:
-        """Return the class of the optimizer that a run of zero1.json has here."""
-        from harness.engine.build import build_engine
-
-        run = RunConfig.model_validate(
-            {"data": {"seq_len": 32}, "train": {"global_batch": 1, "steps": 2}}
-            | {"optim": {"warmup_steps": 0}}
-        )
-        engine = build_engine(make_plan(run, {"zero_optimization": {"stage": 1}}, world), device)
-        name = str(engine.describe()["inner_optimizer"])
-        engine.close()
-        return name
-
     def computed(world: Any, device: Any) -> dict[str, Any]:
         from deepspeed.ops import adam
 
         compiled = adam.FusedAdam if device.type == "cuda" else adam.DeepSpeedCPUAdam
         torchs, apart = torch.optim.AdamW, {}
-        inner = engines(world, device)
+        engine = tiny_engine(world, device, 32)
+        inner = str(engine.describe()["inner_optimizer"])  # of a run of zero1.json
+        engine.close()
         expected = stepped(torchs, {}, device, torch.float64)
         for name, make, how in (
             ("torch's, fused", torchs, {"fused": True}),

@@ -10,7 +10,7 @@ from harness.errors import ExitCode
 from harness.run.verify import TOLERANCES
 from harness.runfolder import RunFolder
 from tools.acceptance.bench import Bench, Failed, expect
-from tools.rehearsal.compare import apart, differing, done_twice
+from tools.rehearsal.stages import apart, differing, done_twice
 
 _STEPS, _SAVED_AT = 6, 3
 _REPLICAS = "guard.replicas_every"

@@ -123,9 +123,11 @@ def measure_machine(plan: Plan) -> Machine:
 
 
 def _with_gpu(machine: Machine, device: torch.device, free_bytes: int | None) -> Machine:
+    from torch.utils.cpp_extension import CUDA_HOME  # warns without a GPU
+
     about = torch.cuda.get_device_properties(device)
     driver = ask_driver(f"GPU-{about.uuid}")
-    release = re.search(r"release (\d+\.\d+)", _output(_nvcc(), "--version"))
+    release = re.search(r"release (\d+\.\d+)", _output(f"{CUDA_HOME}/bin/nvcc", "--version"))
     nvcc = release[1] if release else None
     others = [n for n in range(torch.cuda.device_count()) if n != device.index]
     peers = sum(torch.cuda.can_device_access_peer(device.index, other) for other in others)
@@ -272,12 +274,6 @@ def toolkit_problem(driver: str | None, torchs: str | None, nvcc: str | None) ->
     if major[1] and major[2] and major[2] != major[1]:
         return f"nvcc is of CUDA {nvcc}, torch of {torchs}: operators that it builds may not load"
     return ""
-
-
-def _nvcc() -> str:
-    """Return the nvcc that torch chooses: that of CUDA_HOME, otherwise the one on PATH."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 
 
 def _output(*command: str) -> str:

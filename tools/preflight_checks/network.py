@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from harness.engine.processes import own_device, set_environment
 from harness.errors import ExitCode
+from harness.guard.watchdog import ranges
 from harness.layout.exclusions import KEYS
 from harness.layout.grid import Purpose
 from harness.layout.world import World
@@ -130,10 +131,10 @@ def absent(came: list[Any], come_s: float) -> str | None:
         return None
     hosts = [value["host"] if value else "" for value in came]
     there = who([rank for rank in range(len(came)) if rank not in missing], hosts)
-    listed = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
     return (
-        f"{len(missing)} of {len(came)} ranks did not come within {come_s:.0f} s: {listed}; those "
-        f"that came: {there}. Look for nodes that are down, or on which Python cannot start"
+        f"{len(missing)} of {len(came)} ranks did not come within {come_s:.0f} s: "
+        f"{ranges(missing)}; those that came: {there}. Look for nodes that are down, or on which "
+        "Python cannot start"
     )
 
 

@@ -1,1 +1,1 @@
-"""Parts of tools/rehearse.py: the small model and job, the stages, comparisons of runs."""
+"""Parts of tools/rehearse.py: the small model and job, the stages."""

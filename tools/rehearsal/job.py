@@ -25,7 +25,6 @@ from tools.rehearsal.shrink import (
     data_keys,
     shrunk,
     size_of,
-    tokenizer_of,
 )
 
 MOST_RANKS = 4  # unless two data ranks per pipeline stage need more
@@ -60,14 +59,10 @@ def rehearsed(real: Grid, wanted: int | None = None) -> Grid:
     if wanted is None:
         return grid_of(stages, min(real.data, max(2, MOST_RANKS // each)), tensor, sequence)
     if wanted < 1 or wanted % each or wanted // each > real.data:
-        legal = [str(n * each) for n in range(1, real.data + 1)]
-        fitting = f"1 to {legal[-1]}" if each == 1 < real.data else ", ".join(legal[:4])
-        sizes = {"pipeline stages": stages, "sequence ranks": sequence, "tensor ranks": tensor}
-        divided = " x ".join(f"{n} {name}" for name, n in sizes.items() if n > 1)
-        within = f" in {divided}" if divided else ""
         raise ConfigError(
-            f"--ranks is {wanted}: a job of --gpus {real.world_size}{within} is rehearsed on "
-            f"{fitting}"
+            f"--ranks is {wanted}: it must be a multiple of {each} (pipeline stages {stages}, "
+            f"sequence ranks {sequence}, tensor ranks {tensor}), at most {each * real.data} for "
+            f"--gpus {real.world_size}"
         )
     return grid_of(stages, wanted // each, tensor, sequence)
 
@@ -148,8 +143,9 @@ class Job:
         layout = rehearsed(real.grid, ranks)
         split = _split(real)
         layers = sum(split) if split else _LAYERS_PER_STAGE * layout.pipeline
-        # A user's tokenizer has its own ids.
-        vocab_size = VOCAB_SIZE if tokenizer_of(real) is None else 2**31
+        # A user's tokenizer, or that of the weights, has its own ids.
+        has_own = real.config.data.tokenizer or real.config.model.init_from
+        vocab_size = 2**31 if has_own else VOCAB_SIZE
         model = shrunk(real.model_config, layers, vocab_size)
         if split:  # its sum must equal the number of layers
             times = -(-(size_of(model, LAYERS) or 1) // sum(split))

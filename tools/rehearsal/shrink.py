@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.ds_file import PREFIX, load_ds_json
-from harness.config.run_config import run_and_step
 from harness.config.run_file import load_run_config
 from harness.data.corpus import find_corpus
+from harness.data.spec import tokenizer_of
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import FORMATS, format_of
@@ -26,7 +26,6 @@ from harness.layout.families import SIZE_KEYS, Family, family_of
 from harness.plan.command import Command
 from harness.plan.model_config import load_model_config
 from harness.plan.plan import Plan
-from harness.runfolder import RunFolder
 
 MOST_BYTES = 4 * 2**20
 MOST_FILES = 256
@@ -59,15 +58,6 @@ def excerpt(path: str, folder: Path, format: str | None = None, split: str | Non
                 if lines.tell() >= size:
                     break
     return str(folder if corpus.path.is_dir() else copy)
-
-
-def tokenizer_of(real: Plan) -> str | None:
-    """Return the job's tokenizer: its own, or that of the weights it starts from."""
-    source = real.config.model.init_from
-    if real.config.data.tokenizer or source is None:
-        return real.config.data.tokenizer
-    folder = RunFolder(run_and_step(source)[0]).tokenizer_dir
-    return str(folder) if folder.is_dir() else source
 
 
 def data_keys(real: Plan, folder: Path) -> dict[str, Any]:
@@ -113,7 +103,7 @@ def data_keys(real: Plan, folder: Path) -> dict[str, Any]:
         sets[name] = source.model_copy(update=changes).model_dump()
     if sets:
         keys["data.eval_path"] = sets[""] if isinstance(sets.get(""), str) else sets
-    if (tokenizer := tokenizer_of(real)) is not None:
+    if tokenizer := data.tokenizer or tokenizer_of(real.config.model.init_from):
         keys["data.tokenizer"] = tokenizer
     return keys
 

@@ -90,7 +90,9 @@ def measured(
     """
     with tempfile.TemporaryDirectory() as scratch:
         out, log = Path(scratch, "found.json"), Path(scratch, "log.txt")
-        own = {"train.global_batch": _one_step(case, ranks), "run.dir": f"{scratch}/run"}
+        step = case.settings["train.micro_batch"]
+        step = str(int(step) * ranks) if step.isdecimal() else step
+        own = {"train.global_batch": step, "run.dir": f"{scratch}/run"}
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -109,8 +111,3 @@ def measured(
         report["error"] = f"ended with code {ended.code}: {last}"
     report.pop("rank", None)
     return report
-
-
-def _one_step(case: Case, ranks: int) -> str:
-    micro_batch = case.settings["train.micro_batch"]
-    return str(int(micro_batch) * ranks) if micro_batch.isdecimal() else micro_batch

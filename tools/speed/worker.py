@@ -1,16 +1,27 @@
 """Times one case in its own processes: the real training loop on real data.
 
-Rank 0 writes the result to `--out`: the measurements, or the error.
+Rank 0 writes the result to `--out`: the measurements, or the error. On a CUDA device it counts the
+places where the host waits, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
+import re
 import resource
-from collections.abc import Iterable
+import statistics
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,12 +29,13 @@ from harness.engine.processes import ending_together
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.hardware import known_gpu
 from harness.estimate.memory_item import GIB
+from harness.launch.ranks import REPOSITORY
 from harness.layout.shape import flops_per_token, num_parameters
 from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
 from harness.run.live_memory import is_out_of_memory
+from harness.run.run import Run
 from tools.preflight_checks.network import all_reduce_gb_per_s
-from tools.speed.recorder import Enough, Recorder
 
 FALLBACKS = ("fallback", "changed", "not_compared", "loss_not_chunked", "loss_not_fused")
 """Kinds of events that report a change to the request or a slower path."""
@@ -126,6 +138,134 @@ def _peak(device: torch.device) -> dict[str, Any]:
         peaks["peak_allocated_gib"] = torch.cuda.max_memory_allocated(device) / GIB
         peaks["peak_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
     return peaks
+
+
+# --- the recorder of steps and waits ---
+
+WINDOWS = 4
+WARNING = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
+_INSIDE = (f"{Path(torch.__file__).parent}/", contextlib.__file__, warnings.__file__, __file__)
+"""Path prefixes of frames that are not call sites, such as those of the installed torch."""
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
+_EXPLICIT = (
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Stream, "synchronize"),
+    (torch.cuda.Event, "synchronize"),
+)
+"""Waits that torch's own mode does not report."""
+
+
+class Enough(Exception):
+    """Raised after the last timed step."""
+
+
+class Recorder:
+    """Times the steps of a run; raises Enough after the last.
+
+    The host waits for the device only at the ends of a few windows of steps; within a window it
+    runs ahead as in any run. After the last window, one more step counts the waits.
+    """
+
+    def __init__(self, run: Run, warmup: int, steps: int) -> None:
+        self._run = run
+        self._loss_shares: list[torch.Tensor] = []
+        self._ends = _ends(max(warmup, 1), steps)
+        self._marks: list[float] = []
+        self._waits: Counter[str] = Counter()
+        self._counter: AbstractContextManager[Counter[str]] | None = None
+        self._take = run.engine.train_batch
+        run.engine.train_batch = self._train_batch
+
+    def _train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._take(*args, **kwargs)
+        self._loss_shares.append(result.loss_share.detach().clone())
+        done = len(self._loss_shares)
+        if done in self._ends:
+            self._finish()
+            self._marks.append(time.perf_counter())
+        if done == self._ends[-1] and self._on_cuda:
+            self._counter = counted_waits()
+            self._waits = self._counter.__enter__()
+        elif done >= self._ends[-1]:
+            if self._counter is not None:
+                self._counter.__exit__(None, None, None)
+            raise Enough
+        return result
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._run.engine.device.type == "cuda"
+
+    def _finish(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize(self._run.engine.device)
+
+    def report(self) -> dict[str, Any]:
+        """Return seconds per step, losses, and waits of the host. Collective."""
+        pairs = zip(self._ends, self._ends[1:], self._marks, self._marks[1:], strict=False)
+        seconds = [(late - soon) / (last - first) for first, last, soon, late in pairs]
+        losses = self._run.sum(torch.stack(self._loss_shares))
+        return {
+            "step_time_s": statistics.median(seconds),
+            "step_time_s_range": [min(seconds), max(seconds)],
+            "loss": losses[self._ends[-1] - 1],
+            "losses": losses[: self._ends[-1]],
+            "host_waits_per_step": sum(self._waits.values()) if self._on_cuda else None,
+            "host_waits": dict(self._waits.most_common()) if self._on_cuda else None,
+        }
+
+
+def _ends(warmup: int, steps: int) -> list[int]:
+    """Return the steps after which to wait for the device: the last warmup step and the last step
+    of each window.
+    """
+    windows = min(WINDOWS, steps)
+    return [warmup + steps * number // windows for number in range(windows + 1)]
+
+
+# --- waits ---
+
+
+@contextmanager
+def counted_waits() -> Iterator[Counter[str]]:
+    """Count the waits in the body, as "harness/run/meter.py:59" -> count. Slows it down."""
+    places: Counter[str] = Counter()
+
+    def warned(message: Any, *_: Any, **__: Any) -> None:
+        if WARNING in str(message):
+            places[call_site(traceback.extract_stack())] += 1
+
+    before = torch.cuda.get_sync_debug_mode()
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        stack.enter_context(mock.patch.object(warnings, "showwarning", warned))
+        for owner, name in _EXPLICIT:
+            counted = _counted(getattr(owner, name), places)
+            stack.enter_context(mock.patch.object(owner, name, counted))
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _counted(wait: Callable[..., Any], places: Counter[str]) -> Callable[..., Any]:
+    @functools.wraps(wait)
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        places[call_site(traceback.extract_stack())] += 1
+        return wait(*args, **kwargs)
+
+    return waits
+
+
+def call_site(stack: traceback.StackSummary) -> str:
+    """Return the innermost line of a stack that is outside torch, with a shortened path."""
+    for frame in reversed(stack):
+        if not frame.filename.startswith(_INSIDE):
+            in_package = _INSTALLED.sub("", frame.filename).removeprefix(f"{REPOSITORY}/")
+            return f"{in_package}:{frame.lineno}"
+    return "?"
 
 
 if __name__ == "__main__":
