@@ -482,8 +482,8 @@ def test_checkpointing_holds_what_autograd_saves() -> None:
     controls = BY_SLUG["checkpointing"].controls
     for way in ("none", "selective", "full", 3, "reversible"):
         inputs = _inputs(read_values(controls, {}), way)  # type: ignore[arg-type]
-        layers = ("layer inputs", "kept results", "attention", "mlp", "norms", "layers")
-        names = {f"activations: {name}" for name in layers}
+        kinds = ("layer inputs", "kept results", "attention", "mlp", "norms", "layers")
+        names = {f"activations: {kind}" for kind in kinds}
         parts = [p for p in activations(inputs) if p.component in names and "loss" in p.phases]
         assert sum(kept_bytes(inputs)) == pytest.approx(sum(p.bytes for p in parts), rel=1e-6)
     values = {"activation_offload": "host memory", "model": "llama-1b"}
