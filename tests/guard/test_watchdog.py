@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -112,18 +113,25 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     watchdog = Watchdog(Pulse(Limits(1, 1, 1)), rank=0, world_size=1)
     watchdog.write_to(tmp_path, lambda report: None)
 
+    is_enough = threading.Event()
+
     def write() -> None:
-        for n in range(2000):
-            watchdog._write(with_place=n % 2 == 0)
+        while not is_enough.is_set():
+            for with_place in (True, False):
+                watchdog._write(with_place=with_place)
 
     reader = Watchdog(Pulse(Limits(1, 1, 1)), rank=1, world_size=2)
     reader.folder = tmp_path
     writer = threading.Thread(target=write)
     writer.start()
-    ticks = []
-    while writer.is_alive():
-        ticks.append(reader.all_ranks()[0]["tick"])
-    assert len(set(ticks)) > 10
+    try:
+        ticks = set[int]()
+        while len(ticks) < 100:  # each read during the writes
+            ticks.add(reader.all_ranks()[0]["tick"])
+            time.sleep(1e-4)  # otherwise the interpreter lets the writer run every 5 ms only
+    finally:
+        is_enough.set()
+        writer.join()
 
 
 def test_ticks_are_as_rare_as_there_are_ranks() -> None:
