@@ -24,10 +24,9 @@ from harness.report.chart import Chart, Curve
 from harness.report.charts import charts
 from harness.report.compare import MOST_DRAWN, compare_page_of, ranked
 from harness.report.formatting import count, short
-from harness.report.page import described, page_of
+from harness.report.page import NAME, described, page_of, write_page
 from harness.report.palette import FAINT, MUTED, SERIES
 from harness.report.run_record import RunRecord, is_run, read
-from harness.report.write import NAME, write_page
 from harness.terminal import HelpFormatter
 from tools.figure import new_figure, plot_problems, with_thousands, write_plot
 

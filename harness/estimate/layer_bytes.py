@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.estimate.inputs import Inputs
-from harness.estimate.logits import INDEX
-from harness.estimate.memory_item import FP32
+from harness.estimate.memory_item import FP32, INDEX
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.expert import EXPERTS
 from harness.layout.releases import is_older

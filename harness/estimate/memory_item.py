@@ -34,6 +34,7 @@ EVIDENCE: tuple[Evidence, ...] = ("measured", "traced", "read", "published", "gu
 Place = Literal["device", "host", "nvme"]
 
 FP32 = 4  # bytes
+INDEX = 8  # of an int64
 
 # In the order of a step. `build` happens once; `built` lacks Adam's moments, which the first step
 # allocates; every other phase is that of a later step.

@@ -8,8 +8,14 @@ from functools import cached_property
 
 from harness.estimate.activations import activations, attention_copies, carried_states
 from harness.estimate.buffers import communication, gathered_parameters, pipeline
-from harness.estimate.driver import driver_bytes
-from harness.estimate.host import loading, nvme_buffers, pinned_rounding, process, saving
+from harness.estimate.host import (
+    driver_bytes,
+    loading,
+    nvme_buffers,
+    pinned_rounding,
+    process,
+    saving,
+)
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import Layer, layer_activations
 from harness.estimate.memory_item import (

@@ -1,9 +1,16 @@
-"""One run as a page: its status, what to do, curves, events, memory, time, samples, plan."""
+"""One run as a page: its status, what to do, curves, events, memory, time, samples, plan.
+
+A training run starts `python -m harness.report.page RUN` (run/pages.py), a separate process: a
+defect, a full disk or a slow one then costs it a page and nothing else.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -17,9 +24,10 @@ from harness.report.formatting import count, cut, duration, escaped, gib, moment
 from harness.report.lines import number
 from harness.report.palette import COMPONENTS, css
 from harness.report.profiles import needle_card
-from harness.report.run_record import Event, RunRecord, dig, values_of
+from harness.report.run_record import Event, RunRecord, dig, read, values_of
 from harness.report.verdicts import Advice, Verdict, advice, ending, memory_rows, progress, verdicts
 
+NAME = "report.html"
 MOST_CHARACTERS = 200_000
 """Characters of plan.json that the page shows."""
 REFRESH_S = 60
@@ -341,3 +349,32 @@ def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {version}" for name, version in package_versions.items())),
         ("commit", run.text("git_commit")),
     ]
+
+
+def write_page(path: Path, page: str) -> None:
+    """Replace a page: a reader sees the old one or the new one, whole. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page, encoding="utf-8", errors="replace")
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def main(run: str) -> int:
+    """Write runs/NAME/report.html."""
+    folder = Path(run)
+    try:
+        write_page(folder / NAME, page_of(read(folder)))
+    except OSError as error:
+        print(f"{folder / NAME} cannot be written: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        os.nice(10)  # a page can wait, a rank cannot
+    sys.exit(main(sys.argv[1]))

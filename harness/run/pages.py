@@ -50,7 +50,7 @@ class Pages:
     def _begin(self) -> None:
         if not self._enabled:
             return
-        command = [sys.executable, "-m", "harness.report.write", str(self._folder.path.absolute())]
+        command = [sys.executable, "-m", "harness.report.page", str(self._folder.path.absolute())]
         try:
             self._process = subprocess.Popen(
                 command,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from harness.config.run_config import RunConfig
-from harness.estimate.driver import GENERATIONS, communicators, driver_bytes, generation_of
 from harness.estimate.hardware import GPUS
+from harness.estimate.host import GENERATIONS, communicators, driver_bytes, generation_of
 from harness.estimate.memory_item import GIB
 from harness.estimate.reserved import Allocator, _Tape, reserved_bytes
 from harness.estimate.timeline import Estimate, estimate_memory

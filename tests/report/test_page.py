@@ -18,10 +18,9 @@ from harness.plan.command import parse_command, plan_from
 from harness.report.charts import smoothed
 from harness.report.compare import compare_page_of, differences
 from harness.report.events import spent
-from harness.report.page import page_of
+from harness.report.page import main, page_of
 from harness.report.run_record import read
 from harness.report.verdicts import advice, command, ending, verdicts
-from harness.report.write import main
 from tests.report.runs import line_at, plan, write_run
 from tests.run_tools import printed
 
@@ -521,7 +520,7 @@ def test_the_page_comes_to_the_folder_at_once_or_not_at_all(tmp_path):
 
 
 def test_reports_import_neither_torch_nor_what_needs_installing():
-    code = "import sys, harness.report.write, harness.report.compare; print(*sys.modules)"
+    code = "import sys, harness.report.page, harness.report.compare; print(*sys.modules)"
     heavy = {"torch", "numpy", "pydantic", "deepspeed", "matplotlib"}
     assert not heavy & {*printed(code).split()}
 

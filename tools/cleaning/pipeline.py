@@ -264,7 +264,7 @@ def empty(folder: Path) -> None:
 
 def write_report(pipeline: Pipeline) -> dict[str, Any]:
     """Write the report as JSON, text and HTML unless it exists, and return it."""
-    from harness.report.write import write_page
+    from harness.report.page import write_page
     from tools.cleaning.report import as_text, page_of, report_of
 
     path = pipeline.out / "report.json"

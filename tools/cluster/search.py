@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from harness.errors import ConfigError
 from harness.estimate.activations import attention_copies
-from harness.estimate.driver import driver_bytes
+from harness.estimate.host import driver_bytes
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import Layer, layer_activations
 from harness.estimate.memory_item import Interval
