@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import tomllib
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +31,6 @@ from tools.cluster import search
 from tools.cluster.ask import plan_of, question_of
 from tools.cluster.choose import ASKED, Answer, answer_of, risk, seconds_within, way_of, why_not
 from tools.cluster.count import Question
-from tools.cluster.job import takes_whole_nodes
 from tools.cluster.layouts import STATES, Layout, layouts
 from tools.cluster.search import Search, count_all
 from tools.cluster.search import answer as answer_to
@@ -372,15 +370,6 @@ def test_the_command_that_checks_the_files_is_printed(tmp_path: Path) -> None:
     assert command.gpu == "a100-40"
     assert command.deepspeed_path == folder / "ds.json"
     assert command.config_path == folder / "run.toml"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "per_node", "whole"), [(4, None, False), (8, None, True), (4, 4, True), (4, 8, False)]
-)
-def test_whole_nodes_are_those_whose_gpus_are_all_taken(
-    gpus: int, per_node: int | None, whole: bool
-) -> None:
-    assert takes_whole_nodes(Namespace(gpus=gpus, gpus_per_node=per_node)) == whole
 
 
 def test_adapters_are_trained_beside_the_weights_that_a_preset_stands_for(tmp_path: Path) -> None:

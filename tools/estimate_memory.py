@@ -26,6 +26,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.config.batch import MAX_DEFAULT_MICRO_BATCH
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.activations import saved_for_backward
+from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate
 from harness.plan.changes import takes
@@ -110,14 +111,34 @@ def _traced(plan: Plan, memory: Estimate) -> dict[str, float]:
 
     Both are for the whole model. Needs torch.
     """
-    from tools.memory.trace import traced_saved
-
     whole = replace(memory.inputs, grid=replace(memory.inputs.grid, tensor=1, sequence=1))
     saved = traced_saved(plan.model_config, whole, plan.model_source)
     return {
         "traced_saved_gib": round(saved / GIB, 4),
         "counted_saved_gib": round(saved_for_backward(whole) / GIB, 4),
     }
+
+
+def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = None) -> int:
+    """Return the bytes that the model saves for backward, tracing each kind of layer; needs
+    torch.
+    """
+    from harness.models.chunked_loss import ChunkedLoss
+    from harness.models.layer_changes import tile_mlps
+    from harness.models.logits import operations_on_logits
+    from harness.models.recompute import checkpoint_layers
+    from harness.models.tracing import Request, trace
+
+    def as_the_run_does(model: Any) -> None:
+        checkpoint_layers(model, inputs.checkpointing, inputs.activation_offload)
+        if inputs.mlp_tiles > 1:
+            tile_mlps(model, inputs.mlp_tiles)
+        if inputs.chunk:
+            model.chunked_loss = ChunkedLoss(model, inputs.chunk, operations_on_logits(model))
+
+    batch = inputs.micro_batch, inputs.seq_len
+    request = Request(config, source, inputs.precision, inputs.attention, *batch)
+    return trace(request, as_the_run_does).bytes
 
 
 def _parser() -> argparse.ArgumentParser:

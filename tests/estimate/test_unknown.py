@@ -22,7 +22,7 @@ from harness.plan.memory import traced_inputs
 from harness.plan.text import describe
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
-from tools.memory.trace import traced_saved
+from tools.estimate_memory import traced_saved
 
 SIZES = {
     "vocab_size": 512,

@@ -72,7 +72,7 @@ def commands(args: argparse.Namespace, best: Counted, folder: str) -> dict[str, 
     """Return each script's command by script name. job.sh is the one to start with."""
     files, hosts = _files(folder), shlex.quote(f"{folder}hostfile")
     # Otherwise Slurm may give a node's GPUs with one core and little memory.
-    whole = "--exclusive --mem=0 " if takes_whole_nodes(args) else ""
+    whole = "--exclusive --mem=0 " if _takes_whole_nodes(args) else ""
     per_node = best.question.some.gpus_per_node
     nodes = best.question.gpus // per_node
     booked = f"--nodes={nodes} --gpus-per-node={per_node} {whole}"
@@ -90,8 +90,7 @@ def commands(args: argparse.Namespace, best: Counted, folder: str) -> dict[str, 
     }
 
 
-def takes_whole_nodes(args: argparse.Namespace) -> bool:
-    """Return True if the job takes all GPUs of its nodes."""
+def _takes_whole_nodes(args: argparse.Namespace) -> bool:
     return bool(args.gpus >= (args.gpus_per_node or USUAL_NODE))
 
 
@@ -116,7 +115,7 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
         "torchrun.sh": ", on every node: NODE_RANK=0 MASTER_ADDR=node1 bash torchrun.sh",
         "hostfile.sh": " on the first node of the hostfile, which reaches the others by ssh",
     }
-    part = "" if takes_whole_nodes(args) else _PART
+    part = "" if _takes_whole_nodes(args) else _PART
     if part:
         how["sbatch.sh"] = f"; {part}"
     for name, command in commands(args, best, f"{folder}/").items():

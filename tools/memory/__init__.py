@@ -1,1 +1,1 @@
-"""Parts of tools/estimate_memory.py: sweeps, text, plots, traces of unknown models."""
+"""Parts of tools/estimate_memory.py: sweeps, text, plots."""
