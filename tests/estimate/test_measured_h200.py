@@ -25,8 +25,8 @@ def estimate_of(run: dict[str, Any]) -> Estimate:
     """Return the estimate of a run, from a plan for such a GPU."""
     json = Path(f"ds_configs/{run['json']}.json")
     world = World(accelerator="cuda", gpu="NVIDIA H200", torch="2.11.0")
-    plan = plan_from(Command(json, assignments=(*run["set"],)), world=world, estimating=True)
-    return plan.estimate
+    command = Command(json, assignments=tuple(run["set"].split()))
+    return plan_from(command, world=world, estimating=True).estimate
 
 
 @pytest.mark.parametrize("run", LARGE, ids=lambda run: run["name"])

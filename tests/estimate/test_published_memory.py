@@ -66,7 +66,7 @@ def carded(row: dict[str, Any]) -> Card:
         local_world_size=min(row["gpus"], _PER_NODE),
         accelerator="cuda",
         gpu=row["gpu"],
-        allocators=_USERS_OWN if row.get("plain_allocator") else _EXPANDING,
+        allocators=_EXPANDING if row.get("expandable") else _USERS_OWN,
     )
     settings = [*row["settings"]]
     if not any(text.startswith("train.global_batch=") for text in settings):
