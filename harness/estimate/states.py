@@ -84,10 +84,9 @@ def master_bytes(inputs: Inputs) -> int:
 
 def _plain(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     element = inputs.element_bytes
-    yield MemoryItem(
-        "parameters", element * inputs.trained + inputs.frozen_bytes, ALWAYS, "measured"
-    )
-    yield from _full_gradients(inputs, element * inputs.trained)
+    size = element * inputs.trained
+    yield MemoryItem("parameters", size + inputs.frozen_bytes, ALWAYS, "measured")
+    yield from _full_gradients(inputs, size)
     yield MemoryItem("moments", _moments(inputs, inputs.trained), STEPPED, "measured")
     yield from _temporaries(inputs, max(tensor.numel for tensor in inputs.trained_tensors))
 
@@ -101,9 +100,8 @@ def _temporaries(inputs: Inputs, largest: int) -> Iterator[MemoryItem]:
     """
     in_step = frozenset({"step"})
     if inputs.zero.torch_adam and not inputs.zero.fused_adam:
-        yield MemoryItem(
-            "step temporaries", 2 * master_bytes(inputs) * largest, in_step, "measured"
-        )
+        size = 2 * master_bytes(inputs) * largest
+        yield MemoryItem("step temporaries", size, in_step, "measured")
         return
     name = inputs.zero.optimizer
     unpacked = 5 if inputs.accelerator == "cpu" else 0
@@ -193,9 +191,8 @@ def _gradients12(inputs: Inputs, flats: list[Flat], rank: int, shard: int) -> It
         lives = begins | _REDUCED | {"cast", "step"}
         yield MemoryItem("gradients", FP32 * shard, lives, "measured")
     else:
-        whole = sum(
-            flat.whole[flat.index(rank)] + flat.end_padding(flat.index(rank)) for flat in flats
-        )
+        indices = [(flat, flat.index(rank)) for flat in flats]
+        whole = sum(flat.whole[index] + flat.end_padding(index) for flat, index in indices)
         begins = BACKWARD if inputs.zero.stage == 2 else frozenset()
         lives = begins | _REDUCED | {"cast", "step"}
         yield MemoryItem("gradients", element * whole, lives, "measured")
@@ -249,17 +246,13 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     zero, element = inputs.zero, inputs.element_bytes
     groups = [(group, inputs.shards_of(group)) for group in inputs.groups()]
     pieces = sum(piece(tensor.numel, shards) for group, shards in groups for tensor in group)
-    subs = [
-        size
-        for group, shards in groups
-        for size in sub_groups([group], shards, zero.sub_group_size)
-    ]
+    limit = zero.sub_group_size
+    subs = [size for group, shards in groups for size in sub_groups([group], shards, limit)]
     offload = zero.offload_optimizer
     away = sum(subs[int((1 - zero.offload_ratio) * len(subs)) :]) if offload != "device" else 0
     frozen = sum(piece(tensor.numel, inputs.shards) for tensor in inputs.frozen_tensors)
-    yield MemoryItem(
-        "parameters", element * (pieces + frozen), ALWAYS, "measured", zero.offload_param
-    )
+    size = element * (pieces + frozen)
+    yield MemoryItem("parameters", size, ALWAYS, "measured", zero.offload_param)
     gathered = [*groups, (inputs.frozen_tensors, inputs.shards)]
     persistent = sum(
         tensor.numel
@@ -267,20 +260,13 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
         for tensor in group
         if tensor.numel <= zero.persistence_threshold and shards > 1
     )
-    yield MemoryItem(
-        "persistent parameters", element * persistent, ALWAYS - {"build", "built"}, "measured"
-    )
+    yield MemoryItem("persistent parameters", element * persistent, STEPPED, "measured")
     optimizer: tuple[tuple[Place, int], ...] = (("device", pieces - away), (offload, away))
     for where, count in optimizer:
         yield MemoryItem("master", master_bytes(inputs) * count, ALWAYS, "measured", where)
         yield MemoryItem("moments", _moments(inputs, count), STEPPED, "measured", where)
-    yield MemoryItem(
-        "gradients",
-        inputs.sum_bytes * pieces,
-        ALWAYS,
-        "measured",
-        "host" if offload != "device" else "device",
-    )
+    place: Place = "host" if offload != "device" else "device"
+    yield MemoryItem("gradients", inputs.sum_bytes * pieces, ALWAYS, "measured", place)
     yield MemoryItem("fp32 gradients", master_bytes(inputs) * away, ALWAYS, "measured", offload)
     if offload == "device":
         largest = max(subs)

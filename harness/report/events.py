@@ -24,13 +24,11 @@ def no_better(first: float, last: float) -> str | None:
     """
     if last < first * (1 - LEAST_GAIN):
         return None
-    rates = "optim.lr is too low, or its steps are too few (train.epochs, train.global_batch)"
+    why = "optim.lr is too low, or its steps are too few (train.epochs, train.global_batch)"
     if last > first:
-        rates = "optim.lr is too high, or its data differs from what is held out"
-    return (
-        f"the held-out loss did not improve (from {first:.3f} before training to {last:.3f}): "
-        f"{rates}"
-    )
+        why = "optim.lr is too high, or its data differs from what is held out"
+    losses = f"from {first:.3f} before training to {last:.3f}"
+    return f"the held-out loss did not improve ({losses}): {why}"
 
 
 class Part(NamedTuple):
@@ -67,21 +65,16 @@ def spent(run: RunRecord) -> list[Part]:
 
 def _training(run: RunRecord) -> float:
     """Return the seconds spent in steps, including repeated ones."""
-    timed = [
-        (line, value)
-        for line, is_even in zip(run.lines, run.metrics.is_even, strict=True)
-        if is_even and (value := number(line.get("step_time_s"))) is not None
-    ]
+    timed = [*run.even_values("step_time_s")]
     if not timed:
         return 0.0
     mean = fmean(value for _, value in timed)
     if not run.metrics.is_whole:
         return mean * float(run.lines[-1]["step"] + run.metrics.repeated)
     total, before = 0.0, None
-    for line, seconds in timed:
-        steps = 1 if before is None else line["step"] - before
-        total += seconds * max(steps, 1)
-        before = line["step"]
+    for step, seconds in timed:
+        total += seconds * (1 if before is None else max(step - before, 1))
+        before = step
     return total + mean * run.metrics.repeated
 
 

@@ -284,66 +284,48 @@ def _plan(run: RunRecord) -> str:
     )
 
 
-def _rows_of_a_step(run: RunRecord) -> str:
-    """Return the name of what a step reads: windows of packed tokens, or examples."""
-    return "windows" if run.text("run", "data", "batching") in ("", "packed") else "examples"
-
-
-def _length(run: RunRecord) -> str:
+def _length(run: RunRecord, rows: str) -> str:
     """Return examples, windows and steps of a run; "" if they were not recorded."""
     examples, windows = (
         number(run.planned("data", f"trained_{name}")) for name in ("examples", "windows")
     )
     if examples is None or windows is None:
         return ""
-    rows = f"{count(examples)} examples"
-    if _rows_of_a_step(run) == "windows":
-        rows += f" in {count(windows)} windows"
-    return f"{rows} to train on, {count(run.total_steps)} steps"
-
-
-def _warmup(run: RunRecord) -> str:
-    ratio = number(run.planned("run", "optim", "warmup_ratio"))
-    steps = f"{run.text('run', 'optim', 'warmup_steps')} steps"
-    return steps if ratio is None else f"{ratio:.3g} of all steps"
+    packed = f" in {count(windows)} windows" if rows == "windows" else ""
+    return f"{count(examples)} examples{packed} to train on, {count(run.total_steps)} steps"
 
 
 def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
     """Return the settings that a reader asks for first."""
-    length = number(run.planned("run", "data", "seq_len"))
-    batch, micro = number(run.planned("global_batch")), number(run.planned("micro_batch"))
-    accumulated = number(run.planned("grad_accum"))
+    sizes = ("global_batch", "micro_batch", "grad_accum")
+    batch, micro, accumulated = (number(run.planned(name)) for name in sizes)
+    length, ranks = number(run.planned("run", "data", "seq_len")), run.planned("grid", "data")
+    ratio = number(run.planned("run", "optim", "warmup_ratio"))
+    warmup = f"{run.text('run', 'optim', 'warmup_steps')} steps"
+    if ratio is not None:
+        warmup = f"{ratio:.3g} of all steps"
+    optim = {key: run.text("run", "optim", key) for key in ("name", "lr", "schedule")}
+    is_packed = run.text("run", "data", "batching") in ("", "packed")
+    rows = "windows" if is_packed else "examples"
+    read = [(number(run.planned("data", unit)), unit) for unit in ("documents", "tokens")]
     versions = run.planned("versions")
     package_versions = versions if isinstance(versions, dict) else {}
+    model = (run.text("model_source"), run.text("model_config", "model_type"))
     return [
-        (
-            "model",
-            ", ".join(
-                filter(None, (run.text("model_source"), run.text("model_config", "model_type")))
-            ),
-        ),
+        ("model", ", ".join(filter(None, model))),
         ("parameters", count(size) if (size := parameters(run)) is not None else ""),
         ("DeepSpeed JSON", run.text("deepspeed_source")),
         (
             "batch",
-            f"{count(batch)} {_rows_of_a_step(run)} per step = micro-batch {count(micro)} x "
-            f"{count(accumulated)} accumulated x {count(number(run.planned('grid', 'data')))} data "
-            f"ranks, {count(length)} tokens each",
+            f"{count(batch)} {rows} per step = micro-batch {count(micro)} x {count(accumulated)} "
+            f"accumulated x {count(number(ranks))} data ranks, {count(length)} tokens each",
         ),
-        ("length", _length(run)),
+        ("length", _length(run, rows)),
         (
             "optimizer",
-            f"{run.text('run', 'optim', 'name')}, rate {run.text('run', 'optim', 'lr')} "
-            f"({run.text('run', 'optim', 'schedule')}, {_warmup(run)} of warm-up)",
+            f"{optim['name']}, rate {optim['lr']} ({optim['schedule']}, {warmup} of warm-up)",
         ),
-        (
-            "data",
-            ", ".join(
-                f"{count(amount)} {unit}"
-                for unit in ("documents", "tokens")
-                if (amount := number(run.planned("data", unit))) is not None
-            ),
-        ),
+        ("data", ", ".join(f"{count(size)} {unit}" for size, unit in read if size is not None)),
         ("attention", run.text("run", "model", "attention")),
         ("seed", run.text("run", "train", "seed")),
         ("versions", ", ".join(f"{name} {version}" for name, version in package_versions.items())),

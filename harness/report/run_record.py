@@ -94,6 +94,11 @@ class RunRecord:
         """Return step and value of the lowest held-out loss."""
         return min(self.evaluations(), key=lambda pair: pair[1], default=None)
 
+    def even_values(self, key: str) -> Iterator[tuple[int, float]]:
+        """Yield step and value of a key on evenly chosen lines, which may enter a mean."""
+        even = zip(self.lines, self.metrics.is_even, strict=True)
+        return values_of([line for line, is_even in even if is_even], key)
+
     @property
     def held_out_set(self) -> str:
         """Identity of what the held-out loss is measured on; "" if unknown. Losses on different

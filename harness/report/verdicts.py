@@ -138,14 +138,11 @@ def _norm(run: RunRecord) -> Verdict | None:
 
 
 def _bad_steps(run: RunRecord) -> Verdict | None:
-    names = {"spike": "spike", "skipped_step": "skipped step", "rollback": "rollback"}
-    counts = [
-        f"{n} {name}{'s' * (n > 1)}"
-        for kind, name in names.items()
-        if (n := len(run.of_kind(kind)))
-    ]
     if not run.trained:
         return None
+    names = {"spike": "spike", "skipped_step": "skipped step", "rollback": "rollback"}
+    events = [(name, len(run.of_kind(kind))) for kind, name in names.items()]
+    counts = [f"{n} {name}{'s' * (n > 1)}" for name, n in events if n]
     if not counts:
         return Verdict("good", "No spike, no skipped step, no rollback.")
     kind = "bad" if run.of_kind("rollback") else "warning"
@@ -206,15 +203,14 @@ def _speed(run: RunRecord) -> Verdict | None:
 
 
 def _entropy(run: RunRecord) -> Verdict | None:
-    lines = [
-        line for line in run.lines if any(key.startswith("attention_entropy/") for key in line)
-    ]
+    prefix = "attention_entropy/"
+    lines = [line for line in run.lines if any(key.startswith(prefix) for key in line)]
     if len(lines) < 2:
         return None
     fallen = [
-        key.removeprefix("attention_entropy/")
+        key.removeprefix(prefix)
         for key in lines[0]
-        if key.startswith("attention_entropy/")
+        if key.startswith(prefix)
         and (first := number(lines[0][key])) is not None
         and (last := number(lines[-1].get(key))) is not None
         and last < 0.1 * first
@@ -225,12 +221,7 @@ def _entropy(run: RunRecord) -> Verdict | None:
 
 
 def _even(run: RunRecord, key: str) -> list[float]:
-    """Return the values of a key that may enter a mean: those of evenly chosen lines."""
-    return [
-        value
-        for line, is_even in zip(run.lines, run.metrics.is_even, strict=True)
-        if is_even and (value := number(line.get(key))) is not None
-    ]
+    return [value for _, value in run.even_values(key)]
 
 
 def ending(run: RunRecord) -> Verdict:
