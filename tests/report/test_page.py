@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import time
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.checkpoint.compatibility import resume_problems
-from harness.config.assignments import COUNTED, parse_assignment
-from harness.plan.command import parse_command, plan_from
 from harness.report.charts import smoothed
 from harness.report.compare import compare_page_of, differences
 from harness.report.events import spent
 from harness.report.page import main, page_of
-from harness.report.run_record import read
-from harness.report.verdicts import advice, command, ending, verdicts
+from harness.report.run_record import RunRecord, read
+from harness.report.verdicts import ending
 from tests.report.runs import line_at, plan, write_run
 from tests.run_tools import printed
 
@@ -64,17 +61,13 @@ def test_a_page_shows_what_was_measured(tmp_path):
     assert "8 x H100 \u00b7 ZeRO 1, tensor 2 \u00b7 bf16" in page
 
 
-def test_a_page_needs_no_network(tmp_path):
-    page = page_of(read(write_run(tmp_path / "run")))
-    elements = Elements(page)
-    assert not {"link", "img", "iframe", "object"} & set(elements.tags)
-    assert not {"src", "href"} & set(elements.attributes)
-    assert "default-src 'none'" in page
-
-
-def test_every_class_of_a_page_has_a_style_or_a_use(tmp_path):
+def test_a_page_needs_no_network_and_no_class_without_a_style_or_a_use(tmp_path):
     run = read(write_run(tmp_path / "run"))
     for page in (page_of(run), compare_page_of([run, run], "two")):
+        elements = Elements(page)
+        assert not {"link", "img", "iframe", "object"} & set(elements.tags)
+        assert not {"src", "href"} & set(elements.attributes)
+        assert "default-src 'none'" in page
         body = re.sub(r"<(style|script).*?</\1>", "", page, flags=re.DOTALL)
         named = re.findall(r"""\sclass=(?:"([^"]*)"|'([^']*)'|([\w-]+))""", body)
         used = {name for words in named for word in words for name in word.split()}
@@ -171,17 +164,14 @@ def test_steps_taken_again_replace_those_before(tmp_path, monkeypatch, every, is
     assert training == pytest.approx(1200 * 0.5, abs=0.5 * every)
 
 
-def test_an_evaluation_repeated_after_a_kill_repeats_no_step(tmp_path):
+def test_an_evaluation_after_a_stop_or_a_kill_completes_its_line_and_repeats_no_step(tmp_path):
+    evaluated = {"attempt": 2, "step": 50, "eval_loss": 4.0}
+    run = read(write_run(tmp_path / "stopped", [line_at(40), line_at(50), evaluated]))
+    assert run.lines[-1]["loss"] == line_at(50)["loss"]
+    assert run.evaluations() == [(50, 4.0)]
     lines = [line_at(step) for step in range(10, 81, 10)]
-    lines += [{"attempt": 2, "step": 50, "eval_loss": 4.0}, line_at(60, attempt=2)]
-    assert read(write_run(tmp_path / "run", lines)).metrics.repeated == 30
-
-
-def test_an_evaluation_after_a_stop_completes_its_line(tmp_path):
-    lines = [line_at(1), line_at(2), {"attempt": 2, "step": 2, "eval_loss": 4.0}]
-    run = read(write_run(tmp_path / "run", lines))
-    assert run.lines[-1]["loss"] == line_at(2)["loss"]
-    assert run.evaluations() == [(2, 4.0)]
+    killed = read(write_run(tmp_path / "killed", [*lines, evaluated, line_at(60, attempt=2)]))
+    assert killed.metrics.repeated == 30
 
 
 def test_a_held_out_loss_from_before_training_is_called_that(tmp_path):
@@ -218,200 +208,16 @@ def test_time_is_accounted_for(tmp_path):
     assert parts["saving"] == 3.0
 
 
-@pytest.mark.parametrize(
-    ("status", "events", "text", "part"),
-    [
-        ({"outcome": "stopped", "code": 75, "message": "Ctrl-C"}, [], "Ctrl-C", "run.dir="),
-        ({"outcome": "diverged", "code": 76}, [{"kind": "saved", "step": 60}], "", "@60"),
-        ({"outcome": "diverged", "code": 76}, [], "", "optim.lr=0.00015"),
-        ({"outcome": "failed", "code": 74, "message": "disk full"}, [], "disk full", "run.dir="),
-        ({"outcome": "failed", "code": 78, "message": "rank 3"}, [], "rank 3", "heartbeats"),
-        ({"outcome": "failed", "code": 1, "message": "KeyError"}, [], "KeyError", "run.dir="),
-        ({"outcome": "done", "code": 0}, [], "Done", "export_hf.py"),
-    ],
-)
-def test_every_end_says_how_and_what_to_do(tmp_path, status, events, text, part):
-    run = read(write_run(tmp_path / "run", events=events, **status))
-    assert text in ending(run).text
-    assert any(part in item.command for item in advice(run))
-
-
-@pytest.mark.parametrize(
-    ("outcome", "attempt", "is_reason"),
-    [("failed", 2, True), ("failed", 3, False), ("done", 2, False), ("stopped", 3, False)],
-)
-def test_memory_is_the_reason_only_if_the_last_attempt_ran_out_of_it(
-    tmp_path, outcome, attempt, is_reason
-):
-    memory = {"kind": "out_of_memory", "attempt": 2, "message": "rank 1; it helps to X"}
-    run = read(write_run(tmp_path / "run", events=[memory], outcome=outcome, attempt=attempt))
-    assert ("It ran out of memory. it helps to X" in advice(run)[0].text) == is_reason
-
-
-LR = "optimizer.params.lr"
-
-
-@pytest.mark.parametrize(
-    ("words", "changes"),
-    [
-        (["optim.lr=0.00012345678", "optim.eps=1e-05", "train.steps=30"], {}),
-        (["ds.zero_optimization={stage=2, reduce_scatter=true}", "ds.bf16.enabled=auto"], {}),
-        ([f"ds.{LR}=3e-4", "ds.optimizer.type=AdamW"], {}),
-        ([f"ds.{LR}=3e-4", "ds.optimizer.type=AdamW"], {"optim.lr": 1e-4}),
-    ],
-)
-def test_a_printed_command_gives_the_same_plan(tmp_path, words, changes):
-    environ = {"DS_ACCELERATOR": "cpu"}
-    record = plan_from(parse_command(words), environ).to_json()
-    run = read(write_run(tmp_path / "run", the_plan=record))
-    command_words = shlex.split(command(run, changes=changes))[2:]
-    again = plan_from(parse_command(command_words), environ).to_json()
-    assert again["run"]["optim"]["lr"] == changes.get("optim.lr", record["run"]["optim"]["lr"])
-    if not changes:
-        assert again["deepspeed_given"] == record["deepspeed_given"]
-        assert resume_problems(record, again, []) == []
-
-
-def test_a_command_repeats_lists_and_tables(tmp_path):
-    mix = [{"path": "a.txt", "share": 0.5, "name": None}, {"path": "b c.txt"}]
-    the_plan = plan()
-    the_plan["run"] |= {"eval": {"needle_lengths": [128, 256]}, "data": {"mix": mix}}
-    the_plan["run_set"] = {"eval.needle_lengths": "command line", "data.mix": "command line"}
-    words = shlex.split(command(read(write_run(tmp_path / "run", the_plan=the_plan))))
-    values = dict(map(parse_assignment, words[4:]))
-    assert values["eval.needle_lengths"] == [128, 256]
-    assert values["data.mix"] == [{"path": "a.txt", "share": 0.5}, {"path": "b c.txt"}]
-
-
-@pytest.mark.parametrize(
-    ("world", "start"),
-    [
-        ({}, "deepspeed harness/train.py"),  # of an earlier version
-        ({"launcher": "torch"}, "deepspeed harness/train.py"),  # of an earlier version, too
-        ({"launcher": "deepspeed"}, "deepspeed harness/train.py"),
-        ({"launcher": "none", "world_size": 1}, "python harness/train.py"),
-        ({"launcher": "torchrun"}, "torchrun --nproc-per-node=8 harness/train.py"),
-        (
-            {"launcher": "torchrun", "world_size": 16},
-            'torchrun --nnodes=2 --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
-            "--nproc-per-node=8 harness/train.py",
-        ),
-        (
-            {"launcher": "slurm", "world_size": 16},
-            "sbatch --nodes=2 --gpus-per-node=8 slurm/train.sbatch",
-        ),
-        ({"launcher": "slurm", "accelerator": "cpu"}, "sbatch --nodes=1 slurm/train.sbatch"),
-    ],
-)
-def test_a_command_starts_as_the_run_was_started(tmp_path, world, start):
-    the_plan = plan()
-    the_plan["world"] |= world
-    text = command(read(write_run(tmp_path / "run", the_plan=the_plan)))
-    assert text.startswith(f"{start} --deepspeed ds_configs/zero1.json ")
-
-
-def test_a_silent_run_may_be_gone(tmp_path):
+def test_a_running_run_loads_itself_again_and_a_silent_one_may_be_gone(tmp_path):
+    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    running = read(write_run(tmp_path / "running", outcome="running", time=now))
+    assert "http-equiv=refresh" in page_of(running)
     run = read(write_run(tmp_path / "run", outcome="running"))
     assert run.last_sign is not None
     assert run.is_silent(run.last_sign + 3600)
     assert not run.is_silent(run.last_sign + 60)
     assert "may have died" in ending(run).text
     assert "refresh" not in page_of(run)
-
-
-def test_a_running_run_loads_itself_again(tmp_path):
-    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-    run = read(write_run(tmp_path / "run", outcome="running", time=now))
-    assert "http-equiv=refresh" in page_of(run)
-
-
-def test_verdicts_see_what_went_wrong(tmp_path):
-    lines = [line_at(step) for step in range(1, 201)]
-    for line in lines[150:]:
-        line |= {"loss": line["loss"] * 1.5, "grad_norm": 9.0, "step_time_s": 3.0}
-    for line, loss in zip(lines[49::50], (5.0, 3.0, 3.4, 3.9), strict=True):
-        line["eval_loss"] = loss
-    events = [
-        {"kind": "spike", "step": 160},
-        {"kind": "memory", "rows": [{"point": "peak", "predicted": 10, "measured": 20}]},
-    ]
-    judged = verdicts(read(write_run(tmp_path / "run", lines, events)))
-    warnings = " ".join(verdict.text for verdict in judged if verdict.kind == "warning")
-    for text in ("best at step 100", "norm grows", "1 spike:", "not as predicted", "uneven"):
-        assert text in warnings
-
-
-def test_speed_is_that_of_evenly_chosen_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.report.lines.WHOLE_BYTES", 0)
-    monkeypatch.setattr("harness.report.lines.RANGES", 20)
-    lines = [line_at(step, step_time_s=2.0 if step % 50 == 7 else 0.5) for step in range(1, 1001)]
-    texts = [v.text for v in verdicts(read(write_run(tmp_path / "run", lines)))]
-    assert "Speed is steady: a step takes 500 ms." in texts
-
-
-def learning(first: float, last: float) -> list[dict[str, Any]]:
-    """Return the lines of a run that is evaluated before its first step and after its last."""
-    lines = [line_at(step) for step in range(201)]
-    del lines[0]["loss"]
-    lines[0]["eval_loss"], lines[-1]["eval_loss"] = first, last
-    return lines
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "steps", "events", "verdict", "what", "changed"),
-    [
-        (6.206, 6.202, 200, [], "is too low", "at a higher rate", "optim.lr=0.0009"),
-        (2.0, 2.5, 200, [], "is too high", "at a lower rate", "optim.lr=0.0001"),
-        (
-            *(6.2, 6.2, 3, []),
-            *("its steps are too few", "longer: 3 steps were too few", "train.steps=100"),
-        ),
-        (
-            *(9.0, 6.0, 150, [{"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}]),
-            *("above a bigram model's 4.00", "a unigram model is better", "train.steps=600"),
-        ),
-    ],
-)
-def test_a_model_that_learned_too_little_is_not_to_be_tried(
-    first, last, steps, events, verdict, what, changed, tmp_path
-):
-    record = plan() | {"total_steps": steps}
-    run = read(write_run(tmp_path / "run", learning(first, last), events, record))
-    assert any(verdict in v.text for v in verdicts(run) if v.kind == "warning")
-    (todo,) = advice(run)
-    assert what in todo.text
-    assert "not worth trying yet" in todo.text
-    assert changed in shlex.split(todo.command)
-    assert "Try the model" not in page_of(run)
-
-
-def test_a_model_that_learned_is_to_be_tried(tmp_path):
-    events = [{"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}]
-    run = read(write_run(tmp_path / "run", learning(6.2, 3.0), events))
-    assert advice(run)[0].command == f"python tools/export_hf.py {tmp_path / 'run'}"
-    assert {v.kind for v in verdicts(run)} == {"good"}
-
-
-def test_a_run_that_was_too_short_says_so_once(tmp_path):
-    events = [
-        {"kind": "few_steps", "message": "the run takes only 2 steps"},
-        {"kind": "unfinished_warmup", "message": "the run ends during its warm-up"},
-    ]
-    run = read(write_run(tmp_path / "run", events=2 * events))
-    (warning,) = (v.text for v in verdicts(run) if v.kind == "warning")
-    assert warning == "The run takes only 2 steps; the run ends during its warm-up."
-
-
-def test_a_command_has_what_its_user_set_and_one_length(tmp_path):
-    record = plan()
-    record["run"]["train"] |= {"epochs": 3.0, "global_batch": 4}
-    record["run_set"] |= {"train.epochs": "command line", "train.global_batch": COUNTED}
-    run = read(write_run(tmp_path / "run", the_plan=record))
-    assert "train.epochs=3" in command(run)
-    assert "train.global_batch" not in command(run)
-    longer = command(run, changes={"train.steps": 400})
-    assert "train.steps=400" in longer
-    assert "train.epochs" not in longer
 
 
 def test_the_plan_says_examples_windows_and_warm_up(tmp_path):
@@ -466,25 +272,27 @@ def test_the_length_of_training_samples_is_marked_where_longer_ones_are_evaluate
     assert "It is flat if the carried state" in page
 
 
+def evaluated_at_50(folder: Path, loss: float, record: dict[str, Any]) -> RunRecord:
+    lines = [*map(line_at, range(1, 50)), line_at(50, eval_loss=loss)]
+    return read(write_run(folder, lines, the_plan=record))
+
+
 def test_runs_are_ranked_and_their_differences_listed(tmp_path):
-    runs = []
-    for name, rate, loss in (("a", 1e-4, 4.0), ("b", 3e-4, 3.0)):
-        lines = [line_at(step) for step in range(1, 51)]
-        lines[-1]["eval_loss"] = loss
-        runs.append(read(write_run(tmp_path / name, lines, the_plan=plan(lr=rate))))
-    page = compare_page_of(runs, "two")
+    losses = (("a", 1e-4, 4.0), ("b", 3e-4, 3.0))
+    runs = [evaluated_at_50(tmp_path / name, loss, plan(lr=rate)) for name, rate, loss in losses]
+    page = compare_page_of([*runs, read(write_run(tmp_path / "none", []))], "three")
     assert "b \u2605 best" in page
-    assert page.index('data-run="b"') < page.index('data-run="a"')
+    places = [page.index(f'data-run="{name}"') for name in ("b", "a", "none")]
+    assert places == sorted(places)
     assert differences(runs) == [("optim.lr", ["0.0001", "0.0003"])]
 
 
 def test_losses_on_different_held_out_sets_are_not_compared(tmp_path):
-    runs = []
-    for name, of_set, loss in (("a", "x", 4.0), ("b", "y", 3.0), ("c", "x", 5.0), ("d", "z", 9.0)):
-        lines = [line_at(step) for step in range(1, 51)]
-        lines[-1]["eval_loss"] = loss
-        record = plan() | {"held_out_set": of_set}
-        runs.append(read(write_run(tmp_path / name, lines, the_plan=record)))
+    losses = (("a", "x", 4.0), ("b", "y", 3.0), ("c", "x", 5.0), ("d", "z", 9.0))
+    runs = [
+        evaluated_at_50(tmp_path / name, loss, plan() | {"held_out_set": of_set})
+        for name, of_set, loss in losses
+    ]
     page = compare_page_of(runs, "four")
     assert "4 runs on 3 held-out sets, whose losses cannot be compared" in page
     assert re.findall(r"<b>(.)</b> has the lowest held-out loss of set (.)", page) == [
@@ -500,12 +308,6 @@ def test_losses_on_different_held_out_sets_are_not_compared(tmp_path):
         for name in "ef"
     ]
     assert "on 2 held-out sets" in compare_page_of(old, "two")
-
-
-def test_a_run_of_no_step_beside_a_whole_one(tmp_path):
-    runs = [read(write_run(tmp_path / "none", [])), read(write_run(tmp_path / "whole"))]
-    page = compare_page_of(runs, "two")
-    assert page.index(">whole") < page.index(">none")
 
 
 def test_the_page_comes_to_the_folder_at_once_or_not_at_all(tmp_path):
