@@ -152,27 +152,17 @@ def pinned_rounding(inputs: Inputs, parts: Iterable[MemoryItem]) -> list[MemoryI
 
     def rounded(part: MemoryItem) -> int:
         blocks = inputs.in_flight * inputs.shape.num_layers if _is_activation(part) else 1
-        return blocks * _power_of_two(-(-part.bytes // blocks))
+        return blocks << (-(-part.bytes // blocks) - 1).bit_length()
 
     return [
-        MemoryItem(
-            "pinned rounding",
-            rounded(part) - part.bytes,
-            part.phases,
-            "guessed",
-            "host",
-        )
-        for part in parts
-        if is_pinned(part) and part.bytes
+        MemoryItem("pinned rounding", rounded(p) - p.bytes, p.phases, "guessed", "host")
+        for p in parts
+        if is_pinned(p) and p.bytes
     ]
 
 
 def _is_activation(part: MemoryItem) -> bool:
     return part.component.startswith("activations")
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def checkpoint_bytes(inputs: Inputs) -> int:

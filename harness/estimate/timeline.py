@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.estimate.host import checkpoint_bytes
 from harness.estimate.inputs import Inputs
-from harness.estimate.memory_item import GIB, PHASES, Evidence, Place
+from harness.estimate.memory_item import GIB, PHASES, Evidence
 from harness.estimate.rank_timeline import RankTimeline, rank_timeline, weakest
 from harness.estimate.states import optimizer_class
 from harness.layout.exclusions import KEYS, incompatible_axes, sequence_problems
@@ -101,6 +101,7 @@ class Estimate:
         worst, components = self.worst, self.worst.phase(self.worst.peak_phase)
         # What is never written takes no memory of a host: a bucket larger than all gradients.
         in_phase = worst.cpu_phase if self.inputs.accelerator == "cpu" else worst.phase
+        on_host = worst.phase(max(PHASES, key=lambda name: worst.total(name, "host")), "host")
         saved = sum(size for name, size in components.items() if name.startswith("activations"))
         return {
             "allocated_gib": _gib(worst.peak),
@@ -131,9 +132,7 @@ class Estimate:
             "first_step_adds_gib": _gib(self.late_bytes),
             "device_gib": None if self.device_bytes is None else _gib(self.device_bytes),
             "host_gib_per_node": _gib(self.host_bytes_per_node),
-            "host_components_gib_per_rank": {
-                name: _gib(size) for name, size in _largest(worst, "host").items()
-            },
+            "host_components_gib_per_rank": {name: _gib(size) for name, size in on_host.items()},
             "nvme_gib_per_node": _gib(self.nvme_bytes_per_node),
             "checkpoint_gib": _gib(self.checkpoint_bytes),
             "optimizer_class": optimizer_class(self.inputs),
@@ -193,10 +192,6 @@ def shards_that_differ(inputs: Inputs) -> list[int]:
             sizes[rank] += flat.whole[flat.index(rank)]
     by_size = sorted(range(inputs.shards), key=lambda rank: -sizes[rank])
     return list(dict.fromkeys((by_size[0], by_size[-1])))
-
-
-def _largest(rank: RankTimeline, place: Place) -> dict[str, int]:
-    return rank.phase(max(PHASES, key=lambda name: rank.total(name, place)), place)
 
 
 def _gib(size: float) -> float:

@@ -194,17 +194,17 @@ def _loss(run: RunRecord) -> Chart:
     sets = [key for key in _keys(run, "eval_loss/") if len(_keys(run, "eval_loss/")) > 1]
     sources = _keys(run, "loss/")
     extra = [*((key, False) for key in sets), *((key, True) for key in sources)]
+    names = [key.replace("eval_loss/", "held-out ").replace("loss/", "") for key, _ in extra]
     others = [
-        replace(curve(run, key, _named(key), colour_of(2 + place), smooth=smooth), style="dashed")
-        for place, (key, smooth) in enumerate(extra)
+        replace(curve(run, key, name, colour_of(2 + place), smooth=smooth), style="dashed")
+        for place, ((key, smooth), name) in enumerate(zip(extra, names, strict=True))
     ]
     train[-1] = replace(train[-1], label="training")
     event = run.last_event("baselines") or {}
-    names = {"unigram_nats": "unigram model", "bigram_nats": "bigram model"}
     limits = [
-        (f"{name} {nats:.2f}", nats)
-        for key, name in names.items()
-        if (nats := number(event.get(key))) is not None
+        (f"{name} model {nats:.2f}", nats)
+        for name in ("unigram", "bigram")
+        if (nats := number(event.get(f"{name}_nats"))) is not None
     ]
     return Chart(
         "loss",
@@ -216,10 +216,6 @@ def _loss(run: RunRecord) -> Chart:
         is_wide=True,
         note=_note(run),
     )
-
-
-def _named(key: str) -> str:
-    return key.replace("eval_loss/", "held-out ").replace("loss/", "")
 
 
 def _note(run: RunRecord) -> str:

@@ -53,11 +53,13 @@ def compare_page_of(runs: list[RunRecord], title: str) -> str:
 
 
 def _best(sets: list[list[RunRecord]]) -> str:
-    count = sum(map(len, sets))
+    count, names = sum(map(len, sets)), [""]
+    if len(sets) > 1:
+        names = [f" of set {letter(n)}" for n in range(len(sets))]
     texts = [
         f"<b>{escaped(of_set[0].name)}</b> has the lowest held-out loss{set_name}, {best[1]:.4f} "
         f"at step {best[0]:,}"
-        for set_name, of_set in zip(_of_sets(sets), sets, strict=True)
+        for set_name, of_set in zip(names, sets, strict=True)
         if (best := of_set[0].best()) is not None
     ]
     if not texts:
@@ -66,11 +68,6 @@ def _best(sets: list[list[RunRecord]]) -> str:
     if len(sets) > 1:
         apart = f" on {len(sets)} held-out sets, whose losses cannot be compared"
     return f"<p>{count} runs{apart}; {'; '.join(texts)}</p>"
-
-
-def _of_sets(sets: list[list[RunRecord]]) -> list[str]:
-    """Return " of set A", ...; "" where there is one set."""
-    return [""] if len(sets) == 1 else [f" of set {letter(n)}" for n in range(len(sets))]
 
 
 def letter(number: int) -> str:

@@ -24,7 +24,7 @@ from harness.report.formatting import count, cut, duration, escaped, gib, moment
 from harness.report.lines import number
 from harness.report.palette import COMPONENTS, css
 from harness.report.profiles import needle_card
-from harness.report.run_record import Event, RunRecord, dig, read, values_of
+from harness.report.run_record import RunRecord, dig, read, values_of
 from harness.report.verdicts import Advice, Verdict, advice, ending, memory_rows, progress, verdicts
 
 NAME = "report.html"
@@ -257,16 +257,13 @@ def _samples(run: RunRecord) -> str:
     if not samples:
         return ""
     shown = [samples[0], samples[-1]] if len(samples) > 1 else samples
+    titles = [f"{event.get('title', 'sample')}, step {event.get('step')}" for event in shown]
     cards = "".join(
-        f"<div class=card><h3>{_title(event)}</h3><pre class=sample><span>"
+        f"<div class=card><h3>{escaped(title.capitalize())}</h3><pre class=sample><span>"
         f"{escaped(event.get('prompt', ''))}</span>{escaped(event.get('text', ''))}</pre></div>"
-        for event in shown
+        for event, title in zip(shown, titles, strict=True)
     )
     return f"<h2>What it writes</h2><section class=two>{cards}</section>"
-
-
-def _title(event: Event) -> str:
-    return escaped(f"{event.get('title', 'sample')}, step {event.get('step')}".capitalize())
 
 
 def _plan(run: RunRecord) -> str:

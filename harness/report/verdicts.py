@@ -361,7 +361,11 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
         if run.planned("deepspeed_given", *json_key.split(".")) is not None:
             values[f"{PREFIX}{json_key}"] = AUTO
     values |= {"run.dir": dir or str(run.path), **changes}
-    pairs = " ".join(shlex.quote(f"{key}={_written(value)}") for key, value in values.items())
+    written = {
+        key: value if isinstance(value, str) else value_as_text(_without_none(value))
+        for key, value in values.items()
+    }
+    pairs = " ".join(shlex.quote(f"{key}={text}") for key, text in written.items())
     return f"{_start(run)} --deepspeed {shlex.quote(source)} {pairs}"
 
 
@@ -388,10 +392,6 @@ def _start(run: RunRecord) -> str:
 def _rounded(rate: float) -> float:
     """Return a rate that is only a suggestion, to three digits."""
     return float(f"{rate:.3g}")
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else value_as_text(_without_none(value))
 
 
 def _without_none(value: Any) -> Any:
