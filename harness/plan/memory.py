@@ -24,10 +24,9 @@ from typing import Any
 from harness.config.ds_json import value_of
 from harness.errors import ConfigError
 from harness.estimate.hardware import known_gpu
-from harness.estimate.inputs import Inputs, LayerTrace, Way
+from harness.estimate.inputs import Inputs, LayerTrace, Way, ZeroSettings
 from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate, division_problems, estimate_memory
-from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.shape import Body, Shape, Tensor
 from harness.layout.state_size import carried_numbers
 from harness.plan.plan import Plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.config.ds_json import AUTO, Event, literal, value_of
-from harness.estimate.rank_timeline import rank_timeline
+from harness.estimate.timeline import rank_timeline
 from harness.layout.families import SIZE_KEYS
 from harness.layout.grid import Coords
 from harness.layout.recompute import is_checkpointed

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.estimate.memory_item import GIB
-from harness.estimate.rank_timeline import rank_timeline
+from harness.estimate.timeline import rank_timeline
 from harness.plan.plan import Plan
 
 STEPS = 3

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from harness.config.ds_json import value_of
-from harness.estimate.inputs import Inputs
-from harness.estimate.zero_settings import ZeroSettings
+from harness.estimate.inputs import Inputs, ZeroSettings
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds

@@ -9,8 +9,7 @@ import pytest
 
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import layer_activations
-from harness.estimate.rank_timeline import rank_timeline
-from harness.estimate.timeline import estimate_memory
+from harness.estimate.timeline import estimate_memory, rank_timeline
 from harness.layout.stages import stage_parameters
 from harness.plan.model_config import find_model_config
 from tests.estimate.runs import run_of

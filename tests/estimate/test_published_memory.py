@@ -17,9 +17,8 @@ from harness.config.run_file import load_run_config
 from harness.estimate.activations import attention_copies
 from harness.estimate.hardware import GPUS
 from harness.estimate.memory_item import GIB, Interval, MemoryItem
-from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.reserved import WHOLE_MODEL
-from harness.estimate.timeline import estimate_memory
+from harness.estimate.timeline import RankTimeline, estimate_memory
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from tests.estimate.runs import run_of

@@ -24,11 +24,10 @@ from typing import Any
 import pytest
 
 from harness.config.ds_json import value_of
-from harness.estimate.inputs import Inputs
+from harness.estimate.inputs import Inputs, ZeroSettings
 from harness.estimate.step_time.layer import product_seconds
 from harness.estimate.step_time.machine import Machine, machine_of
 from harness.estimate.step_time.step import estimate_time
-from harness.estimate.zero_settings import ZeroSettings
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.stages import split_evenly

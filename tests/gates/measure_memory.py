@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.estimate.activations import saved_for_backward
-from harness.estimate.rank_timeline import rank_timeline
+from harness.estimate.timeline import rank_timeline
 from harness.layout.world import World
 from harness.plan.memory import memory_inputs
 from harness.terminal import HelpFormatter

@@ -11,11 +11,17 @@ from typing import Any
 from harness.config.run_config import RunConfig
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB, PHASES, Interval
-from harness.estimate.rank_timeline import PAGE, UNMODELLED, Totals, verdict_without_allocator
 from harness.estimate.step_time.job import DAY, EvalAndSaveTime, Job
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import StepTime
-from harness.estimate.timeline import Estimate, estimate_memory
+from harness.estimate.timeline import (
+    PAGE,
+    UNMODELLED,
+    Estimate,
+    Totals,
+    estimate_memory,
+    verdict_without_allocator,
+)
 from tools.cluster.layouts import Layout, State
 
 TOKENS_PER_PARAMETER = 20

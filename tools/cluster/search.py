@@ -23,7 +23,6 @@ from harness.estimate.host import driver_bytes
 from harness.estimate.inputs import Inputs
 from harness.estimate.layer_bytes import Layer, layer_activations
 from harness.estimate.memory_item import Interval
-from harness.estimate.rank_timeline import Totals, batch_parts, state_parts
 from harness.estimate.step_time.layer import Passes, layer_passes
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import (
@@ -33,7 +32,13 @@ from harness.estimate.step_time.step import (
     step_terms,
     synchronised,
 )
-from harness.estimate.timeline import fullest_node, shards_that_differ
+from harness.estimate.timeline import (
+    Totals,
+    batch_parts,
+    fullest_node,
+    shards_that_differ,
+    state_parts,
+)
 from harness.layout.stages import in_flight
 from tools.cluster.choose import Answer, answer_of
 from tools.cluster.count import Counted, Question, Rank

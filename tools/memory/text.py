@@ -5,9 +5,8 @@ from __future__ import annotations
 from harness.estimate.fit import IsPossible, helpful_changes, with_stage
 from harness.estimate.inputs import BY_REFERENCE
 from harness.estimate.memory_item import FP32, GIB, PHASES, Interval
-from harness.estimate.rank_timeline import RankTimeline
 from harness.estimate.states import optimizer_class
-from harness.estimate.timeline import Estimate, division_problems, estimate_memory
+from harness.estimate.timeline import Estimate, RankTimeline, division_problems, estimate_memory
 
 _BAR = 40  # characters
 _BESIDE_A_BAR = 58  # characters of the line beside a bar: name, size, evidence
