@@ -9,8 +9,7 @@ from pathlib import Path
 
 from harness.files.records import Unreadable
 from harness.report.chart import Curve, Mark, Scale, html_of, legend_of, lines
-from harness.report.page import document
-from harness.report.write import write_page
+from harness.report.page import document, write_page
 from harness.runfolder import RunFolder
 from tools.sweeps.cost import Record
 from tools.sweeps.space import Dimension, Values
