@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
 
+from harness.config.assignments import flat
 from harness.report.chart import colour_of, html_of
 from harness.report.charts import charts
 from harness.report.formatting import duration, escaped, short
@@ -148,19 +147,13 @@ def _differences(runs: list[RunRecord]) -> str:
 
 def differences(runs: list[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return keys of the plans whose values differ, each with the value of every run."""
-    flat = [
-        {key: value for part in _ASKED for key, value in _leaves(part, run.planned(part))}
-        for run in runs
-    ]
-    keys = {key: None for values in flat for key in values if key not in _OF_THE_DAY}
-    rows = [(key, [values.get(key, "-") for values in flat]) for key in keys]
+    asked = [_asked(run) for run in runs]
+    keys = {key: None for values in asked for key in values if key not in _OF_THE_DAY}
+    rows = [(key, [values.get(key, "-") for values in asked]) for key in keys]
     return [(key.removeprefix("run."), row) for key, row in rows if len(set(row)) > 1]
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
-    elif value is not None:
-        text = value if isinstance(value, str) else json.dumps(value)
-        yield key, text if len(text) <= 60 else f"{text[:57]}..."
+def _asked(run: RunRecord) -> dict[str, str]:
+    leaves = flat({part: run.planned(part) for part in _ASKED})
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in leaves if v is not None}
+    return {key: text if len(text) <= 60 else f"{text[:57]}..." for key, text in texts.items()}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness.config.assignments import assign
 from harness.config.ds_json import DsJson
 from harness.config.run_file import validated
 from harness.errors import ConfigError
@@ -83,14 +86,8 @@ def _measured(folder: Path) -> tuple[Measured, int]:
 def _plan_of(record: dict[str, Any]) -> Plan:
     """Return a run's plan, rebuilt from the keys that its user set."""
     tree: dict[str, Any] = {}
-    for key in record["run_set"]:
-        *sections, name = key.split(".")
-        place, value = tree, record["run"]
-        for section in sections:
-            place, value = place.setdefault(section, {}), value[section]
-        place[name] = value[name]
-    tree.get("run", {}).pop("dir", None)
-    tree.get("plan", {}).pop("rates", None)
+    for key in {*record["run_set"]} - {"run.dir", "plan.rates"}:
+        assign(tree, key, reduce(getitem, key.split("."), record["run"]))
     config = validated(tree, record["run_set"])
     ds = DsJson(record["deepspeed_given"], record["deepspeed_source"])
     return make_plan(config, ds, World(**record["world"]), estimating=True)
