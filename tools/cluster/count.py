@@ -251,14 +251,6 @@ class Question:
         return EvalAndSaveTime.of(counted.time, steps, evaluate, run.save.every, self.disk_gb_per_s)
 
 
-def tokens_text(tokens: float) -> str:
-    """Return a number of tokens as text, such as 15T, 300B or 10M."""
-    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if tokens >= scale:
-            return f"{tokens / scale:,.4g}{letter}"
-    return f"{tokens:,.0f}"
-
-
 def days(seconds: float) -> str:
     """Return seconds as text in days or hours."""
     return f"{seconds / DAY:,.1f} days" if seconds >= DAY else f"{seconds / 3600:.1f} hours"

@@ -12,8 +12,9 @@ from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.job import DAY, Job
 from harness.estimate.step_time.machine import NETWORK_REACHED
 from harness.estimate.step_time.step import TERMS
+from harness.report.formatting import short
 from tools.cluster.choose import Answer, error_text, why_not
-from tools.cluster.count import Counted, Question, days, tokens_text
+from tools.cluster.count import Counted, Question, days
 from tools.cluster.job import commands, settings
 
 WIDTH = 80
@@ -56,7 +57,7 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
             f"  {'' if n else 'time: '}{part}"
             for n, part in enumerate(textwrap.wrap(_shares(best), WIDTH - 8))
         ),
-        f"  {tokens_text(question.data_tokens)} tokens: {days(job.seconds)}, "
+        f"  {short(question.data_tokens, 4)} tokens: {days(job.seconds)}, "
         f"{job.gpu_hours:,.0f} GPU-hours, {job.energy_kwh:,.0f} kWh for the GPUs",
         *_beside(question, best),
         f"  with failures {days(job.days_with_failures * DAY)}: one in "
