@@ -24,7 +24,7 @@ from harness.data.spec import DataSpec
 from harness.data.tokenizer import train_tokenizer
 from harness.errors import ConfigError
 from harness.estimate.fit import changes_that_help, helpful_changes
-from harness.plan.changes import takes
+from harness.plan.make import takes
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems
 from harness.run.data_decisions import decide_from_data
@@ -226,8 +226,8 @@ NOT_FOLLOWED = {
         "run/data_decisions.py: give all ranks the same arguments and files",
     ),
     "leaves the values open": (
-        "config/ds_leftovers.toml: to start with short sequences",
-        "config/ds_leftovers.toml: to gather weights within a node",
+        "config/ds_refused.toml: to start with short sequences",
+        "config/ds_refused.toml: to gather weights within a node",
         "config/data_section.py: are longer than data.seq_len",
         "data/source.py: (the longest has ...): raise data.seq_len",
         "files/forms.py: did you mean",

@@ -29,8 +29,8 @@ from harness.estimate.activations import saved_for_backward
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate
-from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
+from harness.plan.make import takes
 from harness.plan.memory import Untraceable, traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
 from harness.terminal import HelpFormatter, columns, say

@@ -41,8 +41,8 @@ from harness.estimate.fit import shortages
 from harness.launch.ranks import REPOSITORY
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.world import World
-from harness.plan.changes import takes
 from harness.plan.command import Command, parse_command, plan_from
+from harness.plan.make import takes
 from harness.plan.plan import Plan
 from harness.plan.text import describe
 from harness.terminal import HelpFormatter, say

@@ -19,15 +19,21 @@ from harness.config.assignments import COMMAND_LINE, NAMED_AT_ONCE, did_you_mean
 from harness.config.ds_json import AUTO, DsJson, default_of, ds_keys
 from harness.errors import Problems, worded
 
-_REFUSED_FILE = Path(__file__).with_name("ds_refused.toml")
+_FILE = Path(__file__).with_name("ds_refused.toml")
+_COMMENTS = ("_", "//", "#")
+"""Prefixes of keys that serve as comments, for which JSON has no syntax."""
 
 Rule = Mapping[str, Any]
 
 
 @functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
 def rules() -> list[Rule]:
     """Return the rules; the file documents their fields."""
-    table: list[Rule] = tomllib.loads(_REFUSED_FILE.read_text(encoding="utf-8"))["rule"]
+    table: list[Rule] = _tables()["rule"]
     return table
 
 
@@ -64,10 +70,6 @@ def _is_among(ds: DsJson, key: str, values: list[Any]) -> bool:
     value = ds.value(key)
     return ("null" if value is None else value) in values
 
-
-_LEFTOVERS_FILE = Path(__file__).with_name("ds_leftovers.toml")
-_COMMENTS = ("_", "//", "#")
-"""Prefixes of keys that serve as comments, for which JSON has no syntax."""
 
 _PYTHON_TYPES: dict[str, Any] = {
     "array": list,
@@ -120,13 +122,13 @@ def _check_section(
                 _reject_unknown(ds, key, section["keys"], problems, unlike_any)
         elif "removed" in node:
             _drop_removed(ds, key, value, node["removed"], problems)
-        elif "replaced_by" in node and value is not None:
-            _replace(ds, key, value, node, problems)
-        elif "keys" in node and isinstance(value, dict):
-            _check_section(ds, value, node, f"{key}.", problems, unlike_any)
         elif must_be := _must_be(value, node):
             problems.say(worded(key, value, ds.origin(key), f"it must be {must_be}"))
             ds.reject(key)
+        elif "replaced_by" in node and value is not None:
+            _replace(ds, key, value, node, problems)
+        elif "keys" in node and value is not None:
+            _check_section(ds, value, node, f"{key}.", problems, unlike_any)
 
 
 def _reject_unknown(
@@ -173,10 +175,7 @@ def _is_off(value: Any) -> bool:
 def _replace(ds: DsJson, key: str, value: Any, node: Mapping[str, Any], problems: Problems) -> None:
     """Replace a deprecated key by its successor in DeepSpeed."""
     new = key.removesuffix(key.rpartition(".")[2]) + node["replaced_by"]
-    if must_be := _must_be(value, node):
-        problems.say(worded(key, value, ds.origin(key), f"it must be {must_be}"))
-        ds.reject(key)
-    elif "becomes" not in node:
+    if "becomes" not in node:
         ds.remove(key, f"left out, an old key: see {new}")
     elif ds.literal(new) is not None or ds.is_auto(new):
         problems.say(
@@ -194,7 +193,8 @@ def _replace(ds: DsJson, key: str, value: Any, node: Mapping[str, Any], problems
 def _must_be(value: Any, node: Mapping[str, Any]) -> str | None:
     """Return the requirement that a known key's value violates; None if it is fine."""
     if "keys" in node:
-        return None if value is None and node.get("nullable") else "an object {...}"
+        is_section = isinstance(value, dict) or (value is None and node.get("nullable"))
+        return None if is_section else "an object {...}"
     if value == AUTO:
         return None
     if not any(_is_a(kind, value) for kind in node["type"]):
@@ -215,19 +215,14 @@ def _is_a(kind: str, value: Any) -> bool:
 
 
 @functools.cache
-def _leftovers() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(_LEFTOVERS_FILE.read_text(encoding="utf-8"))
-
-
-@functools.cache
 def _ignored() -> dict[str, str]:
     """Return, by key, the reason for leaving it out."""
-    return {key: why for why, keys in _leftovers()["ignored"].items() for key in keys}
+    return {key: why for why, keys in _tables()["ignored"].items() for key in keys}
 
 
 def _advice(key: str) -> str:
     """Return the replacement for a key, to end a sentence."""
-    advice = _leftovers()["advice"].get(key)
+    advice = _tables()["advice"].get(key)
     return f": {advice}" if advice else ""
 
 

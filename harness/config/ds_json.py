@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,11 +59,6 @@ def offloaded_to(ds: Mapping[str, Any], part: Literal["optimizer", "param"]) -> 
     return str(value_of(ds, f"zero_optimization.offload_{part}.device"))
 
 
-def use_first_names(ds: dict[str, Any], name: str) -> list[str]:
-    """Rename every key to its canonical name, in place. Return the problems of the JSON `name`."""
-    return list(_use_first_names(ds, ds_keys(), "", name))
-
-
 def first_name(key: str) -> str:
     """Return a dotted key under its canonical name."""
     node, names = ds_keys(), []
@@ -74,22 +69,25 @@ def first_name(key: str) -> str:
     return ".".join(names)
 
 
-def _use_first_names(
-    values: dict[str, Any], section: Mapping[str, Any], prefix: str, file: str
-) -> Iterator[str]:
+def use_first_names(
+    values: dict[str, Any], file: str, prefix: str = "", section: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Rename every key of a JSON, or of its `section` after `prefix`, to its canonical name, in
+    place. Return the problems of the `file`.
+    """
+    known, problems = (section or ds_keys())["keys"], []
     for name, value in list(values.items()):
-        first = section["keys"].get(name, {}).get("same_as", name)
-        node = section["keys"].get(first, {})
+        first = known.get(name, {}).get("same_as", name)
+        node = known.get(first, {})
         if first != name:
             del values[name]
             if first in values:
-                yield (
-                    f"{prefix}{first} and {prefix}{name} ({file}) are the same key: keep one of "
-                    "them"
-                )
+                both = f"{prefix}{first} and {prefix}{name} ({file})"
+                problems.append(f"{both} are the same key: keep one of them")
             values.setdefault(first, value)
         if "keys" in node and isinstance(value, dict):
-            yield from _use_first_names(value, node, f"{prefix}{first}.", file)
+            problems += use_first_names(value, file, f"{prefix}{first}.", node)
+    return problems
 
 
 Event = dict[str, Any]

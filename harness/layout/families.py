@@ -123,6 +123,12 @@ class Family:
         return outputs.count("width") + 2 * outputs.count("2*width") == 2
 
 
+def given_size(config: Mapping[str, Any], size: str) -> int | None:
+    """Return a size that a config.json states under any of its names (SIZE_KEYS), or None."""
+    values = (config.get(key) for key in SIZE_KEYS[size])
+    return next((value for value in values if isinstance(value, int)), None)
+
+
 def family_of(model_type: str) -> Family:
     """Return the family of a model type; without a table, all defaults and no layers."""
     return _TABLES.get(model_type) or Family(model_type)

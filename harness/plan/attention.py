@@ -13,9 +13,8 @@ from harness.layout.families import family_of
 from harness.layout.shape import Shape
 from harness.layout.tensor import without_sdpa
 from harness.layout.world import World
-from harness.plan.draft import Draft
 from harness.plan.memory import estimate
-from harness.plan.plan import Plan
+from harness.plan.plan import Draft, Plan
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
 """Model config keys for the dropout probability of attention weights."""

@@ -10,8 +10,7 @@ from harness.config.batch import BatchSizes
 from harness.config.ds_json import literal
 from harness.config.sections import TrainConfig
 from harness.plan.fine_tuning import DOCS, batch_is_open, batch_unit
-from harness.plan.memory import estimate
-from harness.plan.model import WHOLE, note_whole_vocabulary
+from harness.plan.model import estimated
 from harness.plan.pipeline import BUBBLE, bubble_events, by_memory
 from harness.plan.plan import Plan
 
@@ -144,7 +143,7 @@ def _with_batch(plan: Plan, windows: int) -> Plan:
         "train_micro_batch_size_per_gpu": batch.micro_batch,
         "gradient_accumulation_steps": batch.grad_accum,
     }
-    events = [event for event in plan.events if event["kind"] not in (BUBBLE, WHOLE)]
+    events = [event for event in plan.events if event["kind"] != BUBBLE]
     changed = replace(
         plan,
         config=plan.config.changed({"train.global_batch": windows}),
@@ -154,8 +153,7 @@ def _with_batch(plan: Plan, windows: int) -> Plan:
         grad_accum=batch.grad_accum,
         events=(*events, *bubble_events(plan.grid.pipeline, batch.grad_accum)),
     )
-    changed = by_memory(changed)
-    return note_whole_vocabulary(replace(changed, estimate=estimate(changed)))
+    return estimated(by_memory(changed))
 
 
 def _why(plan: Plan, counts: Counts, epochs: float | None, batch: int) -> str:

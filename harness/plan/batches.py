@@ -7,47 +7,50 @@ import math
 from harness.config.batch import Curriculum
 from harness.config.ds_json import Event
 from harness.config.run_config import RunConfig
-from harness.layout.families import SIZE_KEYS
+from harness.layout.families import given_size
 from harness.plan.batch_from_data import Counts, open_keys
-from harness.plan.context import or_longer
-from harness.plan.draft import Draft
-from harness.plan.model_config import max_positions
-from harness.plan.pipeline import num_stages
-from harness.plan.plan import Plan
+from harness.plan.plan import Draft, Plan
+from harness.plan.rotary import or_longer, positions_of
 
 _KEY = "data.batching"
 
 
 def decide_batching(draft: Draft) -> None:
     """Derive the micro-batch from data.tokens_per_batch; reject what needs equal sample lengths."""
-    data, problems = draft.config.data, draft.problems
-    if data.batching == "packed":
+    run = draft.config
+    if run.data.batching == "packed":
         return
-    needs = {
-        "pipeline.stages": num_stages(draft.ds.tree) > 1,
-        "model.compile": draft.config.model.compile,
-        "ramp.length_from": draft.config.ramp.length_from is not None,
-        "train.tokens": draft.config.train.tokens is not None,
-    }
-    for key, why in (
-        ("pipeline.stages", "stages exchange tensors of one shape: use ZeRO 3 instead of stages"),
-        ("model.compile", "every length would be compiled separately: remove model.compile"),
-        ("ramp.length_from", "documents would be cut: remove ramp.length_from"),
+    one_shape = "stages exchange tensors of one shape: use ZeRO 3 instead of stages"
+    separately = "every length would be compiled separately: remove model.compile"
+    of_documents = "a step's tokens depend on its documents: set train.steps or train.epochs"
+    for key, is_on, why in (
+        ("pipeline.stages", draft.grid.pipeline > 1, one_shape),
+        ("model.compile", run.model.compile, separately),
         (
-            "train.tokens",
-            "a step's tokens depend on its documents: set train.steps or train.epochs",
+            *("ramp.length_from", run.ramp.length_from is not None),
+            "documents would be cut: remove ramp.length_from",
         ),
+        ("train.tokens", run.train.tokens is not None, of_documents),
     ):
-        if needs[key]:
-            why = f"but with {key} ({_origin(draft, key)}) {why}, or use {_KEY}=packed"
-            problems.add(_KEY, why)
-    _set_micro_batch(draft)
+        if is_on:
+            why = f"but with {key} ({draft.origin(key)}) {why}, or use {_KEY}=packed"
+            draft.problems.add(_KEY, why)
+    if run.data.tokens_per_batch is None:
+        return
+    key, micro_batch = "train.micro_batch", run.data.tokens_per_batch // run.data.seq_len
+    if run.train.micro_batch not in (None, micro_batch):
+        why = (
+            f"which makes micro-batches of {micro_batch} windows of data.seq_len "
+            f"{run.data.seq_len}, but {key} is {run.train.micro_batch} ({run.origin(key)})"
+        )
+        draft.problems.add("data.tokens_per_batch", why, "remove one of them")
+    draft.config = run.changed({key: micro_batch})
 
 
 def mark_padding(draft: Draft) -> None:
     """Mask padding from the routers of experts, unless the user set data.document_mask."""
     data = draft.config.data
-    has_experts = any(isinstance(draft.model_config.get(key), int) for key in SIZE_KEYS["experts"])
+    has_experts = given_size(draft.model_config, "experts") is not None
     if data.batching == "packed" or data.document_mask is not None or not has_experts:
         return
     draft.config = draft.config.changed({"data.document_mask": True})
@@ -55,23 +58,6 @@ def mark_padding(draft: Draft) -> None:
         "marked_padding",
         "data.document_mask is true, so that padding does not count in the balance of routers",
     )
-
-
-def _set_micro_batch(draft: Draft) -> None:
-    data, train = draft.config.data, draft.config.train
-    if data.tokens_per_batch is None:
-        return
-    micro_batch = data.tokens_per_batch // data.seq_len
-    if train.micro_batch not in (None, micro_batch):
-        why = f"which makes micro-batches of {micro_batch} windows of data.seq_len {data.seq_len}"
-        other = f"train.micro_batch is {train.micro_batch} ({_origin(draft, 'train.micro_batch')})"
-        draft.problems.add("data.tokens_per_batch", f"{why}, but {other}", "remove one of them")
-    draft.config = draft.config.changed({"train.micro_batch": micro_batch})
-
-
-def _origin(draft: Draft, key: str) -> str:
-    """Return the origin of a key, in either config."""
-    return draft.asked([key]).rpartition(": ")[2]
 
 
 MAX_RISES = 10_000
@@ -84,10 +70,10 @@ def ramp(draft: Draft) -> None:
     _check_pairs(draft)
     _check_batch(draft)
     _check_length(draft)
-    if len(draft.problems) > problems_before:
-        draft.curriculum = Curriculum(draft.config.train.global_batch)
-    else:
+    if len(draft.problems) == problems_before:
         draft.curriculum = draft.config.curriculum
+    else:
+        draft.curriculum = Curriculum(draft.config.train.global_batch)
 
 
 def note_unfinished_ramp(draft: Draft) -> None:
@@ -106,16 +92,15 @@ def note_unfinished_ramp(draft: Draft) -> None:
 
 def _check_pairs(draft: Draft) -> None:
     ramp = draft.config.ramp
-    for pair in (("batch_from", "batch_tokens"), ("length_from", "length_tokens")):
-        missing = [name for name in pair if getattr(ramp, name) is None]
-        if len(missing) == 1:
-            (present,) = set(pair) - {*missing}
-            why = f"but not ramp.{missing[0]}"
-            draft.problems.add(f"ramp.{present}", why, "set both, or neither")
+    for present, other in (
+        *(("batch_from", "batch_tokens"), ("batch_tokens", "batch_from")),
+        *(("length_from", "length_tokens"), ("length_tokens", "length_from")),
+    ):
+        if getattr(ramp, present) is not None and getattr(ramp, other) is None:
+            draft.problems.add(f"ramp.{present}", f"but not ramp.{other}", "set both, or neither")
     if ramp.batch_step is not None and ramp.batch_from is None:
-        draft.problems.add(
-            "ramp.batch_step", "but ramp.batch_from is not set", "set ramp.batch_from, too"
-        )
+        why = "but ramp.batch_from is not set"
+        draft.problems.add("ramp.batch_step", why, "set ramp.batch_from, too")
 
 
 def _check_batch(draft: Draft) -> None:
@@ -160,12 +145,11 @@ def check_evaluation(draft: Draft) -> None:
     if longer is not None and longer < run.data.seq_len:
         problems.add(_LONGER, f"it must be at least data.seq_len, which is {run.data.seq_len}")
     if longer is not None and run.data.batching != "packed":
-        problems.add(
-            _LONGER, f"but data.batching={run.data.batching} does not cut text into windows"
-        )
-    limit = max_positions(draft.model_config) if draft.model_config else None
+        why = f"but data.batching={run.data.batching} does not cut text into windows"
+        problems.add(_LONGER, why)
+    _, limit = positions_of(draft.model_config)
     for key, lengths in ((_LONGER, [longer] if longer else []), (_NEEDLES, needles)):
-        if limit is not None and max(lengths, default=0) > limit:
+        if limit and max(lengths, default=0) > limit:
             why = f"but {run.model.name} has {limit} positions"
             way = or_longer(draft.model_config, run, max(lengths))
             problems.add(key, why, f"use at most {limit}{way}")

@@ -206,5 +206,5 @@ def plan_from(
     except ValueError as error:
         raise ConfigError([*problems, str(error)]) from None
     if problems:
-        refuse(ds, world, problems, estimating)
+        refuse(ds, world, problems)
     return make_plan(run, ds, world, estimating=estimating, here=here)

@@ -12,8 +12,7 @@ from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DAY, DISK_GB_PER_S, HOUR, EvalAndSaveTime, Job
 from harness.estimate.step_time.machine import Machine, machine_of, measured
 from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
-from harness.plan.draft import Draft
-from harness.plan.plan import Plan
+from harness.plan.plan import Draft, Plan
 
 _SHOWN = 3  # number of terms
 

@@ -7,6 +7,7 @@ docs/models.md#fine-tuning lists all of them with their sources.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,12 +19,12 @@ from harness.config.run_config import RunConfig
 from harness.config.run_file import validated
 from harness.config.sections import LENGTHS, MAX_SAMPLES, TrainConfig
 from harness.errors import ConfigError
-from harness.layout.families import family_of
+from harness.layout.families import given_size
 from harness.layout.grid import Grid
 from harness.layout.shape import active_parameters
-from harness.plan.draft import Draft
 from harness.plan.folder import recorded_plan
 from harness.plan.model_config import preset_rate
+from harness.plan.plan import Draft
 
 # Peak learning rates of Adam for models of width 4,096. All weights: as in Llama 2's fine-tuning
 # (arXiv 2307.09288, section 3.1). Adapters: QLoRA's for models of up to 13B (arXiv 2305.14314,
@@ -54,26 +55,18 @@ def keep_settled(draft: Draft) -> None:
         return
     keys = _SETTLED if config.model.init_from is not None else ("train.global_batch",)
     origins = recorded.get("run_set")
-    asked = {
-        key
-        for key, origin in (origins.items() if isinstance(origins, dict) else ())
-        if origin not in NOT_ASKED
-    }
-    values = {
-        key: value
-        for key in keys
-        if key not in asked and (value := _recorded(recorded, key)) is not None
-    }
-    if any(map(config.is_set, _WARMUP)) or "optim.warmup_ratio" in values:
+    origins = origins if isinstance(origins, dict) else {}
+    own = [key for key in keys if origins.get(key, KEPT) in NOT_ASKED and not config.is_set(key)]
+    values = {key: value for key in own if (value := _recorded(recorded, key)) is not None}
+    sets_warmup = any(map(config.is_set, _WARMUP))
+    if sets_warmup or "optim.warmup_ratio" in values:
         values.pop("optim.warmup_steps", None)
-    if any(map(config.is_set, _WARMUP)):
+    if sets_warmup:
         values.pop("optim.warmup_ratio", None)
     if any(map(config.is_set, LENGTHS)):
         values.pop("train.epochs", None)
-    try:
-        _set(draft, {key: value for key, value in values.items() if not config.is_set(key)}, KEPT)
-    except ConfigError:  # the record is damaged
-        draft.config = config
+    with contextlib.suppress(ConfigError):  # the record is damaged
+        _set(draft, values, KEPT)
 
 
 def default_to_fine_tuning(draft: Draft) -> None:
@@ -93,9 +86,8 @@ def default_to_fine_tuning(draft: Draft) -> None:
     _set(draft, defaults, IMPLIED)
     shown = ", ".join(f"{key}={value}" for key, value in defaults.items() if key != "train.epochs")
     if shown:
-        draft.note(
-            "fine_tuning", f"{shown}: the defaults of a run with pretrained weights ({DOCS})"
-        )
+        message = f"{shown}: the defaults of a run with pretrained weights ({DOCS})"
+        draft.note("fine_tuning", message)
 
 
 def default_to_divisible_batch(draft: Draft) -> None:
@@ -137,19 +129,16 @@ def default_to_their_rate(draft: Draft) -> None:
     best rate is inversely proportional to the width (arXiv 2203.03466).
     """
     config = draft.config
-    if config.model.init_from is None or config.is_set("optim.lr"):
-        return
-    if config.optim.name not in _OF_ADAMS_SIZE:
+    is_ours = config.optim.name in _OF_ADAMS_SIZE and not config.is_set("optim.lr")
+    if config.model.init_from is None or not is_ours:
         return
     kind, rate = "all weights", FULL_LR
     if config.model.lora.rank is not None:
         kind, rate = "adapters", ADAPTER_LR
-    width, why = _width(draft.model_config), f"the rate for {kind}"
-    if width is not None and width != WIDTH:
-        rate, why = (
-            rate * WIDTH / width,
-            f"{rate:g} x {WIDTH} / {width}, the rate for {kind} at this width",
-        )
+    width, why = given_size(draft.model_config, "hidden") or WIDTH, f"the rate for {kind}"
+    if width != WIDTH:
+        why = f"{rate:g} x {WIDTH} / {width}, the rate for {kind} at this width"
+        rate = rate * WIDTH / width
     lr = float(f"{min(rate, MOST_LR):.2g}")
     _set(draft, {"optim.lr": lr}, IMPLIED)
     draft.note("fine_tuning", f"optim.lr={lr:g}: {why}")
@@ -214,14 +203,6 @@ def published_rate(draft: Draft) -> tuple[float, str] | None:
     rate = rates[after - 1] * (rates[after] / rates[after - 1]) ** share
     near = sources[after if share > 1 / 2 else after - 1]
     return float(f"{rate:.2g}"), f"by size, near {near}"
-
-
-def _width(model_config: Mapping[str, Any]) -> int | None:
-    """Return the hidden size; None if it is unknown."""
-    if not isinstance(kind := model_config.get("model_type"), str):
-        return None
-    values = (model_config.get(key) for key in family_of(kind).size_keys("hidden"))
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _recorded(plan: Mapping[str, Any], key: str) -> Any:

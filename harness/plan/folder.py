@@ -10,7 +10,7 @@ from typing import Any
 from harness.config.data_section import DataConfig
 from harness.config.run_config import run_and_step
 from harness.files.records import Unreadable, read_object
-from harness.plan.draft import Draft
+from harness.plan.plan import Draft
 
 
 def check_run_dir(draft: Draft) -> None:
@@ -107,16 +107,15 @@ def adopt_monitors(draft: Draft) -> None:
     folder. A monitor with its own output_path or group stays with DeepSpeed.
     """
     ds = draft.ds
-    if ds.literal("tensorboard.enabled") is True and not _has_place(draft, "tensorboard"):
+    if ds.literal("tensorboard.enabled") is True and not ds.literal("tensorboard.output_path"):
         _adopt(draft, "tensorboard", True)
     if ds.literal("wandb.enabled") is True and ds.literal("wandb.group") is None:
         team, project = ds.literal("wandb.team"), ds.value("wandb.project")
         _adopt(draft, "wandb", f"{team}/{project}" if team else project)
-    if ds.literal("csv_monitor.enabled") is True and not _has_place(draft, "csv_monitor"):
+    if ds.literal("csv_monitor.enabled") is True and not ds.literal("csv_monitor.output_path"):
         place = f"{draft.config.run.dir or 'runs'}/monitors"
-        ds.set(
-            "csv_monitor.output_path", place, "otherwise it would be written next to this checkout"
-        )
+        why = "otherwise it would be written next to this checkout"
+        ds.set("csv_monitor.output_path", place, why)
 
 
 def check_trackers(draft: Draft) -> None:
@@ -134,10 +133,6 @@ def check_trackers(draft: Draft) -> None:
 
 def _needs(package: str) -> str:
     return f"it needs the package {package}: pip install {package}"
-
-
-def _has_place(draft: Draft, monitor: str) -> bool:
-    return bool(draft.ds.literal(f"{monitor}.output_path"))
 
 
 def _adopt(draft: Draft, name: str, value: Any) -> None:

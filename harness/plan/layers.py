@@ -1,93 +1,83 @@
-"""Checks for layers that are recomputed, reversible, fused, or carry a state."""
+"""Checks for layers that are recomputed, reversible, fused, carry a state, or have adapters."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
 
-from harness.layout.families import FAMILIES, SIZE_KEYS, family_of
+from harness.layout.adapters import linear_weights, module_of
+from harness.layout.expert import EXPERTS
+from harness.layout.families import FAMILIES, family_of, given_size
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.state_size import CARRIED
-from harness.plan.draft import Draft
 from harness.plan.machine import missing_for_compile
-from harness.plan.pipeline import num_stages
+from harness.plan.plan import Draft
 
 _OFFLOAD, _TILES = "model.activation_offload", "model.mlp_tiles"
+_CARRY, _RANK = "train.carry_state", "model.lora.rank"
+REVERSIBLE_FAMILIES = tuple(name for name, each in FAMILIES.items() if "halves" in each.compared)
+"""Families whose layers are two residual additions, of attention and of an MLP."""
+LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in family.compared)
+"""Families whose loss and gradients were compared with the model's own code."""
 
 
 def check_recompute(draft: Draft) -> None:
     """Reject combinations of model.checkpointing, activation_offload and mlp_tiles that have no
     effect or that this model does not support.
     """
-    model, problems = draft.config.model, draft.problems
+    model, shape, problems = draft.config.model, draft.shape, draft.problems
     if model.activation_offload and draft.model_config.get(REVERSIBLE):
-        problems.add(
-            _OFFLOAD,
-            "it moves the activations that layers keep, but reversible layers keep none",
-            "remove it",
-        )
+        why = "it moves the activations that layers keep, but reversible layers keep none"
+        problems.add(_OFFLOAD, why, "remove it")
     elif model.activation_offload and model.checkpointing == "none":
         why = "it moves the activations that checkpointed layers keep, but no layer is checkpointed"
         problems.add(_OFFLOAD, why, "set model.checkpointing to full, selective or N")
-    if model.mlp_tiles > 1:
-        for why in _of_mlps(draft):
-            problems.add(_TILES, why, "use 1")
-    if model.compile:
-        for key, is_on in (
-            ("model.checkpointing", model.checkpointing == "selective"),
-            (_OFFLOAD, model.activation_offload),
-            (_TILES, model.mlp_tiles > 1),
-        ):
-            if is_on:
-                why = "it has no effect in compiled layers (model.compile)"
-                problems.add(key, why, "remove one of them")
-
-
-def _of_mlps(draft: Draft) -> Iterator[str]:
-    """Yield the reasons why the model's MLPs cannot be tiled."""
-    config, name = draft.model_config, draft.config.model.name
-    if any(config.get(key) for key in SIZE_KEYS["experts"]):
-        yield f"{name} is a mixture of experts, whose routers need all tokens at once"
-    elif draft.shape and not any(t.name.startswith("mlp.") for t in draft.shape.body.layers[0]):
-        yield f"the MLPs of {draft.shape.model_type} models are not separate modules"
-
-
-REVERSIBLE_FAMILIES = tuple(name for name, each in FAMILIES.items() if "halves" in each.compared)
-"""Families whose layers are two residual additions, of attention and of an MLP."""
+    if model.mlp_tiles > 1 and given_size(draft.model_config, "experts"):
+        why = f"{model.name} is a mixture of experts, whose routers need all tokens at once"
+        problems.add(_TILES, why, "use 1")
+    elif (
+        model.mlp_tiles > 1
+        and shape is not None
+        and not any(tensor.name.startswith("mlp.") for tensor in shape.body.layers[0])
+    ):
+        why = f"the MLPs of {shape.model_type} models are not separate modules"
+        problems.add(_TILES, why, "use 1")
+    for key, is_on in (
+        ("model.checkpointing", model.checkpointing == "selective"),
+        (_OFFLOAD, model.activation_offload),
+        (_TILES, model.mlp_tiles > 1),
+    ):
+        if model.compile and is_on:
+            why = "it has no effect in compiled layers (model.compile)"
+            problems.add(key, why, "remove one of them")
 
 
 def check_reversible(draft: Draft) -> None:
     """Reject reversible layers in other families, and together with incompatible settings."""
-    if not draft.model_config.get(REVERSIBLE):
+    model, config = draft.config.model, draft.model_config
+    if not config.get(REVERSIBLE):
         return
-    for why, use in _obstacles(draft):
+
+    def reject(why: str, use: str) -> None:
         draft.problems.add("model.reversible", why, use)
 
-
-def _obstacles(draft: Draft) -> Iterator[tuple[str, str]]:
-    """Yield each reason and its fix."""
-    model, config = draft.config.model, draft.model_config
-    model_type = str(config["model_type"])
+    model_type = config["model_type"]
     if model_type not in REVERSIBLE_FAMILIES:
-        yield f"but it is for {', '.join(REVERSIBLE_FAMILIES)}, not {model_type}", "leave it out"
+        reject(f"but it is for {', '.join(REVERSIBLE_FAMILIES)}, not {model_type}", "leave it out")
     elif family_of(model_type).norms_side_by_side and config.get("use_parallel_residual", True):
         why = "but attention and MLP of this model read one input (use_parallel_residual)"
-        yield why, "set model.overrides.use_parallel_residual=false"
+        reject(why, "set model.overrides.use_parallel_residual=false")
     for key, is_on in (
         ("model.checkpointing", model.checkpointing != "none"),
         ("model.stochastic_depth", model.stochastic_depth > 0),
-        ("model.lora.rank", model.lora.rank is not None),
+        (_RANK, model.lora.rank is not None),
         ("model.kernels", model.kernels != "none"),
         ("model.compile", model.compile),
     ):
         if is_on:
-            yield f"which cannot be combined with {key}", "remove one of them"
-    if num_stages(draft.ds.tree) > 1:
-        yield "but pipeline stages send only one stream", "use ZeRO 3 instead of stages"
-
-
-LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in family.compared)
-"""Families whose loss and gradients were compared with the model's own code."""
+            reject(f"which cannot be combined with {key}", "remove one of them")
+    if draft.grid.pipeline > 1:
+        reject("but pipeline stages send only one stream", "use ZeRO 3 instead of stages")
 
 
 def check_kernels(draft: Draft) -> None:
@@ -97,17 +87,16 @@ def check_kernels(draft: Draft) -> None:
     missing = missing_for_compile(draft.world.accelerator) if draft.here else None
     if config.model.compile and missing:
         problems.add("model.compile", f"it needs {missing}")
-    enabled = {
-        "model.kernels": config.model.kernels != "none",
-        "model.compile": config.model.compile,
-    }
-    stages = num_stages(draft.ds.tree)
-    if stages > 1 and any(enabled.values()):
-        keys = " and ".join(f"{key} ({config.origin(key)})" for key in enabled if enabled[key])
-        problems.say(
-            f"{keys}: untested with pipeline.stages={stages}: leave it out, or use ZeRO 3 "
-            "instead of stages"
-        )
+    stages = draft.grid.pipeline
+    for key, is_on in (
+        ("model.kernels", config.model.kernels != "none"),
+        ("model.compile", config.model.compile),
+    ):
+        if stages > 1 and is_on:
+            problems.say(
+                f"{key} ({config.origin(key)}): untested with pipeline.stages={stages}: leave it "
+                "out, or use ZeRO 3 instead of stages"
+            )
 
 
 def note_kernels(draft: Draft) -> None:
@@ -135,9 +124,6 @@ def _check_liger(draft: Draft) -> None:
         draft.problems.add(key, why, 'use "none"')
 
 
-_KEY = "train.carry_state"
-
-
 def check_carried(draft: Draft) -> None:
     """Reject carried state for models without one, and settings that shard the state or interrupt a
     row's text.
@@ -148,40 +134,140 @@ def check_carried(draft: Draft) -> None:
     kind = draft.model_config.get("model_type")
     if kind is not None and kind not in CARRIED:
         why = f"but {config.model.name} is a {kind} model, which carries no state"
-        problems.add(_KEY, why, f"use one of {', '.join(CARRIED)}, or leave it out")
-    for key, why, use in _in_the_way(draft):
-        problems.add(key, f"but {why} with {_KEY} ({config.origin(_KEY)})", use)
+        problems.add(_CARRY, why, f"use one of {', '.join(CARRIED)}, or leave it out")
+    for key, why, use in _obstacles_to_carrying(draft):
+        problems.add(key, f"but {why} with {_CARRY} ({config.origin(_CARRY)})", use)
 
 
-def _in_the_way(draft: Draft) -> Iterator[tuple[str, str, str]]:
+def _obstacles_to_carrying(draft: Draft) -> Iterator[tuple[str, str, str]]:
     """Yield each key that is incompatible with carried state, the reason, and an alternative."""
     run, grid = draft.config, draft.grid
     data, model, ramp = run.data, run.model, run.ramp
     divided = "states cannot be sharded", "use ZeRO 0 to 3 alone"
     text, whole = "each row reads one text", "windows follow each other"
+    rows, length = "all steps need the same number of rows", "all windows need the same length"
+    rehearses = data.rehearse is not None and data.rehearse_share > 0
     for is_on, key, why, use in (
-        (num_stages(draft.ds.tree) > 1, "pipeline.stages", *divided),
+        (grid.pipeline > 1, "pipeline.stages", *divided),
         (grid.tensor > 1, "tensor_parallel.autotp_size", *divided),
         (grid.sequence > 1, "sequence_parallel_size", *divided),
         (model.compile, "model.compile", "layers cannot be compiled", "leave it out"),
         (model.stochastic_depth > 0, "model.stochastic_depth", "layers cannot be skipped", "use 0"),
-        (model.lora.rank is not None, "model.lora.rank", "adapters are untested", ""),
+        (model.lora.rank is not None, _RANK, "adapters are untested", ""),
         (bool(data.mix), "data.mix", text, "set data.path instead, without data.balance"),
         (data.balance is not None, "data.balance", text, "leave it out"),
-        (
-            data.rehearse is not None and data.rehearse_share > 0,
-            *("data.rehearse_share", text, "use 0"),
-        ),
+        (rehearses, "data.rehearse_share", text, "use 0"),
         (data.batching != "packed", "data.batching", whole, "use packed"),
         (data.packing == "whole", "data.packing", whole, "use stream"),
         (bool(data.document_mask), "data.document_mask", whole, "use false"),
-        (
-            ramp.batch_from is not None,
-            "ramp.batch_from",
-            "all steps need the same number of rows",
-            "",
-        ),
-        (ramp.length_from is not None, "ramp.length_from", "all windows need the same length", ""),
+        (ramp.batch_from is not None, "ramp.batch_from", rows, ""),
+        (ramp.length_from is not None, "ramp.length_from", length, ""),
     ):
         if is_on:
             yield key, why, use
+
+
+_TIED_HEADS = ("lm_head", "embed_out")
+"""Names of heads whose weight is tied to the embedding and so has no separate name."""
+_OF_ADAPTERS = (
+    *("alpha", "dropout", "targets", "modules_to_save", "rslora", "dora"),
+    *("quantize", "double_quantize"),
+)
+
+
+def check_adapters(draft: Draft) -> None:
+    """Reject adapters without pretrained weights, and layouts that do not support adapters or
+    frozen parameters.
+    """
+    config, problems, lora = draft.config, draft.problems, draft.config.model.lora
+    frozen = [rule.pattern for rule in config.optim.groups if rule.frozen]
+    if frozen:
+        _check_layout(draft, "optim.groups", "frozen parameters are untested")
+    if lora.rank is None:
+        for name in _OF_ADAPTERS:
+            if config.is_set(f"model.lora.{name}"):
+                why = f"but there are no adapters without {_RANK}"
+                problems.add(f"model.lora.{name}", why, f"set {_RANK}=16")
+        return
+    if config.model.init_from is None:
+        problems.add(_RANK, "but adapters need pretrained weights", "set model.init_from")
+    if not importlib.util.find_spec("peft"):
+        problems.add(_RANK, "it needs the package peft (pip install peft)")
+    for pattern in frozen:
+        why = f"which freezes {pattern!r}, but adapters already freeze all other weights"
+        problems.add("optim.groups", why, "leave frozen out")
+    for key in ("model.kernels", "model.compile"):
+        if config.is_set(key) and config.get(key) not in ("none", False):
+            problems.add(key, f"which is untested with adapters ({_RANK})", "leave it out")
+    if lora.dora and draft.ds.value("zero_optimization.stage") == 3:
+        why = "but peft's DoRA reads full weights, which ZeRO 3 shards"
+        problems.add("model.lora.dora", why, "use zero_optimization.stage=2, or plain adapters")
+    _check_layout(draft, _RANK, "adapters are not supported")
+    _check_modules(draft)
+    _note_experts(draft)
+    _check_quantization(draft)
+
+
+def _check_quantization(draft: Draft) -> None:
+    """Reject quantized weights that cannot be made or that ZeRO 3 would shard."""
+    lora, problems = draft.config.model.lora, draft.problems
+    if lora.quantize is None:
+        if draft.config.is_set("model.lora.double_quantize"):
+            why, use = "but no weights are quantized", 'set model.lora.quantize="nf4"'
+            problems.add("model.lora.double_quantize", why, use)
+        return
+    if not importlib.util.find_spec("bitsandbytes"):
+        why = "it needs the package bitsandbytes (pip install bitsandbytes)"
+        problems.add("model.lora.quantize", why)
+    if draft.model_config.get("model_type") == "falcon":
+        why = "but falcon has its own class of linear layers, which bitsandbytes does not quantize"
+        problems.add("model.lora.quantize", why, "leave it out")
+    if draft.ds.value("zero_optimization.stage") == 3:
+        why = "but ZeRO 3 cannot shard 4-bit weights, which are codes and scales"
+        use = "use zero_optimization.stage=2, with the whole model in 4 bits on every rank"
+        problems.add("model.lora.quantize", why, f"{use}, or leave quantize out")
+
+
+def _check_layout(draft: Draft, key: str, why_not: str) -> None:
+    grid = draft.grid
+    for axis, ranks in (
+        ("pipeline stages", grid.pipeline),
+        ("tensor-parallel ranks", grid.tensor),
+        ("expert-parallel ranks", grid.expert),
+    ):
+        if ranks > 1:
+            draft.problems.add(key, f"but {why_not} with {ranks} {axis}", "use ZeRO 0 to 3 alone")
+
+
+def _check_modules(draft: Draft) -> None:
+    """Reject names of modules that do not exist, or that cannot be trained in full."""
+    lora, shape, problems = draft.config.model.lora, draft.shape, draft.problems
+    if shape is None:
+        return
+    linear = dict.fromkeys(module_of(tensor.name) for tensor in linear_weights(shape))
+    if unknown := [target for target in lora.targets if target not in linear]:
+        why = f"but no linear layer of the decoder layers is named {', '.join(unknown)}"
+        problems.add("model.lora.targets", why, f"they are {', '.join(linear)}")
+    dense = (module_of(tensor.name) for tensor in shape.tensors() if tensor.kind != EXPERTS)
+    own = [name for name in dict.fromkeys(dense) if name not in linear]
+    tied = _TIED_HEADS if shape.tied else ()  # trained as the embedding
+    if unknown := [name for name in lora.modules_to_save if name not in (*own, *tied)]:
+        why = f"but no module outside the linear layers of the decoder layers is named {unknown[0]}"
+        problems.add("model.lora.modules_to_save", why, f"they are {', '.join(own)}")
+    elif lora.modules_to_save and not {*lora.modules_to_save} & {*own}:
+        why = "which is tied to the embedding"
+        problems.add("model.lora.modules_to_save", why, f"add {own[0]}")
+
+
+def _note_experts(draft: Draft) -> None:
+    """Note that experts get no adapters."""
+    if given_size(draft.model_config, "experts") is None:
+        return
+    tensors = [] if draft.shape is None else [*draft.shape.tensors()]
+    count = sum(tensor.numel for tensor in tensors if tensor.kind == EXPERTS)
+    share = f" ({count:,} of {sum(t.numel for t in tensors):,} parameters)" if count else ""
+    draft.note(
+        "experts_without_adapters",
+        f"experts get no adapters and stay frozen{share}: they are stacked weights, and only "
+        "linear layers can have adapters; without model.lora.rank they are trained",
+    )

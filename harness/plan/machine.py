@@ -25,8 +25,9 @@ def missing_for_cpu_adam() -> str | None:
     DeepSpeed's own `is_compatible` does not check for a compiler; the build would then fail inside
     `initialize`, after the model was built.
     """
-    present = {"c++": _has_compiler(), "ninja": _has_ninja()}
-    missing = [name for name, is_there in present.items() if not is_there]
+    compiler, ninja = os.environ.get("CXX", "c++"), ninja_folder() or shutil.which("ninja")
+    programs = {"c++": shutil.which(compiler), "ninja": ninja}
+    missing = [name for name, path in programs.items() if path is None]
     return f"{', '.join(missing)} not found" if missing else None
 
 
@@ -36,10 +37,6 @@ def missing_for_compile(accelerator: str) -> str | None:
         return None if importlib.util.find_spec("triton") else "the package triton (pip install)"
     names = filter(None, (os.environ.get("CXX"), "g++", "clang++"))
     return None if any(map(shutil.which, names)) else "a C++ compiler (apt install g++)"
-
-
-def _has_compiler() -> bool:
-    return shutil.which(os.environ.get("CXX", "c++")) is not None
 
 
 def ninja_folder() -> str | None:
@@ -54,10 +51,6 @@ def ninja_folder() -> str | None:
         return None
     programs = [Path(os.path.normpath(file.locate())) for file in files if file.name == "ninja"]
     return next((str(path.parent) for path in programs if os.access(path, os.X_OK)), None)
-
-
-def _has_ninja() -> bool:
-    return (ninja_folder() or shutil.which("ninja")) is not None
 
 
 USUAL_NODE = 8

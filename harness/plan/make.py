@@ -6,18 +6,20 @@ and one report lists every mistake in both files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from harness.config.assignments import COMMAND_LINE, assign, parse_assignment
 from harness.config.ds_check import apply_changes, check_keys, refusals
+from harness.config.ds_file import PREFIX
 from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig
-from harness.errors import ConfigError
+from harness.config.run_file import validated
+from harness.errors import ConfigError, Problems
+from harness.estimate.fit import IsPossible
 from harness.layout.world import World
-from harness.plan.adapters import check_adapters
 from harness.plan.attention import decide_attention
-from harness.plan.balance import balance
 from harness.plan.batches import (
     check_evaluation,
     decide_batching,
@@ -26,8 +28,7 @@ from harness.plan.batches import (
     note_unfinished_ramp,
     ramp,
 )
-from harness.plan.data import check_data, check_mix, evaluate_splits, keep_split
-from harness.plan.draft import Draft
+from harness.plan.data import balance, check_data, check_mix, evaluate_splits, keep_split
 from harness.plan.duration import check_rates
 from harness.plan.fine_tuning import (
     default_to_divisible_batch,
@@ -44,25 +45,28 @@ from harness.plan.folder import (
     keep_rendering,
 )
 from harness.plan.layers import (
+    check_adapters,
     check_carried,
     check_kernels,
     check_recompute,
     check_reversible,
     note_kernels,
 )
-from harness.plan.memory import estimate
 from harness.plan.merge_settings import merge_settings
-from harness.plan.model import check_experts, find_model, note_whole_vocabulary
+from harness.plan.model import check_experts, estimated, find_model
 from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
 from harness.plan.parallelism import (
+    check_secondary,
     check_together,
+    divide_batch,
     divide_experts,
+    divide_ranks,
     divide_sequences,
     divide_tensors,
+    note_nodes,
 )
 from harness.plan.pipeline import by_memory, note_pipeline, split_stages
-from harness.plan.plan import Plan
-from harness.plan.ranks import check_secondary, divide_batch, divide_ranks, note_nodes
+from harness.plan.plan import Draft, Plan
 from harness.plan.resolve_auto import decide_precision, fill_in_swap_folder, resolve_auto
 
 Pass = Callable[[Draft], None]
@@ -162,34 +166,10 @@ def make_plan(
     then be events. `here`: it is for this machine. Raises one ConfigError with every problem.
     """
     draft = Draft(run, ds if isinstance(ds, DsJson) else DsJson(ds), world, estimating, here)
-    for make in PASSES:
-        make(draft)
-    draft.problems.raise_any()
-    for make in LAST_PASSES:
-        make(draft)
-    plan = by_memory(_frozen(draft, run))
-    return note_whole_vocabulary(replace(plan, estimate=estimate(plan)))
-
-
-def problems_of(run: RunConfig, ds: DsJson, world: World) -> list[str]:
-    """Return the problems for which make_plan would reject a run, on any machine."""
-    draft = Draft(run, ds, world)
-    for make in PASSES:
-        make(draft)
-    return [*draft.problems]
-
-
-def refuse(ds: DsJson, world: World, problems: Iterable[str], estimating: bool = False) -> NoReturn:
-    """Raise ConfigError with the `problems` of unreadable files and those of the JSON."""
-    draft = Draft(RunConfig(), ds, world, estimating)
-    for make in JSON_PASSES:
-        make(draft)
-    raise ConfigError([*problems, *draft.problems])
-
-
-def _frozen(draft: Draft, asked: RunConfig) -> Plan:
+    _pass_through(PASSES, draft).raise_any()
+    _pass_through(LAST_PASSES, draft)
     assert draft.batch is not None, "a batch that does not divide is a problem"
-    return Plan(
+    plan = Plan(
         config=draft.config,
         deepspeed=draft.ds.resolved(),
         deepspeed_given=draft.ds.given,
@@ -210,5 +190,55 @@ def _frozen(draft: Draft, asked: RunConfig) -> Plan:
         site=draft.site,
         stored=draft.stored,
         events=(*draft.ds.events, *draft.events),
-        asked=asked,
+        asked=run,
     )
+    return estimated(by_memory(plan))
+
+
+def refuse(ds: DsJson, world: World, problems: Iterable[str]) -> NoReturn:
+    """Raise ConfigError with the `problems` of unreadable files and those of the JSON."""
+    raise ConfigError([*problems, *_pass_through(JSON_PASSES, Draft(RunConfig(), ds, world))])
+
+
+def _pass_through(passes: tuple[Pass, ...], draft: Draft) -> Problems:
+    for make in passes:
+        make(draft)
+    return draft.problems
+
+
+def takes(plan: Plan) -> IsPossible:
+    """Return a function that tells whether a run could be changed by KEY=VALUE.
+
+    The estimate knows what a change saves; the passes of a plan know what can be combined. Any
+    other change, such as the number of GPUs, is possible.
+    """
+    before: set[str] | None = None
+
+    def is_possible(change: str) -> bool:
+        nonlocal before
+        if "=" not in change:
+            return True
+        if before is None:  # problems of the unchanged run, made just for its estimate
+            before = {*_refusals(plan)}
+        return before.issuperset(_refusals(plan, change))
+
+    return is_possible
+
+
+def _refusals(plan: Plan, change: str = "") -> Iterator[str]:
+    """Yield the problems of a run after a change, on any machine."""
+    run, tree, assigned = plan.asked, copy.deepcopy(plan.deepspeed_given), dict[str, Any]()
+    try:
+        if change:
+            key, value = parse_assignment(change.removeprefix(PREFIX))
+            if change.startswith(PREFIX):
+                assign(tree, key, value)
+                assigned[key] = value
+            else:
+                of_run: dict[str, Any] = run.model_dump(exclude_unset=True)
+                assign(of_run, key, value)
+                run = validated(of_run, run.origins() | {key: COMMAND_LINE})
+        ds = DsJson(tree, plan.deepspeed_source, assigned)
+        yield from _pass_through(PASSES, Draft(run, ds, plan.world))
+    except (ConfigError, ValueError) as error:
+        yield str(error)

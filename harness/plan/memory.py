@@ -29,6 +29,7 @@ from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import Estimate, division_problems, estimate_memory
 from harness.layout.shape import Body, Shape, Tensor
 from harness.layout.state_size import carried_numbers
+from harness.plan.overrides import DROPOUT_ENDINGS
 from harness.plan.plan import Plan
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -95,11 +96,8 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 def _asked(text: str) -> dict[str, Any]:
     """Trace in another process, without a GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-    paths = [
-        str(_REPOSITORY),
-        environ.get("PYTHONPATH"),
-    ]  # "" would be the current folder
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    paths = [str(_REPOSITORY), environ.get("PYTHONPATH")]
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # "" is the current folder
     command = [sys.executable, "-P", "-m", _MODULE]
     try:
         done = subprocess.run(
@@ -165,31 +163,24 @@ def gathers_layers(plan: Plan) -> bool:
 
 def traced_inputs(plan: Plan) -> Inputs:
     """Return the inputs for an unknown architecture, traced from its class. Raises Untraceable."""
-    model = plan.config.model
-    micro_batch, seq_len = plan.micro_batch, plan.config.data.seq_len
-    trace = traced(
-        {
-            "config": plan.model_config,
-            "source": plan.model_source,
-            "precision": plan.precision,
-            "attention": model.attention,
-            "micro_batch": micro_batch,
-            "seq_len": seq_len,
-            "kernels": plan.world.kernels,
-        }
-    )
-    inputs = memory_inputs(replace(plan, shape=trace.shape))
+    request = {
+        "config": plan.model_config,
+        "source": plan.model_source,
+        "precision": plan.precision,
+        "attention": plan.config.model.attention,
+        "micro_batch": plan.micro_batch,
+        "seq_len": plan.config.data.seq_len,
+        "kernels": plan.world.kernels,
+    }
+    whole = traced(request)
+    inputs = memory_inputs(replace(plan, shape=whole.shape))
     assert inputs is not None, "it has a shape"
-    tokens = micro_batch * seq_len
-    return replace(
-        inputs,
-        trace=LayerTrace(
-            tuple(size / tokens for size in trace.layers),
-            tuple(size / tokens for size in trace.selective),
-            trace.outside / tokens,
-            trace.way,
-        ),
+    tokens = plan.micro_batch * plan.config.data.seq_len
+    layers, selective = (
+        tuple(size / tokens for size in sizes) for sizes in (whole.layers, whole.selective)
     )
+    trace = LayerTrace(layers, selective, whole.outside / tokens, whole.way)
+    return replace(inputs, trace=trace)
 
 
 def memory_inputs(plan: Plan) -> Inputs | None:
@@ -197,6 +188,9 @@ def memory_inputs(plan: Plan) -> Inputs | None:
     if plan.shape is None:
         return None
     config, run = plan.model_config, plan.config
+    values = (value for key, value in config.items() if key.endswith(DROPOUT_ENDINGS))
+    dropouts = (value for value in values if isinstance(value, int | float))
+    gpu = known_gpu(plan.world.gpu)
     return Inputs(
         shape=plan.shape,
         zero=ZeroSettings.read(partial(value_of, plan.deepspeed)),
@@ -216,22 +210,14 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         loss_chunk=run.model.loss_chunk,
         document_mask=bool(run.data.document_mask),
         activation=str(config.get("activation_function") or ""),
-        dropout=max(
-            (
-                float(value)
-                for key, value in config.items()
-                if key.endswith(("dropout", "pdrop", "dropout_prob"))
-                and isinstance(value, int | float)
-            ),
-            default=0.0,
-        ),
+        dropout=max(map(float, dropouts), default=0.0),
         loads_weights=run.model.init_from is not None,
         carried_numbers=carried_numbers(config) if run.train.carry_state else 0,
         saves_in_background=run.save.async_,
         rounds_pinned=plan.world.rounds_pinned,
         gpus_per_node=plan.world.local_world_size,
         accelerator=plan.world.accelerator,
-        gpu=gpu.key if (gpu := known_gpu(plan.world.gpu)) else None,
+        gpu=gpu.key if gpu else None,
         expandable=plan.world.expands_segments,
         rules=tuple(plan.config.optim.groups),
         adapters=plan.config.model.lora.adapters,

@@ -18,7 +18,7 @@ from harness.config.run_config import RunConfig
 from harness.config.run_file import validated
 from harness.errors import ConfigError
 from harness.layout.optimizer_table import OPTIMIZERS
-from harness.plan.draft import Draft
+from harness.plan.plan import Draft
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 

@@ -13,18 +13,17 @@ from harness.errors import ConfigError
 from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import estimate_memory
 from harness.layout.adapters import module_of
-from harness.layout.families import SIZE_KEYS, UnknownArchitecture
+from harness.layout.families import SIZE_KEYS, UnknownArchitecture, given_size
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.tensor import divides_vocabulary, tensor_shard
-from harness.plan.context import or_longer
-from harness.plan.draft import Draft
 from harness.plan.folder import recorded_model
 from harness.plan.memory import estimate
-from harness.plan.model_config import find_model_config, load_model_config, max_positions
+from harness.plan.model_config import find_model_config, load_model_config
 from harness.plan.optimizer import check_groups
 from harness.plan.parallelism import padded, whole_vocabulary
-from harness.plan.plan import Plan
+from harness.plan.plan import Draft, Plan
+from harness.plan.rotary import or_longer, positions_of
 from harness.plan.weights import (
     check_quantization,
     has_checkpoints,
@@ -32,7 +31,7 @@ from harness.plan.weights import (
     weight_file_problems,
 )
 
-WHOLE = "whole_vocabulary"
+_WHOLE = "whole_vocabulary"
 
 
 def with_rows_for(plan: Plan, ids: int) -> Plan:
@@ -44,13 +43,11 @@ def with_rows_for(plan: Plan, ids: int) -> Plan:
         return plan
     config = {**plan.model_config, "vocab_size": ids}
     shape = None if plan.shape is None else Shape.from_hf(config)
-    before = [event for event in plan.events if event["kind"] != WHOLE]
-    events = (*before, new_rows_event(plan.config, shape, rows, ids))
-    grown = replace(plan, model_config=config, shape=shape, events=events)
-    return note_whole_vocabulary(replace(grown, estimate=estimate(grown)))
+    events = (*plan.events, _new_rows_event(plan.config, shape, rows, ids))
+    return estimated(replace(plan, model_config=config, shape=shape, events=events))
 
 
-def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -> Event:
+def _new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -> Event:
     """Return the event that pretrained weights of a `shape`, if known, get new rows. Raises
     ConfigError for a run's checkpoints, which are read unchanged.
     """
@@ -79,24 +76,25 @@ def new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -
     return {"kind": "new_rows", "message": message, "before": before, "rows": now}
 
 
-def note_whole_vocabulary(plan: Plan) -> Plan:
-    """Return the plan with an event if embedding, head and logits are replicated on every rank."""
+def estimated(plan: Plan) -> Plan:
+    """Return the plan with its memory estimate, and with an event if embedding, head and logits are
+    replicated on every rank.
+    """
+    events = tuple(event for event in plan.events if event["kind"] != _WHOLE)
+    plan = replace(plan, estimate=estimate(plan), events=events)
     shape, whole, places = plan.shape, plan.estimate, plan.grid.tensor
     if shape is None or whole is None or places == 1 or divides_vocabulary(shape, places):
         return plan
     config = {**plan.model_config, "vocab_size": padded(shape.vocab_size, places)}
     divided = replace(whole.inputs, shape=Shape.from_hf(config))
     peak = whole.worst.peak - estimate_memory(divided, whole.device_bytes).worst.peak
-    more = num_parameters(tensor_shard(shape, places)) - num_parameters(
-        tensor_shard(divided.shape, places)
-    )
+    own, fewer = (num_parameters(tensor_shard(s, places)) for s in (shape, divided.shape))
     message = (
         f"{whole_vocabulary(shape, places)}: every rank holds the full embedding, head and logits, "
-        f"which adds {more:,} parameters and {peak:,} bytes ({peak / GIB:.2f} GiB) to its "
-        f"peak"
+        f"which adds {own - fewer:,} parameters and {peak:,} bytes ({peak / GIB:.2f} GiB) to its "
+        "peak"
     )
-    event = {"kind": WHOLE, "message": message, "bytes": peak}
-    return replace(plan, events=(*plan.events, event))
+    return replace(plan, events=(*events, {"kind": _WHOLE, "message": message, "bytes": peak}))
 
 
 _STORED = ("vocab_size", "quantization_config")
@@ -140,7 +138,7 @@ def check_experts(draft: Draft) -> None:
     divide them, must be multiples of 16 bytes.
     """
     config = draft.model_config
-    if not any(isinstance(config.get(key), int) for key in SIZE_KEYS["experts"]):
+    if given_size(config, "experts") is None:
         return
     multiple = 4 if draft.precision == "fp32" else 8
     inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
@@ -201,14 +199,14 @@ def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]
     before, now = stored.get("vocab_size"), draft.model_config.get("vocab_size")
     if not (isinstance(before, int) and isinstance(now, int) and before < now):
         return stored
-    draft.events.append(new_rows_event(draft.config, draft.shape, before, now))
+    draft.events.append(_new_rows_event(draft.config, draft.shape, before, now))
     return {**stored, "vocab_size": now}
 
 
 def _check_positions(draft: Draft) -> None:
     """Reject samples longer than the model's number of positions."""
-    limit = max_positions(draft.model_config)
-    if limit is not None and draft.config.data.seq_len > limit:
+    _, limit = positions_of(draft.model_config)
+    if limit and draft.config.data.seq_len > limit:
         why = f"but {draft.config.model.name} has {limit} positions"
         longer = or_longer(draft.model_config, draft.config, draft.config.data.seq_len)
         draft.problems.add("data.seq_len", why, f"set data.seq_len to {limit} or less{longer}")

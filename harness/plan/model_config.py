@@ -26,8 +26,8 @@ from harness.files.regular_file import read_json
 from harness.layout.code_exports import as_plain
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
-from harness.plan.context import extended, positions_of
 from harness.plan.overrides import DROPOUT_ENDINGS, overridden, value_problems
+from harness.plan.rotary import extended
 
 _PRESETS = Path(__file__).with_name("presets.toml")
 
@@ -81,9 +81,8 @@ def load_model_config(
         key = "model.init_from"
     config, source = find_model_config(run_config.model.name, run_config.origin(key), key)
     if not isinstance(config.get("model_type"), str):
-        raise ConfigError(
-            f"model.name is {run_config.model.name!r}, but {source} has no model_type"
-        )
+        name = run_config.model.name
+        raise ConfigError(f"model.name is {name!r}, but {source} has no model_type")
     merged = overridden(config, run_config, source, recorded, note)
     config = _of_its_layers(config, merged, run_config)
     config.pop("quantization_config", None)  # about the files: training is unquantized
@@ -121,11 +120,6 @@ def find_model_config(
     return _read_config(_from_hub(name, origin, key), name), name
 
 
-def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that the model has positions for; None if unlimited."""
-    return positions_of(config)[1] or None
-
-
 def _read_config(path: Path, name: str) -> dict[str, Any]:
     try:
         config = read_json(path, MAX_FILE_BYTES, links=True)
@@ -154,8 +148,7 @@ def _from_hub(name: str, origin: str, key: str) -> Path:
             )
         raise ConfigError(
             f"{_nowhere(name, origin, key)}, and its config.json could not be fetched from the "
-            f"hub ({reason})"
-            f"{_nearest(name, key)}"
+            f"hub ({reason}){_nearest(name, key)}"
         ) from None
 
 
@@ -168,32 +161,34 @@ def _nearest(name: str, key: str) -> str:
     """Return suggestions with similar names, to end a sentence: presets, or folders if weights are
     asked for; without any, a list of the presets.
     """
-    path = Path(name).expanduser()
-    folder = path.parent
-    names = {_letters(each): each for each in _names_for(key, folder)}
-    word = name.rpartition("/")[2]
-    near = [names[each] for each in get_close_matches(_letters(word), names, n=3, cutoff=_NEAR)]
-    is_spelling = near and _size(word) in (None, _size(near[0]))
-    if key == "model.name" and not is_spelling:
-        near = near_presets(word, [*names.values()]) or near
-    if key != "model.name":
-        near = [str(folder / each) for each in near]
-        found = None if near else near_path(path)
-        if found is not None and _holds_model(found):
+    path, word, none = Path(name).expanduser(), name.rpartition("/")[2], ""
+    if key == "model.name":
+        near = _spelt_like(word, preset_names())
+        if not near or _size(word) not in (None, _size(near[0])):
+            near = _of_similar_size(word) or near
+        none = f"; the presets are {listed(preset_names())} (harness/plan/presets.toml)"
+    else:
+        folder = path.parent
+        models = [each.name for each in folder.glob("*") if _holds_model(each)]
+        near = [str(folder / each) for each in _spelt_like(word, models)]
+        if not near and (found := near_path(path)) is not None and _holds_model(found):
             near = [str(found)]
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    if key != "model.name":
-        return ""
-    return f"; the presets are {listed(preset_names())} (harness/plan/presets.toml)"
+    return f"; did you mean {' or '.join(near)}?" if near else none
 
 
-def near_presets(name: str, candidates: list[str]) -> list[str]:
+def _spelt_like(word: str, names: list[str]) -> list[str]:
+    """Return up to three similar names; gpt-2 and gpt2 count as the same."""
+    letters = {"".join(filter(str.isalnum, name.lower())): name for name in names}
+    own = "".join(filter(str.isalnum, word.lower()))
+    return [letters[each] for each in get_close_matches(own, letters, n=3, cutoff=_NEAR)]
+
+
+def _of_similar_size(name: str) -> list[str]:
     """Return up to three presets of a name's family whose sizes are nearest, smallest first; none
     if the name gives no family or no size. A size ends in b or m: gpt-2 has none.
     """
     size, family = _size(name), _family(name)
-    sizes = {each: _size(each) for each in candidates if family and _family(each) == family}
+    sizes = {each: _size(each) for each in preset_names() if family and _family(each) == family}
     relatives = [(abs(log(n / size)), n, each) for each, n in sizes.items() if n and size]
     nearest = sorted(relatives)[:3]
     return [each for _, _, each in sorted(nearest, key=lambda near: near[1:])]
@@ -213,21 +208,6 @@ def _size(name: str) -> float | None:
 def _family(name: str) -> str:
     """Return the letters with which a name begins: llama of Llama-3-8B and of llama2-13b."""
     return re.match(r"[a-z]*", name.lower())[0]  # type: ignore[index]
-
-
-def _letters(name: str) -> str:
-    """Return a name without characters that people write differently: gpt-2 as gpt2."""
-    return "".join(filter(str.isalnum, name.lower()))
-
-
-def _names_for(key: str, folder: Path) -> list[str]:
-    """Return the presets, or the names of subfolders that hold a model or a run."""
-    if key == "model.name":
-        return preset_names()
-    try:
-        return [path.name for path in folder.iterdir() if _holds_model(path)]
-    except OSError:
-        return []
 
 
 def _holds_model(folder: Path) -> bool:
@@ -265,27 +245,27 @@ def _of_its_layers(
 
 def _dropouts(config: Mapping[str, Any], run_config: RunConfig) -> dict[str, float]:
     """Return the config's dropout probabilities that the run sets. Raises ConfigError."""
-    keys, dropouts, problems = _dropout_keys(config), {}, []
-    kinds: dict[str, tuple[str, ...]] = {"attention": ("att",), "embedding": ("emb",)}
-    kinds["residual"] = tuple(key for key in keys if not key.startswith(("att", "emb")))
+    own = (key for key in config if key.endswith(DROPOUT_ENDINGS))
+    keys = {*own, *family_of(config["model_type"]).dropouts}
+    attention = {key for key in keys if key.startswith("att")}
+    embedding = {key for key in keys if key.startswith("emb")}
+    kinds = {
+        "attention": attention,
+        "embedding": embedding,
+        "residual": keys - attention - embedding,
+    }
+    dropouts, problems = dict[str, float](), []
     if run_config.model.dropout is not None:
         dropouts = dict.fromkeys(keys, run_config.model.dropout)
-    for kind, beginnings in kinds.items():
-        value = getattr(run_config.model, f"{kind}_dropout")
-        kind_keys = [key for key in keys if beginnings and key.startswith(beginnings)]
+    for kind, kind_keys in kinds.items():
+        key, value = f"model.{kind}_dropout", getattr(run_config.model, f"{kind}_dropout")
         if value is not None and not kind_keys:
             problems.append(
-                f"model.{kind}_dropout is {value} "
-                f"({run_config.origin(f'model.{kind}_dropout')}), but {config['model_type']} "
-                f"models have only {', '.join(sorted(keys))}: remove it"
+                f"{key} is {value} ({run_config.origin(key)}), but {config['model_type']} models "
+                f"have only {', '.join(sorted(keys))}: remove it"
             )
         elif value is not None:
             dropouts |= dict.fromkeys(kind_keys, value)
     if problems:
         raise ConfigError(problems)
     return dropouts
-
-
-def _dropout_keys(config: Mapping[str, Any]) -> set[str]:
-    family = family_of(config["model_type"])
-    return {*(key for key in config if key.endswith(DROPOUT_ENDINGS)), *family.dropouts}

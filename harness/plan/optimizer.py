@@ -8,7 +8,7 @@ import re
 from harness.config.ds_json import DsJson, offloaded_to
 from harness.config.optim_and_schedule import DECAYS
 from harness.layout.optimizer_table import OPTIMIZERS, is_frozen
-from harness.plan.draft import Draft
+from harness.plan.plan import Draft
 
 _SETTINGS = ("betas", "eps", "momentum")
 _HALF_STATES = (

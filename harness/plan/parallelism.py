@@ -1,27 +1,114 @@
-"""Tensor, expert and sequence parallelism in a plan: checks that they can be combined, and that the
-ranks can shard the model.
+"""The division of ranks and batches over the axes of a plan: checks that axes can be combined, and
+that the ranks can shard the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 from harness.config.assignments import flat
-from harness.config.ds_json import DsJson, offloaded_to
-from harness.layout.exclusions import incompatible_axes, sequence_problems
+from harness.config.batch import BatchSizes
+from harness.config.ds_json import DsJson, default_of, offloaded_to
+from harness.layout.exclusions import KEYS, incompatible_axes, sequence_problems
 from harness.layout.expert import ExpertPlan
 from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.grid import Axis, Grid
 from harness.layout.shape import Shape
 from harness.layout.tensor import GROUPED, TensorPlan, tensor_problems
 from harness.plan.attention import ATTENTION_DROPOUTS
-from harness.plan.context import rope_types
-from harness.plan.draft import Draft
-from harness.plan.ranks import left_of
+from harness.plan.pipeline import num_stages
+from harness.plan.plan import Draft
+from harness.plan.rotary import rope_types
 
-_TENSOR_KEY = "tensor_parallel.autotp_size"
-WHOLE_MATRICES = "updates full matrices: use optim.name=adamw, or ZeRO 3 alone"
+_ZERO = "zero_optimization"
+_SECONDARY = f"{_ZERO}.zero_hpz_partition_size"
 _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_DIVIDED = ("train.global_batch", "train.micro_batch", "ramp.batch_from", "ramp.batch_step")
+
+
+def divide_ranks(draft: Draft) -> None:
+    """Divide the ranks over the axes. If they do not divide, continue with the number of ranks that
+    one model replica needs, so that later passes can report other problems.
+    """
+    ds, ranks = draft.ds, draft.world.world_size
+    axes = {
+        "pipeline": num_stages(ds.tree),
+        **{axis: max(1, ds.value(KEYS[axis])) for axis in ("tensor", "sequence")},  # 0 means off
+    }
+    try:
+        draft.grid = Grid(ranks, **axes)
+    except ValueError as error:
+        origins = draft.origins(KEYS[axis] for axis, size in axes.items() if size > 1)
+        draft.problems.say(f"{error} ({origins})")
+        draft.grid = Grid(prod(axes.values()), **axes)
+
+
+def _left_of(draft: Draft, *axes: Axis) -> int:
+    """Return the ranks that some axes leave for the others; all ranks if they do not divide."""
+    ranks = draft.world.world_size
+    left, rest = divmod(ranks, prod(getattr(draft.grid, axis) for axis in axes))
+    return ranks if rest else left
+
+
+def check_secondary(draft: Draft) -> None:
+    """Require that the ranks can share a second copy of the weights (ZeRO++'s hpZ)."""
+    ranks = draft.world.world_size
+    size = min(draft.ds.value(_SECONDARY), ranks)
+    if size < 1 or ranks % size:
+        use = f'use "auto" for the {draft.world.local_world_size} ranks of a node'
+        draft.problems.add(_SECONDARY, f"which does not divide {ranks} ranks", use)
+
+
+def divide_batch(draft: Draft) -> None:
+    """Split a step's samples into micro-batches for the data ranks."""
+    # A value of the wrong type is already reported; its default is not the user's choice.
+    if draft.ds.rejected.intersection(_BATCH_KEYS):
+        return
+    train = draft.config.train
+    accum = draft.ds.literal("gradient_accumulation_steps")
+    try:
+        draft.batch = BatchSizes.divided(
+            train.global_batch, draft.grid.data, train.micro_batch, accum, draft.curriculum.quantum
+        )
+    except ValueError as error:
+        origins = draft.origins(key for key in _DIVIDED if key in str(error))
+        draft.problems.say(f"{error} ({origins})")
+
+
+def note_nodes(draft: Draft) -> None:
+    """Note each axis whose neighbours are not all on one node, and ZeRO 3 on a single GPU."""
+    grid, local = draft.grid, draft.world.local_world_size
+    alone = grid.world_size == 1 and draft.world.accelerator == "cuda"
+    if (
+        alone
+        and offloaded_to(draft.ds.tree, "param") == "none"
+        and draft.ds.value(f"{_ZERO}.stage") == 3
+    ):
+        draft.note(
+            "alone",
+            "ZeRO 3 saves no memory on one GPU, and steps took a quarter longer than with "
+            "ZeRO 1: set ds.zero_optimization.stage=1",
+        )
+    if local >= grid.world_size:
+        return
+    # Ranks per group, and the stride between consecutive ranks of a group.
+    groups = {
+        "tensor": (grid.tensor, 1),
+        "sequence": (grid.sequence, grid.tensor),
+        "expert": (grid.expert, grid.tensor),
+    }
+    for axis, (size, apart) in groups.items():
+        if size > 1 and local % (size * apart):
+            within = [n for n in range(1, size) if not (size % n or local % (n * apart))]
+            fewer = f"; {within[-1]} would be" if within else ""
+            draft.note(
+                "across_nodes",
+                f"{KEYS[axis]} is {size}: {size * apart} neighbouring ranks exchange data in every "
+                f"layer, and are not all within one node of {local}{fewer}",
+            )
 
 
 def whole_vocabulary(shape: Shape, places: int) -> str:
@@ -42,7 +129,7 @@ def padded(vocab_size: int, places: int) -> int:
 
 def check_together(draft: Draft) -> None:
     """Reject axes that exclude pipeline stages, before other passes drop their keys."""
-    grid, experts = draft.grid, asked_experts(draft.ds)
+    grid, experts = draft.grid, _asked_experts(draft.ds)
     if grid.data * grid.sequence % experts:  # divide_experts reports this
         grid = replace(grid, world_size=grid.world_size * experts)
     grid = replace(grid, expert=experts)
@@ -58,7 +145,7 @@ def divide_tensors(draft: Draft) -> None:
     places = draft.grid.tensor
     if places > 1:
         for why in _tensor_problems(draft, places):
-            draft.refuse_layout(_TENSOR_KEY, why)
+            draft.refuse_layout(KEYS["tensor"], why)
     draft.ds.drop("tensor_parallel")
     if places > 1 and draft.grid.pipeline > 1:
         _divide_sent(draft, places)
@@ -74,34 +161,45 @@ def _divide_sent(draft: Draft, places: int) -> None:
     if activations != gradients:
         draft.problems.add(_SENT[0], f"{_SENT[1]} is not: give both the same value")
     config = draft.model_config
-    sizes = [size for key in SIZE_KEYS["hidden"] if isinstance(size := config.get(key), int)]
+    keys = SIZE_KEYS["hidden"]
     if config.get("output_router_logits"):
-        sizes += [n for key in SIZE_KEYS["experts"] if isinstance(n := config.get(key), int)]
+        keys += SIZE_KEYS["experts"]
+    sizes = [size for key in keys if isinstance(size := config.get(key), int)]
     if activations and any(size % places for size in sizes):
         for key in _SENT:
             draft.ds.set(key, False, f"{places} ranks cannot divide a token's states evenly")
 
 
-def _tensor_problems(draft: Draft, places: int) -> Iterator[str]:
-    run = draft.config
-    if run.model.kernels != "none":
-        yield f"it is not supported with model.kernels={run.model.kernels}: remove one of them"
-    if run.optim.name in ("muon", "adafactor"):
-        yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"
-    for key in (f"{_ZERO}.zero_hpz_partition_size", f"{_ZERO}.zero_quantized_gradients"):
-        if draft.ds.value(key) != DsJson({}).value(key):  # of neighbours, whose slices differ
+def _unsupported(draft: Draft, *names: str) -> Iterator[str]:
+    """Yield settings that divide neither tensors nor experts; `names`: keys of the JSON's ZeRO
+    section that must have their defaults.
+    """
+    model, optimizer = draft.config.model, draft.config.optim.name
+    if model.kernels != "none":
+        yield f"it is not supported with model.kernels={model.kernels}: remove one of them"
+    if optimizer in ("muon", "adafactor"):
+        why = "updates full matrices: use optim.name=adamw, or ZeRO 3 alone"
+        yield f"optim.name={optimizer} {why}"
+    for key in (f"{_ZERO}.{name}" for name in names):
+        if draft.ds.value(key) != default_of(key):
             yield f"it is not supported with {key}: remove that key"
-    if draft.model_config.get("activation_dropout"):
+
+
+def _tensor_problems(draft: Draft, places: int) -> Iterator[str]:
+    run, config, shape = draft.config, draft.model_config, draft.shape
+    # These two concern neighbouring ranks, whose slices differ.
+    yield from _unsupported(draft, "zero_hpz_partition_size", "zero_quantized_gradients")
+    if config.get("activation_dropout"):
         why = "would be identical in every rank's shard"
         yield f"activation_dropout {why}: set model.residual_dropout=0"
-    slices = draft.model_config.get("pretraining_tp")
-    if draft.model_config.get("slow_but_exact") and slices not in (None, 1):
+    slices = config.get("pretraining_tp")
+    if config.get("slow_but_exact") and slices not in (None, 1):
         yield (
             f"slow_but_exact with pretraining_tp={slices} bypasses the modules of its weights: set "
             "model.overrides.slow_but_exact=false"
         )
-    drawn = [key for key in ATTENTION_DROPOUTS if draft.model_config.get(key)]
-    family = family_of(str(draft.model_config.get("model_type")))
+    drawn = [key for key in ATTENTION_DROPOUTS if config.get(key)]
+    family = family_of(str(config.get("model_type")))
     if drawn and GROUPED in family.tensor_plan.values():
         why = "is drawn by the model's own code, identically for every rank's heads"
         yield f"{drawn[0]} {why}: set model.attention_dropout=0"
@@ -110,93 +208,75 @@ def _tensor_problems(draft: Draft, places: int) -> Iterator[str]:
             f"{drawn[0]} needs model.compile=false and model.attention sdpa or eager: change "
             "these, or set model.attention_dropout=0"
         )
-    if draft.shape is not None:
-        ranks = left_of(draft.world, draft.grid, "pipeline", "sequence")
-        problems = tensor_problems(draft.shape, places, ranks)
+    if shape is not None:
+        problems = tensor_problems(shape, places, _left_of(draft, "pipeline", "sequence"))
         yield from problems
-        if problems and draft.shape.vocab_size % places:
-            yield f"{whole_vocabulary(draft.shape, places)} and would be replicated on every rank"
-    elif draft.model_config:
+        if problems and shape.vocab_size % places:
+            yield f"{whole_vocabulary(shape, places)} and would be replicated on every rank"
+    elif config:
         try:
-            yield from TensorPlan.of(draft.model_config).problems(places)
+            yield from TensorPlan.of(config).problems(places)
         except ValueError as error:
             yield str(error)
 
 
-_SECTION = "expert_parallel"
-_ENABLED, _SIZE = f"{_SECTION}.enabled", f"{_SECTION}.autoep_size"
-_ZERO = "zero_optimization"
-_AS_DEFAULT = [
+_EXPERTS, _ENABLED, _SIZE = "expert_parallel", "expert_parallel.enabled", KEYS["expert"]
+_OF_EXPERTS = (
     *("reduce_scatter", "contiguous_gradients", "zero_hpz_partition_size"),
     *("zero_quantized_weights", "zero_quantized_gradients"),
-]
+)
 
 
 def divide_experts(draft: Draft) -> None:
     """Require that neighbouring data ranks can share the experts, and remove the section from the
     JSON, because DeepSpeed would replace the model's layers by its own.
     """
-    ds, places = draft.ds, asked_experts(draft.ds)
+    places = _asked_experts(draft.ds)
     if places > 1:
-        problems = [*_other_keys(ds), *((_SIZE, why) for why in _expert_problems(draft, places))]
-        sizes = [(_SIZE, why) for why in _of_sizes(draft, places)]
-        for key, why in [*sizes, *problems]:
-            draft.refuse_layout(key, why)
-        if not sizes and draft.grid.world_size == draft.world.world_size:
+        of_size = _problem_of_size(draft, places)
+        if of_size:
+            draft.refuse_layout(_SIZE, of_size)
+        elif draft.grid.world_size == draft.world.world_size:
             draft.grid = replace(draft.grid, expert=places)
-    ds.drop(_SECTION)
+        for key, why in _expert_problems(draft):
+            draft.refuse_layout(key, why)
+    draft.ds.drop(_EXPERTS)
 
 
-def asked_experts(ds: DsJson) -> int:
+def _asked_experts(ds: DsJson) -> int:
     """Return the number of ranks that share the experts; 1 if none do."""
     return max(1, ds.value(_SIZE)) if ds.value(_ENABLED) else 1
 
 
-def _other_keys(ds: DsJson) -> Iterator[tuple[str, str]]:
-    """Yield keys for the layers that DeepSpeed would build, if they differ from their defaults."""
-    defaults = DsJson({})
-    for key, _ in flat(ds.tree[_SECTION], f"{_SECTION}."):
-        if key not in (_ENABLED, _SIZE) and ds.value(key) != defaults.value(key):
+def _problem_of_size(draft: Draft, places: int) -> str | None:
+    if not draft.model_config:
+        return None
+    try:
+        plan = ExpertPlan.of(draft.model_config)
+    except ValueError as error:
+        return str(error)
+    return plan.problem(places, _left_of(draft, "pipeline", "tensor"))
+
+
+def _expert_problems(draft: Draft) -> Iterator[tuple[str, str]]:
+    """Yield each key and why it excludes expert parallelism."""
+    ds = draft.ds
+    for key, _ in flat(ds.tree[_EXPERTS], f"{_EXPERTS}."):
+        if key not in (_ENABLED, _SIZE) and ds.value(key) != default_of(key):
             yield key, "only DeepSpeed's own expert layers use it: remove it"
     key = "use_data_before_expert_parallelism"
     if ds.value(key):
         yield key, "experts are shared by neighbouring ranks: remove it"
-
-
-def _of_sizes(draft: Draft, places: int) -> Iterator[str]:
-    if not draft.model_config:
-        return
-    try:
-        plan = ExpertPlan.of(draft.model_config)
-    except ValueError as error:
-        yield str(error)
-        return
-    problem = plan.problem(places, left_of(draft.world, draft.grid, "pipeline", "tensor"))
-    if problem:
-        yield problem
-
-
-def _expert_problems(draft: Draft, places: int) -> Iterator[str]:
-    run, ds, defaults = draft.config, draft.ds, DsJson({})
     if ds.value(f"{_ZERO}.stage") == 0:
-        yield (
-            f"{_ZERO}.stage=0 would clip by a mean of the ranks' gradient norms: use "
-            "stage 1, 2 or 3"
-        )
-    for key in (f"{_ZERO}.{name}" for name in _AS_DEFAULT):
-        if ds.value(key) != defaults.value(key):
-            yield f"it is not supported with {key}: remove that key"
+        why = "would clip by a mean of the ranks' gradient norms"
+        yield _SIZE, f"{_ZERO}.stage=0 {why}: use stage 1, 2 or 3"
     if "nvme" in {offloaded_to(ds.tree, part) for part in ("optimizer", "param")}:
-        yield f"it is not supported with states on NVMe: use {_ZERO}.offload_optimizer.device=cpu"
-    if run.model.kernels != "none":
-        yield f"it is not supported with model.kernels={run.model.kernels}: remove one of them"
-    if run.model.compile:
-        yield "it is not supported with model.compile: remove one of them"
-    if run.optim.name in ("muon", "adafactor"):
-        yield f"optim.name={run.optim.name} {WHOLE_MATRICES}"
-
-
-_SEQUENCE_KEY = "sequence_parallel_size"
+        why = "it is not supported with states on NVMe"
+        yield _SIZE, f"{why}: use {_ZERO}.offload_optimizer.device=cpu"
+    if draft.config.model.compile:
+        yield _SIZE, "it is not supported with model.compile: remove one of them"
+    for why in _unsupported(draft, *_OF_EXPERTS):
+        yield _SIZE, why
 
 
 def divide_sequences(draft: Draft) -> None:
@@ -205,12 +285,12 @@ def divide_sequences(draft: Draft) -> None:
     """
     if draft.grid.sequence > 1:
         for why in _sequence_problems(draft, draft.grid.sequence):
-            draft.refuse_layout(_SEQUENCE_KEY, why)
-    draft.ds.drop(_SEQUENCE_KEY)
+            draft.refuse_layout(KEYS["sequence"], why)
+    draft.ds.drop(KEYS["sequence"])
 
 
 def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
-    run = draft.config
+    run, model_type = draft.config, draft.model_config.get("model_type")
     if run.model.kernels != "none":
         yield f"it is not supported with model.kernels={run.model.kernels}: remove one of them"
     if run.model.stochastic_depth > 0:
@@ -220,13 +300,12 @@ def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
         yield f"rotary positions of type {', '.join(by_length)} depend on the length of a row"
     if draft.shape is not None:
         shortest = run.data.seq_len // draft.curriculum.most_pieces
-        ranks = left_of(draft.world, draft.grid, "pipeline", "tensor")
         # Tensor parallelism reports heads that its ranks cannot divide.
         tensor = 1 if tensor_problems(draft.shape, draft.grid.tensor) else draft.grid.tensor
         key = "data.seq_len" if shortest == run.data.seq_len else "ramp.length_from"
-        unit = f"tokens ({key})"
+        ranks, unit = _left_of(draft, "pipeline", "tensor"), f"tokens ({key})"
         yield from sequence_problems(draft.shape, places, shortest, tensor, ranks, unit)
-    elif draft.model_config and not family_of(draft.model_config["model_type"]).divides_rows:
+    elif draft.model_config and not family_of(str(model_type)).divides_rows:
         # The first batch would not reveal an error: small states of a recurrent layer disappear in
         # rounding.
-        yield f"sequence parallelism does not support {draft.model_config['model_type']}: use 1"
+        yield f"sequence parallelism does not support {model_type}: use 1"

@@ -8,13 +8,12 @@ from typing import Any
 
 from harness.config.ds_json import AUTO, Event, literal, value_of
 from harness.estimate.timeline import rank_timeline
-from harness.layout.families import SIZE_KEYS
+from harness.layout.families import given_size
 from harness.layout.grid import Coords
 from harness.layout.recompute import is_checkpointed
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
-from harness.plan.draft import Draft
 from harness.plan.memory import memory_inputs
-from harness.plan.plan import Plan
+from harness.plan.plan import Draft, Plan
 
 BUBBLE = "pipeline_bubble"
 _STAGES, _PARTITION = "pipeline.stages", "pipeline.partition"
@@ -39,13 +38,13 @@ def split_stages(draft: Draft) -> None:
     elif not isinstance(partition, list) and partition not in _BALANCES:
         why = 'it must be "time", "memory" or decoder layers per stage, as in [9, 7]'
         problems.add(_PARTITION, why)
-    elif draft.model_config and (num_stages(ds.tree) > 1 or isinstance(partition, list)):
+    elif draft.model_config and (draft.grid.pipeline > 1 or isinstance(partition, list)):
         draft.stages = _bounds(draft, partition)
 
 
 def note_pipeline(draft: Draft) -> None:
     """Note choices that the user may not have intended."""
-    stages = num_stages(draft.ds.tree)
+    stages = draft.grid.pipeline
     is_explicit = isinstance(draft.ds.value(_PARTITION), list)
     if stages > 1 and draft.shape is None and not is_explicit:
         message = (
@@ -77,11 +76,8 @@ def by_memory(plan: Plan) -> Plan:
     inputs = memory_inputs(plan)
     if plan.stages is None or inputs is None or literal(plan.deepspeed, _PARTITION) != "memory":
         return plan
-    stages, units, windows = (
-        plan.grid.pipeline,
-        inputs.shape.body.units,
-        inputs.shape.sliding_windows,
-    )
+    stages, units = plan.grid.pipeline, inputs.shape.body.units
+    windows = inputs.shape.sliding_windows
     peaks: dict[Any, int] = {}
 
     def peak(stage: int, begin: int, end: int) -> int:
@@ -100,8 +96,8 @@ def by_memory(plan: Plan) -> Plan:
 
 
 def _bounds(draft: Draft, partition: object) -> Bounds | None:
-    config, shape, stages = draft.config, draft.shape, num_stages(draft.ds.tree)
-    layers = shape.num_layers if shape else _count_layers(draft.model_config)
+    config, shape, stages = draft.config, draft.shape, draft.grid.pipeline
+    layers = shape.num_layers if shape else given_size(draft.model_config, "layers")
     if layers is None:
         draft.problems.say(
             f"{config.model.name} does not state its number of layers: remove {_STAGES}"
@@ -120,8 +116,3 @@ def _bounds(draft: Draft, partition: object) -> Bounds | None:
         draft.problems.say(f"{key} ({draft.ds.origin(key)}): {error}")
         return None
     return bounds if stages > 1 else None
-
-
-def _count_layers(config: Mapping[str, Any]) -> int | None:
-    counts = (config.get(key) for key in SIZE_KEYS["layers"])
-    return next((count for count in counts if isinstance(count, int)), None)

@@ -15,7 +15,7 @@ from harness.estimate.hardware import known_gpu
 from harness.layout.families import family_of
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.world import World, cpu_has_bf16
-from harness.plan.draft import Draft
+from harness.plan.plan import Draft
 
 # Master weights and Adam's moments in bf16.
 HALF_STATES = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")

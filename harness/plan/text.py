@@ -8,18 +8,18 @@ from typing import Any
 
 from harness.config.ds_json import Event, offloaded_to
 from harness.estimate.fit import changes_that_help, memory_line, shortages_here
-from harness.layout.adapters import Adapters, linear_weights
+from harness.layout.adapters import linear_weights
 from harness.layout.attention_table import WITHOUT_ATTENTION
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
 from harness.plan.batch_from_data import Counts, open_keys, with_counts
 from harness.plan.batches import length_events, length_text, repetition_events, steps_of
-from harness.plan.changes import takes
 from harness.plan.data import missing_here
 from harness.plan.duration import step_time, time_line
 from harness.plan.glances import glances
 from harness.plan.machine import swap_problems
+from harness.plan.make import takes
 from harness.plan.plan import Plan
 
 _LABEL_WIDTH = 15
@@ -61,29 +61,33 @@ def summary(plan: Plan, counts: Counts | None = None) -> str:
     """Return model, layout, batch, length, learning rate and notes, one per line. `counts`: size of
     its data, possibly approximate.
     """
+    steps = plan.steps if counts is None else steps_of(plan, counts)
+    step = step_time(plan)
     rows = [
         ("model", _model(plan)),
         ("parameters", _parameters(plan)),
         ("spread", spread(plan)),
-        *_attention(plan),
-        *_stages(plan),
-        *_of_data(plan, counts),
+        ("attention", _attention(plan)),
+        ("stages", _stages(plan)),
+        ("batch", _batch(plan)),
+        ("ramp", _ramp(plan)),
+        ("length", length_text(plan, steps, counts)),
         ("optimizer", _optimizer(plan)),
-        _learning_rate(plan, counts),
-        _memory(plan),
-        *_time(plan),
+        ("learning rate", _rates(plan, steps)),
+        ("memory", _memory(plan)),
+        ("time", "" if step is None else time_line(plan, step)),
         *(("note", _note(event)) for event in _events(plan, counts)),
     ]
-    return "\n".join(row(label, text) for label, text in rows)
+    return "\n".join(row(label, text) for label, text in rows if text)
 
 
 def settled(plan: Plan, counts: Counts, before: Plan) -> str:
     """Return the lines of a summary that change or become known once the data is counted."""
-    is_new = plan.global_batch != before.global_batch
+    is_new, steps = plan.global_batch != before.global_batch, steps_of(plan, counts)
     rows = [("batch", _batch(plan))] * is_new
-    rows.append(("length", length_text(plan, steps_of(plan, counts), counts)))
-    rows += [_learning_rate(plan, counts)] * (plan.steps is None)
-    rows += [_memory(plan)] * is_new
+    rows.append(("length", length_text(plan, steps, counts)))
+    rows += [("learning rate", _rates(plan, steps))] * (plan.steps is None)
+    rows += [("memory", _memory(plan))] * is_new
     shown = _events(before, None)
     rows += [("note", _note(event)) for event in _events(plan, counts) if event not in shown]
     return "\n".join(row(label, text) for label, text in rows)
@@ -98,14 +102,8 @@ def _events(plan: Plan, counts: Counts | None) -> list[Event]:
     return [*plan.events, *more, *repetition_events(plan, steps, counts)]
 
 
-def _of_data(plan: Plan, counts: Counts | None) -> list[tuple[str, str]]:
-    """Return the lines that depend on the data."""
-    steps = plan.steps if counts is None else steps_of(plan, counts)
-    return [("batch", _batch(plan)), *_ramp(plan), ("length", length_text(plan, steps, counts))]
-
-
-def _memory(plan: Plan) -> tuple[str, str]:
-    return "memory", memory_line(plan.estimate) if plan.estimate else "not estimated"
+def _memory(plan: Plan) -> str:
+    return memory_line(plan.estimate) if plan.estimate else "not estimated"
 
 
 def row(label: str, text: str) -> str:
@@ -136,32 +134,23 @@ def _trained(plan: Plan, shape: Shape) -> str:
     if adapters is not None:
         whole = sum(tensor.numel for tensor in adapters.trained_whole(shape))
         count = sum(tensor.numel for tensor in adapters.tensors(shape)) - whole
-        bits = _in_four_bits(shape, adapters)
         own = f"adapters of rank {adapters.rank}: {count:,}, {count / total:.2%}"
         rest = f"{whole:,} trained in full, the others frozen" if whole else "all frozen"
-        return f", {rest}{bits}; {own}"
+        if kind := adapters.quantization:
+            few = sum(tensor.numel for tensor in linear_weights(shape))
+            scales = ", scales in 8" if kind.doubles else ""
+            rest += f", {few:,} of them in 4 bits ({kind.kind}{scales})"
+        return f", {rest}; {own}"
     rules = plan.config.optim.groups
     frozen = sum(tensor.numel for tensor in shape.tensors() if is_frozen(tensor.name, rules))
     return f"; {frozen:,} are frozen, {frozen / total:.1%}" if frozen else ""
 
 
-def _in_four_bits(shape: Shape, adapters: Adapters) -> str:
-    if (own := adapters.quantization) is None:
-        return ""
-    count = sum(tensor.numel for tensor in linear_weights(shape))
-    return f", {count:,} of them in 4 bits ({own.kind}{', scales in 8' if own.doubles else ''})"
-
-
 def spread(plan: Plan) -> str:
     """Return the distribution over ranks and memory, on one line."""
-    grid, world = plan.grid, plan.world
-    device = world.gpu or world.accelerator
-    axes = [f"{grid.data} data"]
-    axes += [
-        f"{size} {axis}"
-        for axis in ("pipeline", "sequence", "tensor")
-        if (size := getattr(grid, axis)) > 1
-    ]
+    grid, device = plan.grid, plan.world.gpu or plan.world.accelerator
+    sizes = {"pipeline": grid.pipeline, "sequence": grid.sequence, "tensor": grid.tensor}
+    axes = [f"{grid.data} data", *(f"{n} {axis}" for axis, n in sizes.items() if n > 1)]
     offloaded = [
         f"{part} on {place}"
         for part in ("optimizer", "param")
@@ -171,40 +160,38 @@ def spread(plan: Plan) -> str:
     experts = f", experts over {grid.expert} neighbours" if grid.expert > 1 else ""
     return (
         f"ZeRO {plan.zero_stage}, {plan.precision}, {ranks} ({' x '.join(axes)}{experts}) on "
-        f"{device}, "
-        f"offload: {', '.join(offloaded) or 'none'}, "
-        f"activation checkpointing: {_recomputed(plan)}{_faster(plan)}"
+        f"{device}, offload: {', '.join(offloaded) or 'none'}, {_layers(plan)}"
     )
 
 
-def _attention(plan: Plan) -> list[tuple[str, str]]:
-    if plan.model_config.get("model_type") in WITHOUT_ATTENTION:
-        return []
-    why = f" ({plan.attention_why})" if plan.attention_why else ""
-    return [("attention", f"{plan.config.model.attention}{why}")]
-
-
-def _recomputed(plan: Plan) -> str:
-    model = plan.config.model
-    way = plan.checkpointing
+def _layers(plan: Plan) -> str:
+    """Return how layers and the loss are computed."""
+    model, way = plan.config.model, plan.checkpointing
     every = f"every {way} layers" if isinstance(way, int) else way
-    offloaded = ", to host memory" if model.activation_offload else ""
-    return every + offloaded + (f", MLPs in {model.mlp_tiles} tiles" * (model.mlp_tiles > 1))
+    parts = {
+        f"activation checkpointing: {every}": True,
+        "to host memory": model.activation_offload,
+        f"MLPs in {model.mlp_tiles} tiles": model.mlp_tiles > 1,
+        f"loss in chunks of {plan.loss_chunk:,} logits": plan.loss_chunk,
+        f"kernels: {model.kernels}": model.kernels != "none",
+        "decoder layers compiled": model.compile,
+    }
+    return ", ".join(text for text, is_so in parts.items() if is_so)
 
 
-def _faster(plan: Plan) -> str:
-    model = plan.config.model
-    chunk = f", loss in chunks of {plan.loss_chunk:,} logits" if plan.loss_chunk else ""
-    kernels = f", kernels: {model.kernels}" if model.kernels != "none" else ""
-    return chunk + kernels + (", decoder layers compiled" if model.compile else "")
+def _attention(plan: Plan) -> str:
+    if plan.model_config.get("model_type") in WITHOUT_ATTENTION:
+        return ""
+    why = f" ({plan.attention_why})" if plan.attention_why else ""
+    return f"{plan.config.model.attention}{why}"
 
 
-def _stages(plan: Plan) -> list[tuple[str, str]]:
+def _stages(plan: Plan) -> str:
     if plan.stages is None:
-        return []
+        return ""
     layers = ", ".join(map(str, layers_per_stage(plan.stages)))
     share = bubble(plan.grid.pipeline, plan.grad_accum)
-    return [("stages", f"{layers} decoder layers; each waits {share:.0%} of a step (the bubble)")]
+    return f"{layers} decoder layers; each waits {share:.0%} of a step (the bubble)"
 
 
 def _batch(plan: Plan) -> str:
@@ -232,15 +219,13 @@ def _lengths(plan: Plan) -> str:
     if data.batching == "token_budget":
         positions = plan.micro_batch * data.seq_len
         return f"{each}; a micro-batch holds as many as fit in {positions:,} positions"
-    how = (
-        "in random order"
-        if data.batching == "padded"
-        else f"sorted in pools of {data.pool_samples}"
-    )
+    how = f"sorted in pools of {data.pool_samples}"
+    if data.batching == "padded":
+        how = "in random order"
     return f"{each}, {how}, padded to the longest of their micro-batch"
 
 
-def _ramp(plan: Plan) -> list[tuple[str, str]]:
+def _ramp(plan: Plan) -> str:
     ramp, seq_len, rises = plan.config.ramp, plan.config.data.seq_len, []
     if ramp.batch_from is not None:
         rises.append(
@@ -253,7 +238,7 @@ def _ramp(plan: Plan) -> list[tuple[str, str]]:
             f"from sequences of {ramp.length_from} tokens, doubling, to {seq_len} over "
             f"{ramp.length_tokens:,} tokens"
         )
-    return [("ramp", "; ".join(rises))] if rises else []
+    return "; ".join(rises)
 
 
 def _optimizer(plan: Plan) -> str:
@@ -266,10 +251,6 @@ def _optimizer(plan: Plan) -> str:
         clipping = f"gradient elements clipped at {optim.clip_value:g}"
     rules = "".join(f"; {rule.pattern!r} otherwise" for rule in optim.groups)
     return f"{optim.name} ({values}), {clipping}{rules}"
-
-
-def _learning_rate(plan: Plan, counts: Counts | None) -> tuple[str, str]:
-    return "learning rate", _rates(plan, plan.steps if counts is None else steps_of(plan, counts))
 
 
 def _rates(plan: Plan, steps: int | None) -> str:
@@ -292,11 +273,6 @@ def _verdict(plan: Plan) -> str:
     if estimate.verdict.startswith("fits"):
         return estimate.verdict
     return f"{estimate.verdict}: {changes_that_help(estimate, estimate.device_bytes, takes(plan))}"
-
-
-def _time(plan: Plan) -> list[tuple[str, str]]:
-    step = step_time(plan)
-    return [] if step is None else [("time", time_line(plan, step))]
 
 
 def _note(event: Mapping[str, Any]) -> str:

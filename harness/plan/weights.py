@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from harness.config.run_config import run_and_step
 from harness.errors import Unusable
@@ -18,8 +17,8 @@ from harness.files.paths import user_path
 from harness.files.regular_file import read_json
 from harness.files.table import Table
 from harness.files.tensor_header import read_header
-from harness.plan.draft import Draft
 from harness.plan.model_config import preset_names
+from harness.plan.plan import Draft
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
@@ -75,21 +74,14 @@ def has_checkpoints(source: str) -> bool:
     return checkpoints.is_dir() and any(checkpoints.glob("step-*"))
 
 
-def quantization_of(config: Mapping[str, Any]) -> str | None:
-    """Return the quantization method of the weights beside a config.json, or None."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return None
-    return str(quantization.get("quant_method")) if isinstance(quantization, Mapping) else "a list"
-
-
 def check_quantization(draft: Draft) -> None:
     """Note that quantized weights are dequantized when read; reject methods that transformers
     cannot dequantize.
     """
-    source, method = draft.config.model.init_from, quantization_of(draft.stored)
-    if method is None:
+    source, quantization = draft.config.model.init_from, draft.stored.get("quantization_config")
+    if not quantization:
         return
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else "a list"
     if method in _DEQUANTIZED:
         draft.note(
             "dequantized",

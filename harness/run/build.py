@@ -30,8 +30,8 @@ from harness.guard.stability import StabilityMonitor
 from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.watchdog import Limits, Pulse, Watchdog
 from harness.plan.batch_from_data import with_least_batch
-from harness.plan.changes import takes
 from harness.plan.machine import remove_left_swap, swap_problems
+from harness.plan.make import takes
 from harness.plan.model import with_rows_for
 from harness.plan.plan import Plan
 from harness.plan.text import row, summary

@@ -10,7 +10,7 @@ import torch
 
 from harness.checkpoint.collectives import gather_objects
 from harness.estimate.fit import changes_that_help, memory_line
-from harness.plan.changes import takes
+from harness.plan.make import takes
 from harness.run.run import Run
 
 

@@ -13,7 +13,7 @@ from harness.config.data_section import DataConfig
 from harness.data.prepare import SKIPPED
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
-from harness.plan.balance import balanced
+from harness.plan.data import balanced
 from harness.plan.glances import glance
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.test_build import opened, refused

@@ -86,7 +86,7 @@ class Planner:
                 gpu=gpu,
                 torch=machine.get("TORCH"),
             )
-        with nullcontext() if estimate else patch("harness.plan.make.estimate", return_value=None):
+        with nullcontext() if estimate else patch("harness.plan.model.estimate", return_value=None):
             return plan_from(command, environ, world)
 
     def problems(self, line: str, ds: Mapping[str, Any] | None = None) -> list[str]:

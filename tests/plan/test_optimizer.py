@@ -14,9 +14,9 @@ from harness.config.run_file import load_run_config
 from harness.estimate.states import model_states
 from harness.layout.optimizer_table import OPTIMIZERS, Group, Parameter, optimizer_groups
 from harness.layout.world import World
-from harness.plan.draft import Draft
 from harness.plan.make import make_plan
 from harness.plan.merge_settings import SCHEDULES, merge_settings
+from harness.plan.plan import Draft
 from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
 

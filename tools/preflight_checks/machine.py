@@ -25,8 +25,8 @@ from harness.engine.processes import own_device
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
 from harness.estimate.memory_item import GIB
-from harness.plan.changes import takes
 from harness.plan.duration import step_line, step_time
+from harness.plan.make import takes
 from harness.plan.plan import Plan
 from tools.preflight_checks.report import (
     Row,

@@ -20,8 +20,7 @@ from harness.data.spec import DataSpec
 from harness.data.tokenizer import added_at_begin
 from harness.errors import ConfigError
 from harness.files.chat import Chat
-from harness.plan.balance import balanced
-from harness.plan.data import with_eval_splits
+from harness.plan.data import balanced, with_eval_splits
 
 
 @dataclass(frozen=True)
