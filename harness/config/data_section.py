@@ -257,9 +257,7 @@ class DataConfig(Section):
         return {**(own or {NEW: self.model_copy(update={"rehearse": None})}), REHEARSED: old}
 
     def rehearsed(self, side: str = TRAIN) -> DataConfig | None:
-        """Return the data section of data.rehearse (of one side, for a run's sample), or None.
-        Raises ConfigError if it is a run that kept no sample.
-        """
+        """Return the data section of data.rehearse or of one `side` of a run's sample, or None."""
         if self.rehearse is None:
             return None
         kept = kept_sample(self.rehearse)
@@ -299,6 +297,11 @@ class DataConfig(Section):
         return columns
 
 
+def _is_set(data: DataConfig, key: str) -> bool:
+    """Return True if a key differs from its default."""
+    return bool(getattr(data, key) != DataConfig.model_fields[key].default)
+
+
 def _packing_problems(data: DataConfig) -> Iterator[str]:
     if data.batching != "packed" and data.packing is not None:
         yield (
@@ -316,14 +319,12 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
             legal = " or ".join(str(n) for n in (below, below + data.seq_len) if n)
             yield (
                 f"data.tokens_per_batch is {data.tokens_per_batch}, which is not a multiple of "
-                "data.seq_len = "
-                f"{data.seq_len}, the longest document: set it to {legal}"
+                f"data.seq_len = {data.seq_len}, the longest document: set it to {legal}"
             )
     if data.pool_samples % data.group_samples:
         yield (
             f"data.pool_samples is {data.pool_samples}, which is not a multiple of "
-            "data.group_samples = "
-            f"{data.group_samples}"
+            f"data.group_samples = {data.group_samples}"
         )
     if data.packing == "stream" and data.too_long != "cut":
         yield (
@@ -347,14 +348,14 @@ def _length_problems(data: DataConfig) -> Iterator[str]:
 
 def _row_problems(data: DataConfig) -> Iterator[str]:
     limit = data.bad_rows_limit
-    if data.bad_rows != "skip" and limit != DataConfig.model_fields["bad_rows_limit"].default:
+    if data.bad_rows != "skip" and _is_set(data, "bad_rows_limit"):
         yield "data.bad_rows_limit is for data.bad_rows=skip: set data.bad_rows=skip, or remove it"
     if limit > 1 and limit % 1:
         yield f"data.bad_rows_limit is {limit:g}: above 1 it must be a whole number of records"
 
 
 def _eval_problems(data: DataConfig) -> Iterator[str]:
-    if data.eval_path and data.held_out != DataConfig.model_fields["held_out"].default:
+    if data.eval_path and _is_set(data, "held_out"):
         yield (
             f"data.held_out is {data.held_out:g}, but data.eval_path is the held-out set: remove "
             "one of them"
@@ -365,8 +366,7 @@ def _eval_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _rehearsal_problems(data: DataConfig) -> Iterator[str]:
-    default = DataConfig.model_fields["rehearse_share"].default
-    if data.rehearse is None and data.rehearse_share != default:
+    if data.rehearse is None and _is_set(data, "rehearse_share"):
         yield "data.rehearse_share needs data.rehearse: name the run or the data to rehearse"
     if data.rehearse is not None and REHEARSED in (source.label for source in data.mix):
         yield f"data.mix: {REHEARSED!r} is reserved for the data of data.rehearse: set another name"
@@ -380,12 +380,7 @@ def _mix_problems(data: DataConfig) -> Iterator[str]:
         yield "data.balance needs data.path: Python's own library has no columns"
     if not data.mix:
         of_mix = ("mix_temperature", "mix_until", *(() if data.balance else ("mix_by",)))
-        alone = [
-            f"data.{key}"
-            for key in of_mix
-            if getattr(data, key) != DataConfig.model_fields[key].default
-        ]
-        if alone:
+        if alone := [f"data.{key}" for key in of_mix if _is_set(data, key)]:
             yield f"{', '.join(alone)} set without data.mix: name its sources"
         return
     if data.path is not None:
@@ -405,9 +400,8 @@ def _mix_problems(data: DataConfig) -> Iterator[str]:
             yield f"data.mix: {key} is 0 for every source"
     shares, then = data.mix[0].share, data.mix[0].then
     if shares is not None and data.mix_temperature is not None:
-        yield (
-            "data.mix_temperature derives shares from sizes: remove it, or the share of each source"
-        )
+        why = "data.mix_temperature derives shares from sizes"
+        yield f"{why}: remove it, or the share of each source"
     if data.mix_until is not None and data.mix_until > 1 and data.mix_until % 1:
         yield f"data.mix_until is {data.mix_until:g}: above 1 it must be a whole number of steps"
     if (then is None) != (data.mix_until is None):

@@ -88,9 +88,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def check_keys(ds: DsJson, problems: Problems) -> None:
-    """Remove every unknown or ill-typed key at any level and replace deprecated keys, in place, so
-    that the rest can be checked.
-    """
+    """Remove, in place, every unknown or ill-typed key at any level; replace deprecated keys."""
     problems.say(*ds.problems)
     unlike_any: list[str] = []
     _check_section(ds, ds.tree, ds_keys(), "", problems, unlike_any)

@@ -27,9 +27,7 @@ def _kinds() -> dict[str, dict[str, Any]]:
 
 
 def foreign_config(path: object, keys: Iterable[str], wanted: str) -> str | None:
-    """Return a problem if the top-level `keys` of a config are those of another kind than `wanted`
-    (a table in foreign.toml); None otherwise.
-    """
+    """Return a problem if top-level `keys` are those of another kind of config than `wanted`."""
     plain = {key.replace("-", "_") for key in keys}
     kinds = _kinds()
     hits = {kind: len(plain & set(table["keys"].split())) for kind, table in kinds.items()}

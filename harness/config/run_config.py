@@ -151,9 +151,7 @@ def known_keys() -> list[str]:
 
 
 def keys_as_text() -> str:
-    """Return one line per key with its default and meaning: first the keys of a first run, then
-    section by section.
-    """
+    """Return one line per key with default and meaning: those of a first run, then by section."""
     lines = {key: _described(key, owner, name) for key, owner, name in _fields(RunConfig)}
     parts = ["Start with:", *(lines[key] for key in FIRST_KEYS)]
     for name, section in RunConfig.model_fields.items():

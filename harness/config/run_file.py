@@ -17,6 +17,7 @@ from harness.config.assignments import (
     COMMAND_LINE,
     MAX_FILE_BYTES,
     NAMED_AT_ONCE,
+    assign,
     assign_all,
     beyond_bounds,
     did_you_mean,
@@ -69,6 +70,14 @@ def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
         return RunConfig.model_validate(tree).with_origins(origins)
     except ValidationError as error:
         raise ConfigError(_sentences(error.errors(), origins)) from None
+
+
+def with_values(run: RunConfig, values: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
+    """Return a copy with other values of dotted keys and their origins. Raises ConfigError."""
+    tree = run.model_dump(exclude_unset=True)
+    for key, value in values.items():
+        assign(tree, key, value)
+    return validated(tree, run.origins() | origins)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

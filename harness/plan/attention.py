@@ -67,8 +67,8 @@ class AttentionNeeds:
 
     def problems(self, attention: str) -> list[str]:
         """Return the reasons why an implementation cannot be used."""
-        row, config, is_cuda = ATTENTIONS[attention], self.model_config, self._is_cuda
-        problems = []
+        row, config = ATTENTIONS[attention], self.model_config
+        is_cuda, problems = self.world.accelerator == "cuda", list[str]()
         is_missing = row.package and self.here and not importlib.util.find_spec(row.package)
         if row.package and (not is_cuda or is_missing):
             problems.append(f"it needs a GPU and the package {row.package}")
@@ -103,21 +103,18 @@ class AttentionNeeds:
             problems.append("its kernel computes in bf16 or fp16, but the run uses fp32")
         if gpu is not None and gpu.bf16_tflops is None:
             problems.append(f"its kernel needs an Ampere GPU or later, but {gpu.name} is older")
-        if self.shape is not None and (self.shape.head_dim > 256 or self.shape.head_dim % 8):
-            width = self.shape.head_dim
-            problems.append(
-                "its kernel needs a head size of at most 256 in multiples of 8, but the model "
-                f"has {width}"
-            )
+        width = 8 if self.shape is None else self.shape.head_dim
+        if width > 256 or width % 8:
+            why = "its kernel needs a head size of at most 256 in multiples of 8"
+            problems.append(f"{why}, but the model has {width}")
         if importlib.util.find_spec("flash_attn"):
             return problems
-        if self._soft_caps:
+        caps = self.model_config.get("attn_logit_softcapping", True) is not None
+        if caps and family_of(self.model_config["model_type"]).soft_caps:
             problems.append("torch's kernel does not support soft-capped scores; flash_attn's does")
         if not self.world.has_torch(2, 11):
-            own = f"torch {self.world.torch}'s kernel"
-            problems.append(
-                f"{own} does not support windows and scales; torch 2.11's and flash_attn's do"
-            )
+            why = "does not support windows and scales; torch 2.11's and flash_attn's do"
+            problems.append(f"torch {self.world.torch}'s kernel {why}")
         return problems
 
     def _wanted(self) -> str:
@@ -131,10 +128,6 @@ class AttentionNeeds:
         return self._lacking if family_of(kind).sdpa_lacks else ""
 
     @property
-    def _is_cuda(self) -> bool:
-        return self.world.accelerator == "cuda"
-
-    @property
     def _lacking(self) -> str:
         """Why torch's attention cannot compute the model; "" if it can."""
         kind = self.model_config["model_type"]
@@ -143,12 +136,6 @@ class AttentionNeeds:
         if "auto_map" in self.model_config:
             return f"it is unknown whether the own code of {kind} models supports sdpa"
         return f"transformers has no sdpa for {kind} models" if without_sdpa(kind) else ""
-
-    @property
-    def _soft_caps(self) -> bool:
-        return self.model_config.get("attn_logit_softcapping", True) is not None and (
-            family_of(self.model_config["model_type"]).soft_caps
-        )
 
 
 def decide_attention(draft: Draft) -> None:

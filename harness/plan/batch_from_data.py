@@ -157,9 +157,7 @@ def _with_batch(plan: Plan, windows: int) -> Plan:
 
 
 def _why(plan: Plan, counts: Counts, epochs: float | None, batch: int) -> str:
-    """Return the reason for the batch and epochs of a run whose data would by default be read
-    `epochs` times.
-    """
+    """Return the reason for batch and epochs; by default the data would be read `epochs` times."""
     steps = math.ceil(_read(plan, counts, epochs) / _DEFAULT)
     passes = "" if plan.config.train.tokens else f" of {epochs or counts.usual_epochs:g} epochs"
     why = f"{_DEFAULT} windows per step would make {steps:,} steps{passes}"

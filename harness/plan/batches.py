@@ -231,9 +231,7 @@ def length_text(plan: Plan, steps: int | None, counts: Counts | None) -> str:
 
 
 def _counted(plan: Plan, samples: int, counts: Counts) -> str:
-    """Return the number of examples and windows, and the epochs that a run of `samples` windows
-    makes.
-    """
+    """Return the examples and windows, and the epochs that a run of `samples` windows makes."""
     data, batch = plan.config.data, plan.global_batch
     noun = "examples" if counts.is_masked else "documents"
     rows = f"{counts.examples:,} {noun}"

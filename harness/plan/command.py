@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.config.assignments import did_you_mean
 from harness.config.ds_file import PREFIX as DS_PREFIX
@@ -54,10 +53,7 @@ class Command:
     gpu: str | None = None
 
     def elsewhere(self) -> World | None:
-        """Return the cluster that a dry run plans for; None for this machine.
-
-        Raises ConfigError for an impossible one.
-        """
+        """Return the cluster of a dry run; None for this machine. Raises ConfigError."""
         if self.gpus is None and self.gpu is None:
             return None
         return cluster(self.gpus or 1, self.gpus_per_node, self.gpu)
@@ -66,28 +62,6 @@ class Command:
         """Return config files and assignments as arguments of train.py."""
         config = [] if self.config_path is None else ["--config", str(self.config_path)]
         return ["--deepspeed", str(self.deepspeed_path), *config, *self.assignments]
-
-
-class _Keys(argparse.Action):
-    """Prints the keys of the run config and exits."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Print the keys; called by argparse."""
-        say(keys_as_text())
-        parser.exit()
-
-
-class _Once(argparse.Action):
-    """Stores a value; refuses a second one: users expect two run configs to be merged."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any
-    ) -> None:
-        """Store the value; called by argparse."""
-        before = getattr(namespace, self.dest)
-        if before is not self.default:
-            parser.error(f"{self.option_strings[0]} is given twice, {before} and {value}: use one")
-        setattr(namespace, self.dest, value)
 
 
 def _path(text: str) -> Path:
@@ -119,9 +93,9 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument(
         "--config",
-        action=_Once,
-        dest="config_path",
+        action="append",
         type=_path,
+        default=[],
         metavar="TOML",
         help="run config: what to train and how",
     )
@@ -134,11 +108,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         "--gpus-per-node", type=int, help="with --dry-run: GPUs per node (default: up to 8)"
     )
     parser.add_argument(
-        "--keys",
-        action=_Keys,
-        nargs=0,
-        default=argparse.SUPPRESS,
-        help="list every key of the run config with its default",
+        "--keys", action="store_true", help="list every key of the run config with its default"
     )
     parser.add_argument(
         "--trust-remote-code",
@@ -157,10 +127,19 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         names = re.findall(r"--[\w-]+", parser.format_usage())
         hints = (f"{word}{_hint(word.partition('=')[0], names)}" for word in unknown)
         parser.error(f"unrecognized arguments: {', '.join(hints)}")
-    values = vars(options)
+    if options.keys:
+        say(keys_as_text())
+        parser.exit()
+    if len(options.config) > 1:  # users expect them to be merged
+        both = " and ".join(map(str, options.config))
+        parser.error(f"--config is given twice, {both}: use one")
     if not options.dry_run and {options.gpus, options.gpu, options.gpus_per_node} != {None}:
         parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
-    return Command(**{**values, "assignments": tuple(values["assignments"])})
+    values = {key: value for key, value in vars(options).items() if key not in ("keys", "config")}
+    config_path = options.config[0] if options.config else None
+    return Command(
+        **{**values, "config_path": config_path, "assignments": tuple(options.assignments)}
+    )
 
 
 _LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--bind_")

@@ -31,9 +31,7 @@ _FILE_OF_TEMPLATE = ".jinja"
 
 
 def keep_split(draft: Draft) -> None:
-    """Use the split of the run that is resumed or branched from, unless the user set data.split;
-    versions without that key read whole folders. Reads this machine's disk.
-    """
+    """Keep the split of the run being continued; versions without data.split read whole folders."""
     config, recorded = draft.config, recorded_data(draft)
     if recorded is None or config.is_set("data.split"):
         return
@@ -47,9 +45,7 @@ def keep_split(draft: Draft) -> None:
 
 
 def evaluate_splits(draft: Draft) -> None:
-    """Use the other splits of the data as held-out sets, if the run config sets nothing about
-    evaluation. Plans for other machines, which may lack the data, skip this.
-    """
+    """Evaluate on the other splits of the data, unless the run config sets a held-out set."""
     if draft.here:
         draft.config, message = with_eval_splits(draft.config)
         if message:
@@ -89,9 +85,7 @@ def _paths(data: Mapping[str, Any]) -> set[str]:
 
 
 def check_mix(draft: Draft) -> None:
-    """Reject a data.mix change at a fraction of a run of unknown length, and a run that rehearses
-    itself.
-    """
+    """Reject a fraction of a run of unknown length, and a run that rehearses itself."""
     until, epochs = draft.config.data.mix_until, draft.config.train.epochs
     if until is not None and until < 1 and epochs is not None:
         why = "a fraction of the run, but train.epochs is set"
@@ -152,9 +146,7 @@ MOST_VALUES = 64
 
 
 def balance(draft: Draft) -> None:
-    """Replace data.balance by sources. Plans for other machines, which may lack the data,
-    keep it.
-    """
+    """Replace data.balance by sources, unless the plan is for a machine that may lack the data."""
     if draft.config.data.balance is None or draft.config.data.mix or not draft.here:
         return
     try:

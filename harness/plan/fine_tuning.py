@@ -12,11 +12,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.assignments import BY_RANKS, BY_SIZE, IMPLIED, KEPT, NOT_ASKED, assign
+from harness.config.assignments import BY_RANKS, BY_SIZE, IMPLIED, KEPT, NOT_ASKED
 from harness.config.ds_json import literal
 from harness.config.optim_and_schedule import OptimConfig
 from harness.config.run_config import RunConfig
-from harness.config.run_file import validated
+from harness.config.run_file import with_values
 from harness.config.sections import LENGTHS, MAX_SAMPLES, TrainConfig
 from harness.errors import ConfigError
 from harness.layout.families import given_size
@@ -47,9 +47,7 @@ weights only the batch."""
 
 
 def keep_settled(draft: Draft) -> None:
-    """Keep the values that the run being resumed or branched from determined itself, unless the
-    user sets them now. Reads this machine's disk.
-    """
+    """Keep what the run being continued determined itself, unless the user sets it now."""
     config, recorded = draft.config, recorded_plan(draft)
     if recorded is None:
         return
@@ -109,9 +107,7 @@ def default_to_divisible_batch(draft: Draft) -> None:
 
 
 def batch_is_open(config: RunConfig) -> bool:
-    """Return True if the data determines the batch: with pretrained weights, if the user did not
-    set it and the data order does not depend on it.
-    """
+    """Return True if the data determines the batch of a run from pretrained weights."""
     is_ordered = config.train.carry_state or config.data.mix_until is not None
     is_left_open = config.origin("train.global_batch") in ("default", BY_RANKS)
     rises = config.ramp.batch_from is not None
@@ -187,9 +183,7 @@ def default_to_published_rate(draft: Draft) -> None:
 
 
 def published_rate(draft: Draft) -> tuple[float, str] | None:
-    """Return the peak learning rate for a model with random weights and its source; None if the
-    number of parameters is unknown.
-    """
+    """Return the peak learning rate for random weights and its source; None for an unknown size."""
     own = None if draft.config.model.overrides else preset_rate(draft.model_source)
     if own or draft.shape is None:
         return own
@@ -215,10 +209,4 @@ def _recorded(plan: Mapping[str, Any], key: str) -> Any:
 
 def _set(draft: Draft, values: Mapping[str, Any], origin: str) -> None:
     """Set keys of the run config. Raises ConfigError for invalid values."""
-    if not values:
-        return
-    tree, origins = draft.config.model_dump(exclude_unset=True), draft.config.origins()
-    for key, value in values.items():
-        assign(tree, key, value)
-        origins[key] = origin
-    draft.config = validated(tree, origins)
+    draft.config = with_values(draft.config, values, dict.fromkeys(values, origin))

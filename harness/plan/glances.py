@@ -73,9 +73,7 @@ class Glances:
         return [seen.note for seen in (*self.sources.values(), *self.sets.values()) if seen.note]
 
     def lines(self, samples: int | None) -> list[str]:
-        """Return one line per source and held-out set; sources of a mixture also show share and
-        approximate epochs in a run of `samples` samples.
-        """
+        """Return one line per source and held-out set, for a run of `samples` samples."""
         sets = {f"held-out set {name}".rstrip(): glance for name, glance in self.sets.items()}
         named = {**self.sources, **sets}
         lines = [f"{name}: {seen.text}" if name else seen.text for name, seen in named.items()]
@@ -213,9 +211,7 @@ def _text(corpus: CorpusFiles, data: DataConfig, counter: TokenCounter) -> Glanc
 
 
 def _read(seen: Glance, lengths: list[int], data: DataConfig, *, whole: bool) -> Glance:
-    """Return what is read of the documents, some of which have these lengths in tokens; `whole`: no
-    document continues in another window.
-    """
+    """Return what is read of documents, some of which have these lengths in tokens."""
     least, most = data.min_tokens or 0, data.max_tokens or math.inf
     inside = [length for length in lengths if least <= length <= most]
     per_length = seen.documents / max(len(lengths), 1)
@@ -270,9 +266,7 @@ def _left_out(corpus: CorpusFiles) -> str:
 
 
 def _first(corpus: CorpusFiles, data: DataConfig) -> tuple[str, Rows, float]:
-    """Return how the first document begins (for conversations also turns and share of the loss),
-    the first records' documents, and the share of records that are read.
-    """
+    """Return how the first document begins, the first documents, and the share of records read."""
     file = corpus.files[0]
     format = format_of(file, corpus.format)
     if format.begin is not None:

@@ -22,9 +22,7 @@ LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in f
 
 
 def check_recompute(draft: Draft) -> None:
-    """Reject combinations of model.checkpointing, activation_offload and mlp_tiles that have no
-    effect or that this model does not support.
-    """
+    """Reject recomputation, offload and tiles that have no effect or that the model lacks."""
     model, shape, problems = draft.config.model, draft.shape, draft.problems
     if model.activation_offload and draft.model_config.get(REVERSIBLE):
         why = "it moves the activations that layers keep, but reversible layers keep none"

@@ -15,7 +15,7 @@ from harness.config.ds_check import apply_changes, check_keys, refusals
 from harness.config.ds_file import PREFIX
 from harness.config.ds_json import DsJson
 from harness.config.run_config import RunConfig
-from harness.config.run_file import validated
+from harness.config.run_file import with_values
 from harness.errors import ConfigError, Problems
 from harness.estimate.fit import IsPossible
 from harness.layout.world import World
@@ -235,9 +235,7 @@ def _refusals(plan: Plan, change: str = "") -> Iterator[str]:
                 assign(tree, key, value)
                 assigned[key] = value
             else:
-                of_run: dict[str, Any] = run.model_dump(exclude_unset=True)
-                assign(of_run, key, value)
-                run = validated(of_run, run.origins() | {key: COMMAND_LINE})
+                run = with_values(run, {key: value}, {key: COMMAND_LINE})
         ds = DsJson(tree, plan.deepspeed_source, assigned)
         yield from _pass_through(PASSES, Draft(run, ds, plan.world))
     except (ConfigError, ValueError) as error:

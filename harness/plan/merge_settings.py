@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.config.assignments import assign, did_you_mean, flat
+from harness.config.assignments import did_you_mean, flat
 from harness.config.ds_json import AUTO, DsJson, ds_keys
 from harness.config.run_config import RunConfig
-from harness.config.run_file import validated
+from harness.config.run_file import with_values
 from harness.errors import ConfigError
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.plan.plan import Draft
@@ -71,18 +71,16 @@ def merge_settings(draft: Draft) -> None:
     """
     config, ds, problems = draft.config, draft.ds, draft.problems
     _check_params(draft)
-    tree, origins = config.model_dump(exclude_unset=True), config.origins()
     by_key: dict[str, Shared] = {}
     for shared in _shared_values(draft):
         earlier = by_key.get(shared.key)
         if not (earlier and shared.default_of and not earlier.default_of):
             by_key[shared.key] = shared
-    events = []
+    events, adopted = [], dict[str, Shared]()
     for key, shared in by_key.items():
         agree = config.get(key) == shared.value
         if not config.is_set(key):
-            assign(tree, key, shared.value)
-            origins[key] = shared.origin(ds)
+            adopted[key] = shared
             if not agree:
                 events.append(shared.event())
         elif not (agree or shared.default_of):
@@ -97,7 +95,9 @@ def merge_settings(draft: Draft) -> None:
         message = f"the peak is optim.lr, {rate}, because optimizer.params.lr is auto"
         events.append({"kind": "adopted", "key": "optim.lr", "message": message})
     try:
-        draft.config = validated(tree, origins)
+        values = {key: shared.value for key, shared in adopted.items()}
+        origins = {key: shared.origin(ds) for key, shared in adopted.items()}
+        draft.config = with_values(config, values, origins)
         draft.events += events
     except ConfigError as error:
         problems.say(*error.problems)
@@ -219,9 +219,7 @@ def _absent(ds: DsJson, section: str, defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def _check_params(draft: Draft) -> None:
-    """Reject unsupported parameters of the optimizer and the scheduler; parameters of unsupported
-    types are not checked.
-    """
+    """Reject unsupported parameters of supported types of optimizer and scheduler."""
     ds, problems = draft.ds, draft.problems
     built = {entry.json_type.lower() for entry in OPTIMIZERS.values()} | {AUTO}
     types = {"optimizer": built, "scheduler": {kind.lower() for kind in SCHEDULES} | {AUTO}}

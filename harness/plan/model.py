@@ -35,9 +35,7 @@ _WHOLE = "whole_vocabulary"
 
 
 def with_rows_for(plan: Plan, ids: int) -> Plan:
-    """Return the plan for a tokenizer with `ids` ids: pretrained weights get rows for ids that they
-    lack, with an event.
-    """
+    """Return the plan for a tokenizer with `ids` ids: pretrained weights get missing rows."""
     rows = plan.model_config.get("vocab_size")
     if plan.config.model.init_from is None or not isinstance(rows, int) or ids <= rows:
         return plan

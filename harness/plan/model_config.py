@@ -158,9 +158,7 @@ def _nowhere(name: str, origin: str, key: str) -> str:
 
 
 def _nearest(name: str, key: str) -> str:
-    """Return suggestions with similar names, to end a sentence: presets, or folders if weights are
-    asked for; without any, a list of the presets.
-    """
+    """Return similar names of presets, or of folders for weights, to end a sentence."""
     path, word, none = Path(name).expanduser(), name.rpartition("/")[2], ""
     if key == "model.name":
         near = _spelt_like(word, preset_names())
@@ -195,9 +193,7 @@ def _of_similar_size(name: str) -> list[str]:
 
 
 def _size(name: str) -> float | None:
-    """Return the number of parameters that a name states: 8e9 of llama-3-8b, 4.7e10 of
-    mixtral-8x7b.
-    """
+    """Return the parameters that a name states: 8e9 of llama-3-8b, 4.7e10 of mixtral-8x7b."""
     matches = re.findall(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z])", name.lower())
     if not matches:
         return None

@@ -21,9 +21,7 @@ _OFFLOAD = "zero_optimization.offload_optimizer"
 
 
 def check_optimizer(draft: Draft) -> None:
-    """Reject settings that the optimizer or schedule does not have, and layouts that the optimizer
-    does not support.
-    """
+    """Reject settings and layouts that the optimizer or the schedule does not support."""
     config, problems = draft.config, draft.problems
     name = config.optim.name
     kind = OPTIMIZERS[name]

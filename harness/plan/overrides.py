@@ -178,9 +178,7 @@ def _applied(
 
 
 def _under_all_names(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides with each size repeated under every name that the config has for it, because
-    its reader takes only one of them.
-    """
+    """Return overrides with each size under every name in the config: its reader takes only one."""
     named: dict[str, Any] = {}
     for key, value in overrides.items():
         names = next((names for names in SIZE_KEYS.values() if key in names), ())

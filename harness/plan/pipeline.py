@@ -27,10 +27,7 @@ def num_stages(ds: Mapping[str, Any]) -> int:
 
 
 def split_stages(draft: Draft) -> None:
-    """Divide the model's units among the pipeline stages, if there are any.
-
-    Balancing by memory needs a complete plan: see `by_memory`.
-    """
+    """Divide the model's units among the stages; see `by_memory` for balancing by memory."""
     ds, problems = draft.ds, draft.problems
     stages, partition = ds.value(_STAGES), ds.value(_PARTITION)
     if not isinstance(stages, int) and stages != AUTO:

@@ -12,7 +12,7 @@ from harness.config.assignments import flat
 from harness.config.ds_json import AUTO, DsJson, default_of, offloaded_to
 from harness.config.run_config import RunConfig
 from harness.estimate.hardware import known_gpu
-from harness.layout.families import family_of
+from harness.layout.families import given_size
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.layout.world import World, cpu_has_bf16
 from harness.plan.plan import Draft
@@ -132,9 +132,7 @@ def _fill_in_reports(ds: DsJson) -> None:
 def _fill_in_zero(draft: Draft) -> None:
     ds, zero = draft.ds, "zero_optimization"
     ds.fill(f"{zero}.stage", ds.value(f"{zero}.stage"))
-    config = draft.model_config
-    keys = family_of(config["model_type"]).size_keys("hidden")
-    hidden_size = next((config[key] for key in keys if key in config), None)
+    hidden_size = given_size(draft.model_config, "hidden")
     if hidden_size is not None:
         sizes = {
             "reduce_bucket_size": hidden_size**2,

@@ -155,9 +155,7 @@ def override_named(key: str, run: RunConfig) -> str:
 
 
 def rotary_problems(config: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """Yield the problems of overridden rotary settings: missing keys of their type, and keys that
-    are ignored.
-    """
+    """Yield overridden rotary settings that their type lacks or ignores."""
     overrides, tables = run.model.overrides, _tables(config)
     for name in (TABLE, SCALING):
         given, origin = overrides.get(name), run.origin(f"model.overrides.{name}")

@@ -58,9 +58,7 @@ def describe(plan: Plan, elsewhere: bool = False, run: str | None = None) -> str
 
 
 def summary(plan: Plan, counts: Counts | None = None) -> str:
-    """Return model, layout, batch, length, learning rate and notes, one per line. `counts`: size of
-    its data, possibly approximate.
-    """
+    """Return model, layout, batch, length, learning rate and notes, one per line."""
     steps = plan.steps if counts is None else steps_of(plan, counts)
     step = step_time(plan)
     rows = [

@@ -75,9 +75,7 @@ def has_checkpoints(source: str) -> bool:
 
 
 def check_quantization(draft: Draft) -> None:
-    """Note that quantized weights are dequantized when read; reject methods that transformers
-    cannot dequantize.
-    """
+    """Note weights that transformers dequantizes when it reads them; reject all other methods."""
     source, quantization = draft.config.model.init_from, draft.stored.get("quantization_config")
     if not quantization:
         return

@@ -15,72 +15,40 @@ from harness.errors import ConfigError
 NEOX = """{
   # one node
   "pipe-parallel-size": 1,
-  "model-parallel-size": 2,
-  "num-layers": 12,
-  "hidden-size": 768,
-  "seq-length": 2048,
   "pos-emb": "rotary",
+  "seq-length": 2048,
   "train-iters": 320000,
   "optimizer": {"type": "Adam", "params": {"lr": 0.0006}},
   "zero_optimization": {"stage": 1},
-  "train_micro_batch_size_per_gpu": 4,
-  "fp16": {"enabled": true},
 }
 """
-MEGATRON = """tensor_model_parallel_size: 2
-pipeline_model_parallel_size: 1
-num_layers: 24
-micro_batch_size: 4
-global_batch_size: 256
-train_iters: 1000
-"""
-TRAINER = {
-    "output_dir": "out",
-    "per_device_train_batch_size": 4,
-    "learning_rate": 2e-5,
-    "num_train_epochs": 3,
-    "bf16": True,
-    "deepspeed": "zero3.json",
-}
-FACTORY = """model_name_or_path: some/model
-stage: sft
-finetuning_type: full
-template: plain
-dataset: mine
-cutoff_len: 4096
-per_device_train_batch_size: 1
-learning_rate: 1.0e-5
-deepspeed: examples/zero3.json
-"""
+MEGATRON = "tensor_model_parallel_size num_layers micro_batch_size global_batch_size train_iters"
+TRAINER = json.dumps(
+    dict.fromkeys(
+        ["output_dir", "per_device_train_batch_size", "learning_rate", "save_steps", "bf16"]
+    ),
+    indent=2,
+)
+FACTORY = "model_name_or_path stage finetuning_type template dataset cutoff_len learning_rate"
 AXOLOTL = """base_model: some/model
 datasets:
   - path: mine
     type: alpaca
 sequence_len: 4096
 sample_packing: true
-micro_batch_size: 2
-num_epochs: 3
 optimizer: adamw_torch
-learning_rate: 0.00001
 deepspeed: deepspeed_configs/zero2.json
 """
-ACCELERATE = """compute_environment: LOCAL_MACHINE
-deepspeed_config:
-  zero_stage: 3
-distributed_type: DEEPSPEED
-num_machines: 1
-num_processes: 8
-mixed_precision: bf16
-"""
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-}
+ACCELERATE = "compute_environment deepspeed_config distributed_type num_machines mixed_precision"
+MODEL = json.dumps(
+    dict.fromkeys(["architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers"])
+)
 DS_JSON = {"bf16": {"enabled": True}, "zero_optimization": {}, "gradient_clipping": 1.0}
 OWN = '[model]\nname = "tiny"\n[train]\nsteps = 3\n[optim]\nlr = 1e-3\n'
+
+
+def yaml(keys: str) -> str:
+    return "".join(f"{key}: 1\n" for key in keys.split())
 
 
 def problem_of(path: Path, wanted: str) -> str:
@@ -95,11 +63,11 @@ def problem_of(path: Path, wanted: str) -> str:
     ("text", "name", "places"),
     [
         (NEOX, "a gpt-neox config", ["train_iters is train.steps", "seq_length is data.seq_len"]),
-        (MEGATRON, "a Megatron-LM config", ["global_batch_size is train.global_batch"]),
-        (json.dumps(TRAINER, indent=2), "a config of transformers' Tra", ["output_dir is run.dir"]),
-        (FACTORY, "a LLaMA-Factory config", ["cutoff_len is data.seq_len"]),
+        (yaml(MEGATRON), "a Megatron-LM config", ["global_batch_size is train.global_batch"]),
+        (TRAINER, "a config of transformers' TrainingArg", ["output_dir is run.dir"]),
+        (yaml(FACTORY), "a LLaMA-Factory config", ["cutoff_len is data.seq_len"]),
         (AXOLOTL, "an axolotl config", ["base_model is model.init_from", "datasets is data.path"]),
-        (ACCELERATE, "a config of accelerate", ["deepspeed_config is --deepspeed"]),
+        (yaml(ACCELERATE), "a config of accelerate", ["deepspeed_config is --deepspeed"]),
     ],
 )
 def test_another_programs_config_is_one_line(
@@ -117,8 +85,8 @@ def test_another_programs_config_is_one_line(
 @pytest.mark.parametrize(
     ("text", "wanted", "expected"),
     [
-        (json.dumps(MODEL), "deepspeed", "is a model's config.json, not a DeepSpeed JSON"),
-        (json.dumps(MODEL), "deepspeed", "model.name="),
+        (MODEL, "deepspeed", "is a model's config.json, not a DeepSpeed JSON"),
+        (MODEL, "deepspeed", "model.name="),
         (OWN, "deepspeed", "is a run config, not a DeepSpeed JSON: give it with --config"),
         (json.dumps(DS_JSON, indent=2), "run",
          "is a DeepSpeed JSON, not a run config: give it with --deepspeed"),

@@ -23,7 +23,6 @@ from harness.config.assignments import (
     parse_value,
     parsed_toml,
 )
-from harness.config.batch import Curriculum
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import EXAMPLES, load_run_config
 from harness.config.sections import help_texts
@@ -308,21 +307,6 @@ def test_a_broken_file_is_reported_with_its_line(
     assert expected in problem
     (problem,) = problems_of(tmp_path)
     assert "cannot be read" in problem
-
-
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        ([], 100),
-        (["train.steps=7"], 7),
-        (["train.steps=0"], 0),
-        (["train.tokens=1000"], 10),
-        (["train.tokens=1001"], 11),
-        (["train.epochs=1.5"], None),
-    ],
-)
-def test_length_of_the_run_in_steps(words: list[str], steps: int | None) -> None:
-    assert load_run_config(None, words).train.num_steps(Curriculum(2), 50) == steps
 
 
 def test_a_tilde_is_expanded_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

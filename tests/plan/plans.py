@@ -16,12 +16,17 @@ import pytest
 from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
+from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
+from tests.engine.small import MODEL
 from tests.gates.hybrids import HYBRIDS
 from tests.gates.models import LEARNED
 
 _NO_RATE = {key: value for key, value in LEARNED["qwen3"].items() if key != "rope_parameters"}
+_PRESETS = ("llama-1b", "llama-2-7b", "llama-3-70b")
 MODELS: dict[str, Mapping[str, Any]] = {
+    **{name.replace("-", "_"): find_model_config(name)[0] for name in _PRESETS},
+    "small": MODEL,
     **HYBRIDS,
     **LEARNED,
     "bloom_slow": {**LEARNED["bloom"], "slow_but_exact": True},

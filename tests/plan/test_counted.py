@@ -60,6 +60,8 @@ def of(made: Plan) -> tuple[int, float | None]:
         ("ds.train_batch_size=6", 300, 31, 6, 15),
         ("train.micro_batch=2", 300, 31, 2, 7),
         ("ds.gradient_accumulation_steps=4", 300, 31, 4, 13),
+        ("ramp.batch_from=8 ramp.batch_tokens=1000", 294, 28, 48, 15),
+        ("train.steps=0", 294, 28, 1, None),
     ],
 )
 def test_batch_and_epochs_follow_from_the_data(
@@ -98,15 +100,6 @@ def test_random_weights_keep_batch_and_length(planned: Planner) -> None:
     made = planned("train.epochs=2", estimate=False)
     assert with_counts(made, CHATS) is made
     assert open_keys(made) == set()
-
-
-@pytest.mark.parametrize("words", ["ramp.batch_from=8 ramp.batch_tokens=1000", "train.steps=0"])
-def test_a_batch_that_something_else_decides_stays(
-    words: str, start: str, planned: Planner
-) -> None:
-    made = planned(f"{start} {words}", estimate=False)
-    batch = made.global_batch if "ramp" in words else 1
-    assert with_counts(made, CHATS).global_batch == batch
 
 
 def test_it_is_the_same_on_all_ranks_that_can_divide_it(start: str, planned: Planner) -> None:

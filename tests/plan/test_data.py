@@ -161,13 +161,9 @@ def test_a_dry_run_counts_texts_roughly_as_the_run_does(
         assert seen.tokens == build_data(DataSpec(config)).tokens
 
 
-def planned(*words: str) -> Plan:
-    return make_plan(load_run_config(None, words), {}, World(0, 1, 0, 1))
-
-
 def begun(folder: Path, *words: str, earlier: bool = False) -> dict[str, object]:
     """Write the plan.json of a run; an `earlier` version lacks data.packing and others."""
-    record = planned(*words).to_json()
+    record = plan_of(*words).to_json()
     for key in ("packing", "too_long", "date", "bos") if earlier else ():
         del record["run"]["data"][key]
     folder.mkdir()
@@ -192,7 +188,7 @@ def test_a_run_keeps_what_decides_its_tokens(
 ) -> None:
     """Words of None stand for an earlier version, which had no such keys."""
     record = begun(tmp_path / "run", *(words or ()), earlier=words is None)
-    plan = planned(f"{how}={tmp_path / 'run'}")
+    plan = plan_of(f"{how}={tmp_path / 'run'}")
     assert getattr(plan.config.data, key) == value
     assert plan.config.origin(f"data.{key}") == "default"
     notes = [event["message"] for event in plan.events if event["kind"] == "kept"]
@@ -218,7 +214,7 @@ def test_another_value_takes_the_users_word(
     words: list[str] | None, other: str, before: str, tmp_path: Path
 ) -> None:
     record = begun(tmp_path / "run", *(words or ()), earlier=words is None)
-    plan = planned(f"run.dir={tmp_path / 'run'}", other).to_json()
+    plan = plan_of(f"run.dir={tmp_path / 'run'}", other).to_json()
     (problem,), (key, _, value) = resume_problems(record, plan, []), other.partition("=")
     assert f"{key} is {value!r}, but the run in this folder has {before!r}: keep its" in problem
     assert resume_problems(record, plan, [key]) == []
@@ -247,7 +243,7 @@ def test_a_dry_run_names_the_run_that_it_would_resume_or_why_it_may_not(tmp_path
 
 
 def test_a_new_run_begins_texts_and_has_the_date_of_today() -> None:
-    data = planned().config.data
+    data = plan_of().config.data
     assert (data.date, data.bos) == (datetime.now(UTC).date().isoformat(), "auto")
 
 
@@ -256,12 +252,12 @@ def test_a_damaged_record_is_no_packing(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "plan.json").write_text(text)
-        assert planned(f"run.dir={folder}").config.data.packing is None
+        assert plan_of(f"run.dir={folder}").config.data.packing is None
 
 
 def test_a_record_may_hold_the_default_of_a_key_that_another_excludes(tmp_path: Path) -> None:
     words = ("optim.warmup_ratio=0.03", "optim.clip_value=1.0")
-    record = planned(f"run.dir={tmp_path / 'run'}", *words).to_json()
+    record = plan_of(f"run.dir={tmp_path / 'run'}", *words).to_json()
     optim = recorded_run(record["run"]).optim
     assert (optim.warmup_ratio, optim.clip_value) == (0.03, 1.0)
     assert optim.warmup(200) == 6
@@ -274,8 +270,8 @@ def test_a_run_of_an_earlier_version_keeps_an_override_without_effect(tmp_path: 
     record["model_config"]["sliding_window"] = 64
     (tmp_path / "run" / "plan.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="changes nothing: llama models do not read it"):
-        planned(word)
-    plan = planned(f"run.dir={tmp_path / 'run'}", word)
+        plan_of(word)
+    plan = plan_of(f"run.dir={tmp_path / 'run'}", word)
     assert "the resumed run has it" in next(
         e["message"] for e in plan.events if e["kind"] == "kept"
     )

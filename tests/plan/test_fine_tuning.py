@@ -27,42 +27,6 @@ def start(planned: Planner) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "lr", "epochs"),
-    [
-        ("", 2.6e-3, 3.0),  # 2e-5 x 4096 / 32
-        ("optim.name=adam8bit", 2.6e-3, 3.0),
-        ("optim.name=sgd", 3e-3, 3.0),
-        ("model.lora.rank=4", 3e-3, 3.0),  # at most the rate for random weights
-        ("optim.lr=0.1 train.steps=3", 0.1, None),
-        ("ds.optimizer.type=AdamW ds.optimizer.params.lr=0.25", 0.25, 3.0),
-    ],
-)
-def test_weights_imply_shape_rate_and_length(
-    words: str, lr: float, epochs: float | None, start: str, planned: Planner
-) -> None:
-    made = planned(f"{start} {words}", estimate=False)
-    assert made.model_config["hidden_size"] == MODEL["hidden_size"]
-    assert (made.config.optim.lr, made.config.train.epochs) == (lr, epochs)
-
-
-@pytest.mark.parametrize(
-    ("name", "full", "adapters"),
-    [
-        ("llama-2-7b", 2e-5, 2e-4),  # Llama 2's own, and QLoRA's
-        ("llama-3-70b", 1e-5, 1e-4),  # LIMA's for 65B, and QLoRA's
-        ("llama-1b", 4e-5, 4e-4),
-    ],
-)
-def test_the_rate_falls_with_the_width(
-    name: str, full: float, adapters: float, planned: Planner
-) -> None:
-    folder = planned.add(name, find_model_config(name)[0]).parent
-    words = f"{SHORT} model.init_from={folder}"
-    assert planned(words, estimate=False).config.optim.lr == full
-    assert planned(f"{words} model.lora.rank=4", estimate=False).config.optim.lr == adapters
-
-
-@pytest.mark.parametrize(
     ("words", "steps"),
     [
         ("", 3),
@@ -84,41 +48,9 @@ def test_the_warm_up_is_a_share_of_the_run(
 def test_random_weights_keep_their_defaults(planned: Planner) -> None:
     made = planned(SHORT, estimate=False)
     assert (made.config.optim.lr, made.steps) == (3e-3, 100)
-
-
-@pytest.mark.parametrize(
-    ("words", "rate"),
-    [
-        ("model.name=llama-3-8b", 3e-4),
-        ("model.name=llama-3-70b", 1.5e-4),
-        ("model.name=olmo2-13b", 9e-4),
-        ("model.name=qwen3-8b", 3e-4),  # none was published: by size
-        ("model.name=mixtral-8x7b", 2.6e-4),  # a token uses 12.6 billion parameters
-        ("model.name=llama-3-8b model.overrides.num_hidden_layers=2", 4.1e-4),
-        ("model.name=tiny", 3e-3),
-    ],
-)
-def test_random_weights_have_a_published_rate_of_their_size(
-    words: str, rate: float, planned: Planner
-) -> None:
-    made = planned(words, estimate=False)
-    assert made.config.optim.lr == pytest.approx(rate, rel=0.02)
-    assert made.config.origin("optim.lr") == ("default" if rate == 3e-3 else BY_SIZE)
-    assert not [event for event in made.events if event["kind"] == "learning_rate"]
-
-
-@pytest.mark.parametrize(
-    ("rate", "note"),
-    [
-        ("3e-3", "optim.lr is 0.003 (command line), 10 times the 0.0003 that is usual"),
-        ("5e-5", "optim.lr is 5e-05 (command line), 1/6 of the 0.0003 that is usual"),
-        ("6e-4", None),
-    ],
-)
-def test_a_rate_that_is_far_off_is_a_note(rate: str, note: str | None, planned: Planner) -> None:
-    made = planned(f"model.name=llama-3-8b optim.lr={rate}", estimate=False)
-    notes = [event["message"] for event in made.events if event["kind"] == "learning_rate"]
-    assert notes[0].startswith(note) if note else not notes
+    assert made.config.origin("optim.lr") == "default"
+    by_size = planned("model.name=llama-3-8b", estimate=False)
+    assert by_size.config.origin("optim.lr") == BY_SIZE
 
 
 def test_adapters_are_counted_in_the_plan(start: str, planned: Planner) -> None:

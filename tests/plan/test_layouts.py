@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from harness.config.run_file import load_run_config
@@ -85,14 +82,6 @@ def test_neighbours_share_the_experts(planned: Planner) -> None:
     assert share.every("expert_parts") == ((0, 1, 2, 3),)
 
 
-def test_stages_send_whole_states_where_ranks_cannot_divide_them_evenly(planned: Planner) -> None:
-    uneven = "model.overrides.hidden_size=189 model.overrides.head_dim=32"
-    made = planned(f"RANKS=4 {TENSORS} {STAGES} {uneven}")
-    sent = {"pipe_partitioned": False, "grad_partitioned": False}
-    assert made.deepspeed["pipeline"] == {"stages": 2, **sent}
-    assert planned(f"RANKS=4 {TENSORS} {STAGES}").deepspeed["pipeline"] == {"stages": 2}
-
-
 def test_an_estimate_of_what_is_not_built_is_refused_too() -> None:
     ds = {"pipeline": {"stages": 2}, "sequence_parallel_size": 2}
     with pytest.raises(ConfigError, match=r"cannot be combined with pipeline\.stages=2"):
@@ -114,14 +103,6 @@ def test_a_vocabulary_that_does_not_divide_costs_what_the_next_size_saves(planne
 
 def layers(made: Plan) -> tuple[int, ...]:
     return layers_per_stage(made.stages)
-
-
-def test_stages_are_balanced_by_time_unless_said_otherwise(planned: Planner) -> None:
-    """GPT-2's head takes as much work as 4.5 of its layers; as 3.3 if they run forward twice."""
-    line = f"RANKS=3 {GPT2} ds.pipeline.stages=3"
-    for partition in ("", *(f"ds.pipeline.partition={way}" for way in ("best", "auto", "time"))):
-        assert layers(planned(f"{line} {partition}", estimate=False)) == (5, 6, 1)
-    assert layers(planned(f"{line} model.checkpointing=full", estimate=False)) == (5, 5, 2)
 
 
 def test_stages_balanced_by_memory_need_least_on_the_fullest_rank(planned: Planner) -> None:
@@ -152,19 +133,3 @@ def test_an_unknown_architecture_is_split_evenly(planned: Planner) -> None:
     assert [event["kind"] for event in made.events] == ["unknown_architecture", "even_split"]
     partition = "'ds.pipeline.partition=[1, 4]'"
     assert layers(planned(f"{line} {partition}", estimate=False)) == (1, 4)
-
-
-@pytest.mark.parametrize(("width", "precision"), [(68, "fp32"), (72, "bf16")])
-def test_experts_of_a_width_that_torch_can_group_are_planned(
-    width: int, precision: str, planned: Planner
-) -> None:
-    model = f"model.name=mixtral-8x7b model.overrides.intermediate_size={width}"
-    zero = f"ds.zero_optimization.stage=2 ds.bf16.enabled={str(precision == 'bf16').lower()}"
-    made = planned(f"{model} {zero}", estimate=False)
-    assert (made.precision, made.shape is not None) == (precision, True)
-
-
-def test_experts_of_an_odd_width_are_shared_whole(planned: Planner, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LEARNED["mixtral"], "intermediate_size": 100}))
-    assert planned(f"{MIXTURE} model.name={path}").grid.expert == 2

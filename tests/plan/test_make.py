@@ -174,13 +174,6 @@ def test_the_throughput_timer_is_off_unless_the_json_sets_it(planned: Planner) -
     assert planned("", {"timers": timers}).deepspeed["timers"] == timers
 
 
-def test_only_deepspeeds_own_meaning_of_auto_survives(planned: Planner) -> None:
-    words = "ds.pipeline.stages=auto ds.zero_optimization.stage=1"
-    resolved = planned(f"{words} ds.zero_optimization.overlap_comm=auto").deepspeed
-    assert resolved["pipeline"] == {"stages": "auto"}
-    assert resolved["zero_optimization"] == {"stage": 1}
-
-
 def test_other_keys_of_the_json_stay(planned: Planner) -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 8}  # more than the 6 ranks
     monitor = {"enabled": True, "output_path": "x"}
@@ -189,30 +182,6 @@ def test_other_keys_of_the_json_stay(planned: Planner) -> None:
     assert resolved["zero_optimization"]["zero_hpz_partition_size"] == 8
     del ds["zero_optimization"]
     assert {key: resolved[key] for key in ds} == ds
-
-
-@pytest.mark.parametrize("word", ["optim.clip_value=0.5", "optim.clip_norm=0"])
-def test_deepspeeds_clipping_is_off_unless_it_clips_by_norm(word: str, planned: Planner) -> None:
-    assert planned(f"{BF16} {word}", estimate=False).deepspeed["gradient_clipping"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("line", "precision"),
-    [
-        (AUTO, "bf16"),
-        (f"{AUTO} GPU='NVIDIA H200'", "bf16"),
-        (f"{AUTO} GPU=Tesla-V100-SXM2-32GB", "fp32"),
-        (f"{AUTO} GPU='Unheard Of 9000'", "bf16"),
-        (f"{AUTO} ds.fp16.enabled=true", "fp16"),
-        ("ds.fp16.enabled=auto", "fp32"),
-        ("", "fp32"),
-    ],
-)
-def test_precision(line: str, precision: str, planned: Planner) -> None:
-    made = planned(line, estimate=False)
-    assert made.precision == precision
-    for kind in ("bf16", "fp16"):
-        assert made.deepspeed.get(kind, {}).get("enabled", False) is (precision == kind)
 
 
 def test_automatic_bf16_is_fp32_on_a_cpu_that_only_emulates_it(

@@ -1,16 +1,20 @@
-"""The tables of a plan's refusals and notes.
+"""The tables of a plan's refusals, notes and values.
 
-A row is a command line, as in plans.py, and its message; "..." stands for any text. The title of a
-table is the beginning of all its rows. Messages are asserted here and nowhere else.
+A row is a command line, as in plans.py, and its message or values; "..." stands for any text. The
+title of a table of messages is the beginning of all its rows. Messages are asserted here and
+nowhere else.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from tests.plan.plans import Planner
 
@@ -26,12 +30,15 @@ def rows(*paths: Path) -> list[tuple[str, list[str]]]:
     ]
 
 
+def is_like(text: str, pattern: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("..."))), text) is not None
+
+
 def assert_match(sentences: list[str], patterns: list[str]) -> None:
     """Assert that the sentences match the patterns, in any order."""
     assert len(sentences) == len(patterns), sentences
     for pattern in patterns:
-        expression = ".*".join(map(re.escape, pattern.split("...")))
-        assert any(re.fullmatch(expression, text) for text in sentences), (pattern, sentences)
+        assert any(is_like(text, pattern) for text in sentences), (pattern, sentences)
 
 
 @pytest.mark.parametrize(("line", "patterns"), rows(*(FOLDER / "refusals").glob("*.toml")))
@@ -48,3 +55,48 @@ def test_a_plan_notes_what_its_user_may_not_expect(
     line: str, patterns: list[str], planned: Planner
 ) -> None:
     assert_match(planned.notes(line), patterns)
+
+
+def value_of(value: Any, name: str) -> Any:
+    """Return a value by attributes and keys, as TOML; "none" for None and missing keys."""
+    for part in name.split("."):
+        if value is None or isinstance(value, Mapping):
+            value = (value or {}).get(part)
+        else:
+            value = getattr(value, part)
+    if isinstance(value, tuple):
+        return [*value]
+    return "none" if value is None else value
+
+
+def assert_value(value: Any, wanted: Any) -> None:
+    """Assert that a value is equal or like a text; of a section, those of its values that are
+    wanted.
+    """
+    if isinstance(value, BaseModel):
+        for name, inner in wanted.items():
+            assert_value(value_of(value, name), inner)
+    elif isinstance(value, str):
+        assert is_like(value, wanted)
+    else:
+        assert type(value) is type(wanted)
+        assert value == wanted
+
+
+def values() -> Iterator[Any]:
+    tables = tomllib.loads((FOLDER / "values.toml").read_text(encoding="utf-8"))
+    for title, table in tables.items():
+        names, shared = table.pop("of").split(), table.pop("with", "")
+        for words, row in table.items():
+            expected = dict(zip(names, row if len(names) > 1 else [row], strict=True))
+            yield pytest.param(f"{shared} {words}", expected, id=f"{title}: {words}")
+
+
+@pytest.mark.usefixtures("cpu_with_bf16")
+@pytest.mark.parametrize(("line", "expected"), values())
+def test_a_plan_has_the_values_of_its_line(
+    line: str, expected: dict[str, Any], planned: Planner
+) -> None:
+    made = planned(line, estimate=False)
+    for name, wanted in expected.items():
+        assert_value(value_of(made, name), wanted)
