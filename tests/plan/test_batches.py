@@ -8,7 +8,7 @@ import pytest
 
 from harness.layout.state_size import CARRIED
 from harness.models.recurrent_state import WINDOWS
-from harness.plan.text import describe, summary
+from harness.plan.text import summary
 from tests.plan.plans import Planner
 
 RAMP = "ramp.batch_from=8 ramp.batch_tokens=100000"
@@ -20,16 +20,13 @@ LARGE = (
 )
 
 
-def test_a_ramp_is_described_and_counted(planned: Planner) -> None:
-    made = planned("RANKS=4 ramp.batch_from=12 ramp.batch_tokens=100000")
-    assert "from 12 windows per step by 12 to 48 over 100,000 tokens" in describe(made)
+def test_a_ramp_is_counted(planned: Planner) -> None:
     tokens = f"train.tokens={128 * 8 * 10}"
     assert planned(tokens, estimate=False).steps == 2
     assert planned(f"{tokens} {RAMP}", estimate=False).steps == 10
-    growing = planned(f"ramp.length_from=16 ramp.length_tokens={128 * 300}")
+    growing = planned(f"ramp.length_from=16 ramp.length_tokens={128 * 300}", estimate=False)
     samples = (0, 100, 200, 300)
     assert [growing.curriculum.at(sample).pieces for sample in samples] == [8, 4, 2, 1]
-    assert "from sequences of 16 tokens, doubling, to 128" in describe(growing)
 
 
 def test_the_budget_is_the_largest_micro_batch_that_is_estimated(planned: Planner) -> None:
@@ -38,8 +35,6 @@ def test_the_budget_is_the_largest_micro_batch_that_is_estimated(planned: Planne
     plain = planned(f"{line} train.micro_batch=4")
     assert budget.micro_batch == budget.config.train.micro_batch == 4
     assert budget.estimate.needed == plain.estimate.needed
-    assert "as many as fit in 512 positions" in summary(budget)
-    assert "100 steps = 4,800 examples" in summary(budget)
 
 
 def test_routers_of_experts_see_padding(planned: Planner) -> None:
@@ -56,7 +51,7 @@ def test_the_estimate_is_that_of_the_chunks(planned: Planner) -> None:
         made = planned(f"{LARGE} {words}")
         gib.append(made.estimate.worst.phase("loss")["logits and loss"] / 2**30)
         assert made.to_json()["loss_chunk"] == chunk
-        assert (f"loss in chunks of {chunk:,} logits" in describe(made)) is (chunk > 0)
+        assert ("loss in chunks" in summary(made)) is (chunk > 0)
     assert gib[0] == gib[1] == pytest.approx(1.48, abs=0.01)
     assert gib[2] == pytest.approx(11.74, abs=0.01)
 

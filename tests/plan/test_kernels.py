@@ -19,7 +19,7 @@ from harness.models.skeleton import hf_config
 from harness.plan.attention import with_attention
 from harness.plan.memory import memory_inputs
 from harness.plan.model_config import find_model_config
-from harness.plan.text import describe, summary
+from harness.plan.text import summary
 from harness.runfolder import RunFolder
 from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
@@ -41,13 +41,10 @@ def test_soft_capped_scores_take_varlen_beside_flash_attn(
     assert (made.config.model.attention, made.attention_why) == ("varlen", SOFT_CAPS)
 
 
-def test_the_plan_shows_and_records_the_choice(planned: Planner) -> None:
-    made = planned(f"{ON_H100} {DOCUMENTS}")
-    assert "attention      varlen (tokens attend within their document)" in summary(made)
-    record = made.to_json()
+def test_the_plan_records_the_choice(planned: Planner) -> None:
+    record = planned(f"{ON_H100} {DOCUMENTS}", estimate=False).to_json()
     assert record["run"]["model"]["attention"] == "varlen"
     assert record["attention_why"] == "tokens attend within their document"
-    assert "attention      eager\n" in summary(planned(f"{ON_H100} model.attention=eager"))
 
 
 def test_another_choice_is_another_estimate(planned: Planner) -> None:
@@ -80,10 +77,9 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, planned: Pl
     assert problem.startswith("model.compile is True: it needs a C++ compiler")
 
 
-def test_the_plan_says_so_and_its_estimate_is_a_guess(planned: Planner) -> None:
+def test_the_estimate_of_compiled_layers_is_a_guess(planned: Planner) -> None:
     plain, fused = planned("GPU=h100-80"), planned(f"{LIGER} model.compile=true")
-    assert ", kernels: liger, decoder layers compiled" in describe(fused)
-    assert "compiled" not in describe(plain)
+    assert "compiled" not in summary(plain)
     for plan, evidence in ((plain, "traced"), (fused, "guessed")):
         assert plan.estimate.worst.evidence("activations: mlp") == evidence
 
@@ -117,7 +113,6 @@ def test_a_reversible_plan_says_so_everywhere(planned: Planner) -> None:
     made = planned(f"{REVERSIBLE} model.name=llama-3-8b", estimate=False)
     assert made.model_config["reversible"] is True
     assert hf_config(made.model_config).reversible is True
-    assert "activation checkpointing: reversible" in describe(made, elsewhere=True)
     residual = "model.name=$parallel_residual model.overrides.use_parallel_residual=false"
     assert planned(f"{REVERSIBLE} {residual} data.seq_len=16").checkpointing == "reversible"
 

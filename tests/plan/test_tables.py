@@ -1,4 +1,4 @@
-"""The tables of a plan's refusals, notes and values.
+"""The tables of a plan's refusals, notes, texts and values.
 
 A row is a command line, as in plans.py, and its message or values; "..." stands for any text. The
 title of a table of messages is the beginning of all its rows. Messages are asserted here and
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from harness.plan.text import describe
 from tests.plan.plans import Planner
 
 FOLDER = Path(__file__).parent
@@ -55,6 +56,15 @@ def test_a_plan_notes_what_its_user_may_not_expect(
     line: str, patterns: list[str], planned: Planner
 ) -> None:
     assert_match(planned.notes(line), patterns)
+
+
+@pytest.mark.usefixtures("cpu_with_bf16")
+@pytest.mark.parametrize(("line", "patterns"), rows(FOLDER / "texts.toml"))
+def test_a_dry_run_shows_the_rows_of_its_line(
+    line: str, patterns: list[str], planned: Planner
+) -> None:
+    shown = describe(planned(line)).splitlines()
+    assert [text for text in patterns if not any(is_like(row, text) for row in shown)] == [], shown
 
 
 def value_of(value: Any, name: str) -> Any:
