@@ -103,7 +103,7 @@ def values() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("cpu_with_bf16")
-@pytest.mark.parametrize(("line", "expected"), values())
+@pytest.mark.parametrize(("line", "expected"), [*values()])
 def test_a_plan_has_the_values_of_its_line(
     line: str, expected: dict[str, Any], planned: Planner
 ) -> None:
