@@ -77,7 +77,7 @@ def with_values(run: RunConfig, values: Mapping[str, Any], origins: Mapping[str,
     tree = run.model_dump(exclude_unset=True)
     for key, value in values.items():
         assign(tree, key, value)
-    return validated(tree, run.origins() | origins)
+    return validated(tree, {**run.origins(), **origins})
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -181,8 +181,9 @@ def _of_table(
     kind = _type_of(table)
     if kind not in _KEYS:
         if {_TYPE, "type"} & given.keys():  # otherwise a type of the model itself
-            types = f"{', '.join(_KEYS)}{did_you_mean(str(kind), _KEYS)}"
-            yield f"{key}.{_TYPE} ({origin}) is {kind!r}, which is not one of {types}"
+            near = did_you_mean(str(kind), _KEYS)
+            problem = f"is {kind!r}, which is not one of {', '.join(_KEYS)}{near}"
+            yield f"{key}.{_TYPE} ({origin}) {problem}"
         return
     needed, more = _KEYS[kind]
     if missing := [name for name in needed if table.get(name) is None]:

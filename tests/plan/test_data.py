@@ -266,7 +266,7 @@ def test_a_record_may_hold_the_default_of_a_key_that_another_excludes(tmp_path: 
 def test_a_run_of_an_earlier_version_keeps_an_override_without_effect(tmp_path: Path) -> None:
     word = "model.overrides.sliding_window=64"
     record: Any = begun(tmp_path / "run")
-    record["run"]["model"]["overrides"] = {"sliding_window": 64}
+    record["run"]["model"]["overrides"] |= {"sliding_window": 64}
     record["model_config"]["sliding_window"] = 64
     (tmp_path / "run" / "plan.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="changes nothing: llama models do not read it"):
