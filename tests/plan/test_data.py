@@ -223,23 +223,23 @@ def test_another_value_takes_the_users_word(
 def test_a_dry_run_names_the_run_that_it_would_resume_or_why_it_may_not(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = (f"run.dir={folder}", "train.steps=9")
-    assert run_in_folder(planned(*words)) is None
+    assert run_in_folder(plan_of(*words)) is None
     begun(folder, *words)
     status = {"outcome": "stopped", "step": 4, "attempt": 1}
     (folder / "status.json").write_text(json.dumps(status))
-    text = run_in_folder(planned(*words))
+    text = run_in_folder(plan_of(*words))
     assert text is not None
     assert text.endswith(", stopped at step 4: no checkpoint, so it starts again")
     for step in (2, 10):
         (folder / f"checkpoints/step-{step:08}").mkdir(parents=True)
-    text = run_in_folder(planned(words[0], "train.steps=12"))
+    text = run_in_folder(plan_of(words[0], "train.steps=12"))
     assert text is not None
     assert text.endswith(": it is resumed from step-00000010")
     with pytest.raises(ConfigError) as refused:
-        run_in_folder(planned(*words, "optim.lr=0.5", "train.seed=3"))
+        run_in_folder(plan_of(*words, "optim.lr=0.5", "train.seed=3"))
     assert [problem.split()[1] for problem in refused.value.problems] == ["train.seed", "optim.lr"]
     (folder / "plan.json").write_text('{"run": 3}')  # the run itself reports this
-    assert run_in_folder(planned(words[0])) is None
+    assert run_in_folder(plan_of(words[0])) is None
 
 
 def test_a_new_run_begins_texts_and_has_the_date_of_today() -> None:
