@@ -23,6 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError
 from harness.files.paths import option_path
+from harness.layout.adapters import quiet_bitsandbytes
 from harness.terminal import HelpFormatter, say
 from tools.exported import ADAPTER_WEIGHTS, ADAPTERS, export_of, opened
 
@@ -167,6 +168,7 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
     remote = arguments.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
     if (folder / ADAPTERS).is_file():
+        quiet_bitsandbytes()
         from peft import PeftModel
 
         from harness.models.initialize import add_rows, rows_of_adapters

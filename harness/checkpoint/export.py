@@ -27,7 +27,7 @@ from harness.checkpoint.store import Checkpoint, fsync
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.errors import CannotSave, ConfigError, is_full_disk
 from harness.estimate.memory_item import as_size
-from harness.layout.adapters import DESCRIPTION, NAME, module_of
+from harness.layout.adapters import DESCRIPTION, NAME, module_of, quiet_bitsandbytes
 
 SHARD_BYTES = 4 * 10**9
 _LOCK, _REPLACED = ".lock", "replaced"
@@ -287,6 +287,7 @@ def rows_of_base(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
 
 def adapted(folder: Path, base: PreTrainedModel) -> Any:
     """Return the base model with the exported adapters of `folder`."""
+    quiet_bitsandbytes()
     from peft import PeftModel
 
     return PeftModel.from_pretrained(base, str(folder))

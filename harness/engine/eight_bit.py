@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from harness.layout.adapters import quiet_bitsandbytes
+
 BLOCK = 256
 SLICE = 2**30
 """Most elements in a call of bitsandbytes: a multiple of BLOCK."""
@@ -35,6 +37,7 @@ def adam8bit(params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 @cache
 def _class() -> Any:
+    quiet_bitsandbytes()
     from bitsandbytes.functional import optimizer_update_8bit_blockwise
     from bitsandbytes.optim.adamw import AdamW8bit  # optional dependency
 

@@ -14,11 +14,14 @@ BLOCK = 64
 """Consecutive weights that share a scale."""
 DESCRIPTION = "quantization_config.json"
 """The file beside exported adapters that transformers' BitsAndBytesConfig reads."""
-# peft imports bitsandbytes, which then warns that a kernel for 4 bits is missing, needed or not.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _SCALES_BLOCK = 256  # quantized scales that share a scale
 _FP32 = 4  # bytes
 _CODES, _SCALES_CODES = 16, 256  # entries of the lookup tables stored with each weight
+
+
+def quiet_bitsandbytes() -> None:
+    """Silence bitsandbytes about a missing CPU kernel, before peft or a model imports it."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,7 @@ class Quantization:
         return size + scales + _FP32 * (own + _SCALES_CODES)
 
     def temporary_bytes(self, elements: int, element_bytes: int) -> int:
-        """Return the temporary bytes of a weight during a matrix product: its dequantized values,
-        and its scales in fp32.
-        """
+        """Return a weight's bytes while it is multiplied: its values, and its scales in fp32."""
         scales = _FP32 * -(-elements // BLOCK) if self.doubles else 0
         return element_bytes * elements + scales
 

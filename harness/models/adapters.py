@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from harness.config.model_section import LoraConfig
-from harness.layout.adapters import BLOCK, NAME, Quantization, module_of
+from harness.layout.adapters import BLOCK, NAME, Quantization, module_of, quiet_bitsandbytes
 from harness.layout.optimizer_table import Parameter
 from harness.models.units import decoder_layers
 
@@ -23,6 +23,7 @@ def quantize_linear_maps(
     """Replace the linear layers in a skeleton's decoder layers by quantized ones, in place. Return
     a function from (name, weight as read) to the parameter to keep: codes and scales if quantized.
     """
+    quiet_bitsandbytes()
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     settings: dict[str, Any] = {
@@ -60,6 +61,7 @@ def round_linear_maps(
     """Round the weights of a model's linear layers to their quantized values, as a run in precision
     `dtype` computes with them; in place.
     """
+    quiet_bitsandbytes()
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     for _, module in _linear_maps(model):
@@ -134,6 +136,7 @@ def add_adapters(
     unchanged. Both have the device and dtype of the weights that they adapt, which ZeRO 3 may have
     partitioned.
     """
+    quiet_bitsandbytes()
     from peft import inject_adapter_in_model  # takes a second; only adapters need it
 
     model.requires_grad_(False)
