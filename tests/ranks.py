@@ -25,6 +25,7 @@ from tests.real_runs import REPOSITORY, start
 LIMIT_S = 600.0  # per call, which may have to compile a DeepSpeed operator
 _GRACE_S = 2.0  # for the other ranks after a failure: they may wait for it in a collective
 _MOST_CALLS = 60  # per group: closed engines leave threads behind
+after_calls: list[Callable[[], None]] = []  # run on each rank when a function has returned
 
 
 def ranks(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -132,6 +133,7 @@ def main(argv: list[str]) -> int:
     """Join the other ranks, and run the calls from the socket `argv[0]` until it is closed."""
     from harness.engine.processes import ending_together, join
     from harness.layout.world import World
+    from tests.ranks import after_calls  # this module is __main__
 
     world = World.from_environ()
     join(world)
@@ -146,6 +148,8 @@ def main(argv: list[str]) -> int:
             try:
                 function = getattr(importlib.import_module(module), name)
                 value = inspect.unwrap(function)(*args, **kwargs)
+                for tidy in after_calls:
+                    tidy()
             except Exception:
                 error = traceback.format_exc()
             connection.send_bytes(pickle.dumps((error, value)))

@@ -32,11 +32,7 @@ LARGEST_BLOCKS = (2**31 - 1, 2**25)
 
 
 def set_allocators(world: World) -> dict[str, Any]:
-    """Configure the memory allocators, unless the user has. Return the event that reports it.
-
-    On GPUs: expandable segments against fragmentation, and pinned host memory of exactly the
-    requested size. On CPUs: freed memory is kept.
-    """
+    """Configure the memory allocators, unless the user has. Return the event that reports it."""
     if world.accelerator == "cpu":
         return _event(_keep_freed_pages())
     if world.allocators is not None:
@@ -53,9 +49,8 @@ def set_allocators(world: World) -> dict[str, Any]:
 def _keep_freed_pages() -> str:
     """Make glibc keep freed memory, as torch's GPU allocator does; return a message about it.
 
-    Otherwise glibc returns most of what a step frees to the kernel, which clears and maps these
-    pages again in the next step: up to a quarter of a small step's time ("freed pages kept" in
-    docs/evidence.md).
+    The kernel would clear and map it again in the next step: up to a quarter of a small step's
+    time ("freed pages kept" in docs/evidence.md).
     """
     for name, part in MALLOC_VARIABLES.items():
         value = os.environ.get(name)

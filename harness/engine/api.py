@@ -55,9 +55,10 @@ class Replica:
 
 
 class Engine(Protocol):
-    """A model in training, in the layout of a plan. All ranks make the same calls in the same
-    order.
-    """
+    """A model in training, in the layout of a plan. All ranks make the same calls in order."""
+
+    plan: Plan
+    device: torch.device
 
     # --- train and evaluate ---
 
@@ -66,8 +67,8 @@ class Engine(Protocol):
     ) -> StepResult:
         """Take one optimizer step on this rank's micro-batches of a global batch.
 
-        `targets`: target tokens of the global batch, over all ranks. Raises RunStopped (diverged)
-        if fp16's loss scale is already at its minimum.
+        `targets`: target tokens of the global batch, over all ranks; without any, the step is
+        skipped. Raises RunStopped (diverged) if fp16's loss scale is already at its minimum.
         """
 
     def eval_batch(
@@ -137,22 +138,12 @@ class Engine(Protocol):
         """Restore the values returned by `scalars`; call it after `restore`."""
 
     def replicated(self) -> Iterator[Replica]:
-        """Yield the elements that this rank and others of its stage hold in common between steps,
-        in the same order on all of them.
-        """
+        """Yield the elements that ranks of a stage hold in common, in the same order on all."""
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
         """Return (name, weight, group) of each weight that another stage holds too."""
 
     # --- inspect ---
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that the engine was built from."""
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
 
     @property
     def module(self) -> PreTrainedModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -18,21 +18,28 @@ from harness.engine import swap
 from harness.engine.allocators import set_allocators
 from harness.engine.deepspeed_0_19.experts import expert_groups
 from harness.engine.deepspeed_0_19.internals import inner_optimizer
-from harness.engine.fragments import note_copies
-from harness.engine.groups import make_groups
+from harness.engine.deepspeed_0_19.pipe_module import StageModule
+from harness.engine.expert import Experts
+from harness.engine.fragments import cutter, note_copies
+from harness.engine.groups import Groups, ModelParallelUnit, make_groups
 from harness.engine.layers import adapt, change_layers
 from harness.engine.meta_model import empty_model
-from harness.engine.module import build_module
 from harness.engine.optimizers import Matrices, Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together, share_cores
+from harness.engine.single_stage import build_single_stage
+from harness.engine.stages import build_stage
+from harness.engine.tensor import divide_forward
 from harness.engine.zero import ZeroEngine
 from harness.errors import ConfigError
 from harness.layout.grid import Purpose, Share
 from harness.layout.optimizer_table import Parameter, is_frozen, optimizer_groups
+from harness.layout.tensor import TensorPlan
+from harness.models.adapters import quantize_linear_maps
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.logits import Operations, operations_on_logits
 from harness.models.skeleton import described_parameters
+from harness.models.stage import Stage
 from harness.plan.machine import missing_for_cpu_adam
 from harness.plan.plan import Plan
 
@@ -74,7 +81,7 @@ def build_engine(
     empty = empty_model(plan, trust_remote_code, document_mask)
     parameters = described_parameters(empty)  # before its shapes are split
     operations, notes = _operations_on_logits(plan, empty)
-    module = build_module(plan, empty, device, trust_remote_code, blank)
+    module = _build_module(plan, empty, device, trust_remote_code, blank)
     model, stage = module.model, module.stage
     parameters = adapt(model, plan, parameters)
     if operations is not None and hasattr(model.get_output_embeddings(), "base_layer"):
@@ -108,11 +115,53 @@ def build_engine(
     return built
 
 
-def _groups_of_a_stage(share: Share) -> list[dist.ProcessGroup]:
-    """Create the groups of a tensor-parallel stage that DeepSpeed does not create. Collective.
+@dataclass(frozen=True)
+class _Module:
+    """A model with weights, and the groups of ranks that share it."""
 
-    With one data-parallel rank the tensor-parallel ranks are the whole stage and have a group.
-    """
+    model: PreTrainedModel
+    wrapped: nn.Module
+    """The module passed to DeepSpeed: the model, or a pipeline stage that wraps its layers."""
+    events: list[dict[str, Any]]
+    stage: Stage | None
+    unit: ModelParallelUnit | None
+    experts: Experts | None
+    row_group: dist.ProcessGroup | None
+
+
+def _build_module(
+    plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool, blank: bool
+) -> _Module:
+    """Load or initialise the weights of `empty`, or of a stage of it. Collective."""
+    share, grid = plan.share, plan.grid
+    cut = cutter(share) if share.cutters else None
+    if quantization := plan.config.model.lora.quantization:  # then no weight is sliced
+        cut = quantize_linear_maps(empty, quantization)
+    experts = Experts(plan) if grid.expert > 1 else None
+    if experts is not None:
+        cut = cut and experts.marked(cut)
+    row_group, stage, unit, tensor_group = None, None, None, None
+    if grid.sequence > 1:
+        (row_group,) = make_groups(share, "sequence")
+    if plan.stages is None:
+        if grid.tensor > 1:
+            unit = ModelParallelUnit(Groups(share, make_groups(share, "tensor", "replicas")))
+            tensor_group = unit.tensor_group
+        model, events = build_single_stage(plan, empty, device, trust_remote_code, blank, unit, cut)
+        wrapped: nn.Module = model
+    else:
+        stage, tied, events = build_stage(plan, empty, device, trust_remote_code, blank, cut)
+        model, wrapped = stage.model, StageModule(stage, grid, tied)
+        tensor_group = wrapped.tensor_group if grid.tensor > 1 else None
+    if experts is not None:  # first: the tensor-parallel wrapper sums its output
+        experts.dispatch(model, device)
+    if tensor_group is not None:
+        divide_forward(model, TensorPlan.of(plan.model_config), share, tensor_group)
+    return _Module(model, wrapped, events, stage, unit, experts, row_group)
+
+
+def _groups_of_a_stage(share: Share) -> list[dist.ProcessGroup]:
+    """Create a tensor-parallel stage's groups that DeepSpeed does not create. Collective."""
     purposes: tuple[Purpose, ...] = ("loss", "stage")
     others = (p for p in purposes if share.ranks(p) != share.ranks("tensor"))
     return make_groups(share, *others)
@@ -121,9 +170,7 @@ def _groups_of_a_stage(share: Share) -> list[dist.ProcessGroup]:
 def _operations_on_logits(
     plan: Plan, empty: PreTrainedModel
 ) -> tuple[Operations | None, list[dict[str, Any]]]:
-    """Return the operations that a chunked loss applies to a model's logits, and events; None if
-    the loss is not chunked.
-    """
+    """Return a chunked loss's operations on logits (None: not chunked), and events."""
     if not plan.loss_chunk:
         return None, []
     try:
@@ -179,9 +226,7 @@ def _set_up_gpu_node(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _compile_cpu_adam(plan: Plan) -> None:
-    """Compile DeepSpeed's CPU Adam before the model is built, if the plan uses it. No other
-    operator is compiled. Collective. Raises ConfigError if it fails on any rank.
-    """
+    """Compile DeepSpeed's CPU Adam, if the plan uses it. Raises ConfigError. Collective."""
     optimizer = plan.deepspeed["optimizer"]
     if optimizer["type"] in ("Adam", "AdamW") and "torch_adam" not in optimizer["params"]:
         raise_together(_offload_problem(missing_for_cpu_adam()))

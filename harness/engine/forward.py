@@ -48,9 +48,7 @@ class CarriedStates:
 
     def before(self, number: int, batch: Batch) -> Window:
         """Return the window of a step's micro-batch `number`. Rows start from the state after their
-        previous window if that belongs to the same document, others from zeros.
-
-        A state that is not finite is dropped: it would spoil all later windows.
+        previous window if that belongs to the same document and is finite, others from zeros.
         """
         self._evaluated = None  # frees its memory
         return self._begun(batch, self._windows[number], self._states[number])
@@ -62,9 +60,7 @@ class CarriedStates:
         self._windows[number] = batch.windows
 
     def before_evaluated(self, batch: Batch) -> Window:
-        """Return the window of an evaluated micro-batch. As in `before`, rows start from the states
-        after the previous evaluated micro-batch. The training states are unchanged.
-        """
+        """Return an evaluated micro-batch's window. The training states are unchanged."""
         rows = len(batch.labels)
         if self._evaluated is None or len(self._evaluated[0]) != rows:
             shape = (rows, *self._states.shape[2:])
@@ -77,9 +73,7 @@ class CarriedStates:
         self._evaluated = batch.windows, window.after.float()
 
     def _begun(self, batch: Batch, windows: torch.Tensor, states: torch.Tensor) -> Window:
-        """Return the window of a micro-batch that may continue the given windows and their
-        states.
-        """
+        """Return a micro-batch's window that may continue the given windows and their states."""
         assert batch.windows is not None, "states are carried over contiguous streams"
         assert batch.goes_on is not None, "these know where documents begin"
         goes_on = batch.goes_on & (windows + 1 == batch.windows)
@@ -94,9 +88,7 @@ class CarriedStates:
         ]
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
-        """Fill the states; they become zeros if none were saved, or if the global batch size has
-        changed.
-        """
+        """Fill the states; zeros if none were saved for this global batch size."""
         for name, part, offset, tensor in self._pieces():
             if self._kind in kinds(name):
                 fill(name, self._kind, offset, tensor, part)
@@ -137,16 +129,12 @@ class ForwardPass:
         smoothing: float = 0.0,
         keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the loss of a micro-batch. Its tokens are copied to the device while the device is
-        still computing the previous one.
-        """
+        """Return a micro-batch's loss. Its tokens are copied while the previous one computes."""
         keywords = {**self.keywords(batch), **keywords}
         return forward(self._engine, *batch.on(self._device), smoothing, self._rows, keywords)
 
     def in_training(self, number: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the loss of a training micro-batch, carrying its rows' recurrent states if
-        enabled.
-        """
+        """Return a training micro-batch's loss, carrying its rows' recurrent states if enabled."""
         smoothing = self._plan.config.train.label_smoothing
         if self.carried is None:
             return self(batch, smoothing)
@@ -156,9 +144,7 @@ class ForwardPass:
         return losses
 
     def in_evaluation(self, batch: Batch) -> torch.Tensor:
-        """Return the summed token loss of a micro-batch. Contiguous text starts from the states
-        after the previous evaluated micro-batch.
-        """
+        """Return the summed token loss; contiguous text goes on from the previous micro-batch."""
         if self.carried is None or batch.windows is None:
             return self(batch)[0]
         window = self.carried.before_evaluated(batch)
@@ -173,16 +159,15 @@ class ForwardPass:
     def last_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits after the last of (1, tokens): (vocab_size,), or this rank's slice."""
         whole = self._rows.undivided() if self._rows else contextlib.nullcontext()
-        # Uncompiled: it would compile once per sequence length.
-        with whole, _uncompiled(self._plan.config.model.compile):
+        compiled = self._plan.config.model.compile  # which would compile once per length
+        eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+        with whole, eager:
             output = self._engine(input_ids=input_ids.to(self._device), use_cache=False)
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
     def by_position(self, batch: Batch, sums: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which the token losses of a micro-batch and their number of targets
-        are added to `sums` (buckets, 2).
-        """
+        """Return a context in which token losses and targets are added to `sums` (buckets, 2)."""
         if sums is None:
             return contextlib.nullcontext()
         length = max(self._plan.config.data.seq_len, batch.labels.shape[1])
@@ -198,8 +183,3 @@ class ForwardPass:
     def _own(self, labels: torch.Tensor) -> torch.Tensor:
         """Return the labels of the tokens that this rank computes."""
         return labels if self._rows is None else self._rows.own(labels)
-
-
-def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
-    """Return a context in which compiled layers run eagerly."""
-    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()

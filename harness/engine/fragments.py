@@ -17,17 +17,13 @@ from harness.layout.grid import Share
 
 
 def part_of(parameter: Any) -> Part:
-    """Return which slice of the full parameter a parameter is, disregarding ZeRO's shards: all of
-    it, unless tensor or expert parallelism set its `part`.
-    """
+    """Return a parameter's slice of the full one, disregarding ZeRO's shards."""
     part: Part | None = getattr(parameter, "part", None)
     return part or Part.of(internals.whole_shape(parameter))
 
 
 def cutter(share: Share) -> Callable[[str, torch.Tensor], nn.Parameter]:
-    """Return a function that cuts this rank's parameter out of a full weight, and records its
-    `part`.
-    """
+    """Return a function that cuts this rank's parameter out of a weight, and notes its `part`."""
 
     def cut(name: str, whole: torch.Tensor) -> nn.Parameter:
         part, tensor = share.part(name, tuple(whole.shape)), whole
@@ -48,8 +44,7 @@ def assembled(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor on the CPU) of parameters that are sliced over the ranks of a group.
-    All ranks yield them in the same order. Collective.
+    """Yield (name, full tensor on the CPU) of parameters that are sliced over a group. Collective.
 
     `parts_of` returns a parameter's slices, by rank of the group.
     """
@@ -97,15 +92,12 @@ def mark_frozen_base(model: nn.Module) -> None:
 
 
 def is_frozen_base(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter's values are read from model.init_from at every start and are
-    therefore not in checkpoints.
-    """
+    """Return True if every start reads a parameter from model.init_from; it is not saved."""
     return bool(getattr(parameter, "is_frozen_base", False))
 
 
 def local_gradients(module: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield each parameter with a view of the gradient elements that this rank's optimizer will
-    use.
+    """Yield each parameter with a view of the gradient elements for this rank's optimizer.
 
     Valid between the last backward pass of a step and the optimizer step. In fp16 they are still
     multiplied by the loss scale.
@@ -138,16 +130,12 @@ def grad_norm(
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) pairs: over all ranks, each parameter of the model once, except for
-    tensor-parallel copies.
-    """
+    """Yield (name, parameter), without the last pipeline stage's copies."""
     return ((n, p) for n, p in module.named_parameters() if not internals.is_pipe_copy(p))
 
 
 def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, fp32 gradient on the CPU) of every parameter; all ranks must iterate
-    together.
-    """
+    """Yield (name, fp32 gradient on the CPU) of every parameter. Collective."""
     for name, parameter in _named_parameters(module):
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
@@ -160,11 +148,6 @@ def full_masters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         master = safe_get_full_fp32_param(parameter)
         master = parameter if master is None else master  # ZeRO-0 in fp32 has no second copy
         yield name, master.detach().float().to("cpu", copy=True)
-
-
-def elements_held(module: nn.Module) -> int:
-    """Return the number of parameter elements that this rank stores between steps."""
-    return sum(map(internals.elements_held, module.parameters()))
 
 
 def clip_by_value(module: nn.Module, limit: float, norm: torch.Tensor) -> None:

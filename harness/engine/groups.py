@@ -15,9 +15,7 @@ from harness.models.initialize import Send
 
 
 class Groups:
-    """The groups of a `share`, looked up in `made` (groups that DeepSpeed or the engine created)
-    and the world group.
-    """
+    """The groups of a `share`, found among `made` ones and the world group."""
 
     def __init__(self, share: Share, made: Iterable[dist.ProcessGroup] = ()) -> None:
         self._share = share
@@ -84,9 +82,7 @@ class ModelParallelUnit:
 
 
 def sender(share: Share) -> Send | None:
-    """Return a function that broadcasts a tensor among the ranks with equal weights, from the one
-    with the given index; None if this rank has no replicas. Collective.
-    """
+    """Return a function that broadcasts among replicas; None without them. Collective."""
     ranks, group = share.ranks("replicas"), None
     if len(ranks) == 1:
         return None
@@ -103,11 +99,11 @@ def sender(share: Share) -> Send | None:
 def gradients_apart(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """Return, for each parameter that is not sliced, the largest difference of its gradient over
-    the ranks of `group`, relative to its largest element; NaN if one is not finite. Collective.
+    """Return, for each unsliced parameter, the largest difference of its gradient over `group`,
+    relative to its largest element; NaN if one is not finite. Collective.
 
-    The gradients differ if a tensor-parallel plan ignores that each rank computes only a part of
-    them. Valid between the last backward pass of a step and the optimizer step.
+    They differ if a tensor-parallel plan ignores that each rank computes only a part of them. Valid
+    between the last backward pass of a step and the optimizer step.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     apart = {}

@@ -1,6 +1,4 @@
-"""Changes to a model's layers: adapters, stochastic depth, fused kernels, recomputation,
-compilation.
-"""
+"""Changes to a model's layers: adapters, kernels, recomputation, compilation."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from harness.plan.plan import Plan
 
 
 def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | None) -> None:
-    """Change the layers of `model`. `whole`: the empty full model of a pipeline stage; stochastic
-    depth is applied to it, too. Raises ConfigError for an MLP that cannot be tiled.
+    """Change the layers of `model`, and of the empty full model `whole` of a pipeline stage. Raises
+    ConfigError for an MLP that cannot be tiled.
     """
     if rate := plan.config.model.stochastic_depth:
         for drawn in (model, *([whole] if whole is not None else [])):
@@ -64,8 +62,7 @@ def _recompute(plan: Plan, model: PreTrainedModel, as_a_whole: bool) -> None:
 
 def adapt(model: PreTrainedModel, plan: Plan, parameters: list[Parameter]) -> list[Parameter]:
     """Add the plan's adapters to a model, in place, and freeze the rest. Return the parameters to
-    train, for their optimizer groups: the model's `parameters` if there are no adapters.
-    Collective.
+    train; the model's `parameters` if there are no adapters. Collective.
     """
     lora = plan.config.model.lora
     if lora.rank is None:

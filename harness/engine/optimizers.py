@@ -1,11 +1,9 @@
-"""Optimizers that DeepSpeed lacks, or gets wrong once ZeRO has split weights into flat pieces;
-layout/optimizer_table.py has the names and settings of all.
+"""Optimizers that DeepSpeed lacks, or gets wrong once ZeRO has split weights into flat pieces.
 
 They receive fp32 master weights and gradients that DeepSpeed has summed, unscaled and clipped, in
 pieces of any size: the update of an element is the same in every layout. DeepSpeed 0.19.8 has a
 Lion for GPUs only and another for offload only; an Adagrad that fails with two parameter groups;
-and a Muon that clips its update at some stages and its gradient at others
-(docs/deepspeed_findings.md, 29, 30).
+and a Muon that clips its update at some stages (docs/deepspeed_findings.md, 29, 30).
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from harness.plan.plan import Plan
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix, or a stack of matrices, and its location: on this rank, `numel` elements from
-    `offset` on are at `start` of the flat tensor.
-    """
+    """A matrix or a stack: `numel` elements from `offset` on are at `start` of the flat tensor."""
 
     shape: tuple[int, ...]
     offset: int
@@ -89,9 +85,7 @@ class Matrices:
     def _of_several(
         self, matrices: list[_Matrix], source: torch.Tensor, target: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Yield the same for matrices that span several ranks; each rank computes those that it
-        owns. Collective.
-        """
+        """Yield the same for matrices that span several ranks. Collective."""
         mine: dict[int, torch.Tensor] = {}
         for number, matrix in enumerate(matrices):
             whole, owner = self._filled(matrix, source), _owner(number, matrix)
@@ -137,9 +131,7 @@ def _orthogonal(whole: torch.Tensor) -> torch.Tensor:
 
 
 class Lion(Optimizer):
-    """Steps by the sign of an interpolated momentum, with decoupled decay (arXiv 2302.06675,
-    program 1).
-    """
+    """Steps by the sign of an interpolated momentum (arXiv 2302.06675, program 1)."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})

@@ -48,12 +48,10 @@ class PipelineEngine(ZeroEngine):
         gradients.average_tied_gradients_first(engine)
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
-        """Return (name, weight, group) of each weight that the pipeline's other end holds too."""
         return [(weight.tied_to, weight.detach(), group) for weight, group in self._tied]
 
     @property
     def module(self) -> PreTrainedModel:
-        """The whole model, without its weights: no rank has them all."""
         return self._whole
 
     def undivided(self) -> PreTrainedModel:
@@ -61,9 +59,7 @@ class PipelineEngine(ZeroEngine):
         return self._whole
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
-        """Run forward and backward passes of all micro-batches; gradients are ready but not
-        applied.
-        """
+        """Run the schedule of all micro-batches; apply no gradients."""
         if not self.engine.module.training:  # train() visits every module
             self.engine.module.train()
         total = torch.zeros((), device=self.device)
@@ -90,10 +86,6 @@ class PipelineEngine(ZeroEngine):
     def eval_batch(
         self, batches: list[Batch], by_position: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return (summed loss in nats, target tokens) of this rank's micro-batches, fp64,
-        unreduced; zeros on all stages but the last. Also add the same per context length to
-        `by_position`.
-        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels, of_batch = self._labels(batches), iter(batches)
 
@@ -110,9 +102,6 @@ class PipelineEngine(ZeroEngine):
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all
-        ranks.
-        """
         logits = torch.empty(self._vocab_size, device=self.device)
 
         def finish(run: Callable[[], Any]) -> torch.Tensor:
@@ -129,7 +118,6 @@ class PipelineEngine(ZeroEngine):
         return logits
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes, the ZeRO stage, the pipeline stage and the elements on this rank."""
         place = self.plan.grid.coords(self.plan.world.rank).pipeline
         return {**super().describe(), "pipeline_stage": place}
 

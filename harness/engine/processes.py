@@ -34,8 +34,7 @@ _BEYOND_THE_WATCHDOG_S = 600.0
 
 
 def set_environment(world: World) -> None:
-    """Set the environment variables that torch and DeepSpeed read, for any launcher of `world`:
-    rank, rendezvous address and number of threads.
+    """Set what torch and DeepSpeed read: rank, rendezvous address and number of threads.
 
     Raises ConfigError on rank 0 if the rendezvous port is taken.
     """
@@ -97,8 +96,7 @@ def share_cores(world: World) -> int:
 
 
 def threads_for(cores: Sequence[tuple[str, set[int]]]) -> list[int]:
-    """Return the thread count of each rank: its cores divided by the number of ranks that share any
-    of them.
+    """Return each rank's thread count: its cores divided by the ranks that share any of them.
 
     `cores`: for every rank, its host and the cores that it is bound to there.
     """
@@ -172,6 +170,19 @@ def raise_together(problem: str | None) -> None:
         raise ConfigError(first)
 
 
+@contextlib.contextmanager
+def raising_together(where: str) -> Iterator[None]:
+    """Return a context that raises any rank's ConfigError, or ValueError about `where`, on all."""
+    problem = None
+    try:
+        yield
+    except ConfigError as error:
+        problem = str(error)
+    except ValueError as error:
+        problem = f"{where}: {error}"
+    raise_together(problem)
+
+
 def refuse_on_other_nodes(error: ConfigError) -> None:
     """End the ranks of other nodes with this problem, which this node has before it joined them. A
     launcher ends the ranks of its own node only; the others would wait for an hour.
@@ -193,8 +204,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def ending_together(refusal: str = "cannot go on") -> Iterator[None]:
-    """Return a context that leaves the process group at its end; a failure of this rank ends all
-    ranks at once instead.
+    """Return a context that leaves the process group; a failure of this rank ends all at once.
 
     A failing rank prints its traceback (for a ConfigError, `refusal` and its problems), broadcasts
     its exit code and never destroys its group: NCCL would wait there for kernels in which the other

@@ -27,11 +27,9 @@ from harness.plan.weights import weight_file_problems
 
 
 def check_files(plan: Plan, empty: PreTrainedModel) -> None:
-    """Raise ConfigError on all ranks for problems that any rank finds in the files of
-    model.init_from.
+    """Raise ConfigError on all ranks for a problem in the files of model.init_from.
 
-    Called before anything is read, because under ZeRO-3 reading is collective. The plan checks the
-    files too, but these are the ones that are opened next.
+    The plan checks them too, but these are opened next, and under ZeRO-3 reading is collective.
     """
     source = plan.config.model.init_from
     assert source is not None
@@ -40,9 +38,7 @@ def check_files(plan: Plan, empty: PreTrainedModel) -> None:
 
 
 def config_of_files(plan: Plan, empty: PreTrainedModel) -> PretrainedConfig | None:
-    """Return the config for reading the files of model.init_from if it differs from that of
-    `empty`: weights are quantized, or the vocabulary has fewer rows.
-    """
+    """Return the config of model.init_from's files; None if it equals that of `empty`."""
     quantization, rows = plan.stored.get("quantization_config"), plan.stored.get("vocab_size")
     if not (isinstance(rows, int) and rows < plan.model_config.get("vocab_size", rows)):
         rows = None
@@ -110,9 +106,7 @@ def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) 
 def reduced_class(
     whole: type[PreTrainedModel], reduce: Callable[[PreTrainedModel], None]
 ) -> type[PreTrainedModel]:
-    """Return a subclass from whose models `reduce` removes some parameters, so that transformers
-    reads only the remaining ones.
-    """
+    """Return a subclass without the parameters that `reduce` removes, which are never read."""
 
     class Reduced(whole):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -134,11 +128,8 @@ def used_elsewhere(empty: PreTrainedModel) -> set[str]:
 
 
 class PieceReader:
-    """Reads the weights and saved buffers of one piece of a model from the files of
-    model.init_from. Missing rows of the vocabulary are set to the mean of the existing ones.
-
-    `copies`: names of weights that the files do not contain; they become zeros. Pieces may be those
-    of `empty` or of a stage of it, because the names are the same.
+    """Reads one piece of a model from the files of model.init_from. Missing rows of the vocabulary
+    are the mean of the others. `copies`: weights that the files do not contain; they become zeros.
     """
 
     def __init__(

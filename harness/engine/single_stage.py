@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -12,7 +13,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from harness.engine.deepspeed_0_19.internals import partition_like
 from harness.engine.groups import ModelParallelUnit, sender
-from harness.engine.processes import raise_together
+from harness.engine.processes import raising_together
 from harness.engine.reading import (
     Event,
     PieceReader,
@@ -21,7 +22,6 @@ from harness.engine.reading import (
     config_of_files,
     read_weights,
 )
-from harness.errors import ConfigError
 from harness.models.initialize import Cut, materialize, move_buffers
 from harness.plan.plan import Plan
 
@@ -36,56 +36,55 @@ def build_single_stage(
     cut: Cut | None = None,
 ) -> tuple[PreTrainedModel, list[Event]]:
     """Return the model on `device`, initialised in `empty` or loaded, and events. With `blank`,
-    weights are zeros. `unit`: for tensor parallelism. `cut` makes this rank's slice of each weight.
-    Collective.
+    weights are zeros. `cut` makes this rank's slice of each weight. Collective.
 
     Raises ConfigError if weights cannot be initialised or do not fit.
     """
     reads = plan.config.model.init_from is not None and not blank
     if reads and cut is None and config_of_files(plan, empty) is None:
         return _load_together(plan, empty, device, trust_remote_code)
-    problem, share = None, plan.share
-    replicas = share.ranks("replicas")
     reader = PieceReader(plan, empty, trust_remote_code) if reads else None
     if reader is not None:
         check_files(plan, empty)
-    try:
-        materialize(
-            empty,
-            None if blank else plan.config.train.seed,
-            device,
-            rank=replicas.index(share.rank),
-            world_size=len(replicas),
-            send=sender(share),
-            placed=_Partition(plan.deepspeed, unit) if plan.zero_stage == 3 else None,
-            cut=cut,
-            read=reader,
-        )
-    except ConfigError as error:
-        problem = str(error)
-    except ValueError as error:
-        problem = f"model.name={plan.config.model.name}: {error}"
-    raise_together(problem)
+    placed = _Partition(plan.deepspeed, unit) if plan.zero_stage == 3 else None
+    with raising_together(f"model.name={plan.config.model.name}"):
+        materialize_share(empty, plan, device, blank, cut, reader, placed)
     return empty, reader.events() if reader else []
+
+
+def materialize_share(
+    model: PreTrainedModel,
+    plan: Plan,
+    device: torch.device,
+    blank: bool,
+    cut: Cut | None,
+    reader: PieceReader | None,
+    placed: Callable[[list[nn.Parameter]], None] | None = None,
+) -> None:
+    """Fill this rank's weights; replicas initialise or read them in turn. Collective."""
+    replicas = plan.share.ranks("replicas")
+    materialize(
+        model,
+        None if blank else plan.config.train.seed,
+        device,
+        rank=replicas.index(plan.share.rank),
+        world_size=len(replicas),
+        send=sender(plan.share),
+        placed=placed,
+        cut=cut,
+        read=reader,
+    )
 
 
 def _load_together(
     plan: Plan, empty: PreTrainedModel, device: torch.device, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[Event]]:
-    """Call `_load`; a ConfigError of one rank is raised on all, as nodes may see different
-    files.
-    """
+    """Call `_load`; raise one rank's ConfigError on all, as nodes may see different files."""
     check_files(plan, empty)
     if plan.zero_stage == 3:  # reading is collective: the others wait within it, not below
         return _load(plan, empty, device, trust_remote_code)
-    loaded, problem = None, None
-    try:
-        loaded = _load(plan, empty, device, trust_remote_code)
-    except ConfigError as error:
-        problem = str(error)
-    raise_together(problem)
-    assert loaded is not None
-    return loaded
+    with raising_together("model.init_from"):
+        return _load(plan, empty, device, trust_remote_code)
 
 
 def _load(

@@ -1,7 +1,6 @@
 """Skips steps: a skipped step's gradients change neither weights nor moments.
 
-DeepSpeed skips steps with gradients that are not finite. Other reasons are combined here, alike on
-all ranks; spikes are found by guard/stability.py, which run/step.py asks.
+DeepSpeed skips steps with gradients that are not finite; guard/stability.py finds spikes.
 """
 
 from __future__ import annotations
@@ -13,27 +12,13 @@ from typing import Any
 
 import torch
 
-from harness.engine.api import SkipRule
 from harness.engine.deepspeed_0_19 import gradients
 from harness.errors import ExitCode, RunStopped
 
 
 def propagate_nonfinite(share: torch.Tensor) -> torch.Tensor:
-    """Return the same loss, but with gradients that are not finite if the loss is not finite, so
-    that the step is skipped without waiting for the host.
-    """
+    """Return the loss; if it is not finite, so are its gradients, and the step is skipped."""
     return share * (1 + 0 * share.detach())
-
-
-def must_skip(
-    targets: int, loss_share: torch.Tensor, norm: torch.Tensor, skip_rule: SkipRule | None
-) -> bool:
-    """Return True if a step must be skipped although its gradients may be finite.
-
-    Without target tokens there is no loss, but weights would decay, moments fade, and routers learn
-    from the balancing loss alone.
-    """
-    return not targets or (skip_rule is not None and skip_rule(loss_share, norm))
 
 
 def has_nonfinite_grads(engine: Any, norm: float | torch.Tensor) -> bool:

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from harness.data.batch import Batch
 from harness.engine.deepspeed_0_19.pipe_module import Tied
-from harness.engine.groups import sender
 from harness.engine.meta_model import empty_model
-from harness.engine.processes import raise_together
+from harness.engine.processes import raising_together
 from harness.engine.reading import (
     PieceReader,
     check_files,
@@ -25,6 +24,7 @@ from harness.engine.reading import (
     reduced_class,
     used_elsewhere,
 )
+from harness.engine.single_stage import materialize_share
 from harness.errors import ConfigError
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import layers_per_stage
@@ -46,8 +46,7 @@ def build_stage(
     blank: bool,
     cut: Cut | None,
 ) -> tuple[Stage, Tied, list[dict[str, Any]]]:
-    """Return this rank's stage on `device`, its tied weights, and events. With `blank`, weights are
-    zeros. `cut` makes this rank's slices of weights. Collective.
+    """Return this rank's stage on `device`, its tied weights, and events. Collective.
 
     Weights of other stages are never initialised or read. Raises ConfigError for a model that
     cannot be split into stages, naming what it lacks, and as `build_single_stage` does.
@@ -59,16 +58,8 @@ def build_stage(
         raise ConfigError(f"{where}: {error}; use ZeRO 3 instead of stages") from error
     if plan.config.model.init_from is not None and not blank:
         check_files(plan, empty)
-    built, problem = None, None
-    try:
-        built = _built(plan, empty, flow, device, trust_remote_code, blank, cut)
-    except ConfigError as error:
-        problem = str(error)
-    except ValueError as error:
-        problem = f"{where}: {error}"
-    raise_together(problem)  # may concern one stage only
-    assert built is not None
-    stage, events = built
+    with raising_together(where):  # a problem may concern one stage only
+        stage, events = _built(plan, empty, flow, device, trust_remote_code, blank, cut)
     return stage, _tied(plan, stage.model, flow), events
 
 
@@ -85,7 +76,8 @@ def _built(
     counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank)
     first_layer = sum(counts[: place.pipeline])
     end_layer = first_layer + counts[place.pipeline]
-    reads, copies = plan.config.model.init_from is not None and not blank, _copies(flow)
+    reads = plan.config.model.init_from is not None and not blank
+    copies = {name for _, name in flow.tied}  # in no file, but sent over
     if reads and cut is None and config_of_files(plan, empty) is None:
         reduced = reduced_class(
             type(empty), lambda model: reduce_to_stage(model, flow, first_layer, end_layer)
@@ -97,32 +89,15 @@ def _built(
             set(report["unexpected_keys"]) - used_elsewhere(empty),
         )
         return Stage(nn.Module.to(model, device)), events
-    share = plan.share
-    model, replicas = empty_model(plan, trust_remote_code), share.ranks("replicas")
+    model = empty_model(plan, trust_remote_code)
     reduce_to_stage(model, flow, first_layer, end_layer)
     reader = PieceReader(plan, empty, trust_remote_code, copies) if reads else None
-    materialize(
-        model,
-        None if blank else plan.config.train.seed,
-        device,
-        rank=replicas.index(share.rank),
-        world_size=len(replicas),
-        send=sender(share),
-        cut=cut,
-        read=reader,
-    )
+    materialize_share(model, plan, device, blank, cut, reader)
     return Stage(model), reader.events() if reader else []
 
 
-def _copies(flow: Flow) -> set[str]:
-    """Return the names of the copies of tied weights, which are in no file but sent over."""
-    return {name for _, name in flow.tied}
-
-
 def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
-    """Return the weights of this stage that the pipeline's other end also holds, with the group of
-    both ranks. Collective.
-    """
+    """Return this stage's weights that the pipeline's other end holds, too. Collective."""
     tied: Tied = []
     for names in flow.tied:
         for column in plan.grid.groups("pipeline"):

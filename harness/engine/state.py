@@ -28,9 +28,7 @@ _MEANS = {"row_var": -1, "col_var": -2}
 
 @dataclass(frozen=True)
 class FlatPlace:
-    """The location of a fragment, `flat[start : start + numel]`; `flat` is a key of the optimizer
-    state.
-    """
+    """A fragment's location, `flat[start : start + numel]`; `flat` is a key of the states."""
 
     name: str
     parameter: nn.Parameter
@@ -50,51 +48,40 @@ class FlatPlace:
         return tensor.detach().view(-1).narrow(0, self.start, self.numel)
 
 
-def fragments(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
-    """Return the fragments that this rank saves; the ranks together hold every element once."""
-    fragments_here = []
-    place_among = share.ranks("replicas").index(share.rank)
-    flats, states = _flats_and_states(engine)
+def fragments(
+    engine: Any, module: nn.Module, share: Share, with_states: bool = True
+) -> list[Fragment]:
+    """Return the fragments that this rank saves; the ranks together hold every element once.
+
+    Not `with_states`: weights only, which must not be on NVMe.
+    """
+    saved = []
+    is_first = share.ranks("replicas")[0] == share.rank
+    flats, states = _flats_and_states(engine) if with_states else (None, {})
     for place in pieces(engine, module, flats):
         if is_copy(place.parameter) or is_frozen_base(place.parameter):
             continue  # another rank saves it, or none
         state = states.get(place.flat, {})
         moments = {k: place.view(v) for k, v in state.items() if _is_per_element(k, v, place.flat)}
-        fragment = Fragment(
-            place.name,
-            place.part,
-            place.offset,
-            {WEIGHT: place.view(place.flat), **moments},
-        )
-        fragments_here += _split_among_replicas(fragment, place, share)
-        if place_among == 0:
+        tensors = {WEIGHT: place.view(place.flat), **moments}
+        own = Fragment(place.name, place.part, place.offset, tensors)
+        saved += _split_among_replicas(own, place, share)
+        if is_first:
             means = {key: state[key] for key in _MEANS if key in state}
-            fragments_here += [
+            saved += [
                 Fragment(f"{place.name}:{key}", Part.of(mean.shape), 0, {key: mean.view(-1)})
                 for key, mean in means.items()
             ]
-    if place_among == 0:
-        fragments_here += [
+    if is_first and with_states:
+        saved += [
             Fragment(name, Part.of(buffer.shape), 0, {BUFFER: buffer.detach().reshape(-1)})
             for name, buffer in _persistent_buffers(module)
         ]
-    return fragments_here
-
-
-def weights(engine: Any, module: nn.Module, share: Share) -> list[Fragment]:
-    """Return the fragments of the weights, without optimizer state. Not for states on NVMe."""
-    stored_weights = []
-    for place in pieces(engine, module):
-        if not is_copy(place.parameter) and not is_frozen_base(place.parameter):
-            own = Fragment(place.name, place.part, place.offset, {WEIGHT: place.view(place.flat)})
-            stored_weights += _split_among_replicas(own, place, share)
-    return stored_weights
+    return saved
 
 
 def _split_among_replicas(whole: Fragment, place: FlatPlace, share: Share) -> list[Fragment]:
-    """Return this rank's share of a fragment, if any: replicated elements are split among
-    replicas.
-    """
+    """Return this rank's share of a fragment, if any: replicas split what they have in common."""
     if not place.replicated:
         return [whole]
     holders = share.ranks(share.holders(place.name, place.part.whole))
@@ -104,8 +91,7 @@ def _split_among_replicas(whole: Fragment, place: FlatPlace, share: Share) -> li
 
 @torch.no_grad()
 def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
-    """Fill everything that `fragments` returns, whatever layout saved it; `refresh_weights` must
-    follow.
+    """Fill all that `fragments` returns, whatever layout saved it; then call `refresh_weights`.
 
     Creates optimizer states that do not exist yet; states that were not saved become zeros. Not
     collective: `fill` may raise on one rank only.
@@ -147,9 +133,7 @@ def restore(engine: Any, module: nn.Module, fill: Fill, kinds: Kinds) -> None:
 
 
 def scalars(engine: Any) -> Scalars:
-    """Return counters, loss scaling and the optimizer's step count: plain numbers, equal on all
-    ranks.
-    """
+    """Return counters, loss scaling and the step count; equal on all ranks."""
     inner = internals.inner_optimizer(engine)
     counts = [state[_STEP] for state in inner.state.values() if _STEP in state]
     return {
@@ -169,8 +153,7 @@ def restore_scalars(engine: Any, saved: Scalars) -> None:
 
 
 def set_steps(inner: torch.optim.Optimizer, count: float | None) -> None:
-    """Set the number of steps that an optimizer has taken; None if no step had been taken at the
-    save.
+    """Set the number of steps that an optimizer has taken; None if none had been taken.
 
     torch's optimizers count in tensors, fused ones on the device; DeepSpeed's count in integers.
     """
@@ -208,9 +191,7 @@ def pieces(
 
 
 def flat_of(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
-    """Return the flat tensor that the optimizer steps for a parameter's group, even if this rank
-    holds no element of the parameter: every rank has one flat tensor per group.
-    """
+    """Return the flat tensor of a parameter's group, even if no element of it is here."""
     optimizer = engine.optimizer
     if internals.is_partitioned(parameter):
         group = internals.shard_of(parameter).group
@@ -251,9 +232,7 @@ def _flats_and_states(engine: Any) -> tuple[list[torch.Tensor] | None, Any]:
 
 
 def _per_element(engine: Any) -> Any:
-    """Return the optimizer's states by flat tensor, with a value for every element; the optimizer's
-    own states if they already have that form.
-    """
+    """Return the optimizer's states by flat tensor, with a value for every element."""
     inner = internals.inner_optimizer(engine)
     if not eight_bit.is_eight_bit(inner):
         return inner.state

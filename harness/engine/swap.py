@@ -25,8 +25,7 @@ _SECTION = "offload_optimizer"
 
 
 def own_folder(config: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the JSON with a folder of this process as nvme_path, and the event that reports it;
-    the same JSON and no event if nothing is offloaded to NVMe.
+    """Return the JSON with a folder of this process as nvme_path, if any, and its event.
 
     DeepSpeed names files by rank only, so two runs on a node would overwrite each other's.
     """

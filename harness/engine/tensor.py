@@ -34,7 +34,12 @@ def divide_forward(
     Collective: ranks that share a key head create groups.
     """
     places, named = group.size(), dict(model.named_modules())
-    how = {name: style for name, module in named.items() if (style := _style(plan, name, module))}
+    # Whether a module has parameters depends on the config.
+    how = {
+        name: style
+        for name, module in named.items()
+        if [*module.parameters()] and (style := plan.style_of(name))
+    }
     if not plan.divides_vocabulary(places):
         how = {n: s for n, s in how.items() if s not in (styles.EMBEDDING, styles.HEAD)}
     entrances = _entrances(named, how)
@@ -47,7 +52,7 @@ def divide_forward(
         if style in (*styles.COLUMNS, styles.HEAD):
             _set(module, _column(module, None if owner_name in entrances else group))
         elif style == styles.GATHERED:
-            _set(module, _gathered_column(module, group))
+            _set(module, _column(module, group, gathers=True))
         elif style in styles.ROWS:
             _set(module, _row(module, group, splits=style == styles.SPLIT))
         elif style == styles.EMBEDDING:
@@ -78,11 +83,6 @@ def divide_forward(
         model.vocabulary = part
 
 
-def _style(plan: TensorPlan, name: str, module: nn.Module) -> str | None:
-    """Return a module's style; None if it has no parameters, which depends on the config."""
-    return plan.style_of(name) if any(True for _ in module.parameters()) else None
-
-
 def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:
     """Return the modules whose weights are all sliced. Each of their column-wise layers reads the
     module's input, whose gradient is then summed once for all of them.
@@ -98,9 +98,7 @@ def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:
 
 
 def _sharing_a_head(share: Share, copies: int) -> dist.ProcessGroup | None:
-    """Return the group of ranks that share this rank's key head; None if it is not shared.
-    Collective.
-    """
+    """Return the group of ranks that share this rank's key head, if any. Collective."""
     if copies == 1:
         return None
     mine = None
@@ -129,9 +127,7 @@ def _copying(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def _biasing_own_heads(heads: int, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Return a pre-forward hook for BLOOM's or Falcon's attention that selects this rank's heads of
-    the ALiBi biases, given as (batch * heads, 1, keys) or (batch, heads, queries, keys).
-    """
+    """Return a pre-forward hook that selects this rank's heads of BLOOM's or Falcon's ALiBi."""
     size = heads // group.size()
     own = slice(group.rank() * size, (group.rank() + 1) * size)
 
@@ -153,21 +149,12 @@ def _linear(module: Any, inputs: torch.Tensor, bias: torch.Tensor | None) -> tor
     return functional.linear(inputs, module.weight.t() if transposed else module.weight, bias)
 
 
-def _column(module: Any, group: dist.ProcessGroup | None) -> Forward:
-    """Return the forward function of a column-wise layer. `group` sums the gradient of the input,
-    unless the owner does (None).
-    """
+def _column(module: Any, group: dist.ProcessGroup | None, gathers: bool = False) -> Forward:
+    """`group` sums the gradient of the input, unless the owner does (None)."""
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        return _linear(module, inputs if group is None else copied(inputs, group), module.bias)
-
-    return forward
-
-
-def _gathered_column(module: Any, group: dist.ProcessGroup) -> Forward:
-    def forward(inputs: torch.Tensor) -> torch.Tensor:
-        output = _linear(module, copied(inputs, group), module.bias)
-        return joined(output, -1, group)
+        output = _linear(module, inputs if group is None else copied(inputs, group), module.bias)
+        return output if group is None or not gathers else joined(output, -1, group)
 
     return forward
 
@@ -199,9 +186,7 @@ def _embedding(module: Any, group: dist.ProcessGroup) -> Forward:
 
 
 def _experts(module: Any, group: dist.ProcessGroup) -> Forward:
-    """Return the forward function of experts that are all on this rank with a slice of their width;
-    `weights` are the router's.
-    """
+    """Every rank has a slice of each expert's width; `weights` are the router's."""
     inner = module.forward
 
     def forward(states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

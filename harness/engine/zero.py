@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from harness.checkpoint.index import Fragment
 from harness.data.batch import Batch
 from harness.engine import fragments, skip, state, swap
-from harness.engine.api import Fill, Kinds, Replica, Scalars, SkipRule, StepResult
+from harness.engine.api import Engine, Fill, Kinds, Replica, Scalars, SkipRule, StepResult
 from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.expert import Experts
 from harness.engine.forward import ForwardPass
@@ -25,7 +25,7 @@ from harness.models.loss_breakdown import recording
 from harness.plan.plan import Plan
 
 
-class ZeroEngine:
+class ZeroEngine(Engine):
     """A DeepSpeed engine that accumulates, scales, clips and steps as configured in its JSON."""
 
     def __init__(
@@ -55,24 +55,18 @@ class ZeroEngine:
     def train_batch(
         self, batches: list[Batch], targets: int, lr: float, skip_rule: SkipRule | None = None
     ) -> StepResult:
-        """Take one optimizer step on this rank's micro-batches of a global batch.
-
-        `targets`: target tokens of the global batch, over all ranks; without any, the step is
-        skipped. `skip_rule(loss_share, norm)`: True to skip the step; all ranks must agree. Raises
-        RunStopped (diverged) if fp16's loss scale is already at its minimum.
-        """
         loss_share = self.accumulate(batches, targets)
         if skip_rule is None and targets:
             return StepResult(loss_share, self.apply(lr))
         norm = self.grad_norm()
-        skips = skip.must_skip(targets, loss_share, norm, skip_rule)
+        # Without targets there is no loss, but weights would decay, moments fade, and routers learn
+        # from the balancing loss alone.
+        skips = not targets or (skip_rule is not None and skip_rule(loss_share, norm))
         applied = self.apply(lr, skips)
         return StepResult(loss_share, norm if skips else applied)
 
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
-        """Run forward and backward passes of all micro-batches; gradients are ready but not
-        applied.
-        """
+        """Run forward and backward passes of all micro-batches; apply no gradients."""
         if not self.engine.module.training:  # train() visits every module
             self.engine.train()
         total = torch.zeros((), device=self.device)
@@ -121,18 +115,14 @@ class ZeroEngine:
         return norm / self.loss_scale
 
     def gradients_apart(self) -> dict[str, float]:
-        """Return the relative differences over tensor-parallel ranks of the gradients of parameters
-        that are not sliced. Collective.
-        """
+        """Return how far gradients of unsliced parameters differ over tensor ranks. Collective."""
         if self.groups.size("tensor") == 1:
             return {}
         return gradients_apart(self._own_module, self.groups.of("tensor"), self.device)
 
     def replicated(self) -> Iterator[Replica]:
-        """Yield the weights that this rank and others of its stage both hold between steps: under
-        ZeRO-3, full weights below `stage3_param_persistence_threshold` and the shards that
-        tensor-parallel ranks have in common.
-        """
+        # Under ZeRO-3: weights below stage3_param_persistence_threshold, and the shards that
+        # tensor-parallel ranks have in common.
         peers = self.share.ranks("tensor")
         for name, parameter, tensor in fragments.stored_weights(self._own_module):
             ranks = self.share.alike(name, part_of(parameter).whole)
@@ -142,7 +132,6 @@ class ZeroEngine:
                 yield Replica(name, tensor, ranks, part_of(parameter).is_whole)
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
-        """Return an empty list: without stages, no weight is copied."""
         return []
 
     @property
@@ -151,17 +140,12 @@ class ZeroEngine:
         return self.groups.of("replicas")
 
     def group_of(self, purpose: Purpose) -> dist.ProcessGroup:
-        """Return this rank's group for a purpose. Raises KeyError if the layout does not use it."""
         return self.groups.of(purpose)
 
     @torch.no_grad()
     def eval_batch(
         self, batches: list[Batch], by_position: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return (summed loss in nats, target tokens) of this rank's micro-batches, fp64,
-        unreduced. Also add the same per context length to `by_position` (buckets, 2). With
-        train.carry_state, states are carried from one micro-batch to the next, across calls.
-        """
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
@@ -172,37 +156,24 @@ class ZeroEngine:
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return logits (vocab_size,) after the last of `input_ids` (1, tokens); same ids on all
-        ranks.
-
-        All ranks get rank 0's logits: ranks that chose different tokens would diverge.
-        """
         self.engine.eval()
         logits = self.forward.last_logits(input_ids)
         if vocabulary := getattr(self.module, "vocabulary", None):
             logits = vocabulary.all_logits(logits)
-        dist.broadcast(logits, 0)
+        dist.broadcast(logits, 0)  # ranks that chose different tokens would diverge
         return logits
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor over the data-parallel ranks, in place."""
         dist.all_reduce(values, group=self.groups.of("loss"))
         return values
 
     def expert_tokens(self) -> torch.Tensor | None:
-        """Return (layers, experts) int64: tokens that all ranks sent to each expert since the last
-        call.
-        """
         return None if self._experts is None else self._experts.tokens()
 
     def count_sources(self, sources: int) -> None:
-        """Start summing the training loss of each source of a mixture."""
         self.source_sums = torch.zeros(sources, dtype=torch.float64, device=self.device)
 
     def source_losses(self) -> torch.Tensor | None:
-        """Return (sources,) fp64: the training loss of each source summed over all ranks since the
-        last call; None if sources are not counted. Collective.
-        """
         if self.source_sums is None:
             return None
         sums = self.sum_over_ranks(self.source_sums.clone())
@@ -210,9 +181,7 @@ class ZeroEngine:
         return sums
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, fp32 gradient) of every parameter, between `accumulate` and `apply`.
-        Collective.
-        """
+        """Yield (name, fp32 gradient) of every parameter, before `apply`. Collective."""
         return self._of_all_ranks(fragments.full_gradients(self._own_module, self.loss_scale))
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,7 +190,6 @@ class ZeroEngine:
 
     @property
     def module(self) -> PreTrainedModel:
-        """The Hugging Face model inside the engine."""
         model: PreTrainedModel = self.engine.module
         return model
 
@@ -231,26 +199,21 @@ class ZeroEngine:
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the loss is multiplied before the backward pass; 1 except in fp16."""
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps skipped since the start."""
         return int(self.engine.skipped_steps)
 
     @property
     def step_applied(self) -> bool:
-        """True if the last step changed the weights; False after a skipped step."""
         return bool(self.engine.was_step_applied())
 
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
-        """Pass (name, value, samples) to the monitors enabled in the JSON; rank 0 only."""
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(events)
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes, the ZeRO stage and the number of elements on this rank."""
         optimizer = self.engine.optimizer
         inner = internals.inner_optimizer(self.engine)
         return {
@@ -258,44 +221,32 @@ class ZeroEngine:
             "optimizer": type(optimizer).__name__,
             "inner_optimizer": type(inner).__name__,
             "zero_stage": int(self.engine.zero_optimization_stage()),
-            "elements_held": fragments.elements_held(self._own_module),
+            "elements_held": sum(map(internals.elements_held, self._own_module.parameters())),
         }
 
     def close(self) -> None:
-        """Release DeepSpeed's hooks and buffers; the engine is unusable afterwards."""
         swap.remove_files(self.engine)
         self.engine.destroy()
 
     def fragments(self, states: bool = True) -> list[Fragment]:
-        """Return this rank's fragments of weights, optimizer states and recurrent states, as views
-        of live memory; without `states`, weights only.
-        """
-        if not states:
-            return state.weights(self.engine, self._own_module, self.share)
-        carried = self.forward.carried
-        own = carried.fragments() if carried else []
-        return [*state.fragments(self.engine, self._own_module, self.share), *own]
+        saved = state.fragments(self.engine, self._own_module, self.share, states)
+        if states and self.forward.carried:
+            saved += self.forward.carried.fragments()
+        return saved
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
-        """Fill the weights, their `kinds` of optimizer state and the recurrent states.
-
-        Raises whatever `fill` raises, on this rank only. If no rank raised, call `refresh_weights`.
-        """
         state.restore(self.engine, self._own_module, fill, kinds)
         if self.forward.carried:
             self.forward.carried.restore(fill, kinds)
 
     def refresh_weights(self) -> None:
-        """Update the weights used for computing from those that `restore` filled. Collective."""
         state.refresh_weights(self.engine)
         gradients.gather_after_writing(self.engine)
 
     def scalars(self) -> Scalars:
-        """Return counters, loss scaling and the optimizer's step count; equal on all ranks."""
         return state.scalars(self.engine)
 
     def restore_scalars(self, saved: Scalars) -> None:
-        """Restore the values returned by `scalars`; call it after `restore`."""
         state.restore_scalars(self.engine, saved)
 
     @property
@@ -306,9 +257,7 @@ class ZeroEngine:
     def _of_all_ranks(
         self, own: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full tensors, including those of ranks that hold other slices of the model.
-        Collective.
-        """
+        """Yield full tensors, also of ranks that hold other slices. Collective."""
         purpose: Purpose = "expert_parts" if self._experts else "tensor"
         if self.groups.size(purpose) == 1:
             return own
@@ -325,9 +274,7 @@ class ZeroEngine:
         return part_of(self._own_module.get_parameter(name)).whole
 
     def _expect(self, micro_batches: int) -> None:
-        """Set the number of micro-batches of the next step in DeepSpeed, at most that of its
-        JSON.
-        """
+        """Tell DeepSpeed the number of micro-batches of the next step, at most its JSON's."""
         if micro_batches != self.engine.gradient_accumulation_steps():
             samples = micro_batches * self.plan.micro_batch * self._averaged_over
             self.engine.set_train_batch_size(samples)
@@ -343,9 +290,7 @@ class ZeroEngine:
         return [*made, *([self._row_group] if self._row_group else [])]
 
     def _norm_group(self) -> dist.ProcessGroup | None:
-        """Return the group over which gradient norms are summed so that every gradient counts once;
-        None if this rank has all gradients.
-        """
+        """Return the group over which every gradient counts once; None if this rank has all."""
         if not gradients.keeps_no_grad_norm(self.engine):
             return self.groups.of("norm")
         return self.groups.of("model") if self.groups.size("model") > 1 else None

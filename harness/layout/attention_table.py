@@ -37,9 +37,8 @@ def _kind(keys: Callable[[Mapping[str, int], float], float], **sizes: int) -> At
 
 
 def seen_by(attention: str, sizes: Mapping[str, int]) -> Callable[[int], float]:
-    """Return a function from sequence length to the number of tokens that MFU counts per token: all
-    of them for exact attention, regardless of the mask (layout/shape.py), otherwise the average
-    number of keys per query.
+    """Return a function from sequence length to the tokens that MFU counts per token: all of them
+    for exact attention, regardless of the mask (layout/shape.py), otherwise the keys per query.
     """
     row = ATTENTIONS[attention]
     return lambda seq_len: seq_len if row.is_exact else min(seq_len, row.keys(sizes, seq_len / 2))

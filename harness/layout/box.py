@@ -105,9 +105,7 @@ class Part:
         return Part(self.whole, tuple(cut))
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yield (box of the full tensor, the same elements as a box of the slice) for all its
-        elements.
-        """
+        """Yield (box of the full tensor, the same elements as a box of the slice)."""
         of_dimensions = [
             list(zip(ranges, self._ends(dimension), strict=True))
             for dimension, ranges in enumerate(self.ranges)
@@ -138,9 +136,7 @@ class Piece:
     numel: int
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yield (box of the full tensor, the same elements as a box of the slice) for all its
-        elements.
-        """
+        """Yield (box of the full tensor, the same elements as a box of the slice)."""
         for flat in flat_boxes(self.part.shape, self.offset, self.offset + self.numel):
             for whole, own in self.part.boxes():
                 if both := own.meet(flat):
@@ -170,9 +166,7 @@ class Overlap:
         return self.strides == ((1,), (1,))
 
     def span(self, side: int) -> int:
-        """Return the number of elements of one piece from the first of these to the last,
-        inclusive.
-        """
+        """Return the number of elements of one piece from the first of these to the last."""
         steps = zip(self.shape, self.strides[side], strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps)
 
@@ -264,9 +258,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def share_of(size: int, place: int, places: int) -> tuple[Range, ...]:
-    """Return range number `place` of `places` ranges of nearly equal length, longer ones first;
-    empty if there are too few elements.
-    """
+    """Return range `place` of `places` nearly equal ranges, longer first; () if none is left."""
     each, left = divmod(size, places)
     start = place * each + min(place, left)
     stop = start + each + (place < left)
@@ -284,9 +276,7 @@ def share_of_fused(sizes: Sequence[int], place: int, places: int) -> tuple[Range
 
 
 def uncovered(parts: Sequence[Part]) -> str | None:
-    """Return why the slices of a parameter do not cover each element exactly once; None if they
-    do.
-    """
+    """Return why slices do not cover each element of a parameter once; None if they do."""
     for number, part in enumerate(parts):
         for other in parts[:number]:
             if part.meets(other):

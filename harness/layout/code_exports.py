@@ -15,9 +15,7 @@ _PREFIX = f"{REVERSIBLE}_"
 
 
 def reversible_type(model_type: str) -> str:
-    """Return the model_type of reversible layers. Only their own code opens it: readers of the
-    original family would compute a different function of the weights.
-    """
+    """Return the model_type of reversible layers, which readers of the family must not open."""
     return f"{_PREFIX}{model_type}"
 
 

@@ -70,8 +70,7 @@ _NOT_IN_STAGES = {
 
 
 def incompatible_axes(shape: Shape | None, grid: Grid, seq_len: int) -> list[tuple[str, str, str]]:
-    """Return (key, reason, replacement) for each axis of a grid that cannot be combined with
-    pipeline stages.
+    """Return (key, reason, replacement) of each axis that does not combine with pipeline stages.
 
     `seq_len`: of the shortest rows.
     """
@@ -104,9 +103,7 @@ def _nearest(shape: Shape | None, grid: Grid, seq_len: int, size: int) -> str:
 
 
 def _candidates(grid: Grid, size: int) -> Iterator[Grid]:
-    """Yield layouts, nearest first: tensor parallelism instead of stages or of the other axis, then
-    data parallelism instead.
-    """
+    """Yield layouts, nearest first: tensor parallelism instead of an axis, then data."""
     for sizes in (
         {"pipeline": 1, "tensor": grid.tensor * grid.pipeline},
         {"sequence": 1, "expert": 1, "tensor": grid.tensor * size},

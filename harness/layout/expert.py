@@ -71,9 +71,7 @@ class ExpertPlan:
         return [n for n in range(1, ranks + 1) if not ranks % n and not self.num_experts % n]
 
     def problem(self, places: int, ranks: int) -> str:
-        """Return why `places` of `ranks` data-parallel ranks cannot share the experts, with the
-        numbers that can; "" if they can.
-        """
+        """Return why `places` of `ranks` data ranks cannot share the experts; "" if they can."""
         legal = self.legal(ranks)
         if places in legal:
             return ""
@@ -90,9 +88,7 @@ class ExpertPlan:
 
 @lru_cache(maxsize=64)
 def expert_shard(shape: Shape, ranks: int) -> Shape:
-    """Return the shape of a model on each of `ranks` expert-parallel ranks; the router still knows
-    all experts.
-    """
+    """Return the shape on each of `ranks` expert-parallel ranks; routers stay whole."""
     if ranks == 1:
         return shape
 

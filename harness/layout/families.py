@@ -243,9 +243,7 @@ class Keys:
         self.problems: list[str] = []
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Return the value of the first of `names` (synonyms) that is set, an integer of at least
-        1.
-        """
+        """Return the first value that is set under `names`, an integer of at least 1."""
         for name in names:
             value = self.config.get(name)
             if value is None:

@@ -99,9 +99,7 @@ class Grid:
         return Coords(pipeline=pipeline, data=data, sequence=sequence, tensor=tensor)
 
     def place(self, axis: Place, rank: int) -> int:
-        """Return the coordinate of a global rank on an axis, or its index for expert
-        parallelism.
-        """
+        """Return a rank's coordinate on an axis, or its index for expert parallelism."""
         here = self.coords(rank)
         line = here.data * self.sequence + here.sequence
         if axis == "expert":
@@ -112,9 +110,7 @@ class Grid:
         return place
 
     def described(self, rank: int) -> str:
-        """Return a rank's position as a suffix to its number, " (data 0, pipeline 1, tensor 1)"; ""
-        if every rank is a data rank.
-        """
+        """Return " (data 0, pipeline 1, tensor 1)"; "" if every rank is a data rank."""
         axes: tuple[Place, ...] = ("pipeline", "sequence", "tensor", "expert")
         divided = [axis for axis in axes if getattr(self, axis) > 1]
         if not divided:
@@ -127,24 +123,18 @@ class Grid:
         return (outer * self.sequence + coords.sequence) * self.tensor + coords.tensor
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only along `axis`, itself included,
-        ascending.
-        """
+        """Return the ranks that differ from `rank` only along `axis`, with itself, ascending."""
         coords = self.coords(rank)
         return tuple(
             self.rank(replace(coords, **{axis: place})) for place in range(getattr(self, axis))
         )
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Return every group along `axis`, ordered by first rank, as `new_group` is called for
-        them.
-        """
+        """Return every group along `axis`, ordered by first rank."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.world_size)}))
 
     def alike(self, axes: Collection[Place]) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks with equal positions on all of `axes`, ordered by first
-        rank.
-        """
+        """Return the groups of ranks with equal positions on all of `axes`, by first rank."""
         return _alike(self, tuple(axes))
 
 
@@ -224,9 +214,7 @@ _COPIED: tuple[Axis, ...] = ("tensor",)
 
 
 def starts_of(data_rank: int, data_ranks: int, samples: int, micro_batch: int) -> range:
-    """Return the first sample of each micro-batch of a data rank; micro-batches are assigned
-    round-robin.
-    """
+    """Return the first sample of each micro-batch of a data rank, dealt out in turn."""
     together = micro_batch * data_ranks
     rounds = -(-samples // together)
     first = data_rank * micro_batch
@@ -252,8 +240,7 @@ class Share:
         return self.grid.data
 
     def starts(self, samples: int, micro_batch: int) -> range:
-        """Return the first sample of each of this rank's micro-batches in a global batch of
-        `samples`.
+        """Return the first sample of each of this rank's micro-batches of a global batch.
 
         All ranks get the same number of micro-batches; the last may start or end beyond `samples`.
         """
@@ -277,9 +264,7 @@ class Share:
         return next(group for group in self.every(purpose) if self.rank in group)
 
     def every(self, purpose: Purpose) -> tuple[tuple[int, ...], ...]:
-        """Return every rank's group for a purpose, ordered by first rank. All ranks must create all
-        groups.
-        """
+        """Return every rank's group for a purpose, by first rank. All ranks must create all."""
         return self.grid.alike(GROUPS[purpose])
 
     def part(self, name: str, shape: tuple[int, ...]) -> Part:
@@ -293,9 +278,7 @@ class Share:
         return part
 
     def holders(self, name: str, shape: tuple[int, ...]) -> Purpose:
-        """Return the purpose of the group that holds the same slice of a parameter, or shards of
-        it.
-        """
+        """Return the purpose of the group that holds the same slice, or shards of it."""
         cutter = self.cutters.get("expert")
         is_divided = cutter is not None and cutter(name, shape, 0, self.grid.expert)
         return "expert_replicas" if is_divided else "replicas"
@@ -313,9 +296,7 @@ class Share:
         return tuple(ranks)
 
     def is_first(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if this rank, of those with equal copies of a parameter apart from ZeRO's
-        shards, is the one that saves it and counts it in the norm.
-        """
+        """Return True if this rank, of those with equal copies, saves it and counts it."""
         peers = (rank for axis in _COPIED for rank in self.grid.group(axis, self.rank))
         earlier = [replace(self, rank=rank) for rank in peers if rank < self.rank]
         if not earlier:

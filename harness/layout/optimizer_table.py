@@ -92,15 +92,9 @@ class Parameter:
     head: bool = False
 
 
-def first_match(name: str, rules: Iterable[GroupRule]) -> GroupRule | None:
-    """Return the first rule that matches a parameter's name, or None."""
-    return next((rule for rule in rules if re.search(rule.pattern, name)), None)
-
-
 def is_frozen(name: str, rules: Iterable[GroupRule]) -> bool:
-    """Return True if a rule freezes a parameter."""
-    rule = first_match(name, rules)
-    return rule is not None and rule.frozen
+    """Return True if the first rule that matches a parameter freezes it."""
+    return next((rule.frozen for rule in rules if re.search(rule.pattern, name)), False)
 
 
 def optimizer_groups(

@@ -18,9 +18,7 @@ layer; of every layer, even without its input; or (int) of every N-th layer.
 
 
 def is_checkpointed(checkpointing: Checkpointing, layer: int) -> bool:
-    """Return True if a layer, counted from 0 over the whole model, does not save everything that
-    its backward pass needs.
-    """
+    """Return True if a layer of the model does not save all that its backward pass needs."""
     if isinstance(checkpointing, int):
         return layer % checkpointing == 0
     return checkpointing != "none"

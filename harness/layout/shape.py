@@ -48,9 +48,7 @@ class Body:
 
     @property
     def units(self) -> tuple[tuple[Tensor, ...], ...]:
-        """The tensors that a pipeline does not separate: before the layers, each layer, after the
-        layers.
-        """
+        """The units of a pipeline: before the layers, each layer, after the layers."""
         return self.before, *self.layers, self.after
 
 
@@ -180,8 +178,7 @@ def parameters_by_kind(shape: Shape) -> dict[str, int]:
 
 
 def active_parameters(shape: Shape) -> int:
-    """Return the number of weights multiplied per token: matrices, the head even if tied, and the
-    chosen experts.
+    """Return the weights multiplied per token: matrices, the head even if tied, chosen experts.
 
     Lookups (embeddings, positions), norms and biases are negligible.
     """
@@ -211,9 +208,7 @@ def _active_per_unit(shape: Shape) -> list[int]:
 
 
 def is_stacked(tensor: Tensor) -> bool:
-    """Return True for the stacked matrices of all experts in a family without a table of tensors; a
-    token uses only those of its chosen experts.
-    """
+    """Return True for stacked experts of a traced family, of which a token uses a few."""
     return tensor.kind == "mlp" and len(tensor.shape) == 3 and "experts" in tensor.name
 
 
@@ -255,9 +250,7 @@ def flops_per_token(shape: Shape, seq_len: int, seen: Seen = all_tokens) -> floa
 
 
 def flops_per_unit(shape: Shape, seq_len: int, seen: Seen = all_tokens) -> list[int]:
-    """Return the FLOPs per token of each of `Body.units`: before the layers, each layer, after
-    them.
-    """
+    """Return the FLOPs per token of each of `Body.units`."""
     context = seen(seq_len)
     attention = (
         int(12 * width * min(context, window or context))

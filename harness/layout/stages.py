@@ -130,9 +130,7 @@ def stage_shape(shape: Shape, bounds: Bounds, stage: int) -> Shape:
 
 
 def stage_parameters(shape: Shape, bounds: Bounds) -> tuple[int, ...]:
-    """Return the number of parameters on each stage; a tied embedding counts on both of its
-    stages.
-    """
+    """Return the number of parameters on each stage; a tied embedding counts on both ends."""
     return tuple(
         num_parameters(stage_shape(shape, bounds, stage)) for stage in range(len(bounds) - 1)
     )

@@ -17,11 +17,7 @@ RECURRENT_KEYS = frozenset(
 
 
 def carried_numbers(config: Mapping[str, Any]) -> int:
-    """Return the number of fp32 values of a row's state, from a Hugging Face config; 0 for models
-    without one.
-
-    Missing sizes take the defaults of the config class.
-    """
+    """Return the fp32 values of a row's state, from a Hugging Face config; 0 without one."""
     count = CARRIED.get(config["model_type"])
     return count(config) if count else 0
 

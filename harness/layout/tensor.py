@@ -26,18 +26,14 @@ from harness.layout.state_size import RECURRENT_KEYS
 
 
 def tensor_plan(model_type: str) -> dict[str, str] | None:
-    """Return transformers' tensor-parallel style of each module, such as "colwise"; None if it has
-    none.
-    """
+    """Return transformers' tensor-parallel style of each module ("colwise"), or None."""
     plan = None if was_rewritten(model_type) else _plan("tensor", model_type)
     # The vocabulary is divided anyway, by _VOCABULARY; since 5.24 some plans hold nothing else.
     return {name: s for name, s in (plan or {}).items() if not _is_vocabulary(name, s)} or None
 
 
 def expert_plan(model_type: str) -> dict[str, str] | None:
-    """Return transformers' expert-parallel style of each module, such as "grouped_gemm", or
-    None.
-    """
+    """Return transformers' expert-parallel style of each module ("grouped_gemm"), or None."""
     return _plan("expert", model_type)
 
 
@@ -104,9 +100,7 @@ _VOCABULARY = {
 
 
 def _is_vocabulary(module: str, style: str) -> bool:
-    """Return True if transformers divides a module by vocabulary, and `_VOCABULARY` calls it an
-    embedding.
-    """
+    """Return True for an embedding that transformers, too, divides by vocabulary."""
     name = module.rpartition(".")[2]
     return style == "embedding_rowwise" and _VOCABULARY.get(name) == EMBEDDING
 
@@ -195,9 +189,7 @@ class TensorPlan:
         return places > 1 and self.vocab_size % places == 0
 
     def kv_copies(self, places: int) -> int:
-        """Return the number of ranks that share a key head; above 1 only if there are more ranks
-        than heads.
-        """
+        """Return the number of ranks that share a key head."""
         return max(1, places // self.num_kv_heads)
 
     def problems(self, places: int) -> list[str]:
@@ -252,9 +244,7 @@ class TensorPlan:
     def _of_experts(
         self, name: str, shape: tuple[int, ...], place: int, places: int
     ) -> dict[int, Ranges]:
-        """Return the ranges of an expert parameter: every rank has a slice of each expert's
-        width.
-        """
+        """Return the ranges of an expert parameter: a slice of each expert's width."""
         if name.endswith("gate_up_proj"):
             return {1: _even(name, 1, [shape[1] // 2] * 2, place, places)}
         if name.endswith("down_proj"):

@@ -88,9 +88,7 @@ class World:
 
     @property
     def rounds_pinned(self) -> bool:
-        """True if torch rounds blocks of pinned host memory up to powers of two: torch before 2.13
-        has no setting against it, and the user's allocator settings may lack it.
-        """
+        """True if torch rounds pinned memory up to powers of two: before 2.13, or unset."""
         if not self.has_torch(2, 13):
             return True
         return self.allocators is not None and not re.search(r"pinned_max_\w+_mb", self.allocators)
@@ -152,11 +150,9 @@ def _from_torch_names(environ: Mapping[str, str]) -> _Place | None:
 
 
 def _from_slurm_step(environ: Mapping[str, str]) -> _Place | None:
-    """Read srun's variables. Only inside a step: a batch script has SLURM_PROCID=0, too, although
-    srun did not start it.
+    """Read srun's variables, inside a step only: a batch script has SLURM_PROCID=0, too.
 
-    The local size is that of the node with the most tasks: "2(x3),1" means three nodes of 2 and one
-    of 1.
+    The local size is that of the node with the most tasks ("2(x3),1": three nodes of 2, one of 1).
     """
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
         return None
@@ -198,9 +194,7 @@ class Gpu:
 
 
 def find_gpu_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the model name of the first usable GPU: the first of CUDA_VISIBLE_DEVICES if that is
-    set. Numbers follow PCI bus order.
-    """
+    """Return the first usable GPU's model name. Numbers follow PCI bus order."""
     gpus = published_gpus() or listed_gpus()
     first = environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
     if first.isdigit():
@@ -241,9 +235,7 @@ def listed_gpus() -> list[Gpu]:
 
 
 def torch_version() -> str | None:
-    """Return the version of the installed torch, without importing it; None if it is not
-    installed.
-    """
+    """Return the installed torch's version, without importing it; None without torch."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

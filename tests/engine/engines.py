@@ -23,16 +23,16 @@ from harness.plan.make import make_plan
 from harness.plan.memory import Untraceable
 from harness.plan.plan import Plan
 from tests.engine.small import MODEL, SEQ_LEN, run_config
+from tests.ranks import after_calls
 from tests.tiers import rest_in_gate
 
 WORLD = World.from_environ()
 STAGES = (0, 1, 2, 3)
-# ZeRO 3 that really partitions: no parameter is small enough to stay whole.
-SPLIT = {"stage3_param_persistence_threshold": 0}
 SGD = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}
 
 
 cells = functools.partial(rest_in_gate, "engine")
+_open: list[Any] = []
 
 
 def drawn_weights(config: dict[str, Any] = MODEL) -> dict[str, torch.Tensor]:
@@ -91,34 +91,78 @@ def gathered(value: Any) -> list[Any]:
 
 
 def plan_of(config: dict[str, Any], ds: dict[str, Any], world: World = WORLD) -> Plan:
-    """Return the plan of a run config. Models of unknown families get no estimate: their trace
-    takes a process and seconds.
-    """
+    """Return the plan of a run config; unknown families get no estimate, which takes seconds."""
     with mock.patch.object(memory, "traced", side_effect=Untraceable):
         return make_plan(RunConfig.model_validate(config), ds, world)
 
 
-def engine_of(ds: dict[str, Any], **sections: dict[str, Any]) -> Any:
-    """Build an engine of the small model; `sections` change the run config. Collective."""
+_OF_ZERO: dict[str, dict[str, Any]] = {
+    "offload": {"offload_optimizer": {"device": "cpu"}},
+    "offload_all": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "hpz": {"zero_hpz_partition_size": 2},
+    "persistent": {"stage3_param_persistence_threshold": 100_000},  # small weights stay whole
+}
+_KEYS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32_sums": {"data_types": {"grad_accum_dtype": "fp32"}},  # with bf16: BF16_Optimizer
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64}},
+    "dynamic_fp16": {"fp16": {"enabled": True}},
+    "fused": {"optimizer": {"params": {"fused": True}}},  # as on GPUs
+    "pipeline2": {"pipeline": {"stages": 2}},
+    "tensor2": {"tensor_parallel": {"autotp_size": 2}},
+    "sequence2": {"sequence_parallel_size": 2},
+    "experts2": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+}
+
+
+def layout(words: str, **json_keys: Any) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a layout in words, such as "zero3 bf16 offload"."""
+    first, *others = words.split()
+    zero: dict[str, Any] = {"stage": int(first.removeprefix("zero"))}
+    if zero["stage"] == 3:  # really partitions: no parameter is small enough to stay whole
+        zero["stage3_param_persistence_threshold"] = 0
+    ds: dict[str, Any] = {"zero_optimization": zero}
+    for word in others:
+        if word in _OF_ZERO:
+            zero |= _OF_ZERO[word]
+        else:
+            ds |= _KEYS[word]
+    return {**ds, **json_keys}
+
+
+def engine_of(ds: str | dict[str, Any], **sections: dict[str, Any]) -> Any:
+    """Build an engine of the small model in a layout, given as a JSON or in words; `sections`
+    change the run config. It is closed when the test ends, if not before. Collective.
+    """
     from tests.gates.engines import build_engine  # imports DeepSpeed
 
-    return build_engine(plan_of(run_config(folder(), **sections), ds), torch.device("cpu"))
+    json = layout(ds) if isinstance(ds, str) else ds
+    plan = plan_of(run_config(folder(), **sections), json)
+    engine = build_engine(plan, torch.device("cpu"))
+    close = engine.close
+
+    def close_once() -> None:
+        _open.remove(engine)
+        close()
+
+    engine.close = close_once
+    _open.append(engine)
+    return engine
 
 
-def stage(number: int) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a ZeRO stage."""
-    return {"zero_optimization": {"stage": number, **(SPLIT if number == 3 else {})}}
+def close_engines() -> None:
+    """Close the engines that a test left open, the last one first."""
+    for engine in [*reversed(_open)]:
+        engine.close()
 
 
-def pipeline(zero: int = 1, **json_keys: Any) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of two pipeline stages."""
-    return {"zero_optimization": {"stage": zero}, "pipeline": {"stages": 2}, **json_keys}
+after_calls.append(close_engines)
 
 
-def fp16(**knobs: float) -> dict[str, Any]:
-    """Return a DeepSpeed JSON whose loss scale overflows and is halved in the first step."""
+def fp16(words: str = "zero1", **knobs: float) -> dict[str, Any]:
+    """Return a layout whose loss scale overflows and is halved in the first step."""
     settings = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1, **knobs}
-    return {"zero_optimization": {"stage": 1}, "fp16": settings}
+    return layout(words, fp16=settings)
 
 
 def all_batches(step: int = 0) -> list[Batch]:
@@ -129,13 +173,6 @@ def all_batches(step: int = 0) -> list[Batch]:
     return [Batch(r[:, :-1].contiguous(), r[:, 1:].clone(), None) for r in rows]
 
 
-def batches(step: int = 0) -> tuple[list[Batch], int]:
-    """Return this rank's two micro-batches if every rank is a data rank, and the total number of
-    targets.
-    """
-    return all_batches(step)[WORLD.rank :: WORLD.world_size], 8 * SEQ_LEN
-
-
 def share_of(engine: Any, step: int = 0) -> tuple[list[Batch], int]:
     """Return the micro-batches of this rank's data rank, and the total number of targets."""
     grid = engine.plan.grid
@@ -143,9 +180,7 @@ def share_of(engine: Any, step: int = 0) -> tuple[list[Batch], int]:
 
 
 def losses(engine: Any, steps: int, lr: float = 3e-3) -> list[float]:
-    """Return each step's mean loss; the batch is always the same, so that the loss falls.
-    Collective.
-    """
+    """Return each step's mean loss on the same batch, so that it falls. Collective."""
     means = []
     for _ in range(steps):
         result = engine.train_batch(*share_of(engine), lr)

@@ -24,42 +24,29 @@ _TINY: dict[str, Any] = {
     key: value for key, value in MODEL.items() if key not in ("model_type", "tie_word_embeddings")
 }
 EAGER = {"bloom", "gpt_oss", "mamba", "rwkv"}  # without sdpa
-FAMILIES: dict[str, dict[str, Any]] = {
+_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
+_FAMILIES: dict[str, dict[str, Any]] = {
     # Layers that return tuples, ALiBi, a norm after the embedding, tied weights.
-    "bloom": {**_TINY, "model_type": "bloom", "n_head": 4, "n_layer": 3},
-    "falcon": {**_TINY, "model_type": "falcon", "alibi": False},
-    "gpt_neox": {**_TINY, "model_type": "gpt_neox"},
+    "bloom": {"n_head": 4, "n_layer": 3},
+    "falcon": {"alibi": False},
+    "gpt_neox": {},
     # Projections around the layers, learned positions with an offset.
-    "opt": {**_TINY, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0},
-    "phi3": {**_TINY, "model_type": "phi3", "pad_token_id": 0},
-    "cohere": {**_TINY, "model_type": "cohere", "pad_token_id": 0},
-    "granite": {**_TINY, "model_type": "granite", "logits_scaling": 3.0, "pad_token_id": 0},
-    "gemma3_text": {**_TINY, "model_type": "gemma3_text", "sliding_window": 4, "head_dim": 8},
-    "qwen3_moe": {
-        **_TINY,
-        "model_type": "qwen3_moe",
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "output_router_logits": True,
-        "head_dim": 8,
-    },
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "phi3": {"pad_token_id": 0},
+    "cohere": {"pad_token_id": 0},
+    "granite": {"logits_scaling": 3.0, "pad_token_id": 0},
+    "gemma3_text": {"sliding_window": 4, "head_dim": 8},
+    "qwen3_moe": {**_ROUTED, "num_experts": 4, "head_dim": 8},
     # Its first layer is dense: the first of two stages sends no router logits.
     "qwen2_moe": {
-        **_TINY,
-        "model_type": "qwen2_moe",
+        **_ROUTED,
         "num_hidden_layers": 4,
         "mlp_only_layers": [0, 1, 3],
         "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 16,
-        "output_router_logits": True,
     },
     # Reads the device of its embedding; every other layer is a mixture, attention is chunked.
     "llama4_text": {
-        **_TINY,
-        "model_type": "llama4_text",
         "num_hidden_layers": 4,
         "head_dim": 8,
         "num_local_experts": 2,
@@ -70,8 +57,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "gpt_oss": {
-        **_TINY,
-        "model_type": "gpt_oss",
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "head_dim": 8,
@@ -79,18 +64,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "pad_token_id": 0,
     },
-    "mamba": {**_TINY, "model_type": "mamba", "state_size": 4},
+    "mamba": {"state_size": 4},
     # States that bypass all layers: refused.
-    "rwkv": {**_TINY, "model_type": "rwkv"},
+    "rwkv": {},
 }
-_MIXTURE = {**_TINY, "num_experts_per_tok": 2, "pad_token_id": 0, "output_router_logits": True}
 _LATENT = {
-    **_MIXTURE,
+    **_ROUTED,
     "num_key_value_heads": 4,
+    "pad_token_id": 0,
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
     "q_lora_rank": 8,
     "kv_lora_rank": 8,
     "qk_rope_head_dim": 8,
@@ -99,31 +83,30 @@ _LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-# Families whose experts can be divided.
-MIXTURES: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {**_LATENT, "model_type": "deepseek_v2"},
-    "deepseek_v3": {**_LATENT, "model_type": "deepseek_v3", "routed_scaling_factor": 2.5},
+_MIXTURE = {"num_experts_per_tok": 2, "pad_token_id": 0, "output_router_logits": True}
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "routed_scaling_factor": 2.5},
     "glm4_moe": {
-        **_MIXTURE,
-        "model_type": "glm4_moe",
+        **_ROUTED,
+        "pad_token_id": 0,
         "first_k_dense_replace": 1,
         "n_routed_experts": 4,
-        "moe_intermediate_size": 16,
         "head_dim": 8,
     },
-    "gpt_oss": FAMILIES["gpt_oss"],
-    "granitemoe": {**_MIXTURE, "model_type": "granitemoe", "num_local_experts": 4},
+    "granitemoe": {**_MIXTURE, "num_local_experts": 4},
     "mixtral": {
         **_MIXTURE,
-        "model_type": "mixtral",
         "num_local_experts": 4,
         "router_jitter_noise": 0.0,
         "tie_word_embeddings": False,
     },
-    "olmoe": {**_MIXTURE, "model_type": "olmoe", "num_experts": 4},
-    "qwen2_moe": FAMILIES["qwen2_moe"],
-    "qwen3_moe": FAMILIES["qwen3_moe"],
+    "olmoe": {**_MIXTURE, "num_experts": 4},
 }
+FAMILIES = {name: {**_TINY, "model_type": name, **keys} for name, keys in _FAMILIES.items()}
+# Families whose experts can be divided.
+MIXTURES = {name: {**_TINY, "model_type": name, **keys} for name, keys in _MIXTURES.items()}
+MIXTURES |= {name: FAMILIES[name] for name in ("gpt_oss", "qwen2_moe", "qwen3_moe")}
 _GPT2 = {
     "model_type": "gpt2",
     "vocab_size": VOCAB_SIZE,

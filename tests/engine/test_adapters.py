@@ -1,13 +1,16 @@
-"""Low-rank adapters in the real engine, compared with peft in a plain loop; frozen parameters."""
+"""Low-rank adapters, also on weights in 4 bits, in the real engine, compared with peft in a plain
+loop; frozen parameters.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from harness.estimate.states import model_states
 from harness.layout.adapters import Adapters
@@ -15,7 +18,7 @@ from harness.layout.shape import Shape
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.memory import memory_inputs
-from tests.engine.engines import cells, engine_of, gathered, losses, stage
+from tests.engine.engines import cells, engine_of, gathered, losses, share_of
 from tests.engine.small import MODEL, SEQ_LEN, VOCAB_SIZE
 from tests.ranks import ranks
 
@@ -24,25 +27,32 @@ LORA = {"rank": RANK, "alpha": ALPHA}
 ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 SHAPE = Shape.from_hf(MODEL)
 ADAPTERS = {tensor.name: tensor.numel for tensor in Adapters(RANK).tensors(SHAPE)}
-OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-EVERYTHING = {**OFFLOADED, "offload_param": {"device": "cpu", "pin_memory": False}}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    **{f"zero{number}": stage(number) for number in range(4)},
-    "zero2_offload": {"zero_optimization": {**stage(2)["zero_optimization"], **OFFLOADED}},
-    "zero3_offload": {"zero_optimization": {**stage(3)["zero_optimization"], **EVERYTHING}},
-    "sequence2": {**stage(1), "sequence_parallel_size": 2},
-    "zero1_bf16": {**stage(1), "bf16": {"enabled": True}},
-    "zero3_bf16": {**stage(3), "bf16": {"enabled": True}},
-}
-WHOLE = ["embed_tokens", "lm_head"]
-# By variant: additions to the run config, and settings of peft.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "rslora": ({"rslora": True}, {"use_rslora": True}),
-    "dora": ({"dora": True}, {"use_dora": True}),
+QUANTIZED = importlib.util.find_spec("bitsandbytes") is not None
+OF_BASE = (
+    *("zero0", "zero1", "zero2", "zero3", "zero2 offload", "zero3 offload_all"),
+    *("zero1 sequence2", "zero1 bf16", "zero3 bf16"),
+)
+OF_4_BITS = ("zero0", "zero1", "zero2", "zero2 offload", "zero1 sequence2", "zero1 bf16")
+LAYOUTS = [*OF_BASE, *(f"{layout} nf4" for layout in OF_4_BITS if QUANTIZED)]
+WHOLE, TWO = ["embed_tokens", "lm_head"], ["q_proj", "v_proj"]
+# By variant: a layout, settings of the adapters in the run config and in peft, and, for weights in
+# 4 bits, settings of bitsandbytes.
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "rslora": ("zero3", {"rslora": True}, {"use_rslora": True}, None),
+    "dora": ("zero2", {"dora": True}, {"use_dora": True}, None),
     # Trained directly, as new tokens require.
-    "whole": ({"modules_to_save": WHOLE}, {"modules_to_save": WHOLE}),
-    "targets": ({"targets": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj", "v_proj"]}),
+    "whole": ("zero3", {"modules_to_save": WHOLE}, {"modules_to_save": WHOLE}, None),
+    "targets full": ("zero3", {"targets": TWO}, {"target_modules": TWO}, None),
 }
+if QUANTIZED:
+    fp4 = {"quantize": "fp4", "double_quantize": False}
+    VARIANTS |= {
+        "fp4": ("zero2", fp4, {}, {"kind": "fp4", "doubles": False}),
+        "nf4 targets": ("zero2", {"targets": TWO}, {"target_modules": TWO}, {}),
+        "nf4 dora": ("zero2", {"dora": True}, {"use_dora": True}, {}),
+        "nf4 full": ("zero2", {}, {}, {}),
+        "nf4 selective": ("zero2", {}, {}, {}),
+    }
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 """The losses of a plain loop, and the trained weights."""
@@ -96,12 +106,36 @@ def plain_losses(model: torch.nn.Module) -> list[float]:
     return losses
 
 
+def opened(base: str, bits: dict[str, Any] | None) -> Any:
+    """Return the base model as others open it; `bits`: settings of weights in 4 bits."""
+    if bits is not None:
+        return quantized_by_transformers(base, **bits)
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+def quantized_by_transformers(base: object, kind: str = "nf4", doubles: bool = True) -> Any:
+    """Return the model as others open it: linear layers in 4 bits, the head unchanged."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=doubles,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, quantization_config=quantization
+    ).train()
+
+
 @pytest.fixture(scope="module")
-def by_peft(base: str) -> Trained:
-    return train_by_peft(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))
+def by_peft(base: str) -> dict[bool, Trained]:
+    """Return the same on the base weights and, where possible, on weights in 4 bits."""
+    return {
+        in_4_bits: train_by_peft(opened(base, {} if in_4_bits else None))
+        for in_4_bits in ((False, True) if QUANTIZED else (False,))
+    }
 
 
-def adapted(ds: dict[str, Any], base: str, lora: dict[str, Any] = LORA, **model: Any) -> Any:
+def adapted(ds: str, base: str, lora: dict[str, Any] = LORA, **model: Any) -> Any:
     return engine_of(ds, model={"name": base, "init_from": base, "lora": lora, **model})
 
 
@@ -136,13 +170,14 @@ def estimated_bytes(engine: Any) -> int:
     return sum(part.bytes for part in states if part.component in counted)
 
 
-def compare_with_peft(layout: str, base: str, lora: dict[str, Any], by_peft: Trained) -> Any:
-    """Return an engine that trained as peft did, after checks of its saves and memory.
-    Collective.
-    """
-    expected, weights = by_peft
-    engine = adapted(LAYOUTS[layout], base, lora)
-    is_half = layout.endswith("bf16")
+@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1", "zero2 offload nf4")))
+@ranks(2)
+def test_adapters_train_as_peft_does(layout: str, base: str, by_peft: dict[bool, Trained]) -> None:
+    """Checkpoints contain only adapters; only ZeRO 3 divides the frozen weights."""
+    in_4_bits, is_half = layout.endswith("nf4"), "bf16" in layout
+    expected, weights = by_peft[in_4_bits]
+    lora = {**LORA, "quantize": "nf4"} if in_4_bits else LORA
+    engine = adapted(layout.removesuffix(" nf4"), base, lora)
     assert expected[-1] < expected[0] - 0.02
     assert losses(engine, STEPS) == pytest.approx(expected, rel=2e-3 if is_half else 2e-6)
     saved = gathered({fragment.name for fragment in engine.fragments()})
@@ -153,46 +188,44 @@ def compare_with_peft(layout: str, base: str, lora: dict[str, Any], by_peft: Tra
     if not is_half:
         for name, tensor in trained.items():
             torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=2e-6)
-    return engine
-
-
-@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero1",)))
-@ranks(2)
-def test_adapters_train_as_peft_does(layout: str, base: str, by_peft: Trained) -> None:
-    """Checkpoints contain only adapters; only ZeRO 3 divides the frozen weights."""
-    engine = compare_with_peft(layout, base, LORA, by_peft)
-    whole = sum(tensor.numel for tensor in SHAPE.tensors()) + sum(ADAPTERS.values())
-    elements = engine.describe()["elements_held"]
-    assert elements == (pytest.approx(whole / 2, rel=0.01) if "zero3" in layout else whole)
-    engine.close()
+    if not in_4_bits:
+        whole = sum(tensor.numel for tensor in SHAPE.tensors()) + sum(ADAPTERS.values())
+        elements = engine.describe()["elements_held"]
+        assert elements == (pytest.approx(whole / 2, rel=0.01) if "zero3" in layout else whole)
 
 
 @pytest.fixture
 def variant_by_peft(variant: str, base: str) -> Trained:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return train_by_peft(model, **VARIANTS[variant][1])
+    _, _, settings, bits = VARIANTS[variant]
+    return train_by_peft(opened(base, bits), **settings)
 
 
-@pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "whole")))
+@pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "whole", "fp4")))
 @ranks(2)
 def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
-    """With ZeRO 3, or 2 for DoRA; one of them with activation checkpointing."""
-    ds, checkpointing = stage(2 if variant == "dora" else 3), "none"
-    if variant == "targets":
-        checkpointing = "full"
-    engine = adapted(ds, base, {**LORA, **VARIANTS[variant][0]}, checkpointing=checkpointing)
-    assert losses(engine, STEPS) == pytest.approx(variant_by_peft[0], rel=2e-6)
+    """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions,
+    bitsandbytes repacks weights at the first evaluation, which ends their gradients.
+    """
+    layout, settings, _, bits = VARIANTS[variant]
+    lora = {**LORA, **({} if bits is None else {"quantize": "nf4"}), **settings}
+    checkpointing = variant.split()[-1]
+    if checkpointing not in ("full", "selective"):
+        checkpointing = "none"
+    engine = adapted(layout, base, lora, checkpointing=checkpointing)
+    for expected in variant_by_peft[0]:
+        assert losses(engine, 1) == pytest.approx([expected], rel=2e-6)
+        engine.eval_batch(share_of(engine)[0])
+    assert len(variant_by_peft[0]) == STEPS
     if variant == "whole":
         saved = set().union(*gathered({fragment.name for fragment in engine.fragments()}))
         assert saved == {*ADAPTERS, "model.embed_tokens.weight", "lm_head.weight"}
         assert bytes_of(engine) == pytest.approx(estimated_bytes(engine), rel=0.01)
-    engine.close()
 
 
 @pytest.mark.parametrize("layout", cells(["zero1", "zero3"], ("zero1",)))
 @ranks(2)
 def test_a_run_resumes_from_its_adapters_alone(layout: str, base: str) -> None:
-    first, second = adapted(LAYOUTS[layout], base), adapted(LAYOUTS[layout], base)
+    first, second = adapted(layout, base), adapted(layout, base)
     losses(first, STEPS)
     kept = {
         (fragment.name, kind, fragment.offset): tensor.clone()
@@ -208,11 +241,9 @@ def test_a_run_resumes_from_its_adapters_alone(layout: str, base: str) -> None:
     second.refresh_weights()
     second.restore_scalars(first.scalars())
     assert losses(first, 2) == losses(second, 2)
-    first.close()
-    second.close()
 
 
-FROZEN = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero1_bf16")
+FROZEN = ("zero0", "zero1", "zero2", "zero3", "zero2 offload", "zero1 bf16")
 
 
 @pytest.mark.parametrize("layout", cells(FROZEN, ("zero3",)))
@@ -227,10 +258,9 @@ def test_frozen_parameters_stay_and_the_others_train_as_in_a_plain_loop(layout: 
     assert expected[-1] < expected[0] - 0.02
 
     rules = [{"pattern": "embed|layers.1.", "frozen": True}]
-    engine = engine_of(LAYOUTS[layout], optim={"groups": rules})
+    engine = engine_of(layout, optim={"groups": rules})
     before = dict(engine.masters())
     rel = 2e-3 if layout.endswith("bf16") else 2e-6
     assert losses(engine, STEPS) == pytest.approx(expected, rel=rel)
     assert {n for n, after in engine.masters() if not after.equal(before[n])} == trained
     assert bytes_of(engine) == pytest.approx(estimated_bytes(engine), rel=0.01)
-    engine.close()

@@ -13,61 +13,43 @@ import torch
 from harness.engine.allocators import MALLOC_VARIABLES, set_allocators
 from harness.layout.world import World
 from tests.real_runs import REPOSITORY, environment
-from tests.tiers import rest_in_gate
+from tests.run_tools import printed
 
-# In a separate process, since torch keeps its settings.
+OURS = "expandable_segments:True,pinned_max_cached_size_mb:64"
 SETS = """
 from harness.engine.allocators import set_allocators
 from harness.layout.world import World
 import torch
-print(set_allocators(World.from_environ())["message"])
+print(set_allocators(World(accelerator="cuda"))["message"])
 print(torch._C._accelerator_getAllocatorSettings())
 """
-OURS = "expandable_segments:True,pinned_max_cached_size_mb:64"
 
 
 @pytest.mark.gate("engine")
-@pytest.mark.parametrize(
-    ("variable", "message", "settings"),
-    rest_in_gate(
-        "engine",
-        [
-            (None, f"torch's allocators are set to {OURS} (PYTORCH_ALLOC_CONF)", OURS),
-            (
-                "max_split_size_mb:512",
-                "PYTORCH_ALLOC_CONF=max_split_size_mb:512 is set by the user and left unchanged",
-                "max_split_size_mb:512",
-            ),
-        ],
-    ),
-)
-def test_torch_takes_the_settings_unless_the_user_has_some(
-    variable: str | None, message: str, settings: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SETS],
-        cwd=REPOSITORY,
-        env=environment(DS_ACCELERATOR="cuda", PYTORCH_ALLOC_CONF=variable),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines() == [message, settings]
+def test_torch_takes_the_settings() -> None:
+    """In a separate process, since torch keeps its settings."""
+    message = f"torch's allocators are set to {OURS} (PYTORCH_ALLOC_CONF)"
+    assert printed(SETS).splitlines() == [message, OURS]
 
 
 @pytest.mark.parametrize(
-    ("unknown", "expected"),
-    [("pinned", "set to expandable_segments:True ("), ("expandable", "unchanged: this torch")],
+    ("of_user", "unknown", "expected"),
+    [
+        (None, "pinned", "set to expandable_segments:True ("),
+        (None, "expandable", "unchanged: this torch"),
+        ("PYTORCH_ALLOC_CONF=x:1", "", "PYTORCH_ALLOC_CONF=x:1 is set by the user and left"),
+    ],
 )
-def test_an_older_torch_gets_what_it_knows(
-    unknown: str, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_an_older_torch_gets_what_it_knows_and_the_users_settings_stay(
+    of_user: str | None, unknown: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settle(settings: str) -> None:
+        assert of_user is None
         if unknown in settings:
             raise ValueError(f"Unrecognized key {unknown!r} in CUDA allocator config.")
 
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settle)
-    assert expected in set_allocators(World(accelerator="cuda"))["message"]
+    assert expected in set_allocators(World(accelerator="cuda", allocators=of_user))["message"]
 
 
 def _maps_huge_pages() -> bool:
@@ -101,48 +83,37 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+KEPT = "malloc keeps freed memory for the next step (MALLOC_TRIM_THRESHOLD_)"
+TRIM, PERTURB = "MALLOC_TRIM_THRESHOLD_=131072", "GLIBC_TUNABLES=glibc.malloc.perturb=0"
+
+
 @pytest.mark.gate("engine")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.skipif(_maps_huge_pages(), reason="the kernel maps 2 MiB at a time")
 @pytest.mark.parametrize(
-    ("of_user", "message", "most"),
-    rest_in_gate(
-        "engine",
-        [
-            ({}, "malloc keeps freed memory for the next step (MALLOC_TRIM_THRESHOLD_)", 100),
-            (
-                {"MALLOC_TRIM_THRESHOLD_": "131072"},
-                "malloc is unchanged: MALLOC_TRIM_THRESHOLD_=131072 is set by the user",
-                None,
-            ),
-            (
-                {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"},
-                "malloc is unchanged: GLIBC_TUNABLES=glibc.malloc.perturb=0 is set by the user",
-                None,
-            ),
-            (
-                {"GLIBC_TUNABLES": "glibc.rtld.nns=4", "LD_PRELOAD": ""},
-                "malloc keeps freed memory for the next step (MALLOC_TRIM_THRESHOLD_)",
-                100,
-            ),
-        ],
-    ),
+    ("of_user", "message"),
+    [
+        ([], KEPT),
+        ([TRIM], f"malloc is unchanged: {TRIM} is set by the user"),
+        ([PERTURB], f"malloc is unchanged: {PERTURB} is set by the user"),
+        (["GLIBC_TUNABLES=glibc.rtld.nns=4", "LD_PRELOAD="], KEPT),
+    ],
 )
-def test_a_cpu_rank_maps_no_page_twice(
-    of_user: dict[str, str], message: str, most: int | None
-) -> None:
+def test_a_cpu_rank_maps_no_page_twice(of_user: list[str], message: str) -> None:
     """Cases with an unchanged malloc show that the kernel maps freed pages again."""
+    variables: dict[str, str | None] = dict.fromkeys(MALLOC_VARIABLES)
+    variables |= {name: value for name, _, value in (text.partition("=") for text in of_user)}
     done = subprocess.run(
         [sys.executable, "-c", FAULTS],
         cwd=REPOSITORY,
-        env=environment(DS_ACCELERATOR="cpu", **{**dict.fromkeys(MALLOC_VARIABLES), **of_user}),
+        env=environment(DS_ACCELERATOR="cpu", **variables),
         capture_output=True,
         text=True,
         check=True,
     )
     event, faults = done.stdout.splitlines()
     assert event == message
-    if most is None:
-        assert int(faults) > 5000, faults
+    if message == KEPT:
+        assert int(faults) < 100
     else:
-        assert int(faults) < most
+        assert int(faults) > 5000, faults

@@ -11,36 +11,34 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from harness.config.ds_file import read_ds_json
 from harness.config.run_config import RunConfig
 from harness.engine import single_stage
-from harness.engine.meta_model import _require_document_mask
+from harness.engine.fragments import grad_norm, is_copy, note_copies, part_of
+from harness.engine.meta_model import _require_document_mask, empty_model
 from harness.engine.reading import read_weights
 from harness.errors import ConfigError
+from harness.layout.box import Part, Range, share_of
+from harness.layout.grid import Grid, Share
 from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
 from harness.models.units import units
+from harness.plan.command import parse_command, plan_from
 from harness.plan.make import make_plan
 from tests.engine.engines import (
     different,
-    drawn_weights,
     engine_of,
     folder,
     given_weights,
-    stage,
 )
 from tests.engine.small import MODEL
 from tests.ranks import ranks
-
-
-@pytest.mark.parametrize("number", [0, 1, 3])
-@ranks(2)
-def test_two_ranks_start_from_the_weights_that_one_process_draws(number: int) -> None:
-    engine = engine_of(stage(number))
-    assert different(engine.masters(), drawn_weights()) == []
-    engine.close()
+from tests.run_tools import printed
+from tests.shipped import DS_CONFIGS
 
 
 @ranks(2)
@@ -62,11 +60,10 @@ def test_zero3_never_holds_more_than_one_piece_in_full_and_leaves_half() -> None
         materialize(model, *args, placed=place, **kwargs)
 
     with mock.patch.object(single_stage, "materialize", watched):
-        engine = engine_of(stage(3))
+        engine = engine_of("zero3")
     parameters = list(engine.module.parameters())
     own = sum(parameter.ds_tensor.numel() for parameter in parameters)
     total = sum(parameter.ds_numel for parameter in parameters)
-    engine.close()
     largest = max(
         sum(parameter.numel() for _, _, _, parameter in piece.parameters())
         for piece in units(skeleton(hf_config(MODEL), torch.float32))
@@ -89,14 +86,15 @@ def test_zero3_moves_the_buffers_of_a_loaded_model(monkeypatch: pytest.MonkeyPat
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("layout", ["zero0", "zero1", "zero3", "zero1 pipeline2"])
 @ranks(2)
-def test_given_weights_are_loaded_exactly_or_refused_by_name(number: int) -> None:
-    engine = engine_of(stage(number), model={"init_from": str(folder() / "given")})
+def test_given_weights_are_loaded_exactly_or_refused_by_name(layout: str) -> None:
+    """Only one stage lacks weights of the incomplete model; all refuse it."""
+    engine = engine_of(layout, model={"init_from": str(folder() / "given")})
     assert different(engine.masters(), given_weights()) == []
     engine.close()
     with pytest.raises(ConfigError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
-        engine_of(stage(number), model={"init_from": str(folder() / "incomplete")})
+        engine_of(layout, model={"init_from": str(folder() / "incomplete")})
 
 
 class _Model:
@@ -149,9 +147,115 @@ def test_a_model_that_ignores_document_boundaries_is_refused_where_they_matter(
 
 @ranks(2)
 def test_without_a_compiler_offload_names_the_package_to_install() -> None:
-    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     with (
         mock.patch.dict(os.environ, CXX="/nonexistent/c++"),
         pytest.raises(ConfigError, match=r"apt install g\+\+"),
     ):
-        engine_of(offloaded)
+        engine_of("zero2 offload")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "optim"),
+    [
+        ("zero1", {}, {}),
+        ("zero3", {"steps_per_print": 5}, {"name": "lion"}),
+        ("zero1", {"pipeline": {"stages": 2}}, {"clip_value": 1.0}),
+        ("fp16", {"scheduler": {"type": "WarmupLR"}}, {}),
+    ],
+)
+@ranks(2)
+def test_the_engine_changes_nothing_of_the_plans_json(
+    name: str, keys: dict[str, Any], optim: dict[str, Any]
+) -> None:
+    import deepspeed
+
+    received, initialize = [], deepspeed.initialize
+
+    def spied(**arguments: Any) -> Any:
+        received.append(json.dumps(arguments["config"]))  # DeepSpeed may change it
+        return initialize(**arguments)
+
+    ds = {**read_ds_json(DS_CONFIGS / f"{name}.json"), "bf16": {"enabled": False}, **keys}
+    with mock.patch.object(deepspeed, "initialize", spied):
+        engine = engine_of(ds, optim=optim)
+    assert [json.loads(text) for text in received] == [engine.plan.to_json()["deepspeed"]]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.overrides.hidden_act=silu_", "silu_"),
+        ("model.overrides.initializer_range=-1.0", "smaller or equal to 1.0, got -1.0"),
+        ("model.overrides.mlp_bias=3", "mlp_bias"),
+        ("model.overrides.eos_token_id='x'", "eos_token_id"),
+    ],
+)
+def test_what_transformers_cannot_build_is_one_report(word: str, said: str) -> None:
+    plan = plan_from(parse_command([word]), {"DS_ACCELERATOR": "cpu"})
+    with pytest.raises(ConfigError) as caught:
+        empty_model(plan, trust_remote_code=False)
+    (problem,) = caught.value.problems
+    assert problem.startswith("model.name=tiny: transformers cannot build it: ")
+    assert said in problem
+    assert problem.endswith(f"(model.overrides: {word.split('.')[2].partition('=')[0]})")
+
+
+@pytest.mark.gate("engine")
+@pytest.mark.parametrize(("value", "precision"), [("1", "TF32"), (None, "fp32")])
+def test_an_event_says_whether_fp32_is_tf32(
+    value: str | None, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", value)
+    code = "from harness.engine.build import float32_products as event; print(event()['message'])"
+    assert printed(code).startswith(f"fp32 matrix products run in {precision}")
+
+
+def by_rows(
+    name: str, shape: tuple[int, ...], place: int, places: int
+) -> dict[int, tuple[Range, ...]]:
+    return {0: share_of(shape[0], place, places)} if name == "cut" else {}
+
+
+class Halves(nn.Module):
+    """A matrix whose rows are divided over ranks, and a norm on both."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        part = share.part("cut", (4, 2))
+        self.cut, self.norm = nn.Parameter(torch.ones(part.shape)), nn.Parameter(torch.ones(3))
+        self.cut.part = part  # type: ignore[attr-defined]
+        note_copies(self, share)
+
+
+def halves() -> list[Halves]:
+    grid = Grid(2, tensor=2)
+    return [Halves(Share(grid, rank, {"tensor": by_rows})) for rank in range(2)]
+
+
+def test_a_parameter_is_all_of_the_models_or_the_part_that_was_left_on_it() -> None:
+    for rank, module in enumerate(halves()):
+        assert part_of(module.norm) == Part.of((3,))
+        assert part_of(module.cut).ranges[0] == ((2 * rank, 2 * rank + 2),)
+
+
+def test_what_is_not_cut_is_the_first_ranks() -> None:
+    assert [[is_copy(m.cut), is_copy(m.norm)] for m in halves()] == [[False, False], [False, True]]
+
+
+def test_squares_of_all_ranks_add_up_to_those_of_the_whole() -> None:
+    squares = 0.0
+    for module in halves():
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, 2.0)
+        squares += grad_norm(module, None, torch.device("cpu")).item() ** 2
+    assert squares == pytest.approx(4 * (8 + 3), rel=1e-6)
+
+
+def test_without_such_an_axis_nothing_is_a_copy() -> None:
+    module = nn.Linear(2, 3)
+    note_copies(module, Share(Grid(4, pipeline=2), 3))
+    assert not any(map(is_copy, module.parameters()))
+    module.bias.ds_pipe_replicated = True  # type: ignore[attr-defined]
+    assert is_copy(module.bias)

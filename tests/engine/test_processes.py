@@ -129,9 +129,7 @@ def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.Mon
 def test_a_ninja_of_another_environment_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its package is on sys.path, its program in that environment's folder; PATH never begins with
-    the current folder.
-    """
+    """Its package is on sys.path, its program in that environment's folder."""
     packages = tmp_path / "lib" / "python3" / "site-packages"
     (about := packages / "ninja-1.13.0.dist-info").mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: ninja\nVersion: 1.13.0\n")

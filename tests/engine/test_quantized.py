@@ -1,6 +1,4 @@
-"""Adapters on 4-bit weights, compared with peft and bitsandbytes in a plain loop; 8-bit moments
-converted from bitsandbytes and back.
-"""
+"""Weights in 4 bits and 8-bit moments, compared with bitsandbytes; in engines: test_adapters.py."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
 from harness.config.run_config import RunConfig
 from harness.engine import eight_bit
@@ -29,91 +27,10 @@ from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.models.units import units
 from harness.plan.make import make_plan
-from tests.engine.engines import cells, losses, share_of, stage
 from tests.engine.small import CONFIGS, MODEL, run_config
-from tests.engine.test_adapters import (
-    LORA,
-    STEPS,
-    Trained,
-    adapted,
-    base_model,
-    compare_with_peft,
-    train_by_peft,
-)
-from tests.ranks import ranks
+from tests.engine.test_adapters import base_model, quantized_by_transformers
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
-
-QLORA = {**LORA, "quantize": "nf4"}
-LAYOUTS = ("zero0", "zero1", "zero2", "zero2_offload", "sequence2", "zero1_bf16")
-# By variant: settings of the run config, of bitsandbytes, and of peft.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "fp4": (
-        {"lora": {**QLORA, "quantize": "fp4", "double_quantize": False}},
-        {"kind": "fp4", "doubles": False},
-        {},
-    ),
-    "targets": (
-        {"lora": {**QLORA, "targets": ["q_proj", "v_proj"]}},
-        {},
-        {"target_modules": ["q_proj", "v_proj"]},
-    ),
-    "dora": ({"lora": {**QLORA, "dora": True}}, {}, {"use_dora": True}),
-    "full": ({"lora": QLORA, "checkpointing": "full"}, {}, {}),
-    "selective": ({"lora": QLORA, "checkpointing": "selective"}, {}, {}),
-}
-
-
-def quantized_by_transformers(base: object, kind: str = "nf4", doubles: bool = True) -> Any:
-    """Return the model as others open it: linear layers in 4 bits, the head unchanged."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=doubles,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    return AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, quantization_config=quantization
-    ).train()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder with the weights to quantize."""
-    folder = tmp_path_factory.mktemp("base")
-    base_model().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def by_peft(base: str) -> Trained:
-    return train_by_peft(quantized_by_transformers(base))
-
-
-@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero2_offload",)))
-@ranks(2)
-def test_adapters_train_as_peft_does(layout: str, base: str, by_peft: Trained) -> None:
-    compare_with_peft(layout, base, QLORA, by_peft).close()
-
-
-@pytest.fixture
-def variant_by_peft(variant: str, base: str) -> Trained:
-    _, quantization, settings = VARIANTS[variant]
-    return train_by_peft(quantized_by_transformers(base, **quantization), **settings)
-
-
-@pytest.mark.parametrize("variant", cells(VARIANTS, ("fp4",)))
-@ranks(2)
-def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
-    """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions,
-    bitsandbytes repacks weights at the first evaluation, which ends their gradients.
-    """
-    engine = adapted(stage(2), base, **VARIANTS[variant][0])
-    for expected in variant_by_peft[0]:
-        assert losses(engine, 1) == pytest.approx([expected], rel=2e-6)
-        engine.eval_batch(share_of(engine)[0])
-    assert len(variant_by_peft[0]) == STEPS
-    engine.close()
 
 
 def floats_alive() -> int:
@@ -301,7 +218,9 @@ def test_other_blocks_are_quantised_anew() -> None:
         assert float((after - before).abs().max()) < 0.02 * float(before.abs().max())
 
 
-def test_a_kernel_that_nothing_needs_is_not_missed() -> None:
+def test_a_kernel_that_nothing_needs_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning of bitsandbytes, as peft imports it, appeared in every training of adapters."""
-    ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
-    assert not ops.logger.isEnabledFor(logging.WARNING)
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    quantize_linear_maps(skeleton(hf_config(MODEL), torch.float32), Quantization("nf4"))
+    assert logger.level == logging.ERROR

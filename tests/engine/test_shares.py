@@ -15,25 +15,21 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harness.engine import module, reading
+from harness.engine import build, reading
 from harness.layout.stages import stage_shape
 from harness.models.skeleton import hf_config
 from harness.models.units import units
 from harness.plan.plan import Plan
-from tests.engine.engines import WORLD, different, engine_of, folder, gathered, stage
-from tests.engine.small import MODEL
+from tests.engine.engines import WORLD, different, drawn_weights, engine_of, folder, gathered
+from tests.engine.small import CONFIGS, MODEL
 from tests.gates.memory.worker import rise
 from tests.ranks import ranks
 
 GATE = pytest.mark.gate("engine")
-TENSORS = {"tensor_parallel": {"autotp_size": 2}}
-STAGES_OF_TENSORS = {"pipeline": {"stages": 2}, **TENSORS}
 
 
 def expected_elements(plan: Plan) -> int:
-    """Return this rank's number of elements by the layout: the part of its stage's parameters named
-    by the boxes, with ZeRO 3 a share of that.
-    """
+    """Return this rank's number of elements by the layout's boxes."""
     assert plan.shape is not None
     shape, share, shards = plan.shape, plan.share, 1
     if plan.stages is not None:
@@ -48,14 +44,14 @@ def expected_elements(plan: Plan) -> int:
 @pytest.mark.parametrize("zero", [0, 1])
 @ranks(4)
 def test_each_rank_holds_its_part_of_its_stage(zero: int) -> None:
-    engine = engine_of({**stage(zero), **STAGES_OF_TENSORS})
+    engine = engine_of(f"zero{zero} pipeline2 tensor2")
+    assert different(engine.masters(), drawn_weights()) == []
     described = engine.describe()
     assert described["elements_held"] == expected_elements(engine.plan)
     assert gathered(described["pipeline_stage"]) == [0, 0, 1, 1]
     parts = [p.part for p in engine.stage.parameters()]
     undivided = gathered(sum(part.numel for part in parts if part.is_whole))
     whole = sum(p.numel() for p in engine.module.parameters())
-    engine.close()
     # Norms are on both ranks of a stage.
     assert sum(gathered(described["elements_held"])) == whole + undivided[0] + undivided[2]
 
@@ -63,47 +59,26 @@ def test_each_rank_holds_its_part_of_its_stage(zero: int) -> None:
 @GATE
 @ranks(4)
 def test_zero_3_shares_out_what_tensor_ranks_hold() -> None:
-    engine = engine_of({**stage(3), **TENSORS})
+    engine = engine_of("zero3 tensor2")
     elements = engine.describe()["elements_held"]
     assert elements == expected_elements(engine.plan)
     undivided = sum(p.part.numel for p in engine.module.parameters() if p.part.is_whole)
     assert elements == (engine.plan.shape.parameters - undivided) // (2 * 2) + undivided // 2
-    engine.close()
 
 
-# For models with given weights: tied, fused projections; experts stored one by one; a saved buffer.
-KEYS: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True},
-    "gpt2": {
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 16,
-        "tie_word_embeddings": True,
-        "attn_pdrop": 0.0,
-    },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
+# Tied, fused projections; experts stored one by one; a saved buffer.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**MODEL, "tie_word_embeddings": True},
+    "gpt2": {**CONFIGS["gpt2"], "n_layer": 3, "attn_pdrop": 0.0},
+    "mixtral": CONFIGS["mixtral"],
+    "deepseek_v3": CONFIGS["deepseek_v3"],
 }
 
 
 def random_model(name: str) -> PreTrainedModel:
     """Return a model with weights and buffers that no run's seed produces."""
     torch.manual_seed(1)
-    config = {**MODEL, "model_type": name, **KEYS[name]}
-    model = AutoModelForCausalLM.from_config(hf_config(config))
+    model = AutoModelForCausalLM.from_config(hf_config(MODELS[name]))
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
@@ -122,9 +97,9 @@ def saved(name: str) -> str:
 
 
 GIVEN = {
-    "stages": {**stage(1), **STAGES_OF_TENSORS},
-    "zero3": {**stage(3), **TENSORS},
-    "experts": {**stage(3), "expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "stages": "zero1 pipeline2 tensor2",
+    "zero3": "zero3 tensor2",
+    "experts": "zero3 experts2",
 }
 
 
@@ -165,7 +140,7 @@ def test_given_weights_are_read_exactly(name: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        *itertools.product(("stages", "zero3"), KEYS),
+        *itertools.product(("stages", "zero3"), MODELS),
         ("experts", "mixtral"),
         ("experts", "deepseek_v3"),
     ],
@@ -175,11 +150,7 @@ def test_given_weights_are_read_exactly_by_four_ranks(layout: str, name: str) ->
     check_given_weights(layout, name)
 
 
-BUILT = {
-    "tensors": {**stage(1), **TENSORS},
-    "tensors under ZeRO 3": {**stage(3), **TENSORS},
-    "stages of tensors": {**stage(1), **STAGES_OF_TENSORS},
-}
+BUILT = ("zero1 tensor2", "zero3 tensor2", "zero1 pipeline2 tensor2")
 _LARGER = {  # its layers are large compared with everything else
     **MODEL,
     "vocab_size": 512,
@@ -209,11 +180,11 @@ def check_peak(layout: str, way: str) -> None:
     with (
         mock.patch.object(dist, "broadcast", _let_go(dist.broadcast)),
         mock.patch.object(
-            module, "build_single_stage", _measured(module.build_single_stage, peaks, mapped)
+            build, "build_single_stage", _measured(build.build_single_stage, peaks, mapped)
         ),
-        mock.patch.object(module, "build_stage", _measured(module.build_stage, peaks, mapped)),
+        mock.patch.object(build, "build_stage", _measured(build.build_stage, peaks, mapped)),
     ):
-        engine = engine_of(BUILT[layout], model=model)
+        engine = engine_of(layout, model=model)
     share = 4 * engine.describe()["elements_held"]
     whole = sum(p.nbytes for p in engine.module.parameters() if p.ndim == 1)  # norms
     dist.barrier()  # gloo's other ranks may still be connecting to this one's groups
@@ -248,7 +219,7 @@ def _measured(function: Any, peaks: list[int], mapped: int) -> Any:
 @pytest.mark.parametrize("way", ["drawn", "given"])
 @ranks(2)
 def test_no_rank_builds_with_more_than_its_share_and_two_layers(way: str) -> None:
-    check_peak("tensors", way)
+    check_peak("zero1 tensor2", way)
 
 
 @GATE

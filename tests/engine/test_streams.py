@@ -8,29 +8,28 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.engine.engines import cells, engine_of, share_of, stage
+from tests.engine.engines import cells, engine_of, layout, share_of
 from tests.ranks import ranks
 
-BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
-
-def zero(number: int, **keys: Any) -> dict[str, Any]:
+def zero(words: str, **keys: Any) -> dict[str, Any]:
     """Return a JSON in bf16 without the timer whose waits hide races from the third step on."""
-    section = {**stage(number)["zero_optimization"], **keys}
-    return {"zero_optimization": section, **BF16, "timers": {"throughput": {"enabled": False}}}
+    ds = layout(f"{words} bf16 fp32_sums", timers={"throughput": {"enabled": False}})
+    ds["zero_optimization"] |= keys
+    return ds
 
 
 PINNED = {"device": "cpu", "pin_memory": True}
 LION = {"optim": {"name": "lion"}}  # uses torch operations, which the simulator sees
 CLIPPED = {"optim": {"name": "lion", "clip_value": 1e-3}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "zero1": (zero(1), {}),
-    "zero2": (zero(2, overlap_comm=True), {}),
-    "zero3": (zero(3), {}),
-    "zero3 clipped": (zero(3), CLIPPED),
-    "offload1": (zero(1, offload_optimizer=PINNED), LION),
-    "offload2": (zero(2, offload_optimizer=PINNED, overlap_comm=False), LION),
-    "offload2 clipped": (zero(2, offload_optimizer=PINNED, overlap_comm=False), CLIPPED),
+    "zero1": (zero("zero1"), {}),
+    "zero2": (zero("zero2", overlap_comm=True), {}),
+    "zero3": (zero("zero3"), {}),
+    "zero3 clipped": (zero("zero3"), CLIPPED),
+    "offload1": (zero("zero1", offload_optimizer=PINNED), LION),
+    "offload2": (zero("zero2", offload_optimizer=PINNED, overlap_comm=False), LION),
+    "offload2 clipped": (zero("zero2", offload_optimizer=PINNED, overlap_comm=False), CLIPPED),
 }
 _OF_FRAGMENTS = "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py"
 _OF_WEIGHTS = "deepspeed/runtime/zero/stage3.py -> deepspeed/runtime/zero/partition_parameters.py"
@@ -45,9 +44,7 @@ OVERTAKES = {
 
 
 def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
-    """Return races, reuses and waits in four steps, one of them judged a spike; the waits are those
-    of the last.
-    """
+    """Return races, reuses and waits in four steps, one judged a spike; waits of the last."""
     from tests.gates.streams.simulated import simulated  # imports DeepSpeed
 
     ds, sections = CASES[name]

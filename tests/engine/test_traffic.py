@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.estimate import traffic
 from harness.estimate.inputs import Inputs
+from harness.models.units import decoder_layers
 from harness.plan.memory import memory_inputs
 from tests.engine.engines import (
     STAGES,
@@ -20,9 +21,7 @@ from tests.engine.engines import (
     engine_of,
     gathered,
     losses,
-    pipeline,
     share_of,
-    stage,
     written,
 )
 from tests.engine.small import MIXTURES
@@ -46,6 +45,8 @@ class Collectives(TorchDispatchMode):
             groups = [a for a in args if isinstance(a, torch.ScriptObject)]
             ranks = max((dist.ProcessGroup.unbox(g).size() for g in groups[:1]), default=1)
             size = _bytes(args[1 if name in ("alltoall_base_", "_reduce_scatter_base_") else 0])
+            if name in ("send", "recv_") and not args[0][0].is_floating_point():
+                size = 0  # shapes
             if ranks > 1 and size > SMALL:
                 self.bytes[name] += size
         return func(*args, **(kwargs or {}))
@@ -57,9 +58,9 @@ def _bytes(tensors: Any) -> int:
     return sum(map(_bytes, tensors))
 
 
-def sent(ds: dict[str, Any], **model: str) -> tuple[dict[str, int], Inputs]:
+def sent(layout: str, **model: str) -> tuple[dict[str, int], Inputs]:
     """Return the second step's bytes and the plan's inputs; the first step also sends shapes."""
-    engine = engine_of(ds, model=model)
+    engine = engine_of(layout, model=model)
     losses(engine, 1)
     with Collectives() as collectives:
         engine.train_batch(*share_of(engine), 1e-3)
@@ -73,7 +74,7 @@ def sent(ds: dict[str, Any], **model: str) -> tuple[dict[str, int], Inputs]:
 @pytest.mark.parametrize("number", cells(STAGES, (1, 3)))
 @ranks(2)
 def test_data_ranks_send_gradients_and_weights(number: int) -> None:
-    seen, inputs = sent(stage(number))
+    seen, inputs = sent(f"zero{number}")
     gradients, weights = traffic.gradients(inputs).total, traffic.weights(inputs).total
     reduced = "_reduce_scatter_base_" if number == 3 else "allreduce_"
     assert seen == {reduced: gradients, **({"_allgather_base_": weights} if number else {})}
@@ -83,7 +84,7 @@ def test_data_ranks_send_gradients_and_weights(number: int) -> None:
 
 @ranks(2)
 def test_tensor_ranks_add_up_hidden_states_and_losses() -> None:
-    seen, inputs = sent({**stage(1), "tensor_parallel": {"autotp_size": 2}})
+    seen, inputs = sent("zero1 tensor2")
     losses = 4 * 4 * inputs.tokens  # fp32 numbers over vocabulary shards; not timed
     of_micro_batch = traffic.tensor(inputs).total + losses
     assert seen == {"allreduce_": inputs.grad_accum * of_micro_batch}
@@ -91,8 +92,8 @@ def test_tensor_ranks_add_up_hidden_states_and_losses() -> None:
 
 @ranks(2)
 def test_ranks_of_a_row_exchange_heads_and_are_data_ranks() -> None:
-    whole, _ = sent(stage(1))
-    seen, inputs = sent({**stage(1), "sequence_parallel_size": 2})
+    whole, _ = sent("zero1")
+    seen, inputs = sent("zero1 sequence2")
     heads = inputs.grad_accum * traffic.sequence(inputs).total
     assert seen == {"alltoall_base_": heads, **whole}
 
@@ -100,8 +101,7 @@ def test_ranks_of_a_row_exchange_heads_and_are_data_ranks() -> None:
 @ranks(2)
 def test_experts_ranks_exchange_every_chosen_token_and_share_all_else() -> None:
     """The tokens that return from a rank depend on the load; only their mean is known."""
-    ds = {**stage(1), "expert_parallel": {"enabled": True, "autoep_size": 2}}
-    seen, inputs = sent(ds, name=written("mixtral", MIXTURES["mixtral"]))
+    seen, inputs = sent("zero1 experts2", name=written("mixtral", MIXTURES["mixtral"]))
     counts = 8 * inputs.shape.num_experts * inputs.shape.num_layers  # tokens per expert, int64
     of_micro_batch = traffic.expert(inputs).total + counts
     exchanged = gathered(seen["alltoall_base_"])
@@ -112,6 +112,33 @@ def test_experts_ranks_exchange_every_chosen_token_and_share_all_else() -> None:
 
 @ranks(2)
 def test_stages_send_hidden_states_and_their_gradients() -> None:
-    seen, inputs = sent(pipeline())
+    seen, inputs = sent("zero1 pipeline2")
     states = inputs.grad_accum * traffic.boundary(inputs).total
     assert seen == {"send": states, "recv_": states}
+
+
+@pytest.mark.gate("engine")
+@ranks(4)
+def test_a_micro_batch_of_divided_stages_sends_what_the_documents_say() -> None:
+    """As in docs/layouts.md: a part of the hidden states to the other stage; within a stage, the
+    states four times per layer and once more at either end, gathered once in the forward pass and
+    twice in the backward pass.
+    """
+    engine = engine_of("zero1 pipeline2 tensor2")
+    batches, targets = share_of(engine)
+    engine.accumulate(batches, targets)  # in which stages agree on shapes
+    with Collectives() as collectives:
+        engine.accumulate(batches, targets)
+    is_last = engine.describe()["pipeline_stage"] == 1
+    _, layers = decoder_layers(engine.stage.model)
+    own_layers = sum(bool([*layer.parameters()]) for layer in layers)
+    tokens = batches[0].input_ids.numel()
+    states = tokens * engine.module.config.hidden_size * 4
+    of_micro_batch = {
+        "send": states // 2,
+        "recv_": states // 2,
+        "allreduce_": (4 * own_layers + 1) * states + (tokens * 4 * 4 if is_last else 0),  # losses
+        "_allgather_base_": (1 if is_last else 2) * states,
+    }
+    sent = {kind: len(batches) * size for kind, size in of_micro_batch.items()}
+    assert dict(collectives.bytes) == sent

@@ -151,17 +151,6 @@ def test_ranges_that_cannot_be_are_refused(ranges: tuple[Range, ...]) -> None:
         Part((6, 2), (ranges,))
 
 
-# As in Hugging Face's mixtures, attention and GPT-2: rank 1 of 2 tensor ranks, 1 of 2 expert ranks.
-def test_experts_cut_by_number_and_by_width() -> None:
-    part = Part.of((8, 96, 64)).cut(0, share_of(8, 1, 2)).cut(1, share_of_fused((48, 48), 1, 2))
-    assert part.ranges == (((4, 8),), ((24, 48), (72, 96)), ((0, 64),))
-    assert part.shape == (4, 48, 64)
-    whole = numbered((8, 96, 64))
-    gate_and_up = torch.cat([whole[4:, 24:48], whole[4:, 72:]], dim=1)
-    assert torch.equal(own_tensor(part), gate_and_up)
-    assert describe(part) == "[4:8, 24:48+72:96, 0:64]"
-
-
 @pytest.mark.parametrize("places", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("size", [1, 3, 6, 7])
 def test_shares_are_all_of_it_once_and_about_equal(size: int, places: int) -> None:
@@ -202,3 +191,4 @@ def test_parts_that_are_not_the_whole_are_named() -> None:
     assert uncovered([left]) == "12 elements are in none of its 1 slices"
     assert uncovered([left, right, top]) == "[0:4, 0:3] and [0:2, 0:6] overlap"
     assert uncovered([left, left]) == "[0:4, 0:3] and [0:4, 0:3] overlap"
+    assert describe(whole.cut(1, share_of_fused((3, 3), 0, 2))) == "[0:4, 0:2+3:5]"

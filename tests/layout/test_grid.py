@@ -1,6 +1,4 @@
-"""Rank <-> coordinates, compared with DeepSpeed's own topology; and a rank's tokens, parts and
-groups: together the ranks have everything exactly once.
-"""
+"""Ranks and coordinates, compared with DeepSpeed's topology; a rank's share."""
 
 from __future__ import annotations
 
@@ -51,14 +49,6 @@ def test_tensor_peers_are_neighbours_and_sequence_peers_stride_over_them() -> No
     assert grid.coords(15) == Coords(pipeline=1, data=1, sequence=1, tensor=1)
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "data", "sequence", "tensor"])
-def test_groups_split_the_world(axis: str) -> None:
-    grid = Grid(24, pipeline=2, tensor=3, sequence=2)
-    groups = grid.groups(axis)
-    assert sorted(rank for group in groups for rank in group) == list(range(24))
-    assert {len(group) for group in groups} == {getattr(grid, axis)}
-
-
 def test_a_world_that_does_not_divide_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"6 ranks .* pipeline 2 x tensor 2 x sequence 1 = 4"):
         Grid(6, pipeline=2, tensor=2)
@@ -83,9 +73,7 @@ def shares(grid: Grid, cutters: Mapping[Axis, Cutter] | None = None) -> list[Sha
 def halves(
     name: str, shape: tuple[int, ...], place: int, places: int
 ) -> dict[int, tuple[Range, ...]]:
-    """Return a tensor-parallel plan: q, k and v each by rows, the output by columns; 2 key heads of
-    4 elements, which more ranks share.
-    """
+    """Return q, k and v each by rows, the output by columns; ranks share 2 key heads of 4."""
     match name:
         case "qkv":
             return {0: share_of_fused((shape[0] // 3,) * 3, place, places)}

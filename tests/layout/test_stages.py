@@ -213,10 +213,3 @@ def test_the_schedule_is_deepspeeds(stages: int, micro_batches: int) -> None:
         most = max(itertools.accumulate(steps))
         assert most == in_flight(stages, stage, micro_batches)
         assert TrainSchedule(micro_batches, stages, stage).num_pipe_buffers() == max(2, most)
-
-
-def test_published_bubbles() -> None:
-    """Megatron-LM (arXiv 2104.04473, section 2.2): (p - 1) / m of the ideal time."""
-    share = bubble(8, 32)
-    assert share / (1 - share) == pytest.approx(7 / 32)
-    assert bubble(1, 4) == 0

@@ -22,50 +22,34 @@ from harness.layout.world import (
     visible_gpus,
 )
 
+TORCHRUN = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4"
+# Over two nodes of different sizes: the larger one counts.
+SRUN = (
+    "SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 "
+    "SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=3,1"
+)
+# The more specific one wins.
+TORCH_IN_SRUN = "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"
+
+
+def variables(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, ("none", 0, 1, 0, 1)),
-        (  # torchrun, accelerate
-            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-            ("torchrun", 5, 8, 1, 4),
-        ),
-        (  # deepspeed
-            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"},
-            ("deepspeed", 1, 2, 1, 2),
-        ),
-        (  # srun over two nodes of different sizes: the larger one counts
-            {
-                "SLURM_STEP_ID": "0",
-                "SLURM_PROCID": "3",
-                "SLURM_NTASKS": "4",
-                "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_LOCALID": "0",
-                "SLURM_NODEID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "3,1",
-            },
-            ("slurm", 3, 4, 0, 3),
-        ),
-        (  # a batch script, not started by srun, is one process, whatever the job has
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"},
-            ("none", 0, 1, 0, 1),
-        ),
-        (  # deepspeed or torchrun within a Slurm step: the more specific one wins
-            {
-                "SLURM_STEP_ID": "0",
-                "SLURM_PROCID": "0",
-                "SLURM_NTASKS": "1",
-                "RANK": "1",
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": "1",
-            },
-            ("torch", 1, 2, 1, 2),
-        ),
+        ("", ("none", 0, 1, 0, 1)),
+        (TORCHRUN, ("torchrun", 5, 8, 1, 4)),
+        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_SIZE=2", ("deepspeed", 1, 2, 1, 2)),
+        (SRUN, ("slurm", 3, 4, 0, 3)),
+        # A batch script, not started by srun, is one process, whatever the job has.
+        ("SLURM_PROCID=0 SLURM_NTASKS=16 SLURM_JOB_ID=7", ("none", 0, 1, 0, 1)),
+        (TORCH_IN_SRUN, ("torch", 1, 2, 1, 2)),
     ],
 )
 def test_launchers(environ, expected):
-    world = World.from_environ({**environ, "DS_ACCELERATOR": "cpu"})
+    world = World.from_environ({**variables(environ), "DS_ACCELERATOR": "cpu"})
     place = (world.launcher, world.rank, world.world_size, world.local_rank)
     assert (*place, world.local_world_size) == expected
     assert (world.accelerator, world.gpu) == ("cpu", None)
@@ -74,14 +58,14 @@ def test_launchers(environ, expected):
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2 of 2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one', not a whole number"),
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_SIZE": "2"}, "local rank 3"),
+        ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0", "rank 2 of 2"),
+        ("RANK=one WORLD_SIZE=2", "RANK is 'one', not a whole number"),
+        ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_SIZE=2", "local rank 3"),
     ],
 )
 def test_an_impossible_environment(environ, expected):
     with pytest.raises(ValueError, match=expected):
-        World.from_environ(environ)
+        World.from_environ(variables(environ))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Random dropout: of layers in a real decoder, and of attention weights, which each rank draws for
-its own heads (on two ranks: tests/engine/test_tensor.py).
+its own heads (on two ranks: tests/engine/test_layouts.py).
 """
 
 from __future__ import annotations

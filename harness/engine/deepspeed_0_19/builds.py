@@ -102,9 +102,7 @@ class _BuildLock:
         self._file: IO[str] | None = None
 
     def try_acquire(self) -> bool:
-        """Return True once this process may build; False if another process builds and the file
-        system has no locks.
-        """
+        """Return False if another process builds and the file system has no locks."""
         while True:
             try:
                 file, is_new = self._path.open("x"), True

@@ -35,9 +35,8 @@ def group_name(ranks: int) -> str:
 
 
 def mark_expert(parameter: Any, zero_stage: int, ranks: int, replicas: dist.ProcessGroup) -> None:
-    """Make DeepSpeed reduce and shard a parameter over the `replicas` of its experts. Call it
-    before the parameter is partitioned. `ranks`: the number of ranks that together hold all
-    experts.
+    """Make DeepSpeed reduce and shard a parameter over the `replicas` of its experts, before it is
+    partitioned. `ranks`: the number of ranks that together hold all experts.
     """
     if zero_stage == 3:
         parameter.ds_zero_placement_family = "autoep_expert"
@@ -61,13 +60,11 @@ def announce_experts(
     replicas: dist.ProcessGroup,
     parts: dist.ProcessGroup,
 ) -> None:
-    """Register the expert groups of a model with marked parameters in DeepSpeed, before its engine
-    is built.
+    """Register the expert groups of a model in DeepSpeed, before its engine is built.
 
     `parts`: the ranks that hold all slices of a layer's experts; more than `experts` if tensor
     parallelism also splits their width. ZeRO 3 sums the norm over them. BF16_Optimizer sums it over
-    tensor ranks and then over experts, if a global says that there are several. Otherwise either
-    norm is too small.
+    tensor ranks and then over experts, if a global says that there are several.
     """
     name = group_name(experts.size())
     groups.expert_tensor_parallel_world_size = parts.size() // experts.size()
@@ -84,9 +81,7 @@ def announce_experts(
 def expert_groups(
     optimizer_groups: Iterable[dict[str, Any]], zero_stage: int
 ) -> list[dict[str, Any]]:
-    """Return the optimizer groups split into groups with only experts or none, named as DeepSpeed
-    requires.
-    """
+    """Split the groups into groups with only experts or none, named as DeepSpeed requires."""
     split = []
     for number, group in enumerate(optimizer_groups):
         named = list(zip(group["names"], group["params"], strict=True))

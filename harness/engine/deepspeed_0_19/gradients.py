@@ -132,9 +132,8 @@ def count_every_stage(parameters: Iterable[Any], is_copy: Callable[[Any], bool])
 def add_norms_over_stages_once(engine: Any) -> None:
     """Make ZeRO-1 sum the gradient norm over pipeline stages once for all parameter groups.
 
-    DeepSpeed sums it group by group. Stages with different numbers of groups (a rule of
-    optim.groups or Muon's matrices may apply to some stages only) would wait for each other
-    forever.
+    DeepSpeed sums it group by group. Stages with different numbers of groups (of optim.groups, or
+    Muon's) would wait for each other forever.
     """
     optimizer = engine.optimizer
     if not hasattr(optimizer, "scaled_global_norm"):

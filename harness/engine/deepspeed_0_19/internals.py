@@ -57,9 +57,7 @@ def write_loss_scaling(engine: Any, values: dict[str, Any]) -> None:
 
 
 def _scaler(engine: Any) -> Any:
-    """Return the dynamic loss scaler; None if the JSON fixes the scale, which may then differ from
-    that of the run that saved.
-    """
+    """Return the dynamic loss scaler; None if the JSON fixes the scale."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None
 
@@ -73,16 +71,12 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def is_linked(parameter: nn.Parameter) -> bool:
-    """Return True under ZeRO-1, ZeRO-2 and BF16_Optimizer, which step fp32 copies of the
-    weights.
-    """
+    """Return True under ZeRO-1, ZeRO-2 and BF16_Optimizer, which step fp32 copies of weights."""
     return hasattr(parameter, "_hp_mapping")
 
 
 def is_pipe_copy(parameter: nn.Parameter) -> bool:
-    """Return True for a tied weight's copy on the last pipeline stage; the first stage counts
-    it.
-    """
+    """Return True for a tied weight's copy on the last stage; the first stage counts it."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
@@ -92,9 +86,7 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def is_whole(parameter: nn.Parameter) -> bool:
-    """Return True if the rank keeps the full parameter between steps; others may be gathered
-    briefly.
-    """
+    """Return True if the rank keeps the full parameter between steps."""
     return bool(getattr(parameter, "ds_persist", True))
 
 
@@ -109,8 +101,7 @@ def elements_held(parameter: Any) -> int:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's shard of a parameter: `numel` elements from `offset` on, at `start` of a flat
-    tensor.
+    """A rank's shard of a parameter: elements from `offset` on, at `start` of a flat tensor.
 
     `group`: index of the flat tensor among the trained ones; None for a frozen parameter.
     """
@@ -146,10 +137,8 @@ def shard_tensor(parameter: Any) -> torch.Tensor:
 
 
 def shard_gradient(parameter: Any) -> torch.Tensor:
-    """Return the gradient of this rank's shard, for the optimizer; on NVMe, in a shared buffer.
-
-    Requires settled gradients (gradients.py): DeepSpeed's function would make the host wait for
-    each.
+    """Return the gradient of this rank's shard, which must be settled (gradients.py): DeepSpeed's
+    function would make the host wait for each.
     """
     optimizer = parameter._z3_optimizer
     gradient: torch.Tensor
@@ -304,8 +293,8 @@ def forget_shape(engine: Any) -> None:
 
 
 def made_groups(engine: Any) -> list[dist.ProcessGroup]:
-    """Return the groups that DeepSpeed created: data-parallel replicas of this stage, the stages of
-    this pipeline, the ranks that together hold one model, and the tensor-parallel ranks.
+    """Return the groups that DeepSpeed created: replicas of this stage, stages of this pipeline,
+    ranks that together hold one model, tensor-parallel ranks.
     """
     return [
         engine.mpu.get_data_parallel_group(),

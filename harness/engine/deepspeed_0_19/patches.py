@@ -6,13 +6,15 @@ refers to the defect in docs/deepspeed_findings.md, where a script demonstrates 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any, Literal
 
 from harness.engine.deepspeed_0_19 import builds, experts, gradients, pipe_module, process_wide
-from harness.engine.deepspeed_0_19.contract import require_contract
+from harness.errors import ConfigError
 
 When = Literal["join", "build", "step"]
 
@@ -104,7 +106,61 @@ def patch_process(joining: Joining) -> None:
 
     Raises ConfigError if a newer DeepSpeed than those tested lacks a name that the library needs.
     """
-    require_contract((patch.names for patch in PATCHES), joining.say)
+    require_names(joining.say)
     for patch in PATCHES:
         if patch.when == "join":
             patch.apply(joining)
+
+
+TESTED = (0, 19)
+"""The newest release that passes tests/engine/deepspeed_0_19."""
+_READ = (
+    "deepspeed.runtime.engine.DeepSpeedEngine.allreduce_and_copy",
+    "deepspeed.runtime.pipe.engine.PipelineEngine._INSTRUCTION_MAP",
+    "deepspeed.runtime.pipe.engine.PipelineEngine._exec_optimizer_step",
+    "deepspeed.runtime.pipe.engine.PipelineEngine._exec_schedule",
+    "deepspeed.runtime.pipe.engine.PipelineEngine.reset_activation_shape",
+    "deepspeed.runtime.pipe.engine.PipelineEngine.set_dataiterator",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_fp32_grad_state_partition",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._swappable_optimizer_subgroup",
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.update_lp_params",
+)
+"""Private names of classes that `internals.py` and `gradients.py` call."""
+
+
+def require_names(say: Callable[[str], None]) -> None:
+    """Say in a line that DeepSpeed is newer than those tested.
+
+    Raises ConfigError if it lacks a name that the library needs.
+    """
+    installed = version("deepspeed")
+    if tuple(map(int, installed.split(".")[:2])) <= TESTED:
+        return
+    tested = ".".join(map(str, TESTED))
+    if missing := [name for name in (*patched_names(), *_READ) if not is_there(name)]:
+        raise ConfigError(
+            f"deepspeed {installed} has no {', '.join(missing[:3])}, which the harness needs: "
+            f"install deepspeed {tested}"
+        )
+    say(f"deepspeed {installed} is newer than {tested}, the newest tested; all names are there")
+
+
+def patched_names() -> Iterator[str]:
+    """Yield the full names of DeepSpeed that PATCHES replaces, except those of objects."""
+    for patch in PATCHES:
+        first, *others = patch.names.replace(",", "").split()
+        owner, _, _ = first.rpartition(".")
+        if owner.startswith("deepspeed.") and "()" not in owner:
+            yield first
+            yield from (f"{owner}.{name}" for name in others)
+
+
+def is_there(name: str) -> bool:
+    """Return True if a dotted name resolves to a module, a class in it, or a member of that."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True

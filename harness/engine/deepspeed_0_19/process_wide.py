@@ -40,9 +40,8 @@ def allow_fp16_on_any_cpu(accelerator: str) -> None:
 def wait_in_every_group(patience: timedelta) -> None:
     """Give all groups the collective timeout of the first one.
 
-    torch gives a new group its default, 10 minutes under NCCL, whatever the first group has.
-    DeepSpeed creates its groups without a timeout, and ZeRO reduces and gathers in a copy of the
-    first.
+    torch gives a new group its default (10 minutes under NCCL), and DeepSpeed, which reduces and
+    gathers in groups of its own, sets none.
     """
     distributed_c10d._get_default_timeout = lambda backend: patience
 
@@ -67,11 +66,10 @@ def forget_releases_with_the_trace() -> None:
 
 
 def leave_muon_uncompiled() -> None:
-    """Keep torch's compiler from being loaded at start-up.
+    """Keep torch's compiler, which takes a second or two, from being loaded at start-up.
 
-    Every DeepSpeed optimizer checks whether it is DeepSpeed's Muon and imports it. Functions in
-    that module are decorated with torch.compile, which takes a second or two to load. The harness
-    never calls them.
+    Every DeepSpeed optimizer imports DeepSpeed's Muon, whose functions are decorated with
+    torch.compile. The harness never calls them.
     """
     with replaced(compiler, "compile", lambda: compiler.dummy_decorator):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")

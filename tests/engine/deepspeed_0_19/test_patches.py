@@ -1,12 +1,8 @@
-"""Each DeepSpeed defect that has a workaround still exists; a failure here means that the
-workaround can be removed.
-"""
+"""Each DeepSpeed defect with a workaround still exists; if not, the workaround can go."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import importlib
 import inspect
 import io
 import math
@@ -14,32 +10,30 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from harness.engine.deepspeed_0_19 import gradients
-from harness.errors import RunStopped
+from harness.engine.deepspeed_0_19 import gradients, patches
+from harness.engine.deepspeed_0_19.patches import PATCHES
+from harness.errors import ConfigError, RunStopped
 from tests.engine.engines import (
     SGD,
     WORLD,
-    batches,
     engine_of,
     fp16,
     gathered,
     losses,
-    pipeline,
     share_of,
-    stage,
     written,
 )
 from tests.engine.small import MIXTURES, MODEL
-from tests.engine.test_bad_steps import LAYOUTS, gradient_of
+from tests.engine.test_bad_steps import gradient_of
 from tests.ranks import ranks
 from tests.real_runs import REPOSITORY, environment, run_ranks
 from tests.run_tools import printed
@@ -153,11 +147,8 @@ for name, module in (("deepspeeds", theirs), ("ours", ours)):
 """
 
 
-BF16 = {
-    **stage(1),
-    "bf16": {"enabled": True},
-    "data_types": {"grad_accum_dtype": "fp32"},  # selects BF16_Optimizer
-}
+BF16 = "zero1 bf16 fp32_sums"  # BF16_Optimizer
+STAGES = "zero1 pipeline2"
 
 
 def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
@@ -201,28 +192,26 @@ def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(tmp_path: 
 @ranks(2)
 def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32() -> None:
     """Our norm is reported."""
-    engine = engine_of(stage(0))
-    engine.accumulate(*batches())
+    engine = engine_of("zero0")
+    engine.accumulate(*share_of(engine))
     norm = torch.stack([gradient.norm() for _, gradient in engine.gradients()]).norm()
     assert float(engine.apply(1e-3)) == pytest.approx(float(norm), rel=1e-5)
     assert engine.engine.get_global_grad_norm() is None
-    engine.close()
 
 
 @ranks(2)
 def test_deepspeed_raises_a_bare_exception_at_the_minimum_loss_scale() -> None:
     """Our engine ends the run with a diagnosis."""
     engine = engine_of(fp16(min_loss_scale=2**32))
-    engine.accumulate(*batches())
+    engine.accumulate(*share_of(engine))
     with pytest.raises(Exception, match="loss scale already at minimum") as caught:
         engine.engine.step()
     assert type(caught.value) is Exception
     engine.close()
     engine = engine_of(fp16(min_loss_scale=2**32))
     with pytest.raises(RunStopped, match=r"lower optim\.lr") as stopped:
-        engine.train_batch(*batches(), 1e-3)
+        engine.train_batch(*share_of(engine), 1e-3)
     assert stopped.value.code == 76
-    engine.close()
 
 
 @ranks(2)
@@ -251,10 +240,10 @@ def test_deepspeeds_bf16_optimizer_prints_memory_reports() -> None:
     assert ("begin bf16_optimizer" in report) == (WORLD.rank == 0)
 
 
-def printed_by_an_engine(ds: dict[str, Any]) -> str:
+def printed_by_an_engine(layout: str) -> str:
     """Return what this rank prints while it builds an engine."""
     with contextlib.redirect_stdout(io.StringIO()) as lines:
-        engine_of(ds).close()
+        engine_of(layout).close()
     return lines.getvalue()
 
 
@@ -269,15 +258,13 @@ def test_deepspeeds_resumed_cpu_adam_rounds_differently_and_ours_does_not() -> N
 
 @ranks(2)
 def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage() -> None:
-    """One SGD step with rate 1 moves the weights by more than the limit; with our patch, by the
-    limit.
-    """
+    """One SGD step with rate 1 moves the weights by the limit only with our patch."""
     limit = 0.05
     moved = {}
     for who in ("ours", "deepspeeds"):
         theirs = who == "deepspeeds"
         with mock.patch.object(gradients, "count_every_stage") if theirs else nullcontext():
-            engine = engine_of(pipeline(0), optim={**SGD, "clip_norm": limit})
+            engine = engine_of("zero0 pipeline2", optim={**SGD, "clip_norm": limit})
         before = dict(engine.masters())
         assert engine.train_batch(*share_of(engine), 1.0).grad_norm > 10 * limit
         steps = [before[name] - after for name, after in engine.masters()]
@@ -291,7 +278,7 @@ def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage() -> No
 def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once() -> None:
     """A stage still waits for the other one as often."""
     groups = [{"pattern": "lm_head", "lr_multiplier": 0.5}]
-    engine = engine_of(pipeline(1), optim={"groups": groups})
+    engine = engine_of(STAGES, optim={"groups": groups})
     engine.accumulate(*share_of(engine))
     optimizer = engine.engine.optimizer
     reduce = mock.Mock()  # waits for nobody
@@ -303,7 +290,6 @@ def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once() -> None
         reduce.reset_mock()
         optimizer.scaled_global_norm()
         assert reduce.call_count == 1
-    engine.close()
 
 
 @ranks(2)
@@ -313,7 +299,7 @@ def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine() -> None
     from tests.gates.engines import process_groups
 
     before = process_groups()
-    engine = engine_of(pipeline())
+    engine = engine_of(STAGES)
     engine.engine.destroy()
     assert groups.mpu is not None
     assert len(process_groups() - before) > 2
@@ -328,7 +314,7 @@ def test_deepspeed_keeps_the_group_of_the_second_copy_of_a_destroyed_engine() ->
 
     from tests.gates.engines import forget_nodes
 
-    engine = engine_of({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
+    engine = engine_of("zero3 hpz")
     engine.engine.destroy()
     assert groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None
     forget_nodes()
@@ -340,13 +326,12 @@ def test_deepspeed_packs_flat_gradients_to_reduce_them_and_we_do_not() -> None:
     engine, packed = engine_of(BF16), []
     flatten = engine.engine.flatten
     engine.engine.flatten = lambda tensors: packed.append(len(tensors)) or flatten(tensors)
-    engine.train_batch(*batches(), 1e-3)
+    engine.train_batch(*share_of(engine), 1e-3)
     assert packed == [1, 1]
     packed.clear()
     vars(engine.engine).pop("allreduce_and_copy", None)
-    engine.train_batch(*batches(), 1e-3)
+    engine.train_batch(*share_of(engine), 1e-3)
     assert packed == [2]
-    engine.close()
 
 
 @ranks(2)
@@ -354,34 +339,31 @@ def test_deepspeed_looks_for_experts_only_beside_a_module_of_its_own_class() -> 
     from harness.engine.deepspeed_0_19 import experts
 
     model = {"name": written("mixtral", MIXTURES["mixtral"])}
-    ds = {**stage(1), "expert_parallel": {"enabled": True, "autoep_size": 2}}
     with mock.patch.object(experts, "Marker", nn.Identity):
-        engine = engine_of(ds, model=model)
+        engine = engine_of("zero1 experts2", model=model)
         with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
             engine.accumulate(*share_of(engine))
-    engine.close()
 
 
 @ranks(2)
 def test_deepspeeds_pipeline_prints_whatever_the_log_level() -> None:
     from harness.engine.deepspeed_0_19 import pipe_module
 
-    assert printed_by_an_engine(pipeline()) == ""
+    assert printed_by_an_engine(STAGES) == ""
     with mock.patch.object(pipe_module, "printing_nothing", nullcontext):
-        report = printed_by_an_engine(pipeline())
+        report = printed_by_an_engine(STAGES)
     assert ("SEED_LAYERS" in report) == (WORLD.rank == 0)
 
 
 @ranks(2)
 def test_zero_0_in_fp32_steps_with_nan() -> None:
     """DeepSpeed without our code."""
-    engine = engine_of(stage(0))
+    engine = engine_of("zero0")
     with gradient_of(engine, math.nan):
         engine.accumulate(*share_of(engine))
     engine.engine.step()
     assert engine.step_applied
     assert not all(bool(weight.isfinite().all()) for _, weight in engine.masters())
-    engine.close()
 
 
 @pytest.mark.gate("engine")
@@ -389,11 +371,11 @@ def test_zero_0_in_fp32_steps_with_nan() -> None:
 @ranks(8)
 def test_deepspeeds_tied_ends_drift_over_four_data_ranks_and_ours_do_not(bf16: bool) -> None:
     """Two summands have one sum; four have several, by their order."""
-    ds = pipeline(1, bf16={"enabled": bf16})
+    layout = f"{STAGES} bf16" if bf16 else STAGES
     tied = written("tied", {**MODEL, "tie_word_embeddings": True, "vocab_size": 5000})
     equal = []
     for is_ours in (False, True):
-        engine = engine_of(ds, model={"name": tied})
+        engine = engine_of(layout, model={"name": tied})
         if not is_ours:
             del engine.engine._INSTRUCTION_MAP  # that of DeepSpeed's class remains
         losses(engine, 3)
@@ -415,7 +397,7 @@ def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step() -> Non
     nothing = mock.patch.object(gradients, "drop_skipped_gradients")
     for workaround, applied in ((nothing, False), (nullcontext(), True)):
         with workaround:
-            engine = engine_of(LAYOUTS["offload2-bf16"])
+            engine = engine_of("zero2 bf16 fp32_sums offload")
             with gradient_of(engine, math.nan):
                 engine.train_batch(*share_of(engine), 1e-3)
             engine.train_batch(*share_of(engine), 1e-3)
@@ -436,30 +418,31 @@ def test_deepspeeds_pipeline_finds_no_tied_weights_in_a_stage() -> None:
     assert output.split()[-2:] == ["deepspeeds=0", "ours=1"]
 
 
-@pytest.mark.gate("engine")
 def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
-    code = (
-        "from harness.engine.deepspeed_0_19.patches import PATCHES; print(repr(["
-        "(p.names, p.why, p.when, p.test) for p in PATCHES]))"
-    )
-    output = printed(code)
-    tests = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    tests = Path(__file__).with_name("test_builds.py").read_text() + Path(__file__).read_text()
     findings = (REPOSITORY / "docs" / "deepspeed_findings.md").read_text("utf-8")
-    rows = ast.literal_eval(output.splitlines()[-1])
-    assert len(rows) > 10
-    for names, why, when, test in rows:
-        assert f"def {test}(" in tests, names
-        assert isinstance(why, str) or f"\n## {why}. " in findings, names
-        if when == "join" and "()" not in names:
-            owner, _, last = names.split()[0].rpartition(".")
-            assert resolved(owner, last), names
+    assert len(PATCHES) > 10
+    for patch in PATCHES:
+        assert f"def {patch.test}(" in tests, patch.names
+        assert isinstance(patch.why, str) or f"\n## {patch.why}. " in findings, patch.names
+        if patch.when == "join" and "()" not in patch.names:
+            assert patches.is_there(patch.names.split()[0]), patch.names
+    names = [*patches.patched_names()]
+    assert len(names) >= 8
+    assert [name for name in names if not patches.is_there(name)] == []
+    assert not patches.is_there("deepspeed.comm.torch.no_such_name")
+    assert not patches.is_there("deepspeed.no_such_module.name")
 
 
-def resolved(owner: str, name: str) -> bool:
-    """Return True if an attribute exists in a module or in a class of one."""
-    try:
-        place: object = importlib.import_module(owner)
-    except ModuleNotFoundError:
-        module, _, attribute = owner.rpartition(".")
-        place = getattr(importlib.import_module(module), attribute)
-    return hasattr(place, name)
+def test_a_newer_deepspeed_runs_with_a_line_or_is_refused_with_the_name_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    for installed in ("0.19.8", "0.19.99", "0.20.0"):
+        assert said == []
+        monkeypatch.setattr(patches, "version", lambda name, v=installed: v)
+        patches.require_names(said.append)
+    assert said[0].startswith("deepspeed 0.20.0 is newer than 0.19, the newest tested")
+    monkeypatch.delattr(PipelineEngine, "_exec_schedule")
+    with pytest.raises(ConfigError, match=r"0\.20\.0 has no \S+PipelineEngine\._exec_schedule, "):
+        patches.require_names(said.append)

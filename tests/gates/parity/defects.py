@@ -285,7 +285,7 @@ DEFECTS = {
         lambda groups, _: {"dropout": (*groups["dropout"], "tensor")},
         "gpt2_dropping-tensor2_zero1-fp32-4-2"),
     "a view that halves the tokens": _at(
-        "harness.engine.module.divide_forward", new.heads_undivided, "opt-tensor2_zero1-fp32-4-2"),
+        "harness.engine.build.divide_forward", new.heads_undivided, "opt-tensor2_zero1-fp32-4-2"),
     # The chunked loss.
     "the last chunk of the vocabulary dropped": _at(
         "harness.models.chunked_loss._How.columns",

@@ -1,0 +1,239 @@
+"""Each layout on two ranks: the same weights, clipping, evaluations and losses as undivided."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from harness.config.ds_file import read_ds_json
+from harness.data.batch import Batch
+from harness.models.vocabulary_loss import Vocabulary
+from tests.engine.engines import (
+    SGD,
+    STAGES,
+    WORLD,
+    cells,
+    different,
+    drawn_weights,
+    engine_of,
+    fp16,
+    gathered,
+    losses,
+    share_of,
+    written,
+)
+from tests.engine.small import MIXTURES, MODEL, SEQ_LEN, VOCAB_SIZE
+from tests.ranks import ranks
+from tests.shipped import DS_CONFIGS, fewest_ranks
+
+DRAWN = (
+    *("zero0", "zero1", "zero3"),
+    *(f"zero{n} tensor2" for n in STAGES),
+    *(f"zero{n} experts2" for n in (1, 2, 3)),
+)
+# zero3_nvme needs a library that may be missing: tests/plan/test_swap_space.py.
+SHIPPED = sorted(
+    path.stem
+    for path in DS_CONFIGS.glob("*.json")
+    if fewest_ranks(read_ds_json(path)) <= 2 and path.stem != "zero3_nvme"
+)
+
+
+def mixture() -> dict[str, Any]:
+    """Return a run config's section of a small mixture of experts."""
+    return {"model": {"name": written("mixtral", MIXTURES["mixtral"])}}
+
+
+@pytest.mark.parametrize("layout", DRAWN)
+@ranks(2)
+def test_ranks_start_from_the_weights_that_one_process_draws(layout: str) -> None:
+    """Each rank has half of what an axis divides and, without ZeRO 3, all other parameters."""
+    has_experts = "experts2" in layout
+    drawn = drawn_weights(MIXTURES["mixtral"] if has_experts else MODEL)
+    engine = engine_of(layout, **(mixture() if has_experts else {}))
+    assert different(engine.masters(), drawn) == []
+    elements = engine.describe()["elements_held"]
+    is_divided = {
+        name: ".experts." in name if has_experts else "tensor2" in layout and weight.ndim > 1
+        for name, weight in drawn.items()
+    }
+    divided = sum(drawn[name].numel() for name in drawn if is_divided[name])
+    rest = sum(weight.numel() for weight in drawn.values()) - divided
+    shards = 2 if layout in ("zero3", "zero3 experts2") else 1
+    assert elements == divided // 2 + rest // shards
+
+
+CLIPPED = (*(f"zero{n}" for n in STAGES), "zero0 pipeline2", "zero1 pipeline2")
+
+
+@pytest.mark.parametrize("layout", CLIPPED)
+@ranks(2)
+def test_clipping_by_value_clamps_every_element_and_reports_the_norm_before(layout: str) -> None:
+    """One SGD step with rate 1 moves every weight by its clamped gradient."""
+    limit = 1e-3
+    engine = engine_of(layout, optim={**SGD, "clip_value": limit})
+    before = dict(engine.masters())
+    engine.accumulate(*share_of(engine))
+    gradients = dict(engine.gradients())
+    norm = float(engine.apply(1.0))
+    moved = {name: before[name] - after for name, after in engine.masters()}
+    for name, gradient in gradients.items():
+        assert (moved[name] - gradient.clamp(-limit, limit)).abs().max() < 1e-6, name
+    assert sum(int((g.abs() > limit).sum()) for g in gradients.values()) > 100
+    true_norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    assert norm == pytest.approx(float(true_norm), rel=1e-5)
+
+
+@ranks(2)
+def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+    engine = engine_of(fp16())
+    before, scale = dict(engine.masters()), engine.loss_scale
+    engine.train_batch(*share_of(engine), 1e-3)
+    assert engine.step_applied is False
+    assert engine.skipped_steps == 1
+    assert engine.loss_scale / scale == 0.5
+    assert all(torch.equal(before[name], after) for name, after in engine.masters())
+
+
+@pytest.mark.parametrize("name", cells(SHIPPED, ("zero1", "zero2_offload")))
+@ranks(2)
+def test_a_shipped_config_trains(name: str) -> None:
+    """Offload runs the optimizer that steps on the CPU."""
+    engine = engine_of(read_ds_json(DS_CONFIGS / f"{name}.json"))
+    falling = losses(engine, 12)
+    if name in ("zero2_offload", "zero3_offload"):
+        assert engine.describe()["inner_optimizer"] == "DeepSpeedCPUAdam"
+    assert gathered(falling) == [falling, falling]
+    assert falling[-1] < falling[0] - 0.3
+
+
+def outputs(layout: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Return logits of prompts of several lengths, an evaluation's sums, and three losses."""
+    engine = engine_of(layout, **sections)
+    prompts = [torch.arange(n)[None] + 3 for n in (1, 5, SEQ_LEN)]
+    seen = {
+        "logits": [engine.next_token_logits(ids) for ids in prompts],
+        "sums": engine.sum_over_ranks(engine.eval_batch(share_of(engine)[0])),
+        "losses": losses(engine, 3),
+        "after": engine.next_token_logits(prompts[0]),
+    }
+    engine.close()
+    return seen
+
+
+@functools.cache
+def undivided_outputs(has_experts: bool) -> dict[str, Any]:
+    return outputs("zero1", **(mixture() if has_experts else {}))
+
+
+DIVIDED = ("zero1 tensor2", "zero3 sequence2", "zero1 experts2", "zero1 pipeline2")
+
+
+@pytest.mark.parametrize("layout", DIVIDED)
+@ranks(2)
+def test_logits_evaluation_and_losses_are_the_undivided_models(layout: str) -> None:
+    """The lengths of prompts differ from those of training rows."""
+    has_experts = "experts2" in layout
+    own = outputs(layout, **(mixture() if has_experts else {}))
+    whole = undivided_outputs(has_experts)
+    for logits, whole_logits in zip(own["logits"], whole["logits"], strict=True):
+        assert len(logits) == VOCAB_SIZE
+        assert (logits - whole_logits).abs().max() < 1e-6
+    assert (own["sums"] - whole["sums"]).abs().max() < 1e-4  # of some hundred tokens, nats
+    assert own["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+    assert (own["after"] - whole["after"]).abs().max() < 1e-4
+    assert (own["after"] - own["logits"][0]).abs().max() > 0.01
+
+
+@ranks(2)
+def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(2, SEQ_LEN, VOCAB_SIZE, generator=generator)
+    labels = torch.randint(0, VOCAB_SIZE, (2, SEQ_LEN), generator=generator)
+    labels[0, :5] = -100
+    size = VOCAB_SIZE // WORLD.world_size
+    part = Vocabulary(WORLD.rank * size, size, VOCAB_SIZE, dist.group.WORLD)
+    own = slice(part.first, part.first + size)
+    for smoothing in (0.0, 0.1):
+        whole = logits.clone().requires_grad_()
+        expected = functional.cross_entropy(
+            whole.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=smoothing
+        )
+        expected.backward()
+        mine = logits[..., own].clone().requires_grad_()
+        loss = part.token_losses(mine, labels, smoothing)
+        loss.backward()
+        assert abs(float(loss.detach()) / float(expected.detach()) - 1) < 1e-6, smoothing
+        assert mine.grad is not None
+        assert whole.grad is not None
+        assert (mine.grad - whole.grad[..., own]).abs().max() < 1e-6, smoothing
+
+
+@ranks(2)
+def test_each_tensor_rank_draws_dropout_for_its_own_heads_and_all_else_alike() -> None:
+    """A layer that is recomputed in the backward pass draws the same dropout."""
+    model = {"attention": "eager", "attention_dropout": 0.5, "checkpointing": "full"}
+    engine = engine_of("zero1 tensor2", model=model)
+    kept: list[torch.Tensor] = []
+    dropout = functional.dropout
+
+    def noted(weights: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+        dropped = dropout(weights, p=p, training=training)
+        kept.append((dropped != 0) | (weights == 0))
+        return dropped
+
+    torch.manual_seed(5)
+    batches, targets = share_of(engine)
+    with mock.patch.object(functional, "dropout", noted):
+        engine.accumulate(batches[:1], targets)
+    after = torch.rand(4)
+    layers = 3
+    assert len(kept) == 2 * layers  # each is recomputed, the last one first
+    again = kept[layers:][::-1]
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=False))
+    assert not torch.equal(kept[0], kept[1])
+    assert kept[0].shape[1] == 2  # of four heads
+    masks, other_masks = gathered([int(mask.sum()) for mask in kept[:layers]])
+    assert masks != other_masks
+    own, other = gathered(after.tolist())
+    assert own == other
+
+
+@ranks(2)
+def test_shorter_rows_at_the_start_of_a_ramp_are_divided_too() -> None:
+    sums = []
+    for layout in ("zero1", "zero1 sequence2"):
+        engine = engine_of(layout)
+        batches = [batch.cut(4) for batch in share_of(engine)[0]]  # rows of a quarter of the length
+        sums.append(engine.sum_over_ranks(engine.eval_batch(batches)))
+        engine.close()
+    assert (sums[0] - sums[1]).abs().max() < 1e-4
+
+
+@ranks(2)
+def test_tokens_attend_within_their_document_across_sequence_ranks() -> None:
+    """The first half of the previous document is on another rank."""
+    engine = engine_of("zero1 sequence2")
+    ids = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) % 24
+    end = SEQ_LEN // 2 - 2  # of the first document
+    other = ids.clone()
+    other[:, :end] = 23 - other[:, :end]
+    labels = torch.full_like(ids, -100)
+    labels[:, -1] = 3
+    apart = torch.cat([torch.arange(end), torch.arange(SEQ_LEN - end)]).expand(2, -1).contiguous()
+
+    def change_by_first_document(positions: torch.Tensor | None) -> float:
+        first, second = (
+            engine.sum_over_ranks(engine.eval_batch([Batch(tokens, labels, positions)]))[0]
+            for tokens in (ids, other)
+        )
+        return abs(float(first - second))
+
+    assert change_by_first_document(apart) == 0
+    assert change_by_first_document(None) > 1e-4
