@@ -131,13 +131,9 @@ REFERENCES: dict[str, Callable[[Tensors], Reference]] = {
     "muon": muon,
     "adafactor": torchs(torch.optim.Adafactor),
 }
-SETTINGS: dict[str, dict[str, Any]] = {
-    "adamw": {"betas": list(BETAS), "eps": EPS},
-    "adam": {"betas": list(BETAS), "eps": EPS},
-    "adagrad": {"eps": EPS},
-    "lion": {"betas": list(BETAS)},
-    "muon": {"betas": list(BETAS), "eps": EPS, "momentum": MOMENTUM},
-}
+_VALUES = {"betas": list(BETAS), "eps": EPS, "momentum": MOMENTUM}
+SETTINGS = {name: {key: _VALUES[key] for key in row.takes} for name, row in OPTIMIZERS.items()}
+SETTINGS |= {"sgd": {}, "adam8bit": {}}
 LAYOUTS = (
     *("zero0", "zero1", "zero2", "zero2 offload", "zero3", "zero3 offload"),
     *(f"zero{n} bf16 fp32_sums" for n in (1, 2, 3)),
@@ -165,7 +161,7 @@ def layouts_of(name: str) -> list[str]:
 
 def engine_with(name: str, layout: str, **more: Any) -> Any:
     """Build an engine of a layout with an optimizer. Collective."""
-    optim = {"name": name, "lr": LR, "weight_decay": DECAY, **SETTINGS.get(name, {}), **more}
+    optim = {"name": name, "lr": LR, "weight_decay": DECAY, **SETTINGS[name], **more}
     if layout not in EXPERTS:
         return engine_of(layout, optim=optim)
     model = {"name": written("qwen3_moe", FAMILIES["qwen3_moe"])}
