@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from harness.config.batch import Curriculum, Slice
 from harness.data.batch import Batch
 from harness.data.order import window_of
-from harness.data.packed_documents import WholeWindows
-from harness.data.packing import Document, Packed, Span
+from harness.data.packing import IGNORED, Document, Packed, Span
 from harness.layout.grid import starts_of
 
 Item = TypeVar("Item")
@@ -71,68 +70,42 @@ class Stream:
     A sample's window depends only on its global index (order.window_of).
     """
 
+    document_mask: bool
+    """True if batches carry position_ids, which confine attention to documents."""
+    holds_whole_documents: bool
+    """True if the samples (of some source) hold whole documents and padding."""
+    samples: int
+    """Number of samples per epoch."""
+    at_once: int
+    """Number of samples, none of which continues another; all, except in contiguous text."""
+    seq_len: int
+    """Length of a sample in tokens, with padding."""
+    length: int | None = None
+    """Samples until the stream ends; None if it is endless."""
+    tokens: int
+    """Number of tokens in the split, with separators and the dropped last window."""
+    documents: int
+    """Number of documents that windows are made of."""
+    is_masked: bool
+    """True if the loss mask excludes some tokens, such as prompts or user turns."""
+
     def __init__(self, packed: Packed, seed: int, fingerprint: str, *, document_mask: bool) -> None:
         assert packed.num_windows > 0, "a stream needs at least one window"
-        self.packed = packed
+        self.packed, self.document_mask = packed, document_mask
         self._seed, self._fingerprint = seed, fingerprint
-        self.document_mask = document_mask
-        """True if batches carry position_ids, which confine attention to documents."""
-
-    @property
-    def holds_whole_documents(self) -> bool:
-        """True if each sample holds whole documents and padding."""
-        return isinstance(self.packed, WholeWindows)
-
-    @property
-    def samples(self) -> int:
-        """Number of samples per epoch."""
-        return self.packed.num_windows
-
-    @property
-    def at_once(self) -> int:
-        """Number of samples, none of which continues another; all, except in contiguous text."""
-        return self.samples
-
-    @property
-    def seq_len(self) -> int:
-        """Length of a sample in tokens, with padding."""
-        return self.packed.seq_len
-
-    def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the length of each of the (n,) samples in tokens, without padding."""
-        if isinstance(self.packed, WholeWindows):
-            return self.packed.lengths(self._windows(samples))
-        return np.full(len(samples), self.seq_len)
+        self.samples = self.at_once = packed.num_windows
+        self.seq_len, self.documents = packed.seq_len, packed.num_documents
+        self.tokens, self.is_masked = packed.split.num_tokens, packed.split.is_masked
+        self.holds_whole_documents = packed.holds_whole_documents
 
     @property
     def tokens_per_sample(self) -> Fraction:
         """Mean tokens per sample, without padding."""
-        padding = self.packed.facts.padding if isinstance(self.packed, WholeWindows) else 0
-        return self.packed.seq_len - Fraction(padding, self.samples)
+        return self.packed.seq_len - Fraction(self.packed.padding, self.samples)
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the split, with separators and the dropped last window."""
-        return self.packed.split.num_tokens
-
-    @property
-    def documents(self) -> int:
-        """Number of documents that windows are made of."""
-        number = self.packed.split.num_documents
-        if isinstance(self.packed, WholeWindows):
-            facts = self.packed.facts
-            number -= facts.without_target + facts.too_long * facts.dropped
-        return number
-
-    @property
-    def is_masked(self) -> bool:
-        """True if the loss mask excludes some tokens, such as prompts or user turns."""
-        return self.packed.split.is_masked
-
-    @property
-    def length(self) -> int | None:
-        """Samples until the stream ends; None if it is endless."""
-        return None
+    def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the length of each of the (n,) samples in tokens, without padding."""
+        return self.packed.lengths(self._windows(samples))
 
     def targets_in(self, first_sample: int, count: int) -> int:
         """Return the target tokens, over all ranks, of `count` samples from `first_sample` on."""
@@ -224,6 +197,77 @@ class Stream:
         arrays = (windows.ids, windows.labels, windows.positions)
         ids, labels, positions = (torch.from_numpy(array) for array in arrays)
         return Batch(ids, labels, positions if self.document_mask else None)
+
+
+EVALUATED_ROWS, LEAST_LENGTH = 64, 16
+"""Maximum streams in an evaluation, and minimum windows per stream if there are several."""
+
+
+class Contiguous(Stream):
+    """One split divided into `rows` streams of equal length; each step reads one window of each.
+
+    Row r of step k reads window r * length + k, with length = windows // rows, which continues the
+    row's previous window. Windows beyond rows * length are dropped. Every epoch has this order.
+    """
+
+    def __init__(self, packed: Packed, rows: int, most: int | None = None) -> None:
+        """`most`: number of windows to read from the start of each stream; None: all."""
+        assert 0 < rows <= packed.num_windows, "a stream needs at least one window"
+        super().__init__(packed, 0, "", document_mask=False)
+        self._rows, self._stride = rows, packed.num_windows // rows
+        self._length = self._stride if most is None else min(most, self._stride)
+        self.samples = self.at_once = rows * self._length
+
+    def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        steps, rows = np.divmod(samples, self._rows)
+        windows: NDArray[np.int64] = rows * self._stride + steps % self._length
+        return windows
+
+    def _read(self, samples: NDArray[np.int64]) -> Batch:
+        windows = self._windows(samples)
+        goes_on = torch.from_numpy(~self.packed.begin_documents(windows))
+        batch = super()._read(samples)
+        return replace(batch, windows=torch.from_numpy(windows), goes_on=goes_on)
+
+
+class HeldOutText(Contiguous):
+    """The samples of an evaluation, as contiguous streams taken from across the held-out text.
+
+    The number of streams depends only on the number of samples, so the held-out loss is the same in
+    every layout and comparable between runs. A stream that starts inside a document reads its first
+    window only to build up the state; none of its targets count.
+    """
+
+    def __init__(self, packed: Packed, samples: int) -> None:
+        samples = min(samples, packed.num_windows)
+        rows = max(1, min(EVALUATED_ROWS, samples // LEAST_LENGTH))
+        super().__init__(packed, rows, samples // rows)
+        self.at_once = rows
+
+    def first(self, count: int) -> Batch:
+        """Return the first `count` samples of the first stream."""
+        return self._read(np.arange(min(count, self._length)) * self._rows)
+
+    def targets_of(self, samples: NDArray[np.int64]) -> int:
+        """Return the number of target tokens in some samples."""
+        counted = ~self._only_read(samples)
+        return super().targets_of(samples[counted]) if counted.any() else 0
+
+    def _read(self, samples: NDArray[np.int64]) -> Batch:
+        batch = super()._read(samples)
+        assert batch.goes_on is not None, "a contiguous stream knows where documents begin"
+        batch.labels[torch.from_numpy(self._only_read(samples))] = IGNORED
+        return replace(batch, goes_on=batch.goes_on & ~torch.from_numpy(self._is_first(samples)))
+
+    def _only_read(self, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return True for each sample whose preceding state is missing."""
+        within: NDArray[np.bool_] = ~self.packed.begin_documents(self._windows(samples))
+        return self._is_first(samples) & within
+
+    def _is_first(self, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return True for each sample that is the first of its stream."""
+        first: NDArray[np.bool_] = samples // self._rows % self._length == 0
+        return first
 
 
 def load_ahead(load: Callable[[int], Item], depth: int) -> Generator[Item]:

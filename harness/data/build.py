@@ -1,25 +1,33 @@
-"""Builds sample streams from data.path or data.mix, using the cache."""
+"""Builds the tokenizer and sample streams from data.path or data.mix, using the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from harness.config.data_section import REHEARSED
-from harness.data.batches import Stream
-from harness.data.build_tokenizer import build_tokenizer, cache_of, cached_tokenizer
-from harness.data.cache import Report
-from harness.data.contiguous import Contiguous, HeldOutText
+from harness.config.data_section import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, REHEARSED
+from harness.data.batches import Contiguous, HeldOutText, Stream
+from harness.data.cache import Report, build_once, cache_key, default_cache
+from harness.data.corpus import Corpora, Corpus
 from harness.data.data import Data
 from harness.data.fingerprint import joined, order_key
-from harness.data.mix_order import epoch_with_old, first_shares, mix_order
-from harness.data.mixture import Mixture
+from harness.data.mixture import Mixture, epoch_with_old, first_shares, mix_order
 from harness.data.padded import Padded, Pools
-from harness.data.source import Source, cached_fingerprint_of, open_source
+from harness.data.prepare import FORMAT
+from harness.data.rendering import set_template
+from harness.data.source import Source, cached_fingerprint_of, corpus_of, open_source
 from harness.data.spec import DataSpec
-from harness.data.tokenizer import tokenizer_hash
+from harness.data.tokenizer import (
+    TRAINED_FORMAT,
+    load_tokenizer,
+    tokenizer_hash,
+    train_tokenizer,
+    vocab_size,
+)
 from harness.errors import ConfigError
+from harness.files.paths import user_path
 
 
 def build_data(spec: DataSpec, report: Report | None = None) -> Data:
@@ -166,3 +174,100 @@ def cached_fingerprint(spec: DataSpec) -> str | None:
     fingerprints = [cached_fingerprint_of(part, tokenizer, cache) for part in parts]
     cached = [fingerprint for fingerprint in fingerprints if fingerprint is not None]
     return joined(cached) if len(cached) == len(parts) else None
+
+
+def build_tokenizer(spec: DataSpec, report: Report) -> PreTrainedTokenizerBase:
+    """Return the tokenizer for build_data; one process trains it if needed.
+
+    Raises ConfigError for problems with the tokenizer or any source.
+    """
+    source: str | Path | None = spec.config.tokenizer
+    corpora = _corpora(spec)
+    if source is None:
+        source = _tokenizer_folder(corpora, spec)
+
+        def build(path: Path) -> None:
+            report("training a tokenizer")
+            corpus = corpora[0] if len(corpora) == 1 else Corpora(corpora)
+            train_tokenizer(corpus, path, spec.config.vocab_size)
+
+        build_once(source, build, report)
+    return _load_tokenizer(source, spec)
+
+
+def cached_tokenizer(spec: DataSpec) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of build_tokenizer if it need not be trained, otherwise None.
+
+    Raises ConfigError as build_tokenizer does.
+    """
+    corpora = _corpora(spec)
+    source = spec.config.tokenizer or _tokenizer_folder(corpora, spec)
+    if isinstance(source, Path) and not source.is_dir():
+        return None
+    return _load_tokenizer(source, spec)
+
+
+def _corpora(spec: DataSpec) -> list[Corpus]:
+    """Return the corpora of the sources. Raises ConfigError with the problems of all sources and
+    held-out sets.
+    """
+    parts, corpora, problems = spec.sources(), [], []
+    for part in [*parts.values(), *spec.eval_sets().values()]:
+        try:
+            corpora.append(corpus_of(part))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return corpora[: len(parts)]
+
+
+def cache_of(spec: DataSpec) -> Path:
+    """Return the cache folder of a run."""
+    if spec.config.cache_dir:
+        return user_path("data.cache_dir", spec.config.cache_dir)
+    return default_cache()
+
+
+def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
+    """Load the tokenizer. Raises ConfigError if it has more ids than the model and rows may not be
+    added.
+    """
+    tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
+    if spec.config.template is not None:
+        set_template(tokenizer, spec.config.template)
+    ids = vocab_size(tokenizer)
+    rows = spec.model_vocab_size
+    if rows is not None and ids > rows and not spec.adds_rows:
+        raise ConfigError(
+            f"data.tokenizer: {source} has {ids} ids, but the model's vocabulary has {rows}: set "
+            f"model.overrides.vocab_size={ids}{_or_fewer(spec, tokenizer)}"
+        )
+    return tokenizer
+
+
+def _or_fewer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the alternative fix for a tokenizer trained on the corpus: a smaller vocabulary.
+    Returns "" if its characters and byte tokens alone would not fit.
+    """
+    rows = spec.model_vocab_size or 0
+    least = sum(len(piece) == 1 or piece.startswith("<") for piece in tokenizer.get_vocab())
+    is_enough = not spec.config.tokenizer and rows >= max(least, MIN_VOCAB_SIZE)
+    return f" or data.vocab_size={rows}" if is_enough else ""
+
+
+def _tokenizer_folder(corpora: Sequence[Corpus], spec: DataSpec) -> Path:
+    """Return the cache folder of a tokenizer trained on the text of all sources."""
+    for corpus in corpora:
+        if corpus.kind == "indexed":
+            raise ConfigError(
+                f"data.path: {corpus.path} holds token ids: set data.tokenizer to the one that "
+                "wrote them"
+            )
+    identities = [corpus.identity() for corpus in corpora]
+    identity = identities[0] if len(corpora) == 1 else identities
+    # The default size was once the only one; its cache key stays as it was.
+    pieces = spec.config.vocab_size
+    size = {} if pieces == DEFAULT_VOCAB_SIZE else {"vocab_size": pieces}
+    key = cache_key(format=FORMAT, trained=TRAINED_FORMAT, corpus=identity, **size)
+    return cache_of(spec) / f"tokenizer-{key}"

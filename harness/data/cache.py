@@ -17,16 +17,18 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.errors import ConfigError, NoRoom, is_full_disk
+from harness.errors import ConfigError, NoRoom, Unusable, is_full_disk
 from harness.files.paths import user_path
-from harness.files.regular_file import open_regular
+from harness.files.regular_file import open_regular, read_json
 
 Report = Callable[[str], None]
+Value = TypeVar("Value")
+_MOST_JSON_BYTES = 1 << 24
 
 
 def default_cache() -> Path:
@@ -52,8 +54,7 @@ def build_once(folder: Path, build: Callable[[Path], None], report: Report) -> P
     except OSError as error:
         problem = (
             f"data.cache_dir: cannot use {folder.parent}: {error}; set it to a writable folder "
-            "with "
-            "free space"
+            "with free space"
         )
         raise (NoRoom if is_full_disk(error) else ConfigError)(problem) from error
     return folder
@@ -72,8 +73,23 @@ def fill_once(folder: Path, build: Callable[[Path], None], report: Report) -> No
 @contextlib.contextmanager
 def locked(path: Path, report: Report) -> Iterator[bool]:
     """Wait for a lock and hold it; yield False if the file system has none. Raises OSError."""
-    with _opened(path) as lock:
+
+    def at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK, 0o666)  # raises instead of waiting for a pipe
+
+    with open(path, "a", opener=at_once) as lock:
         yield _acquire(lock, report)
+
+
+def cached_json(path: Path, parse: Callable[[Any], Value]) -> Value:
+    """Return what `parse` makes of a JSON file in a finished folder.
+
+    Raises ConfigError if the file is damaged.
+    """
+    try:
+        return parse(read_json(path, _MOST_JSON_BYTES, links=True))
+    except (OSError, Unusable, LookupError, AttributeError, TypeError, ValueError) as error:
+        raise damaged(path, error) from error
 
 
 def cached_array(path: Path, dtype: np.dtype[Any], rows: int | None = None) -> NDArray[Any]:
@@ -125,15 +141,6 @@ def damaged(path: Path, problem: object) -> ConfigError:
         f"data.cache_dir: {path} cannot be read ({problem}): remove {path.parent}, which will then "
         "be rebuilt"
     )
-
-
-def _opened(path: Path) -> TextIO:
-    """Open a lock file, creating it if needed. Raises OSError instead of blocking on a pipe."""
-
-    def at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK, 0o666)
-
-    return open(path, "a", opener=at_once)
 
 
 def _acquire(lock: TextIO, report: Report) -> bool:

@@ -1,13 +1,16 @@
-"""The sample order: one permutation per epoch, computed point by point.
+"""The sample order: one permutation per epoch, computed point by point; and uniform samples of it.
 
-It is a pure function of (seed, data fingerprint, epoch, global sample index). Nothing is stored, so
-a corpus of 10**12 tokens needs no index array. It uses no library's random generator, so a newer
-numpy cannot reorder a resumed run.
+The order is a pure function of (seed, data fingerprint, epoch, global sample index). Nothing is
+stored, so a corpus of 10**12 tokens needs no index array. It uses no library's random generator, so
+a newer numpy cannot reorder a resumed run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +19,7 @@ ROUNDS = 6
 # Multipliers of the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_BLOCK = 1024  # random numbers drawn at once
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -67,3 +71,32 @@ def window_of(
         keys = round_keys("order", seed, fingerprint, epoch)
         chosen[here] = permute(within[here], windows, keys)
     return chosen
+
+
+def reservoir(size: int, seen: int, key: str) -> NDArray[np.int64]:
+    """Return the `size` samples kept from the first `seen`, or all if fewer; ascending.
+
+    Algorithm L (Li, "Reservoir-sampling algorithms of time complexity O(n(1 + log(N/n)))", ACM TOMS
+    20, 1994) jumps from one replacement to the next. Its random numbers depend only on the key and
+    their index: a resumed run, in any layout, keeps the same sample as an uninterrupted one.
+    """
+    if seen <= size:
+        return np.arange(seen)
+    kept, draws = list(range(size)), _uniform(key)
+    weight, at = next(draws) ** (1 / size), size - 1
+    while True:
+        below_one = min(weight, 1 - 2**-53)  # a power close to 1 rounds to 1
+        at += math.floor(math.log(next(draws)) / math.log1p(-below_one)) + 1
+        if at >= seen:
+            return np.sort(np.array(kept))
+        kept[int(next(draws) * size)] = at
+        weight *= next(draws) ** (1 / size)
+
+
+def _uniform(key: str) -> Iterator[float]:
+    """Yield random numbers strictly between 0 and 1."""
+    first = round_keys("reservoir", key)[:1]
+    for block in itertools.count():
+        places = np.arange(block * _BLOCK, (block + 1) * _BLOCK).astype(np.uint64)
+        drawn: NDArray[np.uint64] = mix(first + places)
+        yield from (((drawn >> np.uint64(11)) + 0.5) / 2**53).tolist()

@@ -21,12 +21,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.cache import cached_array, damaged, fetch, release
+from harness.data.cache import cached_array, cached_json, fetch, release
 from harness.data.packing import IGNORED, Packed, Windows
 from harness.data.pair import BLOCK
 from harness.data.token_files import ArrayFile
-from harness.errors import ConfigError, Unusable
-from harness.files.regular_file import read_json
+from harness.errors import ConfigError
 
 _AT_ONCE = 1 << 18
 
@@ -170,7 +169,6 @@ class _Shelves:
 
 # Increase this if the same documents would give different windows or other counts.
 WHOLE_FORMAT = 2
-_MOST_FACTS_BYTES = 2**20
 TooLong = Literal["cut", "drop", "refuse"]
 
 
@@ -278,28 +276,28 @@ def _write_bins(
 class WholeWindows(Packed):
     """One split's documents in the windows that write_whole made."""
 
+    holds_whole_documents = True
+
     def __init__(self, folder: Path, side: str, *, alone: bool = False, **documents: Any) -> None:
         """`documents`: the arguments of Packed."""
         super().__init__(**documents)
         self._lengths: NDArray[np.int32] | None = None
         if alone:
             self._lengths = cached_array(folder / f"{side}.lengths.npy", np.dtype("i4"))
-        self.facts = _read_facts(folder / f"{side}.json")
+        facts = cached_json(folder / f"{side}.json", lambda values: WholeFacts(**values))
+        self.facts = facts
+        self.padding = facts.padding
+        self.num_documents -= facts.without_target + facts.too_long * facts.dropped
         self._rows = cached_array(folder / f"{side}.rows.npy", np.dtype("i8"))
         self._firsts = cached_array(folder / f"{side}.firsts.npy", np.dtype("i8"))
         self.num_windows = len(self._firsts) - 1
 
-    @property
-    def padding_share(self) -> float:
-        """Share of padding among the positions of all windows."""
-        return self.facts.padding / max(1, self.num_windows * self.seq_len)
-
     def counts(self) -> str:
         """Return documents left out and the padding share, as text."""
-        facts, parts = self.facts, [f"{self.padding_share:.2%} padding"]
-        if facts.without_target:
-            parts.append(f"{facts.without_target:,} documents without a token to learn left out")
-        return ", ".join(parts)
+        text = f"{self.padding / max(1, self.num_windows * self.seq_len):.2%} padding"
+        if count := self.facts.without_target:
+            text += f", {count:,} documents without a token to learn left out"
+        return text
 
     def of_length(self, seq_len: int) -> Packed:
         """Raise ConfigError: the windows were made for one length."""
@@ -361,11 +359,3 @@ class WholeWindows(Packed):
         lengths = np.minimum(self.split.starts[rows + 1] - self.split.starts[rows], self.seq_len)
         begins = np.cumsum(lengths) - lengths
         return rows, window, lengths, begins - begins[befores][window]
-
-
-def _read_facts(path: Path) -> WholeFacts:
-    try:
-        facts: Any = read_json(path, _MOST_FACTS_BYTES, links=True)
-        return WholeFacts(**facts)
-    except (OSError, Unusable, TypeError) as error:
-        raise damaged(path, error) from error

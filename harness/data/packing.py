@@ -14,14 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.pair import Masks
+from harness.data.pair import Document, Masks
 from harness.data.split import Split
 from harness.data.token_files import TokenFile
 from harness.errors import ConfigError
 
 IGNORED = -100  # the label that torch's cross entropy skips
-Document = tuple[NDArray[np.int64], NDArray[np.bool_]]
-"""Token ids, and a mask that is True for the tokens that are trained on."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,10 @@ class Windows:
 class Packed:
     """One split's token stream as windows of seq_len + 1 tokens."""
 
+    holds_whole_documents = False
+    padding = 0
+    """Number of padding positions in all windows."""
+
     def __init__(
         self,
         tokens: TokenFile,
@@ -64,6 +66,7 @@ class Packed:
         self.split, self.seq_len = split, seq_len
         self._stride = stride or seq_len
         self.num_windows = max(0, split.num_tokens - seq_len - 1 + self._stride) // self._stride
+        self.num_documents = split.num_documents
         self._tokens, self._masks = tokens, masks
         self._eos_id, self._vocab_size = eos_id, vocab_size
         self._add_separator = add_separator
@@ -109,6 +112,10 @@ class Packed:
         begin = windows * self._stride + 1
         masked = self._masked_before(begin + self.seq_len) - self._masked_before(begin)
         return len(windows) * self.seq_len - int(masked.sum())
+
+    def lengths(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the length of each of the (n,) windows in tokens, without padding."""
+        return np.full(len(windows), self.seq_len)
 
     def begin_documents(self, windows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return True for each of the (n,) windows that starts with a document's first token."""

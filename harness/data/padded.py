@@ -125,43 +125,11 @@ class Padded(Stream):
         positions, not of samples, limits a micro-batch.
         """
         self.base, self.pools = base, pools
-        self.document_mask = base.document_mask
         self._pad_to, self._by_tokens = pad_to, by_tokens
-
-    @property
-    def holds_whole_documents(self) -> bool:
-        """True: a sample holds one document and padding."""
-        return True
-
-    @property
-    def samples(self) -> int:
-        """Number of samples per epoch."""
-        return self.base.samples
-
-    @property
-    def seq_len(self) -> int:
-        """Maximum length of a sample, with padding."""
-        return self.base.seq_len
-
-    @property
-    def length(self) -> int | None:
-        """Samples until the stream ends; None if it is endless."""
-        return self.base.length
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the split."""
-        return self.base.tokens
-
-    @property
-    def documents(self) -> int:
-        """Number of documents that windows are made of."""
-        return self.base.documents
-
-    @property
-    def is_masked(self) -> bool:
-        """True if the loss mask excludes some tokens."""
-        return self.base.is_masked
+        self.document_mask, self.holds_whole_documents = base.document_mask, True
+        self.samples = self.at_once = base.samples
+        self.seq_len, self.length = base.seq_len, base.length
+        self.tokens, self.documents, self.is_masked = base.tokens, base.documents, base.is_masked
 
     def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the length of each of the (n,) samples in tokens."""

@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 from harness.data.cache import cached_array, damaged
 from harness.data.token_files import TokenFile, TokenFiles
 from harness.errors import ConfigError
+from harness.files.kept_sample import masks_of
 from harness.files.token_index import HEADER, MAGIC, TYPES, read_header
 
 BLOCK = 1 << 18
 """Sequences or documents to process at a time."""
+Document = tuple[NDArray[np.int64], NDArray[np.bool_]]
+"""Token ids, and a mask that is True for the tokens that are trained on."""
 
 
 class Pair:
@@ -383,3 +386,20 @@ def join_indexed(parts: Sequence[Path], prefix: Path) -> None:
             sequences += count
     assert len(codes) == 1, "one vocabulary, one width"
     _write_index(Path(f"{prefix}.idx"), codes.pop(), np.concatenate(sizes), np.concatenate(bounds))
+
+
+def write_documents(prefix: Path, vocab_size: int, documents: Iterable[Document]) -> int:
+    """Write documents as a .bin/.idx pair with a mask file beside it; return their number."""
+    masks, count = MaskWriter(), 0
+
+    def sequences() -> Iterable[tuple[list[int], bool]]:
+        nonlocal count
+        for ids, learned in documents:
+            turns = np.flatnonzero(np.diff(learned, prepend=False, append=False)).reshape(-1, 2)
+            masks.add_learned(len(ids), [(start, stop) for start, stop in turns.tolist()])
+            count += 1
+            yield ids.tolist(), True
+
+    write_indexed(prefix, vocab_size, sequences())
+    masks.save(masks_of(prefix))
+    return count

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.cache import Report, damaged
+from harness.data.cache import Report, cached_json
 from harness.data.corpus import Corpus
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.fingerprint import combined, first_outside, survey
@@ -20,10 +21,9 @@ from harness.data.pair import BLOCK, NO_MASKS, IndexedTokens, Masks, MaskWriter,
 from harness.data.split import stores_separator, write_splits
 from harness.data.token_files import ANY_LENGTH, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
-from harness.errors import ConfigError, Unusable, shortened
+from harness.errors import ConfigError, shortened
 from harness.files.data_format import BadLines
 from harness.files.notes import Notes
-from harness.files.regular_file import read_json
 
 # Increase this if the same text would give different tokens, ...
 FORMAT = 5
@@ -32,8 +32,6 @@ SPLIT_FORMAT = 3
 TOKENS, MASKS, NOTES, SPLIT_FACTS = "tokens", "masks.npy", "notes.json", "split.json"
 SKIPPED = "skipped.json"
 _REPORT_EVERY_CHARS = 1 << 26
-_MOST_FACTS_BYTES = 2**20
-_MOST_SKIPPED_BYTES = 2**24
 _OF_BOUNDS = ("shorter", "longer")
 _FACT_TYPES: dict[str, type] = {
     "fingerprint": str,
@@ -136,11 +134,7 @@ def write_notes(notes: Notes, folder: Path) -> None:
 
 def read_notes(folder: Path) -> Notes:
     """Return the notes that write_notes wrote. Raises ConfigError if the file is damaged."""
-    try:
-        notes: Any = read_json(folder / NOTES, _MOST_FACTS_BYTES, links=True)
-        return Notes.from_json(notes)
-    except (OSError, Unusable, AttributeError, TypeError, ValueError) as error:
-        raise damaged(folder / NOTES, error) from error
+    return cached_json(folder / NOTES, Notes.from_json)
 
 
 def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
@@ -166,12 +160,8 @@ def read_skipped(corpus: Corpus, folder: Path) -> BadLines:
     """
     if corpus.bad_rows_limit is None:
         return BadLines()
-    path = folder / SKIPPED
-    try:
-        values: Any = read_json(path, _MOST_SKIPPED_BYTES, links=True)
-        bad_lines = BadLines.from_json(values, corpus.bad_rows_limit)
-    except (OSError, Unusable, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(path, error) from error
+    parse = partial(BadLines.from_json, limit=corpus.bad_rows_limit)
+    bad_lines = cached_json(folder / SKIPPED, parse)
     bad_lines.require_none()
     return bad_lines
 
@@ -198,11 +188,10 @@ def write_split(
     if bounds != ANY_LENGTH:
         layout.update(f"bounds:{bounds.least}:{bounds.most}".encode())
     ids = survey(tokens.ids, modified, report)
-    facts = SplitFacts(
-        combined(ids, layout.hexdigest()), add_separator, tokens.documents, ids.lowest, ids.highest,
-        **asdict(left_out),
-    )  # fmt: skip
-    written = asdict(facts)
+    fingerprint = combined(ids, layout.hexdigest())
+    written = asdict(
+        SplitFacts(fingerprint, add_separator, tokens.documents, ids.lowest, ids.highest, *left_out)
+    )
     if bounds == ANY_LENGTH:  # the format that earlier versions write and read
         written = {key: value for key, value in written.items() if key not in _OF_BOUNDS}
     (folder / SPLIT_FACTS).write_text(json.dumps(written))
@@ -230,15 +219,14 @@ def _layout(tokens: IndexedTokens, masks: Masks, tokenizer: PreTrainedTokenizerB
 
 def read_facts(folder: Path) -> SplitFacts:
     """Return the facts that write_split wrote. Raises ConfigError if the file is damaged."""
-    try:
-        facts = read_json(folder / SPLIT_FACTS, _MOST_FACTS_BYTES, links=True)
-    except (OSError, Unusable) as error:
-        raise damaged(folder / SPLIT_FACTS, error) from error
-    types = {key: type(value) for key, value in facts.items()} if isinstance(facts, dict) else {}
-    types = dict.fromkeys(_OF_BOUNDS, int) | types
-    if not isinstance(facts, dict) or types != _FACT_TYPES:
-        raise damaged(folder / SPLIT_FACTS, f"it holds {shortened(facts)}")
-    return SplitFacts(**facts)
+    return cached_json(folder / SPLIT_FACTS, _facts_of)
+
+
+def _facts_of(values: dict[str, Any]) -> SplitFacts:
+    types = {key: type(value) for key, value in values.items()}
+    if dict.fromkeys(_OF_BOUNDS, int) | types != _FACT_TYPES:
+        raise ValueError(f"it holds {shortened(values)}")
+    return SplitFacts(**values)
 
 
 def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) -> None:

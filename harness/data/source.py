@@ -36,7 +36,7 @@ from harness.data.prepare import (
 from harness.data.rendering import writes_date
 from harness.data.spec import DataSpec
 from harness.data.split import SIDES, load_split
-from harness.data.token_files import ANY_LENGTH, LeftOut, TokenBounds
+from harness.data.token_files import ANY_LENGTH, TokenBounds
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.data.turn_places import WITHOUT_END
 from harness.errors import ConfigError
@@ -95,55 +95,48 @@ class Source:
     @property
     def _of_other_length(self) -> str:
         """Counts of documents that are too short or too long, as text; "" if there are none."""
-        return LeftOut(self.facts.shorter, self.facts.longer).text(self.bounds)
+        return self.bounds.left_out(self.facts.shorter, self.facts.longer)
 
     def summary(self) -> str:
         """Return one line about the source, so that users can check that it is the right data."""
-        name, held_out, left_out, packing = f"{self.name}: " if self.name else "", "", "", ""
-        if self._of_other_length:
-            left_out = f"; not read: {self._of_other_length}"
+        name = f"{self.name}: " if self.name else ""
         pairs = f"{len(self.pairs):,} .bin/.idx pairs, " if self.pairs else ""
+        held_out = learned = ""
         if "held_out" in self.sides:
             held_out = f", of which {self.sides['held_out'].split.num_tokens:,} are held out"
-        learned = ""
         if self.is_masked:
             count = sum(map(_num_learned, self.sides.values()))
             joint = " and" if held_out else ", of which"
             learned = f"{joint} {count:,} ({count / self.tokens:.1%}) are learned"
-        if self.skipped.count:
-            left_out += f"; {self.skipped.skipped_text()}"
-        if note := self.corpus.note:
-            left_out += f"; {note}"
-        if self.corpus.split:
-            left_out += f"; {self.corpus.split_text}"
+        more = [self.corpus.note]
+        if self._of_other_length:
+            more.append(f"not read: {self._of_other_length}")
         if self.corpus.left_out:
-            left_out += f"; left out: {self.corpus.left_out}"
+            more.append(f"left out: {self.corpus.left_out}")
         if isinstance(packed := self.sides["train"], WholeWindows):
-            packing = f"; whole documents in {packed.num_windows:,} windows: {packed.counts()}"
-        rows = "".join(f"; {text}" for text in self._of_rows().values())
+            more.append(f"whole documents in {packed.num_windows:,} windows: {packed.counts()}")
+        more += [text for _, text, _ in self._remarks()]
         return (
             f"{name}{self.corpus.path}: {pairs}{self.facts.documents:,} documents, "
             f"{self.tokens:,} tokens{held_out}{learned}; the first begins {self.begins!r}"
-            f"{left_out}{packing}{rows}"
+            + "".join(f"; {text}" for text in more if text)
         )
 
-    @property
-    def _left_out(self) -> Notes:
-        return Notes({note: count for note, count in self.notes.items() if note != _WITHOUT_END})
-
-    def _of_rows(self) -> dict[str, str]:
-        """Return the remarks about rows and templates, by kind of event."""
-        said = {}
-        if self._left_out:
-            said["left_out_of_rows"] = f"left out of the rows: {self._left_out.text()}"
+    def _remarks(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield what is said in the summary and as an event: its kind, text and counts."""
+        if self.skipped.count:
+            yield "bad_rows", self.skipped.skipped_text(), self.skipped.skipped()
+        if self.corpus.split:
+            yield "split", self.corpus.split_text, {}
+        left_out = Notes({note: n for note, n in self.notes.items() if note != _WITHOUT_END})
+        if left_out:
+            text = f"left out of the rows: {left_out.text()}"
+            yield "left_out_of_rows", text, {"counts": left_out.as_json()}
         if self.added:
-            said["begins_with"] = (
-                f"every document begins with {self.added}, which the tokenizer adds to text, not "
-                "learned (data.bos)"
-            )
+            text = f"every document begins with {self.added}, which the tokenizer adds to text"
+            yield "begins_with", f"{text}, not learned (data.bos)", {}
         if self.day:
-            said["date"] = f"the chat template writes the date {self.day} (data.date)"
-        return said
+            yield "date", f"the chat template writes the date {self.day} (data.date)", {}
 
     def warnings(self) -> dict[str, str]:
         """Return what may not be wanted of its documents, by kind of event."""
@@ -172,17 +165,9 @@ class Source:
         if self.corpus.left_out:
             message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
             yield {"kind": "left_out", "message": message, **named}
-        if self.skipped.count:
-            message = f"{self.corpus.path}: {self.skipped.skipped_text()}"
-            yield {"kind": "bad_rows", "message": message, **named, **self.skipped.skipped()}
-        if self.corpus.split:
-            message = f"{self.corpus.path}: {self.corpus.split_text}"
-            yield {"kind": "split", "message": message, **named}
-        for kind, text in self._of_rows().items():
-            noted = {"counts": self._left_out.as_json()} if kind == "left_out_of_rows" else {}
-            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **named, **noted}
-        for kind, text in self.warnings().items():
-            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **named}
+        warnings = ((kind, text, {}) for kind, text in self.warnings().items())
+        for kind, text, counts in (*self._remarks(), *warnings):
+            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **named, **counts}
         if self._of_other_length:
             counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
             message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"

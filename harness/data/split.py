@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from harness.data.cache import cached_array
 from harness.data.order import mix
 from harness.data.pair import BLOCK, IndexedTokens, Masks
-from harness.data.token_files import ANY_LENGTH, ArrayFile, LeftOut, TokenBounds
+from harness.data.token_files import ANY_LENGTH, ArrayFile, TokenBounds
 from harness.errors import ConfigError
 
 SIDES = ("train", "held_out")
@@ -92,28 +93,30 @@ def write_splits(
     *,
     add_separator: bool,
     bounds: TokenBounds = ANY_LENGTH,
-) -> LeftOut:
-    """Write both sides, one block of documents at a time; return the counts of documents on
-    neither.
+) -> tuple[int, int]:
+    """Write both sides, one block of documents at a time; return how many documents are too short
+    and too long, which are on neither.
 
     A hash of its number alone decides whether a document is held out, independent of seed,
     tokenizer and `bounds`: no source trains on a document that another holds out. Each side gets at
     least one; the only document of a corpus is cut and its end held out. With `held_out` None
     nothing is held out.
     """
-    blocks = _Blocks(tokens, held_out, add_separator, bounds)
-    sizes, left_out = np.zeros(2, dtype=np.int64), LeftOut()
-    for block in blocks:
+    moved = {} if held_out is None else _moved(tokens.documents, held_out)
+    blocks = partial(_blocks, tokens, held_out, moved, add_separator, bounds)
+    sizes, left_out = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    for block in blocks():
         sizes += [np.count_nonzero(side) for side in block.sides]
         left_out += block.left_out
     paths = [folder / f"{name}.npy" for name in SIDES]
     with _SideFile(paths[0], int(sizes[0])) as train, _SideFile(paths[1], int(sizes[1])) as other:
-        for block in blocks:
+        for block in blocks():
             masked = np.diff(masks.before(block.starts))
             columns = (block.lengths, block.starts[:-1], block.numbers, masked)
             for side, chosen in zip((train, other), block.sides, strict=True):
                 side.add(*(column[chosen] for column in columns))
-    return left_out
+    shorter, longer = left_out.tolist()
+    return shorter, longer
 
 
 @dataclass(frozen=True)
@@ -126,47 +129,38 @@ class _Block:
     """Lengths in tokens, with separators."""
     numbers: NDArray[np.int64]
     sides: tuple[NDArray[np.bool_], NDArray[np.bool_]]
-    left_out: LeftOut
+    left_out: tuple[int, int]
 
 
-class _Blocks:
-    """The documents of a corpus with their sides, in blocks; can be iterated repeatedly."""
-
-    def __init__(
-        self, tokens: IndexedTokens, held_out: float | None, separator: bool, bounds: TokenBounds
-    ) -> None:
-        self._tokens, self._share, self._separator = tokens, held_out, separator
-        self._bounds = bounds
-        self._moved: dict[int, bool] = {}
-        """Side of the documents whose hash is overridden: True if held out, by number."""
-        if held_out is not None:
-            self._moved = _moved(tokens.documents, held_out)
-
-    def __iter__(self) -> Iterator[_Block]:
-        first = 0
-        for starts in self._tokens.starts():
-            numbers = first + np.arange(len(starts) - 1)
-            is_held_out = self._held_out(numbers)
-            first += len(numbers)
-            lengths = np.diff(starts) + self._separator
-            shorter, longer = self._bounds.outside(lengths)
-            inside = ~(shorter | longer)
-            left_out = LeftOut(int(shorter.sum()), int(longer.sum()))
-            if self._tokens.documents == 1 and self._share is not None:
-                cut = starts[1] - max(1, round(int(starts[1]) * self._share))
-                starts, numbers = np.insert(starts, 1, cut), numbers[[0, 0]]
-                is_held_out, inside = np.arange(2) > 0, inside[[0, 0]]
-                lengths = np.diff(starts) + self._separator
-            sides = (~is_held_out & inside, is_held_out & inside)
-            yield _Block(starts, lengths, numbers, sides, left_out)
-
-    def _held_out(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        if self._share is None:
-            return np.zeros(len(numbers), dtype=bool)
-        is_held_out = _hashes(numbers) < np.uint64(int(self._share * 2**64))
-        for number, is_moved in self._moved.items():
+def _blocks(
+    tokens: IndexedTokens,
+    share: float | None,
+    moved: Mapping[int, bool],
+    separator: bool,
+    bounds: TokenBounds,
+) -> Iterator[_Block]:
+    """Yield the documents of a corpus with their sides. `moved` holds the side of the documents
+    whose hash is overridden: True if held out, by number.
+    """
+    first = 0
+    for starts in tokens.starts():
+        numbers = first + np.arange(len(starts) - 1)
+        first += len(numbers)
+        is_held_out = np.zeros(len(numbers), dtype=bool)
+        if share is not None:
+            is_held_out = _hashes(numbers) < np.uint64(int(share * 2**64))
+        for number, is_moved in moved.items():
             is_held_out[numbers == number] = is_moved
-        return is_held_out
+        lengths = np.diff(starts) + separator
+        shorter, longer = bounds.outside(lengths)
+        inside = ~(shorter | longer)
+        if tokens.documents == 1 and share is not None:
+            cut = starts[1] - max(1, round(int(starts[1]) * share))
+            starts, numbers = np.insert(starts, 1, cut), numbers[[0, 0]]
+            is_held_out, inside = np.arange(2) > 0, inside[[0, 0]]
+            lengths = np.diff(starts) + separator
+        sides = (~is_held_out & inside, is_held_out & inside)
+        yield _Block(starts, lengths, numbers, sides, (int(shorter.sum()), int(longer.sum())))
 
 
 def _moved(documents: int, share: float) -> dict[int, bool]:

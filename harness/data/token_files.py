@@ -147,37 +147,17 @@ class TokenBounds:
 
     def text(self) -> str:
         """Return the bounds as text; "" if there are none."""
-        parts = [
-            f"data.{key}={value}"
-            for key, value in (("min_tokens", self.least), ("max_tokens", self.most))
-            if value is not None
-        ]
-        return ", ".join(parts)
+        bounds = {"data.min_tokens": self.least, "data.max_tokens": self.most}
+        return ", ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)
+
+    def left_out(self, shorter: int, longer: int) -> str:
+        """Return counts of documents that are not read, as text; "" if all are read."""
+        parts = [f"{shorter:,} shorter than {self.least:,} tokens"] if shorter else []
+        parts += [f"{longer:,} longer than {self.most:,} tokens"] if longer else []
+        return " and ".join(parts)
 
 
 ANY_LENGTH = TokenBounds()
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """Numbers of documents that are not read."""
-
-    shorter: int = 0
-    longer: int = 0
-
-    def __add__(self, other: LeftOut) -> LeftOut:
-        return LeftOut(self.shorter + other.shorter, self.longer + other.longer)
-
-    def text(self, bounds: TokenBounds) -> str:
-        """Return the counts as text; "" if all documents are read."""
-        parts = [
-            f"{count:,} {what} than {bound:,} tokens"
-            for count, what, bound in (
-                (self.shorter, "shorter", bounds.least), (self.longer, "longer", bounds.most),
-            )
-            if count
-        ]  # fmt: skip
-        return " and ".join(parts)
 
 
 _MOST_OPEN = 128  # shells usually allow 1024 open files per process

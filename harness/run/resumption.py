@@ -22,8 +22,9 @@ from harness.checkpoint.compatibility import (
 from harness.checkpoint.store import Checkpoint, checkpoint_of, fsync, is_run, newest_usable
 from harness.config.run_config import run_and_step
 from harness.data.batches import Stream
+from harness.data.order import reservoir
 from harness.data.packing import Document
-from harness.data.reservoir import reservoir, write_documents
+from harness.data.pair import write_documents
 from harness.data.tokenizer import tokenizer_hash
 from harness.engine.api import Engine
 from harness.errors import ConfigError, NoCheckpoint, Unusable

@@ -12,10 +12,8 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from harness.data.batches import Stream
-from harness.data.contiguous import Contiguous
-from harness.data.mix_order import MixOrder, Phase
-from harness.data.mixture import Mixture
+from harness.data.batches import Contiguous, Stream
+from harness.data.mixture import MixOrder, Mixture, Phase
 from harness.data.packed_documents import TooLong, WholeWindows, write_whole
 from harness.data.packing import Packed
 from harness.data.padded import Padded, Pools

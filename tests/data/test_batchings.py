@@ -15,10 +15,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from harness.config.batch import Curriculum, Slice
-from harness.data import contiguous
 from harness.data.batch import Batch
-from harness.data.batches import Stream, share_of_rank
-from harness.data.contiguous import Contiguous, HeldOutText
+from harness.data.batches import Contiguous, HeldOutText, Stream, share_of_rank
 from harness.data.packed_documents import TooLong
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded
@@ -304,7 +302,7 @@ def test_an_evaluation_reads_texts_on_and_counts_what_has_a_state(
     documents: Documents, asked: int, folders: Iterator[Path]
 ) -> None:
     packed = corpus_of(folders, documents).packed()
-    with mock.patch.object(contiguous, "LEAST_LENGTH", 3):
+    with mock.patch("harness.data.batches.LEAST_LENGTH", 3):
         stream = HeldOutText(packed, asked)
     rows, length = stream.at_once, stream.samples // stream.at_once
     assert min(asked, packed.num_windows) - rows < rows * length <= asked

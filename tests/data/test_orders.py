@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from harness.data import packed_documents
-from harness.data.mix_order import MOST_PERIOD, MixOrder, Phase, one_period, weights_of
-from harness.data.order import permute, round_keys, window_of
+from harness.data.mixture import MOST_PERIOD, MixOrder, Phase, one_period, weights_of
+from harness.data.order import permute, reservoir, round_keys, window_of
 from harness.data.packed_documents import BestFit
 from harness.data.padded import Pools, by_tokens
-from harness.data.reservoir import reservoir
 from tests.data.batchings import PROPERTY
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 5000).astype(np.int64).clip(1, 512)

@@ -15,8 +15,7 @@ from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
 from harness.data.build import build_data
 from harness.data.data import Data
-from harness.data.pair import IndexedTokens, load_masks, write_indexed
-from harness.data.reservoir import write_documents
+from harness.data.pair import IndexedTokens, load_masks, write_documents, write_indexed
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import tokenizer_hash
 from harness.errors import ConfigError

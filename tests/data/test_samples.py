@@ -13,8 +13,8 @@ import torch
 
 from harness.config.batch import Curriculum, Slice
 from harness.config.data_section import DataConfig
+from harness.data.batches import Contiguous, HeldOutText
 from harness.data.build import build_data
-from harness.data.contiguous import Contiguous, HeldOutText
 from harness.data.data import Data
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded

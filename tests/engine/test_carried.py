@@ -20,9 +20,8 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers import DynamicCache
 
-from harness.data import contiguous
 from harness.data.batch import Batch
-from harness.data.contiguous import Contiguous, HeldOutText
+from harness.data.batches import Contiguous, HeldOutText
 from harness.data.packing import Packed
 from harness.data.pair import NO_MASKS, IndexedTokens, write_indexed
 from harness.data.split import load_split, write_splits
@@ -369,7 +368,7 @@ def evaluated(engine: Engine, held_out: HeldOutText) -> float | None:
 def test_evaluations_carry_states_over_held_out_text(kind: str) -> None:
     """The loss is that of each text as one long window; training states are unaffected."""
     packed = stream((0, 5 * SEQ_LEN, 8 * SEQ_LEN + 3)).packed  # the second begins with a window
-    with mock.patch.object(contiguous, "LEAST_LENGTH", 6):
+    with mock.patch("harness.data.batches.LEAST_LENGTH", 6):
         held_out = HeldOutText(packed, 24)
     assert (held_out.at_once, held_out.samples) == (4, 24)
     engine, model, tokens = carrying("zero1", kind), plain_model(kind), torch.tensor(text())

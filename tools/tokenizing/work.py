@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 
 from harness.config.run_config import RunConfig
-from harness.data.build_tokenizer import build_tokenizer, cache_of
+from harness.data.build import build_tokenizer, cache_of
 from harness.data.cache import Report, locked
 from harness.data.corpus import Corpus
 from harness.data.pair import IndexedTokens
