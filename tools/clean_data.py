@@ -88,17 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _clean(args: argparse.Namespace) -> int:
-    recipe, problems = _checked(args)
-    if not problems:
-        from tools.cleaning.steps import why_no_text
-
-        corpus = _corpus(args)
-        if corpus.split:
-            say(f"{corpus.path}: {corpus.split_text}", sys.stderr)
-        if why := why_no_text(corpus):
-            problems.append(f"IN: {corpus.path} {why}")
-    if problems or recipe is None:
-        raise ConfigError(problems)
+    recipe, corpus = _checked(args)
     from tools.cleaning.pipeline import alone, empty, keep_identity, write_report
 
     pipeline = _pipeline(args, recipe, corpus)
@@ -136,7 +126,7 @@ def _clean(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
     """Write the tokens of the cleaned text. Raises ConfigError, OSError, WorkerFailed."""
     from harness.config.run_config import RunConfig
-    from tools.tokenizing.sources import Share, tokenized
+    from tools.tokenizing.work import Share, tokenized
 
     data = {"path": str(pipeline.data), "tokenizer": args.tokenizer}
     run, how = RunConfig.model_validate({"data": data}), Share(args.workers)
@@ -151,10 +141,12 @@ def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
         raise ConfigError([f"--tokenizer: {text}" for text in texts]) from error
 
 
-def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
-    """Return the recipe, and the problems that show without reading the corpus."""
+def _checked(args: argparse.Namespace) -> tuple[Recipe, Any]:
+    """Return the recipe and the corpus. Raises ConfigError with all problems."""
+    from harness.data.corpus import find_corpus
+
     problems: list[str] = []
-    recipe = None
+    recipe = corpus = None
     try:
         recipe = read_recipe(args.recipe, args.assignments)
     except ConfigError as error:
@@ -164,8 +156,9 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
     if args.workers < 1:
         problems.append(f"--workers is {args.workers}: it must be at least 1")
     if args.input is not None:
+        columns = {} if args.text is None else {"text": args.text}
         try:
-            _corpus(args)
+            corpus = find_corpus(args.input, columns=columns, split=args.split)
         except ConfigError as error:
             problems += [text.replace("data.split", "--split") for text in error.problems]
     if args.output is not None and args.output.exists() and not args.output.is_dir():
@@ -177,7 +170,15 @@ def _checked(args: argparse.Namespace) -> tuple[Recipe | None, list[str]]:
         from tools.slurm_queue import slurm_problems
 
         problems += slurm_problems()
-    return recipe, problems
+    if problems or recipe is None or corpus is None:
+        raise ConfigError(problems)
+    from tools.cleaning.steps import why_no_text
+
+    if corpus.split:
+        say(f"{corpus.path}: {corpus.split_text}", sys.stderr)
+    if why := why_no_text(corpus):
+        raise ConfigError(f"IN: {corpus.path} {why}")
+    return recipe, corpus
 
 
 def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
@@ -197,13 +198,6 @@ def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
     except ConfigError as error:
         return [text.replace("data.tokenizer: ", "--tokenizer: ", 1) for text in error.problems]
     return []
-
-
-def _corpus(args: argparse.Namespace) -> Any:
-    from harness.data.corpus import find_corpus
-
-    columns = {} if args.text is None else {"text": args.text}
-    return find_corpus(args.input, columns=columns, split=args.split)
 
 
 def _pipeline(args: argparse.Namespace, recipe: Recipe, corpus: Any) -> Pipeline:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -26,7 +27,6 @@ from harness.config.run_file import load_run_config
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
 from harness.terminal import HelpFormatter, say
-from tools.tokenizing.sources import Share, tokenized
 from tools.workers import Stopped, WorkerFailed, cores, stopping
 
 
@@ -82,15 +82,14 @@ def _tokenize(args: argparse.Namespace) -> int:
         problems.append(f"--out writes only the corpus of data.path: remove {names}")
     if problems:
         raise ConfigError(problems)
+    from tools.tokenizing.work import Share, tokenized  # imports torch
+
     share = Share(args.workers, args.task, args.tasks)
     trust = args.trust_remote_code
-    for line in tokenized(run, args.out, share, _to_stderr, trust_remote_code=trust):
+    report = partial(print, file=sys.stderr)
+    for line in tokenized(run, args.out, share, report, trust_remote_code=trust):
         say(line)
     return int(ExitCode.DONE)
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from harness.data.rendering import (
     is_written_as_python,
     with_arguments,
 )
+from harness.data.tokenizer import encode_with_offsets
 from harness.data.turn_places import NotFound, Place, TurnFinder
 from harness.errors import ConfigError
 from harness.files.chat import Chat
@@ -220,33 +221,23 @@ class ChatEncoder:
         with trained tokens, the separator and the white space before it are trained on too: a model
         that has not learned to write that white space never reaches the separator.
         """
-        if not chats:
-            return
-        encodings = self._tokenizer(
-            [chat.text for chat in chats],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        columns = (encodings["input_ids"], encodings["offset_mapping"], chats)
-        for ids, offsets, chat in zip(*columns, strict=True):
-            learned = tokens_of(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), chat.learned)
+        encoded = encode_with_offsets(self._tokenizer, [chat.text for chat in chats])
+        for (ids, offsets), chat in zip(encoded, chats, strict=True):
+            learned = tokens_of(offsets, chat.learned)
             if not self._is_closed(ids, offsets, chat.text):
                 ids.append(self._tokenizer.eos_token_id)
                 if chat.learned and chat.learned[-1][1] >= len(chat.text.rstrip()):
                     learned[-1] = (learned[-1][0], len(ids))
             yield Encoded(ids, learned, chat.notes)
 
-    def _is_closed(self, ids: list[int], offsets: list[tuple[int, int]], text: str) -> bool:
+    def _is_closed(self, ids: list[int], offsets: NDArray[np.int64], text: str) -> bool:
         """Return True if only white space follows the last special token and the template ends
         turns with one.
         """
         if not self._finder.closes_turns:
             return bool(ids) and ids[-1] == self._tokenizer.eos_token_id
         last = next((n for n in range(len(ids) - 1, -1, -1) if ids[n] in self._special), None)
-        return last is not None and not text[offsets[last][1] :].strip()
+        return last is not None and not text[int(offsets[last, 1]) :].strip()
 
 
 _BLOCK = "{% generation %}"

@@ -15,7 +15,6 @@ from harness.data.chat_tokens import ChatEncoder, Encoded, Rendered, tokens_of
 from harness.data.corpus import Corpus, Part
 from harness.data.tokenizer import (
     PIECES_AT_ONCE,
-    added_at_begin,
     encode,
     encode_with_offsets,
     joins_pieces,
@@ -44,13 +43,6 @@ class HowEncoded:
     """Ids prepended to every text document, as when serving; not trained on."""
     day: str | None = None
     """Date that a chat template writes; None: today."""
-
-    @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, learn: str, bos: str, day: str | None
-    ) -> HowEncoded:
-        """Return the settings for the given values of data.learn, data.bos and data.date."""
-        return cls(learn, added_at_begin(tokenizer) if bos == "auto" else (), day)
 
 
 class Encoder:
@@ -90,31 +82,25 @@ class Encoder:
 
     def _encode(self, documents: list[Chat | Ids | Piece]) -> list[Encoded | str]:
         """Return the ids of each document, or the problem with it."""
-        chats = [document for document in documents if isinstance(document, Chat)]
+        if self._chats is not None:  # all documents of a corpus are of one kind
+            return self._of_chats(
+                self._chats, [document for document in documents if isinstance(document, Chat)]
+            )
         pieces = [document for document in documents if isinstance(document, Piece)]
-        of_chats, of_pieces = iter(self._of_chats(chats)), iter(self._of_pieces(pieces))
-        results: list[Encoded | str] = []
-        for document in documents:
-            if isinstance(document, Ids):
-                results.append(self._of_ids(document))
-            else:
-                results.append(next(of_chats if isinstance(document, Chat) else of_pieces))
-        return results
+        rows = [document for document in documents if isinstance(document, Ids)]
+        return [*self._of_pieces(pieces), *map(self._of_ids, rows)]
 
-    def _of_chats(self, chats: list[Chat]) -> list[Encoded | str]:
+    def _of_chats(self, encoder: ChatEncoder, chats: list[Chat]) -> list[Encoded | str]:
         rendered: list[Rendered | str] = []
         for chat in chats:
-            assert self._chats is not None, "the first document says whether all are chats"
             try:
-                rendered.append(self._chats.render(chat))
+                rendered.append(encoder.render(chat))
             except ValueError as error:
                 rendered.append(str(error))
             except RecursionError:  # from a call's arguments
                 rendered.append("is nested too deeply")
-        if self._chats is None:
-            return []
         good = [result for result in rendered if not isinstance(result, str)]
-        encoded = self._chats.encode(good)
+        encoded = encoder.encode(good)
         return [result if isinstance(result, str) else next(encoded) for result in rendered]
 
     def _of_ids(self, document: Ids) -> Encoded | str:

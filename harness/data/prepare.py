@@ -57,14 +57,14 @@ class SplitFacts:
     """Documents that are skipped because they have more tokens than data.max_tokens."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
     """The size of a corpus or of a part of it."""
 
-    documents: int
-    characters: int
-    tokens: int
-    learned: int
+    documents: int = 0
+    characters: int = 0
+    tokens: int = 0
+    learned: int = 0
     """Tokens that are trained on."""
     notes: Notes = field(default_factory=Notes)
     """Content of its rows that is not read or not trained on."""
@@ -101,30 +101,27 @@ def encode_corpus(
     progress: Callable[[int], None],
 ) -> Counts:
     """Write the tokens and masks of the good lines; `progress` receives the characters so far."""
-    encoder = Encoder(corpus, tokenizer, how)
-    masks, documents, characters, tokens = MaskWriter(), 0, 0, 0
-    notes, learned = Notes(), 0
+    encoder, masks, counts = Encoder(corpus, tokenizer, how), MaskWriter(), Counts()
 
     def sequences() -> Iterator[tuple[list[int], bool]]:
         """Yield (ids of the next piece, True if its document ends there)."""
-        nonlocal documents, characters, tokens, learned
         for group in encoder.encoded(bad_lines):
             for part, encoded in group:
                 masks.add_learned(len(encoded.ids), encoded.learned)
-                notes.add(part.notes)
-                notes.add(encoded.notes)
-                documents += part.is_last
-                characters += part.num_characters
-                tokens += len(encoded.ids)
-                learned += sum(stop - start for start, stop in encoded.learned)
+                counts.notes.add(part.notes)
+                counts.notes.add(encoded.notes)
+                counts.documents += part.is_last
+                counts.characters += part.num_characters
+                counts.tokens += len(encoded.ids)
+                counts.learned += sum(stop - start for start, stop in encoded.learned)
                 yield encoded.ids, part.is_last
-            progress(characters)
+            progress(counts.characters)
             if bad_lines.are_enough:
                 break
 
     write_indexed(folder / TOKENS, vocab_size(tokenizer), sequences())
     masks.save(folder / MASKS)
-    return Counts(documents, characters, tokens, learned, notes)
+    return counts
 
 
 def write_notes(notes: Notes, folder: Path) -> None:

@@ -290,10 +290,10 @@ def with_arguments(messages: Sequence[Message], form: Arguments) -> list[Message
         return [*messages]
     made = []
     for message in messages:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _as_json(call)}}
-            for call in message.get("tool_calls", [])
-        ]
+        calls = []
+        for call in message.get("tool_calls", []):
+            arguments = _as_json(call["function"]["arguments"])
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
         made.append({**message, "tool_calls": calls} if calls else message)
     return made
 
@@ -303,16 +303,12 @@ def is_written_as_python(text: str, messages: Sequence[Message]) -> bool:
     calls = [call for message in messages for call in message.get("tool_calls", [])]
     arguments = [call["function"]["arguments"] for call in calls]
     return any(
-        argument and str(argument) in text and _as_json_of(argument) not in text
+        argument and str(argument) in text and _as_json(argument) not in text
         for argument in arguments
     )
 
 
-def _as_json(call: dict[str, Any]) -> str:
-    return _as_json_of(call["function"]["arguments"])
-
-
-def _as_json_of(arguments: object) -> str:
+def _as_json(arguments: object) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,15 +113,10 @@ class ShardedTokens:
         self.shards = shards_of(corpus, least_bytes)
         self._work = folder.with_name(f"{folder.name}.{len(self.shards)}-shards")
 
-    @property
-    def is_joined(self) -> bool:
-        """True if the tokens of the whole corpus exist."""
-        return self.folder.is_dir()
-
     def missing(self) -> list[int]:
         """Return the numbers of the unfinished shards."""
         finished = {path.name for path in self._work.glob("[0-9]*[0-9]")}
-        if self.is_joined:  # checked last: another task removes the shards after joining them
+        if self.folder.is_dir():  # checked last: another task removes the shards after joining them
             return []
         return [number for number in range(len(self.shards)) if _name(number) not in finished]
 
@@ -139,9 +135,7 @@ class ShardedTokens:
         counts = encode_corpus(corpus, self._tokenizer, self._how, folder, bad_lines, progress)
         settle_lines(corpus, bad_lines)
         write_notes(counts.notes, folder)
-        sizes = {
-            key: getattr(counts, key) for key in ("documents", "characters", "tokens", "learned")
-        }
+        sizes = {key: value for key, value in vars(counts).items() if key != "notes"}
         facts = {"counts": sizes, "bad_lines": bad_lines.as_json()}
         (folder / _FACTS).write_text(json.dumps(facts))
 
@@ -185,17 +179,13 @@ class ShardedTokens:
         shutil.rmtree(unwanted, ignore_errors=True)
 
     def _facts(self, folders: Sequence[Path]) -> tuple[Counts, BadLines]:
-        documents = characters = tokens = learned = 0
-        bad_lines, notes = self.corpus.bad_lines(), Notes()
+        sizes, bad_lines, notes = Counter[str](), self.corpus.bad_lines(), Notes()
         for folder in folders:
             notes.add(read_notes(folder))
             facts = json.loads((folder / _FACTS).read_text())
-            documents += facts["counts"]["documents"]
-            characters += facts["counts"]["characters"]
-            tokens += facts["counts"]["tokens"]
-            learned += facts["counts"]["learned"]
+            sizes.update(facts["counts"])
             bad_lines.merge(BadLines.from_json(facts["bad_lines"]))
-        return Counts(documents, characters, tokens, learned, notes), bad_lines
+        return Counts(**sizes, notes=notes), bad_lines
 
 
 def _name(number: int) -> str:

@@ -37,7 +37,7 @@ from harness.data.rendering import writes_date
 from harness.data.spec import DataSpec
 from harness.data.split import SIDES, load_split
 from harness.data.token_files import ANY_LENGTH, TokenBounds
-from harness.data.tokenizer import tokenizer_hash, vocab_size
+from harness.data.tokenizer import added_at_begin, tokenizer_hash, vocab_size
 from harness.data.turn_places import WITHOUT_END
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
@@ -302,8 +302,8 @@ def _masks_alone(begin: Sequence[int], tokens: IndexedTokens, masks: Masks) -> b
 
 def how_encoded(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> HowEncoded:
     """Return the settings that determine the ids of a source's documents."""
-    config = spec.config
-    return HowEncoded.of(tokenizer, config.learn, config.bos, config.date)
+    begin = added_at_begin(tokenizer) if spec.config.bos == "auto" else ()
+    return HowEncoded(spec.config.learn, begin, spec.config.date)
 
 
 def _writes_date(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -81,7 +81,8 @@ def documents(
 ) -> list[tuple[list[int], list[bool]]]:
     """Return the ids of each document, and which of them are learned."""
     bad_lines, read, ids, learned = BadLines(), [], list[int](), list[bool]()
-    encoder = Encoder(find_corpus(str(path)), tokenizer, HowEncoded.of(tokenizer, learn, bos, None))
+    begin = added_at_begin(tokenizer) if bos == "auto" else ()
+    encoder = Encoder(find_corpus(str(path)), tokenizer, HowEncoded(learn, begin))
     for group in encoder.encoded(bad_lines):
         for part, encoded in group:
             marks = np.zeros(len(encoded.ids), dtype=bool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,13 @@ def train(kind: str, corpus: Corpus, folder: Path, vocab_size: int, byte_fallbac
     ConfigError and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    KINDS[kind](corpus, folder, vocab_size, byte_fallback)
-
-
-def _sentencepiece(kind: str) -> Callable[[Corpus, Path, int, bool], None]:
-    def train(corpus: Corpus, folder: Path, vocab_size: int, byte_fallback: bool) -> None:
-        model = train_model(corpus, vocab_size, kind, byte_fallback)
-        backend = to_backend(model) if kind == "bpe" else to_unigram_backend(model)
-        write_tokenizer(wrap(backend), folder)
-        (folder / SENTENCEPIECE).write_bytes(model)
-
-    return train
+    if kind == "byte_bpe":
+        write_tokenizer(wrap(_byte_bpe(corpus, vocab_size)), folder)
+        return
+    model = train_model(corpus, vocab_size, kind, byte_fallback)
+    backend = to_backend(model) if kind == "bpe" else to_unigram_backend(model)
+    write_tokenizer(wrap(backend), folder)
+    (folder / SENTENCEPIECE).write_bytes(model)
 
 
 def to_unigram_backend(model: bytes) -> Tokenizer:
@@ -66,29 +61,21 @@ def to_unigram_backend(model: bytes) -> Tokenizer:
     return backend
 
 
-def _byte_bpe(corpus: Corpus, folder: Path, vocab_size: int, byte_fallback: bool) -> None:
+def _byte_bpe(corpus: Corpus, vocab_size: int) -> Tokenizer:
     """Train byte-level BPE with GPT-2's text splitting, in the library tokenizers; it encodes any
     text.
     """
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[UNK, BOS, EOS],
-        initial_alphabet=alphabet,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     sentences = [sentence for sentence in training_sentences(corpus) if sentence]
     if not sentences:
         raise ConfigError(f"IN: {corpus.path} holds no text to train a tokenizer on")
     backend.train_from_iterator(sentences, trainer)
-    write_tokenizer(wrap(backend), folder)
-
-
-KINDS: dict[str, Callable[[Corpus, Path, int, bool], None]] = {
-    "bpe": _sentencepiece("bpe"),
-    "unigram": _sentencepiece("unigram"),
-    "byte_bpe": _byte_bpe,
-}
+    return backend

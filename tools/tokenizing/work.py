@@ -1,8 +1,10 @@
-"""The corpora of a run config, as shards to tokenize."""
+"""Tokenizes the corpora of a run config in many processes, or one task's share of their shards."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -21,6 +23,7 @@ from harness.data.tokenizer import added_at_begin
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.plan.data import balanced, with_eval_splits
+from tools.workers import ProgressLine, cores, run_workers
 
 
 @dataclass(frozen=True)
@@ -153,3 +156,51 @@ class Work:
             return str(json.loads(self._facts().read_text())["made_from"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of the work that this process does."""
+
+    workers: int = cores()
+    task: int = 0
+    tasks: int = 1
+
+
+def tokenized(
+    run: RunConfig, out: Path | None, share: Share, report: Report, *, trust_remote_code: bool
+) -> Iterator[str]:
+    """Tokenize each source into the cache, or into OUT.bin and OUT.idx; yield a line about each.
+
+    Raises ConfigError, OSError and WorkerFailed.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    work = Work(run, out, report, trust_remote_code)
+    for source in work.sources():
+        tokens = source.tokens
+        _write_shards(tokens, work.missing(source), share)
+        if missing := work.missing(source):
+            yield (
+                f"{len(missing)} of {len(tokens.shards)} shards of {tokens.corpus.path} are left "
+                "to other tasks; the last one to end merges all"
+            )
+        else:
+            yield work.finish(source)
+
+
+def _write_shards(tokens: ShardedTokens, missing: list[int], assigned: Share) -> None:
+    """Tokenize a share of the missing shards."""
+    share = [number for number in missing if number % assigned.tasks == assigned.task]
+    if not share:
+        return
+    sizes = [shard.num_bytes for shard in tokens.shards]
+    total = sum(sizes[number] for number in range(assigned.task, len(sizes), assigned.tasks))
+    line = ProgressLine("tokenised", total, total - sum(sizes[number] for number in share))
+
+    def watch(done: dict[int, int]) -> None:
+        line.show(sum(min(count, sizes[number]) for number, count in done.items()))
+
+    try:
+        run_workers(tokens.write, share, assigned.workers, watch)
+    finally:
+        line.end()
