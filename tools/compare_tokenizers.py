@@ -173,20 +173,17 @@ def as_text(measured: list[Measured], hidden: int) -> str:
         f"{'tokenizer':<{width}}  {columns}",
     ]
     for measurement in measured:
-        embedding = f"{measurement.embedding_bytes(hidden) / 2**20:,.0f} MiB"
-        cells = (
-            *(
-                f"{measurement.vocab_size:,}",
-                f"{measurement.all.bytes_per_token:.3f}",
-                f"{measurement.all.fertility:.3f}",
-            ),
-            *(
-                f"{_saved(measurement, first):.1%}",
-                f"{measurement.all.unknown:,}",
-                f"{measurement.all.changed:,}",
-            ),
-            *(f"{len(measurement.used) / measurement.vocab_size:.0%}", embedding),
-        )
+        counts = measurement.all
+        cells = [
+            f"{measurement.vocab_size:,}",
+            f"{counts.bytes_per_token:.3f}",
+            f"{counts.fertility:.3f}",
+            f"{_saved(measurement, first):.1%}",
+            f"{counts.unknown:,}",
+            f"{counts.changed:,}",
+            f"{len(measurement.used) / measurement.vocab_size:.0%}",
+            f"{measurement.embedding_bytes(hidden) / 2**20:,.0f} MiB",
+        ]
         row = "  ".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
         lines.append(f"{measurement.name:<{width}}  {row}")
     lines += [
@@ -219,18 +216,14 @@ def drawn(measured: list[Measured]) -> Figure:
     each = 0.8 / len(measured)
     for number, measurement in enumerate(measured):
         places = [place - 0.4 + each * (number + 0.5) for place in range(len(groups))]
-        colour = SERIES[number % len(SERIES)].light
-        label = f"{measurement.name} ({measurement.vocab_size:,})"
-        long = [measurement.by_group[name].bytes_per_token for name in groups]
-        upper.bar(places, long, each * 0.9, color=colour, label=label)
-        fertility = [measurement.by_group[name].fertility for name in groups]
-        lower.bar(places, fertility, each * 0.9, color=colour)
-        for place, value in zip(places, long, strict=True):
-            upper.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points",
-                           ha="center", fontsize=7)  # fmt: skip
-        for place, value in zip(places, fertility, strict=True):
-            lower.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points",
-                           ha="center", fontsize=7)  # fmt: skip
+        how = {
+            "color": SERIES[number % len(SERIES)].light,
+            "label": f"{measurement.name} ({measurement.vocab_size:,})",
+        }
+        for axis, key in ((upper, "bytes_per_token"), (lower, "fertility")):
+            values = [getattr(measurement.by_group[name], key) for name in groups]
+            bars = axis.bar(places, values, each * 0.9, **how)
+            axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
     upper.set_title("Bytes per token (more means shorter sequences)")
     lower.set_title("Tokens per word (fertility)")
     lower.set_xticks(range(len(groups)), groups)

@@ -54,27 +54,18 @@ def main(argv: list[str]) -> int:
             parser.error(f"{arguments.run} has no plan.json: it is not a run folder")
         run, model_config = _planned(plan, folder.plan_path)
         events = folder.read_events()
-    except ConfigError as error:
-        say(f"cannot show: {error}", sys.stderr)
-        return int(error.code)
-    spec = DataSpec.of_run(
-        run,
-        model_config,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    try:
+        trust = arguments.trust_remote_code
+        spec = DataSpec.of_run(run, model_config, trust_remote_code=trust)
         data = build_data(spec, lambda line: print(line, file=sys.stderr))
+        planned = plan.get("data_fingerprint", data.fingerprint)
+        if not same_data(planned, data.fingerprint):
+            raise ConfigError(
+                "the data has changed since the run: fingerprint "
+                f"{data.fingerprint[:16]}, planned with {planned[:16]}"
+            )
     except ConfigError as error:
         say(f"cannot show: {error}", sys.stderr)
         return int(error.code)
-    planned = plan.get("data_fingerprint", data.fingerprint)
-    if not same_data(planned, data.fingerprint):
-        say(
-            f"cannot show: the data has changed since the run: fingerprint {data.fingerprint[:16]}"
-            f", planned with {planned[:16]}",
-            sys.stderr,
-        )
-        return int(ConfigError.code)
     step, curriculum = arguments.step, run.curriculum
     first = first_sample_of(events, step, curriculum)
     reads = curriculum.at(first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -98,17 +98,16 @@ class Corpus(CorpusFiles):
         for file in self.files:
             try:
                 for part in self._parts_of(file, bad_lines):
-                    line = part.line
-                    first = first or (part.kind, f"{file}:{line}")
+                    first = first or (part.kind, f"{file}:{part.line}")
                     if part.kind == first[0]:
                         yield part
-                    else:
-                        text = why_not_mixed(part.kind, first)
-                        if part.record is None:
-                            bad_lines.add(file, f"it {text}")
-                            break
-                        if part.is_last:
-                            bad_lines.add(file, text, line)
+                        continue
+                    text = why_not_mixed(part.kind, first)
+                    if part.record is None:
+                        bad_lines.add(file, f"it {text}")
+                        break
+                    if part.is_last:
+                        bad_lines.add(file, text, part.line)
             except UnicodeDecodeError as error:
                 bad_lines.add(file, f"{error}; it {why_not_utf_8(file)}")
             except OSError as error:
@@ -152,9 +151,10 @@ class Corpus(CorpusFiles):
     @cached_property
     def first_document(self) -> tuple[str, str] | None:
         """Kind and location of the first document; None if there is no document."""
-        if self.leading is not None or self._first_part is None:
+        if self.leading is not None or self.kind != "text":
             return self.leading
-        return self._first_part.kind, f"{self._first_part.file}:{self._first_part.line}"
+        part = next(self.parts(self.bad_lines()), None)
+        return part and (part.kind, f"{part.file}:{part.line}")
 
     @property
     def note(self) -> str:
@@ -167,12 +167,6 @@ class Corpus(CorpusFiles):
         for part in self.parts(self.bad_lines()) if self.holds_chats else ():
             if isinstance(part.document, Chat):
                 yield part.document
-
-    @cached_property
-    def _first_part(self) -> Part | None:
-        """First part of the first document, without its record; None unless files are text."""
-        part = next(self.parts(self.bad_lines()), None) if self.kind == "text" else None
-        return part and replace(part, record=None)
 
     def pieces(self) -> Iterator[Piece]:
         """Yield every document in order, as pieces. Conversations come without a template; a prompt

@@ -16,7 +16,7 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline import dedup, filters
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.decont.n_grams import NGramsDecontFilter
+from datatrove.pipeline.decont.n_grams import NGramsDecontConfig, NGramsDecontFilter
 from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.pipeline.writers import JsonlWriter
@@ -158,7 +158,8 @@ class Pipeline:
             file = recipe.bad_words.file
             return own.BadWords(Path(file) if file else own.BANNED_WORDS, excluded)
         if name == "decontaminate":
-            config = own.n_grams_config(recipe.decontaminate.n_grams)
+            n_grams = recipe.decontaminate.n_grams
+            config = NGramsDecontConfig(n_grams=n_grams, hash_config=HASHES)
             return NGramsDecontFilter(str(self.work / "n-grams"), config, excluded, words)
         kinds = {
             "gopher_repetition": filters.GopherRepetitionFilter,

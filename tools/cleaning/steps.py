@@ -186,15 +186,11 @@ class RegexWords(WordTokenizer):
 
     def sent_tokenize(self, text: str) -> list[str]:
         """Return sentences without surrounding whitespace."""
-        return [stripped for a, b in self._spans(text) if (stripped := text[a:b].strip())]
+        return [text[start:end].strip() for start, end in self.span_tokenize(text)]
 
     def span_tokenize(self, text: str) -> list[tuple[int, int]]:
         """Return the (start, end) of each sentence that is not blank."""
-        return [(a, b) for a, b in self._spans(text) if text[a:b].strip()]
-
-    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
-        for sentence in _SENTENCE.finditer(text):
-            yield sentence.span()
+        return [found.span() for found in _SENTENCE.finditer(text) if found[0].strip()]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RegexWords)
@@ -232,9 +228,7 @@ class Urls(URLFilter):
 
 
 class Language(BaseFilter):
-    """Keeps documents in the given languages, like datatrove's LanguageFilter; the model is a
-    file.
-    """
+    """Keeps documents in the given languages by a fastText model from a file."""
 
     name = "language"
 
@@ -370,17 +364,12 @@ def _is_ipv6(only_public: bool) -> Callable[[str], bool]:
     return is_address
 
 
-def n_grams_config(n: int) -> NGramsDecontConfig:
-    """Return the settings of index and filter for n-grams of `n` words."""
-    return NGramsDecontConfig(n_grams=n, hash_config=HASHES)
-
-
 def write_n_grams(files: list[str], n: int, words: str, folder: Path) -> None:
     """Write the index of evaluation data that datatrove's NGramsDecontFilter reads.
 
     datatrove's own indexer needs lighteval and a network connection.
     """
-    config = n_grams_config(n)
+    config = NGramsDecontConfig(n_grams=n, hash_config=HASHES)
     hash_of, tokenizer = create_hash_func(config.hash_config), load_word_tokenizer(words_of(words))
     for number, file in enumerate(files):
         hashes: set[int] = set()

@@ -85,11 +85,9 @@ class Measured:
         """Counts of all groups together."""
         return self.by_group[ALL]
 
-    def embedding_bytes(self, hidden: int, bytes_each: int = 2) -> int:
-        """Return the embedding's size in bytes for a model of that hidden size, by default in
-        bf16.
-        """
-        return self.vocab_size * hidden * bytes_each
+    def embedding_bytes(self, hidden: int) -> int:
+        """Return the embedding's size in bytes in bf16 for a model of that hidden size."""
+        return self.vocab_size * hidden * 2
 
 
 def measure(name: str, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> Measured:

@@ -61,7 +61,7 @@ class Work:
             if corpus.kind == "indexed":
                 self._report(f"{corpus.path} already holds token ids")
                 continue
-            if spec.config.date is None and self._writes_date(corpus):
+            if spec.config.date is None and corpus.holds_chats and writes_date(self._tokenizer):
                 problems.append(
                     f"data.date: the chat template writes the date into {corpus.path}, which is "
                     f"that of the run: set it here and for the run, as data.date={date.today()}"
@@ -79,15 +79,12 @@ class Work:
             raise ConfigError(problems)
         return sources
 
-    def _writes_date(self, corpus: Corpus) -> bool:
-        return corpus.holds_chats and writes_date(self._tokenizer)
-
     def _problems_of_out(self, corpus: Corpus, spec: DataSpec, key: str) -> list[str]:
         problems = []
         first = next(corpus.parts(corpus.bad_lines()), None)
         if first and spec.config.learn != "all":
             is_chat = isinstance(first.document, Chat)
-            if isinstance(first.document, Chat) or not first.document.is_learned:
+            if is_chat or not first.document.is_learned:
                 kind = "conversations" if is_chat else "prompts and completions"
                 problems.append(
                     f"--out {self._out}: {corpus.path} holds {kind}, and a .bin/.idx cannot say "
@@ -102,9 +99,7 @@ class Work:
         return problems
 
     def finish(self, source: TextSource) -> str:
-        """Join the shards of a source into the files that training reads; return a line about
-        them.
-        """
+        """Join the shards of a source into the files that training reads; return a line."""
         tokens = source.tokens
         if self._out is None:
             tokens.join(self._report)
