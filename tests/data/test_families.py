@@ -1,13 +1,10 @@
-"""The chat templates of 21 families, each with a small tokenizer: ids equal apply_chat_template's,
-and learned tokens are identified by words that occur in only one turn.
-"""
+"""Templates of 21 families: ids are apply_chat_template's; words that occur once tell the turns."""
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from harness.data.chat_tokens import ChatEncoder
+from harness.data.rendering import with_arguments
 from harness.data.tokenizer_files import SpecialIds
 from harness.files.chat import chat_of
 from harness.files.turns import turns_of
@@ -35,11 +33,11 @@ class Family:
 
     name: str
     eos: str
-    ends: tuple[str, ...]
     prompt: str
-    calls: str
-    arguments: str
-    thoughts: str
+    ends: Sequence[str]
+    calls: str = "written"
+    arguments: str = "object"
+    thoughts: str = "lost"
     bos: str | None = None
     markers: str = "tokens"
 
@@ -49,7 +47,7 @@ class Family:
 
 
 FAMILIES = {
-    name: Family(name, **{**row, "ends": tuple(row["ends"])})
+    name: Family(name, **{"ends": [row["eos"]], **row})
     for name, row in tomllib.loads((TEMPLATES / "families.toml").read_text()).items()
 }
 
@@ -146,28 +144,6 @@ CONVERSATIONS: dict[str, Turns] = {
 WITH_TOOLS = ("tools", "text beside a call", "thoughts and tools")
 
 
-def given(family: Family, turns: Turns) -> Turns:
-    """Return the turns in the form that the family's template accepts."""
-    if family.arguments == "object":
-        return turns
-    return [with_text(turn) for turn in turns]
-
-
-def with_text(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn whose calls have their arguments as text, as in OpenAI's format."""
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"]),
-            },
-        }
-        for call in turn.get("tool_calls", [])
-    ]
-    return {**turn, "tool_calls": calls} if calls else turn
-
-
 class Read:
     """A conversation of a family: its text, and which characters are learned."""
 
@@ -175,14 +151,15 @@ class Read:
         self, name: str, turns: Turns, tools: Any = None, learn: str = "assistant"
     ) -> None:
         self.family, self.tokenizer, self.turns = FAMILIES[name], tokenizer_of(name), turns
-        chat = chat_of(turns_of([with_text(turn) for turn in turns], "messages"), tools)
+        # Rows have arguments as text, as in OpenAI's format.
+        chat = chat_of(turns_of(with_arguments(turns, "text"), "messages"), tools)
         encoder = ChatEncoder(self.tokenizer, learn)
         rendered = encoder.render(chat)
         self.notes = [note for _, note in rendered.notes]
         (encoded,) = encoder.encode([rendered])
         self.ids = encoded.ids
-        how = {"tools": tools, "tokenize": False}
-        self.text = self.tokenizer.apply_chat_template(given(self.family, turns), **how)
+        given = with_arguments(turns, self.family.arguments)
+        self.text = self.tokenizer.apply_chat_template(given, tools=tools, tokenize=False)
         self.plain = self.tokenizer(
             self.text, add_special_tokens=False, return_offsets_mapping=True
         )
@@ -210,23 +187,17 @@ class Read:
         assert self.ids == [*self.plain["input_ids"], *more]
 
     def check_turn(self, words: list[str], place: int) -> None:
-        """Assert that a whole turn is learned, from the end of the prompt to the end of the
-        turn.
-        """
+        """Assert that a turn is learned from the end of the prompt to its own end."""
         at = self.places(words[-1])[place]
         start, stop = next(run for run in self.runs() if run[0] <= at.start < run[1])
         prompts = (self.family.prompt, re.sub(r"<think>\s*$", "", self.family.prompt))
         behind_result = self.text[:start].endswith(("output▁end\uff5c>", "outputs▁end\uff5c>"))
         assert behind_result or self.text[:start].endswith(prompts)
-        assert not any(
-            prompt and prompt in self.text[start:stop]
-            for prompt in prompts[:1]
-            if self.family.name != "gptoss"
-        )
+        if self.family.prompt and self.family.name != "gptoss":
+            assert self.family.prompt not in self.text[start:stop]
         ends = [self.text.find(end, at.stop) for end in self.family.ends]
-        found = [
-            (found, end) for found, end in zip(ends, self.family.ends, strict=True) if found >= 0
-        ]
+        places = zip(ends, self.family.ends, strict=True)
+        found = [(place, end) for place, end in places if place >= 0]
         if not found:
             assert stop == len(self.text)
             assert not self.is_closed
