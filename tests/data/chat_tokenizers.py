@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from harness.data.rendering import set_template
+from harness.data.rendering import set_template, with_arguments
 
 WORDS = [
     *("the", "answer", "of", "a", "question", "is", "what", "tools", "say:", "42,"),
@@ -56,8 +58,15 @@ STYLES = {
 }
 
 
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of a style, with its template."""
+def tokenizer_of(name: str, template: str | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a style, with its template or another one."""
+    tokenizer = deepcopy(_trained(name))
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
+@cache
+def _trained(name: str) -> PreTrainedTokenizerFast:
     style = STYLES[name]
     special = ["<bos>", "<unk>", *style.special]
     backend = Tokenizer(models.BPE(unk_token="<unk>" if style.is_metaspace else None))
@@ -107,18 +116,11 @@ def chats(count: int, *, tools: bool, seed: int = 0) -> Iterator[list[dict[str, 
 
 
 def write_chats(path: Path, count: int, *, tools: bool) -> list[dict[str, Any]]:
-    """Write conversations as JSON lines; arguments of calls are JSON text, as in OpenAI's
-    format.
-    """
-    records = []
-    with path.open("w") as file:
-        for turns in chats(count, tools=tools):
-            record = {"messages": turns, **({"tools": TOOLS} if tools else {})}
-            records.append(record)
-            text = json.loads(json.dumps(record))
-            for turn in text["messages"]:
-                for call in turn.get("tool_calls", []):
-                    function = call["function"]
-                    function["arguments"] = json.dumps(function["arguments"])
-            file.write(json.dumps(text) + "\n")
+    """Write conversations as JSON lines; arguments of calls are text, as in OpenAI's format."""
+    records = [
+        {"messages": turns, **({"tools": TOOLS} if tools else {})}
+        for turns in chats(count, tools=tools)
+    ]
+    texts = [{**row, "messages": with_arguments(row["messages"], "text")} for row in records]
+    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
     return records

@@ -15,8 +15,8 @@ from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.plan.data import balanced
 from harness.plan.glances import glance
-from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.test_build import opened, refused
+from tests.data.test_chats import BOT, USER
 from tests.files.test_contents import as_parquet
 from tests.report.runs import write_run
 
@@ -128,7 +128,7 @@ def test_data_without_bad_rows_is_the_same(tmp_path: Path, tokenizer_dir: str) -
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.json", "chats.jsonl"])
-def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
+def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str, chatml_dir: str) -> None:
     path, records = tmp_path / name, [record(number) for number in range(40)]
     if name == "a.csv":
         rows = [f'"{record["text"]}";{record["l"]}' for record in records]
@@ -137,13 +137,7 @@ def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
         lines = (4, 7, 8)
     elif name == "chats.jsonl":
         chats: list[Any] = [
-            {
-                "messages": [
-                    {"role": "user", "content": "hi"},
-                    {"role": "assistant", "content": text},
-                ]
-            }
-            for text in (record["text"] for record in records)
+            {"messages": [USER, {**BOT, "content": record["text"]}]} for record in records
         ]
         chats[4]["messages"][1]["content"] = ""
         chats[5] = {"text": "no chat"}
@@ -156,8 +150,7 @@ def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str) -> None:
         is_table = name == "a.parquet"
         path.write_bytes(as_parquet(records) if is_table else json.dumps(records).encode())
         lines = (2,)
-    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
-    data = opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"), bad_rows="skip")
+    data = opened(path, tmp_path, tokenizer=chatml_dir, bad_rows="skip")
     assert data.documents == 37
     (event,) = (event for event in data.events() if event["kind"] == "bad_rows")
     assert (event["skipped"], event["rows"]) == (3, 40)

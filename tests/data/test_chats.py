@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from harness.errors import ConfigError
 from harness.files.chat import Chat
 from tests.data.chat_tokenizers import STYLES, TOOLS, chats, tokenizer_of, write_chats
 
+USER, BOT = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
 style = pytest.mark.parametrize("style", STYLES)
-tokenizer_of_style = cache(tokenizer_of)
 
 
 def encoded(
@@ -53,9 +52,9 @@ def by_transformers(
 
 def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """Return the tokenizer with a template that does not mark the assistant's part of a turn."""
-    copy = tokenizer_of(next(name for name in STYLES if STYLES[name].eos == tokenizer.eos_token))
     template, marks = re.subn(r"\{%-?\s*(end)?generation\s*-?%\}", "", tokenizer.chat_template)
     assert marks == 2
+    copy = deepcopy(tokenizer)
     copy.chat_template = re.sub(r"\n\s*\n", "\n", template)
     return copy
 
@@ -66,7 +65,7 @@ def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast
 def test_tokens_and_masks_are_those_of_transformers(
     style: str, tools: object, has_marks: bool
 ) -> None:
-    tokenizer = tokenizer_of_style(style)
+    tokenizer = tokenizer_of(style)
     masked = tokenizer if has_marks else without_marks(tokenizer)
     end = tokenizer.convert_tokens_to_ids(STYLES[style].end)
     for turns in chats(20, tools=tools is not None):
@@ -86,7 +85,7 @@ def test_tokens_and_masks_are_those_of_transformers(
 
 @style
 def test_a_run_reads_what_transformers_gives(tmp_path: Path, style: str) -> None:
-    tokenizer = tokenizer_of_style(style)
+    tokenizer = tokenizer_of(style)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     records = write_chats(tmp_path / "chats.jsonl", 40, tools=True)
     data = opened(tmp_path / "chats.jsonl", tmp_path, tokenizer=str(tmp_path / "tokenizer"))
@@ -101,16 +100,6 @@ def test_a_run_reads_what_transformers_gives(tmp_path: Path, style: str) -> None
     assert (batch.labels != -100).sum() == data.train.targets_in(0, data.train.samples)
     assert 0 < (batch.labels != -100).sum() < batch.labels.numel()
     assert batch.position_ids is not None  # conversations do not see each other
-
-
-@style
-def test_an_end_that_pads_too_is_learned(style: str) -> None:
-    tokenizer = deepcopy(tokenizer_of_style(style))
-    for turns in chats(5, tools=True):
-        expected = encoded(tokenizer, Chat(turns, TOOLS))
-        for pad in (None, tokenizer.eos_token, STYLES[style].end):
-            tokenizer.pad_token = pad
-            assert encoded(tokenizer, Chat(turns, TOOLS)) == expected
 
 
 def opened(path: Path, tmp_path: Path, **options: Any) -> Data:
@@ -132,7 +121,7 @@ def stored(tmp_path: Path) -> tuple[list[list[int]], list[list[int]]]:
 @style
 @pytest.mark.parametrize("has_marks", [True, False])
 def test_the_last_turn_alone_or_all_are_learned(style: str, has_marks: bool) -> None:
-    tokenizer = tokenizer_of_style(style)
+    tokenizer = tokenizer_of(style)
     masked = tokenizer if has_marks else without_marks(tokenizer)
     for turns in chats(20, tools=True):
         ids, mask = by_transformers(tokenizer, turns, TOOLS)
@@ -147,8 +136,8 @@ def test_the_last_turn_alone_or_all_are_learned(style: str, has_marks: bool) -> 
 
 @style
 def test_generation_ends_with_a_turn(style: str) -> None:
-    ids = SpecialIds.of(tokenizer_of_style(style))
-    end = tokenizer_of_style(style).convert_tokens_to_ids(STYLES[style].end)
+    ids = SpecialIds.of(tokenizer_of(style))
+    end = tokenizer_of(style).convert_tokens_to_ids(STYLES[style].end)
     after = ids.in_place_of({"eos_token_id": None})["eos_token_id"]
     assert after == (ids.eos if ids.eos == end else [ids.eos, end])
     plain = tokenizer_of(style)
@@ -171,62 +160,103 @@ def learned_text(tokenizer: PreTrainedTokenizerFast, chat: Chat, learn: str = "a
     return tokenizer.decode([token for token, is_own in zip(ids, mask, strict=True) if is_own])
 
 
-def test_turns_are_learned_as_a_template_rewrites_them() -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = THINKING
-    turn = {"role": "assistant", "content": "<think>so</think>yes"}
-    user = {"role": "user", "content": "ok"}
-    chat = Chat([user, turn, user, turn])
-    assert learned_text(tokenizer, chat) == "yes<|im_end|><think>so</think>yes<|im_end|>"
-    assert learned_text(tokenizer, chat, "last") == "<think>so</think>yes<|im_end|>"
-    tokenizer.chat_template = THINKING.replace("{{- '<|im_start|>assistant", "{{- '<|bot|>")
-    with pytest.raises(ValueError, match="does not begin with its generation prompt"):
-        encoded(tokenizer, Chat([user, turn]))
-
-
-@pytest.mark.parametrize("looks", ["content.endswith('ok')", "content.startswith('ok')"])
-def test_turns_are_found_where_a_template_looks_into_texts(looks: str) -> None:
-    tokenizer = tokenizer_of("chatml")
+def thinking(text: str, looks: str = "false") -> tuple[str, list[dict[str, Any]]]:
+    """Return a template that looks into texts and writes thoughts in the last turn alone; and
+    turns.
+    """
     begin = "{%- for m in messages %}"
-    looking = "{%- set content = m.content %}{{ '*' if LOOKS else '' }}".replace("LOOKS", looks)
-    tokenizer.chat_template = THINKING.replace(begin, begin + looking)
+    looking = f"{{%- set content = m.content %}}{{{{ '*' if {looks} else '' }}}}"
+    turn = {"role": "assistant", "content": f"<think>so</think>{text}"}
     user = {"role": "user", "content": "ok ok"}
-    turn = {"role": "assistant", "content": "<think>so</think>yes"}
-    chat = Chat([user, turn, user, turn])
-    assert learned_text(tokenizer, chat) == "yes<|im_end|><think>so</think>yes<|im_end|>"
+    return THINKING.replace(begin, begin + looking), [user, turn, user, turn]
 
 
-def test_a_turn_of_nothing_but_tags_is_found() -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = THINKING
-    turn = {"role": "assistant", "content": "<think>so</think><safe>"}
-    chat = Chat([USER, turn, USER, turn])
-    assert learned_text(tokenizer, chat) == "<safe><|im_end|><think>so</think><safe><|im_end|>"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+ROLES = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' + ARGUMENTS }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}" + PROMPT
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+CALLED = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+BLOCKS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}" + PROMPT
+)
+PLAIN = (
+    "{% for m in messages %}{{ m.role + ':\\n' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
+TEXTS = {
+    "rewritten turns": (*thinking("yes"), "yes<|im_end|><think>so</think>yes<|im_end|>"),
+    "looks at ends": (
+        *thinking("yes", "content.endswith('ok')"),
+        "yes<|im_end|><think>so</think>yes<|im_end|>",
+    ),
+    "looks at starts": (
+        *thinking("yes", "content.startswith('ok')"),
+        "yes<|im_end|><think>so</think>yes<|im_end|>",
+    ),
+    "a turn of tags": (*thinking("<safe>"), "<safe><|im_end|><think>so</think><safe><|im_end|>"),
+    "role markers within blocks": (BLOCKS, [USER, BOT] * 2, "b.<|im_end|>" * 2),
+    # The next role ends a turn where the template writes no end, and the separator the document.
+    "no ends": (ROLES + PROMPT, [USER, BOT] * 2, "b.<|im_start|>b.<|im_end|>"),
+    "no end before a user": (ROLES + PROMPT, [USER, BOT, USER], "b.<|im_start|>"),
+    "no special token": (PLAIN, [USER, BOT], "b.\n<|im_end|>"),
+    # Arguments are given as an object, or as text where the template would quote, reject or write
+    # it as Python.
+    **{
+        arguments: (
+            CALLS.replace("ARGUMENTS", f"call.function.arguments{arguments}"),
+            CALLED,
+            '<call>add {"a": 1, "b": "é"}<|im_end|>',
+        )
+        for arguments in (" | tojson", "", " | string")
+    },
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_turns_are_learned_as_a_template_writes_them(name: str) -> None:
+    template, turns, learned = TEXTS[name]
+    tokenizer = tokenizer_of("chatml", template)
+    assert learned_text(tokenizer, Chat(turns)) == learned
+    ids, _ = encoded(tokenizer, Chat(turns))
+    assert tokenizer.decode(ids).rstrip().endswith("<|im_end|>")  # it ends the document
+
+
+def test_a_turn_that_no_prompt_begins_is_refused() -> None:
+    template, turns = thinking("yes")
+    assert learned_text(tokenizer_of("chatml", template), Chat(turns), "last") == (
+        "<think>so</think>yes<|im_end|>"
+    )
+    other = template.replace("{{- '<|im_start|>assistant", "{{- '<|bot|>")
+    with pytest.raises(ValueError, match="does not begin with its generation prompt"):
+        encoded(tokenizer_of("chatml", other), Chat(turns[:2]))
 
 
 def test_a_text_that_a_template_changes_is_counted() -> None:
-    tokenizer = without_marks(tokenizer_of_style("chatml"))
-    tokenizer.chat_template = THINKING.replace("m.content }}", "m.content | upper }}")
+    tokenizer = tokenizer_of("chatml", THINKING.replace("m.content }}", "m.content | upper }}"))
     rendered = ChatEncoder(tokenizer, "assistant").render(Chat([USER, BOT]))
     assert rendered.notes == [("turns", "assistant turns whose text the template changes")]
 
 
 def test_keys_that_a_template_names_for_others_are_counted() -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
-    encoder = ChatEncoder(tokenizer, "assistant")
-    rendered = encoder.render(Chat([{**USER, "name": "Bo"}, BOT]))
-    assert rendered.notes == [("keys", "name")]
-    reads = tokenizer.chat_template.replace("m.role +", "(m.name or m.role) +", 1)
-    tokenizer.chat_template = reads
-    assert encoder.render(Chat([{**USER, "name": "Bo"}, BOT])).notes == []
+    chat = Chat([{**USER, "name": "Bo"}, BOT])
+    template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
+    reads = template.replace("m.role +", "(m.name or m.role) +", 1)
+    for each, notes in ((template, [("keys", "name")]), (reads, [])):
+        encoder = ChatEncoder(tokenizer_of("chatml", each), "assistant")
+        assert encoder.render(chat).notes == notes
 
 
 def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
-    tokenizer = without_marks(tokenizer_of_style("chatml"))
     said = [{"role": "assistant", "content": word} for word in ("one", "two", "three")]
     messages = [message for turn in said for message in (USER, turn)]
-    for masked in (tokenizer, tokenizer_of_style("chatml")):
+    for masked in (tokenizer_of("chatml"), without_marks(tokenizer_of("chatml"))):
         chat = Chat(messages, unlearned=frozenset({3}))
         assert learned_text(masked, chat) == "one<|im_end|>three<|im_end|>"
         everything = masked.apply_chat_template(messages, tokenize=False)
@@ -236,68 +266,16 @@ def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
         assert learned_text(masked, Chat(messages, prompt=4), "all") == everything
 
 
-def test_role_markers_within_generation_blocks_are_not_learned() -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-        "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
-        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    assert learned_text(tokenizer, Chat([USER, BOT, USER, BOT])) == "b.<|im_end|>" * 2
-
-
-ROLES = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
-
-
-def test_the_next_role_ends_a_turn_where_the_template_writes_no_end() -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = (
-        ROLES + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    assert learned_text(tokenizer, Chat([USER, BOT, USER, BOT])) == "b.<|im_start|>b.<|im_end|>"
-    ids, mask = encoded(tokenizer, Chat([USER, BOT, USER]))
-    assert tokenizer.decode(ids[-1]) == "<|im_end|>"  # it ends the document
-    assert learned_text(tokenizer, Chat([USER, BOT, USER])) == "b.<|im_start|>"
-    assert not mask[-1]
-
-
-CALLS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' + ARGUMENTS }}"
-    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "call.function.arguments | tojson",  # an object; text would be quoted
-        "call.function.arguments",  # text; an object raises
-        "call.function.arguments | string",  # text; an object would be Python's
-    ],
-)
-def test_arguments_are_given_as_the_template_takes_them(arguments: str) -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = CALLS.replace("ARGUMENTS", arguments)
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
-    turns = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert learned_text(tokenizer, Chat(turns)) == '<call>add {"a": 1, "b": "é"}<|im_end|>'
-
-
 def test_what_a_template_leaves_out_is_counted_and_said(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
+    tmp_path: Path, write_jsonl: Callable[..., Path], chatml_dir: str
 ) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(CALLS.replace("{% for call in m.tool_calls or [] %}", "{% for call in [] %}"))
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
-    turns = [USER, calls, {"role": "tool", "content": "1"}, {**BOT, "reasoning": "hm", "score": 3}]
+    answer = {**BOT, "reasoning": "hm", "score": 3}
+    turns = [*CALLED, {"role": "tool", "content": "1"}, answer]
     row = {"messages": turns, "tools": TOOLS, "rejected": "no", "id": None}
     path = write_jsonl(*(row for _ in range(12)))
-    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
-    options = {"tokenizer": str(tmp_path / "tokenizer"), "template": str(own)}
+    options = {"tokenizer": chatml_dir, "template": str(own)}
     for _ in range(2):  # the second start reads the cache
         data = opened(path, tmp_path, **options)
         (event,) = (event for event in data.events() if event["kind"] == "left_out_of_rows")
@@ -308,10 +286,8 @@ def test_what_a_template_leaves_out_is_counted_and_said(
             "turns assistant turns whose thoughts the template leaves out": 12,
             "turns lists of tools that the template leaves out": 12,
         }
-        assert (
-            "columns rejected (12), keys of turns score (12), 12 assistant turns rendered"
-            in (data.summary()[0])
-        )
+        text = "columns rejected (12), keys of turns score (12), 12 assistant turns rendered"
+        assert text in data.summary()[0]
     ids, mask = stored(tmp_path)
     texts = [
         data.tokenizer.decode(np.array(row)[np.array(by) > 0])
@@ -346,10 +322,10 @@ def test_a_template_writes_the_date_of_the_run(
 
 
 def test_turns_that_the_template_does_not_mark_are_refused() -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = (
+    tokenizer = tokenizer_of(
+        "chatml",
         "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
     )
     encoded(tokenizer, Chat([USER, BOT]))
     with pytest.raises(ValueError, match="has assistant turns outside"):
@@ -362,26 +338,13 @@ def test_no_control_token_of_the_own_template_is_divided(style: str) -> None:
 
 
 def test_control_tokens_are_found_behind_a_chat_that_is_skipped() -> None:
-    tokenizer = tokenizer_of("phi")
-    tokenizer.chat_template = (
+    tokenizer = tokenizer_of(
+        "phi",
         "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
-        "{% for m in messages %}<|im_start|>{{ m.content }}<|end|>{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|end|>{% endfor %}",
     )
     chats = [Chat([{**USER, "content": text}, BOT]) for text in ("no", "yes")]
     assert [*divided_control_tokens(tokenizer, chats)] == ["<|im_start|>"]
-
-
-def test_a_separator_ends_what_no_special_token_ends() -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ':\\n' + m.content + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
-    )
-    turns = [{"role": "user", "content": "ok?"}, {"role": "assistant", "content": "ok."}]
-    ids, mask = encoded(tokenizer, Chat(turns))
-    assert tokenizer.decode(ids) == "user:\nok?\nassistant:\nok.\n<|im_end|>"
-    learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
-    assert tokenizer.decode(learned) == "ok.\n<|im_end|>"
 
 
 def test_the_line_break_of_a_template_is_learned_where_the_separator_ends_the_answer(
@@ -433,7 +396,6 @@ def test_the_runs_tokenizer_carries_the_template(
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
 
 
-USER, BOT = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
 RAISING = "{{ raise_exception('no ' + messages[0].role + ' here') }}"
 
 
@@ -481,8 +443,7 @@ def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
     tokenizer = tokenizer_of("chatml")
     if template:
         tokenizer.chat_template = "{% if messages[0].role == 'user' %}" + template + "{% endif %}x"
-        if "learn" not in template:
-            tokenizer.chat_template += "{% generation %}y{% endgeneration %}"
+        tokenizer.chat_template += "{% generation %}y{% endgeneration %}"
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ConfigError) as caught:
         opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
@@ -494,7 +455,7 @@ def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
 
 
 def test_a_template_that_cannot_be_masked_is_named(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
+    tmp_path: Path, write_jsonl: Callable[..., Path], chatml_dir: str
 ) -> None:
     """It writes all of the assistant's text after all questions."""
     own = tmp_path / "own.jinja"
@@ -504,6 +465,5 @@ def test_a_template_that_cannot_be_masked_is_named(
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     path = write_jsonl({"messages": [USER, BOT, USER, BOT]})
-    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match=f"exactly: the chat template of {own} writes an"):
-        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"), template=str(own))
+        opened(path, tmp_path, tokenizer=chatml_dir, template=str(own))

@@ -1,6 +1,4 @@
-"""Rejected conversations, each with its position; the cost of finding turns; and rows of mixed
-kinds.
-"""
+"""Rejected conversations with their positions; the cost of finding turns; rows of mixed kinds."""
 
 from __future__ import annotations
 
@@ -23,24 +21,23 @@ from harness.files.chat import Chat
 from harness.files.data_format import BadLines
 from harness.plan.glances import glance
 from tests.data.chat_tokenizers import tokenizer_of
-from tests.data.test_chats import BOT, CALLS, USER, opened, without_marks
+from tests.data.test_chats import BOT, CALLS, PROMPT, USER, opened, without_marks
 
 
-def test_conversations_are_not_mixed_with_other_text(tmp_path: Path) -> None:
-    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
+def test_conversations_are_not_mixed_with_other_text(tmp_path: Path, chatml_dir: str) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "about.md").write_text("About these chats.")
     (folder / "chats.jsonl").write_text(json.dumps({"messages": [USER, BOT]}) + "\n")
     with pytest.raises(ConfigError) as caught:
-        opened(folder, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+        opened(folder, tmp_path, tokenizer=chatml_dir)
     assert caught.value.problems == [
         f"data.path: {folder}/chats.jsonl:1: holds a conversation, but {folder}/about.md:1 holds "
         "other text: name one of them, or move it"
     ]
     (folder / "about.md").rename(folder / "later.md")
     with pytest.raises(ConfigError) as caught:
-        opened(folder, tmp_path, tokenizer=str(tmp_path / "tokenizer"), bad_rows="skip")
+        opened(folder, tmp_path, tokenizer=chatml_dir, bad_rows="skip")
     assert caught.value.problems == [
         f"data.path: cannot read {folder}/later.md: it holds other text, but {folder}/chats.jsonl"
         ":1 holds a conversation: name one of them, or move it"
@@ -48,25 +45,23 @@ def test_conversations_are_not_mixed_with_other_text(tmp_path: Path) -> None:
 
 
 def test_a_conversation_of_many_megabytes_is_named(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
+    tmp_path: Path, write_jsonl: Callable[..., Path], chatml_dir: str
 ) -> None:
     long = {"role": "assistant", "content": "word " * (4 << 20)}
     path = write_jsonl({"messages": [USER, BOT]}, {"messages": [USER, long]})
-    tokenizer_of("chatml").save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match=r":2: is a conversation with more than 16,777,216 char"):
-        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+        opened(path, tmp_path, tokenizer=chatml_dir)
 
 
 def test_calls_that_are_nested_too_deeply_are_named(write_jsonl: Callable[..., Path]) -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
+    template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
     arguments: dict[str, object] = {}
     for _ in range(2000):
         arguments = {"a": arguments}
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     deep = Chat([USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
     corpus = find_corpus(str(write_jsonl({"messages": [USER, BOT]})))
-    encoder = Encoder(corpus, tokenizer, HowEncoded())
+    encoder = Encoder(corpus, tokenizer_of("chatml", template), HowEncoded())
     good, bad = encoder._encode([Chat([USER, BOT]), deep])
     assert bad == "is nested too deeply" != good
 
@@ -91,16 +86,17 @@ def test_kinds_of_rows_are_not_mixed(
         glance(DataConfig(path=str(path)))
 
 
-OPENED = (
+TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    "{% endfor %}"
 )
 
 
 @pytest.mark.parametrize("tags", [f"<{'think' * 20_000}>", "<think>" * 5000])
 def test_tags_of_thoughts_in_a_users_text_are_passed_at_once(tags: str) -> None:
-    tokenizer = tokenizer_of("chatml")
-    tokenizer.chat_template = OPENED
+    tokenizer = tokenizer_of(
+        "chatml", TURNS + PROMPT.replace("assistant\n", "assistant\n<think>\n")
+    )
     chat = Chat([{"role": "user", "content": f"a {tags} ?"}, BOT])
     rendered = ChatEncoder(tokenizer, "assistant").render(chat)
     ((start, stop),) = rendered.learned
@@ -133,11 +129,9 @@ def test_turns_that_nothing_is_asked_of_are_not_rendered(
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_last_turn_alone_is_advised_where_it_is_found(is_first: bool) -> None:
-    tokenizer = tokenizer_of("chatml")
     test = "loop.first or loop.index == 2" if is_first else "loop.last"
-    tokenizer.chat_template = OPENED.replace("<think>\\n", "").replace(
-        "m.role +", f"(m.role if m.role == 'user' or not ({test}) else 'bot') +"
-    )
+    role = f"(m.role if m.role == 'user' or not ({test}) else 'bot') +"
+    tokenizer = tokenizer_of("chatml", TURNS.replace("m.role +", role) + PROMPT)
     chat = Chat([USER, BOT, USER, {"role": "assistant", "content": "c."}])
     with pytest.raises(ValueError, match="does not begin with its generation prompt") as caught:
         ChatEncoder(tokenizer, "assistant").render(chat)
