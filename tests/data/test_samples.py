@@ -23,7 +23,7 @@ from harness.errors import ConfigError
 from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
-from tests.data.batchings import EOS, SEQ_LEN, Corpus, Documents
+from tests.data.batchings import SEQ_LEN, Corpus, Documents
 from tests.engine.small import MODEL
 
 BATCH = 24
@@ -196,14 +196,6 @@ def _learned(data: Data, micro_batch: int) -> tuple[int, torch.Tensor]:
         losses.sum().backward()
         targets += int((batch.labels != IGNORED).sum())
     return targets, torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def test_a_window_may_have_no_target(tmp_path: Path) -> None:
-    documents = Documents([[*range(3, 43), EOS]] * 2, [[True] * 40 + [False]] * 2, True)
-    packed = Corpus(tmp_path, documents).packed()
-    assert packed.targets(np.array([0])) == 0
-    assert (packed.read(np.array([0])).labels == IGNORED).all()
-    assert packed.targets(np.arange(packed.num_windows)) == 1
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
