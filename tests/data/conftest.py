@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from harness.config.data_section import DataConfig
+from harness.config.run_file import load_run_config
+from harness.data.build import build_data
 from harness.data.corpus import find_corpus
+from harness.data.spec import DataSpec
 from harness.data.tokenizer import train_tokenizer
+from harness.errors import ConfigError
 from tests.data.chat_tokenizers import tokenizer_of
 
 WORDS = "the model reads a long question and answers it in a word or two\n"
@@ -24,3 +34,50 @@ def chatml_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("chatml")
     tokenizer_of("chatml").save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, tokenizer_dir: str) -> Callable[..., Any]:
+    """Return a function that opens the data of a path. Options are keys of data or of DataSpec."""
+    own = {field.name for field in fields(DataSpec)}
+
+    def build(path: Path | None, **options: Any) -> Any:
+        section = {"seq_len": 16, "held_out": 0.2, "tokenizer": tokenizer_dir}
+        section |= {"cache_dir": str(tmp_path / "cache"), "path": path and str(path), **options}
+        spec = {key: section.pop(key) for key in own & section.keys()}
+        return build_data(DataSpec(DataConfig(**section), **spec))
+
+    return build
+
+
+@pytest.fixture
+def spec_of_run(tmp_path: Path, tokenizer_dir: str) -> Callable[..., DataSpec]:
+    """Return a function that returns the spec of a run config, given as key=value."""
+
+    def spec(*words: str) -> DataSpec:
+        common = ["data.seq_len=16", f"data.tokenizer={tokenizer_dir}"]
+        common.append(f"data.cache_dir={tmp_path / 'cache'}")
+        if not any("data.eval_path" in word for word in words):
+            common.append("data.held_out=0.2")
+        return DataSpec.of_run(load_run_config(None, [*common, *words]), {})
+
+    return spec
+
+
+@pytest.fixture
+def opened_run(spec_of_run: Callable[..., DataSpec]) -> Callable[..., Any]:
+    """Return a function that opens the data of a run config, given as key=value."""
+    return lambda *words: build_data(spec_of_run(*words))
+
+
+@pytest.fixture
+def refused(opened: Callable[..., Any], tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that returns the problems with data that cannot be opened."""
+
+    def problems(path: Path | None, **options: Any) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            opened(path, **options)
+        assert not [*tmp_path.glob("cache/*.partial-*")]
+        return caught.value.problems
+
+    return problems

@@ -15,11 +15,14 @@ from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.plan.data import balanced
 from harness.plan.glances import glance
-from tests.data.test_build import opened, refused
 from tests.data.test_chats import BOT, USER
 from tests.files.test_contents import as_parquet
 from tests.report.runs import write_run
 
+Opened = Callable[..., Any]
+Refused = Callable[..., list[str]]
+
+SKIPS = {"bad_rows": "skip", "bad_rows_limit": 0.2}
 TEXT = "the model reads a text and learns which word follows another"
 
 
@@ -43,14 +46,14 @@ def spoilt_lines(path: Path) -> Path:
 
 
 def test_bad_lines_are_left_out_counted_and_named_at_every_start(
-    tmp_path: Path, tokenizer_dir: str
+    opened: Opened, refused: Refused, tmp_path: Path
 ) -> None:
     path = spoilt_lines(tmp_path / "a.jsonl")
-    problems = refused(path, tmp_path, tokenizer=tokenizer_dir)
+    problems = refused(path)
     assert len(problems) == 4
     assert problems[-1].endswith("; data.bad_rows=skip leaves out such rows and counts them")
     for _ in range(2):  # the second from the cache
-        data = opened(path, tmp_path, tokenizer=tokenizer_dir, bad_rows="skip", bad_rows_limit=0.2)
+        data = opened(path, **SKIPS)
         assert data.documents == 35
         (line,) = data.summary()
         assert "; bad rows left out: 5 of 40 (12.5%): contains half of a c" in line
@@ -61,20 +64,20 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
             *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40")),
         ]
     assert "bad rows among the first, to be left out: 5 of 40" in (
-        glance(DataConfig(path=str(path), bad_rows="skip", bad_rows_limit=0.2)).text
+        glance(DataConfig(path=str(path), **SKIPS)).text
     )
     for limits in ({}, {"bad_rows": "skip"}):
         with pytest.raises(ConfigError) as caught:
             glance(DataConfig(path=str(path), **limits))
-        assert caught.value.problems == refused(path, tmp_path, tokenizer=tokenizer_dir, **limits)
+        assert caught.value.problems == refused(path, **limits)
 
 
 def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
-    tmp_path: Path, tokenizer_dir: str
+    opened: Opened, refused: Refused, tmp_path: Path
 ) -> None:
     path = spoilt_lines(tmp_path / "a.jsonl")
-    options = {"tokenizer": tokenizer_dir, "bad_rows": "skip"}
-    first, *others = refused(path, tmp_path, **options)
+    options = {"bad_rows": "skip"}
+    first, *others = refused(path, **options)
     assert first == (
         "data.bad_rows_limit is 0.1, but 5 of 40 (12.5%) rows are bad: fix them, or raise it; "
         "the first of each kind:"
@@ -83,52 +86,47 @@ def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
         f"{path}:{line}" for line in (4, 8, 12, 40)
     ]
     for limit in (0.125, 5):
-        assert opened(path, tmp_path, **options, bad_rows_limit=limit).documents == 35
+        assert opened(path, **options, bad_rows_limit=limit).documents == 35
     # Cached data is checked against the limit of each start.
-    assert (
-        "data.bad_rows_limit is 4, but 5 of"
-        in refused(path, tmp_path, **options, bad_rows_limit=4)[0]
-    )
+    assert "data.bad_rows_limit is 4, but 5 of" in refused(path, **options, bad_rows_limit=4)[0]
     (skipped,) = tmp_path.glob(f"cache/*/{SKIPPED}")
     skipped.write_text("[]")
-    assert "cannot be read" in refused(path, tmp_path, **options, bad_rows_limit=5)[0]
+    assert "cannot be read" in refused(path, **options, bad_rows_limit=5)[0]
 
 
-def test_a_corpus_of_bad_rows_alone_is_not_left_out(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_a_corpus_of_bad_rows_alone_is_not_left_out(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(as_lines([{"txt": TEXT}] * 40)))
-    (problem,) = refused(tmp_path / "a.jsonl", tmp_path, tokenizer=tokenizer_dir)
+    (problem,) = refused(tmp_path / "a.jsonl")
     assert "(40 of 40 lines read; this is the first)" in problem
     assert "data.bad_rows" not in problem
 
 
-def test_blank_texts_are_bad_rows_where_those_are_left_out(
-    tmp_path: Path, tokenizer_dir: str
-) -> None:
+def test_blank_texts_are_bad_rows_where_those_are_left_out(opened: Opened, tmp_path: Path) -> None:
     lines = as_lines([record(number) for number in range(40)])
     lines[1:3] = ['{"text": ""}', '{"text": " \\n"}']
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
-    assert opened(path, tmp_path, tokenizer=tokenizer_dir).documents == 40
-    data = opened(path, tmp_path, tokenizer=tokenizer_dir, bad_rows="skip")
+    assert opened(path).documents == 40
+    data = opened(path, bad_rows="skip")
     assert data.documents == 38
     text = f"2 of 40 (5.0%): is blank: nothing to learn (2, the first {path}:2)"
     assert text in data.summary()[0]
     assert text in glance(DataConfig(path=str(path), bad_rows="skip")).text
 
 
-def test_data_without_bad_rows_is_the_same(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_data_without_bad_rows_is_the_same(opened: Opened, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(as_lines([record(number) for number in range(40)])))
-    plain, skipping = (
-        opened(path, tmp_path, tokenizer=tokenizer_dir, bad_rows=how) for how in ("refuse", "skip")
-    )
+    plain, skipping = (opened(path, bad_rows=how) for how in ("refuse", "skip"))
     assert plain.fingerprint == skipping.fingerprint
     assert plain.summary() == skipping.summary()
     assert not [event for event in skipping.events() if event["kind"] == "bad_rows"]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.json", "chats.jsonl"])
-def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str, chatml_dir: str) -> None:
+def test_rows_of_every_format_are_left_out(
+    opened: Opened, tmp_path: Path, chatml_dir: str, name: str
+) -> None:
     path, records = tmp_path / name, [record(number) for number in range(40)]
     if name == "a.csv":
         rows = [f'"{record["text"]}";{record["l"]}' for record in records]
@@ -150,7 +148,7 @@ def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str, chatml_dir
         is_table = name == "a.parquet"
         path.write_bytes(as_parquet(records) if is_table else json.dumps(records).encode())
         lines = (2,)
-    data = opened(path, tmp_path, tokenizer=chatml_dir, bad_rows="skip")
+    data = opened(path, tokenizer=chatml_dir, bad_rows="skip")
     assert data.documents == 37
     (event,) = (event for event in data.events() if event["kind"] == "bad_rows")
     assert (event["skipped"], event["rows"]) == (3, 40)
@@ -166,30 +164,28 @@ def test_rows_of_every_format_are_left_out(tmp_path: Path, name: str, chatml_dir
     ],
 )
 def test_the_rest_of_a_file_is_no_row(
-    tmp_path: Path, tokenizer_dir: str, name: str, content: bytes, message: str
+    refused: Refused, tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    (problem,) = refused(
-        tmp_path / name, tmp_path, tokenizer=tokenizer_dir, bad_rows="skip", bad_rows_limit=0.99
-    )
+    (problem,) = refused(tmp_path / name, bad_rows="skip", bad_rows_limit=0.99)
     assert message in problem
     assert "bad_rows" not in problem
 
 
-def test_a_tokenizer_is_trained_and_sources_are_balanced_without_them(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_and_sources_are_balanced_without_them(
+    opened: Opened, tmp_path: Path
+) -> None:
     path = spoilt_lines(tmp_path / "a.jsonl")
-    config = DataConfig(path=str(path), bad_rows="skip", bad_rows_limit=0.2, balance="l")
+    config = DataConfig(path=str(path), **SKIPS, balance="l")
     mix, message = balanced(config)
     assert [part.name for part in mix.mix] == ["de", "en"]
     assert "'de' 16, 'en' 20" in message
     with pytest.raises(ConfigError, match=r"a\.jsonl:8: has no 'l'"):
         balanced(DataConfig(path=str(path), balance="l"))
-    assert opened(path, tmp_path, bad_rows="skip", bad_rows_limit=0.2).documents == 35
+    assert opened(path, tokenizer=None, **SKIPS).documents == 35
 
 
-def test_reading_ends_where_nothing_is_good(
-    write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_ends_where_nothing_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.files.data_format._MAX_LINES", 10)
     bad_lines = BadLines(limit=0.5)
     for number in range(10):

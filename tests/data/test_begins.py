@@ -1,11 +1,10 @@
-"""Text and pairs get the ids that a tokenizer gives a request: one text, its beginning, no
-marks.
-"""
+"""Text and pairs get the ids that a tokenizer gives a request: one text, with its beginning."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from harness.config.data_section import DataConfig
-from harness.data.build import build_data
 from harness.data.corpus import find_corpus
-from harness.data.data import Data
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.pair import MaskWriter, write_indexed
 from harness.data.source import corpus_of, tokens_key
@@ -27,6 +24,10 @@ from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
+
+Opened = Callable[..., Any]
+Refused = Callable[..., list[str]]
+Written = Callable[..., Path]
 
 WORDS = "the model reads a long question and answers it in word or two".split()  # noqa: SIM905
 MARK = "\u2581"
@@ -108,9 +109,7 @@ PAIRS = [
 
 @every
 @pytest.mark.parametrize("bos", [True, False])
-def test_a_pair_has_the_ids_of_one_text(
-    name: str, bos: bool, write_jsonl: Callable[..., Path]
-) -> None:
+def test_a_pair_has_the_ids_of_one_text(write_jsonl: Written, name: str, bos: bool) -> None:
     tokenizer = tokenizer_of(name, bos=bos)
     path = write_jsonl(*({"prompt": prompt, "completion": answer} for prompt, answer in PAIRS))
     for (prompt, answer), (ids, learned) in zip(PAIRS, documents(tokenizer, path), strict=True):
@@ -125,9 +124,7 @@ def test_a_pair_has_the_ids_of_one_text(
 
 
 @every
-def test_text_begins_as_the_tokenizer_begins_it(
-    name: str, write_jsonl: Callable[..., Path]
-) -> None:
+def test_text_begins_as_the_tokenizer_begins_it(write_jsonl: Written, name: str) -> None:
     tokenizer = tokenizer_of(name)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     path = write_jsonl({"text": "the word"}, {"text": "<s>the word"}, {"text": ""})
@@ -148,9 +145,9 @@ def test_text_begins_as_the_tokenizer_begins_it(
 @pytest.mark.parametrize("separator", [" ", ""])
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "pair"])
 def test_a_long_document_has_no_marks_at_its_cuts(
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    write_jsonl: Callable[..., Path],
+    write_jsonl: Written,
+    monkeypatch: pytest.MonkeyPatch,
     name: str,
     separator: str,
     suffix: str,
@@ -177,7 +174,7 @@ def test_a_long_document_has_no_marks_at_its_cuts(
 @every
 @pytest.mark.parametrize("end", ["</s>", "</s>\n"])
 def test_an_end_that_a_row_writes_itself_is_not_doubled(
-    name: str, end: str, write_jsonl: Callable[..., Path]
+    write_jsonl: Written, name: str, end: str
 ) -> None:
     tokenizer = tokenizer_of(name)
     segments = [{"label": False, "text": "the"}, {"label": True, "text": f" word{end}"}]
@@ -196,22 +193,23 @@ def test_an_end_that_a_row_writes_itself_is_not_doubled(
     assert ids.count(tokenizer.eos_token_id) == 2
 
 
-def opened(path: Path, tokenizer: Path, cache: Path, **options: Any) -> Data:
-    settings = {"path": str(path), "tokenizer": str(tokenizer), "cache_dir": str(cache)}
-    return build_data(
-        DataSpec(DataConfig.model_validate({"seq_len": 32, "held_out": 0.2, **settings, **options}))
-    )
+@pytest.fixture
+def tokenizer_dir(tmp_path: Path) -> str:
+    tokenizer_of("bytes").save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def opened() -> Callable[..., Any]:
+    return partial(opened, seq_len=32)
 
 
 def test_a_run_of_text_says_what_its_documents_begin_with(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
+    opened: Opened, write_jsonl: Written
 ) -> None:
     tokenizer = tokenizer_of("bytes")
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
     path = write_jsonl(*({"text": f"the model reads {n}"} for n in range(40)))
-    data, plain = (
-        opened(path, tmp_path / "tokenizer", tmp_path / "cache", bos=bos) for bos in ("auto", "off")
-    )
+    data, plain = (opened(path, bos=bos) for bos in ("auto", "off"))
     assert data.summary()[0].endswith(
         "every document begins with <s>, which the tokenizer adds to text, not learned (data.bos)"
     )
@@ -240,7 +238,7 @@ class Adding(PreTrainedTokenizerFast):
         return made
 
 
-def test_tokens_are_kept_by_the_ids_that_are_added(write_jsonl: Callable[..., Path]) -> None:
+def test_tokens_are_kept_by_the_ids_that_are_added(write_jsonl: Written) -> None:
     plain = tokenizer_of("bytes", bos=False)
     adding = Adding(tokenizer_object=plain.backend_tokenizer, bos_token="<s>", eos_token="</s>")
     assert tokenizer_hash(adding) == tokenizer_hash(plain)
@@ -262,9 +260,8 @@ def test_tokens_are_kept_by_the_ids_that_are_added(write_jsonl: Callable[..., Pa
     assert key(plain, "auto") != key(corrected, "auto")  # a template may write bos_token
 
 
-def test_a_sample_of_text_that_a_run_kept_is_text(tmp_path: Path) -> None:
+def test_a_sample_of_text_that_a_run_kept_is_text(opened: Opened, tmp_path: Path) -> None:
     tokenizer = tokenizer_of("bytes")
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     for name, masked in (("text", [0, 5]), ("chats", [0, 1, 5])):
         writer, ids = MaskWriter(), [bos, 20, 21, 22, eos, bos, 23, 24]
@@ -272,7 +269,7 @@ def test_a_sample_of_text_that_a_run_kept_is_text(tmp_path: Path) -> None:
             writer.add_learned(8, [(n, n + 1) for n in range(8) if n not in masked])
         write_indexed(tmp_path / name, 300, [(ids, True)] * 40)
         writer.save(masks_of(tmp_path / name))
-        data = opened(tmp_path / name, tmp_path / "tokenizer", tmp_path / "cache")
+        data = opened(tmp_path / name)
         assert data.train.is_masked == (name == "chats")
         batch = data.train.batch(0, data.train.samples)
         assert (batch.labels != bos).all()
@@ -285,7 +282,7 @@ class SlowTokenizer(PreTrainedTokenizerFast):
 
 
 def test_a_tokenizer_without_places_divides_a_pair_where_its_ids_differ(
-    write_jsonl: Callable[..., Path],
+    write_jsonl: Written,
 ) -> None:
     fast = tokenizer_of("bytes")
     tokenizer = SlowTokenizer(
@@ -305,14 +302,12 @@ def test_a_tokenizer_without_places_divides_a_pair_where_its_ids_differ(
 
 
 def test_rows_of_token_ids_are_read_as_they_are(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
+    opened: Opened, refused: Refused, write_jsonl: Written
 ) -> None:
-    tokenizer = tokenizer_of("bytes")
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
     rows = [
         {"input_ids": [9, 10, 11, n + 20, 1], "labels": [9, -100, 11, n + 20, 1]} for n in range(30)
     ]
-    data = opened(write_jsonl(*rows), tmp_path / "tokenizer", tmp_path / "cache")
+    data = opened(write_jsonl(*rows))
     batch = data.train.batch(0, data.train.samples)
     assert data.tokens == 150
     assert data.train.is_masked
@@ -321,11 +316,6 @@ def test_rows_of_token_ids_are_read_as_they_are(
     assert ((batch.labels == 11).sum(), (batch.labels == 10).sum()) == (data.train.documents, 0)
     for outside in (-1, 5000):
         path = write_jsonl(*rows, {"input_ids": [outside]})
-        with pytest.raises(ConfigError, match=f":31: has the token id {outside}, outside the tok"):
-            opened(path, tmp_path / "tokenizer", tmp_path / "cache")
-    with pytest.raises(
-        ConfigError, match=r":1 holds token ids: set data.tokenizer to the one that"
-    ):
-        build_data(
-            DataSpec(DataConfig(path=str(write_jsonl(*rows)), cache_dir=str(tmp_path / "c")))
-        )
+        assert f":31: has the token id {outside}, outside the tok" in refused(path)[0]
+    (problem,) = refused(write_jsonl(*rows), tokenizer=None)
+    assert ":1 holds token ids: set data.tokenizer to the one that" in problem

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,10 @@ from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.make import make_plan
 
+Opened = Callable[..., Any]
+Written = Callable[..., Path]
+
+Refused = Callable[..., list[str]]
 WORDS = ["the", "model", "reads", "text", "and", "learns", "a", "bit", "of", "it", "each", "day"]
 
 
@@ -35,14 +40,6 @@ def text(number: int, words: int = 60) -> str:
     return (
         " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words)) + f" {number}.\n"
     )
-
-
-def opened(
-    path: Path | None, tmp_path: Path, model_vocab_size: int | None = None, **options: object
-) -> Data:
-    settings = {"seq_len": 16, "held_out": 0.2, "cache_dir": str(tmp_path / "cache"), **options}
-    config = DataConfig(path=None if path is None else str(path), **settings)
-    return build_data(DataSpec(config, model_vocab_size=model_vocab_size))
 
 
 def everything(data: Data) -> dict[int, list[int]]:
@@ -62,7 +59,7 @@ def everything(data: Data) -> dict[int, list[int]]:
 
 
 def test_text_files_lines_and_pairs_give_the_same_batches(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+    opened: Opened, tmp_path: Path, write_jsonl: Written
 ) -> None:
     texts = [text(n) for n in range(12)]
     folder = tmp_path / "folder"
@@ -70,12 +67,12 @@ def test_text_files_lines_and_pairs_give_the_same_batches(
     for number, content in enumerate(texts):
         (folder / f"{number:03}.txt").write_text(content)
     lines = write_jsonl(*({"text": content} for content in texts))
-    whole = opened(lines, tmp_path, tokenizer=tokenizer_dir, seq_len=64)
+    whole = opened(lines, seq_len=64)
     pairs = []
     for name, ending in (("with", [whole.eos_id]), ("without", [])):
         write_pair(tmp_path / name, [ids + ending for ids in encode(whole.tokenizer, texts)])
-        pairs.append(opened(tmp_path / name, tmp_path, tokenizer=tokenizer_dir, seq_len=64))
-    others = [opened(folder, tmp_path, tokenizer=tokenizer_dir, seq_len=64), *pairs]
+        pairs.append(opened(tmp_path / name, seq_len=64))
+    others = [opened(folder, seq_len=64), *pairs]
     for other in others:
         assert other.train.samples == whole.train.samples > 20
         assert everything(other) == everything(whole)
@@ -83,12 +80,10 @@ def test_text_files_lines_and_pairs_give_the_same_batches(
     assert torch.equal(others[0].train.batch(0, 9).labels, whole.train.batch(0, 9).labels)
 
 
-def test_only_completions_are_learned(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
-) -> None:
+def test_only_completions_are_learned(opened: Opened, write_jsonl: Written) -> None:
     pairs = [(text(n, 5 + n % 9), f" answer {n}" * (n % 3)) for n in range(60)]
     path = write_jsonl(*({"prompt": p, "completion": c} for p, c in pairs))
-    data = opened(path, tmp_path, tokenizer=tokenizer_dir, seq_len=12, packing="stream")
+    data = opened(path, seq_len=12, packing="stream")
     learned = 0
     for stream in (data.train, data.held_out):
         assert stream.is_masked
@@ -109,10 +104,14 @@ def test_only_completions_are_learned(
     assert sum(counted) == learned > 200
 
 
-def test_the_tokenizer_is_trained_on_the_users_text(tmp_path: Path) -> None:
-    path = tmp_path / "book.txt"
+def test_the_tokenizer_is_trained_on_the_users_text(opened: Opened, tmp_path: Path) -> None:
+    path, cache = tmp_path / "book.txt", tmp_path / "cache"
     path.write_text("".join(text(n) for n in range(200)))
-    data = opened(path, tmp_path)
+    spec = DataSpec(DataConfig(path=str(path), cache_dir=str(cache), seq_len=16, held_out=0.2))
+    assert cached_fingerprint(spec) is None
+    assert not cache.exists()
+    data = build_data(spec)
+    assert cached_fingerprint(spec) == data.fingerprint != opened(path).fingerprint
     assert 300 < data.vocab_size < 8192
     assert data.tokenizer.decode(encode(data.tokenizer, [text(3)])[0]) == text(3)
     assert (data.train.documents, data.held_out.documents) == (1, 1)  # one document, split in two
@@ -147,77 +146,44 @@ def test_the_library_is_as_the_readme_says_and_a_second_start_only_opens_it(
 
 
 @pytest.mark.parametrize("trains_tokenizer", [False, True])
-def test_the_fingerprint_of_what_was_built_is_known_without_building(
-    trains_tokenizer: bool, tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
-) -> None:
-    path = write_jsonl(*({"text": f"{number} words, or a few more"} for number in range(200)))
-    cache, tokenizer = tmp_path / "cache", None if trains_tokenizer else tokenizer_dir
-    config = DataConfig(path=str(path), cache_dir=str(cache), seq_len=8, tokenizer=tokenizer)
-    assert cached_fingerprint(DataSpec(config)) is None
-    assert not cache.exists()
-    fingerprint = build_data(DataSpec(config)).fingerprint
-    assert cached_fingerprint(DataSpec(config)) == fingerprint
-
-
-def test_the_fingerprint_follows_the_data_and_the_tokenizer_not_the_place(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
-) -> None:
-    def fingerprint(name: str, count: int, tokenizer: str | None = tokenizer_dir) -> str:
-        path = write_jsonl(*({"text": text(n)} for n in range(count)), name=name)
-        return opened(path, tmp_path / name.split(".")[0], tokenizer=tokenizer).fingerprint
-
-    first = fingerprint("a.jsonl", 50)
-    assert first == fingerprint("b.jsonl", 50)
-    assert first != fingerprint("c.jsonl", 51)
-    assert first != fingerprint("d.jsonl", 50, tokenizer=None)
-
-
-def refused(path: Path | None, tmp_path: Path, **options: object) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        opened(path, tmp_path, **options)
-    cache = tmp_path / "cache"
-    assert not list(cache.glob("*.partial-*"))
-    return caught.value.problems
-
-
-@pytest.mark.parametrize("trains_tokenizer", [False, True])
 def test_data_without_a_token_is_refused(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str, trains_tokenizer: bool
+    refused: Refused, tmp_path: Path, write_jsonl: Written, trains_tokenizer: bool
 ) -> None:
     path = write_jsonl()
-    options = {} if trains_tokenizer else {"tokenizer": tokenizer_dir}
+    options = {"tokenizer": None} if trains_tokenizer else {}
     for content in ("\n\n", '{"text": ""}\n' * 3, '{"prompt": "", "completion": ""}\n'):
         path.write_text(content)
-        assert "holds no text" in refused(path, tmp_path, **options)[0]
+        assert "holds no text" in refused(path, **options)[0]
     for suffix in ("bin", "idx"):
         (tmp_path / f"pair.{suffix}").write_bytes(b"MMIDIDX")
-    (problem,) = refused(tmp_path / "pair", tmp_path, **options)
+    (problem,) = refused(tmp_path / "pair", **options)
     expected = "set data.tokenizer" if trains_tokenizer else "pair.idx is truncated: 7 bytes"
     assert expected in problem
     documents = [[5, 6, -1 if trains_tokenizer else 1 << 30, 2] * 20] * 9
     write_indexed(tmp_path / "pair", 100_000, ((document, True) for document in documents))
-    (problem,) = refused(tmp_path / "pair", tmp_path, tokenizer=tokenizer_dir)
+    (problem,) = refused(tmp_path / "pair")
     assert f"document 0 has token id {documents[0][2]} at offset 2" in problem
     assert "these are not token ids: does" in problem
 
 
 def test_a_spec_is_that_of_the_run() -> None:
-    sections = {
-        "data": {"path": "p", "seq_len": 9, "held_out": 0.5, "cache_dir": "c"},
-        "train": {"seed": 4},
-    }
-    spec = DataSpec.of_run(RunConfig.model_validate(sections), {"vocab_size": 100})
-    config = DataConfig(path="p", seq_len=9, held_out=0.5, cache_dir="c")
-    assert spec == DataSpec(config, 4, 100, eval_samples=RunConfig().eval.samples)
-    with_weights = RunConfig.model_validate({"model": {"init_from": "folder"}})
-    assert DataSpec.of_run(with_weights, {}).config.tokenizer == "folder"
+    def spec(**sections: object) -> DataSpec:
+        return DataSpec.of_run(RunConfig.model_validate(sections), {"vocab_size": 299})
+
+    section = {"path": "p", "seq_len": 9, "held_out": 0.5, "cache_dir": "c"}
+    plain = DataSpec(DataConfig(**section), 4, 299, eval_samples=RunConfig().eval.samples)
+    assert spec(data=section, train={"seed": 4}) == plain
+    given = spec(model={"init_from": "folder"})
+    assert given.config.tokenizer == "folder"
+    assert given.adds_rows
+    sized = {"init_from": "folder", "overrides": {"vocab_size": 299}}
+    assert not spec(model=sized).adds_rows
+    assert not spec().adds_rows
 
 
-def test_too_little_text_names_the_numbers(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
-) -> None:
+def test_too_little_text_names_the_numbers(refused: Refused, write_jsonl: Written) -> None:
     path = write_jsonl({"text": "a"}, {"text": "b"})
-    problems = refused(path, tmp_path, tokenizer=tokenizer_dir, seq_len=100)
+    problems = refused(path, seq_len=100)
     assert len(problems) == 2
     assert "the train split has 2 tokens in 1 documents" in problems[0]
     assert "data.seq_len + 1 = 101" in problems[0]
@@ -226,33 +192,20 @@ def test_too_little_text_names_the_numbers(
 
 
 def test_a_bad_line_is_refused_before_anything_is_kept(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+    refused: Refused, tmp_path: Path, write_jsonl: Written
 ) -> None:
     path = write_jsonl({"text": text(1)}, {"txt": "typo"}, {"text": 1}, {"text": text(2)})
-    for tokenizer in (tokenizer_dir, None):
-        problems = refused(path, tmp_path, tokenizer=tokenizer)
+    for options in ({}, {"tokenizer": None}):
+        problems = refused(path, **options)
         assert [problem.split(": ")[1] for problem in problems] == [f"{path}:2", f"{path}:3"]
     assert not [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
 
 
 def test_given_weights_get_rows_for_the_ids_that_they_lack(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+    opened: Opened, write_jsonl: Written
 ) -> None:
-    config = DataConfig(
-        path=str(write_jsonl(*({"text": text(n)} for n in range(20)))),
-        tokenizer=tokenizer_dir,
-        cache_dir=str(tmp_path / "cache"),
-        seq_len=32,
-    )
-    data = build_data(DataSpec(config, model_vocab_size=299, adds_rows=True))
-    assert data.vocab_size == 300
-    given = RunConfig.model_validate({"model": {"init_from": "folder"}})
-    assert DataSpec.of_run(given, {"vocab_size": 299}).adds_rows
-    sized = RunConfig.model_validate(
-        {"model": {"init_from": "folder", "overrides": {"vocab_size": 299}}}
-    )
-    assert not DataSpec.of_run(sized, {"vocab_size": 299}).adds_rows
-    assert not DataSpec.of_run(RunConfig(), {"vocab_size": 299}).adds_rows
+    path = write_jsonl(*({"text": text(n)} for n in range(20)))
+    assert opened(path, model_vocab_size=299, adds_rows=True).vocab_size == 300
 
 
 def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
@@ -261,28 +214,28 @@ def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
 
 
 def test_ids_outside_the_vocabulary_are_refused_before_the_first_step(
-    tmp_path: Path, tokenizer_dir: str
+    opened: Opened, refused: Refused, tmp_path: Path
 ) -> None:
     """They are in the last document, which no window of the first steps contains."""
     ordinary = [*[10, 11, 12] * 11, *[14] * 40, 2]
     pair = write_pair(tmp_path / "pair", [ordinary] * 9 + [[*ordinary[:33], 9000, 9100, 2]])
-    (problem,) = refused(pair, tmp_path, tokenizer=tokenizer_dir)
+    (problem,) = refused(pair)
     assert "document 9 has token id 9000 at offset 33, outside the model's vocabulary" in problem
     assert "of 300; the ids range from 0 to 9100: set model.overrides.vocab_size=9101" in problem
-    data = opened(pair, tmp_path, tokenizer=tokenizer_dir, model_vocab_size=9101)
+    data = opened(pair, model_vocab_size=9101)
     assert data.train.samples > 10
 
 
 def test_ids_that_are_replaced_in_place_change_the_fingerprint(
-    tmp_path: Path, tokenizer_dir: str
+    opened: Opened, tmp_path: Path
 ) -> None:
     """Same size, same .idx, same cache: every reader must notice the one changed id."""
     documents = [[10 + number % 50, 11, 12, 13] * 20 + [2] for number in range(40)]
     pair = write_pair(tmp_path / "pair", documents)
-    before = opened(pair, tmp_path, tokenizer=tokenizer_dir)
+    before = opened(pair)
     documents[30][5] += 1
     write_pair(pair, documents)
-    after = opened(pair, tmp_path, tokenizer=tokenizer_dir)
+    after = opened(pair)
     assert after.fingerprint != before.fingerprint
     assert after.fingerprint[:16] != before.fingerprint[:16]  # the part that reports show
     # The documents have the same positions: a run that may continue does so in its order.
@@ -291,22 +244,24 @@ def test_ids_that_are_replaced_in_place_change_the_fingerprint(
 
 
 def test_text_whose_words_change_places_changes_the_fingerprint(
-    tmp_path: Path, tokenizer_dir: str
+    opened: Opened, tmp_path: Path
 ) -> None:
     """One character per token: neither sizes nor token counts differ."""
     folder = tmp_path / "folder"
     folder.mkdir()
     for number in range(40):
         (folder / f"{number:02}.txt").write_text("the model reads text and learns a bit " * 9)
-    before = opened(folder, tmp_path, tokenizer=tokenizer_dir)
+    before = opened(folder)
     text = (folder / "07.txt").read_text()
     (folder / "07.txt").write_text(text.replace("model reads", "reads model"))
-    after = opened(folder, tmp_path, tokenizer=tokenizer_dir)
+    after = opened(folder)
     assert order_key(after.fingerprint) == order_key(before.fingerprint)
     assert after.fingerprint != before.fingerprint
 
 
-def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
+def test_a_tokenizer_with_gaps_in_its_ids(
+    opened: Opened, refused: Refused, tmp_path: Path, write_jsonl: Written
+) -> None:
     """Two ids, the larger one 70000: neither the width on disk nor the check may use len()."""
     words = {"a": 70_000, "</s>": 1}
     backend = Tokenizer(WordLevel(words, unk_token="a"))
@@ -314,28 +269,28 @@ def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path, write_jsonl: Callable[
     wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     wrapped.save_pretrained(tmp_path / "gaps")
     path = write_jsonl(*({"text": "a a a a " * 9} for _ in range(9)))
-    data = opened(path, tmp_path, tokenizer=str(tmp_path / "gaps"))
+    data = opened(path, tokenizer=str(tmp_path / "gaps"))
     assert data.vocab_size == 70_001
     assert set(data.train.batch(0, 9).input_ids.unique().tolist()) == {1, 70_000}
-    (problem,) = refused(path, tmp_path, tokenizer=str(tmp_path / "gaps"), model_vocab_size=50_000)
+    (problem,) = refused(path, tokenizer=str(tmp_path / "gaps"), model_vocab_size=50_000)
     assert "has 70001 ids, but the model's vocabulary has 50000" in problem
     assert "model.overrides.vocab_size=70001" in problem
 
 
-def test_baselines_count_ids_that_the_tokenizer_lacks(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_baselines_count_ids_that_the_tokenizer_lacks(opened: Opened, tmp_path: Path) -> None:
     documents = [[10, 11, 9000 + number, 2] * 20 for number in range(40)]
     pair = write_pair(tmp_path / "pair", documents)
-    data = opened(pair, tmp_path, tokenizer=tokenizer_dir, model_vocab_size=10_000)
+    data = opened(pair, model_vocab_size=10_000)
     assert 0 < data.bigram_nats < data.unigram_nats
 
 
 def test_runs_with_prompts_keep_the_fingerprint_of_earlier_versions(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
+    opened: Opened, tmp_path: Path, write_jsonl: Written
 ) -> None:
     """They stored the number of prompt tokens per document, and must resume with the same data."""
     pairs = [("p" * (n % 4), text(n)) for n in range(30)]
     path = write_jsonl(*({"prompt": p, "completion": c} for p, c in pairs))
-    data = opened(path, tmp_path, tokenizer=tokenizer_dir)
+    data = opened(path)
     (prefix,) = (tmp_path / "cache").glob("tokens-*/tokens.bin")
     tokens, tokenizer = prefix.read_bytes(), tokenizer_hash(data.tokenizer)
     layout = hashlib.sha256(f"{len(tokens)}:{tokenizer}:".encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,17 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from harness.config.data_section import DataConfig
-from harness.data.build import build_data
 from harness.data.chat_tokens import ChatEncoder, divided_control_tokens
-from harness.data.data import Data
 from harness.data.pair import IndexedTokens, load_masks
 from harness.data.rendering import set_template
-from harness.data.spec import DataSpec
 from harness.data.tokenizer import load_tokenizer
 from harness.data.tokenizer_files import SpecialIds
-from harness.errors import ConfigError
 from harness.files.chat import Chat
 from tests.data.chat_tokenizers import STYLES, TOOLS, chats, tokenizer_of, write_chats
+
+Opened = Callable[..., Any]
+Refused = Callable[..., list[str]]
+Written = Callable[..., Path]
 
 USER, BOT = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
 style = pytest.mark.parametrize("style", STYLES)
@@ -84,11 +84,11 @@ def test_tokens_and_masks_are_those_of_transformers(
 
 
 @style
-def test_a_run_reads_what_transformers_gives(tmp_path: Path, style: str) -> None:
+def test_a_run_reads_what_transformers_gives(opened: Opened, tmp_path: Path, style: str) -> None:
     tokenizer = tokenizer_of(style)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     records = write_chats(tmp_path / "chats.jsonl", 40, tools=True)
-    data = opened(tmp_path / "chats.jsonl", tmp_path, tokenizer=str(tmp_path / "tokenizer"))
+    data = opened(tmp_path / "chats.jsonl", tokenizer=str(tmp_path / "tokenizer"))
     ids, mask = stored(tmp_path)
     expected = [by_transformers(tokenizer, record["messages"], TOOLS) for record in records]
     assert ids == [chat[0] for chat in expected]  # no second end token either
@@ -102,9 +102,9 @@ def test_a_run_reads_what_transformers_gives(tmp_path: Path, style: str) -> None
     assert batch.position_ids is not None  # conversations do not see each other
 
 
-def opened(path: Path, tmp_path: Path, **options: Any) -> Data:
-    options = {"seq_len": 512, "held_out": 0.2, "cache_dir": str(tmp_path / "cache"), **options}
-    return build_data(DataSpec(DataConfig(path=str(path), **options)))
+@pytest.fixture
+def opened() -> Callable[..., Any]:
+    return partial(opened, seq_len=512)
 
 
 def stored(tmp_path: Path) -> tuple[list[list[int]], list[list[int]]]:
@@ -267,7 +267,7 @@ def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
 
 
 def test_what_a_template_leaves_out_is_counted_and_said(
-    tmp_path: Path, write_jsonl: Callable[..., Path], chatml_dir: str
+    opened: Opened, tmp_path: Path, write_jsonl: Written, chatml_dir: str
 ) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(CALLS.replace("{% for call in m.tool_calls or [] %}", "{% for call in [] %}"))
@@ -277,7 +277,7 @@ def test_what_a_template_leaves_out_is_counted_and_said(
     path = write_jsonl(*(row for _ in range(12)))
     options = {"tokenizer": chatml_dir, "template": str(own)}
     for _ in range(2):  # the second start reads the cache
-        data = opened(path, tmp_path, **options)
+        data = opened(path, **options)
         (event,) = (event for event in data.events() if event["kind"] == "left_out_of_rows")
         assert event["counts"] == {
             "columns rejected": 12,
@@ -300,23 +300,23 @@ CLOCK = "{{ '<|im_start|>system\n' + strftime_now('%d %b %Y %H:%M') + '<|im_end|
 
 
 def test_a_template_writes_the_date_of_the_run(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
+    opened: Opened, tmp_path: Path, write_jsonl: Written
 ) -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = CLOCK + tokenizer.chat_template
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     path = write_jsonl(*({"messages": [USER, BOT]} for _ in range(20)))
     options = {"tokenizer": str(tmp_path / "tokenizer")}
-    first = opened(path, tmp_path, **options, date="2026-01-31")
+    first = opened(path, **options, date="2026-01-31")
     assert "<|im_start|>system\n31 Jan 2026 00:00<|im_end|>" in first.tokenizer.decode(
         stored(tmp_path)[0][0]
     )
     assert first.summary()[0].endswith("the chat template writes the date 2026-01-31 (data.date)")
-    again = opened(path, tmp_path, **options, date="2026-01-31", cache_dir=str(tmp_path / "other"))
-    later = opened(path, tmp_path, **options, date="2026-02-01")
+    again = opened(path, **options, date="2026-01-31", cache_dir=str(tmp_path / "other"))
+    later = opened(path, **options, date="2026-02-01")
     assert first.fingerprint == again.fingerprint != later.fingerprint
-    plain = opened(path, tmp_path, **options, template="chatml", date="2026-01-31")
-    other = opened(path, tmp_path, **options, template="chatml", date="2026-02-01")
+    plain = opened(path, **options, template="chatml", date="2026-01-31")
+    other = opened(path, **options, template="chatml", date="2026-02-01")
     assert plain.fingerprint == other.fingerprint
     assert "date" not in "".join(event["kind"] for event in plain.events())
 
@@ -360,19 +360,15 @@ def test_the_line_break_of_a_template_is_learned_where_the_separator_ends_the_an
 
 
 def test_the_runs_tokenizer_carries_the_template(
-    tmp_path: Path, tokenizer_dir: str, write_jsonl: Callable[..., Path]
+    opened: Opened, refused: Refused, tmp_path: Path, write_jsonl: Written
 ) -> None:
     chat = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "that."}]
     path = write_jsonl(*({"messages": chat * 2} for _ in range(20)))
-    options = {"tokenizer": tokenizer_dir, "seq_len": 256}
-    with pytest.raises(ConfigError, match=r"no chat template: set data.template=chatml"):
-        opened(path, tmp_path, **options)
-    with pytest.raises(ConfigError, match=r"template is 'alpaca': it must be .* chatml, gemma"):
-        opened(path, tmp_path, **options, template="alpaca")
+    assert "no chat template: set data.template=chatml" in refused(path)[0]
+    assert re.search("template is 'alpaca': .* chatml, gemma", refused(path, template="alpaca")[0])
     for name in ("chatlm", "ChatML"):
-        with pytest.raises(ConfigError, match=r"did you mean chatml\?"):
-            opened(path, tmp_path, **options, template=name)
-    data = opened(path, tmp_path, **options, template="chatml")
+        assert "did you mean chatml?" in refused(path, template=name)[0]
+    data = opened(path, template="chatml")
     (event,) = data.events()[-1:]
     assert event["kind"] == "divided_control_tokens"
     assert "<|im_start|> (" in event["message"]
@@ -386,12 +382,12 @@ def test_the_runs_tokenizer_carries_the_template(
     # Another template or learned share is other data; equal ones are the same.
     mine = tmp_path / "mine.jinja"
     mine.write_text(again.chat_template)
-    same = opened(path, tmp_path, **options, template=str(mine))
+    same = opened(path, template=str(mine))
     assert same.fingerprint == data.fingerprint
     mine.write_text(again.chat_template.replace("im_end", "im_over"))
     others = [
-        opened(path, tmp_path, **options, template=str(mine)),
-        opened(path, tmp_path, **options, template="chatml", learn="all"),
+        opened(path, template=str(mine)),
+        opened(path, template="chatml", learn="all"),
     ]
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
 
@@ -432,8 +428,9 @@ RAISING = "{{ raise_exception('no ' + messages[0].role + ' here') }}"
     ],
 )
 def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
+    refused: Refused,
     tmp_path: Path,
-    write_jsonl: Callable[..., Path],
+    write_jsonl: Written,
     turns: object,
     template: str | None,
     message: str,
@@ -445,9 +442,7 @@ def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
         tokenizer.chat_template = "{% if messages[0].role == 'user' %}" + template + "{% endif %}x"
         tokenizer.chat_template += "{% generation %}y{% endgeneration %}"
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ConfigError) as caught:
-        opened(path, tmp_path, tokenizer=str(tmp_path / "tokenizer"))
-    (problem,) = caught.value.problems
+    (problem,) = refused(path, tokenizer=str(tmp_path / "tokenizer"))
     assert problem.startswith(f"data.path: {path}:2: ")
     assert message in problem
     assert "(30 of 32 lines read; this is the first)" in problem
@@ -455,7 +450,7 @@ def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
 
 
 def test_a_template_that_cannot_be_masked_is_named(
-    tmp_path: Path, write_jsonl: Callable[..., Path], chatml_dir: str
+    refused: Refused, tmp_path: Path, write_jsonl: Written, chatml_dir: str
 ) -> None:
     """It writes all of the assistant's text after all questions."""
     own = tmp_path / "own.jinja"
@@ -465,5 +460,5 @@ def test_a_template_that_cannot_be_masked_is_named(
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     path = write_jsonl({"messages": [USER, BOT, USER, BOT]})
-    with pytest.raises(ConfigError, match=f"exactly: the chat template of {own} writes an"):
-        opened(path, tmp_path, tokenizer=chatml_dir, template=str(own))
+    (problem,) = refused(path, tokenizer=chatml_dir, template=str(own))
+    assert f"exactly: the chat template of {own} writes an" in problem

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
-from harness.data.build import build_data, cached_fingerprint
-from harness.data.data import Data
-from harness.data.mixture import Mixture
+from harness.data.build import build_tokenizer, cached_fingerprint
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
+
+
+Opened, Mix = Callable[..., Any], Callable[..., str]
 
 
 @pytest.fixture
@@ -38,27 +40,27 @@ def sources(write_jsonl: Callable[..., Path]) -> dict[str, Path]:
     return {**paths, "pairs": write_jsonl(*pairs, name="pairs.jsonl")}
 
 
-def spec_of(tokenizer: str, cache: Path, *words: str) -> DataSpec:
-    settings = ["data.seq_len=24", f"data.cache_dir={cache}", f"data.tokenizer={tokenizer}"]
-    if not any("data.eval_path" in word for word in words):
-        settings.append("data.held_out=0.2")
-    return DataSpec.of_run(load_run_config(None, [*settings, *words]), {})
+@pytest.fixture
+def opened(opened_run: Opened) -> Opened:
+    return partial(opened_run, "data.seq_len=24")
 
 
-def mix(sources: dict[str, Path], **settings: str) -> str:
-    """Return the argument for some of the sources, with each one's settings in TOML."""
-    entries = [f'{{path="{sources[name]}", {text}}}' for name, text in settings.items()]
-    return f"data.mix=[{', '.join(entries)}]"
+@pytest.fixture
+def mix(sources: dict[str, Path]) -> Callable[..., str]:
+    """Return a function for the argument of some sources, with each one's settings in TOML."""
+
+    def argument(**settings: str) -> str:
+        entries = [f'{{path="{sources[name]}", {text}}}' for name, text in settings.items()]
+        return f"data.mix=[{', '.join(entries)}]"
+
+    return argument
 
 
-def test_samples_are_those_of_the_sources_in_their_shares(
-    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
-) -> None:
+def test_samples_are_those_of_the_sources_in_their_shares(opened: Opened, mix: Mix) -> None:
     """Each source is packed according to its own data."""
-    argument = mix(sources, long="share=0.5", other="share=0.3", pairs="share=0.2")
-    mixed = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
+    argument = mix(long="share=0.5", other="share=0.3", pairs="share=0.2")
+    mixed = opened(argument)
     stream = mixed.train
-    assert isinstance(stream, Mixture)
     assert mixed.names == ["long", "other", "pairs"]
     assert mixed.mixture() == [[0, [5, 3, 2]]]
     assert mixed.shares(200)[0].startswith("long: 50.00% of the windows, ")
@@ -76,28 +78,25 @@ def test_samples_are_those_of_the_sources_in_their_shares(
 
 
 def test_the_fingerprint_is_that_of_all_sources(
-    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path, write_jsonl: Callable[..., Path]
+    opened_run: Opened,
+    spec_of_run: Callable[..., DataSpec],
+    mix: Mix,
+    write_jsonl: Callable[..., Path],
 ) -> None:
-    def spec(**shares: str) -> DataSpec:
-        return spec_of(tokenizer_dir, tmp_path / "cache", mix(sources, **shares))
-
-    both = spec(long="share=1", pairs="share=1")
-    assert cached_fingerprint(both) is None
-    first = build_data(both).fingerprint
-    assert cached_fingerprint(both) == first
-    assert build_data(spec(long="share=1", pairs="share=2")).fingerprint == first
-    assert build_data(spec(long="share=1", other="share=1")).fingerprint != first
+    both = mix(long="share=1", pairs="share=1")
+    assert cached_fingerprint(spec_of_run(both)) is None
+    first = opened_run(both).fingerprint
+    assert cached_fingerprint(spec_of_run(both)) == first
+    assert opened_run(mix(long="share=1", pairs="share=2")).fingerprint == first
+    assert opened_run(mix(long="share=1", other="share=1")).fingerprint != first
     write_jsonl(*({"text": f"{n} else"} for n in range(99)), name="long.jsonl")
-    assert build_data(both).fingerprint != first
+    assert opened_run(both).fingerprint != first
 
 
-def test_sizes_are_the_shares_without_any(
-    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
-) -> None:
+def test_sizes_are_the_shares_without_any(opened: Opened, mix: Mix) -> None:
     def drawn(*words: str) -> list[float]:
-        argument = mix(sources, long='format="jsonl"', pairs='name="b"')
-        data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument, *words))
-        assert isinstance(data.train, Mixture)
+        argument = mix(long='format="jsonl"', pairs='name="b"')
+        data = opened(argument, *words)
         sizes = [stream.samples for stream in data.train.streams]
         pairs = zip(data.train.order.drawn_before(10**6), sizes, strict=True)
         return [count / 10**6 / (size / sum(sizes)) for count, size in pairs]
@@ -109,13 +108,9 @@ def test_sizes_are_the_shares_without_any(
     assert by_tokens == pytest.approx([1, 1], abs=1e-4)
 
 
-def test_shares_of_tokens_leave_out_padding(
-    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
-) -> None:
-    argument = mix(sources, long="share=0.5", pairs="share=0.5")
-    words = (argument, "data.mix_by=tokens", "data.seq_len=40")
-    data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
-    assert isinstance(data.train, Mixture)
+def test_shares_of_tokens_leave_out_padding(opened: Opened, mix: Mix) -> None:
+    argument = mix(long="share=0.5", pairs="share=0.5")
+    data = opened(argument, "data.mix_by=tokens", "data.seq_len=40")
     counts = data.train.order.drawn_before(10**6)
     per_sample = [stream.tokens_per_sample for stream in data.train.streams]
     assert per_sample[0] == 40 > per_sample[1]
@@ -123,42 +118,30 @@ def test_shares_of_tokens_leave_out_padding(
     assert read[0] == pytest.approx(read[1], rel=1e-3)
 
 
-def test_shares_change_during_the_run(
-    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
-) -> None:
-    argument = mix(sources, long="share=0.9, then=0.5", other="share=0.1, then=0.5")
+def test_shares_change_during_the_run(opened: Opened, mix: Mix) -> None:
+    argument = mix(long="share=0.9, then=0.5", other="share=0.1, then=0.5")
     sizes = ("train.global_batch=10", "train.steps=50")
     for until in ("0.8", "40"):
-        words = (argument, *sizes, f"data.mix_until={until}")
-        data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
+        data = opened(argument, *sizes, f"data.mix_until={until}")
         assert data.mixture() == [[0, [9, 1]], [400, [1, 1]]]
         assert data.shares(500)[1].startswith("other: 18.00% of the windows")
 
 
-def test_a_source_is_read_for_its_epochs_at_most(
-    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
-) -> None:
-    argument = mix(sources, long="share=0.5, epochs=1.5", other="share=0.5")
-    data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
-    assert isinstance(data.train, Mixture)
+def test_a_source_is_read_for_its_epochs_at_most(opened: Opened, mix: Mix) -> None:
+    argument = mix(long="share=0.5, epochs=1.5", other="share=0.5")
+    data = opened(argument)
     assert data.train.length is None
     long = data.train.streams[0].samples
     assert data.train.order.drawn_before(10**6)[0] == int(1.5 * long)
-    argument = mix(sources, long="epochs=1", other="epochs=1")
-    data = build_data(spec_of(tokenizer_dir, tmp_path / "cache", argument))
+    argument = mix(long="epochs=1", other="epochs=1")
+    data = opened(argument)
     assert data.train.length == data.train.samples
     with pytest.raises(ConfigError, match="its sources run out after"):
         data.train.batch(data.train.samples - 1, 2)
 
 
-def test_held_out_sets_replace_the_split(
-    sources: dict[str, Path], tokenizer_dir: str, tmp_path: Path
-) -> None:
+def test_held_out_sets_replace_the_split(opened: Opened, sources: dict[str, Path]) -> None:
     path = f"data.path={sources['long']}"
-
-    def opened(*words: str) -> Data:
-        return build_data(spec_of(tokenizer_dir, tmp_path / "cache", *words))
-
     split, single = opened(path), opened(path, f"data.eval_path={sources['other']}")
     assert single.train.tokens == split.train.tokens + split.held_out.tokens
     assert single.fingerprint == split.fingerprint
@@ -179,23 +162,22 @@ def test_held_out_sets_replace_the_split(
     assert named.summary()[1].startswith("held-out set pairs: ")
 
 
-def test_a_tokenizer_is_trained_on_all_sources(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_all_sources(
+    sources: dict[str, Path], mix: Mix, tmp_path: Path
+) -> None:
     words = [f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=24", "data.held_out=0.2"]
-    argument = mix(sources, long="share=1", pairs="share=1")
-    run = load_run_config(None, [*words, argument])
-    data = build_data(DataSpec.of_run(run, {}))
-    alone = build_data(
-        DataSpec.of_run(load_run_config(None, [*words, f"data.path={sources['long']}"]), {})
+    both, alone = (
+        build_tokenizer(DataSpec.of_run(load_run_config(None, [*words, argument]), {}), print)
+        for argument in (mix(long="share=1", pairs="share=1"), f"data.path={sources['long']}")
     )
-    pieces = data.tokenizer.get_vocab()
-    assert any("pairs" in piece for piece in pieces)
-    assert not any("pairs" in piece for piece in alone.tokenizer.get_vocab())
+    assert any("pairs" in piece for piece in both.get_vocab())
+    assert not any("pairs" in piece for piece in alone.get_vocab())
 
 
-def test_all_unreadable_sources_are_named_at_once(tokenizer_dir: str, tmp_path: Path) -> None:
+def test_all_unreadable_sources_are_named_at_once(opened: Opened, tmp_path: Path) -> None:
     argument = f'data.mix=[{{path="{tmp_path}/a"}}, {{path="{tmp_path}/b"}}]'
     with pytest.raises(ConfigError) as caught:
-        build_data(spec_of(tokenizer_dir, tmp_path, argument, f"data.eval_path={tmp_path}/c"))
+        opened(argument, f"data.eval_path={tmp_path}/c")
     for name, problem in zip("abc", caught.value.problems, strict=True):
         assert f"{tmp_path}/{name} does not exist" in problem
 
@@ -204,5 +186,4 @@ def test_a_recorded_mixture_is_read_again() -> None:
     argument = 'data.mix=[{path="a", share=1}, {path="b", share=2, epochs=3, name="c"}]'
     run = load_run_config(None, [argument, 'data.eval_path={x="y"}'])
     assert RunConfig.model_validate(run.model_dump(mode="json")).data == run.data
-    assert isinstance(run.data, DataConfig)
     assert [*run.data.sources()] == ["a", "c"]

@@ -1,6 +1,4 @@
-"""Folders of .bin/.idx pairs, against the same documents joined into one pair; and data.min_tokens
-and data.max_tokens, of data and of a source.
-"""
+"""Folders of .bin/.idx pairs, against their documents joined into one; bounds of lengths."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +16,17 @@ from harness.config.batch import Curriculum
 from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data import pair, token_files
-from harness.data.build import build_data, cached_fingerprint
+from harness.data.build import cached_fingerprint
 from harness.data.data import Data
-from harness.data.mixture import Mixture
 from harness.data.pair import IndexedTokens, join_indexed, write_indexed
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.plan.glances import glances
 from tests.data.number_tokenizer import write_number_tokenizer
+
+Opened = Callable[..., Any]
+Refused = Callable[..., list[str]]
+Written = Callable[..., Path]
 
 SEQ_LEN, VOCAB = 16, 8192
 
@@ -65,14 +67,6 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-def opened(path: Path, tokenizer: str, *words: str) -> Data:
-    asked = [
-        *(f"data.path={path}", f"data.tokenizer={tokenizer}", f"data.seq_len={SEQ_LEN}"),
-        *(f"data.cache_dir={path.parent / 'cache'}", "data.held_out=0.1", *words),
-    ]
-    return build_data(DataSpec.of_run(load_run_config(None, asked), {}))
-
-
 def of_ranks(data: Data, ranks: int = 2, steps: int = 3) -> list[torch.Tensor]:
     """Return the micro-batches of all ranks for a few steps."""
     read = []
@@ -87,10 +81,11 @@ def of_ranks(data: Data, ranks: int = 2, steps: int = 3) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
 def test_ranks_read_the_samples_of_the_joined_pair(
-    shards: Path, tokenizer_dir: str, batching: str
+    opened: Opened, shards: Path, batching: str
 ) -> None:
-    how = tokenizer_dir, f"data.batching={batching}"
-    several, joined = (opened(path, *how) for path in (shards, shards.parent / "joined"))
+    several, joined = (
+        opened(path, batching=batching) for path in (shards, shards.parent / "joined")
+    )
     assert several.fingerprint == joined.fingerprint
     assert several.documents == joined.documents == 115
     pairs = zip(of_ranks(several), of_ranks(joined), strict=True)
@@ -103,28 +98,28 @@ def test_ranks_read_the_samples_of_the_joined_pair(
 
 
 def test_contents_in_the_order_of_the_names_are_the_fingerprint(
-    shards: Path, tokenizer_dir: str
+    opened: Opened, shards: Path
 ) -> None:
-    first = opened(shards, tokenizer_dir).fingerprint
+    first = opened(shards).fingerprint
     for suffix in (".bin", ".idx"):
         (shards / f"e{suffix}").rename(shards / f"f{suffix}")
-    assert opened(shards, tokenizer_dir).fingerprint == first
+    assert opened(shards).fingerprint == first
     for suffix in (".bin", ".idx"):
         (shards / f"f{suffix}").rename(shards / f"0{suffix}")
-    assert opened(shards, tokenizer_dir).fingerprint != first
+    assert opened(shards).fingerprint != first
     write(shards / "g", 9)
-    assert opened(shards, tokenizer_dir).documents == 140
+    assert opened(shards).documents == 140
 
 
-def test_problems_name_the_pair(shards: Path, tokenizer_dir: str) -> None:
+def test_problems_name_the_pair(opened: Opened, shards: Path) -> None:
     write_indexed(shards / "f", VOCAB, [([5, 2], True), ([6, 9000, 2], True)])
     with pytest.raises(ConfigError, match=r"shards/f\.bin: document 1 has token id 9000 at offset"):
-        opened(shards, tokenizer_dir)
+        opened(shards)
     write_indexed(shards / "f", 1 << 20, [([5, 2], True)])
     with pytest.raises(ConfigError, match=r"a\.bin holds uint16, .*f\.bin int32: all pairs of a"):
-        opened(shards, tokenizer_dir)
+        opened(shards)
     write(shards / "f", 3)
-    data = opened(shards, tokenizer_dir)
+    data = opened(shards)
     with (shards / "f.bin").open("ab") as file:
         file.write(b"12")
     with pytest.raises(ConfigError, match=r"f\.bin changed while the run was reading it"):
@@ -150,33 +145,24 @@ LONG = 40
 
 
 @pytest.fixture
-def asked(tmp_path: Path, tokenizer_dir: str) -> list[str]:
-    """Return arguments; one in ten of PAIR's 200 documents has at least 40 tokens with its
-    separator.
-    """
+def pair_path(tmp_path: Path) -> Path:
+    """Return a pair; one in ten of its 200 documents has at least 40 tokens with its separator."""
     sizes = [3 + n % 20 if n % 10 else LONG + n % 7 for n in range(200)]
-    write_indexed(
-        tmp_path / "pair", 8192, (([5 + n % 9] * (s - 1) + [2], True) for n, s in enumerate(sizes))
-    )
-    return [
-        *(f"data.tokenizer={tokenizer_dir}", "data.seq_len=16", "data.held_out=0.2"),
-        f"data.cache_dir={tmp_path / 'cache'}",
-    ]  # fmt: skip
-
-
-def spec(*words: str) -> DataSpec:
-    return DataSpec.of_run(load_run_config(None, words), {})
+    documents = (([5 + n % 9] * (size - 1) + [2], True) for n, size in enumerate(sizes))
+    write_indexed(tmp_path / "pair", 8192, documents)
+    return tmp_path / "pair"
 
 
 def numbers(data: Data, side: str, source: int = 0) -> set[int]:
     return {*data.sources[source].sides[side].split.numbers[:-1].tolist()}
 
 
-def test_documents_of_other_lengths_are_on_neither_side(asked: list[str], tmp_path: Path) -> None:
-    path = f"data.path={tmp_path / 'pair'}"
+def test_documents_of_other_lengths_are_on_neither_side(
+    opened: Opened, pair_path: Path, spec_of_run: Callable[..., DataSpec]
+) -> None:
     whole, long, rest = (
-        build_data(spec(*asked, path, *words))
-        for words in ((), (f"data.min_tokens={LONG}",), (f"data.max_tokens={LONG - 1}",))
+        opened(pair_path, **bounds)
+        for bounds in ({}, {"min_tokens": LONG}, {"max_tokens": LONG - 1})
     )
     every = {*range(0, 200, 10)}
     for side in ("train", "held_out"):  # held-out documents are the same whatever the bounds are
@@ -185,7 +171,8 @@ def test_documents_of_other_lengths_are_on_neither_side(asked: list[str], tmp_pa
         lengths = np.diff(long.sources[0].sides[side].split.starts)
         assert lengths.min() >= LONG
     assert len({whole.fingerprint, long.fingerprint, rest.fingerprint}) == 3
-    assert cached_fingerprint(spec(*asked, path, f"data.min_tokens={LONG}")) == long.fingerprint
+    spec = spec_of_run(f"data.path={pair_path}", f"data.min_tokens={LONG}")
+    assert cached_fingerprint(spec) == long.fingerprint
     assert "; not read: 180 shorter than 40 tokens" in long.summary()[0]
     (event,) = (event for event in rest.events() if event["kind"] == "left_out_by_length")
     assert (event["documents"], event["shorter"], event["longer"]) == (200, 0, 20)
@@ -194,14 +181,13 @@ def test_documents_of_other_lengths_are_on_neither_side(asked: list[str], tmp_pa
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
 def test_long_documents_are_sampled_more_often(
-    asked: list[str], tmp_path: Path, batching: str
+    opened_run: Opened, pair_path: Path, batching: str
 ) -> None:
-    path = json.dumps(str(tmp_path / "pair"))
+    path = json.dumps(str(pair_path))
     mix = f"data.mix=[{{path={path}, share=0.5}}, {{path={path}, share=0.5, min_tokens={LONG}}}]"
-    data = build_data(spec(*asked, mix, f"data.batching={batching}"))
-    assert isinstance(mixed := data._ordered, Mixture)
+    data = opened_run(mix, f"data.batching={batching}")
     assert data.names == ["pair", f"pair-min-{LONG}"]
-    assert mixed.order.drawn_before(100) == [50, 50]
+    assert data._ordered.order.drawn_before(100) == [50, 50]
     held_out = numbers(data, "held_out") | numbers(data, "held_out", 1)
     assert not held_out & (numbers(data, "train") | numbers(data, "train", 1))
     read = [span.document for sample in range(200) for span in data.train.sample(sample).spans]
@@ -210,32 +196,27 @@ def test_long_documents_are_sampled_more_often(
     assert "; only those with min_tokens=40 are read; share 50.00%" in text[1]
 
 
-def test_nothing_as_long_is_refused_with_the_counts(asked: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_data(spec(*asked, f"data.path={tmp_path / 'pair'}", "data.min_tokens=99"))
-    (train, held_out) = caught.value.problems
+def test_nothing_as_long_is_refused_with_the_counts(refused: Refused, pair_path: Path) -> None:
+    train, held_out = refused(pair_path, min_tokens=99)
     assert "train split has 0 tokens in 0 documents" in train
     assert "; 200 shorter than 99 tokens were not read (data.min_tokens=99)" in held_out
 
 
-def test_a_sample_that_a_run_kept_has_no_documents(asked: list[str], tmp_path: Path) -> None:
-    np.save(tmp_path / "pair.masks.npy", np.zeros((3, 1), np.int64))
-    with pytest.raises(ConfigError, match=r"data\.min_tokens=9: .*pair holds samples that a run"):
-        build_data(spec(*asked, f"data.path={tmp_path / 'pair'}", "data.min_tokens=9"))
+def test_a_sample_that_a_run_kept_has_no_documents(refused: Refused, pair_path: Path) -> None:
+    np.save(f"{pair_path}.masks.npy", np.zeros((3, 1), np.int64))
+    (problem,) = refused(pair_path, min_tokens=9)
+    assert problem.startswith(f"data.min_tokens=9: {pair_path} holds samples that a run")
 
 
 def test_a_held_out_set_is_read_as_it_says(
-    asked: list[str], tmp_path: Path, write_jsonl: Callable[..., Path]
+    write_jsonl: Written, opened_run: Opened, pair_path: Path
 ) -> None:
     """It accepts the keys of data itself, and its own bounds."""
     lines = [{"t": f"{n} " * (1 + n % 40), "kind": "ab"[n % 2]} for n in range(60)]
-    text = write_jsonl(*lines).rename(tmp_path / "lines")
+    text = write_jsonl(*lines).rename(pair_path.with_name("lines"))
     table = f'path="{text}", format="jsonl", columns={{text="t"}}, where={{kind="a"}}'
-    words = [
-        *(*(word for word in asked if "held_out" not in word), f"data.path={tmp_path / 'pair'}"),
-        *(f"data.min_tokens={LONG}", f'data.eval_path={{own={{{table}}}, pair="{tmp_path}/pair"}}'),
-    ]
-    data = build_data(spec(*words))
+    sets = f'data.eval_path={{own={{{table}}}, pair="{pair_path}"}}'
+    data = opened_run(f"data.path={pair_path}", f"data.min_tokens={LONG}", sets)
     own, pair = data.set_sources
     assert (own.facts.documents, own.facts.shorter) == (30, 0)
     assert (pair.facts.documents, pair.facts.shorter) == (200, 0)

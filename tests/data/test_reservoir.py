@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,37 +12,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
-from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.pair import IndexedTokens, load_masks, write_documents, write_indexed
-from harness.data.spec import DataSpec
 from harness.data.tokenizer import tokenizer_hash
 from harness.errors import ConfigError
 from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, masks_of
 from harness.run.resumption import _write
 
+Opened, Written = Callable[..., Any], Callable[..., Path]
+
 
 @pytest.fixture
-def pairs(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer_dir: str
-) -> Callable[..., Data]:
+def pairs(opened: Opened, write_jsonl: Written) -> Opened:
     path = write_jsonl(
         *({"prompt": f"what is {n}?", "completion": f"it is {n}, in words"} for n in range(200))
     )
+    return partial(opened, path=path, seq_len=48)
 
-    def build(**options: object) -> Data:
-        settings = {"path": str(path), "seq_len": 48, "held_out": 0.2, "tokenizer": tokenizer_dir}
-        config = DataConfig(**{**settings, "cache_dir": str(tmp_path / "cache"), **options})
-        return build_data(DataSpec(config))
 
-    return build
+@pytest.fixture
+def new(tmp_path: Path) -> str:
+    """Return a file of other text."""
+    path = tmp_path / "new.jsonl"
+    path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
+    return str(path)
 
 
 @pytest.mark.parametrize("packing", ["stream", "whole", None])
 def test_kept_samples_have_the_documents_and_masks_of_the_data(
-    pairs: Callable[..., Data], packing: str | None, tmp_path: Path
+    pairs: Opened, packing: str | None, tmp_path: Path
 ) -> None:
     options = {"packing": packing} if packing else {"batching": "length_grouped"}
     stream = pairs(**options).train
@@ -74,77 +74,66 @@ def write_run(folder: Path, data: Data, samples: int, tokens: int | None = None)
     return folder
 
 
-def test_samples_are_read_as_the_run_read_them(
-    pairs: Callable[..., Data], tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
+def test_samples_are_read_as_the_run_read_them(pairs: Opened, tmp_path: Path, new: str) -> None:
     """Windows that were not neighbours stay apart: no token of one is in another."""
     first = pairs(packing="stream")
     run = write_run(tmp_path / "run", first, 20, first.train.seq_len + 1)
-    path = tmp_path / "new.jsonl"
-    path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
-    again = pairs(path=str(path), rehearse=str(run))
-    old = again.train.streams[1]  # type: ignore[attr-defined]
+    again = pairs(path=new, rehearse=str(run))
+    old = again.train.streams[1]
     assert old.samples == 20
     as_read = {bytes(first.train.batch(n, 1).input_ids.numpy()) for n in range(20)}
     assert {bytes(old.batch(n, 1).input_ids.numpy()) for n in range(20)} == as_read
     labels = {bytes(first.train.batch(n, 1).labels.numpy()) for n in range(20)}
     assert {bytes(old.batch(n, 1).labels.numpy()) for n in range(20)} == labels
     # A separate held-out set, as in the third run of a chain.
-    both = {"new": str(path), "first": str(run / "reservoir" / HELD_OUT)}
-    chained = pairs(path=str(path), eval_path=both, held_out=0.02)
+    both = {"new": new, "first": str(run / "reservoir" / HELD_OUT)}
+    chained = pairs(path=new, eval_path=both, held_out=0.02)
     documents = sum(len(first.held_out.documents_of(index)) for index in range(20))
     kept = chained.eval_sets["first"]
-    assert kept.packed.split.num_documents == documents  # type: ignore[attr-defined]
+    assert kept.packed.split.num_documents == documents
     # At another length, samples are whole parts of documents: nothing unrelated continues them.
-    longer = pairs(path=str(path), rehearse=str(run), seq_len=64)
-    assert longer.train.streams[1].holds_whole_documents  # type: ignore[attr-defined]
+    longer = pairs(path=new, rehearse=str(run), seq_len=64)
+    assert longer.train.streams[1].holds_whole_documents
 
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
 def test_the_sample_of_a_run_is_mixed_in(
-    pairs: Callable[..., Data], batching: str, tmp_path: Path, write_jsonl: Callable[..., Path]
+    pairs: Opened, batching: str, tmp_path: Path, new: str
 ) -> None:
     run = write_run(tmp_path / "run", pairs(), 20)
-    path = tmp_path / "new.jsonl"
-    path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
-    data = pairs(path=str(path), rehearse=str(run), rehearse_share=0.25, batching=batching)
+    data = pairs(path=new, rehearse=str(run), rehearse_share=0.25, batching=batching)
     assert data.names == ["new", "rehearsed"]
-    new = pairs(path=str(path), batching=batching).train.samples
-    assert data.train.samples == round(new / 0.75)
+    samples = pairs(path=new, batching=batching).train.samples
+    assert data.train.samples == round(samples / 0.75)
     targets = data.train.targets_by_source(np.arange(96))
     assert all(targets)
     if batching == "packed":
         shares = np.bincount(data.train.batch(0, 100).sources.numpy())
         assert shares.tolist() == [75, 25]
     assert data.old.targets_in(0, data.old.samples) > 0
-    only_measured = pairs(path=str(path), rehearse=str(run), rehearse_share=0, batching=batching)
+    only_measured = pairs(path=new, rehearse=str(run), rehearse_share=0, batching=batching)
     assert only_measured.names == []
     assert only_measured.old is not None
 
 
-def test_ids_that_the_tokenizer_lacks_are_kept(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_ids_that_the_tokenizer_lacks_are_kept(opened: Opened, tmp_path: Path) -> None:
     write_indexed(tmp_path / "wide", 70_000, [([5, 69_999] * 40, True)] * 20)
-    section = {"path": str(tmp_path / "wide"), "seq_len": 16, "held_out": 0.2}
-    section |= {"tokenizer": tokenizer_dir, "cache_dir": str(tmp_path / "cache")}
-    config = RunConfig.model_validate({"data": section})
-    data = build_data(DataSpec(config.data, model_vocab_size=70_000))
-    plan = SimpleNamespace(config=config, model_config={"vocab_size": 70_000})
+    data = opened(tmp_path / "wide", model_vocab_size=70_000)
+    plan = SimpleNamespace(config=RunConfig(), model_config={"vocab_size": 70_000})
     run: Any = SimpleNamespace(plan=plan, data=data, state=SimpleNamespace(samples=4))
     _write(run, tmp_path / "reservoir")
     ids = IndexedTokens(tmp_path / "reservoir" / TRAIN).ids
     assert int(ids.read(np.arange(len(ids))[None]).max()) == 69_999
 
 
-def test_old_data_can_be_a_path(pairs: Callable[..., Data], tmp_path: Path) -> None:
-    path = tmp_path / "new.jsonl"
-    path.write_text("\n".join(f'{{"text": "word {n} of a text"}}' for n in range(300)))
+def test_old_data_can_be_a_path(pairs: Opened, new: str) -> None:
     old = pairs().sources[0].corpus.path
-    data = pairs(path=str(path), rehearse=str(old), document_mask=True)
+    data = pairs(path=new, rehearse=str(old), document_mask=True)
     assert data.old.documents == pairs().held_out.documents
 
 
 def test_a_run_without_a_sample_or_with_another_tokenizer_is_refused(
-    pairs: Callable[..., Data], tmp_path: Path
+    pairs: Opened, tmp_path: Path
 ) -> None:
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "plan.json").write_text("{}")
