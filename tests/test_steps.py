@@ -20,15 +20,14 @@ STEPS = 6
 class Numbers(Stream):
     """Samples that hold their own number; every third has no target."""
 
+    document_mask = False
+    seq_len = 1
+
     def __init__(self) -> None:
-        self.document_mask = False
+        pass
 
     def targets_in(self, first_sample: int, count: int) -> int:
         return sum(number % 3 > 0 for number in range(first_sample, first_sample + count))
-
-    @property
-    def seq_len(self) -> int:
-        return 1
 
     def _read(self, samples: Any) -> Batch:
         ids = torch.from_numpy(np.asarray(samples))[:, None]

@@ -154,7 +154,7 @@ class Corpus(CorpusFiles):
         if self.leading is not None or self.kind != "text":
             return self.leading
         part = next(self.parts(self.bad_lines()), None)
-        return part and (part.kind, f"{part.file}:{part.line}")
+        return (part.kind, f"{part.file}:{part.line}") if part else None
 
     @property
     def note(self) -> str:

@@ -165,9 +165,10 @@ class Source:
         if self.corpus.left_out:
             message = f"not read as documents of {self.corpus.path}: {self.corpus.left_out}"
             yield {"kind": "left_out", "message": message, **named}
-        warnings = ((kind, text, {}) for kind, text in self.warnings().items())
-        for kind, text, counts in (*self._remarks(), *warnings):
+        for kind, text, counts in self._remarks():
             yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **named, **counts}
+        for kind, text in self.warnings().items():
+            yield {"kind": kind, "message": f"{self.corpus.path}: {text}", **named}
         if self._of_other_length:
             counts = {key: getattr(self.facts, key) for key in ("documents", "shorter", "longer")}
             message = f"documents of {self.corpus.path} that are not read: {self._of_other_length}"

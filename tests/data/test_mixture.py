@@ -41,8 +41,8 @@ def sources(write_jsonl: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture
-def opened(opened_run: Opened) -> Opened:
-    return partial(opened_run, "data.seq_len=24")
+def spec_of_run(spec_of_run: Callable[..., DataSpec]) -> Callable[..., DataSpec]:
+    return partial(spec_of_run, "data.seq_len=24")
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def mix(sources: dict[str, Path]) -> Callable[..., str]:
     return argument
 
 
-def test_samples_are_those_of_the_sources_in_their_shares(opened: Opened, mix: Mix) -> None:
+def test_samples_are_those_of_the_sources_in_their_shares(opened_run: Opened, mix: Mix) -> None:
     """Each source is packed according to its own data."""
     argument = mix(long="share=0.5", other="share=0.3", pairs="share=0.2")
-    mixed = opened(argument)
+    mixed = opened_run(argument)
     stream = mixed.train
     assert mixed.names == ["long", "other", "pairs"]
     assert mixed.mixture() == [[0, [5, 3, 2]]]
@@ -93,10 +93,10 @@ def test_the_fingerprint_is_that_of_all_sources(
     assert opened_run(both).fingerprint != first
 
 
-def test_sizes_are_the_shares_without_any(opened: Opened, mix: Mix) -> None:
+def test_sizes_are_the_shares_without_any(opened_run: Opened, mix: Mix) -> None:
     def drawn(*words: str) -> list[float]:
         argument = mix(long='format="jsonl"', pairs='name="b"')
-        data = opened(argument, *words)
+        data = opened_run(argument, *words)
         sizes = [stream.samples for stream in data.train.streams]
         pairs = zip(data.train.order.drawn_before(10**6), sizes, strict=True)
         return [count / 10**6 / (size / sum(sizes)) for count, size in pairs]
@@ -108,9 +108,9 @@ def test_sizes_are_the_shares_without_any(opened: Opened, mix: Mix) -> None:
     assert by_tokens == pytest.approx([1, 1], abs=1e-4)
 
 
-def test_shares_of_tokens_leave_out_padding(opened: Opened, mix: Mix) -> None:
+def test_shares_of_tokens_leave_out_padding(opened_run: Opened, mix: Mix) -> None:
     argument = mix(long="share=0.5", pairs="share=0.5")
-    data = opened(argument, "data.mix_by=tokens", "data.seq_len=40")
+    data = opened_run(argument, "data.mix_by=tokens", "data.seq_len=40")
     counts = data.train.order.drawn_before(10**6)
     per_sample = [stream.tokens_per_sample for stream in data.train.streams]
     assert per_sample[0] == 40 > per_sample[1]
@@ -118,38 +118,38 @@ def test_shares_of_tokens_leave_out_padding(opened: Opened, mix: Mix) -> None:
     assert read[0] == pytest.approx(read[1], rel=1e-3)
 
 
-def test_shares_change_during_the_run(opened: Opened, mix: Mix) -> None:
+def test_shares_change_during_the_run(opened_run: Opened, mix: Mix) -> None:
     argument = mix(long="share=0.9, then=0.5", other="share=0.1, then=0.5")
     sizes = ("train.global_batch=10", "train.steps=50")
     for until in ("0.8", "40"):
-        data = opened(argument, *sizes, f"data.mix_until={until}")
+        data = opened_run(argument, *sizes, f"data.mix_until={until}")
         assert data.mixture() == [[0, [9, 1]], [400, [1, 1]]]
         assert data.shares(500)[1].startswith("other: 18.00% of the windows")
 
 
-def test_a_source_is_read_for_its_epochs_at_most(opened: Opened, mix: Mix) -> None:
+def test_a_source_is_read_for_its_epochs_at_most(opened_run: Opened, mix: Mix) -> None:
     argument = mix(long="share=0.5, epochs=1.5", other="share=0.5")
-    data = opened(argument)
+    data = opened_run(argument)
     assert data.train.length is None
     long = data.train.streams[0].samples
     assert data.train.order.drawn_before(10**6)[0] == int(1.5 * long)
     argument = mix(long="epochs=1", other="epochs=1")
-    data = opened(argument)
+    data = opened_run(argument)
     assert data.train.length == data.train.samples
     with pytest.raises(ConfigError, match="its sources run out after"):
         data.train.batch(data.train.samples - 1, 2)
 
 
-def test_held_out_sets_replace_the_split(opened: Opened, sources: dict[str, Path]) -> None:
+def test_held_out_sets_replace_the_split(opened_run: Opened, sources: dict[str, Path]) -> None:
     path = f"data.path={sources['long']}"
-    split, single = opened(path), opened(path, f"data.eval_path={sources['other']}")
+    split, single = opened_run(path), opened_run(path, f"data.eval_path={sources['other']}")
     assert single.train.tokens == split.train.tokens + split.held_out.tokens
     assert single.fingerprint == split.fingerprint
-    other = opened(f"data.path={sources['other']}", "data.held_out=0.3")
+    other = opened_run(f"data.path={sources['other']}", "data.held_out=0.3")
     assert single.held_out.tokens == other.train.tokens + other.held_out.tokens
     assert single.eval_sets == {}
     sets = f'{{pairs="{sources["pairs"]}", other="{sources["other"]}"}}'
-    named = opened(path, f"data.eval_path={sets}")
+    named = opened_run(path, f"data.eval_path={sets}")
     assert [*named.eval_sets] == ["pairs", "other"]
     assert named.held_out is named.eval_sets["pairs"]
     masked = {name: stream.document_mask for name, stream in named.eval_sets.items()}
@@ -174,10 +174,10 @@ def test_a_tokenizer_is_trained_on_all_sources(
     assert not any("pairs" in piece for piece in alone.get_vocab())
 
 
-def test_all_unreadable_sources_are_named_at_once(opened: Opened, tmp_path: Path) -> None:
+def test_all_unreadable_sources_are_named_at_once(opened_run: Opened, tmp_path: Path) -> None:
     argument = f'data.mix=[{{path="{tmp_path}/a"}}, {{path="{tmp_path}/b"}}]'
     with pytest.raises(ConfigError) as caught:
-        opened(argument, f"data.eval_path={tmp_path}/c")
+        opened_run(argument, f"data.eval_path={tmp_path}/c")
     for name, problem in zip("abc", caught.value.problems, strict=True):
         assert f"{tmp_path}/{name} does not exist" in problem
 
