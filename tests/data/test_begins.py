@@ -200,7 +200,7 @@ def tokenizer_dir(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def opened() -> Callable[..., Any]:
+def opened(opened: Opened) -> Opened:
     return partial(opened, seq_len=32)
 
 

@@ -103,7 +103,7 @@ def test_a_run_reads_what_transformers_gives(opened: Opened, tmp_path: Path, sty
 
 
 @pytest.fixture
-def opened() -> Callable[..., Any]:
+def opened(opened: Opened) -> Opened:
     return partial(opened, seq_len=512)
 
 
