@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,11 @@ JSONS = REPOSITORY / "ds_configs"
 
 
 @pytest.mark.gate("runs")
-@pytest.mark.parametrize(
-    "zero",
-    [{"stage": 2}, {"stage": 3, "sub_group_size": 9000}],
-    ids=("zero2", "zero3"),
-)
+@pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3, "sub_group_size": 9000}])
 def test_a_run_of_the_trainer_goes_on(
     zero: dict[str, int], data: list[str], tmp_path: Path
 ) -> None:
-    """Every weight and moment equals what DeepSpeed reports; with ZeRO 3, from many flat
-    tensors.
-    """
+    """Every weight and moment is what DeepSpeed reports; with ZeRO 3, from many flat tensors."""
     config = {**MODEL, "vocab_size": 512, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -60,10 +55,7 @@ def test_a_run_of_the_trainer_goes_on(
     command = [w for w in command if w not in SMALL_MODEL]
     model = out / "checkpoint-3" / "config.json"
     command += [f"resume.from={new}@3", f"model.name={model}", "data.seq_len=16"]
-    command += [
-        "resume.allow=data_fingerprint",
-        f"run.dir={tmp_path / 'branch'}",
-    ]
+    command += ["resume.allow=data_fingerprint", f"run.dir={tmp_path / 'branch'}"]
     run_ranks(command, tmp_path / "b", ranks=1).succeeded()
 
 
@@ -136,32 +128,48 @@ ODD = [
 ]
 
 
+Imported = Callable[[Path], tuple[int, str]]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return _checkpoint(tmp_path / "source") / "checkpoint-1"
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return tmp_path / "new"
+
+
+@pytest.fixture
+def imported(new: Path, capsys: pytest.CaptureFixture[str]) -> Imported:
+    """Return a function that imports into `new`, and returns the exit code and the message."""
+    return lambda source: (main([str(source), "--out", str(new)]), capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(("file", "key", "value"), ODD)
 def test_a_harmless_dict_of_another_make_is_named_by_file_and_key(
-    file: str, key: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, key: str, value: object, source: Path, new: Path, imported: Imported
 ) -> None:
-    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
     change(source / file, key, value)
-    assert main([str(source), "--out", str(tmp_path / "new")]) == 77
-    error = capsys.readouterr().err
+    code, error = imported(source)
+    assert code == 77
     assert str(source / "global_step1") in error
-    assert not list((tmp_path / "new").glob("checkpoints/*"))
+    assert not [*new.glob("checkpoints/*")]
 
 
 def test_a_folder_within_a_file_is_a_wrong_argument(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
     (tmp_path / "file").write_text("mine")
     assert main([str(source), "--out", str(tmp_path / "file" / "x")]) == 2
     assert str(tmp_path / "file" / "x") in capsys.readouterr().err
 
 
 def test_after_an_interruption_the_same_command_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, new: Path, imported: Imported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even after one during the copy of the tokenizer."""
-    source, new = _checkpoint(tmp_path / "source") / "checkpoint-1", tmp_path / "new"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).write_text("{}")
 
@@ -171,22 +179,20 @@ def test_after_an_interruption_the_same_command_imports(
 
     with monkeypatch.context() as patched:
         patched.setattr(import_checkpoint, "copy_tokenizer", interrupted)
-        assert main([str(source), "--out", str(new)]) == 130
+        assert imported(source)[0] == 130
     assert not [path for path in new.rglob("*") if path.is_file()]
-    assert main([str(source), "--out", str(new)]) == 0
+    assert imported(source)[0] == 0
     names = sorted(path.name for path in RunFolder(new).tokenizer_dir.iterdir())
     assert names == ["tokenizer.json", "tokenizer_config.json"]
 
 
-@pytest.mark.parametrize("value", [{"f": [2]}, {"f": [3]}])
+@pytest.mark.parametrize(("elements", "code"), [(2, 0), (3, 77)])
 def test_frozen_weights_are_whole(
-    value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    elements: int, code: int, source: Path, imported: Imported
 ) -> None:
-    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
-    change(source / MODEL_FILE, "frozen_param_shapes", value)
+    change(source / MODEL_FILE, "frozen_param_shapes", {"f": [elements]})
     change(source / MODEL_FILE, "frozen_param_fragments", {"f": torch.ones(2)})
-    code = main([str(source), "--out", str(tmp_path / "new")])
-    assert code == (0 if value == {"f": [2]} else 77), capsys.readouterr().err
+    assert imported(source)[0] == code
 
 
 @pytest.mark.parametrize(
@@ -196,41 +202,36 @@ def test_frozen_weights_are_whole(
         '{"a": ' * 100_000 + "1" + "}" * 100_000,
     ],
 )
-def test_a_config_of_another_make_is_named(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
+def test_a_config_of_another_make_is_named(text: str, source: Path, imported: Imported) -> None:
     (source / "config.json").write_text(text)
-    assert main([str(source), "--out", str(tmp_path / "new")]) == 2
-    assert str(source / "config.json") in capsys.readouterr().err
+    code, error = imported(source)
+    assert code == 2
+    assert str(source / "config.json") in error
 
 
-@pytest.mark.parametrize("file", [OPTIM, MODEL_FILE, "config.json"])
-def test_nobody_waits_for_a_pipe(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = _checkpoint(tmp_path / "source") / "checkpoint-1"
+@pytest.mark.parametrize(("file", "code"), [(OPTIM, 77), (MODEL_FILE, 77), ("config.json", 2)])
+def test_nobody_waits_for_a_pipe(file: str, code: int, source: Path, imported: Imported) -> None:
     (source / file).unlink()
     os.mkfifo(source / file)
-    assert main([str(source), "--out", str(tmp_path / "new")]) == (2 if ".json" in file else 77)
-    assert f"{source / file} is a pipe, not a file" in capsys.readouterr().err
+    ended, error = imported(source)
+    assert ended == code
+    assert f"{source / file} is a pipe, not a file" in error
 
 
 def test_a_planted_call_is_refused_and_not_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, new: Path, imported: Imported
 ) -> None:
     target = tmp_path / "made"
-    source = _checkpoint(tmp_path / "source", loss_scaler=_Attack(target))
-    assert main([str(source), "--out", str(tmp_path / "new")]) == 77
-    assert "asks for posix.mkdir" in capsys.readouterr().err
+    code, error = imported(_checkpoint(tmp_path / "source", loss_scaler=_Attack(target)))
+    assert code == 77
+    assert "asks for posix.mkdir" in error
     assert not target.exists()
-    assert not (tmp_path / "new" / "checkpoints").exists()
+    assert not (new / "checkpoints").exists()
 
 
-def test_a_small_one_is_imported_whole(tmp_path: Path) -> None:
-    source = _checkpoint(tmp_path / "source")
-    assert main([str(source), "--out", str(tmp_path / "new")]) == 0
-    reader = checkpoint_of(str(tmp_path / "new")).reader()
+def test_a_small_one_is_imported_whole(source: Path, new: Path, imported: Imported) -> None:
+    assert imported(source)[0] == 0
+    reader = checkpoint_of(str(new)).reader()
     assert torch.equal(reader.whole("w", "weight"), torch.arange(6.0).view(2, 3))
     assert torch.equal(reader.whole("w", "exp_avg"), torch.ones(2, 3))
 
@@ -244,23 +245,21 @@ def test_a_small_one_is_imported_whole(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_whole_is_refused(
-    optimizer: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    optimizer: dict[str, Any], said: str, tmp_path: Path, new: Path, imported: Imported
 ) -> None:
-    source = _checkpoint(tmp_path / "source", **optimizer)
-    assert main([str(source), "--out", str(tmp_path / "new")]) == 77
-    assert said in capsys.readouterr().err
-    assert list((tmp_path / "new").glob("checkpoints/*")) == []
+    code, error = imported(_checkpoint(tmp_path / "source", **optimizer))
+    assert code == 77
+    assert said in error
+    assert not [*new.glob("checkpoints/*")]
 
 
-def test_a_wrong_argument_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "nothing"), "--out", str(tmp_path)]) == 2
-    assert main([str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "is not a known checkpoint" in capsys.readouterr().err
-    source = _checkpoint(tmp_path / "source")
-    assert main([f"{source}@7", "--out", str(tmp_path / "new")]) == 2
-    assert "checkpoints of steps [1], not of 7" in capsys.readouterr().err
-    assert main([str(source), "--out", str(tmp_path / "new")]) == 0
-    assert main([str(source), "--out", str(tmp_path / "new")]) == 2
+def test_a_wrong_argument_is_refused(tmp_path: Path, source: Path, imported: Imported) -> None:
+    assert imported(tmp_path / "nothing")[0] == 2
+    code, error = imported(tmp_path)
+    assert code == 2
+    assert "is not a known checkpoint" in error
+    code, error = imported(Path(f"{source.parent}@7"))
+    assert code == 2
+    assert "checkpoints of steps [1], not of 7" in error
+    assert imported(source.parent)[0] == 0
+    assert imported(source.parent)[0] == 2
