@@ -43,7 +43,10 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         tuple(open_source(name, part, tokenizer, cache, report) for name, part in named.items())
         for named in (parts, spec.eval_sets())
     )
-    old = _old_source(spec, tokenizer, report)
+    old = None
+    if (old_set := spec.old_set()) is not None:
+        spec.require_tokenizer(tokenizer_hash(tokenizer))
+        old = open_source(REHEARSED, old_set, tokenizer, cache, report)
     every = [*sources, *sets, *([old] if old else [])]
     if problems := [problem for source in every for problem in source.problems(spec)]:
         raise ConfigError(problems)
@@ -53,44 +56,38 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         return _document_mask(spec, (*sources, held_out))
 
     train = [source.stream("train", spec.seed, document_mask=mask) for source in sources]
+    order, fingerprint = mix_order(spec, train), joined([s.facts.fingerprint for s in sources])
     # The held-out order ignores the seed, so that all runs are compared on the same samples.
-    eval_sets = {
+    named = {
         source.name: source.stream("train", 0, document_mask=mask_of(source)) for source in sets
     }
-    held_out = [*eval_sets.values()][:1] or [
+    held_out = [*named.values()][:1] or [
         source.stream("held_out", 0, document_mask=mask)
         for source in (sources[:-1] if spec.rehearses else sources)
     ]
-    order, fingerprint = (
-        mix_order(spec, train),
-        joined([source.facts.fingerprint for source in sources]),
-    )
 
-    def joined_set(streams: list[Stream]) -> Stream:
-        if len(streams) == 1:
-            return streams[0]
-        return Mixture(streams, first_shares(order, len(streams)))
+    def evaluated(streams: list[Stream]) -> Stream:
+        mixed = Mixture(streams, first_shares(order, len(streams))) if streams[1:] else streams[0]
+        return _evaluated(spec, mixed)
 
-    first_set, longer = joined_set(held_out), spec.eval_seq_len
-    evaluated = {
-        id(stream): _evaluated(spec, stream) for stream in (first_set, *eval_sets.values())
-    }
+    eval_sets = {name: evaluated([stream]) for name, stream in named.items()}
+    long_held_out = kept_out = None
+    if length := spec.eval_seq_len:
+        long_held_out = evaluated([stream.of_length(length) for stream in held_out])
+    if old:  # its last split is held out
+        kept_out = evaluated([old.stream([*old.sides][-1], 0, document_mask=mask_of(old))])
     if order is not None:
         train = [Mixture(train, order, epoch_with_old(spec, train))]
     return Data(
         _batched(spec, train[0], fingerprint),
-        evaluated[id(first_set)],
+        next(iter(eval_sets.values()), None) or evaluated(held_out),
         tokenizer,
         fingerprint,
         sources,
-        {name: evaluated[id(stream)] for name, stream in eval_sets.items() if name},
+        {name: stream for name, stream in eval_sets.items() if name},
         sets,
-        _evaluated(spec, joined_set([stream.of_length(longer) for stream in held_out]))
-        if longer
-        else None,
-        _evaluated(spec, old.stream([*old.sides][-1], 0, document_mask=mask_of(old)))
-        if old
-        else None,
+        long_held_out,
+        kept_out,
     )
 
 
@@ -100,17 +97,6 @@ def _document_mask(spec: DataSpec, sources: Iterable[Source]) -> bool:
         return mask
     # A document alone in its sample needs no mask.
     return spec.config.batching == "packed" and any(source.is_masked for source in sources)
-
-
-def _old_source(
-    spec: DataSpec, tokenizer: PreTrainedTokenizerBase, report: Report
-) -> Source | None:
-    """Return the data of data.rehearse, whose last split is held out; None without it."""
-    old = spec.old_set()
-    if old is None:
-        return None
-    spec.require_tokenizer(tokenizer_hash(tokenizer))
-    return open_source(REHEARSED, old, tokenizer, cache_of(spec), report)
 
 
 def _batched(spec: DataSpec, stream: Stream, fingerprint: str) -> Stream:
@@ -137,9 +123,8 @@ def _contiguous(stream: Stream, rows: int) -> Stream:
     if rows > stream.samples:
         raise ConfigError(
             f"train.carry_state is true, but {stream.samples} windows are too few for {rows} "
-            "streams of text (train.global_batch): lower train.global_batch or data.seq_len, "
-            "or add "
-            "text"
+            "streams of text (train.global_batch): lower train.global_batch or data.seq_len, or "
+            "add text"
         )
     return Contiguous(stream.packed, rows)
 
