@@ -1,6 +1,4 @@
-"""Cleaning and tokenizing on a real Slurm with two nodes write the same bytes as on this
-machine.
-"""
+"""Cleaning and tokenizing on a real Slurm of two nodes write the same bytes as here."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _question(number: int) -> dict[str, str]:
-    """Return a prompt and completion; their lengths vary, so that targets fall unevenly on
-    samples.
-    """
+    """Return a pair; their lengths vary, so that targets fall unevenly on samples."""
     words = [WORDS[(number * 7 + place) % len(WORDS)] for place in range(3 + number % 11)]
     return {"prompt": " ".join(words) + "?", "completion": " " + " ".join(words[::-2]) + "."}
 

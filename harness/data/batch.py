@@ -12,9 +12,7 @@ from harness.layout.attention_table import ATTENTIONS
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on `device`, copied asynchronously. A copy from pageable memory would make
-    the host wait for the device, so the tensor is pinned first.
-    """
+    """Return a tensor on `device`, copied without waiting: pageable memory is pinned first."""
     if tensor.device == device:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)  # a no-op if already pinned

@@ -193,9 +193,7 @@ def cached_tokenizer(spec: DataSpec) -> PreTrainedTokenizerBase | None:
 
 
 def _corpora(spec: DataSpec) -> list[Corpus]:
-    """Return the corpora of the sources. Raises ConfigError with the problems of all sources and
-    held-out sets.
-    """
+    """Return the corpora of the sources. Raises ConfigError, also for the held-out sets."""
     parts, corpora, problems = spec.sources(), [], []
     for part in [*parts.values(), *spec.eval_sets().values()]:
         try:
@@ -215,9 +213,7 @@ def cache_of(spec: DataSpec) -> Path:
 
 
 def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Raises ConfigError if it has more ids than the model and rows may not be
-    added.
-    """
+    """Load the tokenizer. Raises ConfigError if it has more ids than the model may get."""
     tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
     if spec.config.template is not None:
         set_template(tokenizer, spec.config.template)
@@ -232,9 +228,7 @@ def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBa
 
 
 def _or_fewer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the alternative fix for a tokenizer trained on the corpus: a smaller vocabulary.
-    Returns "" if its characters and byte tokens alone would not fit.
-    """
+    """Return the other remedy for a tokenizer trained here, if its characters alone would fit."""
     rows = spec.model_vocab_size or 0
     least = sum(len(piece) == 1 or piece.startswith("<") for piece in tokenizer.get_vocab())
     is_enough = not spec.config.tokenizer and rows >= max(least, MIN_VOCAB_SIZE)

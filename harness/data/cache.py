@@ -116,9 +116,7 @@ def release(array: NDArray[Any]) -> None:
 
 
 def fetch(array: NDArray[Any], places: NDArray[np.int64]) -> None:
-    """Prefetch the pages of some indices of a one-dimensional cached_array together. Page faults
-    would read them one by one.
-    """
+    """Prefetch the pages of some indices together; page faults would read them one by one."""
     if (mapped := _map_of(array)) is None:
         return
     begin = array.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data

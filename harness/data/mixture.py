@@ -239,9 +239,7 @@ class Mixture(Stream):
 
 
 def epoch_with_old(spec: DataSpec, streams: Sequence[Stream]) -> int | None:
-    """Return the number of samples, including rehearsed ones, in an epoch of the new data; None if
-    none are rehearsed.
-    """
+    """Return the samples in an epoch of the new data with rehearsed ones; None without these."""
     if not spec.rehearses:
         return None
     new = sum(stream.samples for stream in _new(spec, streams))
@@ -249,9 +247,7 @@ def epoch_with_old(spec: DataSpec, streams: Sequence[Stream]) -> int | None:
 
 
 def mix_order(spec: DataSpec, streams: Sequence[Stream]) -> MixOrder | None:
-    """Return the sample order of a mixture, from its shares or the streams' sizes; None without a
-    mixture.
-    """
+    """Return the sample order of a mixture, from its shares or the streams' sizes, or None."""
     config = spec.config
     if not config.mix and not spec.rehearses:
         return None
@@ -269,9 +265,7 @@ def _limit(source: MixSource, stream: Stream) -> int | None:
 
 
 def first_shares(order: MixOrder | None, sources: int) -> MixOrder:
-    """Return the order of a mixture's held-out samples, for its first `sources` sources: their
-    first shares, without limits.
-    """
+    """Return the order of held-out samples: the first shares of `sources` sources, unlimited."""
     assert order is not None, "several splits are those of a mixture"
     weights = order.parts[0].weights[:sources]
     return MixOrder([Phase(0, tuple(map(Fraction, weights)))], [None] * len(weights))

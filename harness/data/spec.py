@@ -116,9 +116,7 @@ class DataSpec:
         return None if self.config.rehearse is None else kept_sample(self.config.rehearse)
 
     def require_tokenizer(self, tokenizer: str) -> None:
-        """Raise ConfigError if the data.rehearse run used a different tokenizer from the one with
-        this hash.
-        """
+        """Raise ConfigError if data.rehearse is a run with a tokenizer of another hash."""
         if self._kept is None or kept_facts(self._kept).get("tokenizer") == tokenizer:
             return
         raise ConfigError(

@@ -215,9 +215,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 def encode_with_offsets(
     tokenizer: PreTrainedTokenizerBase, texts: list[str]
 ) -> list[tuple[list[int], NDArray[np.int64]]]:
-    """Return, for each text, its ids without special tokens and each token's (tokens, 2) span in
-    the text.
-    """
+    """Return the ids of each text without special tokens, and each token's (tokens, 2) span."""
     if not texts:
         return []
     encodings = tokenizer(

@@ -180,9 +180,7 @@ class Turns:
         return Place(start, stop, lacks)
 
     def _what_is_written(self, number: int) -> tuple[tuple[str, ...], bool]:
-        """Return notes on the parts of a turn that the rendering lacks, and True if it has enough
-        of them.
-        """
+        """Return notes on what the rendering lacks of a turn, and True if it has enough of it."""
         given = self._marks.in_message(self._messages[number])
         written = self._whole.of(number).keys()
         calls, there = (

@@ -1,6 +1,4 @@
-"""Token ids on disk, checked against DeepSpeed's reader and writer of the format in both
-directions; reads checked against a memory map; files that change under the reader.
-"""
+"""Token ids on disk, against DeepSpeed's reader and writer and a memory map; changing files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Orders of samples: permutations, pools by length, shares of a mixture, and packing.
-
-Each is a pure function of its numbers, so that a run can resume in any layout.
-"""
+"""Orders of samples, pure functions of their numbers: permutations, pools, shares, packing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The report of a cleaning, from datatrove's statistics and the removed documents: as plain values,
-as text, and as one page that needs no network.
-"""
+"""The report of a cleaning, from datatrove's statistics: as values, as text, and as one page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Simulates filters of rising strictness on measured documents: the trade-off of size, quality and
-diversity.
-"""
+"""Simulates filters of rising strictness on measured documents: size, quality and diversity."""
 
 from __future__ import annotations
 
@@ -117,9 +115,7 @@ def report_at(documents: Iterable[Document], strictness: float) -> Report:
 
 
 def measured(name: str, text: str) -> Document:
-    """Return a document's measures, which follow the rules of Gopher (arXiv 2112.11446, table
-    A1).
-    """
+    """Return a document's measures, by the rules of Gopher (arXiv 2112.11446, table A1)."""
     words = re.findall(r"[^\W\d_]+", text)
     rows = [line.strip() for line in text.splitlines() if line.strip()]
     counts = Counter(word.lower() for word in words)

@@ -87,9 +87,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Rank:
-    """The state that one data rank saved; `parts` holds each flat tensor of the optimizer, by
-    kind.
-    """
+    """The state of one data rank; `parts` holds each flat tensor of the optimizer, by kind."""
 
     number: int
     optimizer: Table

@@ -27,9 +27,7 @@ from harness.errors import ConfigError
 
 
 def train(kind: str, corpus: Corpus, folder: Path, vocab_size: int, byte_fallback: bool) -> None:
-    """Train a tokenizer on the text of a corpus, and write a Hugging Face folder. Raises
-    ConfigError and OSError.
-    """
+    """Train a tokenizer and write a Hugging Face folder. Raises ConfigError and OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "byte_bpe":
         write_tokenizer(wrap(_byte_bpe(corpus, vocab_size)), folder)
@@ -62,9 +60,7 @@ def to_unigram_backend(model: bytes) -> Tokenizer:
 
 
 def _byte_bpe(corpus: Corpus, vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE with GPT-2's text splitting, in the library tokenizers; it encodes any
-    text.
-    """
+    """Train byte-level BPE with GPT-2's text splitting, in the library tokenizers."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
