@@ -19,6 +19,7 @@ from harness.data.rendering import with_arguments
 from harness.data.tokenizer_files import SpecialIds
 from harness.files.chat import chat_of
 from harness.files.turns import turns_of
+from tests.data.chat_tokenizers import TOOLS
 
 TEMPLATES = Path(__file__).with_name("templates")
 _TOKENS = re.compile(
@@ -76,16 +77,6 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 Turns = list[dict[str, Any]]
 family = pytest.mark.parametrize("name", FAMILIES)
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-]
 
 
 def user(word: str) -> dict[str, Any]:
