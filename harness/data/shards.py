@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -154,16 +154,23 @@ class ShardedTokens:
                 f"data.path: {self.corpus.path} has bad lines, which another task has reported"
             )
         folders = [self._work / _name(number) for number in range(len(self.shards))]
-        counts, bad_lines = self._facts(folders)
+        sizes, notes, bad_lines = Counter[str](), Notes(), self.corpus.bad_lines()
+        masks: list[tuple[Masks, int]] = []
+        for folder in folders:
+            facts = json.loads((folder / _FACTS).read_text())
+            sizes.update(facts["counts"])
+            notes.add(read_notes(folder))
+            bad_lines.merge(BadLines.from_json(facts["bad_lines"]))
+            masks.append((load_masks(folder / MASKS), facts["counts"]["tokens"]))
         try:
-            require_text(self.corpus, counts, bad_lines)
+            require_text(self.corpus, Counts(**sizes, notes=notes), bad_lines)
         except ConfigError:
             self._remove_shards()
             raise
         join_indexed([folder / TOKENS for folder in folders], joined / TOKENS)
-        join_masks(_masks(folders), joined / MASKS)
+        join_masks(masks, joined / MASKS)
         keep_skipped(self.corpus, bad_lines, joined)
-        write_notes(counts.notes, joined)
+        write_notes(notes, joined)
 
     def remove(self) -> None:
         """Remove the joined tokens, their lock, and all shards."""
@@ -178,21 +185,6 @@ class ShardedTokens:
             self._work.rename(unwanted)  # no other process sees a half-removed shard
         shutil.rmtree(unwanted, ignore_errors=True)
 
-    def _facts(self, folders: Sequence[Path]) -> tuple[Counts, BadLines]:
-        sizes, bad_lines, notes = Counter[str](), self.corpus.bad_lines(), Notes()
-        for folder in folders:
-            notes.add(read_notes(folder))
-            facts = json.loads((folder / _FACTS).read_text())
-            sizes.update(facts["counts"])
-            bad_lines.merge(BadLines.from_json(facts["bad_lines"]))
-        return Counts(**sizes, notes=notes), bad_lines
-
 
 def _name(number: int) -> str:
     return f"{number:05}"
-
-
-def _masks(folders: Sequence[Path]) -> Iterator[tuple[Masks, int]]:
-    for folder in folders:
-        tokens = json.loads((folder / _FACTS).read_text())["counts"]["tokens"]
-        yield load_masks(folder / MASKS), tokens
