@@ -77,9 +77,11 @@ class Marks:
             # Templates compare messages, so equal messages must stay equal.
             key = (message["role"], str(place) if is_own else message["content"])
             number = numbers.setdefault(key, place)
-            put = _in_assistants if is_own else _in_others
-            mark = partial(_with_mark, f"{self._stem}{number}", at_begin)
-            marked.append(put(message, kinds, mark))
+            put = partial(_with_mark, f"{self._stem}{number}", at_begin)
+            if is_own:
+                marked.append(_in_assistants(message, kinds, put))
+            else:
+                marked.append({**message, "content": put(message["content"], SAID)})
         return marked
 
     def take(self, written: str, messages: Sequence[Message]) -> Placed:
@@ -130,12 +132,6 @@ Put = Callable[..., str]
 """Returns a text with a mark of a kind; `call` is the number of the call."""
 
 
-def _in_others(message: Message, kinds: str, put: Put) -> Message:
-    if SAID not in kinds:
-        return message
-    return {**message, "content": put(message["content"], SAID)}
-
-
 def _in_assistants(message: Message, kinds: str, put: Put) -> Message:
     made, content = dict(message), message["content"]
     ends = [end.end() for end in _THOUGHT_ENDS.finditer(content)]
@@ -144,7 +140,7 @@ def _in_assistants(message: Message, kinds: str, put: Put) -> Message:
         thought = put(thought, THOUGHT_OF)
         if THOUGHT in message:
             made[THOUGHT] = put(message[THOUGHT], THOUGHT_OF)
-    made["content"] = thought + (put(said, SAID) if SAID in kinds else said)
+    made["content"] = thought + put(said, SAID)
     if calls := message.get("tool_calls"):
         made["tool_calls"] = [_in_call(call, kinds, put, n) for n, call in enumerate(calls)]
     return made
