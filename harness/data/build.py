@@ -12,10 +12,9 @@ from harness.data.batches import Contiguous, HeldOutText, Stream
 from harness.data.cache import Report, build_once, cache_key, default_cache
 from harness.data.corpus import Corpora, Corpus
 from harness.data.data import Data
-from harness.data.fingerprint import joined, order_key
 from harness.data.mixture import Mixture, epoch_with_old, first_shares, mix_order
 from harness.data.padded import Padded, Pools
-from harness.data.prepare import FORMAT
+from harness.data.prepare import FORMAT, joined, order_key
 from harness.data.rendering import set_template
 from harness.data.source import Source, cached_fingerprint_of, corpus_of, open_source
 from harness.data.spec import DataSpec

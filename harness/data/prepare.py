@@ -1,25 +1,29 @@
-"""A corpus in the cache: its tokens and the split of its documents."""
+"""A corpus in the cache: its tokens, the split of its documents, and their fingerprint.
+
+The fingerprint is a hash of ids and document layout, then a hash of the layout alone. Sample order
+depends on the layout alone, so a run that resumes with corrected ids keeps its order.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from harness.data.cache import Report, cached_json
 from harness.data.corpus import Corpus
 from harness.data.encoding import Encoder, HowEncoded
-from harness.data.fingerprint import combined, first_outside, survey
 from harness.data.pair import BLOCK, NO_MASKS, IndexedTokens, Masks, MaskWriter, write_indexed
 from harness.data.split import stores_separator, write_splits
-from harness.data.token_files import ANY_LENGTH, TokenBounds
+from harness.data.token_files import ANY_LENGTH, TokenBounds, TokenFile
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, shortened
 from harness.files.data_format import BadLines
@@ -39,6 +43,11 @@ _FACT_TYPES: dict[str, type] = {
     **dict.fromkeys(("documents", "lowest_id", "highest_id", *_OF_BOUNDS), int),
 }
 _NO_TOKEN_ID = 1 << 24  # no vocabulary is this large
+# Files up to this size are hashed whole, about as fast as they are read. For larger files the hash
+# covers the size, the modification time and SAMPLED_BLOCKS blocks.
+WHOLE_BYTES = 32 << 30
+SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 20
+_REPORT_EVERY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class SplitFacts:
     add_separator: bool
     documents: int
     lowest_id: int
-    """Lowest of all ids, or of the sampled ids in a large file (fingerprint.survey)."""
+    """Lowest of all ids, or of the sampled ids in a large file (survey)."""
     highest_id: int
     shorter: int = 0
     """Documents that are skipped because they have fewer tokens than data.min_tokens."""
@@ -163,6 +172,56 @@ def read_skipped(corpus: Corpus, folder: Path) -> BadLines:
     return bad_lines
 
 
+@dataclass(frozen=True)
+class Survey:
+    """Hash and range of a file's token ids."""
+
+    digest: str
+    lowest: int
+    highest: int
+
+
+def survey(file: TokenFile, modified_ns: str | None, report: Report) -> Survey:
+    """Return the hash and range of all ids, or of a sample if the file is large.
+
+    `modified_ns` enters the hash of a sample; None for this library's files, always read whole.
+    """
+    digest, lowest, highest, done, reported = hashlib.sha256(), 0, 0, 0, 0
+    whole = modified_ns is None or file.num_bytes <= WHOLE_BYTES
+    if not whole:
+        digest.update(f"sample:{file.num_bytes}:{modified_ns}:".encode())
+    for ids in file.blocks() if whole else _sample(file):
+        digest.update(ids.data)
+        lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
+        done += ids.nbytes
+        if done - reported > _REPORT_EVERY_BYTES:
+            reported = done
+            report(f"hashed {done / file.num_bytes:.0%} of {file.path}")
+    return Survey(digest.hexdigest(), lowest, highest)
+
+
+def _sample(file: TokenFile) -> Iterator[NDArray[np.integer]]:
+    """Yield the first and last block, and one at a fixed place in each equal range between them."""
+    count = SAMPLED_BYTES // file.dtype.itemsize
+    last = len(file) - count
+    for number in range(SAMPLED_BLOCKS):
+        begin, end = (part * last // (SAMPLED_BLOCKS - 1) for part in (number, number + 1))
+        place = int.from_bytes(hashlib.sha256(f"{len(file)}:{number}".encode()).digest()[:8], "big")
+        inner = 0 < number < SAMPLED_BLOCKS - 1
+        yield file.block(begin + place % (end - begin) if inner else begin, count)
+
+
+def first_outside(file: TokenFile, vocab_size: int) -> tuple[int, int] | None:
+    """Return index and value of the first id outside the vocabulary, or None if all are inside."""
+    first = 0
+    for ids in file.blocks():
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if outside.size:
+            return first + int(outside[0]), int(ids[outside[0]])
+        first += len(ids)
+    return None
+
+
 def write_split(
     tokens: IndexedTokens,
     masks: Masks | None,
@@ -185,7 +244,8 @@ def write_split(
     if bounds != ANY_LENGTH:
         layout.update(f"bounds:{bounds.least}:{bounds.most}".encode())
     ids = survey(tokens.ids, modified, report)
-    fingerprint = combined(ids, layout.hexdigest())
+    both = hashlib.sha256(f"{layout.hexdigest()}:{ids.digest}".encode()).hexdigest()
+    fingerprint = f"{both}-{layout.hexdigest()}"
     written = asdict(
         SplitFacts(fingerprint, add_separator, tokens.documents, ids.lowest, ids.highest, *left_out)
     )
@@ -241,3 +301,16 @@ def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) ->
         f"{offset}, outside the model's vocabulary of {vocab_size}; the ids "
         f"range from {facts.lowest_id} to {facts.highest_id}: {advice}"
     )
+
+
+def order_key(fingerprint: str) -> str:
+    """Return the part of a fingerprint that determines the sample order: all of an old run's."""
+    return fingerprint.rpartition("-")[2]
+
+
+def joined(fingerprints: Sequence[str]) -> str:
+    """Return the fingerprint of several sources; a single source keeps its own."""
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    layout = hashlib.sha256(" ".join(map(order_key, fingerprints)).encode()).hexdigest()
+    return f"{hashlib.sha256(' '.join(fingerprints).encode()).hexdigest()}-{layout}"

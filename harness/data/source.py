@@ -15,7 +15,6 @@ from harness.data.batches import Stream
 from harness.data.cache import Report, build_once, cache_key
 from harness.data.corpus import Corpus, find_corpus
 from harness.data.encoding import HowEncoded
-from harness.data.fingerprint import order_key
 from harness.data.packed_documents import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.data.packing import Packed
 from harness.data.pair import NO_MASKS, IndexedTokens, Masks, load_masks
@@ -26,6 +25,7 @@ from harness.data.prepare import (
     SPLIT_FORMAT,
     TOKENS,
     SplitFacts,
+    order_key,
     read_facts,
     read_notes,
     read_skipped,

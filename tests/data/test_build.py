@@ -21,8 +21,8 @@ from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data, cached_fingerprint
 from harness.data.data import Data
-from harness.data.fingerprint import order_key
 from harness.data.pair import write_indexed
+from harness.data.prepare import order_key
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import encode, tokenizer_hash
 from harness.errors import ConfigError

@@ -15,9 +15,9 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (
     MMapIndexedDatasetBuilder,
 )
 
-from harness.data import fingerprint, token_files
-from harness.data.fingerprint import first_outside, survey
+from harness.data import prepare, token_files
 from harness.data.pair import IndexedTokens, write_indexed
+from harness.data.prepare import first_outside, survey
 from harness.data.token_files import TokenFile
 from harness.errors import ConfigError
 
@@ -213,8 +213,8 @@ def test_every_id_is_in_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_large_file_is_sampled_with_its_ends_and_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 10_000)
-    monkeypatch.setattr(fingerprint, "SAMPLED_BYTES", 400)
+    monkeypatch.setattr(prepare, "WHOLE_BYTES", 10_000)
+    monkeypatch.setattr(prepare, "SAMPLED_BYTES", 400)
 
     def digest(ids: np.ndarray = IDS, modified_ns: int | None = 1) -> str:
         return survey(file_of(tmp_path, ids), modified_ns, print).digest
