@@ -62,7 +62,7 @@ class Speaker:
         self.planned, self._folder = Planner(folder), folder
         self._said: dict[Line, tuple[list[str], list[str]]] = {}
         (folder / "text.txt").write_text(f"{TEXT}\n" * 20)
-        train_tokenizer(find_corpus(str(folder / "text.txt")), folder / "small", 300)
+        train_tokenizer([find_corpus(str(folder / "text.txt"))], folder / "small", 300)
 
     def __call__(self, line: Line) -> tuple[list[str], list[str]]:
         """Return the refusals; without any, the notes."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from harness.config.data_section import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE, REHEARSED
 from harness.data.batches import Contiguous, HeldOutText, Stream
 from harness.data.cache import Report, build_once, cache_key, default_cache
-from harness.data.corpus import Corpora, Corpus
+from harness.data.corpus import Corpus
 from harness.data.data import Data
 from harness.data.mixture import Mixture, epoch_with_old, first_shares, mix_order
 from harness.data.padded import Padded, Pools
@@ -172,8 +172,7 @@ def build_tokenizer(spec: DataSpec, report: Report) -> PreTrainedTokenizerBase:
 
         def build(path: Path) -> None:
             report("training a tokenizer")
-            corpus = corpora[0] if len(corpora) == 1 else Corpora(corpora)
-            train_tokenizer(corpus, path, spec.config.vocab_size)
+            train_tokenizer(corpora, path, spec.config.vocab_size)
 
         build_once(source, build, report)
     return _load_tokenizer(source, spec)

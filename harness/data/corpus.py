@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -192,27 +192,6 @@ class Corpus(CorpusFiles):
         if self.kind == "indexed" or any(format_of(f, self.format).count for f in self.files):
             return ""
         return str(self.files[min(document, len(self.files) - 1)])
-
-
-@dataclass(frozen=True)
-class Corpora:
-    """The documents of several corpora, one corpus after the other."""
-
-    corpora: Sequence[Corpus]
-
-    @property
-    def path(self) -> str:
-        """All paths, for messages."""
-        return ", ".join(str(corpus.path) for corpus in self.corpora)
-
-    def num_bytes(self) -> int:
-        """Return the total size of all files in bytes."""
-        return sum(corpus.num_bytes() for corpus in self.corpora)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the documents of all corpora, as pieces. Raises ConfigError."""
-        for corpus in self.corpora:
-            yield from corpus.pieces()
 
 
 def find_corpus(

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from harness.data.corpus import Corpora, Corpus
+from harness.data.corpus import Corpus
 from harness.errors import ConfigError
 from harness.files.hub import hub_answers
 from harness.files.paths import user_path
@@ -38,15 +38,15 @@ SPACE = "\u2581"  # SentencePiece writes every space as this character
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 
 
-def train_tokenizer(corpus: Corpus | Corpora, folder: Path, vocab_size: int) -> None:
-    """Train a byte-pair vocabulary of at most `vocab_size` pieces on the corpus and write it as a
+def train_tokenizer(corpora: Sequence[Corpus], folder: Path, vocab_size: int) -> None:
+    """Train a byte-pair vocabulary of at most `vocab_size` pieces on some corpora and write it as a
     Hugging Face tokenizer folder.
 
     Encoding is lossless: identity normalisation, byte fallback, every space kept, no prefix. The
     same text gives the same files. They include SentencePiece's own model, from which converters to
     other formats take the pieces' scores.
     """
-    model = train_model(corpus, vocab_size)
+    model = train_model(corpora, vocab_size)
     write_tokenizer(wrap(to_backend(model)), folder)
     (folder / SENTENCEPIECE).write_bytes(model)
 
@@ -65,23 +65,20 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def train_model(
-    corpus: Corpus | Corpora, vocab_size: int, kind: str = "bpe", byte_fallback: bool = True
+    corpora: Sequence[Corpus], vocab_size: int, kind: str = "bpe", byte_fallback: bool = True
 ) -> bytes:
     """Return the SentencePiece model of train_tokenizer, or of another `kind` ("unigram").
 
     Raises ConfigError if there is no text, or if the characters alone exceed the vocabulary size.
     """
-    sentences = [sentence for sentence in training_sentences(corpus) if sentence]
-    if not sentences:
-        raise ConfigError(f"data.path: {corpus.path} holds no text to train a tokenizer on")
     try:
-        return spm_model(sentences, kind, vocab_size, byte_fallback)
+        return spm_model(training_sentences(corpora), kind, vocab_size, byte_fallback)
     except RuntimeError as error:
         if "smaller than required_chars" not in str(error):
             raise
         raise ConfigError(
-            f"data.vocab_size is {vocab_size:,}: {corpus.path} has more characters and bytes than "
-            "that: increase it"
+            f"data.vocab_size is {vocab_size:,}: {_paths(corpora)} has more characters and bytes "
+            "than that: increase it"
         ) from None
 
 
@@ -108,12 +105,24 @@ def spm_model(
     return model.getvalue()
 
 
-def training_sentences(corpus: Corpus | Corpora) -> Iterator[str]:
-    """Yield the corpus, or an even sample of it, in runs of whole lines."""
-    keep_one_in = max(1, round(corpus.num_bytes() / TRAINING_CHARS))
-    runs = (run for piece in corpus.pieces() for run in _runs_of_lines(piece.text))
+def training_sentences(corpora: Sequence[Corpus]) -> list[str]:
+    """Return the text of some corpora, or an even sample of it, in runs of whole lines.
+
+    Raises ConfigError if there is none.
+    """
+    keep_one_in = max(1, round(sum(corpus.num_bytes() for corpus in corpora) / TRAINING_CHARS))
+    pieces = (piece for corpus in corpora for piece in corpus.pieces())
+    runs = (run for piece in pieces for run in _runs_of_lines(piece.text))
+    kept = islice(runs, keep_one_in - 1, None, keep_one_in)
     # SentencePiece rejects NUL; byte fallback encodes it.
-    return (run.replace("\0", "") for run in islice(runs, keep_one_in - 1, None, keep_one_in))
+    sentences = [*filter(None, (run.replace("\0", "") for run in kept))]
+    if not sentences:
+        raise ConfigError(f"data.path: {_paths(corpora)} holds no text to train a tokenizer on")
+    return sentences
+
+
+def _paths(corpora: Sequence[Corpus]) -> str:
+    return ", ".join(str(corpus.path) for corpus in corpora)
 
 
 def _runs_of_lines(text: str) -> Iterator[str]:

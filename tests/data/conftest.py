@@ -24,7 +24,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a folder with a tokenizer for a few words, which opens in 2 ms."""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text(WORDS * 20)
-    train_tokenizer(find_corpus(str(folder / "text.txt")), folder / "small", 300)
+    train_tokenizer([find_corpus(str(folder / "text.txt"))], folder / "small", 300)
     return str(folder / "small")
 
 

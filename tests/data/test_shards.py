@@ -58,7 +58,7 @@ def a_chat(number: int) -> dict[str, object]:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text("\n".join(map(words, range(200))))
-    train_tokenizer(find_corpus(str(folder / "text.txt")), folder, 320)
+    train_tokenizer([find_corpus(str(folder / "text.txt"))], folder, 320)
     tokenizer = load_tokenizer(folder)
     set_template(tokenizer, "chatml")
     return tokenizer

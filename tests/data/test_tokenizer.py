@@ -123,7 +123,7 @@ def test_a_document_read_in_pieces_has_the_same_ids(
 def test_little_text_is_enough(text: str, tmp_path: Path) -> None:
     (tmp_path / "little.txt").write_text(text)
     corpus = find_corpus(str(tmp_path / "little.txt"))
-    train_tokenizer(corpus, tmp_path / "tokenizer", DEFAULT_VOCAB_SIZE)
+    train_tokenizer([corpus], tmp_path / "tokenizer", DEFAULT_VOCAB_SIZE)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     for sample in [text, *NASTY]:
         assert tokenizer.decode(encode(tokenizer, [sample])[0]) == sample
@@ -134,13 +134,13 @@ def test_the_vocabulary_may_be_small_but_holds_the_characters(tmp_path: Path) ->
     words = ["".join(draw.choices(letters, k=5)) for _ in range(300)]
     (tmp_path / "text.txt").write_text(" ".join(words * 5))
     corpus = find_corpus(str(tmp_path / "text.txt"))
-    train_tokenizer(corpus, tmp_path / "tokenizer", 512)
+    train_tokenizer([corpus], tmp_path / "tokenizer", 512)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert len(tokenizer) == 512
     for sample in NASTY:
         assert tokenizer.decode(encode(tokenizer, [sample])[0]) == sample
     with pytest.raises(ConfigError, match=r"data.vocab_size is 300: .* more characters and bytes"):
-        train_tokenizer(corpus, tmp_path / "none", 300)
+        train_tokenizer([corpus], tmp_path / "none", 300)
 
 
 def test_a_large_corpus_is_thinned(
@@ -148,7 +148,7 @@ def test_a_large_corpus_is_thinned(
 ) -> None:
     path = write_jsonl(*({"text": f"line {n}"} for n in range(1000)))
     monkeypatch.setattr("harness.data.tokenizer.TRAINING_CHARS", 2000)
-    kept = [*training_sentences(find_corpus(str(path)))]
+    kept = [*training_sentences([find_corpus(str(path))])]
     assert 50 < len(kept) < 120
     assert kept[0] != kept[-1]
 
@@ -156,7 +156,7 @@ def test_a_large_corpus_is_thinned(
 def test_other_tokenizers_are_called_as_they_are(tmp_path: Path) -> None:
     """Truncation, padding and special tokens of a tokenizer.json have no effect."""
     (tmp_path / "text.txt").write_text("one two three four five six\n" * 9)
-    backend = to_backend(train_model(find_corpus(str(tmp_path / "text.txt")), 300))
+    backend = to_backend(train_model([find_corpus(str(tmp_path / "text.txt"))], 300))
     backend.enable_truncation(4)
     backend.enable_padding(length=9)
     other = PreTrainedTokenizerFast(
@@ -203,7 +203,7 @@ def test_the_corpus_is_never_empty_for_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "blank.jsonl").write_text('\n\n{"text": "\\u0000"}\n')
     corpus = Corpus("text", tmp_path, (tmp_path / "blank.jsonl",))
     with pytest.raises(ConfigError, match="no text"):
-        train_tokenizer(corpus, tmp_path / "tokenizer", DEFAULT_VOCAB_SIZE)
+        train_tokenizer([corpus], tmp_path / "tokenizer", DEFAULT_VOCAB_SIZE)
 
 
 @pytest.fixture

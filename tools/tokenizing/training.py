@@ -23,7 +23,6 @@ from harness.data.tokenizer import (
     wrap,
     write_tokenizer,
 )
-from harness.errors import ConfigError
 
 
 def train(kind: str, corpus: Corpus, folder: Path, vocab_size: int, byte_fallback: bool) -> None:
@@ -32,7 +31,7 @@ def train(kind: str, corpus: Corpus, folder: Path, vocab_size: int, byte_fallbac
     if kind == "byte_bpe":
         write_tokenizer(wrap(_byte_bpe(corpus, vocab_size)), folder)
         return
-    model = train_model(corpus, vocab_size, kind, byte_fallback)
+    model = train_model([corpus], vocab_size, kind, byte_fallback)
     backend = to_backend(model) if kind == "bpe" else to_unigram_backend(model)
     write_tokenizer(wrap(backend), folder)
     (folder / SENTENCEPIECE).write_bytes(model)
@@ -70,8 +69,5 @@ def _byte_bpe(corpus: Corpus, vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    sentences = [sentence for sentence in training_sentences(corpus) if sentence]
-    if not sentences:
-        raise ConfigError(f"IN: {corpus.path} holds no text to train a tokenizer on")
-    backend.train_from_iterator(sentences, trainer)
+    backend.train_from_iterator(training_sentences([corpus]), trainer)
     return backend

@@ -167,7 +167,7 @@ def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     made.to(torch.bfloat16).save_pretrained(folder)
-    train_tokenizer(find_corpus(str(corpus)), folder, VOCAB_SIZE)
+    train_tokenizer([find_corpus(str(corpus))], folder, VOCAB_SIZE)
 
 
 def impossible(cell: Cell) -> str:
