@@ -124,28 +124,24 @@ class TurnFinder:
         return size
 
 
+@dataclass(frozen=True)
 class Turns:
     """The turns of one rendered conversation."""
 
-    def __init__(
-        self,
-        finder: TurnFinder,
-        chat: Chat,
-        messages: list[Message],
-        whole: Placed,
-        marks: Marks,
-    ) -> None:
-        self._finder, self._chat, self._messages = finder, chat, messages
-        self._whole, self._marks = whole, marks
+    finder: TurnFinder
+    chat: Chat
+    messages: list[Message]
+    whole: Placed
+    marks: Marks
 
     def unwritten(self) -> list[str]:
         """Return a note for each text of other roles that the template leaves out."""
         return [
             f"{message['role']} turns that the template leaves out"
-            for number, message in enumerate(self._messages)
+            for number, message in enumerate(self.messages)
             if message["role"] != ASSISTANT
-            and self._marks.in_message(message)
-            and not self._whole.of(number)
+            and self.marks.in_message(message)
+            and not self.whole.of(number)
         ]
 
     def lacks(self, number: int) -> tuple[str, ...]:
@@ -157,7 +153,7 @@ class Turns:
         lacks, is_written = self._what_is_written(number)
         if not is_written:
             return Place(0, 0, lacks, is_written=False)
-        start, name = self._start(number), self._finder.template.name
+        start, name = self._start(number), self.finder.template.name
         if start is None:
             raise NotFound(
                 f"the {name} writes an assistant turn that does not begin with its generation "
@@ -169,20 +165,20 @@ class Turns:
                 f"the {name} changes an earlier assistant turn when others follow, so that it "
                 "cannot be located in the text"
             )
-        text = self._whole.text[start:stop]
-        if not self._finder.without_tokens(text):
+        text = self.whole.text[start:stop]
+        if not self.finder.without_tokens(text):
             return Place(0, 0, (WRITES_NOTHING,), is_written=False)
         if not self._is_found(number, text):
             lacks = (*lacks, OTHER_TEXT)
-        is_last = not self._whole.text[stop:].strip()
-        if not is_last and not self._finder.ends_with_token(text):
+        is_last = not self.whole.text[stop:].strip()
+        if not is_last and not self.finder.ends_with_token(text):
             lacks = (*lacks, WITHOUT_END)
         return Place(start, stop, lacks)
 
     def _what_is_written(self, number: int) -> tuple[tuple[str, ...], bool]:
         """Return notes on what the rendering lacks of a turn, and True if it has enough of it."""
-        given = self._marks.in_message(self._messages[number])
-        written = self._whole.of(number).keys()
+        given = self.marks.in_message(self.messages[number])
+        written = self.whole.of(number).keys()
         calls, there = (
             {n for kind, n in marks if kind in (NAME, ARGUMENT)} for marks in (given, written)
         )
@@ -197,10 +193,10 @@ class Turns:
 
     def _is_found(self, number: int, text: str) -> bool:
         """Return True if the turn has marks, or if `text` contains all of its words."""
-        message = self._messages[number]
+        message = self.messages[number]
         words = [message["content"].rpartition("</think>")[2].strip()]
         words += [call["function"]["name"] for call in message.get("tool_calls", [])]
-        return bool(self._marks.in_message(message)) or all(word in text for word in words)
+        return bool(self.marks.in_message(message)) or all(word in text for word in words)
 
     def _start(self, number: int) -> int | None:
         """Return the start of a turn: after the prompt, or after its role marker if the prompt also
@@ -209,28 +205,28 @@ class Turns:
         prompt = self._of_first(number, prompt=True)
         place, in_prompt = self._before(number, prompt)
         behind = prompt.text[in_prompt:]
-        if not self._whole.text.startswith(behind, place):
+        if not self.whole.text.startswith(behind, place):
             behind = _OPENS_THOUGHT.sub("", behind)
-        return place + len(behind) if self._whole.text.startswith(behind, place) else None
+        return place + len(behind) if self.whole.text.startswith(behind, place) else None
 
     def _stop(self, number: int) -> int | None:
         """Return the end of a turn, including the token that ends it."""
         alone = self._of_first(number + 1)
-        own = last_common(self._whole, alone, number)
+        own = last_common(self.whole, alone, number)
         place, in_alone = own or self._before(number, alone)
-        text, behind = self._whole.text[place:], alone.text[in_alone:]
+        text, behind = self.whole.text[place:], alone.text[in_alone:]
         size = len(behind)
         if not text.startswith(behind):
             if own is None:
                 return None
-            size = self._finder.same(text, behind)
+            size = self.finder.same(text, behind)
         ended = text[:size].rstrip()
         # Generation stops at the end of the turn; the line break after it belongs to the template.
-        if self._finder.closes_turns and self._finder.ends_with_token(ended):
+        if self.finder.closes_turns and self.finder.ends_with_token(ended):
             return place + len(ended)
         # Otherwise the model must write the token that follows: the next role's marker.
         spaces = len(text) - len(text[size:].lstrip())
-        token = self._finder.token_at(text, spaces)
+        token = self.finder.token_at(text, spaces)
         return place + (token if token > 0 else size)
 
     def _before(self, number: int, other: Placed) -> tuple[int, int]:
@@ -238,33 +234,33 @@ class Turns:
         a turn; (0, 0) without one.
         """
         for earlier in range(number - 1, -1, -1):
-            if common := last_common(self._whole, other, earlier):
+            if common := last_common(self.whole, other, earlier):
                 return common
         return 0, 0
 
     def _is_its(self, number: int, start: int, stop: int) -> bool:
         """Return True if the span holds all texts of the turn and none of a later turn."""
-        own = self._whole.of(number).values()
-        following = range(number + 1, len(self._messages))
+        own = self.whole.of(number).values()
+        following = range(number + 1, len(self.messages))
         later = [
-            place for later_number in following for place in self._whole.of(later_number).values()
+            place for later_number in following for place in self.whole.of(later_number).values()
         ]
         is_own = start < stop and all(start <= place <= stop for place in own)
         return is_own and min(later, default=stop) >= stop
 
     def _of_first(self, messages: int, *, prompt: bool = False) -> Placed:
         """Return the rendering of the first messages. Raises NotFound."""
-        if messages == len(self._messages) and not prompt:
-            return self._whole
-        first, template = self._messages[:messages], self._finder.template
+        if messages == len(self.messages) and not prompt:
+            return self.whole
+        first, template = self.messages[:messages], self.finder.template
         try:
-            text = template.text(first, self._chat.tools, prompt=prompt)
+            text = template.text(first, self.chat.tools, prompt=prompt)
         except ValueError as error:
             problem = str(error).removeprefix(f"is rejected by the {template.name}: ")
             raise NotFound(
                 f"the {template.name} rejects the conversation up to that turn: {problem}"
             ) from error
         try:
-            return self._marks.take(text, first)
+            return self.marks.take(text, first)
         except ValueError as error:
             raise NotFound(f"the {template.name} {error}") from error
