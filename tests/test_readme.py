@@ -21,6 +21,7 @@ from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.plan.text import describe
 from tests.real_runs import TRAIN, run_ranks
+from tests.run_tools import run_tool
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,7 +38,15 @@ def commands_of(text: str) -> list[str]:
     return [*dict.fromkeys(lines)]
 
 
-COMMANDS, OF_THE_README = commands_of(PAGES), commands_of(README)
+def program_of(command: str) -> str:
+    """Return the launcher or the script of a command."""
+    program, *words = command.split()
+    return words[0] if program == "python" else program
+
+
+COMMANDS = commands_of(PAGES)
+# Each launcher and each tool runs once as it is written. The others find everything imported.
+FIRST = {program_of(command): command for command in reversed(COMMANDS)}
 # A model and a run so small that only the command itself takes time.
 SHRUNK = shlex.split(
     "model.overrides.num_hidden_layers=1 model.overrides.hidden_size=96"
@@ -72,13 +81,18 @@ FIRST_STEPS = 2
 STEPS = {"train.steps=200": 3, "train.steps=300": 4}
 
 
+def files() -> list[str]:
+    """Return this checkout's tracked and new files."""
+    names = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(names, cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of this checkout's tracked and new files, with the README's data."""
     there = tmp_path_factory.mktemp("clone")
-    names = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(names, cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(None, listed.stdout.splitlines()):
+    for name in files():
         if (ROOT / name).is_file():
             (there / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, there / name)
@@ -115,11 +129,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return there
 
 
-def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
-    """Run one command in the clone with small settings on one CPU rank; commands of pages other
-    than the README run without the launcher and the imports of each rank.
-    """
-    launched = command in OF_THE_README
+def run(command: str, clone: Path) -> None:
+    """Run one command in the clone with small settings on CPU ranks; it must end with 0."""
+    is_first = command in FIRST.values()
     for start, other in INSTEAD.items():
         if command.startswith(start):
             extends = "train.py" in start or other.startswith(start)
@@ -134,36 +146,36 @@ def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
         divided = "tensor2_zero1.json" in command or "sequence_parallel_size=2" in command
         ranks = 4 if "3d.json" in command else 2 if divided else stages
         words.append(f"model.overrides.num_hidden_layers={stages}")
-        if words[0] == "deepspeed" and not launched:
-            arguments = words[words.index("harness/train.py") + 1 :]
-            ended = run_ranks([sys.executable, TRAIN, *arguments], clone, ranks)
-            return subprocess.CompletedProcess(arguments, max(map(abs, ended.codes)), ended.output)
+        script = words.index("harness/train.py")
+        if not is_first:
+            run_ranks([sys.executable, TRAIN, *words[script + 1 :]], clone, ranks).succeeded()
+            return
         if words[0] == "torchrun":
             words[1:3] = ["--nproc-per-node", "1", "--master-port", str(free_port())]
         if words[0] == "deepspeed":
-            script = words.index("harness/train.py")
             words[1:script] = ["--num_accelerators", str(ranks), "--master_port", str(free_port())]
     if "tools/find_lr.py" in words:
         words += [*SHRUNK, "--steps", "20", f"data.cache_dir={clone / 'cache'}"]
+    if words[1].startswith("tools/") and not is_first:
+        run_tool(Path(words[1]).stem, *words[2:], cwd=clone)
+        return
     environment = {
         **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    return subprocess.run(
+    done = subprocess.run(
         words, cwd=clone, env=environment, capture_output=True, text=True, timeout=1200
     )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def first_run(clone: Path) -> None:
     """Create runs/first, which several commands use, and the model folder and tokens."""
     if (clone / "runs/first/export").exists():
         return
-    done = run(
-        "python harness/train.py --deepspeed ds_configs/zero1.json run.dir=runs/first", clone
-    )
-    assert done.returncode == 0, done.stderr
+    run("python harness/train.py --deepspeed ds_configs/zero1.json run.dir=runs/first", clone)
     shutil.copytree(clone / "runs/first/export", clone / "my-model")
     shutil.copytree(clone / "runs/first/export", clone / "my-tokenizer")
     tokens = next((clone / "cache").glob("tokens-*/tokens.bin"))
@@ -210,12 +222,9 @@ def test_no_page_names_a_file_that_is_not_there() -> None:
             r"`((?:harness|tools|tests|slurm|ds_configs)/[\w./-]*)`", page.read_text()
         )
         lost += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
-    names = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(names, cwd=ROOT, capture_output=True, text=True).stdout
-    files = {Path(name).name for name in listed.splitlines()}
     layout = (ROOT / "CONTRIBUTING.md").read_text().partition("## Repository layout")[2]
     named = re.findall(r"(?<![*\w])\w+\.(?:py|toml|sbatch)\b", layout)
-    lost += sorted({*named} - files)
+    lost += sorted({*named} - {Path(name).name for name in files()})
     assert lost == []
 
 
@@ -225,8 +234,7 @@ def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:
     first_run(clone)
     if command.startswith("python tools/compare_tokenizers.py"):  # the other one is trained before
         shutil.copytree(clone / "my-tokenizer", clone / "my-unigram", dirs_exist_ok=True)
-    done = run(command, clone)
-    assert done.returncode == 0, done.stdout[-2000:] + (done.stderr or "")[-2000:]
+    run(command, clone)
 
 
 @pytest.mark.gate("tools")
@@ -275,14 +283,10 @@ def test_the_job_that_is_submitted_can_be_planned() -> None:
 def test_every_file_is_in_the_tree() -> None:
     """By its name or by its folder's."""
     tree = (ROOT / "CONTRIBUTING.md").read_text().partition("## Repository layout")[2]
-    names = subprocess.run(
-        ["git", "ls-files", "harness", "tools"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.split()
-    if not names:
-        pytest.skip("no git here")
-    files = {Path(name).parts[1] for name in names} - {"__init__.py"}
+    parts = [Path(name).parts for name in files()]
+    names = {part[1] for part in parts if part[0] in ("harness", "tools")} - {"__init__.py"}
     patterns = [re.escape(word).replace(r"\*", ".*") for word in re.findall(r"[\w.*]+", tree)]
-    assert [file for file in files if not any(re.fullmatch(p, file) for p in patterns)] == []
+    assert [name for name in names if not any(re.fullmatch(p, name) for p in patterns)] == []
 
 
 def test_each_finding_has_a_short_script() -> None:
