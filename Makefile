@@ -64,19 +64,19 @@ pictures: setup
 tables: setup
 	mkdir -p build/tables
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.check_parity --full \
-		--out build/parity --markdown build/tables/parity.md
+		--out build/parity > build/tables/parity.txt
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.check_parity --self-test \
-		--markdown build/tables/parity_self_test.md
+		> build/tables/parity_self_test.txt
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.compare_divided \
-		--markdown build/tables/families_divided.md
+		> build/tables/families_divided.txt
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.measure_memory --full \
-		--out build/memory --markdown build/tables/memory_accuracy.md
+		--out build/memory > build/tables/memory_accuracy.txt
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.check_streams --full \
 		--out build/streams --markdown docs/host_waits.md
 	$(VENV)/bin/python tools/rehearse.py --all --gpus 8 --ranks 2 model.name=llama-3-8b \
 		--markdown build/tables/rehearsal.md
-	SOAK=200 SOAK_FOLDER=build/soak SOAK_MARKDOWN=build/tables/soak.md \
-		$(VENV)/bin/python -m pytest -q tests/faults/test_soak.py
+	SOAK=200 $(VENV)/bin/python -m pytest -q -s --gate=faults tests/faults/test_soak.py \
+		> build/tables/soak.txt
 	NVME=1 $(VENV)/bin/python -m pytest -q tests/plan/test_swap_space.py
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.gates.check_checkpoints --full \
-		--out build/checkpoints --markdown build/tables/checkpoints.md
+		--out build/checkpoints > build/tables/checkpoints.txt

@@ -1,31 +1,24 @@
 """Interrupts one run again and again, each time resuming in another layout; a seed determines the
-story. Attempt n of a seed always has the same layout, kind of interruption and moment. Outcomes are
-kept per attempt in a folder, where an interrupted story continues.
+story. Attempt n of a seed always has the same layout, kind of interruption and moment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import shutil
 import subprocess
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.store import verified
-from harness.config.data_section import DataConfig
-from harness.data.build import build_data
-from harness.data.spec import DataSpec
 from harness.errors import Unusable
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
 from tests.faults.conftest import arguments
-from tests.real_runs import SHARED_MEMORY, write_corpus
+from tests.real_runs import SHARED_MEMORY
 
 # (JSON, ranks): the number of ranks, ZeRO stage, offload and pipeline split all change.
 LAYOUTS = [
@@ -156,10 +149,7 @@ def drawn(seed: int, number: int, disk: Path | None) -> Attempt:
 class Happened:
     """The outcome of an attempt."""
 
-    number: int
-    layout: str
-    kind: str
-    damage: str | None
+    attempt: Attempt
     codes: list[int | None]
     saved: int
     """Step of the newest whole checkpoint before it; 0 for none."""
@@ -171,32 +161,21 @@ class Happened:
     """Number of steps that other attempts had executed."""
     steps: list[int]
     """Executed steps, in order."""
-    seconds: float
 
 
 class Story:
     """The run and its history, in a folder."""
 
-    def __init__(self, folder: Path, seed: int, zygote: Zygote) -> None:
-        self.folder, self.seed, self.zygote = folder, seed, zygote
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, seed: int, zygote: Zygote, data: list[str]) -> None:
+        self.folder, self.seed, self.zygote, self.data = folder, seed, zygote, data
         self.disk = _small_disk(folder / "disk")
-        self.run, self._copy = RunFolder((self.disk or folder) / "run"), folder / "copy"
-        if self._copy.exists():  # left by an interrupted story
-            shutil.move(self._copy, self.run.path)
-        self.data = _data(folder)
-        self._kept = folder / f"attempts-{seed}.jsonl"
-        self.happened = [Happened(**line) for line in _lines(self._kept)]
+        self.run = RunFolder((self.disk or folder) / "run")
+        self.happened: list[Happened] = []
 
     def interrupt(self, times: int) -> None:
-        """Continue until the run was interrupted `times` times. Raises AssertionError at a
-        problem.
-        """
-        while len(self.happened) < times:
-            happened = self._attempt(drawn(self.seed, len(self.happened), self.disk))
-            with self._kept.open("a") as file:
-                file.write(json.dumps(asdict(happened)) + "\n")
-            self.happened.append(happened)
+        """Interrupt the run `times` times. Raises AssertionError at a problem."""
+        for number in range(times):
+            self.happened.append(self._attempt(drawn(self.seed, number, self.disk)))
 
     def end(self) -> int:
         """Take two final steps; return the number of steps that the run then has."""
@@ -210,13 +189,8 @@ class Story:
         interrupted.
         """
         runs = {}
-        for layout in sorted({REFERENCE, *(happened.layout for happened in self.happened)}):
-            run = RunFolder(self.folder / f"undisturbed {layout}")
-            runs[layout] = run
-            status = run.read_status() if run.path.exists() else None
-            if status and (status["outcome"], status["step"]) == ("done", steps):
-                continue  # left by an interrupted story
-            shutil.rmtree(run.path, ignore_errors=True)
+        for layout in sorted({REFERENCE, *(happened.attempt.layout for happened in self.happened)}):
+            runs[layout] = run = RunFolder(self.folder / f"undisturbed {layout}")
             words = (f"train.steps={steps}", "save.every=0")
             ended = self.train(run, layout, f"undisturbed {layout}", *words, limit_s=3600)
             assert set(ended.codes) == {0}, ended.output
@@ -233,35 +207,32 @@ class Story:
     ) -> Outcome:
         """Start the run in a layout."""
         json_name, ranks = layout.split(" x")
-        every = arguments(run.path, self.data, *WORDS, *words, json=json_name)
+        every = arguments(run.path, self.data, *WORDS, *words, ds=json_name)
         return self.zygote.run(every, self.folder / "logs" / name, fault, int(ranks), limit_s)
 
     def close(self) -> None:
-        """Unmount the small disk; keep the run that was on it."""
+        """Unmount the small disk."""
         if self.disk:
-            if self.run.path.exists():
-                shutil.copytree(self.run.path, self._copy)
             subprocess.run(["umount", "-l", str(self.disk)], check=True)
 
     def _attempt(self, attempt: Attempt) -> Happened:
-        damage = self._damage(attempt)
+        self._damage(attempt)
         before, executed = self._whole(), self.executed()
         saved = max(before, default=0)
         words = ["train.steps=1000000", *(HANGS if attempt.kind == "hang" else ())]
-        began, name = time.monotonic(), f"attempt-{attempt.number}"
+        name = f"attempt-{attempt.number}"
         ended = self.train(self.run, attempt.layout, name, *words, fault=attempt.fault)
         happened = Happened(
-            *(attempt.number, attempt.layout, attempt.kind, damage, ended.codes, saved),
+            *(attempt, ended.codes, saved),
             start=before.get(saved, ""),
             made=sorted({*self._whole().values()} - {*before.values()}),
             before=len(executed),
             steps=self.executed()[len(executed) :],
-            seconds=round(time.monotonic() - began, 2),
         )
         if self.disk:
             (self.disk / "filler").unlink(missing_ok=True)
         problems = self._problems(attempt, happened)
-        assert not problems, f"{problems}\n{attempt}\n{happened}\n{ended.output}"
+        assert not problems, f"{problems}\n{happened}\n{ended.output}"
         return happened
 
     def _problems(self, attempt: Attempt, happened: Happened) -> list[str]:
@@ -280,10 +251,10 @@ class Story:
         }
         return [problem for problem, is_there in checks.items() if is_there]
 
-    def _damage(self, attempt: Attempt) -> str | None:
+    def _damage(self, attempt: Attempt) -> None:
         """Damage a file of the newest checkpoint as the attempt says, if there is an older one."""
         if attempt.damage is None or len(self._whole()) < 2:
-            return None
+            return
         newest = max(self.run.checkpoints_dir.glob("step-*"))
         draw = random.Random(f"{self.seed}:{attempt.number}:damage")
         path = draw.choice(sorted(newest.iterdir()))
@@ -292,7 +263,6 @@ class Story:
             path.unlink()
         else:
             path.write_bytes(damaged)
-        return f"{attempt.damage}: {newest.name}/{path.name}"
 
     def _whole(self) -> dict[int, str]:
         """Return the checkpoints that can be resumed from: step -> checksum."""
@@ -310,29 +280,15 @@ class Story:
 
 def _small_disk(folder: Path) -> Path | None:
     """Return a file system of 64 MB, if mounting is permitted; a checkpoint has 3 MB."""
-    folder.mkdir(exist_ok=True)
-    if os.path.ismount(folder):  # left by a killed story
-        return folder
+    folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, check=False)
     return None if done.returncode else folder
 
 
-def _data(folder: Path) -> list[str]:
-    corpus, cache = folder / "corpus", folder / "cache"
-    if not corpus.exists():
-        write_corpus(corpus)
-    build_data(DataSpec(DataConfig(path=str(corpus), cache_dir=str(cache))))
-    return [f"data.path={corpus}", f"data.cache_dir={cache}"]
-
-
 def metrics_lines(run: RunFolder) -> list[dict[str, Any]]:
     """Return every whole line of metrics.jsonl, including those of repeated steps."""
-    return _lines(run.metrics_path)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
+    if not run.metrics_path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
+    lines = run.metrics_path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -27,7 +27,9 @@ from tools.made_with import versions
 
 def main() -> int:
     """Run the command; return its exit code."""
-    args = matrix_arguments(__doc__, "the runs", "table of waits")
+    args = matrix_arguments(
+        __doc__, "the runs", lambda parser: parser.add_argument("--markdown", type=Path)
+    )
     cells = chosen(args, all_cells(), covering_cells())
     if args.self_test:
         cells = [cell for cell in all_cells() if cell.name in CONTROLS]

@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
                 raise
             if world.rank == 0:
                 seconds = time.perf_counter() - began
-                print(f"  {number}/{len(jobs)} {job.label} in {seconds:.1f} s", flush=True)
+                print(f"  {number}/{len(jobs)} {job.label} in {seconds:.1f} s", file=sys.stderr)
     return 0
 
 

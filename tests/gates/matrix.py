@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
@@ -29,28 +30,20 @@ C = TypeVar("C", bound=Named)
 def matrix_arguments(
     description: str | None,
     kept: str,
-    table: str,
-    brief: bool = False,
-    defects: bool = False,
+    more: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     argv: list[str] | None = None,
 ) -> argparse.Namespace:
     """Parse the command line, or `argv`.
 
-    `kept`: the content of --out; `table`: the content of --markdown; `brief`: True if there is a
-    third set of cells; `defects`: True if defects and GPUs can be chosen.
+    `kept`: the content of --out. `more` adds further arguments.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
     some = parser.add_mutually_exclusive_group()
     some.add_argument("--full", action="store_true", help="every cell, not a covering set")
-    if brief:
-        some.add_argument("--brief", action="store_true", help="a part of the covering set")
     some.add_argument("--cells", nargs="+", metavar="CELL", help="only these")
     parser.add_argument("--self-test", action="store_true", help="plant defects; all must show")
-    if defects:
-        parser.add_argument("--defects", nargs="+", metavar="NAME", help="only these defects")
-        parser.add_argument("--gpu", action="store_true", help="on this machine's GPUs")
     parser.add_argument("--out", type=Path, help=f"keep {kept} here, to resume")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help=f"write the {table} here")
+    more(parser)
     return parser.parse_args(argv)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from harness.launch.ranks import REPOSITORY
 from harness.layout.world import find_accelerator
-from tools.made_with import versions
 from tools.speed.cases import Case, measured
 
 STEPS = 3  # Adam allocates its moments in the first, ZeRO 3 knows its parameter order after it
@@ -132,41 +131,6 @@ def verdict_of(rows: list[dict[str, Any]]) -> tuple[str, bool]:
 def is_broken_promise(row: dict[str, Any]) -> bool:
     """Return True if a run was judged to fit but ran out of memory."""
     return row.get("verdict") == "fits" and "out of memory" in row.get("error", "")
-
-
-def gpu_markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the table."""
-    devices = ", ".join(sorted({str(row["device"]) for row in rows if "device" in row}))
-    lines = [
-        "# Peaks on a GPU: estimated against measured",
-        "",
-        f"{devices}, {versions()}. Peaks are torch's max_memory_allocated of rank 0 over {STEPS} "
-        "steps. Written by `python -m tests.gates.measure_memory --gpu --markdown FILE`.",
-        "",
-        f"{verdict_of(rows)[0]}.",
-        "",
-        "| case | ranks | estimated GiB | measured | error | reserved | verdict | |",
-        "|---|---:|---:|---:|---:|---:|---|---|",
-    ]
-    for row in rows:
-        error = error_of(row)
-        remark = row.get("refused") or row.get("error") or ", ".join(row.get("fallbacks", ()))
-        cells = [
-            row["case"],
-            str(row.get("ranks", "")),
-            _gib(row.get("estimated_gib")),
-            _gib(row.get("peak_allocated_gib")),
-            "" if error is None else f"{error:+.1%}",
-            _gib(row.get("peak_reserved_gib")),
-            row.get("verdict") or "",
-            remark,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def _gib(size: float | None) -> str:
-    return "" if size is None else f"{size:.2f}"
 
 
 def no_gpu() -> str | None:

@@ -29,25 +29,17 @@ class Row:
     failures: list[str] = field(default_factory=list)
     """The quantities whose distance exceeds the tolerance."""
 
-    @property
-    def verdict(self) -> str:
-        """The verdict: "equal" or "DIFFERS"."""
-        return "DIFFERS" if self.failures else "equal"
-
-    def pairs(self) -> dict[str, str]:
-        """Return each quantity as measured / allowed."""
-        allowed = vars(self.tolerance)
-        return {name: f"{x:.1e}/{allowed[name]:.1e}" for name, x in vars(self.distance).items()}
-
     def line(self) -> str:
-        """Return a line with the verdict and every quantity; excess is marked by an exclamation
-        mark.
+        """Return a line with the verdict and every quantity as measured / allowed; excess is marked
+        by an exclamation mark.
         """
+        allowed = vars(self.tolerance)
         pairs = [
-            f"{name} {pair}" + ("!" if name in self.failures else "")
-            for name, pair in self.pairs().items()
+            f"{name} {x:.1e}/{allowed[name]:.1e}" + "!" * (name in self.failures)
+            for name, x in vars(self.distance).items()
         ]
-        return f"{self.cell.name:38} {self.verdict}  " + "  ".join(pairs)
+        verdict = "DIFFERS" if self.failures else "equal"
+        return f"{self.cell.name:38} {verdict}  " + "  ".join(pairs)
 
 
 def compare(cell: Cell, out: Path, factor: float, whole: bool = False, device: str = "cpu") -> Row:

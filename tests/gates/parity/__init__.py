@@ -1,1 +1,0 @@
-"""The parity gate: layouts must not change training."""
