@@ -1,7 +1,11 @@
-"""The gates include every test marked for them, keep results, and notice changes."""
+"""The gates include every test marked for them, keep results, and notice changes. The oldest and
+newest packages are tested in environments of their own.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import subprocess
 import tomllib
@@ -10,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.gates import __main__ as gates
+from tests.gates.releases import build, folder, requirements
 
 ROWS = tomllib.loads(Path(gates.__file__).with_name("gates.toml").read_text())
 MARK = re.compile(r'(?:mark\.gate|rest_in_gate, |rest_in_gate)\(?"(\w+)"')
@@ -82,3 +87,50 @@ def test_after_ctrl_c_pytest_cleans_up_first(
     with pytest.raises(KeyboardInterrupt):
         gates.exit_code_of(["bash", "-c", f"sleep 0.5; touch {tmp_path}/cleaned-up"])
     assert (tmp_path / "cleaned-up").exists()
+
+
+def test_newest_lifts_all_upper_bounds_but_those_that_are_kept() -> None:
+    project = tomllib.loads((gates.REPOSITORY / "pyproject.toml").read_text())["project"]
+    bounded = [line for line in requirements(project, lift=True) if "<" in line]
+    assert {line.split(">")[0].split("<")[0] for line in bounded} == {"deepspeed", "ruff", "wandb"}
+    assert "torch>=2.10" in requirements(project, lift=True)
+    assert {"pytest>=8.3", "optuna>=5,<6"} <= {*requirements(project, lift=False)}
+
+
+# What releases may break: as much for one worker as for the other.
+HALVES = ("run plan gates/test_parity.py", "models engine checkpoint layout")
+# Files there that depend on no package.
+LEFT_OUT = {
+    "plan": "batches counted data fine_tuning layouts make optimizer swap_space",
+    "run": "data_decisions meter pages recipes resumption step_clock",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.gate(name)) for name in ("oldest", "newest")]
+)
+@pytest.mark.parametrize("half", HALVES)
+def test_tests_pass_with_other_packages(name: str, half: str) -> None:
+    """The tests of `make test`, in an environment that is built if missing."""
+    home = folder(name)
+    home.parent.mkdir(exist_ok=True)
+    with home.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # both halves need it
+        if not (home / "bin" / "pytest").exists():
+            build(name)
+    environ = {**os.environ, "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
+    environ["TORCH_EXTENSIONS_DIR"] = str(home / "operators")  # built for that torch
+    rooms = [f"tests/{room}" for room in half.split()]
+    ignored = [
+        f"--ignore=tests/{room}/test_{file}.py"
+        for room, files in LEFT_OUT.items()
+        for file in files.split()
+    ]
+    done = subprocess.run(
+        [home / "bin" / "python", "-m", "pytest", "-q", *ignored, *rooms],
+        cwd=gates.REPOSITORY,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +12,30 @@ import pytest
 import torch
 
 from harness.launch.fork_server import Zygote
+from harness.launch.ranks import ON_CPU
 from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.attention import AttentionNeeds
 from tests.gates import check_parity
+from tests.gates.jobs import Group, run_jobs
 from tests.gates.models import LEARNED, RECURRENT, learned
 from tests.gates.parity import reference
-from tests.gates.parity.cells import NVME, all_cells, brief_cells, covering_cells, covers
+from tests.gates.parity.cells import (
+    NVME,
+    Cell,
+    Job,
+    all_cells,
+    brief_cells,
+    covering_cells,
+    covers,
+    nvme_cells,
+)
 from tests.gates.parity.compare import LEAST_FALL, judge
 from tests.gates.parity.defects import DEFECTS, planted
 from tests.gates.parity.measure import Difference, Trajectory, difference, unit_of
 from tests.gates.parity.model import PlainModel, Split, Way
 from tests.gates.parity.reference import GATE, spreads, train
+from tests.real_runs import REPOSITORY
 from tests.run_tools import run_tool
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -99,73 +112,31 @@ def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> No
     assert len(brief) <= 9
 
 
-def test_the_covering_set_holds_every_pair_that_can_occur() -> None:
+def test_the_covering_set_is_small_and_holds_every_pair_that_can_occur() -> None:
     possible = set().union(*(covers(cell) for cell in all_cells() if cell.layout not in NVME))
     assert len(possible) == 292  # with fewer, the set would promise less
     assert set().union(*map(covers, covering_cells())) == possible
-
-
-def test_the_covering_set_is_small() -> None:
-    # Eight of them with divided rows, seven varlen, six with the chunked loss, seven recomputed or
-    # reversible, three recurrent, two with approximate attention.
     assert len(covering_cells()) <= 99
 
 
-def test_all_cells_are_the_full_table() -> None:
-    # architectures x layouts x precisions x accumulation x ranks
-    flat = 4 * 6 * 3 * 2 * 2
-    # three more in one way, two of them not in fp16
-    flat += 6 * (3 * 3 - 2)
-    flat += 3 * 2  # optimizer states on NVMe
-    flat += 1 * 4 * 3 + 2 * 4  # the second copy; bf16 states at two stages, only in bf16
-    flat += 2 * 4 * 3  # compiled, at two stages
-    # architectures and precisions except two in fp16; (2 and 4 stages) x ZeRO 0 and 1 x
-    # accumulation, and two data ranks with two stages
-    pipelined = (9 * 3 - 2) * (2 * 2 * 2 + 2)
-    # Families of the flat cells with every stage and precision on 2 of 2, 2 of 4 and 4 ranks;
-    # twelve more at two stages in two precisions.
-    tensor = 4 * 4 * 3 * 3 + 12 * 2 * 2 + 2  # one that drops hidden states
-    # Both combined: three families at two stages in every precision, on four ranks with two numbers
-    # of micro-batches and on eight; two more in one way.
-    divided_stages = 3 * 2 * 3 * 3 + 2 * 3
-    # Two mixtures, three stages and precisions, on 2 of 2, 2 of 4 and 4 ranks, and with tensor
-    # parallelism; also with sequence parallelism, on eight ranks.
-    experts = 2 * 3 * 3 * 4 + 2 + 1
-    compiled = 2 * 2 * 3  # tensor and sequence parallelism, at two stages
-    # Six ways to recompute: at four stages, at two stages with tensor and sequence parallelism, and
-    # in a pipeline, in three precisions; three more families at two stages in two precisions,
-    # except two of the mixture's with tiles.
-    recomputed = 6 * (4 + 2 * 2 + 1) * 3 + (6 * 3 - 2) * 2 * 2
-    recomputed += 3 * (4 * 2 + 2 * 2)  # reversible: two families, tensor and sequence parallelism
-    cells = {cell.name for cell in all_cells()}
-    # Divided rows of the same at stages 1 to 3, without ZeRO in fp32, and with tensor parallelism
-    # at two stages; eight more families at two stages in two precisions; two mixtures with divided
-    # experts.
-    rows = 4 * 3 * 3 * 3 + 4 + 4 * 2 * 3 + 8 * 2 * 2 + 2 * 2 * 3
-    # Four families in their precisions at every stage with one and four micro-batches; two each
-    # with pipeline, tensor and sequence parallelism.
-    varlen = (4 * 3 - 1) * 4 * 2 + 3 * 2 * 2
-    kinds = 5 * 2 * 4  # in two precisions with ZeRO 3, and with three axes
-    recurrent = 2 * (6 + 2 + 1) * 3  # LSTM and GRU: as flat, in two stages, recomputed
-    # The chunked loss: four families at every stage in every precision, two on two stages, and two
-    # with tensor or sequence parallelism; one of them not in fp16.
-    chunked = (4 * 3 - 1) * 4 + (2 * 3 - 1) * 2 + 2 * 2 * 2 * 2
-    divided = tensor + divided_stages + experts + rows + compiled
-    assert (
-        len(cells) == flat + pipelined + divided + varlen + chunked + recomputed + recurrent + kinds
-    )
+def test_the_full_table_has_as_many_cells_as_the_evidence_says() -> None:
+    names = {cell.name for cell in all_cells()}
+    assert f"| {len(names):,} cells of model" in (REPOSITORY / "docs/evidence.md").read_text()
 
 
 @pytest.mark.gate("parity")
-def test_an_unknown_defect_is_refused_by_name() -> None:
-    done = run_tool("check_parity", "--self-test", "--defects", "no such", code=2)
-    assert "no such defect: no such; there are gradients x2" in done.stderr
-
-
-@pytest.mark.gate("parity")
-def test_an_unknown_cell_is_refused_by_name() -> None:
-    done = run_tool("check_parity", "--cells", "llama-zero9-fp32-1-1", code=2)
-    assert "no such cell: llama-zero9-fp32-1-1" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--self-test", "--defects", "no such"),
+            "no such defect: no such; there are gradients x2",
+        ),
+        (("--cells", "llama-zero9-fp32-1-1"), "no such cell: llama-zero9-fp32-1-1"),
+    ],
+)
+def test_an_unknown_name_is_refused(words: tuple[str, ...], message: str) -> None:
+    assert message in run_tool("check_parity", *words, code=2).stderr
 
 
 def test_a_weight_that_is_rounded_to_its_neighbour_is_equal() -> None:
@@ -222,15 +193,6 @@ def test_no_spread_is_smaller_than_the_one_before() -> None:
         assert all(a <= b for a, b in zip(before, after, strict=True))
 
 
-def test_equal_trajectories_do_not_differ() -> None:
-    assert difference(trajectory(), trajectory()).exceeds(ZERO) == []
-
-
-def test_a_late_step_that_is_not_a_number_does_not_hide_behind_early_ones() -> None:
-    spoiled = trajectory(losses=[3.0, float("nan")], norms=[1.0, float("nan")])
-    assert set(difference(spoiled, trajectory()).exceeds(ZERO)) == {"loss", "norm"}
-
-
 def test_a_missing_parameter_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'v'"):
         difference(trajectory(gradients={"v": torch.ones(4)}), trajectory())
@@ -280,3 +242,29 @@ def test_kernels_that_differ_the_second_time_widen_no_more_than_they_differ(
     monkeypatch.setattr(reference, "may_differ", lambda device: True)
     assert reference.gradients(way, by)[1] == pytest.approx(1e-4, rel=0.01)
     assert order < 1e-6
+
+
+def test_jobs_that_this_machine_cannot_do_end_with_its_lack_before_any_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    jobs = [Job(cell) for cell in nvme_cells()]
+    with pytest.raises(SystemExit, match="apt install libaio-dev"):
+        run_jobs("parity", jobs, tmp_path, lambda job: Group(0, job.cell.ranks))
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.gate("parity")
+def test_ranks_of_their_own_do_what_forks_do(tmp_path: Path) -> None:
+    """As on GPUs, where forks cannot be used."""
+    job = Job(Cell("llama", "zero1", "fp32", 4, 1))
+    for name, env in (("forked", None), ("own", ON_CPU)):
+        out = tmp_path / name
+        out.mkdir()
+        (out / "llama.config.json").write_text(json.dumps(LEARNED["llama"]))
+        run_jobs("parity", [job], out, lambda job: Group(0, job.cell.ranks), env)
+    forked, own = (Trajectory.load(tmp_path / name / job.cell.name) for name in ("forked", "own"))
+    assert own.losses == forked.losses
+    (tmp_path / "own" / "llama.config.json").unlink()
+    with pytest.raises(SystemExit, match=r"llama\.config\.json"):
+        run_jobs("parity", [job], tmp_path / "own", lambda job: Group(0, 1), ON_CPU)

@@ -1,4 +1,6 @@
-"""docs/families.md: state-space and hybrid families, some of them trained again."""
+"""Families beyond the usual ones: divided like undivided ones, and, for docs/families.md, trained,
+resumed and exported.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,17 @@ from harness.launch.fork_server import Zygote
 from tests.gates.hybrids import HYBRIDS, NEWER
 from tests.gates.train_families import Runs, write_corpus
 from tests.real_runs import REPOSITORY
+from tests.run_tools import run_tool
+
+
+@pytest.mark.gate("models")
+def test_divided_families_have_the_undivided_models_loss_and_gradients() -> None:
+    # Windows and a separate norm for queries; parallel layers; biases; a trained activation.
+    families = ("gemma3_text", "cohere2", "starcoder2", "apertus")
+    done = run_tool("compare_divided", "--families", *families)
+    assert f"{len(families)} families compared, 0 differ" in done.stdout
+    refused = run_tool("compare_divided", "--families", "mamba", code=2)
+    assert "no plan to divide mamba; there are " in refused.stdout
 
 
 def test_families_on_the_page_are_trained_resumed_and_exported() -> None:

@@ -1,1 +1,0 @@
-"""The round trip of checkpoints: nothing may be lost between layouts."""
