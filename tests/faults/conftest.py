@@ -1,7 +1,10 @@
-"""An undisturbed run for comparison, and trials of a run that faults interrupt."""
+"""An undisturbed run for comparison, trials of a run that faults interrupt, and what must hold
+afterwards.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import dataclass
@@ -10,21 +13,22 @@ from typing import Any
 
 import pytest
 
+from harness.checkpoint.manifest import read_manifest
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
-from tests.real_runs import SHORT_RUN, SMALL_MODEL
+from tests.real_runs import SHORT_RUN, SMALL_MODEL, events
 from tests.shipped import DS_CONFIGS
 
-STEPS = 8
+STEPS, SAVE_EVERY = 8, 2
 
 
-def arguments(run: Path, data: list[str], *more: str, json: str = "zero1") -> list[str]:
+def arguments(run: Path, data: list[str], *more: str, ds: str = "zero1") -> list[str]:
     """Return the arguments of a run of eight steps with dropout and accumulation that saves every
     second step.
     """
     return [
-        *(f"--deepspeed={DS_CONFIGS / json}.json", *SMALL_MODEL, *SHORT_RUN, *data),
-        *(f"train.steps={STEPS}", "save.every=2", "save.keep=2", "eval.every=3"),
+        *(f"--deepspeed={DS_CONFIGS / ds}.json", *SMALL_MODEL, *SHORT_RUN, *data),
+        *(f"train.steps={STEPS}", f"save.every={SAVE_EVERY}", "save.keep=2", "eval.every=3"),
         *("model.dropout=0.1", f"run.dir={run}", *more),
     ]
 
@@ -102,3 +106,51 @@ def undisturbed(
     ended = zygote.run(arguments(folder / "run", data), folder)
     assert ended.codes == [0, 0], ended.output
     return RunFolder(folder / "run")
+
+
+def curve(run: RunFolder) -> list[tuple[Any, ...]]:
+    """Return the part of each step's metrics that equals an undisturbed run's."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "samples", "eval_loss")
+    return [tuple(line.get(name) for name in names) for line in run.read_metrics()]
+
+
+def executed(run: RunFolder) -> list[int]:
+    """Return the executed steps of all attempts, in order."""
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    return [line["step"] for line in lines if "loss" in line]
+
+
+def check_survived(
+    run: RunFolder,
+    undisturbed: RunFolder,
+    attempts: int = 2,
+    resumed: bool = True,
+    lost: int = SAVE_EVERY,
+) -> None:
+    """Assert that the run ended tidily on the undisturbed curve, without repeating saved steps.
+
+    `lost` is the number of steps that each attempt but the last may have done after its last save.
+    """
+    assert curve(run) == curve(undisturbed)
+    assert (run.read_status() or {})["outcome"] == "done"
+    assert (run.read_status() or {})["attempt"] == attempts
+    assert len(executed(run)) <= STEPS + lost * (attempts - 1)
+    found = events(run, "resumed")
+    assert len(found) == (attempts - 1 if resumed else 0)
+    for event in found:
+        assert event["step"] > 0
+        assert len(event["manifest"]) == 64
+    check_tidy(run)
+
+
+def check_tidy(run: RunFolder) -> None:
+    """Assert that the folder contains only whole checkpoints and a pointer to the newest."""
+    folders = sorted(path for path in run.checkpoints_dir.iterdir() if path.is_dir())
+    assert [path.name for path in folders if path.name.startswith(".")] == []
+    for path in folders:
+        read_manifest(path)
+    assert (run.checkpoints_dir / "latest").read_text().strip() == folders[-1].name
+
+
+def newest(run: RunFolder) -> Path:
+    return max(run.checkpoints_dir.glob("step-*"))

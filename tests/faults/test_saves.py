@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 
 from harness.runfolder import RunFolder
-from tests.faults.checks import SAVE_EVERY, check_survived, executed
-from tests.faults.conftest import Trial, arguments
+from tests.faults.conftest import SAVE_EVERY, Trial, arguments, check_survived, executed
 from tests.real_runs import events
 from tests.tiers import rest_in_gate
 

@@ -14,8 +14,16 @@ from typing import Any
 import pytest
 
 from harness.runfolder import RunFolder
-from tests.faults.checks import check_survived, check_tidy, curve, executed, newest
-from tests.faults.conftest import STEPS, Trial, arguments
+from tests.faults.conftest import (
+    STEPS,
+    Trial,
+    arguments,
+    check_survived,
+    check_tidy,
+    curve,
+    executed,
+    newest,
+)
 from tests.real_runs import TRAIN, environment, events, wait_for
 from tests.tiers import rest_in_gate
 

@@ -19,8 +19,7 @@ import pytest
 
 from harness.checkpoint.manifest import read_manifest
 from harness.runfolder import RunFolder
-from tests.faults.checks import check_survived, curve, newest
-from tests.faults.conftest import STEPS, Trial, arguments
+from tests.faults.conftest import STEPS, Trial, arguments, check_survived, curve, newest
 from tests.real_runs import events, write_corpus
 from tests.tiers import rest_in_gate
 

@@ -40,7 +40,7 @@ from tests.inputs.values import (
     write_json,
 )
 from tests.real_runs import REPOSITORY
-from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
+from tests.shipped import ADAMW, FP16, WARMUP, ZERO_3
 
 # Values that every key accepts, alone and combined.
 _VALID: dict[str, dict[str, list[Any]]] = tomllib.loads("""

@@ -18,7 +18,7 @@ from tests.engine.small import MODEL
 from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
 from tests.real_runs import SHORT_RUN, SMALL_MODEL, events
-from tests.trainer_json import ADAMW, FP16, WARMUP, ZERO_3
+from tests.shipped import ADAMW, FP16, WARMUP, ZERO_3
 
 Json = dict[str, Any]
 H100 = "RANKS=8 GPU='NVIDIA H100 80GB HBM3'"
