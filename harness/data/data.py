@@ -101,9 +101,7 @@ class Data:
         return [source.name for source in self.sources if source.name]
 
     def summary(self) -> list[str]:
-        """Return one line per source and held-out set, so that users can check that it is the right
-        data.
-        """
+        """Return one line per source and held-out set, for users to check."""
         sets = [f"held-out set {source.summary()}" for source in self.set_sources]
         return [*(source.summary() for source in self.sources), *sets]
 
@@ -114,9 +112,7 @@ class Data:
         return [*texts, *([self._divided] if self._divided else [])]
 
     def mixture(self) -> list[Any] | None:
-        """Return [first sample, samples per source in a period] of each part; None without a
-        mixture.
-        """
+        """Return [first sample, samples per source in a period] of each part, or None."""
         if not isinstance(self._ordered, Mixture):
             return None
         return [[part.first, list(part.weights)] for part in self._ordered.order.parts]

@@ -134,9 +134,7 @@ class Encoder:
         return bool(runs) and runs != ((0, len(piece.text)),)
 
     def _with_places(self, pieces: list[Piece]) -> list[tuple[list[int], Places]]:
-        """Return the ids of each piece as encoded after its preceding text, and each token's span
-        within the piece.
-        """
+        """Return the ids of each piece as after the text before it, and each token's span."""
         if not self._tokenizer.is_fast:
             return [self._by_prefix(piece) for piece in pieces]
         befores = ["" if self._joins_pieces else piece.before for piece in pieces]

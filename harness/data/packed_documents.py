@@ -137,9 +137,7 @@ class _Shelves:
         return sum(bins for groups in self._groups.values() for _, bins in groups)
 
     def contents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the sizes of all items, bin by bin, and the number of items per bin, about _AT_ONCE
-        items at a time.
-        """
+        """Yield the sizes of all items, bin by bin, and the number of items per bin."""
         slots: list[NDArray[np.int64]] = []
         per_bin: list[NDArray[np.int64]] = []
         waiting = 0

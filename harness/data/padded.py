@@ -65,9 +65,7 @@ class Pools:
         return chosen
 
     def _sort(self, first: int) -> NDArray[np.int64]:
-        """Return the samples of the pool that starts at `first`, in their order. Samples that do
-        not fill a group come last.
-        """
+        """Return the samples of the pool from `first` on, in order, an incomplete group last."""
         of_epoch = first % self._epoch
         change = int(self._changes[np.searchsorted(self._changes, first, side="right")])
         size = min(self._pool - of_epoch % self._pool, self._epoch - of_epoch, change - first)

@@ -222,9 +222,7 @@ class MaskWriter:
 
 
 def join_masks(parts: Iterable[tuple[Masks, int]], path: Path) -> None:
-    """Write the masked runs of consecutive parts of a .bin, each with its token count, as one file,
-    identical to that of a single MaskWriter.
-    """
+    """Write the masks of consecutive parts of a .bin, given with their tokens, as one file."""
     columns, before = [np.zeros((2, 0), dtype=np.int64)], 0
     for masks, tokens in parts:
         columns.append(np.stack([masks.starts[1:], masks.stops[1:]]) + before)

@@ -161,9 +161,7 @@ def keep_skipped(corpus: Corpus, bad_lines: BadLines, folder: Path) -> None:
 
 
 def read_skipped(corpus: Corpus, folder: Path) -> BadLines:
-    """Return the bad lines that were skipped. Raises ConfigError if they exceed the corpus's limit,
-    which may have changed since they were written.
-    """
+    """Return the skipped lines. Raises ConfigError beyond the limit, which may have changed."""
     if corpus.bad_rows_limit is None:
         return BadLines()
     parse = partial(BadLines.from_json, limit=corpus.bad_rows_limit)

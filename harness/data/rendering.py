@@ -67,9 +67,7 @@ class Marks:
     def put(
         self, messages: Sequence[Message], kinds: str, *, at_begin: bool = False
     ) -> list[Message]:
-        """Return messages with a mark in each text of the given kinds; `at_begin`: after the first
-        letter instead of the last.
-        """
+        """Return messages with a mark after the last (`at_begin`: first) letter of each text."""
         numbers: dict[tuple[str, str], int] = {}
         marked = []
         for place, message in enumerate(messages):
@@ -309,9 +307,7 @@ def _as_json(arguments: object) -> str:
 
 
 def _as_template_reads(message: Message) -> Message:
-    """Return a message as apply_chat_template passes it to a template: without nulls, and with the
-    reasoning under both of its keys.
-    """
+    """Return a message as apply_chat_template does: without nulls, thoughts under both keys."""
     message = {key: value for key, value in message.items() if value is not None}
     if THOUGHT in message:
         message = {"thinking": message[THOUGHT], **message}

@@ -230,9 +230,7 @@ class Turns:
         return place + (token if token > 0 else size)
 
     def _before(self, number: int, other: Placed) -> tuple[int, int]:
-        """Return the positions, in the full text and in another rendering, of the last mark before
-        a turn; (0, 0) without one.
-        """
+        """Return the places of the last mark before a turn, in the whole and another text."""
         for earlier in range(number - 1, -1, -1):
             if common := last_common(self.whole, other, earlier):
                 return common
