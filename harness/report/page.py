@@ -56,7 +56,9 @@ def page_of(run: RunRecord) -> str:
     return document(run.name, body, refresh=run.outcome == "running" and not run.is_silent())
 
 
-def document(title: str, body: str, refresh: bool = False, by: str = "tools/report.py") -> str:
+def document(
+    title: str, body: str, refresh: bool = False, by: str = "tools/report.py", script: str = SCRIPT
+) -> str:
     """Return a whole page: it needs no other file and no network, and its policy forbids both."""
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -70,7 +72,7 @@ def document(title: str, body: str, refresh: bool = False, by: str = "tools/repo
         f"<style>{css()}{STYLE}{_STYLE}</style></head><body>"
         f"<main>{body}<footer>Written {moment(time.time())} by "
         f"<code>python {by}</code>: one file, no network.</footer></main>"
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"<script>{script}</script></body></html>\n"
     )
 
 

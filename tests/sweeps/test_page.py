@@ -80,7 +80,7 @@ def test_losses_on_different_held_out_sets_are_not_ranked_silently(
 
 def test_values_and_reasons_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    page, _, _ = written(tmp_path).read_text().rpartition("<script>")  # the charts' own
+    page, _, _ = written(tmp_path).read_text().rpartition("<script>")  # an empty one
     assert "<script" not in page
     assert "<b>" not in page
     assert "diverged: a reason with &lt;b&gt;tags" in page

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from harness.files.records import Unreadable
 from harness.report.chart import Curve, Mark, Scale, html_of, legend_of, lines
 from harness.report.page import document, write_page
-from harness.runfolder import RunFolder
+from harness.report.run_record import read, values_of
 from tools.sweeps.cost import Record
 from tools.sweeps.space import Dimension, Values
 from tools.sweeps.spec import Sweep
@@ -32,8 +31,6 @@ _STYLE = """
 .name{text-shadow:0 0 3px var(--surface),0 0 3px var(--surface)}
 .area path:hover{stroke:var(--ink)!important}
 """
-Points = Sequence[tuple[float, float]]
-"""Steps and the metric after them."""
 _COLOURS = {
     "best": ("var(--series-2)", 3),
     "done": ("var(--series-1)", 1.6),
@@ -52,12 +49,14 @@ def write_sweep_page(sweep: Sweep, records: Sequence[Record]) -> Path:
     drawn = Plots(sweep, records)
     body = (
         f"<style>{_STYLE}</style>{_summary(sweep, records)}"
-        f"<section>{drawn.curves(_curves(sweep, records))}</section>{drawn.parallel()}"
+        f"<section>{drawn.curves()}</section>{drawn.parallel()}"
         f"<section class=charts>{''.join(drawn.slices())}</section>"
         f"<h2>Trials</h2><section class='card capped'>{_table(sweep, records)}</section>"
     )
     path = sweep.folder / "sweep.html"
-    write_page(path, document(f"{sweep.folder.name}: sweep", body, by="tools/sweep.py"))
+    # Without the report's script: trials are too many to list under the pointer.
+    title = f"{sweep.folder.name}: sweep"
+    write_page(path, document(title, body, by="tools/sweep.py", script=""))
     return path
 
 
@@ -92,19 +91,6 @@ def _table(sweep: Sweep, records: Sequence[Record]) -> str:
     return f"<table class=runs>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
-def _curves(sweep: Sweep, records: Sequence[Record]) -> dict[int, Points]:
-    """Return the evaluations of every trial."""
-    curves = {}
-    for record in records:
-        try:
-            metrics = RunFolder(sweep.folder_of(record.number)).read_metrics()
-        except (OSError, Unreadable):
-            continue
-        points = [(line["step"], line.get(sweep.settings.metric)) for line in metrics]
-        curves[record.number] = [(x, float(y)) for x, y in points if isinstance(y, int | float)]
-    return curves
-
-
 # --- plots ---
 
 
@@ -119,13 +105,13 @@ class Plots:
         ]
         self._best = best_of(records)
 
-    def curves(self, curves: Mapping[int, Points]) -> str:
+    def curves(self) -> str:
         """Return the metric of every trial over its steps; stopped ones end early."""
-        drawn = [
-            self._curve(record, curves[record.number])
-            for record in self._records
-            if curves.get(record.number)
-        ]
+        drawn = []
+        for record in self._records:
+            lines_of_run = read(self._sweep.folder_of(record.number)).lines
+            if evaluations := [*values_of(lines_of_run, self._metric)]:
+                drawn.append(self._curve(record, evaluations))
         return html_of(
             lines(f"{self._metric} over steps", drawn, "step", has_legend=False, height=300)
         )
@@ -173,7 +159,9 @@ class Plots:
         )  # fmt: skip
         return f"<section class=parallel>{html_of(chart)}</section>"
 
-    def _curve(self, record: Record, points: Points, is_dot: bool = False) -> Curve:
+    def _curve(
+        self, record: Record, points: Sequence[tuple[float, float]], is_dot: bool = False
+    ) -> Curve:
         """Return a line or a dot that stands for a trial."""
         is_best = self._best is not None and record.number == self._best.number
         colour, width = _COLOURS["best" if is_best else record.state]
