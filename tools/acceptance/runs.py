@@ -7,10 +7,9 @@ import time
 from typing import Any
 
 from harness.errors import ExitCode
-from harness.run.verify import TOLERANCES
 from harness.runfolder import RunFolder
 from tools.acceptance.bench import Bench, Failed, expect
-from tools.rehearsal.stages import apart, differing, done_twice
+from tools.rehearsal.stages import closeness, differing, done_twice
 
 _STEPS, _SAVED_AT = 6, 3
 _REPLICAS = "guard.replicas_every"
@@ -90,13 +89,9 @@ def _saves(bench: Bench, run: RunFolder, how: str) -> str:
 def _close(
     run: RunFolder, lines: list[dict[str, Any]], expected: list[dict[str, Any]], steps: list[int]
 ) -> str:
-    loss, norm = (apart(lines, expected, steps, key) for key in ("loss", "grad_norm"))
-    allowed = TOLERANCES[str((run.read_plan() or {})["precision"])]
-    text = (
-        f"loss and norm of steps {steps[0]} to {steps[-1]} within {loss:.0e} and {norm:.0e} "
-        f"(allowed {allowed[0]:.0e} and {allowed[1]:.0e})"
-    )
-    expect(loss <= allowed[0] and norm <= allowed[1], text)
+    precision = str((run.read_plan() or {})["precision"])
+    is_close, text = closeness(lines, expected, steps, precision)
+    expect(is_close, text)
     return text
 
 

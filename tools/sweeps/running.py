@@ -32,6 +32,7 @@ from tools.sweeps.spec import Sweep
 from tools.sweeps.study import OpenTrial, Study
 from tools.workers import cores
 
+_POLL_S = 0.05
 _TASK_POLL_S = 0.2  # which reads the journal, perhaps over a network
 _LOG_LINES = 3
 _LATEST = 2 / 3  # after so much of its run a trial may as well finish, for its final metric
@@ -49,10 +50,13 @@ class Running:
 
     def __init__(
         self, trial: OpenTrial, cost: Cost, folder: RunFolder, metric: str,
-        start: Callable[[], Ranks],
+        start: Callable[[], Ranks], requeues: bool,
     ) -> None:  # fmt: skip
-        """Wait for a killed sweep's processes, and start. Raises ConfigError if they do not end."""
-        self.trial, self.cost = trial, cost
+        """Wait for a killed sweep's processes, and start. Raises ConfigError if they do not end.
+
+        `requeues`: an exit code of 0 without a result says that Slurm starts them again.
+        """
+        self.trial, self.cost, self._requeues = trial, cost, requeues
         self.step = trial.used_before.steps
         self.value = math.inf  # the metric when it was last evaluated
         self._folder, self._metric = folder, metric
@@ -117,7 +121,7 @@ class Running:
             self.trial.end("done", self.used, message, math.inf)
         elif self._why_stopped:
             self.trial.end("pruned", self.used, self._why_stopped)
-        elif self._is_interrupted or code == 0:  # 0: Slurm will start it again
+        elif self._is_interrupted or (self._requeues and code == 0):
             self.trial.note(self.used)
         else:
             reason = f"exit code {code}: {message or self._last_lines()}"
@@ -173,9 +177,9 @@ class Queue:
 
     def __init__(
         self, sweep: Sweep, study: Study, budget: Budget, say: Say, start: Start,
-        numbers: Sequence[int], lanes: int, poll_s: float = 0.05,
+        numbers: Sequence[int], lanes: int, in_slurm: bool = False,
     ) -> None:  # fmt: skip
-        self._poll_s = poll_s
+        self._in_slurm, self._poll_s = in_slurm, _TASK_POLL_S if in_slurm else _POLL_S
         self._sweep, self._study, self._budget, self._say = sweep, study, budget, say
         self._start, self._left, self._lanes = start, [*numbers], range(lanes)
         self._running: dict[int, Running] = {}  # by lane, which has GPUs of its own
@@ -236,7 +240,8 @@ class Queue:
             path, cost = self._sweep.folder_of(number), self._budget.cost(trial.choice)
             start = partial(self._start, trial.choice, path, lane)
             metric = self._sweep.settings.metric
-            self._running[lane] = Running(trial, cost, RunFolder(path), metric, start)
+            run = RunFolder(path)
+            self._running[lane] = Running(trial, cost, run, metric, start, self._in_slurm)
 
 
 # --- on this machine ---
@@ -280,7 +285,7 @@ def run_task(sweep: Sweep, study: Study, number: int, say: Say) -> int:
         return Ranks([subprocess.Popen(["bash", str(script), *words])], [sweep.folder / log], 0)
 
     budget = Budget(sweep, slurm_world(sweep))
-    queue = Queue(sweep, study, budget, say, start, [number], 1, _TASK_POLL_S)
+    queue = Queue(sweep, study, budget, say, start, [number], 1, in_slurm=True)
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
         queue.is_stopped = True
