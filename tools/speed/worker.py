@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -172,7 +172,7 @@ class Recorder:
         self._ends = _ends(max(warmup, 1), steps)
         self._marks: list[float] = []
         self._waits: Counter[str] = Counter()
-        self._counter: AbstractContextManager[Counter[str]] | None = None
+        self._counting = ExitStack()
         self._take = run.engine.train_batch
         run.engine.train_batch = self._train_batch
 
@@ -184,11 +184,9 @@ class Recorder:
             self._finish()
             self._marks.append(time.perf_counter())
         if done == self._ends[-1] and self._on_cuda:
-            self._counter = counted_waits()
-            self._waits = self._counter.__enter__()
+            self._waits = self._counting.enter_context(counted_waits())
         elif done >= self._ends[-1]:
-            if self._counter is not None:
-                self._counter.__exit__(None, None, None)
+            self._counting.close()
             raise Enough
         return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -35,6 +34,10 @@ _FRAMES = (
 )
 _FORWARD = 5
 """Frames of the forward pass."""
+_SHOWN = ("wwwww", "wp.p.", "wppp.", "wpppp", "wpppw", "....w", "ppppw", "wpppw")
+"""How each frame shows x, A, the hidden values, B and y: whole, in parts, or as an outline."""
+_PARTS = ("summands", "columns", "columns", "rows", "summands")
+_NAMES = {_MLP: ("x", "A", "f(xA)", "B", "y"), _ATTENTION: ("x", "Q, K, V", "heads", "O", "y")}
 
 
 class Product(NamedTuple):
@@ -44,21 +47,6 @@ class Product(NamedTuple):
     summands: torch.Tensor  # (GPUs, tokens, size)
     whole_grad: torch.Tensor
     grads: torch.Tensor  # (GPUs, tokens, size)
-
-
-class Matrix(NamedTuple):
-    """A box of the picture: when it is drawn, and when its parts are added up."""
-
-    name: str
-    sign: str
-    forward: int
-    """The first frame of the forward pass that shows it."""
-    backward: int
-    height: float
-    parts: str
-    """How it is divided: columns, rows, or summands of all of it."""
-    whole_from: int = len(_FRAMES)
-    """The first frame in which it is on every GPU again; x is from the start."""
 
 
 def figures(values: Values) -> list[Figure]:
@@ -149,64 +137,52 @@ def _weights(size: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(size, size, generator=draws) * size**-0.5 for _ in range(4))
 
 
-def _matrices(is_backward: bool, kind: str) -> Iterator[Matrix]:
-    """Yield x, A, the hidden values, B and y; backward their gradients."""
-    d, mlp = "d" if is_backward else "", kind == _MLP
-    first, second = ("A", "B") if mlp else ("Q, K, V", "O")
-    first = ", ".join(f"{d}{name}" for name in first.split(", "))
-    signs = ["←"] * 4 if is_backward else ["x", "=", "x", "="]
-    yield Matrix(f"{d}x", signs[0], 0, 6, _THIN, "summands", len(_FRAMES) - 1)
-    yield Matrix(first, signs[1], 0, 6, _BOX, "columns")
-    yield Matrix("f(xA)" if mlp else "heads", signs[2], 2, 6, _THIN, "columns")
-    yield Matrix(f"{d}{second}", signs[3], 0, 6, _BOX, "rows")
-    yield Matrix(f"{d}y", "", 3, 5, _THIN, "summands", _FORWARD - 1)
-
-
 def _picture(size: int, ranks: int, frame: int, kind: str) -> str:
-    """Return the matrices in the colours of the GPUs that have them."""
+    """Return the matrices in the colours of the GPUs that have them; backward their gradients."""
     picture = Svg(_BOX + 64, _FRAMES[frame])
     ranges = parts_of(size, ranks) if frame else [((0, size), (0, size))]
     is_backward, left, gap, top = frame >= _FORWARD, 4.0, 30.0, 30.0
-    for matrix in _matrices(is_backward, kind):
-        thin = matrix.height == _THIN
-        width, y = 100.0 if thin else _BOX, top + (_BOX - matrix.height) / 2
-        box = (left, y, width, matrix.height)
-        picture.text(left + width / 2, 12, matrix.name, anchor="middle", bold=True)
+    for place, (name, parts, shown) in enumerate(
+        zip(_NAMES[kind], _PARTS, _SHOWN[frame], strict=True)
+    ):
+        is_thin = place % 2 == 0
+        width, height = (100.0, _THIN) if is_thin else (_BOX, _BOX)
+        box = (left, top + (_BOX - height) / 2, width, height)
+        if is_backward and place != 2:
+            name = ", ".join(f"d{each}" for each in name.split(", "))
+        picture.text(left + width / 2, 12, name, anchor="middle", bold=True)
         picture.rect(*box, "grid", stroke="faint")
-        at_inputs = matrix.sign and matrix.parts == "summands" and not is_backward  # x, forward
-        begins = matrix.backward if is_backward else matrix.forward
-        if not frame or at_inputs or frame >= matrix.whole_from:
-            if frame >= begins or not frame:
-                plain = "activations" if thin else "weights"
-                picture.rect(*box, "gradients" if is_backward else plain)
-                if frame and matrix.parts == "summands":
-                    _below(picture, box, "on every GPU", 14)
-        elif frame >= begins:
-            _parts(picture, matrix, box, ranges, size)
+        if shown == "w":
+            plain = "activations" if is_thin else "weights"
+            picture.rect(*box, "gradients" if is_backward else plain)
+            if frame and parts == "summands":
+                _below(picture, box, "on every GPU", 14)
+        elif shown == "p":
+            _parts(picture, parts, box, ranges, size)
         left += width + gap
-        if matrix.sign:
-            at = top + _BOX / 2
-            picture.text(left - gap / 2, at, matrix.sign, anchor="middle", size=15)
+        if place < 4:
+            sign, at = "←" if is_backward else "x=x="[place], top + _BOX / 2
+            picture.text(left - gap / 2, at, sign, anchor="middle", size=15)
     return str(picture)
 
 
 def _parts(
-    picture: Svg, matrix: Matrix, box: tuple[float, float, float, float],
+    picture: Svg, parts: str, box: tuple[float, float, float, float],
     ranges: list[tuple[tuple[int, int], tuple[int, int]]], size: int,
 ) -> None:  # fmt: skip
     left, top, width, height = box
-    opacity = 0.75 if matrix.parts == "summands" else 1
+    opacity = 0.75 if parts == "summands" else 1
     for place, (columns, rows) in enumerate(ranges):
-        begin, end = rows if matrix.parts == "rows" else columns
+        begin, end = rows if parts == "rows" else columns
         a, b = begin / size, end / size
         part = {
             "rows": (left, top + a * height, width, (b - a) * height),
             "columns": (left + a * width, top, (b - a) * width, height),
             "summands": (left + place * 3, top + place * 3 - 6, width, height),
-        }[matrix.parts]
+        }[parts]
         title = f"GPU {place}: {begin:,} to {end:,}"
         picture.rect(*part, series(place), stroke="surface", title=title, opacity=opacity)
-    if matrix.parts == "summands":
+    if parts == "summands":
         _below(picture, box, f"{len(ranges)} summands", 30)
 
 
