@@ -18,11 +18,9 @@ import pytest
 
 from harness.config.run_file import load_run_config
 from harness.estimate.step_time.step import StepTime
-from harness.layout.stages import in_flight
 from harness.report.chart import Chart
 from harness.report.run_record import RunRecord
 from tests.tiers import rest_in_gate
-from tools.layout.schedules import SCHEDULES, most_kept, spans, waiting
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, html_of
 from tools.studio_app.page import ABOUT, LESSONS, Choice, Page, Slider, Typed, query_of, read_values
 from tools.studio_app.view import figures_of as shown_by
@@ -344,56 +342,6 @@ def test_memory_follows_the_precision() -> None:
     )
 
 
-# (p - 1) x these, in units of a micro-batch's time on a stage: 1 forward and 2 backward.
-BUBBLES = {
-    "1F1B": lambda chunks: 3.0,  # arXiv 2006.09503, as GPipe's, arXiv 1811.06965, section 2.3
-    "GPipe": lambda chunks: 3.0,
-    "interleaved 1F1B": lambda chunks: 3 / chunks,  # arXiv 2104.04473, section 2.2
-    "zero-bubble (ZB-H1)": lambda chunks: 1.0,  # F + B - W, arXiv 2401.10241, table 1
-}
-
-
-@pytest.mark.parametrize(("stages", "batches"), [(4, 4), (2, 6), (8, 16), (3, 3)])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_waits_and_keeps_what_its_paper_says(
-    name: str, stages: int, batches: int
-) -> None:
-    for chunks in (2, 3, 4) if name.startswith("inter") else (1,):
-        rows = SCHEDULES[name](stages, batches, chunks)
-        placed = spans(rows, [(1, 2)] * stages, chunks)
-        idle = max(span.end for span in placed) - 3 * batches
-        assert idle == pytest.approx((stages - 1) * BUBBLES[name](chunks))
-        assert waiting(placed) == pytest.approx(idle / (idle + 3 * batches))
-        kept = [most_kept(row, chunks) for row in rows]
-        most = {"GPipe": batches, "interleaved 1F1B": stages + (stages - 1) / chunks}
-        assert max(kept) == pytest.approx(min(batches, most.get(name, stages)))
-        if name == "1F1B":
-            assert kept == [in_flight(stages, stage, batches) for stage in range(stages)]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_uses_nothing_before_it_is_there(name: str) -> None:
-    """Every task runs once, one at a time per stage, and after its inputs."""
-    stages, batches = 4, 8
-    chunks = 2 if name.startswith("inter") else 1
-    placed = spans(SCHEDULES[name](stages, batches, chunks), [(1, 2)] * stages, chunks)
-    ends = {(s.kind, s.chunk * stages + s.stage, s.micro_batch): s.end for s in placed}
-    kinds = 3 if name.startswith("zero") else 2
-    assert len(ends) == len(placed) == kinds * stages * chunks * batches
-    for stage in range(stages):
-        own = sorted((s.begin, s.end) for s in placed if s.stage == stage)
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(own))
-    for span in placed:
-        place, batch = span.chunk * stages + span.stage, span.micro_batch
-        if span.kind == "forward":
-            assert place == 0 or ends["forward", place - 1, batch] <= span.begin
-        elif span.kind == "weights":
-            assert ends["inputs", place, batch] <= span.begin
-        else:
-            assert ends["forward", place, batch] <= span.begin
-            assert ends.get((span.kind, place + 1, batch), 0) <= span.begin
-
-
 def test_the_best_trade_offs_are_marked() -> None:
     from tools.studio_pages.cleaning import cleaned, trade_off
     from tools.studio_pages.tokenizers import operations
@@ -557,33 +505,6 @@ def test_the_fit_is_that_of_the_paper() -> None:
     assert loss(70e9, 1.4e12) == pytest.approx(1.69 + 0.0835 + 0.1634, abs=2e-3)
     parameters, tokens = optimum(6 * 70e9 * 1.4e12)
     assert (parameters, tokens) == pytest.approx((70e9, 1.4e12))
-
-
-def test_a_step_of_3d_parallelism_is_the_pipelines_schedule() -> None:
-    """Each pass happens once on each stage, after its input was sent; then the rest."""
-    from harness.layout.grid import Grid
-    from tools.layout.schedules import moments
-
-    grid = Grid(32, pipeline=4, tensor=4)
-    turns = [*moments(grid, micro_batches=3, zero_stage=1)]
-    kinds = [turn.kind for turn in turns]
-    assert kinds[-3:] == ["gradients", "optimizer", "weights"]
-    assert kinds.count("passes") == kinds.count("sums") == 2 * (3 + 4 - 1)
-    done, sent = set(), {(0, "forward", batch) for batch in range(3)}
-    for turn in turns:
-        for stage, task in enumerate(turn.work):
-            if task is not None and turn.kind == "passes":
-                last = stage == grid.pipeline - 1 and task[0] == "backward"
-                assert last or (stage, *task) in sent
-                assert (stage, *task) not in done
-                done.add((stage, *task))
-        for stage, to in turn.sends:
-            task = turn.work[stage]
-            assert task is not None
-            sent.add((to, *task))
-    assert len(done) == 4 * 2 * 3
-    alone = [turn.kind for turn in moments(Grid(4, pipeline=4), 1, zero_stage=0)]
-    assert {*alone} == {"passes", "sends", "optimizer"}
 
 
 def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

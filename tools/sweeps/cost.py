@@ -159,10 +159,8 @@ class Budget:
         `running`: used so far by this process's trials; `following`: the values of the next trial.
         """
         used = [running.get(record.number, record.used) for record in records]
-        taken: dict[str, float] = {
-            "steps": sum(cost.steps for cost in used),
-            "tokens": sum(cost.tokens for cost in used),
-            "hours": sum(cost.hours for cost in used),
+        taken = {
+            name: sum(getattr(each, name) for each in used) for name in ("steps", "tokens", "hours")
         }
         prune = self._sweep.settings.prune
         if following is not None:
