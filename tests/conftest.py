@@ -17,6 +17,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.launch.fork_server import Zygote
+from tests.browser import Browser
 from tests.ranks import close_all
 from tests.real_runs import SHARED_MEMORY, imported, write_corpus
 
@@ -152,6 +153,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     corpus = write_corpus(folder / "corpus")
     build_data(DataSpec(DataConfig(path=str(corpus), cache_dir=str(folder / "cache"))))
     return [f"data.path={corpus}", f"data.cache_dir={folder / 'cache'}"]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with Browser() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

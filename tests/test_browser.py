@@ -6,15 +6,9 @@ import struct
 
 import pytest
 
-from tests.browser import Browser, needs_browser
+from tests.browser import needs_browser
 
 pytestmark = needs_browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.report.lines import WHOLE_BYTES, read_lines
-from tests.browser import WIDTHS, Browser, needs_browser
+from tests.browser import WIDTHS, needs_browser
 from tests.report.runs import line_at, plan, write_run
 from tests.report.test_page import HOSTILE, values_of
 from tests.run_tools import run_tool
@@ -20,12 +20,6 @@ from tests.tiers import rest_in_gate
 
 STEPS = 1_000_000
 SPIKES = {"loss": (654_321, 55.5), "grad_norm": (123_456, 77.5), "step_time_s": (777_777, 99.5)}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

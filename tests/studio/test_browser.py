@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from html import unescape
 
 import pytest
@@ -20,12 +19,6 @@ from tools.studio_app.page import Slider, format_value
 from tools.studio_pages import PAGES
 
 pytestmark = needs_browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as running:
-        yield running
 
 
 def opened(browser: Browser, studio: Studio, path: str, **how: object) -> Tab:

@@ -206,23 +206,23 @@ def test_every_event_of_a_problem_is_one_that_train_py_writes() -> None:
 
 
 @needs_browser
-def test_a_script_in_a_name_is_not_executed(studio: Studio) -> None:
+def test_a_script_in_a_name_is_not_executed(studio: Studio, browser: Browser) -> None:
     """A run in progress is also followed."""
     folder = write_run(studio.runs / HOSTILE)
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"kind": HOSTILE, "message": f"<script>{HOSTILE}</script>"}) + "\n")
-    with Browser() as browser:
-        tab = browser.open(f"{studio.address}runs")
-        tab.wait_for("document.querySelector('[data-figure=Step]')?.textContent === '12'")
-        tab.wait_for("!!document.querySelector('figure.chart svg path')")
-        tab.hover("#chart-loss .area")
-        browser.listen(0.5)
-        assert HOSTILE in tab.evaluate("document.body.innerText")
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 13, "loss": 3.5}\n')
-        tab.wait_for("document.querySelector('[data-figure=Step]')?.textContent === '13'")
-        assert tab.evaluate("window.hacked") is None
-        assert tab.errors == []
+    tab = browser.open(f"{studio.address}runs")
+    tab.wait_for("document.querySelector('[data-figure=Step]')?.textContent === '12'")
+    tab.wait_for("!!document.querySelector('figure.chart svg path')")
+    tab.hover("#chart-loss .area")
+    browser.listen(0.5)
+    assert HOSTILE in tab.evaluate("document.body.innerText")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": 3.5}\n')
+    tab.wait_for("document.querySelector('[data-figure=Step]')?.textContent === '13'")
+    assert tab.evaluate("window.hacked") is None
+    assert tab.errors == []
+    tab.close()
     for path in ("/runs?run=../../etc", "/runs?run=%2e%2e%2f%2e%2e%2fetc", "/runs?beside=/etc"):
         status, _, body = ask(studio.port, path)
         assert (status, "root:x:" in body) == (200, False)
