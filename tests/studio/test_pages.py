@@ -263,7 +263,7 @@ def test_options_of_a_model_are_planned_as_on_the_command_line(
         words = command_of(page, **query)
         booked = ["--nodes=8", "--gpus-per-node=8", "--exclusive", "--mem=0"]
         assert words[:6] == ["sbatch", *booked, "slurm/train.sbatch"]
-        load_run_config(None, [word for word in words[6:] if not word.startswith("ds.")])
+        load_run_config(None, [word for word in words[8:] if not word.startswith("ds.")])
         for key, value in (keys | more).items():
             text = str(value).replace(f"{ROOT}/", "")
             text = "FOLDER_OF_ITS_WEIGHTS" if key == "model.init_from" else text
