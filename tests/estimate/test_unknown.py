@@ -174,9 +174,6 @@ def test_a_trace_is_read_where_no_file_can_be_written(monkeypatch: pytest.Monkey
     path.write_text(json.dumps(answer))
     assert memory._answered(request) == answer
     assert len(asked) == 2
-
-
-def test_a_trace_without_a_home_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-this-name/.cache")
     assert memory._kept("") is None
 

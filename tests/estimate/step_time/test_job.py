@@ -26,13 +26,9 @@ from tests.estimate.runs import run_of
 from tests.estimate.step_time.test_step import MACHINE, run, timed
 
 
-def test_a_forward_pass_is_about_a_third_of_a_micro_batch() -> None:
-    step = timed()
-    assert 0.2 < forward_seconds(step) * step.inputs.grad_accum / step.seconds < 0.4
-
-
 def test_evaluations_are_as_many_and_as_long_as_the_run_config_says() -> None:
     step = timed()  # micro-batch 4 on 8 ranks
+    assert 0.2 < forward_seconds(step) * step.inputs.grad_accum / step.seconds < 0.4
     few, many = (EvalAndSaveTime.of(step, 1000, (50, samples), 0) for samples in (32, 320))
     assert few.evaluations == 20
     assert few.evaluating == pytest.approx(20 * forward_seconds(step))
@@ -50,22 +46,19 @@ def test_a_save_waits_for_its_bytes_and_a_background_save_for_the_host() -> None
     assert EvalAndSaveTime.of(there, 1000, (0, 96), 100).save_seconds < 0.1 * one.save_seconds
 
 
-def test_a_job_saves_as_often_as_asked() -> None:
+def test_a_job_saves_as_often_as_asked_and_costs_its_hours_and_energy() -> None:
     best, asked = (Job(1e6, 1024, 700, 60, saves=saves) for saves in (0, 1000))
     assert asked.save_every_seconds == 1000
     assert asked.days_with_failures > best.days_with_failures
+    job = Job(seconds=10 * 3600, gpus=8, watts=500)
+    assert (job.gpu_hours, job.energy_kwh) == (80, 40)
+    assert 160 < job.cost(2.0) < 170  # saves and failures are minor for eight GPUs
 
 
-LLAMA_3 = Job(seconds=54 * DAY, gpus=16_384, watts=700)
-
-
-def test_failures_are_as_frequent_as_those_of_llama_3() -> None:
+def test_failures_are_as_frequent_as_those_of_llama_3_and_no_other_interval_loses_less() -> None:
     """419 unexpected failures in 54 days (arXiv 2407.21783)."""
-    assert LLAMA_3.seconds / LLAMA_3.failure_seconds == pytest.approx(419, rel=0.02)
-
-
-def test_no_other_interval_loses_less() -> None:
-    job = LLAMA_3
+    job = Job(seconds=54 * DAY, gpus=16_384, watts=700)
+    assert job.seconds / job.failure_seconds == pytest.approx(419, rel=0.02)
 
     def lost(every: float) -> float:
         return job.save_seconds / every + every / 2 / job.failure_seconds
@@ -73,12 +66,6 @@ def test_no_other_interval_loses_less() -> None:
     best = job.save_every_seconds
     assert best == pytest.approx(sqrt(2 * 60 * MTBF_GPU_HOURS * 3600 / 16_384))
     assert all(lost(best) <= lost(best * factor) for factor in (0.5, 0.9, 1.1, 2.0))
-
-
-def test_hours_energy_and_cost() -> None:
-    job = Job(seconds=10 * 3600, gpus=8, watts=500)
-    assert (job.gpu_hours, job.energy_kwh) == (80, 40)
-    assert 160 < job.cost(2.0) < 170  # saves and failures are minor for eight GPUs
 
 
 FACTORS = {"products": 0.6, "memory_rate": 1.7, "launch_scale": 2.5, "link_latency": 3.0}
@@ -151,13 +138,11 @@ def test_numbers_that_a_machine_has_none_of_are_not_fitted() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"site": 3}', '{"site": {"factors": {}}}'])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "site.json").write_text(text)
+def test_other_files_and_factors_of_what_is_no_rate_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "site.json"
+    path.write_text(text)
     with pytest.raises(ValueError, match="holds no rates of measured runs"):
-        Site.read(tmp_path / "site.json")
-
-
-def test_factors_of_what_is_no_rate_are_refused(tmp_path: Path) -> None:
-    Site(None, "fp32", 2, {"watts": 2.0}, 1, 0.0).write(tmp_path / "site.json")
+        Site.read(path)
+    Site(None, "fp32", 2, {"watts": 2.0}, 1, 0.0).write(path)
     with pytest.raises(ValueError, match="watts"):
-        Site.read(tmp_path / "site.json")
+        Site.read(path)
