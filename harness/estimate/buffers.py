@@ -124,10 +124,9 @@ def gathered_parameters(inputs: Inputs) -> Iterator[MemoryItem]:
     zero, element = inputs.zero, inputs.element_bytes
     passes = frozenset({"forward", "evaluation"}) | BACKWARD
     yield MemoryItem("dequantized weight", inputs.dequantized_bytes, passes | {"build"}, "read")
-    # Otherwise a rank's shard is the whole weight and is used in place (partition_parameters.py,
-    # NoGatherHandle).
-    is_apart = inputs.shards > 1 or zero.offload_param != "device"
-    if zero.stage != 3 or not is_apart:
+    # A rank alone uses its shard, the whole weight, in place (partition_parameters.py,
+    # NoGatherHandle), unless it is offloaded.
+    if zero.stage != 3 or (inputs.shards == 1 and zero.offload_param == "device"):
         return
     units = [
         [tensor.numel for tensor in unit if tensor.numel > zero.persistence_threshold]
