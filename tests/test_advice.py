@@ -169,8 +169,8 @@ def test_no_key_is_advised_that_is_set_already(speaker: Speaker) -> None:
 # Not tested here, by reason: a file, or a file and a part of its message.
 NOT_FOLLOWED = {
     "an option of the command line, which the parser or the reader of its file answers": (
-        "config/ds_file.py: there is no DeepSpeed JSON",
-        "config/ds_file.py",
+        "config/ds_json.py: there is no DeepSpeed JSON",
+        "config/ds_json.py",
         "config/run_file.py: there is no run config",
         "plan/command.py",
     ),

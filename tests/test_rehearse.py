@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from harness.config.ds_file import read_ds_json
+from harness.config.ds_json import read_ds_json
 from harness.config.run_file import load_run_config
 from harness.data.corpus import find_corpus
 from harness.errors import ConfigError

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from harness.config.ds_file import PREFIX, load_ds_json
+from harness.config.ds_json import PREFIX, load_ds_json
 from harness.errors import ConfigError
 from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.plan.machine import cluster
-from harness.plan.pipeline import num_stages
+from harness.plan.parallelism import num_stages
 from harness.plan.plan import Plan
 from tools.figure import plot_problems
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.config.ds_file import PREFIX as DS_PREFIX
+from harness.config.ds_json import PREFIX as DS_PREFIX
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path

@@ -10,7 +10,7 @@ from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.files.records import Unreadable
 from harness.layout.attention_table import ATTENTIONS
-from harness.plan.batch_from_data import open_keys
+from harness.plan.batches import open_keys
 from harness.plan.plan import Plan
 from harness.runfolder import RunFolder
 

@@ -18,19 +18,23 @@ from harness.config.batch import Curriculum
 from harness.config.data_section import DataConfig
 from harness.config.model_section import ModelConfig
 from harness.config.optim_and_schedule import OptimConfig
-from harness.config.run_sections import (
+from harness.config.sections import (
     EvalConfig,
     GuardConfig,
     LayoutConfig,
     LogConfig,
     PlanConfig,
     ProfileConfig,
+    RampConfig,
     ResumeConfig,
     RunFolderConfig,
     SampleConfig,
     SaveConfig,
+    Section,
+    TrainConfig,
+    help_texts,
+    key_of,
 )
-from harness.config.sections import RampConfig, Section, TrainConfig, help_texts, key_of
 
 
 class RunConfig(Section):

@@ -25,7 +25,7 @@ from harness.config.assignments import (
     listed,
     parsed_toml,
 )
-from harness.config.ds_file import foreign_config, top_level_keys
+from harness.config.ds_json import foreign_config, top_level_keys
 from harness.config.run_config import RunConfig, known_keys, origin_of
 from harness.config.sections import LENGTHS
 from harness.errors import ConfigError, worded

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from harness.config.run_sections import EvalConfig, GuardConfig
+from harness.config.sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
 
 # Smallest sigma, as a fraction of the mean; absolute for the logarithm of the norm. It keeps

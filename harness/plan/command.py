@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.assignments import did_you_mean
-from harness.config.ds_file import PREFIX as DS_PREFIX
-from harness.config.ds_file import load_ds_json
+from harness.config.ds_json import PREFIX as DS_PREFIX
+from harness.config.ds_json import load_ds_json
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError

@@ -1,5 +1,5 @@
 """Defaults for a run from pretrained weights: their shape, a learning rate for their width, a short
-warm-up. Batch and epochs follow from the data (plan/batch_from_data.py). The learning rate of
+warm-up. Batch and epochs follow from the data (plan/batches.py). The learning rate of
 random weights follows the number of parameters.
 
 docs/models.md#fine-tuning lists all of them with their sources.

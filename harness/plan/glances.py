@@ -21,7 +21,7 @@ from harness.files.notes import Notes
 from harness.files.pieces import Ids, begins, shortened
 from harness.files.rows import documents_of, kind_of_document, why_not_mixed
 from harness.files.token_index import read_header
-from harness.plan.batch_from_data import Counts
+from harness.plan.batches import Counts
 from harness.plan.token_counts import Row, Rows, TokenCounter
 
 # Limits that keep a dry run fast.

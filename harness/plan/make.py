@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 from harness.config.assignments import COMMAND_LINE, assign, parse_assignment
 from harness.config.ds_check import apply_changes, check_keys, refusals
-from harness.config.ds_file import PREFIX
-from harness.config.ds_json import DsJson
+from harness.config.ds_json import PREFIX, DsJson
 from harness.config.run_config import RunConfig
 from harness.config.run_file import with_values
 from harness.errors import ConfigError, Problems
@@ -56,6 +55,7 @@ from harness.plan.merge_settings import merge_settings
 from harness.plan.model import check_experts, estimated, find_model
 from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
 from harness.plan.parallelism import (
+    by_memory,
     check_secondary,
     check_together,
     divide_batch,
@@ -64,8 +64,9 @@ from harness.plan.parallelism import (
     divide_sequences,
     divide_tensors,
     note_nodes,
+    note_pipeline,
+    split_stages,
 )
-from harness.plan.pipeline import by_memory, note_pipeline, split_stages
 from harness.plan.plan import Draft, Plan
 from harness.plan.resolve_auto import decide_precision, fill_in_swap_folder, resolve_auto
 

@@ -34,7 +34,7 @@ class Plan:
     config: RunConfig
     """The run config, with values adopted from the JSON."""
     deepspeed: dict[str, Any]
-    """The resolved JSON, for zero.Init and deepspeed.initialize. Only plan/batch_from_data.py (the
+    """The resolved JSON, for zero.Init and deepspeed.initialize. Only plan/batches.py (the
     batch, once the data is counted) and engine/swap.py (a folder per process on NVMe) change it."""
     deepspeed_given: dict[str, Any]
     """The JSON as the user wrote it."""

@@ -13,8 +13,15 @@ from harness.layout.attention_table import WITHOUT_ATTENTION
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
-from harness.plan.batch_from_data import Counts, open_keys, with_counts
-from harness.plan.batches import length_events, length_text, repetition_events, steps_of
+from harness.plan.batches import (
+    Counts,
+    length_events,
+    length_text,
+    open_keys,
+    repetition_events,
+    steps_of,
+    with_counts,
+)
 from harness.plan.data import missing_here
 from harness.plan.duration import step_time, time_line
 from harness.plan.glances import glances

@@ -7,8 +7,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from harness.config.assignments import NOT_ASKED, value_as_text
-from harness.config.ds_file import PREFIX
-from harness.config.ds_json import AUTO
+from harness.config.ds_json import AUTO, PREFIX
 from harness.errors import ExitCode
 from harness.report.events import no_better
 from harness.report.formatting import count, duration, moment, sentence, short

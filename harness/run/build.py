@@ -29,7 +29,7 @@ from harness.guard.signals import StopGuard, TimeLeft, slurm_seconds_left
 from harness.guard.stability import StabilityMonitor
 from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.watchdog import Limits, Pulse, Watchdog
-from harness.plan.batch_from_data import with_least_batch
+from harness.plan.batches import with_least_batch
 from harness.plan.machine import remove_left_swap, swap_problems
 from harness.plan.make import takes
 from harness.plan.model import with_rows_for

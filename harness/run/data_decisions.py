@@ -20,8 +20,7 @@ from harness.data.spec import tokenizer_of
 from harness.data.tokenizer_files import has_tokenizer
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
-from harness.plan.batch_from_data import Counts, with_counts
-from harness.plan.batches import length_events, repetition_events, steps_of
+from harness.plan.batches import Counts, length_events, repetition_events, steps_of, with_counts
 from harness.plan.plan import Plan
 from harness.plan.text import row, settled
 from harness.run.attention import settle_attention

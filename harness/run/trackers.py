@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from harness.config.run_sections import LogConfig
+from harness.config.sections import LogConfig
 from harness.runfolder import Outcome, RunFolder
 
 Values = dict[str, float]

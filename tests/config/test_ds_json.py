@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from harness.config.ds_check import check_keys, rules
-from harness.config.ds_file import load_ds_json, read_ds_json
 from harness.config.ds_json import (
     DsJson,
     ds_keys,
     first_name,
     literal,
+    load_ds_json,
     normalized,
     offloaded_to,
+    read_ds_json,
     value_of,
 )
 from harness.errors import ConfigError, Problems

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.ds_file import foreign_config, read_ds_json
+from harness.config.ds_json import foreign_config, read_ds_json
 from harness.config.run_config import known_keys
 from harness.config.run_file import load_run_config, other_names
 from harness.errors import ConfigError

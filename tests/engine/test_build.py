@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from harness.config.ds_file import read_ds_json
+from harness.config.ds_json import read_ds_json
 from harness.config.run_config import RunConfig
 from harness.engine import single_stage
 from harness.engine.fragments import grad_norm, is_copy, note_copies, part_of

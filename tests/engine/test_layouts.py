@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from harness.config.ds_file import read_ds_json
+from harness.config.ds_json import read_ds_json
 from harness.data.batch import Batch
 from harness.models.vocabulary_loss import Vocabulary
 from tests.engine.engines import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.run_sections import EvalConfig, GuardConfig
+from harness.config.sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
 from harness.guard.stability import Patience, SpikeDetector, StabilityMonitor
 

@@ -1,15 +1,253 @@
-"""Batches, ramps, lengths, chunks of a loss and carried states, as decided by a plan."""
+"""Batches, ramps, epochs, lengths, chunks of a loss and carried states, as decided by a plan."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.config.assignments import COUNTED
 from harness.layout.state_size import CARRIED
 from harness.models.recurrent_state import WINDOWS
-from harness.plan.text import summary
+from harness.plan.batches import (
+    LEAST_STEPS,
+    Counts,
+    length_events,
+    open_keys,
+    repetition_events,
+    steps_of,
+    with_counts,
+    with_least_batch,
+)
+from harness.plan.plan import Plan
+from harness.plan.text import describe, settled, summary
+from tests.engine.small import MODEL
 from tests.plan.plans import Planner
+
+CHATS = Counts(examples=294, windows=28, is_masked=True)
+START = "data.seq_len=16 model.init_from=$small"
+"""A run that starts from given weights."""
+
+
+def of(made: Plan) -> tuple[int, float | None]:
+    """Return the batch and the epochs."""
+    assert made.global_batch == made.config.train.global_batch
+    return made.global_batch, made.config.train.epochs
+
+
+@pytest.mark.parametrize(
+    ("words", "examples", "windows", "batch", "epochs"),
+    [
+        ("", 300, 31, 1, 4),  # ten chats in a window
+        ("", 294, 98, 4, 5),  # three: a step has at least eight
+        ("", 8, 1, 1, 15),
+        ("", 1000, 100, 2, 3),
+        ("", 5000, 1000, 16, 3),  # 187 steps; with 32 windows, 94
+        ("", 5000, 1700, 48, 3),
+        ("", 10_000, 10_000, 48, 2),  # at most 25,000 examples, as long as there are 100 steps
+        ("", 100_000, 50_000, 48, 1),
+        ("data.batching=padded", 294, 294, 8, 3),
+        ("data.batching=padded", 50, 50, 8, 15),  # 94 steps, as many epochs as in LIMA
+        ("train.epochs=6", 300, 31, 1, 6),
+        ("train.epochs=40", 300, 31, 8, 40),
+        ("train.epochs=1", 300, 31, 1, 1),
+        ("train.global_batch=8", 300, 31, 8, 15),
+        ("train.global_batch=1 train.epochs=1", 300, 31, 1, 1),
+        ("train.steps=500", 300, 31, 1, None),
+        ("train.tokens=51200", 300, 31, 32, None),
+        ("ds.train_batch_size=6", 300, 31, 6, 15),
+        ("train.micro_batch=2", 300, 31, 2, 7),
+        ("ds.gradient_accumulation_steps=4", 300, 31, 4, 13),
+        ("ramp.batch_from=8 ramp.batch_tokens=1000", 294, 28, 48, 15),
+        ("train.steps=0", 294, 28, 1, None),
+    ],
+)
+def test_batch_and_epochs_follow_from_the_data(
+    words: str,
+    examples: int,
+    windows: int,
+    batch: int,
+    epochs: float | None,
+    planned: Planner,
+) -> None:
+    counts = Counts(examples, windows, is_masked=True)
+    made = with_counts(planned(f"{START} {words}", estimate=False), counts)
+    assert of(made) == (batch, epochs)
+    ds = made.deepspeed
+    assert ds["train_batch_size"] == batch
+    assert ds["gradient_accumulation_steps"] * ds["train_micro_batch_size_per_gpu"] == batch
+
+
+def test_text_is_read_once_where_that_is_enough(planned: Planner) -> None:
+    made = planned(START, estimate=False)
+    assert of(with_counts(made, Counts(9, 40_000, is_masked=False))) == (48, 1)
+    assert of(with_counts(made, Counts(9, 1_000, is_masked=False))) == (8, 1)
+    assert of(with_counts(made, Counts(1, 20, is_masked=False))) == (8, 15)
+
+
+@pytest.mark.parametrize("windows", [997, 1000, 7, 4_801])
+def test_no_more_is_read_than_a_mixture_has(windows: int, planned: Planner) -> None:
+    counts = Counts(10 * windows, windows, is_masked=True, most_windows=windows)
+    made = with_counts(planned(START, estimate=False), counts)
+    steps = steps_of(made, counts)
+    assert windows - made.global_batch < made.curriculum.samples_after(steps) <= windows
+
+
+def test_random_weights_keep_batch_and_length(planned: Planner) -> None:
+    made = planned("train.epochs=2", estimate=False)
+    assert with_counts(made, CHATS) is made
+    assert open_keys(made) == set()
+
+
+def test_it_is_the_same_on_all_ranks_that_can_divide_it(planned: Planner) -> None:
+    counts = Counts(1000, 300, is_masked=True)
+    seen = {
+        ranks: with_counts(planned(f"RANKS={ranks} {START}", estimate=False), counts)
+        for ranks in (1, 2, 4, 8, 3, 64)
+    }
+    assert [of(seen[ranks]) for ranks in (1, 2, 4, 8)] == [(8, 3), (8, 3), (8, 3), (8, 3)]
+    assert of(seen[3]) == (9, 3)
+    assert of(seen[64]) == (64, 15)
+    message = seen[64].events[-1]["message"]
+    assert "the ranks need at least 64 windows per step" in message
+    assert with_least_batch(planned(f"RANKS=3 {START}", estimate=False)).global_batch == 3
+
+
+def test_what_was_settled_is_kept_by_a_run_that_goes_on(planned: Planner, tmp_path: Path) -> None:
+    line = f"{START} run.dir={tmp_path / 'run'}"
+    made = with_counts(planned(line, estimate=False), CHATS)
+    assert made.config.origins()["train.global_batch"] == COUNTED
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/plan.json").write_text(json.dumps(made.to_json()))
+    more = Counts(29_400, 2_800, is_masked=True)  # the data has grown
+    for words, settled_as in (
+        ("", (1, 4)),
+        ("train.global_batch=2", (2, 4)),
+        ("train.epochs=9", (1, 9)),
+        ("train.steps=900", (1, None)),
+    ):
+        again = planned(f"{line} {words}", estimate=False)
+        assert of(with_counts(again, more)) == settled_as
+        assert again.config.optim == made.config.optim
+    branch = planned(
+        f"{START} run.dir={tmp_path / 'b'} resume.from={tmp_path / 'run'} optim.lr=0.5"
+    )
+    assert of(with_counts(branch, more)) == (1, 4)
+    assert (branch.config.optim.lr, branch.config.optim.warmup_ratio) == (0.5, 0.03)
+    # A run of a version that warmed up as for random weights once its user set a rate.
+    record = made.to_json()
+    record["run"]["optim"].pop("warmup_ratio")
+    record["run"]["optim"] |= {"lr": 0.25, "warmup_steps": 20}
+    record["run_set"] = {"optim.lr": "command line"}
+    (tmp_path / "run/plan.json").write_text(json.dumps(record))
+    old = planned(f"{line} optim.lr=0.25", estimate=False).config.optim
+    assert (old.lr, old.warmup_steps, old.warmup_ratio) == (0.25, 20, None)
+    # Settings of its user are not kept silently: checkpoint/compatibility.py checks them.
+    assert planned(line, estimate=False).config.optim.lr == 2.6e-3
+    for damaged in ("{}", "[]", '{"run": {"data": {}, "optim": 3}}', '{"run": {"data": {}}}'):
+        (tmp_path / "run/plan.json").write_text(damaged)
+        assert planned(line, estimate=False).config.optim.warmup_ratio == 0.03
+
+
+@pytest.mark.parametrize(("first", "then"), [(10, 2), (2, 4)])
+def test_a_batch_that_the_ranks_chose_is_kept(
+    first: int, then: int, planned: Planner, tmp_path: Path
+) -> None:
+    made = planned(f"RANKS={first} run.dir={tmp_path}", estimate=False)
+    (tmp_path / "plan.json").write_text(json.dumps(made.to_json()))
+    again = planned(f"RANKS={then} run.dir={tmp_path}", estimate=False)
+    assert again.global_batch == made.global_batch == (50 if first == 10 else 48)
+    (problem,) = planned.problems(f"RANKS=7 run.dir={tmp_path}")
+    assert f"{made.global_batch} is not divisible by 7 data ranks" in problem
+
+
+def test_the_plan_says_what_follows_and_why(planned: Planner) -> None:
+    before = planned(START)
+    assert "48 windows per step = " in (text := summary(before))
+    assert "16 tokens each; fewer if the data is small" in text
+    assert "about 3 epochs; the number of steps is known once the data is counted" in text
+    assert "cosine, at most 0.0026 after a warm-up of 0.03 of all steps" in text
+    made = with_counts(before, CHATS)
+    lines = settled(made, CHATS, before).splitlines()
+    assert [line[15:] for line in lines[:3]] == [
+        "1 window per step = micro-batch 1 x 1 accumulated x 1 data ranks, 16 tokens each",
+        "112 steps = 1,792 tokens: 294 examples in 28 windows of 16 tokens, 1 window per step, "
+        "4 epochs",
+        "cosine: 0.00065 at step 1, 0.0026 at step 4, 0.00026 at step 112",
+    ]
+    assert lines[-1][15:] == (
+        "train.global_batch=1, train.epochs=4: 48 windows per step would make 2 steps of 3 epochs, "
+        "fewer than 100 (docs/models.md#fine-tuning)"
+    )
+    assert made.estimate.cpu_bytes_per_node < before.estimate.cpu_bytes_per_node
+
+
+def test_a_dry_run_counts_roughly(planned: Planner, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "what is 1 plus 2?"}]
+    turns.append({"role": "assistant", "content": "1 plus 2 is 3."})
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 300)
+    text = describe(planned(f"{START} data.path={tmp_path / 'chats.jsonl'}"))
+    assert "tokens: roughly 294 examples in " in text
+    assert "300 documents, 0.0 MiB (roughly 5,700 tokens)" in text  # its tokenizer is not here
+    assert "8 windows per step = micro-batch 8 x 1 accumulated" in text
+    assert "roughly 300 of 300 documents (100.0%) are longer than data.seq_len = 16 tokens" in text
+    text = describe(planned(f"{START} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"))
+    assert "roughly 294 examples, 8 examples per step, 3.02 epochs" in text
+
+
+def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None:
+    counts = Counts(9, 1_000, is_masked=False)
+    few, many, asked_for = (
+        repetition_events(planned(words, estimate=False), steps, counts)
+        for words, steps in (
+            ("train.steps=333", 333),
+            ("train.tokens=9e9", 1_464_844),
+            ("train.epochs=30", 625),
+        )
+    )
+    assert few == asked_for == []
+    (event,) = many
+    assert "reads its data 70,313 times" in event["message"]
+    assert event["message"].endswith("give data.path more text, or lower train.tokens")
+
+
+def test_a_run_too_short_to_learn_says_so_with_the_keys(planned: Planner) -> None:
+    words = "train.global_batch=48 train.epochs=3 optim.lr=2e-3"
+    made = with_counts(planned(f"{START} {words} optim.warmup_steps=20", estimate=False), CHATS)
+    steps = steps_of(made, CHATS)
+    assert steps == 2
+    warmup, few = length_events(made.config, steps)
+    assert (warmup["kind"], few["kind"]) == ("unfinished_warmup", "few_steps")
+    assert "ends during its warm-up (20 steps, optim.warmup_steps)" in warmup["message"]
+    assert "set optim.warmup_ratio=0.03" in warmup["message"]
+    assert "takes only 2 steps" in few["message"]
+    assert "lower train.global_batch (now 48), or raise train.epochs" in few["message"]
+    assert [event["kind"] for event in length_events(made.config, 19)] == [
+        *("unfinished_warmup", "few_steps")
+    ]
+    assert length_events(made.config, 20) == length_events(made.config, LEAST_STEPS) == []
+    by_tokens = planned("train.tokens=9000 optim.warmup_steps=1", estimate=False)
+    (event,) = by_tokens.events
+    assert "takes only 2 steps" in event["message"]
+    assert event["message"].endswith("or raise train.tokens")
+    # A run with ten requested steps takes ten.
+    assert planned("train.steps=10 optim.warmup_steps=1", estimate=False).events == ()
+
+
+def test_a_pipeline_says_how_long_its_stages_wait(planned: Planner) -> None:
+    config = {**MODEL, "num_hidden_layers": 4}
+    line = "RANKS=2 ds.pipeline.stages=2 data.seq_len=16 model.init_from="
+    made = planned(f"{line}{planned.add('deep', config).parent}", estimate=False)
+    assert "pipeline_bubble" not in [event["kind"] for event in made.events]
+    small = with_counts(replace(made), CHATS)
+    assert small.global_batch == 1
+    assert "wait 50% of each step" in next(
+        event["message"] for event in small.events if event["kind"] == "pipeline_bubble"
+    )
+
 
 RAMP = "ramp.batch_from=8 ramp.batch_tokens=100000"
 CARRY = "RANKS=4 train.carry_state=true plan.force=true model.name=$lstm data.seq_len=16"

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.assignments import flat
-from harness.config.ds_file import read_ds_json
-from harness.config.ds_json import literal, value_of
+from harness.config.ds_json import literal, read_ds_json, value_of
 from harness.config.run_config import RunConfig
 from harness.layout.world import World
 from harness.plan import resolve_auto

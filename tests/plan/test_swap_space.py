@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.config.ds_file import read_ds_json
+from harness.config.ds_json import read_ds_json
 from harness.config.run_config import RunConfig
 from harness.layout.world import World
 from harness.plan import machine

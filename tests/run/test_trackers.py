@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.run_sections import LogConfig
+from harness.config.sections import LogConfig
 from harness.run.trackers import Trackers, metrics_of
 from harness.runfolder import RunFolder
 from tests.real_runs import Ended, run_ranks, train_command

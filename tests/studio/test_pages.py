@@ -236,7 +236,7 @@ def test_options_of_a_model_are_planned_as_on_the_command_line(
     query: dict[str, str], keys: dict[str, Any]
 ) -> None:
     """The page's memory, time and command, against the plan that the command makes."""
-    from harness.config.ds_file import load_ds_json
+    from harness.config.ds_json import load_ds_json
     from harness.layout.world import World
     from harness.plan.duration import step_time
     from harness.plan.make import make_plan

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.config.ds_file import PREFIX, load_ds_json
+from harness.config.ds_json import PREFIX, load_ds_json
 from harness.config.run_file import load_run_config
 from harness.data.corpus import find_corpus
 from harness.data.spec import tokenizer_of

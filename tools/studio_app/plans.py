@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import beyond_bounds, flat
-from harness.config.ds_file import load_ds_json
-from harness.config.ds_json import DsJson
+from harness.config.ds_json import DsJson, load_ds_json
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.estimate.hardware import GPUS

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from harness.config.assignments import did_you_mean, flat, value_as_text
-from harness.config.ds_file import PREFIX as DS_PREFIX
+from harness.config.ds_json import PREFIX as DS_PREFIX
 from harness.config.run_file import read_toml
 from harness.config.sections import Count, CountOrZero, PathText, Positive, Section, Text
 from harness.errors import ConfigError, worded
