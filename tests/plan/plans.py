@@ -15,6 +15,7 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.layout.world import World
+from harness.plan.batches import Counts, with_counts
 from harness.plan.command import parse_command, plan_from
 from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
@@ -44,11 +45,15 @@ MODELS: dict[str, Mapping[str, Any]] = {
 }
 
 
+_CAPITALS = ("RANKS", "GPU=", "TORCH=", "EXAMPLES=", "WINDOWS=")
+
+
 class Planner:
     """Plans command lines; `$NAME` is the folder of a small model.
 
     RANKS=4, RANKS_PER_NODE=2, GPU=h100-80 and TORCH=2.11.0 describe the machine, which has CPUs
-    unless it has a GPU. The JSON is empty except for the words, unless they name one.
+    unless it has a GPU; EXAMPLES=294 and WINDOWS=28 the data, once it is counted. The JSON is empty
+    except for the words, unless they name one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,9 +76,7 @@ class Planner:
         without an `estimate`, nothing is traced.
         """
         words = shlex.split(re.sub(r"\$(\w+)", rf"{self._folder}/\1", line))
-        machine = dict(
-            word.split("=") for word in words if word.startswith(("RANKS", "GPU=", "TORCH="))
-        )
+        machine = dict(word.split("=") for word in words if word.startswith(_CAPITALS))
         json_path = self._folder / ("empty.json" if ds is None else "ds.json")
         if ds is not None:
             json_path.write_text(json.dumps(ds))
@@ -92,7 +95,11 @@ class Planner:
                 torch=machine.get("TORCH"),
             )
         with nullcontext() if estimate else patch("harness.plan.model.estimate", return_value=None):
-            return plan_from(command, environ, world)
+            made = plan_from(command, environ, world)
+        if "WINDOWS" not in machine:
+            return made
+        sizes = int(machine["EXAMPLES"]), int(machine["WINDOWS"])
+        return with_counts(made, Counts(*sizes, is_masked=True))
 
     def problems(self, line: str, ds: Mapping[str, Any] | None = None) -> list[str]:
         with pytest.raises(ConfigError) as caught:

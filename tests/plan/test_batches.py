@@ -38,49 +38,6 @@ def of(made: Plan) -> tuple[int, float | None]:
     return made.global_batch, made.config.train.epochs
 
 
-@pytest.mark.parametrize(
-    ("words", "examples", "windows", "batch", "epochs"),
-    [
-        ("", 300, 31, 1, 4),  # ten chats in a window
-        ("", 294, 98, 4, 5),  # three: a step has at least eight
-        ("", 8, 1, 1, 15),
-        ("", 1000, 100, 2, 3),
-        ("", 5000, 1000, 16, 3),  # 187 steps; with 32 windows, 94
-        ("", 5000, 1700, 48, 3),
-        ("", 10_000, 10_000, 48, 2),  # at most 25,000 examples, as long as there are 100 steps
-        ("", 100_000, 50_000, 48, 1),
-        ("data.batching=padded", 294, 294, 8, 3),
-        ("data.batching=padded", 50, 50, 8, 15),  # 94 steps, as many epochs as in LIMA
-        ("train.epochs=6", 300, 31, 1, 6),
-        ("train.epochs=40", 300, 31, 8, 40),
-        ("train.epochs=1", 300, 31, 1, 1),
-        ("train.global_batch=8", 300, 31, 8, 15),
-        ("train.global_batch=1 train.epochs=1", 300, 31, 1, 1),
-        ("train.steps=500", 300, 31, 1, None),
-        ("train.tokens=51200", 300, 31, 32, None),
-        ("ds.train_batch_size=6", 300, 31, 6, 15),
-        ("train.micro_batch=2", 300, 31, 2, 7),
-        ("ds.gradient_accumulation_steps=4", 300, 31, 4, 13),
-        ("ramp.batch_from=8 ramp.batch_tokens=1000", 294, 28, 48, 15),
-        ("train.steps=0", 294, 28, 1, None),
-    ],
-)
-def test_batch_and_epochs_follow_from_the_data(
-    words: str,
-    examples: int,
-    windows: int,
-    batch: int,
-    epochs: float | None,
-    planned: Planner,
-) -> None:
-    counts = Counts(examples, windows, is_masked=True)
-    made = with_counts(planned(f"{START} {words}", estimate=False), counts)
-    assert of(made) == (batch, epochs)
-    ds = made.deepspeed
-    assert ds["train_batch_size"] == batch
-    assert ds["gradient_accumulation_steps"] * ds["train_micro_batch_size_per_gpu"] == batch
-
-
 def test_text_is_read_once_where_that_is_enough(planned: Planner) -> None:
     made = planned(START, estimate=False)
     assert of(with_counts(made, Counts(9, 40_000, is_masked=False))) == (48, 1)

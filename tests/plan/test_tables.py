@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -108,5 +109,8 @@ def test_a_plan_has_the_values_of_its_line(
     line: str, expected: dict[str, Any], planned: Planner
 ) -> None:
     made = planned(line, estimate=False)
+    sizes, ds = (made.micro_batch, made.grad_accum), made.deepspeed
+    assert (ds["train_micro_batch_size_per_gpu"], ds["gradient_accumulation_steps"]) == sizes
+    assert made.global_batch == prod(sizes) * made.grid.data == made.config.train.global_batch
     for name, wanted in expected.items():
         assert_value(value_of(made, name), wanted)
