@@ -161,6 +161,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + name, value
 
 
+def multiples_near(size: int, unit: int) -> str:
+    """Return the multiples of a unit just below and above a size, as text."""
+    below = size // unit * unit
+    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+
+
 NAMED_AT_ONCE = 3
 """Up to this many unknown keys get one sentence each; more share one."""
 _LISTED = 8

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from harness.config.assignments import multiples_near
+
 MAX_DEFAULT_MICRO_BATCH = 8
 
 
@@ -44,11 +46,9 @@ class BatchSizes:
         way. Raises ValueError, with the nearest valid values, if the sizes do not multiply.
         """
         if global_batch % data_ranks:
-            below = global_batch // data_ranks * data_ranks
-            legal = " or ".join(str(batch) for batch in (below, below + data_ranks) if batch > 0)
             raise ValueError(
                 f"train.global_batch = {global_batch} is not divisible by {data_ranks} data "
-                f"ranks: the nearest valid values are {legal}"
+                f"ranks: the nearest valid values are {multiples_near(global_batch, data_ranks)}"
             )
         if quantum is not None and quantum % data_ranks:
             raise ValueError(

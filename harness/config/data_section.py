@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from harness.config.assignments import multiples_near
 from harness.config.sections import (
     MAX_SAMPLES,
     NAME_PATTERN,
@@ -315,8 +316,7 @@ def _packing_problems(data: DataConfig) -> Iterator[str]:
                 "token_budget, or remove it"
             )
         if data.tokens_per_batch % data.seq_len:
-            below = data.tokens_per_batch // data.seq_len * data.seq_len
-            legal = " or ".join(str(n) for n in (below, below + data.seq_len) if n)
+            legal = multiples_near(data.tokens_per_batch, data.seq_len)
             yield (
                 f"data.tokens_per_batch is {data.tokens_per_batch}, which is not a multiple of "
                 f"data.seq_len = {data.seq_len}, the longest document: set it to {legal}"

@@ -116,29 +116,22 @@ def check_data(draft: Draft) -> None:
 
 def missing_here(data: DataConfig) -> list[str]:
     """Return a problem for each path of a data section that this machine lacks."""
-    problems = list[str]()
-    for key, part in _parts(data, problems).items():
-        of_part = _problems_of(partial(look_for, part))
-        problems += [text.replace("data.path: ", f"{key}: ", 1) for text in of_part]
-    return problems
-
-
-def _parts(data: DataConfig, problems: list[str]) -> dict[str, DataConfig]:
-    """Return the data section of each path by key and name, and add problems of data.rehearse."""
     sources = dict[str, DataConfig]()
-    problems += _problems_of(lambda: sources.update(data.sources()))
+    problems = _problems_of(lambda: sources.update(data.sources()))
     keys = {"": "data.path", NEW: "data.path", REHEARSED: "data.rehearse"}
-    parts = {keys.get(name, f"data.mix {name}"): section for name, section in sources.items()}
-    return parts | {
-        f"data.eval_path {name}".strip(): section for name, section in data.eval_sets().items()
-    }
+    parts = {keys.get(name, f"data.mix {name}"): part for name, part in sources.items()}
+    parts |= {f"data.eval_path {name}".strip(): part for name, part in data.eval_sets().items()}
+    for key, part in parts.items():
+        missing = _problems_of(partial(look_for, part))
+        problems += [text.replace("data.path: ", f"{key}: ", 1) for text in missing]
+    return problems
 
 
 def _problems_of(read: Callable[[], object]) -> list[str]:
     try:
         read()
     except ConfigError as error:
-        return error.problems
+        return [*error.problems]
     return []
 
 

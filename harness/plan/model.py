@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from harness.config.assignments import multiples_near
 from harness.config.ds_json import Event
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError
@@ -146,14 +147,8 @@ def check_experts(draft: Draft) -> None:
             draft.problems.say(
                 f"{draft.config.model.name} has {key} {width}, but torch multiplies "
                 f"{draft.precision} experts only if it is a multiple of {least}: set "
-                f"model.overrides.{key} to {_either_side(width, least)}"
+                f"model.overrides.{key} to {multiples_near(width, least)}"
             )
-
-
-def _either_side(size: int, multiple: int) -> str:
-    """Return the multiples just below and above a size, as text."""
-    below = size // multiple * multiple
-    return " or ".join(str(legal) for legal in (below, below + multiple) if legal)
 
 
 def _check_weights(
