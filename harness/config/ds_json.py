@@ -239,14 +239,14 @@ def _literals(tree: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
     return [(name, item) for name, item in pairs if item not in (AUTO, None, {})]
 
 
-_FILE = Path(__file__).with_name("foreign.toml")
+_FOREIGN_FILE = Path(__file__).with_name("foreign.toml")
 _ENOUGH = 3
 """Number of a program's keys that identify its config; one or two may be a coincidence."""
 
 
 @functools.cache
 def _kinds() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    return tomllib.loads(_FOREIGN_FILE.read_text(encoding="utf-8"))
 
 
 def foreign_config(path: object, keys: Iterable[str], wanted: str) -> str | None:

@@ -224,14 +224,6 @@ def test_the_budget_is_the_largest_micro_batch_that_is_estimated(planned: Planne
     assert budget.estimate.needed == plain.estimate.needed
 
 
-def test_routers_of_experts_see_padding(planned: Planner) -> None:
-    grouped = "data.batching=length_grouped"
-    mixture = planned(f"model.name=deepseek-v3 {grouped}", estimate=False)
-    assert mixture.config.data.document_mask is True
-    assert "padding does not count in the balance of routers" in summary(mixture)
-    assert planned(grouped, estimate=False).config.data.document_mask is None
-
-
 def test_the_estimate_is_that_of_the_chunks(planned: Planner) -> None:
     gib = []
     for words, chunk in (("", 8192), ("model.loss_chunk=8192", 8192), ("model.loss_chunk=0", 0)):

@@ -243,13 +243,6 @@ def test_a_monitor_with_a_place_of_its_own_stays_deepspeeds(
     assert (made.config.log.tensorboard, made.config.log.wandb) == (False, None)
 
 
-@pytest.mark.parametrize("folder", ["", "somewhere"])
-def test_csv_files_are_written_beside_no_checkout(folder: str, planned: Planner) -> None:
-    words = f"run.dir={folder}" if folder else ""
-    monitor = planned(words, {"csv_monitor": {"enabled": True}}).deepspeed["csv_monitor"]
-    assert monitor["output_path"] == (f"{folder}/monitors" if folder else "runs/monitors")
-
-
 IN_BF16 = {"enabled": True}
 BF16_STATES = {**IN_BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 

@@ -152,27 +152,6 @@ def test_a_json_of_the_hugging_face_trainer_works_unchanged(planned: Planner) ->
     assert saved["grid"]["data"] == 2
 
 
-def test_the_throughput_timer_is_off_unless_the_json_sets_it(planned: Planner) -> None:
-    """It waits for the device twice in every micro-batch."""
-    off = {"throughput": {"enabled": False}}
-    for ds in ({}, {"timers": {}}, {"timers": {"throughput": {"enabled": "auto"}}}):
-        made = planned("", ds)
-        assert made.deepspeed["timers"] == made.to_json()["deepspeed"]["timers"] == off
-        assert '"enabled": false' in describe(made).partition('"throughput"')[2][:40]
-    timers = {"throughput": {"enabled": True, "synchronized": False}}
-    assert planned("", {"timers": timers}).deepspeed["timers"] == timers
-
-
-def test_other_keys_of_the_json_stay(planned: Planner) -> None:
-    zero = {"stage": 3, "zero_hpz_partition_size": 8}  # more than the 6 ranks
-    monitor = {"enabled": True, "output_path": "x"}
-    ds = {"csv_monitor": monitor, "wall_clock_breakdown": True, "zero_optimization": zero}
-    resolved = planned("RANKS=6", ds).deepspeed
-    assert resolved["zero_optimization"]["zero_hpz_partition_size"] == 8
-    del ds["zero_optimization"]
-    assert {key: resolved[key] for key in ds} == ds
-
-
 def test_automatic_bf16_is_fp32_on_a_cpu_that_only_emulates_it(
     monkeypatch: pytest.MonkeyPatch, planned: Planner
 ) -> None:
