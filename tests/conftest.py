@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.launch.fork_server import Zygote
 from tests.browser import Browser
+from tests.private_slurm import CannotStart, PrivateSlurm
 from tests.ranks import close_all
 from tests.real_runs import SHARED_MEMORY, imported, write_corpus
 
@@ -30,12 +31,14 @@ LONG_TEST_S = 10.0  # longer tests must state the reason
 LONG = (
     "engine",
     "test_parity.py",
-    "test_slurm.py",
+    "test_slurm_runs.py",
     "test_features.py",
     "test_loop.py",
     "test_rehearse.py",
     "studio",
 )
+# In a gate, tests of these files are distributed one by one: each is long, or waits for others.
+APART = re.compile(r"tests/(gates/|inputs/|test_readme|test_slurm_runs|estimate/test_unknown)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,8 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             if config.getoption("--gate"):  # each is long: the other worker must not wait for it
-                apart = "tests/gates/" in file or file == "tests/test_readme.py"
-                return nodeid if apart else file
+                return nodeid if APART.search(file) else file
             return room if (room := room_of(file)) in ("engine", "studio") else file
 
     config.option.loadscopereorder = False
@@ -176,6 +178,16 @@ def zygote() -> Iterator[Zygote]:
     assert not [name for name in left if not own.match(name)]
     shared = [path.name for path in SHARED_MEMORY.iterdir()]
     assert not [name for name in shared for port in process.ports if f"_{port}_" in name]
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSlurm]:
+    try:
+        private = PrivateSlurm(tmp_path_factory.mktemp("slurm"))
+    except CannotStart as error:
+        pytest.skip(f"no Slurm: {error}")
+    yield private
+    private.close()
 
 
 @pytest.fixture

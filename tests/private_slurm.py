@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.launch.ranks import free_port
-from tests.real_runs import REPOSITORY
+from tests.real_runs import REPOSITORY, wait_for
 
 NODES = ("n1", "n2")
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "munge", "unmunge")
@@ -36,7 +40,9 @@ class PrivateSlurm:
         self.conf = folder / "slurm.conf"
         self.conf.write_text(self._configuration())
         (folder / "state").mkdir()
-        self.env = {**os.environ, "SLURM_CONF": str(self.conf)}
+        # The python of jobs, unless site.env names another.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self.env = {**os.environ, "SLURM_CONF": str(self.conf), "PATH": path}
         self.daemons = [self._daemon("slurmctld", "-D")]
         self.daemons += [self._daemon("slurmd", "-D", "-N", node) for node in NODES]
         deadline = time.monotonic() + 60
@@ -53,9 +59,13 @@ class PrivateSlurm:
         done = subprocess.run(words, env=self.env, capture_output=True, text=True, cwd=cwd)
         return done.stdout.strip()
 
-    def state(self, job: str) -> str:
-        """Return PENDING, RUNNING, ...; DONE for a job that Slurm no longer knows."""
-        return self.run("squeue", "--noheader", "--format=%T", "--job", job) or "DONE"
+    def submit(self, folder: Path, *words: object, cwd: Path) -> Job:
+        """Submit a batch job whose output goes to `folder`."""
+        log = folder / "job.out"
+        answer = self.run("sbatch", f"--output={log}", *words, cwd=cwd)
+        submitted = re.search(r"Submitted batch job (\d+)", answer)
+        assert submitted, answer
+        return Job(self, submitted[1], log)
 
     def close(self) -> None:
         """End the daemons that it started."""
@@ -98,7 +108,7 @@ class PrivateSlurm:
         at = self.folder
         ports = [free_port() for _ in NODES]
         nodes = [
-            f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=1 "
+            f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=4 "
             "RealMemory=4000"
             for node, port in zip(NODES, ports, strict=True)
         ]
@@ -107,6 +117,8 @@ class PrivateSlurm:
                 "ClusterName=private",
                 "SlurmctldHost=localhost(127.0.0.1)",
                 "SlurmUser=root",
+                f"FirstJobId={os.getpid()}",  # ports of ranks depend on it
+                "KillWait=3",
                 "AuthType=auth/munge",
                 "AuthInfo=cred_expire=5",  # how long a requeued job waits
                 f"SlurmctldPort={free_port()}",
@@ -132,3 +144,40 @@ class PrivateSlurm:
                 "",
             ]
         )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A submitted batch job."""
+
+    slurm: PrivateSlurm
+    number: str
+    log: Path
+
+    @property
+    def output(self) -> str:
+        """Output so far, over all its starts."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
+    def state(self) -> str:
+        """PENDING, RUNNING, ...; "" once it has ended."""
+        return self.slurm.run("squeue", "--noheader", "--format=%T", "--job", self.number)
+
+    def until(self, condition: Callable[[], object], what: str, timeout_s: float = 300) -> None:
+        """Wait until `condition` holds; fail if the job ends before."""
+
+        def holds() -> object:
+            assert self.state, f"job {self.number} ended before {what}\n{self.output}"
+            return condition()
+
+        wait_for(holds, what, timeout_s, every_s=0.2)
+
+    def cancel(self, *options: str) -> None:
+        """Cancel it; with options, send it a signal."""
+        self.slurm.run("scancel", *options, self.number)
+
+    def codes(self, timeout_s: float = 600) -> list[int]:
+        """Wait for its end; return the exit codes of train.py, start by start."""
+        wait_for(lambda: not self.state, f"job {self.number} to end", timeout_s, every_s=0.5)
+        return [int(code) for code in re.findall(r"train.py ended with (\d+)", self.output)]

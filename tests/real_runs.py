@@ -176,9 +176,11 @@ def events(run: RunFolder, kind: str) -> list[dict[str, Any]]:
     return [event for event in run.read_events() if event["kind"] == kind]
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 600) -> None:
+def wait_for(
+    condition: Callable[[], object], what: str, timeout_s: float = 600, every_s: float = 0.02
+) -> None:
     """Poll until `condition` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.02)
+        time.sleep(every_s)

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.data.shards import shards_of
-from tests.private_slurm import CannotStart, PrivateSlurm
+from tests.private_slurm import PrivateSlurm
 from tests.real_runs import REPOSITORY
 from tests.test_clean_data import prose, tree
 from tools.clean_data import main as clean
 from tools.tokenize_data import main as tokenize
 
 pytestmark = pytest.mark.gate("slurm")
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSlurm]:
-    try:
-        started = PrivateSlurm(tmp_path_factory.mktemp("slurm"))
-    except CannotStart as error:
-        pytest.skip(str(error))
-    yield started
-    started.close()
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +44,11 @@ def test_tokenising(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
 
     assert len(shards_of(find_corpus(str(corpus)))) >= 2
     asked = [f"data.path={corpus}", "data.vocab_size=400", f"data.cache_dir={tmp_path}/cache"]
-    words = ["sbatch", "--parsable", "--array=0-1", f"--output={tmp_path}/%a.out"]
-    script = [str(REPOSITORY / "slurm" / "tokenize.sbatch"), *asked, "--workers=1"]
-    job = slurm.run(*words, *script, f"--out={tmp_path}/there")
-    deadline = time.monotonic() + 900
-    while slurm.state(job) != "DONE":
-        assert time.monotonic() < deadline
-        time.sleep(1)
-    logs = "".join(file.read_text() for file in tmp_path.glob("*.out"))
-    assert "6,000 documents" in logs, logs
+    script = REPOSITORY / "slurm" / "tokenize.sbatch"
+    words = ("--array=0-1", script, *asked, "--workers=1")
+    job = slurm.submit(tmp_path, *words, f"--out={tmp_path}/there", cwd=REPOSITORY)
+    job.codes(900)
+    assert "6,000 documents" in job.output, job.output
     assert tokenize([*asked, f"--out={tmp_path}/here"]) == 0
     for suffix in (".bin", ".idx"):
         there, here = (tmp_path / f"{name}{suffix}" for name in ("there", "here"))
