@@ -136,8 +136,10 @@ def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturb
     assert job.codes() == [75, 0], job.output
     ends = re.findall(r"(\w+).py ended with (\d+)", job.output)
     assert ends == [*[("preflight", "75")] * preflight, ("train", "75"), ("train", "0")]
-    for said in ("preflight: ok to start", "on 2 nodes", "links between nodes"):
-        assert job.output.count(said) == 2 * preflight, job.output
+    assert job.output.count("preflight: ok to start") == 2 * preflight, job.output
+    if preflight:
+        assert "on 2 nodes" in job.output
+        assert "links between nodes" in job.output
     assert list(tmp_path.glob(".preflight*")) == []
     first, second = events(run, "time_limit")  # as squeue reported
     assert 1500 < first["seconds_left"] <= 1800
