@@ -75,9 +75,7 @@ class RunFolder:
     def open(self) -> str | None:
         """Create the folder if needed, lock it, count the attempt and set the status to running.
 
-        Truncate a line that a killed process left incomplete. Return that process's name for the
-        caller to record, or None.
-
+        Truncate a line that a killed process left incomplete; return that process's name, or None.
         Raises ConfigError if another process is writing here or a record is not a regular file, and
         OSError if the folder cannot be created.
         """
@@ -257,10 +255,8 @@ class RunFolder:
 
 
 def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path = "runs") -> Path:
-    """Create and return the folder of a run without run.dir: runs/MODEL-JSON-TIME.
-
-    If it exists, a number is appended: jobs of an array start in the same second, and each needs a
-    separate folder.
+    """Create and return runs/MODEL-JSON-TIME, the folder of a run without run.dir; with a number,
+    if it exists: jobs of an array start in the same second.
     """
     model = model.rstrip("/").rpartition("/")[2]
     name = re.sub(r"[^\w.-]", "_", f"{model}-{json_name}-{time:%Y%m%d-%H%M%S}")

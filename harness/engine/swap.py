@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from harness.engine.deepspeed_0_19 import internals
-from harness.files.process_folder import make_folder
+from harness.files.folder_lock import make_folder
 from harness.plan.machine import OPTIMIZER_FOLDER
 
 _SECTION = "offload_optimizer"

@@ -40,10 +40,8 @@ _ROWS_AT_ONCE = 1024
 
 
 def batches_of(file: Path, groups: Sequence[int] | None = None) -> Iterator[Any]:
-    """Yield the record batches of a Parquet file, an Arrow stream (as `datasets` writes) or file.
-
-    `groups`: row groups of a Parquet file to read. Raises OSError or pyarrow.ArrowInvalid, a
-    ValueError.
+    """Yield the record batches of a Parquet file, or of row `groups` of it, or of an Arrow stream
+    or file. Raises OSError or pyarrow.ArrowInvalid, a ValueError.
     """
     import pyarrow
     from pyarrow import parquet
@@ -105,11 +103,6 @@ def count_rows(file: Path, most_bytes: int) -> tuple[int, int]:
     except unreadable():
         pass  # reading the rows reports the damage
     return count, most_bytes
-
-
-def why_not(file: Path, is_named: bool) -> str:
-    """Return why a file cannot be read: pyarrow is missing; "" if it can be read."""
-    return why_no_pyarrow()
 
 
 def _without_null(value: Any) -> Any:

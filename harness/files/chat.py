@@ -28,14 +28,9 @@ TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "templates"
 _MOST_BYTES = 1 << 20
 
 
-def template_names() -> list[str]:
-    """Return the names of the bundled templates."""
-    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-
-
 def read_template(template: str) -> str:
     """Return the text of a bundled template or a .jinja file. Raises ConfigError."""
-    names = template_names()
+    names = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
     named = TEMPLATES / f"{template}.jinja"
     path = named if template in names else user_path("data.template", template)
     try:
@@ -101,9 +96,7 @@ class Chat:
 def chat_of(
     turns: Iterable[Turn], tools: object = None, functions: object = None, system: object = None
 ) -> Chat:
-    """Return a conversation. Raises ValueError with the problem but without the turn's number, so
-    that equal problems of many conversations are reported on one line.
-    """
+    """Return a conversation. Raises ValueError with the problem, but without the turn's number."""
     joined = _joined_calls(_with_system([*turns], system))
     messages = [turn.message for turn in joined]
     _require_order(messages)
@@ -161,9 +154,7 @@ def _with_system(turns: list[Turn], system: object) -> list[Turn]:
 
 
 def _joined_calls(turns: list[Turn]) -> list[Turn]:
-    """Return turns in which an assistant text and the calls after it, as agents' data has them, are
-    merged into one turn; consecutive calls are merged too.
-    """
+    """Return turns in which an assistant text and the calls after it are one turn."""
     joined: list[Turn] = []
     for turn in turns:
         before = joined[-1] if joined else None

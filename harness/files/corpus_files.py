@@ -45,9 +45,7 @@ TOPICS = Path("pydoc_data", "topics.py")
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Files that hold documents. If `kind` is "indexed", `path` is the prefix of one pair, or the
-    folder of several.
-    """
+    """Files that hold documents. `path` is the prefix of a pair, or the folder of several."""
 
     kind: CorpusKind
     path: Path
@@ -143,9 +141,7 @@ def _files_of(
 
 
 def _instead_of(named: Path, path: str) -> str:
-    """Return an existing path with a similar name, or the command that downloads a hub data set, to
-    end a sentence; "" if there is neither.
-    """
+    """Return the advice that ends a sentence about a missing path; "" if there is none."""
     if near := near_path(named):
         return f"; did you mean {near}?"
     suffix = named.suffix.lower()
@@ -160,10 +156,8 @@ def _instead_of(named: Path, path: str) -> str:
 
 
 def splits_in(path: str, format: str | None, split: str | None) -> tuple[Splits, str]:
-    """Return the splits of data.path and the one to read; "" if there are no splits.
-
-    Opens only files whose names do not tell their kind. Raises ConfigError as find_files does, and
-    OSError.
+    """Return the splits of data.path and the one to read; "" if there are no splits. Opens only
+    files whose names do not tell their kind. Raises ConfigError as find_files does, and OSError.
     """
     folder = user_path("data.path", path)
     if not folder.is_dir():
@@ -176,11 +170,7 @@ def splits_in(path: str, format: str | None, split: str | None) -> tuple[Splits,
 
 
 def _saved(folder: Path, split: str | None) -> CorpusFiles | None:
-    """Return the files of a folder from datasets' save_to_disk, in its order; None for other
-    folders.
-
-    Raises ConfigError if files are damaged, or if several splits could be meant.
-    """
+    """Return the files of a folder from datasets' save_to_disk, in its order; None for others."""
     names = _saved_splits(folder)
     if names is None:
         files = _saved_files(folder)
@@ -274,9 +264,7 @@ def _listed(folder: Path, format: str | None, at_most: int | None, split: str | 
 
 
 def _data_of(files: list[Path], format: str | None) -> set[Path]:
-    """Return the files with records; without any, plain texts if all other files only describe
-    data.
-    """
+    """Return the files with records; without any, plain texts if the others only describe data."""
     rest = [file for file in files if not is_for_readers(file)]
     known = {file: form for file in rest if (form := known_format(file, format))}
     records = {file for file, form in known.items() if form.records}
@@ -287,9 +275,7 @@ def _data_of(files: list[Path], format: str | None) -> set[Path]:
 def _files_in(
     folder: Path, format: str | None, at_most: int | None, split: str | None
 ) -> CorpusFiles:
-    """Return a folder's text files or pairs, sorted by name, and counts of the others. Raises
-    ConfigError.
-    """
+    """Return a folder's text files or pairs, sorted by name, and counts of the others."""
     listed = _listed(folder, format, at_most, split)
     beside, left_out = listed.beside, listed.left_out
     if listed.pairs:
@@ -330,9 +316,7 @@ def _files_in(
 
 
 def _pairs_in(folder: Path, pairs: set[Path], others: list[Path]) -> tuple[Path, ...]:
-    """Return the files of all pairs. Raises ConfigError for other files, since a folder is read
-    either completely or not at all.
-    """
+    """Return the files of all pairs. Raises ConfigError for other files: none is left unread."""
     problems = []
     beside = {f"{pair}{suffix}" for pair in pairs for suffix in _BESIDE}
     halves = {Path(f"{pair}{suffix}") for pair in pairs for suffix in _OTHER_HALF}

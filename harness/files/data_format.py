@@ -34,10 +34,6 @@ class _Problem:
     def place(self) -> str:
         return f"{self.file}:{self.line}"
 
-    @property
-    def counted_place(self) -> str:
-        return self.place if self.count == 1 else f"{self.count:,}, the first {self.place}"
-
 
 @dataclass
 class BadLines:
@@ -101,7 +97,7 @@ class BadLines:
 
     def problems(self) -> list[str]:
         """Return one sentence per problem."""
-        return [self._sentence(problem) for problem in self.by_problem.values()]
+        return [*map(self._sentence, self.by_problem.values())]
 
     def require_none(self) -> None:
         """Raise ConfigError if a line is bad, or if more lines are bad than may be skipped."""
@@ -109,16 +105,13 @@ class BadLines:
             return
         if self.limit is None:
             raise ConfigError(self.problems())
-        whole = [
-            self._sentence(problem) for problem in self.by_problem.values() if not problem.line
-        ]
         most = self.limit if self.limit >= 1 else Fraction(repr(self.limit)) * self.seen
         if self.count > most:
             over = f"data.bad_rows_limit is {self.limit:g}, but {self._counted()} rows are bad"
             over += ": fix them, or raise it; the first of each kind:"
             raise ConfigError([over, *self.problems()[:MAX_PROBLEMS]])
-        if whole:
-            raise ConfigError(whole)
+        if whole := [problem for problem in self.by_problem.values() if not problem.line]:
+            raise ConfigError(map(self._sentence, whole))
 
     def require_good_rows(self) -> None:
         """Raise ConfigError as require_none does, with data.bad_rows if other rows are good."""
@@ -139,7 +132,10 @@ class BadLines:
         if not rows:
             return ""
         rows.sort(key=lambda problem: -problem.count)
-        kinds = [f"{problem.message} ({problem.counted_place})" for problem in rows[:_SHOWN_KINDS]]
+        kinds = [
+            f"{row.message} ({'' if row.count == 1 else f'{row.count:,}, the first '}{row.place})"
+            for row in rows[:_SHOWN_KINDS]
+        ]
         more = f"; {len(rows) - _SHOWN_KINDS} more kinds" if len(rows) > _SHOWN_KINDS else ""
         return f"{what}: {self._counted()}: {'; '.join(kinds)}{more}"
 

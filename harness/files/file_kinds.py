@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -16,14 +15,13 @@ from harness.files.first_bytes import BY_SUFFIX, GET_LFS, is_lfs_pointer, why_no
 FileKind = Literal["documents", "data", "binary"]
 
 
-def _formats() -> Iterator[DataFormat]:
-    for module in pkgutil.iter_modules(formats.__path__):
-        yield import_module(f"{formats.__name__}.{module.name}").FORMAT
-
-
+_FORMATS: list[DataFormat] = [
+    import_module(f"{formats.__name__}.{module.name}").FORMAT
+    for module in pkgutil.iter_modules(formats.__path__)
+]
 FORMATS = {
     format.name: format
-    for format in sorted(_formats(), key=lambda format: (format.count is not None, format.name))
+    for format in sorted(_FORMATS, key=lambda format: (format.count is not None, format.name))
 }
 """Every format by name; formats in which a file is one document come first."""
 _OF_SUFFIX = {suffix: format for format in FORMATS.values() for suffix in format.suffixes}

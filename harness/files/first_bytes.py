@@ -7,10 +7,14 @@ from pathlib import Path
 
 from harness.errors import Unusable
 
-LINES_WANTED = '{"text": ...} or {"messages": ...}'
 NO_UTF_8 = "is not UTF-8 text (to convert Latin-1: iconv -f LATIN1 -t UTF-8 FILE > NEW)"
 _ARRAY = "is an array: write token ids as a .bin/.idx pair (Megatron-LM's format)"
 _DOCUMENT = "is a document with markup: extract its text to a .txt file"
+_SPREADSHEET = (
+    'is a table: convert it to .jsonl, each line {"text": ...} or {"messages": ...}, as with '
+    "pandas.read_excel(FILE)[[COLUMN]].rename(columns={COLUMN: 'text'}).to_json(NEW, "
+    "orient='records', lines=True)"
+)
 _UTF_16 = "is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"
 
 
@@ -18,16 +22,9 @@ def _compressed(command: str) -> str:
     return f"is compressed: {command} FILE, and name the result"
 
 
-def _table(reader: str) -> str:
-    return (
-        f"is a table: convert it to .jsonl, each line {LINES_WANTED}, as with pandas.{reader}(FILE)"
-        "[[COLUMN]].rename(columns={COLUMN: 'text'}).to_json(NEW, orient='records', lines=True)"
-    )
-
-
 BY_SUFFIX = {
     ".psv": "is a table: data.format=csv reads it",
-    **dict.fromkeys((".xls", ".xlsx", ".ods"), _table("read_excel")),
+    **dict.fromkeys((".xls", ".xlsx", ".ods"), _SPREADSHEET),
     **dict.fromkeys((".gz", ".tgz"), _compressed("gunzip -k")),
     **dict.fromkeys((".zst", ".zstd"), _compressed("zstd -d")),
     ".bz2": _compressed("bunzip2 -k"),
@@ -53,11 +50,6 @@ _BY_MAGIC = (
 )
 
 
-def by_first_bytes(head: bytes) -> str:
-    """Return advice for an undecodable file, based on its likely kind."""
-    return next((advice for magic, advice in _BY_MAGIC if head.startswith(magic)), NO_UTF_8)
-
-
 _HEAD_BYTES = 4096
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of a git-lfs pointer, which stands in for the actual file."""
@@ -73,13 +65,13 @@ def is_lfs_pointer(file: Path) -> bool:
 
 def why_not_text(file: Path) -> str:
     """Return advice if the first bytes of a file are not UTF-8, otherwise ""."""
-    head = _head(file)
-    return "" if _is_text(head) else by_first_bytes(head)
+    return "" if _is_text(_head(file)) else why_not_utf_8(file)
 
 
 def why_not_utf_8(file: Path) -> str:
     """Return advice for an undecodable file, based on its likely kind."""
-    return by_first_bytes(_head(file))
+    head = _head(file)
+    return next((advice for magic, advice in _BY_MAGIC if head.startswith(magic)), NO_UTF_8)
 
 
 def first_line(file: Path, most_bytes: int = _HEAD_BYTES) -> str:
@@ -99,18 +91,6 @@ def count_lines(file: Path, most_bytes: int) -> tuple[int, int]:
             most_bytes -= len(line)
             count += bool(line.strip())
     return count, most_bytes
-
-
-def first_lines(file: Path, most_bytes: int) -> bytes:
-    """Return the first whole lines of a file, about `most_bytes` but at least one line."""
-    lines: list[bytes] = []
-    with file.open("rb") as opened:
-        for line in opened:
-            lines.append(line)
-            most_bytes -= len(line)
-            if most_bytes <= 0:
-                break
-    return b"".join(lines)
 
 
 def _head(file: Path, most_bytes: int = _HEAD_BYTES) -> bytes:

@@ -1,11 +1,14 @@
-"""The lock of a run folder: one writer, named in the file, released when its process ends."""
+"""Locks that end with their process: of a run folder's only writer, and of a process's folder."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -16,10 +19,9 @@ from harness.errors import ConfigError
 def take_lock(path: Path) -> tuple[IO[str], str | None]:
     """Return the lock file, locked until it is closed, and its previous owner if that died.
 
-    The kernel releases the lock however the process ends. Such locks may not work between hosts, so
-    the file also names its owner. An owner on another host counts as alive, unless it is this same
-    Slurm job before a requeue. The file is emptied at release, never deleted, so that two processes
-    cannot lock two files of the same name.
+    The kernel releases the lock however the process ends. As it may not lock between hosts, the
+    file also names its owner, who counts as alive on another host, except before a requeue of this
+    Slurm job. It is emptied at release, not deleted: two processes could lock two files.
 
     Raises ConfigError if another process holds the lock.
     """
@@ -67,3 +69,23 @@ def _owner(text: str) -> dict[str, Any] | None:
         return None
     names = {"pid", "host", "job", "since"}
     return owner if isinstance(owner, dict) and names <= owner.keys() else None
+
+
+def make_folder(parent: Path, prefix: str) -> Path:
+    """Return a new folder of this process, PREFIX-..., locked until it ends."""
+    # Locked before it has its name: another process would remove it.
+    unnamed = Path(tempfile.mkdtemp(prefix=f".{prefix}-", dir=parent))
+    fcntl.flock(os.open(unnamed, os.O_RDONLY), fcntl.LOCK_EX)
+    return unnamed.rename(unnamed.with_name(unnamed.name[1:]))
+
+
+def remove_left_over(parent: Path, prefix: str) -> None:
+    """Remove the folders of processes that were killed."""
+    for folder in parent.glob(f"{prefix}-*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)

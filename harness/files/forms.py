@@ -7,12 +7,21 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any
 
 from harness.files.chat import Chat, chat_of, completed, one_turn
 from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, Spans, pieces_of
-from harness.files.turns import ASSISTANT, MARKS, Turn, are_turns, pairs_of, parsed, turns_of
+from harness.files.turns import (
+    ASSISTANT,
+    MARKS,
+    Turn,
+    are_turns,
+    is_turn,
+    pairs_of,
+    parsed,
+    turns_of,
+)
 
 _QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem", "source", "user")
 # In preference data: the answer to train on, and part of the name of the rejected one.
@@ -35,12 +44,10 @@ def example(columns: Mapping[str, str]) -> str:
 
 
 def naming(record: Mapping[str, object]) -> str:
-    """Return the argument that names the document's columns, to complete a sentence; "" if the
-    column names do not tell.
-    """
+    """Return which argument names the document's columns, to end a sentence; "" for no column."""
     kept = {key: value for key, value in record.items() if _REJECTED not in key.lower()}
     texts = [key for key, value in kept.items() if isinstance(value, str)]
-    turns = [key for key, value in kept.items() if _are_turns(value)]
+    turns = [key for key, value in kept.items() if isinstance(value, list) and is_turn(*value[:1])]
     answers = _like(texts, _ANSWERS)
     if len(turns) == 1 and not answers:
         return f": {example({'messages': turns[0]})} names the turns"
@@ -82,38 +89,7 @@ def _pair(names: list[str]) -> tuple[str, str] | None:
     return None
 
 
-def _are_turns(value: object) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
-
-
 Document = Chat | Ids | Iterator[Piece]
-Column = Literal[
-    "text",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "question",
-    "answer",
-    "query",
-    "response",
-    "messages",
-    "conversations",
-    "conversation",
-    "history",
-    "system",
-    "tools",
-    "functions",
-    "input_ids",
-    "labels",
-    "attention_mask",
-    "loss_mask",
-    "completion_mask",
-    "assistant_masks",
-    "segments",
-]
 Values = Mapping[str, Any]
 _NOT_LEARNED = -100
 """The label that excludes a token from the loss, as in torch and transformers."""
@@ -121,7 +97,7 @@ _TAGS, _CHOSEN = ("label", "kto_tag"), "chosen"
 """Columns that are false for a bad answer, and the column of the good answer in preference data."""
 _OPPOSITES = {"False": "True", "false": "true", "FALSE": "TRUE", "0": "1", "0.0": "1.0"}
 """Values of a row that must not be learned, and those of its opposite, also as text of a table."""
-_MASKS: tuple[Column, ...] = ("loss_mask", "completion_mask", "assistant_masks")
+_MASKS: tuple[str, ...] = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns with a 1 for each token to train on; a 0 in any of them excludes the token."""
 
 
@@ -129,9 +105,9 @@ _MASKS: tuple[Column, ...] = ("loss_mask", "completion_mask", "assistant_masks")
 class Form:
     """A form: required columns, a function from values to a document, and optional columns."""
 
-    needs: tuple[Column, ...]
+    needs: tuple[str, ...]
     document: Callable[[Values], Document]
-    may: tuple[Column, ...] = ()
+    may: tuple[str, ...] = ()
     is_second: bool = False
     """True: used only for records without another form, such as `segments` beside a text."""
 
@@ -169,11 +145,8 @@ def _segments(row: Values) -> Iterator[Piece]:
 def _token_ids(row: Values) -> Ids:
     """Return ids with their labels, without the padding that attention_mask marks."""
     ids = _integers(row, "input_ids")
-    beside = {
-        key: _zeros_and_ones(row, key) if key in _MASKS else _integers(row, key)
-        for key in ("labels", "attention_mask", *_MASKS)
-        if row.get(key) is not None
-    }
+    others = ("labels", "attention_mask", *_MASKS)
+    beside = {key: _integers(row, key) for key in others if row.get(key) is not None}
     for key, values in beside.items():
         if len(values) != len(ids):
             raise ValueError(f"has {len(ids)} input_ids, but {len(values)} {key}")
@@ -199,16 +172,11 @@ def _token_ids(row: Values) -> Ids:
 
 
 def _integers(row: Values, key: str) -> list[int]:
-    values = parsed(row[key])
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise ValueError(f"{key} must be an array of integers")
-    return values
-
-
-def _zeros_and_ones(row: Values, key: str) -> list[int]:
-    values = parsed(row[key])
-    if not isinstance(values, list) or not all(value in (0, 1) for value in values):
-        raise ValueError(f"{key} must be an array of 0 and 1")
+    values, is_mask = parsed(row[key]), key in _MASKS  # masks may hold booleans and floats
+    if not isinstance(values, list) or not all(
+        value in (0, 1) if is_mask else type(value) is int for value in values
+    ):
+        raise ValueError(f"{key} must be an array of {'0 and 1' if is_mask else 'integers'}")
     return [int(value) for value in values]
 
 
@@ -225,14 +193,14 @@ def _instruction(row: Values) -> Chat:
     return _chat(row, one_turn(question, _text(row, "output")))
 
 
-def _one_turn(question: Column, answer: Column) -> Form:
+def _one_turn(question: str, answer: str) -> Form:
     def document(row: Values) -> Chat:
         return _chat(row, one_turn(_text(row, question), _text(row, answer)))
 
     return Form((question, answer), document, _OF_CHATS)
 
 
-def _turns(column: Column, *, is_second: bool = False) -> Form:
+def _turns(column: str, *, is_second: bool = False) -> Form:
     def document(row: Values) -> Chat:
         return _chat(row, turns_of(row[column], column))
 
@@ -244,8 +212,8 @@ def _completed(row: Values) -> Chat:
     return completed(row["prompt"], row["completion"], **more)
 
 
-_OF_CHATS: tuple[Column, ...] = ("history", "system", "tools", "functions")
-_TURNS: set[Column] = {"messages", "conversations", "conversation"}
+_OF_CHATS: tuple[str, ...] = ("history", "system", "tools", "functions")
+_TURNS: set[str] = {"messages", "conversations", "conversation"}
 _TEXT_PAIR = Form(("prompt", "completion"), _completion)
 _TURNS_PAIR = Form(("prompt", "completion"), _completed, _OF_CHATS[1:])
 FORMS = (
@@ -260,14 +228,14 @@ FORMS = (
     Form(("input_ids",), _token_ids, ("labels", "attention_mask", *_MASKS), is_second=True),
     Form(("segments",), _segments, is_second=True),
 )
+COLUMNS = tuple(dict.fromkeys(name for form in FORMS for name in (*form.needs, *form.may)))
 WANTED = ", or ".join(" and ".join(form.needs) for form in FORMS)
 
 
 def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Note]]:
     """Return the document of a record, and notes on the columns with content that are not read.
 
-    `columns`: the record's name of each Column; if empty, records use the names of Column. Raises
-    ValueError with the problem.
+    `columns`: the record's name of each of COLUMNS, or empty for these names. Raises ValueError.
     """
     if not isinstance(record, dict):
         raise ValueError(f"must be an object, not {type(record).__name__}")
@@ -297,7 +265,7 @@ def _own_names(record: Mapping[str, object]) -> dict[str, str]:
     """Return the columns that a record has under their standard names. Null columns are left out if
     the others make a document, because in a table of several forms every row has all columns.
     """
-    names = {name: name for name in get_args(Column) if name in record}
+    names = {name: name for name in COLUMNS if name in record}
     filled = {name: name for name in names if record[name] is not None}
     return filled if any(filled.keys() >= {*form.needs} for form in FORMS) else names
 
@@ -345,11 +313,10 @@ def _form_of(record: dict[str, Any], columns: Mapping[str, str]) -> Form:
 
 def _misspelt(record: dict[str, Any]) -> dict[str, str]:
     """Return the standard names of keys that are misspelt; empty if they would make no document."""
-    names: tuple[str, ...] = get_args(Column)
     near = {
         key: similar[0]
         for key in record
-        if key not in names and (similar := get_close_matches(key.lower(), names, 1, 0.85))
+        if key not in COLUMNS and (similar := get_close_matches(key.lower(), COLUMNS, 1, 0.85))
     }
     renamed = {near.get(key, key) for key in record}
     return near if any(renamed >= {*form.needs} for form in FORMS) else {}
@@ -368,8 +335,8 @@ def value_of(record: object, column: str) -> str:
 
 def problem_of_columns(columns: Mapping[str, str]) -> str | None:
     """Return why the keys of data.columns do not make a document; None if they do."""
-    if unknown := [name for name in columns if name not in get_args(Column)]:
-        return f"names {unknown[0]}, which is not one of {', '.join(get_args(Column))}"
+    if unknown := [name for name in columns if name not in COLUMNS]:
+        return f"names {unknown[0]}, which is not one of {', '.join(COLUMNS)}"
     forms = [form for form in FORMS if columns.keys() >= {*form.needs}]
     if columns and len(forms) != 1:
         return f"must name {WANTED}; it names {', '.join(columns)}"

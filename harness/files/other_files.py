@@ -24,8 +24,7 @@ DOT_FILES, DOT_FOLDERS = "dot files", "dot folders"
 def beside_data(files: Iterable[Path], *, of_texts: bool) -> dict[Path, str]:
     """Return the files that are not read, each with a remark on what it is. Raises OSError.
 
-    `of_texts`: the other files are texts or code, so a README counts as one of them unless it is a
-    data card.
+    `of_texts`: the others are texts or code, so a README is one of them unless it is a data card.
     """
     beside = {}
     for file in files:

@@ -36,9 +36,7 @@ def rows_of(
     where: Mapping[str, str],
     result_of: Callable[[object], Result],
 ) -> Iterator[tuple[int, object, Result]]:
-    """Yield (line, record, result) of the records that match data.where, and collect those for
-    which `result_of` raises ValueError.
-    """
+    """Yield (line, record, result) of the records that match data.where, and note the bad ones."""
     for line, record in records:
         bad_lines.seen += 1
         try:
@@ -60,9 +58,7 @@ def documents_of(
     where: Mapping[str, str],
     columns: Mapping[str, str],
 ) -> Iterator[tuple[int, object, tuple[Document, tuple[Note, ...]]]]:
-    """Yield (line, record, (document, notes)) as rows_of does. Blank texts are bad if bad rows are
-    skipped.
-    """
+    """Yield (line, record, (document, notes)). Blank texts are bad if bad rows are skipped."""
 
     def document_of(record: object) -> tuple[Document, tuple[Note, ...]]:
         document, notes = read(record, columns)

@@ -1,10 +1,8 @@
 """Splits of a folder, found from its data card or its file names.
 
-A data card is a README.md that starts with YAML; its `configs` name the files. A card whose
-`configs` cannot be read counts as naming no files.
-
-Without a card, splits follow from file names (train-00000-of-00002.parquet, dev.jsonl) and folders
-(test/a.jsonl), as `datasets` finds them. Only whole words of a name count: contest.jsonl is in no
+A data card is a README.md that starts with YAML; its `configs`, if readable, name the files.
+Otherwise splits follow from the names of files (train-00000-of-00002.parquet, dev.jsonl) and
+folders (test/a.jsonl), as `datasets` finds them. Only whole words count: contest.jsonl is in no
 split.
 """
 
@@ -147,9 +145,7 @@ def _top_level(lines: _Lines) -> list[tuple[str, _Lines]]:
 
 
 def _configs(lines: _Lines) -> list[Any]:
-    """Return the value of the key `configs`. Raises ValueError, AttributeError or TypeError for a
-    card that says something else.
-    """
+    """Return the value of the key `configs`. Raises ValueError or TypeError if it has none."""
     import yaml  # this floor needs nothing but the standard library
 
     text = "\n".join(f"{' ' * indent}{text}" for indent, text in lines)
@@ -179,9 +175,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Splits:
-    """The file names of a folder by split: "train", or "SUBSET/train" if a card has several
-    subsets.
-    """
+    """The file names of a folder by split: "train", or "SUBSET/train" with several subsets."""
 
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     default: str = ""
@@ -290,10 +284,7 @@ _Stem = tuple[str, ...]
 
 
 def _label(name: str, stems: set[_Stem], counts: Callable[[_Stem, int, set[_Stem]], bool]) -> str:
-    """Return the split that the name of a file or of its folder gives; "" if neither does.
-
-    `counts` tells whether the word at an index of a name stands for a split.
-    """
+    """Return the split named by a file or its folder, or "". `counts` judges a word of a name."""
     stem = _stem(name)
     if (shard := _SHARD.match(stem)) and kind_of_split(shard[1]):
         return shard[1]

@@ -45,9 +45,7 @@ class StoredTensor:
 
 
 def read_header(path: Path, links: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors of a file. Raises Unusable if it is not a complete safetensors file, and
-    OSError.
-    """
+    """Return the tensors of a file. Raises Unusable if it is not a complete file, and OSError."""
     with open_regular(path, links) as file:
         return header_of(file, path)
 

@@ -38,9 +38,7 @@ class IndexHeader:
 
 
 def read_header(path: Path) -> IndexHeader:
-    """Return the header of an .idx. Raises OSError, and ConfigError if it describes no valid
-    documents.
-    """
+    """Return the header of an .idx. Raises OSError, and ConfigError if it is not a valid one."""
     num_bytes = path.stat().st_size
     if num_bytes < HEADER.size:
         raise ConfigError(f"{path} is truncated: {num_bytes} bytes, its header has {HEADER.size}")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from harness.errors import shortened
+
 Call = dict[str, Any]
 
 
@@ -53,14 +55,13 @@ def _arguments(value: object, name: str) -> dict[str, Any]:
         try:
             arguments = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"calls {name} with arguments that are not valid JSON: {error} in {_short(value)}"
-            ) from error
+            problem = f"not valid JSON: {error} in {shortened(value)}"
+            raise ValueError(f"calls {name} with arguments that are {problem}") from error
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"calls {name} with arguments that are not an object {{...}}: {_short(value)}"
+            f"calls {name} with arguments that are not an object {{...}}: {shortened(value)}"
         )
     return arguments
 
@@ -94,11 +95,6 @@ def parsed(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 Message = dict[str, Any]
@@ -146,12 +142,16 @@ class Turn:
     """True if another role than the assistant has reasoning, which is not read."""
 
 
+def is_turn(value: object = None) -> bool:
+    """Return True for a turn of OpenAI's or ShareGPT's form."""
+    return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
+
+
 def are_turns(value: object) -> bool:
     """Return True for turns, even as JSON text; False for a plain-text prompt."""
     if isinstance(value, str):
         turns = parsed(value) if value.lstrip()[:1] == "[" else None
-        first = turns[0] if isinstance(turns, list) and turns else None
-        return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
+        return isinstance(turns, list) and is_turn(*turns[:1])
     return isinstance(value, list)
 
 
@@ -167,7 +167,7 @@ def turns_of(value: object, key: str) -> list[Turn]:
             raise ValueError(f"{key} is an object of arrays that differ in length: {each}")
         rows = zip(*value.values(), strict=True)
         value = [dict(zip(value, row, strict=True)) for row in rows]
-    if isinstance(value, dict) and not value.keys().isdisjoint(("role", "from")):
+    if is_turn(value):
         value = [value]
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         raise ValueError(
@@ -188,9 +188,7 @@ def _why_no_json(text: str) -> str:
 
 
 def pairs_of(history: object) -> list[Turn]:
-    """Return the turns of earlier questions and answers: arrays of two texts, or any form that
-    turns_of reads.
-    """
+    """Return the turns of earlier pairs of question and answer, or of any form of turns_of."""
     history = parsed(history)
     if isinstance(history, list) and all(isinstance(pair, list) for pair in history):
         if not all(len(pair) == 2 for pair in history):
@@ -204,10 +202,8 @@ def pairs_of(history: object) -> list[Turn]:
 
 
 def _turns_of_part(part: object) -> Iterator[Turn]:
-    """Yield the turns of an element: one turn, or a question and answer, maybe with a
-    system text.
-    """
-    if isinstance(part, dict) and not {"role", "from"} & part.keys():
+    """Yield the turns of an element: one turn, or a question and answer."""
+    if isinstance(part, dict) and not is_turn(part):
         pair = next((pair for pair in _PAIRS if part.keys() >= {*pair}), None)
         if pair is not None:
             system = part.get("system")
@@ -260,9 +256,7 @@ def _calls(turn: Message) -> list[Call]:
 
 
 def _with_content(turn: Message) -> tuple[Message, object]:
-    """Return a turn and its content, from any form's key. Raises ValueError if two keys differ, or
-    if there is no content.
-    """
+    """Return a turn and its content, from any form's key. Raises ValueError if two differ."""
     held = [turn[key] for key in ("content", "value") if turn.get(key) not in (None, "", [])]
     if held and held[0] != held[-1]:
         raise ValueError("a turn has content and value, which differ: remove one of them")
@@ -306,9 +300,7 @@ def _mark(turn: Message) -> bool | None:
 
 
 def _thought(turn: Message, content: object) -> str:
-    """Return the reasoning of a turn, from its own key or from parts of the content. Raises
-    ValueError if they differ.
-    """
+    """Return the reasoning of a turn, from its own key or its content. Raises ValueError."""
     thoughts: dict[str, str] = {}
     for key in _THOUGHTS:
         if (thought := turn.get(key)) is None:

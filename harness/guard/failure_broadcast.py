@@ -148,9 +148,7 @@ class FailureBroadcast(threading.Thread):
             self.store.add(_ENDING, 1)
 
     def _ends_last(self, first: Failure) -> bool:
-        """Return True on the rank that failed, because a launcher ends all others with a different
-        exit code once it ends; also on rank 0, which hosts the store.
-        """
+        """Return True on the failed rank, whose code launchers report, and the store's host."""
         return self.rank in (0, first.rank)
 
     @property

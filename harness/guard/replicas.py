@@ -16,10 +16,8 @@ class ReplicasDiffer(RuntimeError):
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bit patterns as integers, () int64, without waiting for the
-    device. It is exact in any order.
-
-    A single flipped bit always changes it; swapping two elements never does.
+    """Return the sum of a tensor's bit patterns, () int64, exact in any order, without waiting for
+    the device. A single flipped bit always changes it; swapping two elements never does.
     """
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)

@@ -25,11 +25,10 @@ class StopGuard:
     """Makes the ranks agree on whether any was asked to stop, and whether all have written their
     save.
 
-    Ranks receive signals at different times, and a rank that stopped alone would leave the others
-    waiting in a collective. Therefore each step starts an asynchronous reduction of all flags,
-    which is read one step later: no rank waits, and all read the same result. gloo passes flags
-    from rank to rank and connects every rank with every other. Many ranks are therefore arranged in
-    rows and columns, and the result of the rows is reduced over the columns in the next step.
+    A rank that stopped alone would leave the others waiting in a collective. Therefore each step
+    starts an asynchronous reduction of all flags, read one step later: no rank waits, and all read
+    the same. gloo connects every rank with every other. Many ranks are therefore arranged in rows
+    and columns; the result of the rows is reduced over the columns in the next step.
     """
 
     def __init__(self, world_size: int, request: StopRequest | None = None) -> None:
@@ -49,27 +48,22 @@ class StopGuard:
         """
         self._works: list[Any] = []
 
-    @property
-    def received(self) -> str | None:
-        """Name of the signal or the reason that asked this rank to stop; None if there is none."""
-        return self.request.received
-
     def stop_if_asked(self) -> None:
-        """Raise RunStopped on all ranks if any was asked to stop. Collective; waits for all
-        ranks.
-        """
-        asked = torch.tensor(self.received is not None, dtype=torch.int32)
+        """Raise RunStopped on all ranks if any was asked to stop. Collective; waits."""
+        asked = torch.tensor(self.request.received is not None, dtype=torch.int32)
         for group in self._groups:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=group)
         if asked:
-            raise RunStopped(ExitCode.STOPPED, f"asked to stop by {self.received or 'a rank'}")
+            raise RunStopped(
+                ExitCode.STOPPED, f"asked to stop by {self.request.received or 'a rank'}"
+            )
 
     def agree(self, written: bool = False) -> tuple[bool, bool]:
         """Return (True if any rank was asked to stop, True if all had `written`), equal on all
         ranks, as of the previous call, or with many ranks the call before. Collective, without
         waiting.
         """
-        mine = (self.received is not None, not written)
+        mine = (self.request.received is not None, not written)
         if not self._groups:
             return mine[0], written
         stop, unwritten = self._read()
@@ -93,11 +87,7 @@ class StopGuard:
             dist.all_reduce(torch.zeros(1), group=group)
 
     def close(self, wait: bool = True) -> None:
-        """Restore the signal handlers.
-
-        `wait` for the pending reduction; False after a failure, because other ranks may never join
-        it.
-        """
+        """Restore the signal handlers. `wait` for the pending reduction, except after a failure."""
         if wait:
             self._read()
         self.request.close()

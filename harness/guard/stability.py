@@ -93,9 +93,7 @@ def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Patience:
-    """Counts evaluations since the best one. It is over after `limit` of them; never if that is
-    0.
-    """
+    """Counts evaluations since the best one. It is over after `limit` of them; never for 0."""
 
     def __init__(self, limit: int, least: float) -> None:
         self._limit = limit

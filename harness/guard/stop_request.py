@@ -1,6 +1,4 @@
-"""Records signals that ask this process to stop, from its first line on. Standard library only,
-because it is loaded before the slow imports.
-"""
+"""Records signals that ask this process to stop. Standard library only: loaded first of all."""
 
 from __future__ import annotations
 
@@ -29,9 +27,8 @@ class StopAsked(BaseException):
 class StopRequest:
     """A request to stop this process, by a signal or by `ask`; `received` names it.
 
-    During start-up, a second Ctrl-C or SIGTERM ends the process at once, and so does the first if
-    the other ranks do not join: there is nothing to lose yet. During training, a second signal has
-    no effect.
+    During start-up, a second Ctrl-C or SIGTERM ends the process at once, as does the first if the
+    other ranks do not join. During training, a second signal has no effect.
     """
 
     def __init__(self) -> None:
@@ -68,9 +65,7 @@ class StopRequest:
         self.received = self.received or reason
 
     def trains(self) -> None:
-        """Record that training begins: a request now leads to a save, and further ones have no
-        effect.
-        """
+        """Record that training begins: a request now leads to a save, once."""
         self._starting = False
 
     @contextlib.contextmanager

@@ -26,9 +26,7 @@ _REMEMBERED = 32
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of progress. `count`: number of earlier beats, equal on all ranks at the same point of
-    the loop.
-    """
+    """A sign of progress. `count`: earlier beats, equal on all ranks at the same point."""
 
     phase: str
     step: int
@@ -36,26 +34,15 @@ class Beat:
     since: float  # time.monotonic()
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds without progress after which a rank counts as hanging.
-
-    `first_s` for a phase with fewer than three durations; otherwise `factor` times the longest
-    recent duration, but at least `floor_s`.
-    """
-
-    floor_s: float
-    factor: float
-    first_s: float
-
-
 class Pulse:
-    """Records the phases of the training thread, which calls it at each start; others only read
-    it.
+    """Records the phases of the training thread, which alone calls it.
+
+    A phase hangs after `first_s` if it has fewer than three durations; otherwise after `factor`
+    times the longest recent one, but at least `floor_s`.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, floor_s: float, factor: float, first_s: float) -> None:
+        self._floor_s, self._factor, self._first_s = floor_s, factor, first_s
         self.beat = Beat("set-up", 0, 0, time.monotonic())
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
@@ -73,8 +60,8 @@ class Pulse:
         """Return the seconds after which a phase counts as hanging."""
         durations = self._seconds.get(phase, ())
         if len(durations) < _ENOUGH:
-            return self.limits.first_s
-        return max(self.limits.floor_s, self.limits.factor * max(durations))
+            return self._first_s
+        return max(self._floor_s, self._factor * max(durations))
 
 
 _LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -87,7 +74,7 @@ def hang_report(
     after: list[Report],
     why: str,
     rank: int,
-    place: Callable[[int], str] = lambda rank: "",
+    place: Callable[[int], str],
 ) -> Report:
     """Return a report on the ranks that hold up the others, from two readings of all heartbeats.
 
@@ -134,9 +121,7 @@ def _silent(before: list[Report], after: list[Report], rank: int) -> list[int]:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Return a thread's location: its innermost line in this library, and the call in which it
-    waits.
-    """
+    """Return a thread's innermost line in this library, and the call in which it waits."""
     innermost, own = frame, frame
     while own is not None and not own.f_code.co_filename.startswith(_LIBRARY):
         own = own.f_back
@@ -206,11 +191,10 @@ class Watchdog(threading.Thread):
         self._ticks = 0
 
     def write_to(self, folder: Path, on_hang: Callable[[Report | None], None]) -> None:
-        """Write heartbeats to `folder` from now on, the first immediately, so that host and process
-        of a rank that stops before its next tick are known.
+        """Write heartbeats to `folder` from now on, the first immediately: it names host and
+        process.
 
-        `on_hang` is called on every rank before it ends; the rank that detected the hang gets the
-        report.
+        `on_hang` is called on every rank before it ends, with the report on the rank that made it.
         """
         self.folder, self._on_hang = folder, on_hang
         with contextlib.suppress(OSError):
@@ -270,7 +254,9 @@ class Watchdog(threading.Thread):
                 time.sleep(self.grace_s)
                 report = hang_report(before, self.all_ranks(), why, self.rank, self.place)
                 print(report["message"], file=sys.stderr, flush=True)
-                self._publish(report)
+                if self.folder is not None:
+                    with contextlib.suppress(OSError):
+                        (self.folder / "hang.json").write_text(json.dumps(report, indent=2))
                 self._on_hang(report)
             else:
                 self._wait_for_report(2 * self.grace_s)
@@ -290,15 +276,8 @@ class Watchdog(threading.Thread):
             pass
         return True
 
-    def _publish(self, report: Report) -> None:
-        if self.folder is not None:
-            with contextlib.suppress(OSError):
-                (self.folder / "hang.json").write_text(json.dumps(report, indent=2))
-
     def _wait_for_report(self, most_s: float) -> None:
-        """Wait until another rank has reported, because a launcher kills all ranks once one
-        ends.
-        """
+        """Wait until another rank has reported: a launcher kills all once one ends."""
         assert self.folder is not None
         end = time.monotonic() + most_s
         with contextlib.suppress(OSError):
@@ -353,9 +332,8 @@ class Watchdog(threading.Thread):
         ]
 
     def gone(self) -> list[Report]:
-        """Return the last heartbeats, with the "place" in the layout, of ranks whose processes have
-        ended: on this host at once, on others after a pause in which every rank that lives writes
-        again.
+        """Return the last heartbeats, with "place", of ranks whose processes have ended: on this
+        host at once, on others after a pause in which every rank that lives writes again.
         """
         before, host = self.all_ranks(), socket.gethostname()
         ended = [beat for beat in before if beat.get("host") == host and not _lives(beat["pid"])]
@@ -372,9 +350,7 @@ class Watchdog(threading.Thread):
 
 
 def _lives(pid: int) -> bool:
-    """Return True if a process of this host runs; one whose parent has not noticed its end does
-    not.
-    """
+    """Return True if a process of this host runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -138,9 +138,7 @@ def environment(*changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def python_path(before: str | None) -> str:
-    """Return a PYTHONPATH with this repository first, followed by `before`, which may be needed for
-    packages of a container or module system.
-    """
+    """Return a PYTHONPATH with this repository first, followed by `before`."""
     return os.pathsep.join(filter(None, [str(REPOSITORY), before]))
 
 
@@ -207,9 +205,7 @@ def started(
 
 @contextlib.contextmanager
 def _deferred(*numbers: signal.Signals) -> Iterator[None]:
-    """Defer signals until the end of the block: one during a start would lose track of a
-    process.
-    """
+    """Defer signals until the end of the block: a start must not lose track of a process."""
     if threading.current_thread() is not threading.main_thread():  # only that gets signals
         yield
         return

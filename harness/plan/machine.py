@@ -14,7 +14,7 @@ from harness.config.ds_json import literal, offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
 from harness.estimate.memory_item import GIB
-from harness.files.process_folder import remove_left_over
+from harness.files.folder_lock import remove_left_over
 from harness.layout.world import World
 from harness.plan.plan import Plan
 

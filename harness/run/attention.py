@@ -1,9 +1,8 @@
 """The attention of a run: choice, comparison at the start, and metrics by layer.
 
-The comparison sends two batches of documents through a small model of the run's architecture, with
-its head width, its ratio of heads to key heads, and its precision, but short windows. Both
-implementations are compared with the same model in fp32. The compared one may differ by a few times
-the rounding error of the other.
+The comparison sends two batches of documents through a small model with the run's head width, ratio
+of heads to key heads, and precision. Both implementations are compared with the model in fp32; the
+compared one may differ by a few times the rounding error of the other.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def attention_metrics(run: Run) -> dict[str, float]:
     """Return attention_entropy/LAYER and attention_coverage/LAYER, with LAYER from 0; empty, with
     an event, if this attention cannot be inspected. Collective; waits for the device.
 
-    Computed on the first MEASURED_SAMPLES held-out samples, or as many as a step trains on if
-    fewer, so that it costs at most the forward pass of one step.
+    Computed on few held-out samples: it costs at most the forward pass of one step.
     """
     if not run.attention_is_seen:
         return {}
@@ -72,10 +70,9 @@ def _sums(run: Run) -> torch.Tensor:
 
 
 def attention_sums(engine: Engine, batches: list[tuple[Batch, torch.Tensor]]) -> torch.Tensor:
-    """Return (layers, 3): entropy, coverage, and the number of (sample, head, query) summed over,
-    over all ranks. Collective.
-
-    `batches`: this rank's, each with a mask (micro_batch,) of the samples to count.
+    """Return (layers, 3): entropy, coverage, and the number of (sample, head, query) in them, over
+    all ranks. `batches`: this rank's, each with a mask (micro_batch,) of counted samples.
+    Collective.
     """
     layers = engine.module.config.get_text_config(decoder=True).num_hidden_layers
     total = torch.zeros(layers, 3, dtype=torch.float64, device=engine.device)
@@ -124,9 +121,7 @@ def compare(plan: Plan, attention: str, masked: str, device: torch.device) -> No
 
 
 def small_config(model_config: dict[str, Any]) -> dict[str, Any]:
-    """Return a small model config with each kind of layer, few heads, and no dropout or rare
-    paths.
-    """
+    """Return a small config with each kind of layer, few heads, no dropout and no rare paths."""
     family = family_of(model_config["model_type"])
     small = {**model_config, **_sizes(family, model_config)}
     kinds = [*dict.fromkeys(model_config.get("layer_types") or ())]
@@ -206,9 +201,8 @@ def _measured(
 def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple[Plan, list[Event]]:
     """Return the plan with the attention that the run uses, and events. Collective.
 
-    `documents`: the batches have document boundaries, which "auto" may not have known when
-    planning. Raises ConfigError if the implementation that the user chose differs from the one with
-    a mask.
+    `documents`: the batches have document boundaries, which planning may not have known. Raises
+    ConfigError if the implementation that the user chose differs from the one with a mask.
     """
     events: list[Event] = []
     options, is_free = AttentionNeeds.by(plan, documents), bool(plan.attention_why)

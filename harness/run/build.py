@@ -28,7 +28,7 @@ from harness.guard.failure_broadcast import Failure
 from harness.guard.signals import StopGuard, TimeLeft, slurm_seconds_left
 from harness.guard.stability import StabilityMonitor
 from harness.guard.stop_request import StopAsked, StopRequest
-from harness.guard.watchdog import Limits, Pulse, Watchdog
+from harness.guard.watchdog import Pulse, Watchdog
 from harness.plan.batches import with_least_batch
 from harness.plan.machine import remove_left_swap, swap_problems
 from harness.plan.make import takes
@@ -242,7 +242,7 @@ def _counted_sources(plan: Plan, data: Data, engine: Engine) -> SourceLosses:
 def _start_watchdog(plan: Plan) -> tuple[Pulse, Watchdog]:
     """Return this rank's pulse, and the watchdog that ends the rank if the pulse stops."""
     guard = plan.config.guard
-    pulse = Pulse(Limits(guard.hang_floor_s, guard.hang_factor, guard.hang_first_s))
+    pulse = Pulse(guard.hang_floor_s, guard.hang_factor, guard.hang_first_s)
     watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size, plan.grid.described)
     if guard.hang_floor_s:
         watchdog.start()

@@ -62,11 +62,10 @@ class ExportDiffers(Exception):
 class ExportOptions:
     """Options of an export.
 
-    `dtype`: one of DTYPES; None for the run's precision. `merge`: write weights with the adapters
-    merged into them, and the adapters in a subfolder. `source`: folder or hub id of the model, read
-    only if the model has custom code that may run. `check`: compare the loss on the probe batch;
-    loads the model on the CPU. `most_checked`: largest number of parameters to check; None for no
-    limit.
+    `dtype`: one of DTYPES; None for the run's precision. `merge`: write weights merged with their
+    adapters, and these in a subfolder. `source`: folder or hub id of the model, read only if custom
+    code may run. `check`: compare the loss on the probe batch, on the CPU. `most_checked`: largest
+    number of parameters to check; None for no limit.
     """
 
     dtype: str | None = None
@@ -85,8 +84,7 @@ def export(
     options: ExportOptions,
     progress: Progress = lambda done, total: None,
 ) -> str:
-    """Export to `folder`, which appears only when complete; return notes and the result of the
-    check as text.
+    """Export to `folder`, which appears only when complete; return notes and how it was checked.
 
     `tokenizer`: a folder whose files are copied if it exists; its special ids are set in the model.
     Not collective; needs neither GPU nor DeepSpeed. Raises ExportDiffers with both losses,
@@ -125,9 +123,7 @@ def export(
 
 def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the kind, sizes and seed of the attention that a checkpoint was trained with; {} for
-    exact attention, whose implementation does not matter.
-
-    Raises ConfigError if the run's plan.json is damaged.
+    exact attention. Raises ConfigError if the run's plan.json is damaged.
     """
     folder = RunFolder(checkpoint.path.parents[1])
     run = (folder.read_plan() or {}).get("run", {})
@@ -147,9 +143,7 @@ def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
 def _put_code(
     folder: Path, model: Any, attention: dict[str, Any], model_config: Mapping[str, Any]
 ) -> list[str]:
-    """Write a model's code beside its weights if it computes a different function of them than
-    transformers does; return a note.
-    """
+    """Write a model's code, if transformers computes something else; return a note."""
     is_reversible = bool(model_config.get(REVERSIBLE))
     if not attention and not is_reversible:
         return []
@@ -218,9 +212,7 @@ def _export_adapters(
 
 
 def _new_rows(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
-    """Return the vocabulary size of a run with adapters if the base model's is smaller; else
-    None.
-    """
+    """Return the vocabulary size of a run with adapters if its base model's is smaller."""
     rows = checkpoint.manifest.model_config.get("vocab_size")
     own = rows_of_base(checkpoint, trust_remote_code)
     return rows if isinstance(rows, int) and own is not None and rows > own else None
@@ -268,9 +260,7 @@ def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:
 
 
 def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
-    """Return the initial weights' generation_config.json with the tokenizer's ids; None if there is
-    none.
-    """
+    """Return the initial weights' generation_config.json, if any, with the tokenizer's ids."""
     path = folder / GENERATION
     if not path.exists():
         return None

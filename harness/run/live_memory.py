@@ -34,9 +34,7 @@ class Compared:
 
 
 class MemoryCheck:
-    """Measures this rank's memory over the first steps; on CUDA, without synchronising with the
-    host.
-    """
+    """Measures this rank's memory over the first steps; on CUDA, the host does not wait."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -80,8 +78,7 @@ def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
     dtype.
 
     Tensors on meta have no memory. Storages referenced only from C++ (saved activations) are not
-    found, so the result is exact between phases, not within them. It keeps the storages alive, so
-    that no other storage can get one of their ids while it exists.
+    found: it is exact between phases. It keeps the storages alive, and so their ids unique.
     """
     gc.collect()
     storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}

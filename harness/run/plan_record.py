@@ -52,9 +52,7 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
 
 
 def _held_out_set(plan: Plan, data: Data) -> str:
-    """Return a hash of the held-out set: number and length of its windows, and the ids and targets
-    of the first ones.
-    """
+    """Return a hash of the held-out set: its size, and the ids and targets of the first windows."""
     stream, samples = data.held_out, plan.config.eval.samples
     samples = min(samples, stream.samples)
     first = stream.batch(0, min(samples, _HASHED_WINDOWS))
@@ -80,8 +78,7 @@ def git_commit() -> str | None:
 
 
 def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
-    """Choose and open the run folder on rank 0; pass its path and attempt to every rank.
-    Collective.
+    """Choose and open the run folder on rank 0; tell every rank its path and attempt. Collective.
 
     Raises ConfigError or CannotSave on every rank if rank 0 cannot open it.
     """

@@ -69,8 +69,7 @@ LARGEST = 10
 
 
 class Profiler:
-    """Traces steps [first, last) on rank 0, and counts the FLOPs of a forward pass after step
-    `last`. Does not affect the training.
+    """Traces steps [first, last) on rank 0, and counts the FLOPs of a pass after step `last`.
 
     A stop writes the steps traced so far, and the resumed run traces the rest. A rollback drops
     them, and they are traced again.
@@ -104,9 +103,8 @@ class Profiler:
             yield
 
     def after(self, step: int, batch: Batch) -> bool:
-        """Write the trace or the count that a step completes; return True if that took time.
-
-        Collective. `batch`: a micro-batch of this rank.
+        """Write the trace or count that a step completes; return True if that took time.
+        Collective.
         """
         if step == self.last - 1:
             self._write_trace()
@@ -147,9 +145,7 @@ class Profiler:
         self.say("\n".join([f"profile        {path}", *largest(trace, len(steps))]))
 
     def _write_flops(self, counter: FlopCounterMode, batch: Batch) -> None:
-        """Write torch's count, and show it relative to the formula's (a third of the training
-        FLOPs).
-        """
+        """Write torch's count; show it relative to the formula's, a third of training."""
         if self.folder is None:
             return
         title, total = "a forward pass of a micro-batch", counter.get_total_flops()
@@ -166,9 +162,7 @@ class Profiler:
 
 
 def largest(trace: Any, steps: int) -> list[str]:
-    """Return lines on the operations with the highest self time per step, on the GPU if there is
-    one.
-    """
+    """Return lines on the operations with the highest self time per step, on the GPU if any."""
     entries = [entry for entry in trace.key_averages() if not entry.is_user_annotation]
     place = "device" if any(entry.self_device_time_total for entry in entries) else "cpu"
     times = [(getattr(entry, f"self_{place}_time_total") / 1e3, entry) for entry in entries]  # ms

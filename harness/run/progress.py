@@ -51,9 +51,7 @@ class Progress:
         return True
 
     def _training_parts(self, line: dict[str, Any]) -> list[str]:
-        """Return the parts of a line, most important first: a narrow terminal drops the last
-        ones.
-        """
+        """Return the parts of a line, most important first."""
         seconds = line["step_time_s"]
         average = seconds if self._average_s is None else 0.9 * self._average_s + 0.1 * seconds
         self._average_s = average

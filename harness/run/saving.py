@@ -273,9 +273,7 @@ def _compared(run: Run) -> _Compared:
 
 
 def _may_drift(grid: Grid, device: str, replica: Replica, of_rank: Mapping[int, int]) -> bool:
-    """Return True if a replicated weight differs only between tensor-parallel ranks, on a device
-    that may round differently each time. Equal on all ranks that hold it.
-    """
+    """Return True if a weight differs only between tensor-parallel ranks of a rounding device."""
     if device == "cpu" or grid.tensor == 1 or not replica.is_whole:
         return False
     values = {(grid.coords(rank).tensor, value) for rank, value in of_rank.items()}
@@ -284,7 +282,6 @@ def _may_drift(grid: Grid, device: str, replica: Replica, of_rank: Mapping[int, 
 
 def save_if_due(run: Run, verdict: Verdict) -> None:
     """Save if a save is due or the run ends; never before a rollback or after a divergence.
-
     Collective. Raises RunStopped (cannot save), and ReplicasDiffer before a save.
     """
     if verdict.kind == "roll back" or verdict.code == ExitCode.DIVERGED:

@@ -152,7 +152,7 @@ def decide(run: Run) -> Verdict:
         return verdict
     stop, is_written = run.stop_asked()
     if stop and not is_last and verdict.kind == "go on":
-        message = f"asked to stop by {run.guard.received or 'a rank'}"
+        message = f"asked to stop by {run.guard.request.received or 'a rank'}"
         verdict = Verdict("stop", message, ExitCode.STOPPED)
     return replace(verdict, is_written=is_written)
 

@@ -1,6 +1,4 @@
-"""Sends metrics lines to TensorBoard, Weights & Biases and MLflow, under the run's name, by
-step.
-"""
+"""Sends metrics lines to TensorBoard, Weights & Biases and MLflow, under the run's name."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def _name(name: str) -> str:
 
 
 class Trackers:
-    """The trackers enabled by log.*, on rank 0. A tracker that fails is disabled; the run
-    continues.
-    """
+    """The trackers enabled by log.*, on rank 0. One that fails is disabled; the run continues."""
 
     def __init__(self, event: Callable[..., None]) -> None:
         """`event` records an event."""

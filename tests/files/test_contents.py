@@ -154,6 +154,8 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [
     ("a.jsonl", '{"question": "1 + 2?", "answer": "3"}\n', {}, [Chat(QUESTION)]),
     ("a.jsonl", '{"q": "1 + 2?", "a": "3", "text": "x"}\n',
         {"columns": {"question": "q", "answer": "a"}}, [Chat(QUESTION)]),
+    # A table of one column has no separator.
+    ("a.csv", "text\none; two\nthree|four\n", {}, ["one; two", "three|four"]),
     # Prompts are read unchanged under any name.
     ("a.jsonl", '{"question": "1+2=", "answer": "3"}\n',
         {"columns": {"prompt": "question", "completion": "answer"}}, ["1+2=3"]),
@@ -236,12 +238,6 @@ def test_the_separator_of_a_table_is_that_of_its_first_row(
     if not bad_lines.by_problem and b"text;n," not in content:
         text = glance(DataConfig(path=str(path), columns={"text": "text"})).text
         assert text.endswith(f"; {note}" if note else "")
-
-
-def test_a_table_of_one_column_has_no_separator(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes(b"text\none; two\nthree|four\n")
-    assert documents(path) == ["one; two", "three|four"]
 
 
 def cut(content: bytes) -> bytes:

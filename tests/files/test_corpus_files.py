@@ -1,6 +1,4 @@
-"""The files of a path: a folder, a pair, the standard library, and things that are not files; and
-impossible paths.
-"""
+"""The files of a path: folders, pairs, the standard library, and what is rejected."""
 
 from __future__ import annotations
 
@@ -8,6 +6,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import sysconfig
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -24,9 +24,11 @@ from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
 from harness.files.corpus_files import find_files
 from harness.files.data_format import BadLines
+from harness.files.folder_lock import make_folder, remove_left_over
 from harness.files.paths import expanded_path, option_path, user_path
 from harness.plan.glances import glance
 from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
+from tests.real_runs import REPOSITORY
 
 
 def refused(path: Path | str, **options: object) -> list[str]:
@@ -198,15 +200,13 @@ def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path) -> None:
     assert find_files(str(tmp_path)).left_out == "2 pipes, devices or broken links"
 
 
-def test_a_path_that_cannot_be_is_refused() -> None:
-    assert "data.path" in (problem := refused("a\0b")[0])
-    assert "a path cannot contain a NUL character" in problem
-
-
-def test_a_pair_is_glanced_at_by_its_header(tmp_path: Path) -> None:
-    write_indexed(tmp_path / "pair", 8192, [([1, 2, 3], True), ([4], False), ([5], True)])
-    text = glance(DataConfig(path=str(tmp_path / "pair"))).text
-    assert text == f"2 documents, 5 tokens in {tmp_path / 'pair.bin'}"
+def test_a_pair_has_a_prefix_or_either_name_and_is_glanced_at_by_its_header(tmp_path: Path) -> None:
+    pair = tmp_path / "my.pair"
+    write_indexed(pair, 8192, [([1, 2, 3], True), ([4], False), ([5], True)])
+    for suffix in ("", ".bin", ".idx"):
+        corpus = find_corpus(f"{pair}{suffix}")
+        assert (corpus.kind, corpus.path) == ("indexed", pair)
+    assert glance(DataConfig(path=str(pair))).text == f"2 documents, 5 tokens in {pair}.bin"
 
 
 def test_a_large_file_of_lines_is_not_read_to_its_end(
@@ -286,25 +286,12 @@ def test_a_misspelt_path_is_refused_with_the_one_that_is_there(
         assert "hf download" not in problem
 
 
-def test_a_pair_is_found_by_prefix_or_either_name(tmp_path: Path) -> None:
-    for suffix in ("bin", "idx"):
-        (tmp_path / f"my.tokens.{suffix}").write_bytes(b"1")
-    for name in ("my.tokens", "my.tokens.bin", "my.tokens.idx"):
-        corpus = find_corpus(str(tmp_path / name))
-        assert corpus.kind == "indexed"
-        assert corpus.path == tmp_path / "my.tokens"
-
-
 def test_a_path_is_expanded_and_a_name_stays(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert expanded_path("~/x") == "/home/me/x"
     assert expanded_path("~") == "/home/me"
-    assert [expanded_path(name) for name in ("tiny", "org/model", "a/~b", "runs/x@5")] == [
-        "tiny",
-        "org/model",
-        "a/~b",
-        "runs/x@5",
-    ]
+    for name in ("tiny", "org/model", "a/~b", "runs/x@5"):
+        assert expanded_path(name) == name
 
 
 @pytest.mark.parametrize(
@@ -336,3 +323,32 @@ def test_a_path_of_a_key_is_expanded_or_refused_by_the_key(monkeypatch):
     assert user_path("data.cache_dir", "~/x") == Path("/home/me/x")
     with pytest.raises(ConfigError, match=r"data\.cache_dir is '~nosuchuser/x': this machine"):
         user_path("data.cache_dir", "~nosuchuser/x")
+
+
+# --- folders of a process ---
+
+LIVES = """
+import sys
+from pathlib import Path
+from harness.files.folder_lock import make_folder
+print(make_folder(Path(sys.argv[1]), "optimizer").name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    command = [sys.executable, "-c", LIVES, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes) as process:
+        assert process.stdout is not None
+        folder = tmp_path / process.stdout.readline().strip()
+        (folder / "states.swp").touch()
+        own = make_folder(tmp_path, "optimizer")
+        remove_left_over(tmp_path, "optimizer")
+        assert {*tmp_path.iterdir()} == {folder, own, others}
+        process.kill()
+    remove_left_over(tmp_path, "optimizer")
+    assert {*tmp_path.iterdir()} == {own, others}
+    remove_left_over(tmp_path / "none", "optimizer")

@@ -88,14 +88,10 @@ def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
     assert bad == "data.path: bad.psv:101: has a second column"
 
 
-def test_every_file_is_a_format_of_its_own() -> None:
+def test_every_file_is_a_format_of_its_own_and_no_two_claim_a_suffix() -> None:
     files = {path.stem for path in Path(formats.__path__[0]).glob("*.py")} - {"__init__"}
     assert len(FORMATS) == len(files)
     assert next(iter(FORMATS)) == "text"  # first in errors; used for names without a suffix
-    assert "jsonl" in FORMATS
-
-
-def test_no_two_formats_claim_a_suffix() -> None:
     suffixes = Counter(suffix for format in FORMATS.values() for suffix in format.suffixes)
     assert [suffix for suffix, claims in suffixes.items() if claims > 1] == []
     assert all(suffix in ("", suffix.lower()) for suffix in suffixes)

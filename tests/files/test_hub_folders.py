@@ -1,6 +1,4 @@
-"""Folders as the hub and git leave them: which files are read, and the messages about the
-others.
-"""
+"""Folders as the hub and git leave them: which files are read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Forms of a row in a table: what is read and learned from each, and which columns are reported as
-unused.
-"""
+"""Forms of a row: what is read and learned from each, and which columns are not."""
 
 from __future__ import annotations
 

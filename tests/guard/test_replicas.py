@@ -1,6 +1,4 @@
-"""Replicas that differ, on three ranks without an engine; tests/engine/test_bad_steps.py uses
-one.
-"""
+"""Replicas that differ, on three ranks; tests/engine/test_bad_steps.py has an engine."""
 
 from __future__ import annotations
 

@@ -6,19 +6,21 @@ import contextlib
 import math
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from harness.errors import ExitCode, RunStopped
 from harness.guard import signals as module
 from harness.guard.signals import StopGuard, TimeLeft, as_seconds, groups_of, slurm_seconds_left
 from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
+from tests.ranks import ranks
 from tests.real_runs import REPOSITORY
 from tests.tiers import rest_in_gate
 
@@ -35,39 +37,6 @@ for _ in range(3):
 print(request.received)
 """
 
-# Six ranks in two rows of three, forked from one process; rank 4 is signalled in its third step.
-SIX_RANKS = """
-import os, sys
-import torch.distributed as dist
-from harness.guard import signals
-signals._TOGETHER = 1
-
-def steps(rank):
-    dist.init_process_group("gloo", "file://" + sys.argv[1], rank=rank, world_size=6)
-    guard, answers = signals.StopGuard(6), []
-    for step in range(7):
-        if (rank, step) == (4, 3):
-            guard.request.ask("a test")
-        answers.append(guard.agree(written=step > 0 or rank != 5))
-    try:
-        guard.stop_if_asked()
-        answers.append("goes on")
-    except Exception as error:
-        answers.append(error.code)
-    answers.append(guard.told_by_rank_0(f"from {rank}"))
-    guard.close()
-    os.write(1, f"{answers}\\n".encode())
-    dist.destroy_process_group()
-    os._exit(0)
-
-children = []
-for rank in range(6):
-    children.append(os.fork())
-    if not children[-1]:
-        steps(rank)
-sys.exit(any(os.waitpid(child, 0)[1] for child in children))
-"""
-
 
 def name_of(number: signal.Signals) -> str:
     return "Ctrl-C" if number == signal.SIGINT else number.name
@@ -81,24 +50,33 @@ def guard() -> Iterator[StopGuard]:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_many_ranks_agree_in_rows_and_columns(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SIX_RANKS, str(tmp_path / "store")]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    written = [(False, False)] * 3 + [(False, True)] * 2  # two steps after all had it
-    answers = [*written, (True, True), (True, True), ExitCode.STOPPED, "from 0"]
-    assert done.stdout.splitlines() == [str(answers)] * 6
+@ranks(6)
+def test_many_ranks_agree_in_rows_and_columns() -> None:
+    """In two rows of three, it takes two steps until all know; rank 4 is asked in its fourth."""
+    rank, answers = dist.get_rank(), list[tuple[bool, bool]]()
+    with mock.patch.object(module, "_TOGETHER", 1):
+        guard = StopGuard(6)
+    for step in range(7):
+        if (rank, step) == (4, 3):
+            guard.request.ask("a test")
+        answers.append(guard.agree(written=step > 0 or rank != 5))
+    written = [(False, False)] * 3 + [(False, True)] * 2
+    assert answers == [*written, (True, True), (True, True)]
+    with pytest.raises(RunStopped) as stopped:
+        guard.stop_if_asked()
+    assert stopped.value.code == ExitCode.STOPPED
+    assert guard.told_by_rank_0(f"from {rank}") == "from 0"
+    guard.close()
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(64, 64), (100, 20), (1000, 65), (16384, 256)])
-def test_a_rank_is_connected_to_few_of_many(ranks: int, most: int) -> None:
+@pytest.mark.parametrize(("count", "most"), [(1, 0), (64, 64), (100, 20), (1000, 65), (16384, 256)])
+def test_a_rank_is_connected_to_few_of_many(count: int, most: int) -> None:
     """Everything that a row agrees on reaches every column."""
-    for rank in (0, ranks // 3, ranks - 1):
-        groups = groups_of(rank, ranks)
+    for rank in (0, count // 3, count - 1):
+        groups = groups_of(rank, count)
         assert all(rank in group for group in groups)
         assert sum(map(len, groups)) <= most
-        assert math.prod(map(len, groups)) == ranks
-    assert groups_of(0, 1) == []
+        assert math.prod(map(len, groups)) == count
     assert groups_of(5, 67) == [[*range(67)]]  # a prime number has only one row
 
 
@@ -109,18 +87,18 @@ def test_a_signal_becomes_a_stop_request(number: signal.Signals, guard: StopGuar
     os.kill(os.getpid(), number)
     assert guard.agree() == (True, False)
     assert guard.agree(written=True) == (True, True)
-    assert guard.received == name_of(number)
+    assert guard.request.received == name_of(number)
     with pytest.raises(RunStopped, match=f"asked to stop by {name_of(number)}"):
         guard.stop_if_asked()
 
 
 def test_a_closed_guard_has_given_the_signals_back() -> None:
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    before = [*map(signal.getsignal, STOP_SIGNALS)]
     guard = StopGuard(1)
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
+    assert [*map(signal.getsignal, STOP_SIGNALS)] != before
     guard.close()
     guard.close()
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert [*map(signal.getsignal, STOP_SIGNALS)] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -180,13 +158,8 @@ def test_a_process_that_only_starts_ends_by_the_second_ctrl_c_or_where_no_rank_c
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("45", 45),
-        ("2:03", 123),
-        ("1:00:00", 3600),
-        ("2-03:00:01", 183_601),
-        ("UNLIMITED", None),
-        ("NOT_SET", None),
-        ("", None),
+        *(("45", 45), ("2:03", 123), ("1:00:00", 3600), ("2-03:00:01", 183_601)),
+        *(("UNLIMITED", None), ("NOT_SET", None), ("", None)),
     ],
 )
 def test_what_slurm_writes(text: str, seconds: float | None) -> None:
@@ -210,21 +183,24 @@ def test_the_last_step_is_the_one_after_which_another_and_a_save_would_end_too_l
     assert not TimeLeft(None, 1).is_last_step(1e9, 1e9)
 
 
-def test_a_process_outside_a_job_has_no_limit() -> None:
-    assert slurm_seconds_left({}) is None
-
-
-def test_newer_slurm_says_when_the_job_ends() -> None:
-    left = slurm_seconds_left({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(time.time() + 100)})
-    assert left == pytest.approx(100, abs=5)
-
-
-@pytest.mark.parametrize(("output", "left"), [("echo 1:30", 90), ("exit 1", None)])
-def test_older_slurm_is_asked(
-    output: str, left: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("job", "squeue", "left"),
+    [
+        ({}, "echo 1:30", None),
+        ({"SLURM_JOB_ID": "7"}, "echo 1:30", 90),
+        ({"SLURM_JOB_ID": "7"}, "exit 1", None),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1100"}, "exit 1", 100),
+    ],
+)
+def test_newer_slurm_says_when_the_job_ends_and_older_is_asked(
+    job: dict[str, str],
+    squeue: str,
+    left: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    squeue = tmp_path / "squeue"
-    squeue.write_text(f"#!/bin/sh\n{output}\n")
-    squeue.chmod(squeue.stat().st_mode | stat.S_IEXEC)
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
+    (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert slurm_seconds_left({"SLURM_JOB_ID": "7"}) == left
+    monkeypatch.setattr(module.time, "time", lambda: 1000.0)
+    assert slurm_seconds_left(job) == left

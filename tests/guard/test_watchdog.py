@@ -1,6 +1,4 @@
-"""Time limits of phases, heartbeats, and the ranks that a report names; tests/faults/test_stops.py
-tests real hangs.
-"""
+"""Limits, heartbeats and reports; tests/faults/test_stops.py tests real hangs."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ import pytest
 from harness.checkpoint.manifest import TrainState
 from harness.errors import ExitCode
 from harness.guard import watchdog as module
-from harness.guard.watchdog import Limits, Pulse, Watchdog, hang_report, place_of
-from harness.layout.grid import Grid
+from harness.guard.watchdog import Pulse, Watchdog, hang_report, place_of
 from harness.run.run import Run
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, wait_for
@@ -35,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_limits_are_learned_from_the_longest_of_the_last_times(clock: list[float]) -> None:
-    pulse = Pulse(Limits(floor_s=30, factor=10, first_s=600))
+    pulse = Pulse(floor_s=30, factor=10, first_s=600)
     assert pulse.limit_s("set-up") == 600
     for seconds in (40, 2, 3):  # the first one compiles
         assert pulse.limit_s("step") == 600
@@ -54,7 +51,7 @@ def test_limits_are_learned_from_the_longest_of_the_last_times(clock: list[float
 
 
 def test_every_beat_counts(clock: list[float]) -> None:
-    pulse = Pulse(Limits(1, 1, 1))
+    pulse = Pulse(1, 1, 1)
     before = pulse.beat
     clock[0] = 5
     pulse("evaluation", 7)
@@ -65,7 +62,7 @@ def test_every_beat_counts(clock: list[float]) -> None:
 
 
 def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
-    pulse = Pulse(Limits(floor_s=60, factor=10, first_s=60))
+    pulse = Pulse(floor_s=60, factor=10, first_s=60)
     watchdog = Watchdog(pulse, rank=3, world_size=4)
     watchdog.tick_s = 0.05
     folder = tmp_path / "heartbeats"
@@ -93,7 +90,7 @@ from harness.guard import watchdog as module
 module._FOLDER_S = 0.2
 folder = Path(sys.argv[1])
 os.mkfifo(folder / "rank-00000.json")
-pulse = module.Pulse(module.Limits(0.2, 1, 0.2))
+pulse = module.Pulse(0.2, 1, 0.2)
 watchdog = module.Watchdog(pulse, rank=0, world_size=1)
 watchdog.tick_s, watchdog.folder = 0.05, folder
 watchdog.start()
@@ -110,7 +107,7 @@ def test_a_hang_is_noticed_while_the_file_system_hangs_too(tmp_path: Path) -> No
 
 def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     """A rank may be stopped during a write: then the previous heartbeat names it."""
-    watchdog = Watchdog(Pulse(Limits(1, 1, 1)), rank=0, world_size=1)
+    watchdog = Watchdog(Pulse(1, 1, 1), rank=0, world_size=1)
     watchdog.write_to(tmp_path, lambda report: None)
 
     is_enough = threading.Event()
@@ -120,7 +117,7 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
             for with_place in (True, False):
                 watchdog._write(with_place=with_place)
 
-    reader = Watchdog(Pulse(Limits(1, 1, 1)), rank=1, world_size=2)
+    reader = Watchdog(Pulse(1, 1, 1), rank=1, world_size=2)
     reader.folder = tmp_path
     writer = threading.Thread(target=write)
     writer.start()
@@ -135,7 +132,7 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
 
 
 def test_ticks_are_as_rare_as_there_are_ranks() -> None:
-    pulse = Pulse(Limits(1, 1, 1))
+    pulse = Pulse(1, 1, 1)
     ranks = (1, 8, 16, 40, 64, 320, 1024)
     assert [Watchdog(pulse, 0, n).tick_s for n in ranks] == [1, 1, 2, 5, 5, 5, 16]
 
@@ -163,48 +160,38 @@ def heartbeat(rank: int, count: int, tick: int, **more: Any) -> dict[str, Any]:
     return {**found, "count": count, "seconds": 30.0, "tick": tick, **more}
 
 
-def test_a_rank_that_no_longer_writes_is_named() -> None:
-    before = [heartbeat(0, 9, 4), heartbeat(1, 9, 4), heartbeat(2, 8, 3)]
-    after = [heartbeat(0, 9, 5, at="x"), heartbeat(1, 9, 5, at="x"), heartbeat(2, 8, 3)]
-    report = hang_report(before, after, "why", 0)
-    assert (report["held_up_by"], report["silent"], report["behind"]) == ([2], [2], [])
-    assert "rank 2 on n2 (process 12), in 'step' of step 5: stopped" in report["message"]
-    assert "2 ranks (0-1) in 'step' of step 5, x" in report["message"]
+Beats = list[dict[str, Any]]
+WAITS = [heartbeat(rank, 9, 5, at="x") for rank in range(8)]
+BEHIND = heartbeat(1, 8, 5, phase="data", at="y")
+REPORTS: dict[str, tuple[Beats, list[int], list[int], str]] = {
+    "no longer writes": (
+        [*WAITS[:2], heartbeat(2, 8, 4)],
+        [2],
+        [],
+        "rank 2 (data 2) on n2 (process 12), in 'step' of step 5: stopped",
+    ),
+    "never wrote": ([WAITS[0], {"rank": 1}], [1], [], "rank 1 (data 1), never wrote: stopped"),
+    "is behind": (
+        [WAITS[0], BEHIND],
+        [],
+        [1],
+        "rank 1 (data 1) on n1 (process 11), in 'data' of step 5, y, for 30 s: behind",
+    ),
+    "all wait": (WAITS[:4], [], [], "no rank is behind"),
+}
 
 
-def test_a_rank_that_never_wrote_is_named() -> None:
-    heartbeats = [heartbeat(0, 9, 4), {"rank": 1}]
-    report = hang_report(heartbeats, heartbeats, "why", 0)
-    assert report["held_up_by"] == [1]
-    assert "rank 1, never wrote: stopped" in report["message"]
-
-
-def test_a_rank_is_named_with_its_place_in_the_layout() -> None:
-    grid = Grid(8, pipeline=2, tensor=2)
-    before = [heartbeat(rank, 9, 4) for rank in range(8)]
-    after = [heartbeat(rank, 9, 4 if rank == 6 else 5, at="x") for rank in range(8)]
-    del after[6]["at"]
-    report = hang_report(before, after, "why", 0, grid.described)
-    assert "rank 6 (data 1, pipeline 1, tensor 0) on n6 (process 16), in" in report["message"]
-
-
-def test_a_rank_that_writes_but_is_behind_is_named() -> None:
-    late = {"phase": "data", "at": "y"}
-    before = [heartbeat(0, 9, 4), heartbeat(1, 8, 4, phase="data")]
-    report = hang_report(before, [heartbeat(0, 9, 5, at="x"), heartbeat(1, 8, 5, **late)], "why", 0)
-    assert (report["held_up_by"], report["silent"]) == ([1], [])
-    assert (
-        "rank 1 on n1 (process 11), in 'data' of step 5, y, for 30 s: behind" in report["message"]
-    )
-
-
-def test_where_all_wait_at_one_place_no_rank_is_blamed() -> None:
-    before = [heartbeat(rank, 9, 4) for rank in range(4)]
-    after = [heartbeat(rank, 9, 5, at="x") for rank in range(4)]
-    report = hang_report(before, after, "why", 3)
-    assert report["held_up_by"] == []
-    assert "no rank is behind" in report["message"]
-    assert "4 ranks (0-3)" in report["message"]
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_ranks_that_hold_up_the_others_are_named(name: str) -> None:
+    after, silent, behind, text = REPORTS[name]
+    before = [{**beat, "tick": 4} if "tick" in beat else beat for beat in after]
+    report = hang_report(before, after, "why", 0, lambda rank: f" (data {rank})")
+    assert (report["silent"], report["behind"]) == (silent, behind)
+    assert report["held_up_by"] == silent + behind
+    assert text in report["message"]
+    waiting = len(after) - len(silent + behind)
+    place = f"{waiting} ranks (0-{waiting - 1})" if waiting > 1 else "1 ranks (0)"
+    assert f"{place} in 'step' of step 5, x" in report["message"]
 
 
 def test_a_place_is_the_innermost_line_of_the_library_and_what_it_waits_in() -> None:

@@ -78,9 +78,8 @@ class Feature:
     """A feature to train, and the verbs that apply to it.
 
     A run of `steps` steps has a checkpoint after `stop` of them. `alike` are layouts that learn the
-    same from the start; `others` are layouts that resume the checkpoint. Each may be followed by
-    more words. Those with a + are in `make test`, as are the verbs in `now`; the rest are in the
-    gate.
+    same from the start; `others` resume the checkpoint. Each may be followed by more words. Those
+    with a + are in `make test`, as are the verbs in `now`; the rest are in the gate.
     """
 
     words: str = ""
@@ -292,9 +291,7 @@ def _mixture(folder: Path) -> list[str]:
 
 
 def _chats(folder: Path) -> list[str]:
-    """Write conversations with tool calls, and a tokenizer without a template; return their
-    words.
-    """
+    """Write conversations with tool calls, and a tokenizer without a template."""
     tokenizer = tokenizer_of("llama3")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "tokenizer")

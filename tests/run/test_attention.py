@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,8 +49,8 @@ def planned(*words: str, precision: str = "bf16") -> Plan:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Yield the plan.json of a run folder, for one rank without a process group."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the plan.json of a run folder, for one rank without a process group."""
     saved: dict[str, Any] = {}
     monkeypatch.setattr(settling, "first_problem", lambda problem: problem)
     monkeypatch.setattr(settling, "saved_plan", lambda plan: saved or None)
@@ -84,18 +83,24 @@ def test_every_kind_of_family_is_compared(family: str, monkeypatch: pytest.Monke
     assert layers  # both were computed: equality is not identity
 
 
-def test_what_differs_falls_back_with_an_event(
-    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+
+@pytest.mark.parametrize("defect", [wide, broken])
+def test_what_differs_or_fails_falls_back_with_an_event(
+    defect: Any, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(*WINDOWS)
     assert plan.config.model.attention == "varlen"
     assert settling.settle_attention(plan, False, CPU) == (plan, [])
-    monkeypatch.setattr(varlen, "_in_turn", wide)
+    monkeypatch.setattr(varlen, "_in_turn", defect)
     masked, (event,) = settling.settle_attention(plan, False, CPU)
     assert masked.config.model.attention == "sdpa"
     assert masked.to_json()["run"]["model"]["attention"] == "sdpa"
     assert event["kind"] == "fallback"
     assert "varlen did not match sdpa on this device" in event["message"]
+    assert ("only supports Ampere" in event["message"]) == (defect is broken)
 
 
 def test_the_users_own_choice_is_refused_where_it_differs(
@@ -104,18 +109,6 @@ def test_the_users_own_choice_is_refused_where_it_differs(
     monkeypatch.setattr(varlen, "_in_turn", wide)
     with pytest.raises(ConfigError, match=r"model\.attention=varlen: varlen did not match sdpa"):
         settling.settle_attention(planned(*WINDOWS, "model.attention=varlen"), False, CPU)
-
-
-def test_a_kernel_that_fails_falls_back_too(
-    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-
-    monkeypatch.setattr(varlen, "_in_turn", broken)
-    masked, (event,) = settling.settle_attention(planned(*WINDOWS), False, CPU)
-    assert masked.config.model.attention == "sdpa"
-    assert "only supports Ampere" in event["message"]
 
 
 def test_documents_that_only_the_data_shows_count(alone: dict[str, Any]) -> None:

@@ -1,6 +1,4 @@
-"""A whole run against a plain PyTorch loop: schedule, groups, data and evaluation as users have
-them.
-"""
+"""A whole run against a plain PyTorch loop."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from harness.data.spec import tokenizer_of
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import FORMATS, format_of
-from harness.files.first_bytes import first_lines
 from harness.files.splits import ALL, TO_EVALUATE
 from harness.layout.expert import ExpertPlan
 from harness.layout.families import SIZE_KEYS, Family, family_of
@@ -50,7 +49,8 @@ def excerpt(path: str, folder: Path, format: str | None = None, split: str | Non
         copy.parent.mkdir(parents=True, exist_ok=True)
         size = MOST_BYTES // len(files)
         if records is None:
-            copy.write_bytes(first_lines(file, size))
+            with file.open("rb") as opened:  # whole lines, and at least one
+                copy.write_bytes(b"".join(opened.readlines(size)))
             continue
         with copy.open("w", encoding="utf-8") as lines:
             for _, record in records(file, BadLines()):

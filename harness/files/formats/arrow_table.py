@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.files.arrow_rows import count_rows, records_of, why_not
+from harness.files.arrow_rows import count_rows, records_of, why_no_pyarrow
 from harness.files.data_format import DataFormat
 
 FORMAT = DataFormat(
@@ -10,5 +10,5 @@ FORMAT = DataFormat(
     suffixes=frozenset({".arrow", ".feather"}),
     records=records_of,
     count=count_rows,
-    why_not=why_not,
+    why_not=lambda file, is_named: why_no_pyarrow(),
 )

@@ -23,10 +23,8 @@ def _usual(file: Path) -> str:
 
 
 def _separator(file: Path) -> tuple[str, bool]:
-    """Return the column separator, and True if a separate first line names it.
-
-    Otherwise it is the one that splits the first row and most others into the same number of
-    columns. If there is none, the suffix decides.
+    """Return the column separator, and True if a separate first line names it. Otherwise it is the
+    one that splits the first row and most others into as many columns, or else the suffix's.
     """
     usual = _usual(file)
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as opened:
@@ -34,27 +32,24 @@ def _separator(file: Path) -> tuple[str, bool]:
         if named := _NAMED.fullmatch(first):
             return named[1], True
         head = first + opened.read(_LOOKED_AT_CHARS)
-        is_cut = bool(opened.read(1))
     dividing = [
         (agreeing, columns, separator == usual, separator)
         for separator in _SEPARATORS
-        for columns, agreeing in [_divided(head, separator, is_cut)]
+        for columns, agreeing in [_divided(head, separator)]
         if columns > 1 and agreeing >= 0.5
     ]
     return max(dividing)[-1] if dividing else usual, False
 
 
-def _divided(head: str, separator: str, is_cut: bool) -> tuple[int, float]:
+def _divided(head: str, separator: str) -> tuple[int, float]:
     """Return the first row's number of columns, and the share of the next rows that match it."""
     rows = csv.reader(io.StringIO(head, newline=""), delimiter=separator)
     try:
         first, *others = islice(filter(None, rows), _LOOKED_AT_ROWS)
     except (csv.Error, ValueError):
         return 0, 0.0
-    if is_cut and len(others) < _LOOKED_AT_ROWS - 1:
-        del others[-1:]
-    agreeing = sum(len(row) == len(first) for row in others)
-    return len(first), agreeing / len(others) if others else 1.0
+    agreeing = [len(row) == len(first) for row in others[:-1]]  # the last one may be cut
+    return len(first), sum(agreeing) / len(agreeing) if agreeing else 1.0
 
 
 def _note(file: Path) -> str:

@@ -70,9 +70,7 @@ def _lines(
 
 
 def _lines_between(opened: IO[bytes], start: int, stop: int | None) -> Iterator[bytes]:
-    """Yield the lines whose first byte is in a range of a file. A `start` above 0 may be inside a
-    line.
-    """
+    """Yield the lines whose first byte is in a range; `start` may be inside a line."""
     if stop is None and not start:
         yield from opened
         return

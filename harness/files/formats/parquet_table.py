@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.files.arrow_rows import count_rows, records_of, unreadable, why_not
+from harness.files.arrow_rows import count_rows, records_of, unreadable, why_no_pyarrow
 from harness.files.data_format import BadLines, DataFormat
 
 
@@ -59,5 +59,5 @@ FORMAT = DataFormat(
     bounds=_bounds,
     records_between=_records_between,
     count=count_rows,
-    why_not=why_not,
+    why_not=lambda file, is_named: why_no_pyarrow(),
 )
