@@ -123,9 +123,8 @@ def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = No
     """Return the bytes that the model saves for backward, tracing each kind of layer; needs
     torch.
     """
-    from harness.models.chunked_loss import ChunkedLoss
+    from harness.models.chunked_loss import ChunkedLoss, operations_on_logits
     from harness.models.layer_changes import tile_mlps
-    from harness.models.logits import operations_on_logits
     from harness.models.recompute import checkpoint_layers
     from harness.models.tracing import Request, trace
 

@@ -36,8 +36,7 @@ from harness.layout.grid import Purpose, Share
 from harness.layout.optimizer_table import Parameter, is_frozen, optimizer_groups
 from harness.layout.tensor import TensorPlan
 from harness.models.adapters import quantize_linear_maps
-from harness.models.chunked_loss import ChunkedLoss
-from harness.models.logits import Operations, operations_on_logits
+from harness.models.chunked_loss import ChunkedLoss, Operations, operations_on_logits
 from harness.models.skeleton import described_parameters
 from harness.models.stage import Stage
 from harness.plan.machine import missing_for_cpu_adam

@@ -18,9 +18,9 @@ from harness.data.batch import Batch, on_device
 from harness.engine.api import Fill, Kinds
 from harness.layout.box import Part
 from harness.models.loss import forward
-from harness.models.loss_breakdown import recording
 from harness.models.recurrent_state import WINDOWS, Window
 from harness.models.sequence import DividedRows
+from harness.models.token_losses import recording
 from harness.plan.plan import Plan
 
 _STATES, _WINDOWS = "carried.states", "carried.windows"

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from harness.errors import ConfigError
 from harness.layout.attention_table import ATTENTIONS
-from harness.models.attention import takes_keywords
+from harness.models.attention import separates_documents, takes_keywords
 from harness.models.efficient_attention.kinds import function_name
-from harness.models.skeleton import DTYPES, hf_config, separates_documents, skeleton
+from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.plan.plan import Plan
 
 

@@ -17,8 +17,8 @@ from harness.engine.fragments import is_copy
 from harness.engine.skip import propagate_nonfinite
 from harness.engine.zero import ZeroEngine
 from harness.models.loss import losses
-from harness.models.loss_breakdown import recording
 from harness.models.stage import Stage
+from harness.models.token_losses import recording
 from harness.plan.plan import Plan
 
 

@@ -21,7 +21,7 @@ from harness.layout.grid import Share
 from harness.layout.tensor import TensorPlan
 from harness.models.attention import draw_by_place
 from harness.models.exchange import added, copied, joined, sliced, summed
-from harness.models.vocabulary_loss import Vocabulary
+from harness.models.token_losses import Vocabulary
 
 Forward = Callable[..., torch.Tensor]
 

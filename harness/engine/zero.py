@@ -21,7 +21,7 @@ from harness.engine.fragments import assembled, part_of
 from harness.engine.groups import Groups, ModelParallelUnit, gradients_apart
 from harness.layout.box import Part
 from harness.layout.grid import Purpose
-from harness.models.loss_breakdown import recording
+from harness.models.token_losses import recording
 from harness.plan.plan import Plan
 
 

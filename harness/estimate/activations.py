@@ -272,7 +272,7 @@ def logits(inputs: Inputs) -> list[MemoryItem]:
     if inputs.chunk:
         return _logits_in_chunks(inputs, saved)
     if inputs.divides_vocabulary:
-        # models/vocabulary_loss.py: logits, in fp32, minus their maximum, and the exponentials.
+        # models/token_losses.py: logits, in fp32, minus their maximum, and the exponentials.
         whole = (e + (FP32 if half else 0) + 2 * FP32) * vocabulary
         return [
             MemoryItem("logits and loss", saved, frozenset({"forward"}), "read"),

@@ -1,6 +1,6 @@
 """Differences between supported releases of transformers and torch that a plan depends on.
 
-harness/models/transformers_releases.py holds those that models depend on. When the lower bound in
+harness/models/recurrent_state.py holds one that a model depends on. When the lower bound in
 pyproject.toml passes a release that is named here, its entry can go. Standard library alone.
 """
 

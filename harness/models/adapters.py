@@ -32,7 +32,7 @@ def quantize_linear_maps(
     }
     sources = dict(_linear_maps(empty))
     for name, source in sources.items():
-        inputs, outputs = _sides(source)
+        outputs, inputs = _upright(source, source.weight).shape
         has_bias = source.bias is not None
         made = Linear4bit(inputs, outputs, has_bias, empty.dtype, device="meta", **settings)
         # On CPUs with bf16 instructions the first evaluation would repack the weight with bf16
@@ -111,18 +111,9 @@ def _linear_maps(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}.{name}", module
 
 
-def _sides(module: Any) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a linear layer."""
-    outputs, inputs = _upright(module, module.weight).shape
-    return inputs, outputs
-
-
 def _upright(module: Any, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as (outputs, inputs), or such a weight in the module's own layout."""
     return weight.T if isinstance(module, Conv1D) else weight
-
-
-_LINEAR = (nn.Linear, Conv1D)
 
 
 def add_adapters(
@@ -158,7 +149,9 @@ def add_adapters(
 def linear_maps(model: PreTrainedModel) -> list[str]:
     """Return the last name components of the linear layers in a model's decoder layers."""
     _, layers = decoder_layers(model)
-    names = (name for name, module in layers.named_modules() if isinstance(module, _LINEAR))
+    names = (
+        name for name, module in layers.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    )
     return sorted({name.rpartition(".")[2] for name in names})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,35 +43,55 @@ def attention_function(attention: str, module: Any) -> Any:
     return ALL_ATTENTION_FUNCTIONS.get_interface(attention, written_out)
 
 
-def takes_keywords(model: PreTrainedModel, weights: bool = False) -> bool:
-    """Return True if a skeleton's attention gets its function from transformers and passes it the
-    model's keywords. `weights`: attention may have parameters of its own, one per head.
-    """
-    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    attention = model.config._attn_implementation
-    attend_with(_PROBE, model)
-    try:
-        model(input_ids=ids, position_ids=ids, use_cache=False, **{_KEYWORD: True})
-    except _Reached as reached:
-        own = [*reached.module.parameters(recurse=False)]
-        return _KEYWORD in reached.keywords and (weights or not own)
-    except Exception:  # meta tensors may raise anything: it has another attention
-        return False
-    finally:
-        attend_with(attention, model)
-    return False
-
-
 class _Reached(Exception):
-    """Raised in place of a model's first attention call, with its arguments."""
+    """Raised when a model's forward pass gets to a certain call, with its arguments."""
 
-    def __init__(self, module: nn.Module, *_: Any, **keywords: Any) -> None:
-        super().__init__()
-        self.module, self.keywords = module, keywords
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args)
+        self.keywords = keywords
 
 
 def _reach(*args: Any, **keywords: Any) -> Any:
     raise _Reached(*args, **keywords)
+
+
+def takes_keywords(model: PreTrainedModel, weights: bool = False) -> bool:
+    """Return True if a skeleton's attention gets its function from transformers and passes it the
+    model's keywords. `weights`: attention may have parameters of its own, one per head.
+    """
+    reached = _reached(model, _PROBE, **{_KEYWORD: True})
+    if reached is None:
+        return False
+    own = [*reached.args[0].parameters(recurse=False)]
+    return _KEYWORD in reached.keywords and (weights or not own)
+
+
+def separates_documents(model: PreTrainedModel) -> bool:
+    """Return True if a skeleton's attention reads document boundaries from `position_ids`.
+
+    Some architectures take no positions or ignore them in their mask: OPT, BLOOM, and Falcon before
+    transformers 5.24.
+    """
+    with _documents_by(_reach):
+        return _reached(model, "eager") is not None  # eager attention always takes a mask
+
+
+def _reached(model: PreTrainedModel, attention: str, **keywords: Any) -> _Reached | None:
+    """Return what a skeleton's forward pass with this attention raises; None for other errors, as
+    meta tensors may raise anything.
+    """
+    ids = torch.tensor([[0, 1, 0, 1]], device="meta")
+    before = model.config._attn_implementation
+    attend_with(attention, model)
+    try:
+        model(input_ids=ids, position_ids=ids, use_cache=False, **keywords)
+    except _Reached as reached:
+        return reached
+    except Exception:
+        return None
+    finally:
+        attend_with(before, model)
+    return None
 
 
 # Without a mask function of the same name, models create no mask.
@@ -79,16 +99,21 @@ ALL_ATTENTION_FUNCTIONS.register("varlen", varlen.attend)
 ALL_ATTENTION_FUNCTIONS.register(_PROBE, _reach)
 
 
-@contextlib.contextmanager
-def separating(documents: bool) -> Iterator[None]:
+def separating(documents: bool) -> contextlib.AbstractContextManager[None]:
     """Within this context, attention is confined to the documents that `position_ids` number; with
     `documents` False, each row is one document.
 
     transformers would inspect the positions on the device and wait for the result.
     """
+    return _documents_by(_numbered if documents else lambda position_ids: None)
+
+
+@contextlib.contextmanager
+def _documents_by(number: Callable[..., Any]) -> Iterator[None]:
+    """Within this context, `number` replaces transformers' search for documents in positions."""
     utils: Any = masking_utils
     original = utils.find_packed_sequence_indices
-    utils.find_packed_sequence_indices = _numbered if documents else _unnumbered
+    utils.find_packed_sequence_indices = number
     try:
         yield
     finally:
@@ -99,10 +124,6 @@ def _numbered(position_ids: torch.Tensor) -> torch.Tensor:
     """Return the document number of each token in its row, (micro_batch, seq_len)."""
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
-
-
-def _unnumbered(position_ids: torch.Tensor) -> None:
-    """Return None, for masks of one document per row."""
 
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")

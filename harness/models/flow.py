@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.models.attention import separating
-from harness.models.units import decoder_layers, units
+from harness.models.units import decoder_layers, meta_logits, units
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,15 @@ class _Observed:
                 raise _CannotBeCut(f"{self.kind} uses {first} again as {name}")
 
     def _run(self) -> torch.Tensor:
-        ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-        routers = "output_router_logits"
-        quiet = {routers: False} if hasattr(self.model.config, routers) else {}
         with self._watching():
             try:
-                logits: torch.Tensor = self.model(input_ids=ids, use_cache=False, **quiet).logits
+                return meta_logits(self.model)
             except (_CannotBeCut, _OtherStyle):
                 raise
             except Exception as error:  # raised by arbitrary model code
                 if self.layers_run > 0 and not self.returns_tuple:
                     raise _OtherStyle from error
                 raise _CannotBeCut(f"{self.kind} cannot be traced: {error}") from error
-        return logits
 
     def layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a decoder layer."""

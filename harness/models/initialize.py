@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from harness.models.units import Unit, units
 
+Weights = dict[str, torch.Tensor]
 Send = Callable[[torch.Tensor, int], None]  # broadcast in place from a rank
 Placed = Callable[[list[nn.Parameter]], None]
-Read = Callable[[Unit], dict[str, torch.Tensor]]  # weights and saved buffers of a piece, by name
+Read = Callable[[Unit], Weights]  # weights and saved buffers of a piece, by name
 Cut = Callable[[str, torch.Tensor], nn.Parameter]  # the parameter that a rank keeps of a weight
 
 
-def draw(model: PreTrainedModel, piece: Unit, seed: int) -> dict[str, torch.Tensor]:
+def draw(model: PreTrainedModel, piece: Unit, seed: int) -> Weights:
     """Draw one piece's weights: fp32 on the CPU, by qualified parameter name.
 
     Each module is initialised by the `_init_weights` of the innermost model around it, as in
@@ -95,7 +96,7 @@ def materialize(
     tied_names = {name for name, _ in ties}
     todo = [p for p in units(model) if {slot[0] for slot in p.parameters()} - tied_names]
     problem: ValueError | None = None
-    weights: dict[str, torch.Tensor]
+    weights: Weights
     for start in range(0, len(todo), world_size):
         round_ = todo[start : start + world_size]
         mine = weights = {}  # frees the previous piece before the next is drawn
@@ -128,7 +129,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _place(
     piece: Unit,
-    weights: dict[str, torch.Tensor],
+    weights: Weights,
     skip: set[str],
     device: torch.device,
     owner_rank: int,
@@ -156,11 +157,7 @@ def _place(
 
 
 def _place_buffers(
-    piece: Unit,
-    weights: dict[str, torch.Tensor],
-    device: torch.device,
-    owner_rank: int,
-    send: Send | None,
+    piece: Unit, weights: Weights, device: torch.device, owner_rank: int, send: Send | None
 ) -> None:
     """Put one piece's saved buffers, read here or received, on the device."""
     for name, owner, attribute, buffer in piece.saved_buffers():
@@ -187,7 +184,7 @@ def with_rows(tensor: torch.Tensor, rows: int | None) -> torch.Tensor:
     return torch.cat([tensor, mean.expand(rows - len(tensor), *tensor.shape[1:])])
 
 
-def vocabulary_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def vocabulary_of(model: PreTrainedModel) -> Weights:
     """Return the weights of a model's embedding and head by name; only one if they are tied."""
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     own = {id(p) for module in modules if module is not None for p in module.parameters()}

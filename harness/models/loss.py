@@ -8,41 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from harness.models.attention import separating
 from harness.models.chunked_loss import ChunkedLoss
-from harness.models.loss_breakdown import is_recording, record
 from harness.models.sequence import DividedRows
 from harness.models.stage import balancing_of, counted_tokens
-
-
-def token_losses(
-    logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
-) -> torch.Tensor:
-    """Return the cross-entropy summed over target tokens, in nats and fp32.
-
-    logits (micro_batch, seq_len, vocab_size); labels (micro_batch, seq_len), already shifted, -100
-    where there is no target. It is the sum, not the mean, because micro-batches may have different
-    numbers of targets and only the caller knows the number in the global batch. `smoothing`: share
-    of each target's probability that is spread evenly over the vocabulary.
-    """
-    losses = functional.cross_entropy(
-        logits.float().reshape(-1, logits.shape[-1]),
-        labels.reshape(-1),
-        ignore_index=-100,
-        reduction="none" if is_recording() else "sum",
-        label_smoothing=smoothing,
-    )
-    record(losses)
-    return losses.sum()
+from harness.models.token_losses import token_losses
 
 
 def forward(
@@ -72,21 +49,12 @@ def forward(
         # tokens in fp32, not in the weight's bf16.
         arguments |= {"shift_labels": labels, "num_items_in_batch": 1, "accum_dtype": torch.float32}
     run = partial(model, input_ids=input_ids, use_cache=False, **arguments, **keywords)
-    balancing = _balancing(own, position_ids, rows)
+    if rows is not None:
+        balancing = rows.balancing(position_ids)
+    else:
+        balancing = balancing_of(own, counted_tokens(own, position_ids))
     with separating(position_ids is not None), balancing:
         return losses(own, run, labels, smoothing)
-
-
-def _balancing(
-    model: PreTrainedModel, position_ids: torch.Tensor | None, rows: DividedRows | None
-) -> AbstractContextManager[None]:
-    """Within this context, the load balancing loss covers whole rows, without padding."""
-    if rows is not None:
-        return rows.balancing(position_ids)
-    counted = counted_tokens(model, position_ids)
-    if counted is None:
-        return contextlib.nullcontext()
-    return balancing_of(model, lambda own: own, counted)
 
 
 def losses(

@@ -223,16 +223,12 @@ class Saved:
     """The storages that were saved, each counted once; kept alive so that their ids stay unique."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage, unless it was counted before."""
-        self._storages[storage._cdata] = storage
+        self.storages: dict[int, torch.UntypedStorage] = {}
 
     @property
     def bytes(self) -> int:
         """Total size of the storages."""
-        return sum(storage.nbytes() for storage in self._storages.values())
+        return sum(storage.nbytes() for storage in self.storages.values())
 
 
 def _of_checkpoints() -> Iterator[torch.Tensor]:
@@ -257,11 +253,12 @@ def saved_by(model: nn.Module) -> Iterator[Saved]:
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
-            saved.add(storage)
+            saved.storages[storage._cdata] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors_hooks(note, lambda tensor: tensor):
         yield saved
     for tensor in _of_checkpoints():
         if id(tensor) not in before:
-            saved.add(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            saved.storages[storage._cdata] = storage

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from harness.layout.releases import is_older
 from harness.models.recurrent import Carried
-from harness.models.transformers_releases import MAMBA2_CACHE, Mamba2CacheOf520
 
-
-class Window(Protocol):
-    """One window of text, with the state before it and, once computed, the state after it."""
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keyword arguments for the model."""
-
-    @property
-    def after(self) -> torch.Tensor:
-        """(rows, numbers) states after the window, without gradients."""
+MAMBA2_CACHE = "cache_params" if is_older((5, 24)) else "cache"
+"""The argument that takes a Mamba-2 model's cache."""
 
 
 class RecurrentWindow:
-    """States of the models in harness/models/recurrent.py."""
+    """States of the models in harness/models/recurrent.py; `keywords` are the model's arguments."""
 
     def __init__(self, config: Any, states: torch.Tensor, dtype: torch.dtype) -> None:
-        """`states` (rows, numbers)."""
+        """`states` (rows, numbers) before the window."""
         self._carried = Carried(states.view(-1, *config.state_shape).to(dtype))
         self.keywords = {"carried": self._carried}
 
@@ -42,7 +34,7 @@ class RecurrentWindow:
         return self._carried.after.flatten(1)
 
 
-class Mamba2Window(Mamba2CacheOf520):
+class Mamba2Window:
     """States of Mamba-2's convolutions and scans; also serves as the cache of its layers.
 
     Unlike in transformers' own caches, the states that layers read stay unchanged, so that a layer
@@ -50,7 +42,7 @@ class Mamba2Window(Mamba2CacheOf520):
     """
 
     def __init__(self, config: Any, states: torch.Tensor, dtype: torch.dtype) -> None:
-        """`states` (rows, numbers)."""
+        """`states` (rows, numbers) before the window."""
         self._shapes, self._dtype = _mamba2_shapes(config), dtype
         sizes = [*map(prod, self._shapes)]
         by_layer = states.view(len(states), config.num_hidden_layers, -1)
@@ -101,6 +93,25 @@ class Mamba2Window(Mamba2CacheOf520):
         """Return False: tokens are never rolled back."""
         return False
 
+    # The cache as transformers 5.20 reads it:
+
+    def has_previous_state(self, layer_idx: int) -> bool:
+        """Return True: every window begins with states."""
+        return True
+
+    @property
+    def layers(self) -> Mamba2Window:
+        """The cache itself, indexed by layer."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> Any:
+        """Return the states of a layer."""
+        return SimpleNamespace(
+            conv_states=[self.get_conv_state(layer_idx)],
+            recurrent_states=[self.get_recurrent_state(layer_idx)],
+            record_past=False,
+        )
+
 
 def _mamba2_shapes(config: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """Return the shapes of a layer's convolution and scan states, for one row."""
@@ -108,8 +119,7 @@ def _mamba2_shapes(config: Any) -> tuple[tuple[int, int], tuple[int, int, int]]:
     return (channels, config.conv_kernel), (config.num_heads, config.head_dim, config.state_size)
 
 
-WINDOWS: dict[str, type[RecurrentWindow] | type[Mamba2Window]] = {
-    "recurrent": RecurrentWindow,
-    "mamba2": Mamba2Window,
-}
+Window = RecurrentWindow | Mamba2Window
+"""One window of text, with the state before it and, once computed, the state after it."""
+WINDOWS: dict[str, type[Window]] = {"recurrent": RecurrentWindow, "mamba2": Mamba2Window}
 """Window classes by model_type; layout/state_size.py has the sizes of their states."""

@@ -92,7 +92,7 @@ class DividedRows:
         def over_all_tokens(routers: Any) -> Any:
             return tuple(joined(own, 0, self._group) for own in routers or ())
 
-        with balancing_of(self._model, over_all_tokens, counted):
+        with balancing_of(self._model, counted, over_all_tokens):
             yield
 
 

@@ -10,18 +10,11 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    masking_utils,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from harness.layout.optimizer_table import Parameter
 from harness.models import recurrent
-from harness.models.attention import attend_with
 
 recurrent.register()
 _LARGE = 2**28  # elements; more than any buffer has
@@ -124,40 +117,6 @@ def tied_names(
     names = model.named_parameters(remove_duplicate=False)
     pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in names]
     return {name: other for name, other in pairs if name != other}
-
-
-class _AskedForDocuments(Exception):
-    """Raised when transformers looks for document boundaries."""
-
-
-def separates_documents(model: PreTrainedModel) -> bool:
-    """Return True if a skeleton's attention reads document boundaries from `position_ids`.
-
-    Some architectures take no positions or ignore them in their mask: OPT, BLOOM, and Falcon before
-    transformers 5.24.
-    """
-
-    def asked(*args: Any, **kwargs: Any) -> None:
-        raise _AskedForDocuments
-
-    attention = model.config._attn_implementation
-    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    positions = torch.tensor([[0, 1, 0, 1]], device="meta")
-    original, masking_utils.find_packed_sequence_indices = (
-        masking_utils.find_packed_sequence_indices,
-        asked,
-    )
-    attend_with("eager", model)  # eager attention always takes a mask
-    try:
-        model(input_ids=ids, position_ids=positions, use_cache=False)
-    except _AskedForDocuments:
-        return True
-    except Exception:  # meta tensors may raise anything: the mask came before
-        return False
-    finally:
-        masking_utils.find_packed_sequence_indices = original
-        attend_with(attention, model)
-    return False
 
 
 def described_parameters(model: PreTrainedModel) -> list[Parameter]:

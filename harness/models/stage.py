@@ -71,7 +71,9 @@ class Stage(nn.Module):
             ids = torch.zeros(carried.shape[:2], dtype=torch.int64, device=carried.device)
         if self.leave is None:
             run = partial(self.model, input_ids=ids, use_cache=False, **keywords)
-            with _balancing(self.model, routers, positions[0] if positions else None):
+            counted = counted_tokens(self.model, positions[0] if positions else None)
+            earlier = (lambda own: (*routers, *(own or ()))) if routers else None
+            with balancing_of(self.model, counted, earlier):
                 return self.finish(run)
         outputs = self.model.base_model(input_ids=ids, use_cache=False, **keywords)
         own = (outputs.router_logits or ()) if self.routed else ()  # dense layers have no routers
@@ -183,21 +185,6 @@ def _num_experts(model: PreTrainedModel) -> int:
     return int(experts)
 
 
-@contextlib.contextmanager
-def _balancing(
-    model: PreTrainedModel, routers: tuple[torch.Tensor, ...], positions: torch.Tensor | None
-) -> Iterator[None]:
-    """Within this context, the model's load balancing loss includes the routers of earlier stages
-    and ignores padding.
-    """
-    counted = counted_tokens(model, positions)
-    if not routers and counted is None:
-        yield
-        return
-    with balancing_of(model, lambda own: (*routers, *(own or ())), counted):
-        yield
-
-
 def counted_tokens(model: PreTrainedModel, positions: torch.Tensor | None) -> torch.Tensor | None:
     """Return True for tokens and False for padding; None if there is no padding or no positions.
 
@@ -212,21 +199,24 @@ def counted_tokens(model: PreTrainedModel, positions: torch.Tensor | None) -> to
 
 @contextlib.contextmanager
 def balancing_of(
-    model: PreTrainedModel, change: Callable[[Any], Any], counted: torch.Tensor | None = None
+    model: PreTrainedModel,
+    counted: torch.Tensor | None,
+    change: Callable[[Any], Any] | None = None,
 ) -> Iterator[None]:
-    """Within this context, a mixture's load balancing loss gets the router logits that `change`
-    returns for the model's own, a (tokens, experts) tensor per layer. `counted`: mask of the tokens
-    to count, of any shape; None: all.
+    """Within this context, a mixture's load balancing loss covers the tokens that are `counted`, a
+    mask of any shape (None: all), with the router logits that `change` returns for the model's own,
+    a (tokens, experts) tensor per layer.
     """
     module = sys.modules[type(model).__module__]
     original = getattr(module, _BALANCING, None)
-    if original is None:
+    if original is None or (counted is None and change is None):
         yield
         return
     takes_mask = counted is not None and _MASK in inspect.signature(original).parameters
 
     def of_changed(own: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(original).bind(change(own), *args, **kwargs)
+        routers = own if change is None else change(own)
+        bound = inspect.signature(original).bind(routers, *args, **kwargs)
         if takes_mask:
             bound.arguments[_MASK] = counted
         return original(*bound.args, **bound.kwargs)

@@ -73,5 +73,17 @@ def units(model: PreTrainedModel) -> Iterator[Unit]:
             yield Unit(name, module, whole=False)
 
 
+def meta_logits(skeleton: PreTrainedModel) -> torch.Tensor:
+    """Return the logits of a skeleton's forward pass, without router outputs, on the meta device.
+
+    Raises whatever the model's code raises.
+    """
+    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    routers = "output_router_logits"
+    quiet = {routers: False} if hasattr(skeleton.config, routers) else {}
+    logits: torch.Tensor = skeleton(input_ids=ids, use_cache=False, **quiet).logits
+    return logits
+
+
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -55,7 +55,7 @@ def attend(
     if bounds is None or longest is None:
         longest = length
         bounds = longest * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    kernel = _in_turn if query.device.type == "cpu" else fused_kernel(bool(softcap))
+    kernel = _in_turn if query.device.type == "cpu" else fused_kernel
     output = kernel(
         *(states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)),
         bounds,
@@ -68,59 +68,33 @@ def attend(
     return output.reshape(batch, length, *output.shape[1:]), None
 
 
-def fused_kernel(soft_caps: bool) -> Kernel:
-    """Return a GPU kernel. Raises ValueError if neither torch nor flash-attn has one."""
-    if not soft_caps and {"scale", "window_size"} <= _TAKEN:
-        return _torch_kernel
+def fused_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    *,
+    scale: float | None,
+    before: int,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention on a GPU. Raises ValueError if neither torch nor flash-attn has a kernel for it."""
+    inputs: Any = (query, key, value, bounds, bounds, longest, longest)
+    output: Any
+    if not softcap and {"scale", "window_size"} <= _TAKEN:
+        shares = query.shape[1] != key.shape[1]
+        asked: dict[str, Any] = {"enable_gqa": shares} if "enable_gqa" in _TAKEN else {}
+        output = of_torch.varlen_attn(*inputs, scale=scale, window_size=(before, 0), **asked)
+        return output  # type: ignore[no-any-return]
     try:
-        importlib.import_module("flash_attn")
+        package = importlib.import_module("flash_attn")
     except ImportError as error:
-        lacks = "no soft-capped scores" if soft_caps else "no varlen_attn with windows"
+        lacks = "no soft-capped scores" if softcap else "no varlen_attn with windows"
         raise ValueError(f"torch {torch.__version__} has {lacks}: install flash-attn") from error
-    return _flash_attn_kernel
-
-
-def _torch_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    *,
-    scale: float | None,
-    before: int,
-    softcap: float | None,
-) -> torch.Tensor:
-    shares = query.shape[1] != key.shape[1]
-    asked: dict[str, Any] = {"enable_gqa": shares} if "enable_gqa" in _TAKEN else {}
-    output: Any = of_torch.varlen_attn(
-        *(query, key, value, bounds, bounds, longest, longest),
-        scale=scale,
-        window_size=(before, 0),
-        **asked,
-    )
+    how = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0}
+    output = package.flash_attn_varlen_func(*inputs, window_size=(before, 0), **how)
     return output  # type: ignore[no-any-return]
-
-
-def _flash_attn_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    *,
-    scale: float | None,
-    before: int,
-    softcap: float | None,
-) -> torch.Tensor:
-    output: torch.Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
-        *(query, key, value, bounds, bounds, longest, longest),
-        softmax_scale=scale,
-        causal=True,
-        window_size=(before, 0),
-        softcap=softcap or 0.0,
-    )
-    return output
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over documents would be another graph for every batch

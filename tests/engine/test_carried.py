@@ -30,8 +30,8 @@ from harness.engine.forward import CarriedStates
 from harness.layout.world import World
 from harness.models.initialize import materialize
 from harness.models.loss import forward
+from harness.models.recurrent_state import MAMBA2_CACHE
 from harness.models.skeleton import hf_config, skeleton
-from harness.models.transformers_releases import MAMBA2_CACHE
 from harness.run.evaluation import mean_losses
 from harness.run.run import Run
 from harness.run.saving import loss_of, texts_of

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from harness.config.ds_json import read_ds_json
 from harness.data.batch import Batch
-from harness.models.vocabulary_loss import Vocabulary
+from harness.models.token_losses import Vocabulary
 from tests.engine.engines import (
     SGD,
     STAGES,

@@ -21,16 +21,15 @@ from harness.layout.attention_table import ATTENTIONS
 from harness.layout.grid import Grid
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.releases import is_older
-from harness.models.chunked_loss import ChunkedLoss
+from harness.models.chunked_loss import ChunkedLoss, operations_on_logits
 from harness.models.efficient_attention.kinds import function_name
 from harness.models.layer_changes import tile_mlps
-from harness.models.logits import operations_on_logits
 from harness.models.loss import forward
 from harness.models.recompute import checkpoint_layers, saved_by
 from harness.models.reversible import reverse_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.token_losses import Vocabulary
 from harness.models.units import decoder_layers
-from harness.models.vocabulary_loss import Vocabulary
 from harness.plan.layers import REVERSIBLE_FAMILIES
 from harness.plan.model_config import find_model_config
 from tests.estimate.runs import run_of
@@ -368,7 +367,7 @@ def test_a_rank_reads_the_whole_model_or_a_piece_at_a_time_of_what_it_divides() 
 
 
 def test_divided_logits_are_there_in_full_precision_three_times() -> None:
-    """See models/vocabulary_loss.py; in bf16, 14 bytes for each logit of half the vocabulary."""
+    """See models/token_losses.py; in bf16, 14 bytes for each logit of half the vocabulary."""
     inputs = run_of(FAMILIES["llama"], grid=Grid(2, tensor=2))
     rank = estimate_memory(inputs).worst
     assert rank.phase("loss")["logits and loss"] == 14 * 150 * inputs.tokens

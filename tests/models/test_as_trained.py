@@ -19,9 +19,8 @@ from harness.models.as_trained import attend_as_trained
 from harness.models.attention import attend_with
 from harness.models.efficient_attention.kinds import KINDS
 from harness.models.export_code import class_as_trained, opened_as_trained, write_code
-from harness.models.initialize import materialize
-from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import MODEL
+from tests.models.small import built
 from tests.models.test_efficient_attention import SMALL
 
 LONG = {**MODEL, "max_position_embeddings": 256}
@@ -32,9 +31,7 @@ KINDS_OF: dict[str, dict[str, Any]] = {
 
 
 def model_of(**config: Any) -> Any:
-    model = skeleton(hf_config({**LONG, **config}), torch.float32)
-    materialize(model, 0, torch.device("cpu"))
-    return model.eval()
+    return built({**LONG, **config}).eval()
 
 
 def exported(folder: Path, attention: dict[str, Any], **config: Any) -> Any:
@@ -43,15 +40,10 @@ def exported(folder: Path, attention: dict[str, Any], **config: Any) -> Any:
     model.save_pretrained(folder)
     write_code(folder, model, attention)
     model.config.trained_attention = attention
-    own = class_as_trained(type(model))(_fresh(model.config))
+    model.config._attn_implementation = None  # not chosen
+    own = class_as_trained(type(model))(model.config)
     own.load_state_dict(model.state_dict())
     return own.eval()
-
-
-def _fresh(config: Any) -> Any:
-    """Return a config without a chosen attention."""
-    config._attn_implementation = None
-    return config
 
 
 def logits(model: Any, **arguments: Any) -> torch.Tensor:

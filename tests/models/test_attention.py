@@ -14,29 +14,30 @@ from transformers import masking_utils
 from harness.data.batch import Batch
 from harness.models.attention import separating, takes_keywords
 from harness.models.attention_sums import COVERED, QUERIES, AttentionSums, probed_queries
-from harness.models.initialize import materialize
-from harness.models.loss import forward, token_losses
+from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
-from tests.engine.small import EAGER, FAMILIES, MODEL, SEQ_LEN, VOCAB_SIZE
+from harness.models.token_losses import token_losses
+from tests.engine.small import CONFIGS, EAGER, FAMILIES, MODEL, SEQ_LEN, VOCAB_SIZE
 from tests.gates.models import LEARNED, ROWS
+from tests.models.small import CPU, built
 from tests.tiers import rest_in_gate
 
-# Its attention has a weight for each head (gpt_oss), or calls no attention function.
-UNDIVIDED = {"bloom", "falcon", "gpt_oss", "mamba", "rwkv"}
+# Attention implemented in the family's own code, with a weight for each head, or none at all.
+OWN_ATTENTION = {"bloom", "falcon", "gpt_oss", "mamba", "rwkv"}
 
 
 def takes(config: dict[str, Any], attention: str) -> bool:
     model = skeleton(hf_config(config), torch.float32, attention)
-    before = model.config._attn_implementation
     found = takes_keywords(model)
-    assert model.config._attn_implementation == before
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    assert {config._attn_implementation for config in configs} == {attention}
     return found
 
 
 @pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 3))
 def test_only_attention_that_can_be_exchanged_is(family: str) -> None:
     attention = "eager" if family in EAGER else "sdpa"
-    assert takes(FAMILIES[family], attention) == (family not in UNDIVIDED)
+    assert takes(FAMILIES[family], attention) == (family not in OWN_ATTENTION)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -44,26 +45,8 @@ def test_models_that_the_gate_divides_can_be(name: str) -> None:
     assert takes(LEARNED[name], "eager" if name == "gemma2" else "sdpa")
 
 
-def test_a_model_is_left_as_it_was() -> None:
-    config = hf_config(MODEL)
-    model = skeleton(config, torch.float32, "eager")
-    assert takes_keywords(model)
-    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {
-        "eager"
-    }
-
-
-# Attention implemented in the family's own code, with sinks, or none at all.
-UNSEEN = {"bloom", "falcon", "gpt_oss", "mamba", "rwkv"}
-COMPARED = sorted({"llama", *FAMILIES} - UNSEEN)
-CONFIGS = {"llama": MODEL, **FAMILIES}
-
-
 def made(family: str, attention: str) -> Any:
-    config = {**CONFIGS[family], "initializer_range": 0.3}
-    model = skeleton(hf_config(config), torch.float32, attention)
-    materialize(model, 0, torch.device("cpu"))
-    return model.eval()
+    return built({**CONFIGS[family], "initializer_range": 0.3}, attention=attention).eval()
 
 
 def ids(length: int = SEQ_LEN) -> torch.Tensor:
@@ -78,7 +61,7 @@ def summed(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     return sums.sums
 
 
-@pytest.mark.parametrize("family", COMPARED)
+@pytest.mark.parametrize("family", sorted({"llama", *FAMILIES} - OWN_ATTENTION))
 def test_sums_are_those_of_the_weights_that_a_family_returns(family: str) -> None:
     sums = summed(made(family, "sdpa"), ids())
     with torch.no_grad():
@@ -95,7 +78,7 @@ def test_sums_are_those_of_the_weights_that_a_family_returns(family: str) -> Non
             assert own[1] == pytest.approx(float((needed / visible).sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("family", rest_in_gate("models", sorted(UNSEEN & set(FAMILIES))))
+@pytest.mark.parametrize("family", rest_in_gate("models", sorted(OWN_ATTENTION)))
 def test_attention_of_another_kind_is_not_taken_for_this_one(family: str) -> None:
     sums = summed(made(family, "eager" if family in EAGER else "sdpa"), ids())
     assert not 0 < float(sums[:, 2].sum()) < torch.inf  # zero or not finite
@@ -118,9 +101,6 @@ def test_samples_that_do_not_count_add_nothing() -> None:
         model(input_ids=ids().flip(0), use_cache=False)
     assert torch.equal(of_first.sums, swapped.sums)
     assert float(of_first.sums[0, 2]) == 4 * SEQ_LEN
-
-
-CPU = torch.device("cpu")
 
 
 def positions(*lengths: int) -> torch.Tensor:
@@ -161,8 +141,7 @@ class Unread(TorchDispatchMode):
 def test_a_forward_pass_reads_no_value(
     config: dict[str, Any], documents: torch.Tensor | None
 ) -> None:
-    model = skeleton(hf_config(config), torch.float32)
-    materialize(model, 0, CPU)
+    model = built(config)
     ids = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
     expected = token_losses(
         model(input_ids=ids, position_ids=documents, use_cache=False).logits, ids

@@ -12,17 +12,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
 from harness.layout.recompute import loss_chunk
-from harness.models.chunked_loss import ChunkedLoss
-from harness.models.initialize import materialize
-from harness.models.logits import Operations, operations_on_logits
+from harness.models.chunked_loss import ChunkedLoss, Operations, operations_on_logits
 from harness.models.loss import forward
-from harness.models.loss_breakdown import recording
-from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.skeleton import hf_config, skeleton
+from harness.models.token_losses import recording
 from tests.gates.memory.worker import rise
-from tests.gates.models import ATTENTION, LEARNED
+from tests.gates.models import LEARNED
+from tests.models import small
+from tests.models.small import gradients_of
 from tests.tiers import rest_in_gate
 
 
@@ -93,29 +92,23 @@ FAMILIES: dict[str, Any] = {
 CHUNK = 48  # of 128: the last one is smaller
 
 
-def built(family: str, precision: str = "fp32", chunk: int = CHUNK) -> PreTrainedModel:
+def built(family: str, precision: str = "fp32", chunk: int = CHUNK) -> Any:
     """Return a model with random weights and a chunked loss, unless `chunk` is 0."""
-    attention = ATTENTION.get(family, "sdpa")
-    model = skeleton(hf_config(FAMILIES[family]), DTYPES[precision], attention)
-    operations = operations_on_logits(model)
-    materialize(model, 0, torch.device("cpu"))
+    model = small.built(FAMILIES[family], precision)
     if chunk:
-        model.chunked_loss = ChunkedLoss(model, chunk, operations)  # type: ignore[assignment]
+        empty = skeleton(model.config, model.dtype, model.config._attn_implementation)
+        model.chunked_loss = ChunkedLoss(model, chunk, operations_on_logits(empty))
     return model
 
 
-def loss_and_gradients(
-    model: PreTrainedModel, smoothing: float = 0.0
-) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(model: Any, smoothing: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(0, 128, (2, 32), generator=generator) for _ in range(2))
     labels[0, :5] = -100
     torch.manual_seed(1)  # a model may use dropout
     loss, auxiliary = forward(model.train(), ids, labels, smoothing=smoothing)
     (loss / 59 + (0 if auxiliary is None else auxiliary)).backward()
-    return float(loss.detach()), {
-        n: p.grad for n, p in model.named_parameters() if p.grad is not None
-    }
+    return float(loss.detach()), gradients_of(model)
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -126,10 +119,14 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     )
 
 
-@pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 2))
-def test_loss_and_gradients_are_those_of_all_logits_at_once(family: str) -> None:
-    expected, theirs = loss_and_gradients(built(family, chunk=0))
-    loss, ours = loss_and_gradients(built(family))
+SMOOTHED = [("llama", 0.1), ("gemma2", 0.1)]
+CASES = rest_in_gate("models", [*SMOOTHED, *((family, 0.0) for family in FAMILIES)], 4)
+
+
+@pytest.mark.parametrize(("family", "smoothing"), CASES)
+def test_loss_and_gradients_are_those_of_all_logits_at_once(family: str, smoothing: float) -> None:
+    expected, theirs = loss_and_gradients(built(family, chunk=0), smoothing)
+    loss, ours = loss_and_gradients(built(family), smoothing)
     assert loss == pytest.approx(expected, rel=1e-6)
     assert distance(ours, theirs) < 1e-5
 
@@ -157,14 +154,6 @@ def test_in_bf16_they_are_as_far_from_the_truth(family: str) -> None:
     loss, chunked = loss_and_gradients(built(family, "bf16"))
     assert loss == pytest.approx(expected, rel=1e-4)
     assert distance(chunked, truth) < 1.2 * distance(whole, truth)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_smoothed_targets(family: str) -> None:
-    expected, theirs = loss_and_gradients(built(family, chunk=0), smoothing=0.1)
-    loss, ours = loss_and_gradients(built(family), smoothing=0.1)
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert distance(ours, theirs) < 1e-5
 
 
 def test_losses_are_recorded_by_source() -> None:

@@ -6,30 +6,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from harness.models.attention import draw_by_place, own_draws
-from harness.models.initialize import materialize
 from harness.models.layer_changes import drop_layers
-from harness.models.skeleton import hf_config, skeleton
 from harness.models.units import decoder_layers
-from tests.engine.small import FAMILIES, MODEL
+from tests.engine.small import CONFIGS, MODEL
+from tests.models.small import CPU, built
 
 RATE = 0.6
-
-
-def decoder(family: str) -> nn.Module:
-    config = MODEL if family == "llama" else FAMILIES[family]
-    attention = "eager" if family == "bloom" else "sdpa"
-    model = skeleton(hf_config(config), torch.float32, attention)
-    materialize(model, 0, torch.device("cpu"))
-    return model
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "gpt_neox"])
 def test_layers_are_left_out_of_training_alone(family: str) -> None:
     ids = torch.arange(16).view(2, 8)
-    model = decoder(family)
+    model = built(CONFIGS[family])
     whole = model.eval()(input_ids=ids).logits
     drop_layers(model, RATE)
     assert torch.equal(model.eval()(input_ids=ids).logits, whole)
@@ -38,13 +28,12 @@ def test_layers_are_left_out_of_training_alone(family: str) -> None:
 
 
 def test_a_layer_is_there_as_often_as_it_says_and_as_strong_on_average() -> None:
-    model = decoder("llama")
+    model = built(MODEL)
     _, layers = decoder_layers(model)
     drop_layers(model, RATE)
     assert [layer.depth_dropout for layer in layers] == pytest.approx([0.2, 0.4, 0.6])
     torch.manual_seed(0)
     hidden = torch.randn(4000, 1, MODEL["hidden_size"])
-    model.train()
     for layer in layers:
         layer.self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
         layer.mlp.forward = torch.ones_like  # every layer adds one
@@ -55,49 +44,40 @@ def test_a_layer_is_there_as_often_as_it_says_and_as_strong_on_average() -> None
 
 
 def test_a_layer_that_changes_the_shape_is_refused() -> None:
-    model = decoder("llama")
+    model = built(MODEL)
     drop_layers(model, RATE)
-    layer = model.train().model.layers[0]
+    layer = model.model.layers[0]
     layer._forward_hooks, hook = {}, next(iter(layer._forward_hooks.values()))
     with pytest.raises(ValueError, match="cannot be skipped"):
         hook(layer, (torch.zeros(2, 8, 32),), {}, torch.zeros(2, 8, 16))
 
 
-CPU = torch.device("cpu")
-
-
-def drawn(place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the draws of a rank within the body, and after it."""
+def drawn(place: int) -> list[torch.Tensor]:
+    """Return the draws of a rank within the body, in that of the next layer, and after them."""
     torch.manual_seed(3)
     torch.rand(2)
-    with own_draws(place, CPU):
-        within = torch.rand(8)
-    return within, torch.rand(8)
+    draws = []
+    for _ in range(2):
+        with own_draws(place, CPU):
+            draws.append(torch.rand(8))
+    return [*draws, torch.rand(8)]
 
 
-def test_ranks_draw_apart_within_and_alike_after() -> None:
-    (first, after), (second, later) = drawn(0), drawn(1)
-    assert not torch.equal(first, second)
+def test_ranks_and_layers_draw_apart_within_and_alike_after() -> None:
+    (first, next_layer, after), (second, _, later) = drawn(0), drawn(1)
     assert torch.equal(after, later)
-    assert not torch.equal(first, after)
+    for other in (second, next_layer, after):
+        assert not torch.equal(first, other)
     assert torch.equal(first, drawn(0)[0])  # as a recomputed layer draws
 
 
-def test_two_layers_draw_apart() -> None:
-    torch.manual_seed(3)
-    layers = []
-    for _ in range(2):
-        with own_draws(1, CPU):
-            layers.append(torch.rand(8))
-    assert not torch.equal(*layers)
-
-
 def test_an_error_within_leaves_the_generator_as_it_would_be() -> None:
-    _, after = drawn(0)
+    *_, after = drawn(0)
     torch.manual_seed(3)
     torch.rand(2)
-    with pytest.raises(KeyError), own_draws(0, CPU):
-        raise KeyError
+    for _ in range(2):
+        with pytest.raises(KeyError), own_draws(0, CPU):
+            raise KeyError
     assert torch.equal(torch.rand(8), after)
 
 
@@ -105,10 +85,7 @@ def test_an_error_within_leaves_the_generator_as_it_would_be() -> None:
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_documents_and_masks_stay(attention: str, rate: float) -> None:
     """Evaluation draws nothing: the result is the same as without dropout."""
-    from transformers import AutoModelForCausalLM
-
-    config = hf_config({**MODEL, "attention_dropout": rate})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    model = built({**MODEL, "attention_dropout": rate}, attention=attention).eval()
     ids = torch.arange(16)[None] % 7
     positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
     before = model(input_ids=ids, position_ids=positions).logits

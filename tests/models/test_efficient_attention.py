@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.layout.attention_table import ATTENTIONS
 from harness.models.attention_sums import AttentionSums
-from harness.models.efficient_attention.draws import normal
 from harness.models.efficient_attention.kinds import KINDS, function_name
+from harness.models.efficient_attention.patterns import normal
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
 SMALL = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,49 +12,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
+from tests.engine.small import CONFIGS, MODEL
+from tests.models.small import CPU, attention_of
 from tests.tiers import rest_in_gate
 
-CPU = torch.device("cpu")
-SMALL = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
+FAMILIES: dict[str, dict[str, Any]] = {
+    name: CONFIGS[name]
+    for name in ("llama", "gpt2", "mixtral", "gpt_neox", "opt", "falcon", "phi3")
 }
-FAMILIES = {
-    "llama": SMALL,
-    "gpt2": {"vocab_size": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
-    "qwen3": SMALL,
-    "mixtral": {**SMALL, "num_local_experts": 4},
-    "gemma2": SMALL,
-    "gpt_neox": SMALL,
-    "opt": {**SMALL, "ffn_dim": 128, "word_embed_proj_dim": 64},
-    "olmo2": SMALL,
-    "falcon": {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
-    "phi3": SMALL,
-    # Only the inner model has its embedding, and initializes it.
-    "xlstm": {**SMALL, "num_heads": 4, "mode": "train"},
-}
-ATTENTION = {"gemma2": "eager", "xlstm": "eager"}
+for name in ("qwen3", "gemma2", "olmo2"):
+    FAMILIES[name] = {**MODEL, "model_type": name, "head_dim": 8, "pad_token_id": 0}
+# Only the inner model has its embedding, and initializes it.
+FAMILIES["xlstm"] = {**FAMILIES["qwen3"], "model_type": "xlstm", "num_heads": 4, "mode": "train"}
 
 
 def empty(family: str, **changes: object) -> PreTrainedModel:
-    config = hf_config({"model_type": family, **FAMILIES[family], **changes})
-    return skeleton(config, torch.float32, ATTENTION.get(family, "sdpa"))
+    config = {**FAMILIES[family], **changes}
+    return skeleton(hf_config(config), torch.float32, attention_of(config))
 
 
 def drawn(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
@@ -64,10 +39,9 @@ def drawn(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
 
 def transformers_own(family: str) -> PreTrainedModel:
     torch.manual_seed(1)
-    config = hf_config({"model_type": family, **FAMILIES[family]})
-    return AutoModelForCausalLM.from_config(
-        config, attn_implementation=ATTENTION.get(family, "sdpa")
-    )
+    config = FAMILIES[family]
+    attention = attention_of(config)
+    return AutoModelForCausalLM.from_config(hf_config(config), attn_implementation=attention)
 
 
 def pooled(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -113,29 +87,16 @@ def test_tied_parameters_are_one_object(family: str) -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_gpt2_rescales_the_projections_into_the_residual_stream() -> None:
-    model = drawn("gpt2")
-    attention = model.transformer.h[0].attn
-    ratio = attention.c_proj.weight.std() / attention.c_attn.weight.std()
-    assert ratio.item() == pytest.approx(1 / math.sqrt(2 * 3), rel=0.06)
-
-
-def test_a_weight_does_not_depend_on_the_rest_of_the_model() -> None:
-    """A function of (seed, name): a deeper model begins with the same layers."""
+def test_a_weight_is_a_function_of_seed_and_name() -> None:
+    """A deeper model begins with the same layers."""
     shallow = dict(drawn("llama").named_parameters())
     deep = dict(drawn("llama", num_hidden_layers=5).named_parameters())
+    other = dict(drawn("llama", seed=1).named_parameters())
     assert shallow.keys() < deep.keys()
     assert all(torch.equal(parameter, deep[name]) for name, parameter in shallow.items())
-
-
-def test_another_seed_gives_other_weights() -> None:
-    one, other = drawn("llama", seed=0), drawn("llama", seed=1)
-    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
-
-
-def test_no_two_modules_get_the_same_weights() -> None:
-    layers = drawn("llama").model.layers
-    assert not torch.equal(layers[0].self_attn.q_proj.weight, layers[1].self_attn.q_proj.weight)
+    assert not torch.equal(shallow["lm_head.weight"], other["lm_head.weight"])
+    first, second = (shallow[f"model.layers.{n}.self_attn.q_proj.weight"] for n in (0, 1))
+    assert not torch.equal(first, second)
 
 
 def test_a_parameter_that_the_class_leaves_uninitialised_is_refused_by_name() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.models.initialize import materialize
+from harness.models.layer_changes import use_liger
 from harness.models.loss import forward
-from harness.models.skeleton import hf_config, skeleton
 from harness.plan.layers import LIGER_FAMILIES
 from tests.gates.models import LEARNED
+from tests.models.small import built
 from tests.tiers import rest_in_gate
 
 pytestmark = pytest.mark.skipif(
@@ -22,17 +22,13 @@ pytestmark = pytest.mark.skipif(
 
 
 def loss_and_gradients(config: dict[str, Any], liger: bool) -> tuple[float, list[torch.Tensor]]:
-    device = torch.device("cuda")
-    model = skeleton(hf_config(config), torch.float32)
-    materialize(model, 0, device)
+    model = built(config).cuda()
     if liger:
-        from harness.models.layer_changes import use_liger
-
         use_liger(model)
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(0, 128, (2, 32), generator=generator) for _ in range(2))
     labels[0, :5] = -100
-    loss, _ = forward(model.train(), ids.to(device), labels.to(device))
+    loss, _ = forward(model, ids.cuda(), labels.cuda())
     (loss / 59 * 4096).backward()  # as the engine scales it
     return float(loss), [weight.grad for weight in model.parameters()]
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from harness.models.loss import forward, token_losses
-from harness.models.loss_breakdown import is_recording, recording
+from harness.models.loss import forward
 from harness.models.skeleton import hf_config
 from harness.models.stage import counted_tokens
+from harness.models.token_losses import is_recording, recording, token_losses
 from tests.engine.small import MODEL
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 SIZES = {"intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4}
 MIXTRAL = {**MODEL, "model_type": "mixtral", **SIZES, **BALANCED}
-
-
-def test_the_loss_is_the_sum_over_target_tokens_alone() -> None:
-    logits = torch.randn(2, 3, 5)
-    labels = torch.tensor([[1, -100, 4], [-100, -100, 0]])
-    logs = logits.log_softmax(-1)
-    expected = -(logs[0, 0, 1] + logs[0, 2, 4] + logs[1, 2, 0])
-    assert token_losses(logits, labels) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_the_loss_is_taken_in_fp32() -> None:
@@ -73,13 +66,17 @@ def test_documents_do_not_see_each_other_where_positions_restart() -> None:
     assert float(together) == pytest.approx(float(apart), rel=1e-5)
 
 
-def test_smoothed_targets_are_a_mixture_with_all_tokens() -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_summed_over_targets_which_may_be_mixed_with_all_tokens(
+    smoothing: float,
+) -> None:
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0, :2] = -100
-    chances = logits.log_softmax(-1)
-    mixed = 0.9 * torch.nn.functional.one_hot(labels.clamp(min=0), 7) + 0.1 / 7
+    chances, targets = logits.log_softmax(-1), nn.functional.one_hot(labels.clamp(min=0), 7)
+    mixed = (1 - smoothing) * targets + smoothing / 7
     expected = -(mixed * chances).sum(-1)[labels != -100].sum()
-    assert float(token_losses(logits, labels, 0.1)) == pytest.approx(float(expected), rel=1e-6)
+    loss = token_losses(logits, labels, smoothing)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_sums_are_those_of_each_sources_samples() -> None:

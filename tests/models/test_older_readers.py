@@ -19,10 +19,10 @@ from harness.checkpoint.export import write_model
 from harness.checkpoint.hub_layout import rewrite_tokenizer_config
 from harness.data.tokenizer import load_tokenizer
 from harness.data.tokenizer_files import save_tokenizer
-from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from tests.checkpoint.test_export import stored
 from tests.layout.test_families import TABLES
+from tests.models.small import built
 from tests.models.test_as_trained import KINDS_OF, exported
 from tests.real_runs import environment
 
@@ -104,10 +104,9 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
-    pip = [uv, "pip"] if uv else [sys.executable, "-m", "pip"]
-    install = (
-        [*pip, "--python", python, "install"] if not uv else [*pip, "install", "--python", python]
-    )
+    install = [sys.executable, "-m", "pip", "--python", python, "install"]
+    if uv:
+        install = [uv, "pip", "install", "--python", python]
     done = subprocess.run(
         [*install, f"transformers=={OLDER}"], capture_output=True, text=True, check=False
     )
@@ -153,8 +152,7 @@ def test_transformers_4_computes_the_same_with_every_export(older: Path, tmp_pat
     for name, config in {**{name: {"model_type": name} for name in TABLES}, **MORE}.items():
         values = small(config)
         torch.manual_seed(0)
-        model = skeleton(hf_config(values), torch.float32, "eager")
-        materialize(model, 0, torch.device("cpu"))
+        model = built(values, attention="eager")
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0, 0.3)

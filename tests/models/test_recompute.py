@@ -3,59 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import deque
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
+from harness.models import recompute
 from harness.models.attention import draw_by_place
-from harness.models.initialize import materialize
 from harness.models.layer_changes import drop_layers, tile_mlps
 from harness.models.loss import forward
 from harness.models.recompute import Buffers, HostCopy, Keep, Reuse, checkpoint_layers
-from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import CONFIGS
-
-
-def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the loss of a batch with ids below 63, and the gradient of every trained parameter."""
-    torch.manual_seed(1)
-    ids = torch.randint(0, 63, (2, 16))
-    loss = forward(model, ids, ids.clone())[0]
-    loss.backward()
-    values = {"loss": loss.detach()}
-    return values | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
+from tests.models.small import Counted, built, loss_and_gradients
 
 _LLAMA, _BLOOM = CONFIGS["llama"], CONFIGS["bloom"]
 _DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
 _GPT2 = {**CONFIGS["gpt2"], **_DROPOUTS}
-_ATTENTION = {"bloom": "eager"}
 _LAYERS = 3
-
-
-def built(config: dict[str, Any], precision: str = "fp32", attention: str = "") -> PreTrainedModel:
-    attention = attention or _ATTENTION.get(config["model_type"], "sdpa")
-    model = skeleton(hf_config(config), DTYPES[precision], attention)
-    materialize(model, 0, torch.device("cpu"))
-    return model.train()
-
-
-class Counted(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 WAYS = list(itertools.product(("full", "selective", 2), (False, True)))
 
 
@@ -64,9 +30,9 @@ WAYS = list(itertools.product(("full", "selective", 2), (False, True)))
 @pytest.mark.parametrize("config", [_LLAMA, _GPT2, _BLOOM], ids=["llama", "gpt2", "bloom"])
 def test_what_is_computed_again_is_bit_for_bit_the_same(config, precision, checkpointing, offload):
     """GPT-2 uses dropout in and after attention: the second draw gives the same numbers."""
-    expected, model = gradients(built(config, precision)), built(config, precision)
+    expected, model = loss_and_gradients(built(config, precision)), built(config, precision)
     checkpoint_layers(model, checkpointing, offload)
-    actual = gradients(model)
+    actual = loss_and_gradients(model)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
@@ -77,17 +43,23 @@ def test_layers_left_out_and_own_draws_are_the_same_the_second_time():
         draw_by_place(model, 1)
         drop_layers(model, 0.5)
     checkpoint_layers(models[1], "selective", to_host=True)
-    expected, actual = map(gradients, models)
+    expected, actual = map(loss_and_gradients, models)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def counts_of(checkpointing: Any, attention: str = "sdpa") -> Counted:
+    """Return the operations of a training step."""
+    model = built(_LLAMA, attention=attention)
+    checkpoint_layers(model, checkpointing)
+    with Counted() as counted:
+        loss_and_gradients(model)
+    return counted
 
 
 def test_selective_runs_no_product_twice_and_full_all_but_the_last_of_a_layer():
     counts = {}
     for checkpointing in ("none", "selective", "full", 2):
-        model = built(_LLAMA)
-        checkpoint_layers(model, checkpointing)
-        with Counted() as counted:
-            gradients(model)
+        counted = counts_of(checkpointing)
         fused = [
             n for name, n in counted.counts.items() if "attention" in name and "back" not in name
         ]
@@ -100,20 +72,14 @@ def test_selective_runs_no_product_twice_and_full_all_but_the_last_of_a_layer():
 
 
 def test_scores_that_are_written_out_are_computed_again():
-    model = built(_LLAMA, attention="eager")
-    checkpoint_layers(model, "selective")
-    with Counted() as counted:
-        gradients(model)
-    plain = built(_LLAMA, attention="eager")
-    with Counted() as before:
-        gradients(plain)
-    assert counted.counts["aten::mm"] == before.counts["aten::mm"]
-    assert counted.counts["aten::bmm"] == before.counts["aten::bmm"] + 2 * _LAYERS
+    before, after = (counts_of(kept, "eager").counts for kept in ("none", "selective"))
+    assert after["aten::mm"] == before["aten::mm"]
+    assert after["aten::bmm"] == before["aten::bmm"] + 2 * _LAYERS
 
 
 def test_a_result_that_is_changed_in_place_afterwards_is_computed_again():
     """ZeRO 3 adds a bias in this way to a product whose sum is secretly a view."""
-    results: Any = Reuse.__init__.__globals__["deque"]()
+    results = deque[Any]()
     x, weight = torch.randn(2, 3, 4), torch.randn(4, 5)
     with Keep(results, attention=True, buffers=None):
         kept = x.matmul(weight)
@@ -131,8 +97,6 @@ def test_offloaded_inputs_are_copies():
     layer = torch.nn.Linear(4, 4)
     model: Any = torch.nn.Module()
     model.layers = torch.nn.ModuleList([layer])
-    from harness.models import recompute
-
     recompute._checkpoint(layer, {}, Buffers())
     x = torch.randn(2, 4, requires_grad=True)
     hidden = x * 1
@@ -172,22 +136,14 @@ def test_host_memory_of_copies_is_used_again_and_none_that_is_in_use():
     assert len(buffers._free) == len(sizes) - 2  # a larger one replaced one
 
 
-def test_evaluation_keeps_nothing():
-    model = built(_LLAMA).eval()
-    checkpoint_layers(model, "full", to_host=True)
-    ids = torch.zeros(1, 4, dtype=torch.int64)
-    with torch.no_grad():
-        assert forward(model, ids, ids)[0].isfinite()
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("tiles", [2, 5])
 @pytest.mark.parametrize("config", [_LLAMA, _BLOOM], ids=["llama", "bloom"])
 def test_tiles_add_up_to_the_whole_mlp(config, tiles, checkpointing):
-    expected, model = gradients(built(config)), built(config)
+    expected, model = loss_and_gradients(built(config)), built(config)
     checkpoint_layers(model, checkpointing)
     tile_mlps(model, tiles)
-    actual = gradients(model)
+    actual = loss_and_gradients(model)
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6)
     with torch.no_grad():

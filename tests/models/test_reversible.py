@@ -9,11 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from harness.layout.recompute import flops_again, matrix_elements
 from harness.layout.shape import Shape, flops_per_unit
-from harness.models.initialize import materialize
 from harness.models.layer_changes import tile_mlps
 from harness.models.loss import forward
 from harness.models.recompute import saved_by
@@ -22,7 +20,8 @@ from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.models.units import decoder_layers
 from harness.plan.layers import REVERSIBLE_FAMILIES
 from tests.engine.small import MODEL
-from tests.models.test_recompute import Counted, gradients
+from tests.models import small
+from tests.models.small import Counted, loss_and_gradients
 from tests.tiers import rest_in_gate
 
 SIZES: dict[str, Any] = {**MODEL, "pad_token_id": 63}
@@ -34,23 +33,25 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def built(model_type: str = "llama", precision: str = "fp32", **sizes: Any) -> PreTrainedModel:
+def built(model_type: str = "llama", precision: str = "fp32", **sizes: Any) -> Any:
     config = {**SIZES, "model_type": model_type, **MORE.get(model_type, {}), **sizes}
-    model = skeleton(hf_config(config), DTYPES[precision])
-    materialize(model, 0, torch.device("cpu"))
-    return model.train()
+    return small.built(config, precision)
 
 
-def kept_by_autograd(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the gradients of the same two streams with every activation kept."""
+def reversible(*args: Any, **sizes: Any) -> Any:
+    model = built(*args, **sizes)
+    reverse_layers(model)
+    return model
+
+
+def errors(model: Any, reference: Any) -> dict[str, float]:
+    """Return each gradient's distance from that of the same two streams with every activation kept
+    by autograd, relative to its norm.
+    """
     add = Streams.add
     with mock.patch.object(Streams, "add", lambda self, half, _reversible: add(self, half, False)):
-        return gradients(model)
-
-
-def errors(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:
-    """Return each gradient's distance from autograd's, relative to its norm."""
-    expected, actual = kept_by_autograd(reference), gradients(model)
+        expected = loss_and_gradients(reference)
+    actual = loss_and_gradients(model)
     assert actual.keys() == expected.keys()
     return {n: float((actual[n] - g).norm() / g.norm()) for n, g in expected.items()}
 
@@ -66,7 +67,7 @@ def test_a_layer_is_its_two_halves(model_type: str) -> None:
         inputs.update(args=args, kwargs=kwargs)
 
     hook = layers[1].register_forward_pre_hook(note, with_kwargs=True)
-    gradients(model)
+    loss_and_gradients(model)
     hook.remove()
     arguments = arguments_of(layers[1].forward, *inputs["args"], **inputs["kwargs"])
     hidden = arguments.pop("hidden_states")
@@ -81,10 +82,7 @@ def test_a_layer_is_its_two_halves(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", rest_in_gate("models", REVERSIBLE_FAMILIES))
 def test_gradients_are_autograds_within_rounding(model_type: str) -> None:
     """GPT-2, GPT-NeoX and Phi-3 use dropout: the second draw gives the same numbers."""
-    models = [built(model_type) for _ in range(2)]
-    for model in models:
-        reverse_layers(model)
-    worst = errors(*models)
+    worst = errors(reversible(model_type), reversible(model_type))
     assert worst.pop("loss") == 0
     assert 0 < max(worst.values()) < 2e-6
 
@@ -92,9 +90,7 @@ def test_gradients_are_autograds_within_rounding(model_type: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_streams_in_fp32_come_back_in_half_precision(precision: str) -> None:
     """The error of 24 inversions in fp32 vanishes when streams are rounded for reading."""
-    models = [built(precision=precision, num_hidden_layers=24) for _ in range(2)]
-    for model in models:
-        reverse_layers(model)
+    models = [reversible(precision=precision, num_hidden_layers=24) for _ in range(2)]
     assert max(errors(*models).values()) < torch.finfo(DTYPES[precision]).eps
 
 
@@ -102,9 +98,7 @@ def test_streams_in_half_precision_would_not_come_back() -> None:
     def rounded(self: Any, embedding: torch.Tensor) -> None:
         vars(self).update(_dtype=embedding.dtype, other=embedding, last=embedding, kept=None)
 
-    models = [built(precision="bf16", num_hidden_layers=12) for _ in range(2)]
-    for model in models:
-        reverse_layers(model)
+    models = [reversible(precision="bf16", num_hidden_layers=12) for _ in range(2)]
     with mock.patch.object(Streams, "__init__", rounded):
         assert max(errors(*models).values()) > torch.finfo(torch.bfloat16).eps
 
@@ -112,8 +106,7 @@ def test_streams_in_half_precision_would_not_come_back() -> None:
 def test_what_is_kept_does_not_grow_with_depth() -> None:
     bytes_of = {}
     for layers in (2, 8):
-        model = built(num_hidden_layers=layers)
-        reverse_layers(model)
+        model = reversible(num_hidden_layers=layers)
         ids = torch.randint(0, 63, (2, 16))
         with saved_by(model) as saved:
             loss = forward(model, ids, ids.clone())[0]
@@ -123,9 +116,7 @@ def test_what_is_kept_does_not_grow_with_depth() -> None:
 
 
 def test_nothing_outlives_the_backward_pass() -> None:
-    model = built()
-    reverse_layers(model)
-    made = []
+    model, made = reversible(), []
     init = Streams.__init__
 
     def noted(self: Any, embedding: torch.Tensor) -> None:
@@ -133,7 +124,7 @@ def test_nothing_outlives_the_backward_pass() -> None:
         made.append(weakref.ref(self))
 
     with mock.patch.object(Streams, "__init__", noted):
-        gradients(model)
+        loss_and_gradients(model)
     gc.collect()
     assert len(made) == 1
     assert made[0]() is None
@@ -141,10 +132,8 @@ def test_nothing_outlives_the_backward_pass() -> None:
 
 def test_two_forward_passes_have_streams_of_their_own() -> None:
     """As when evaluations or more micro-batches run before a backward pass."""
-    expected, model = built(), built()
-    for each in (expected, model):
-        reverse_layers(each)
-    gradients(expected)
+    expected, model = reversible(), reversible()
+    loss_and_gradients(expected)
     torch.manual_seed(1)
     ids = torch.randint(0, 63, (2, 16))
     first = forward(model, ids, ids.clone())[0]
@@ -158,8 +147,7 @@ def test_two_forward_passes_have_streams_of_their_own() -> None:
 
 
 def test_generation_reads_its_cache() -> None:
-    model = built().eval()
-    reverse_layers(model)
+    model = reversible().eval()
     ids = torch.tensor([[3, 1, 4]])
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     cached = model.generate(ids, use_cache=True, **options)
@@ -167,25 +155,20 @@ def test_generation_reads_its_cache() -> None:
 
 
 def test_tiles_of_an_mlp_are_computed_again_within_its_half() -> None:
-    models = [built(), built()]
-    for model in models:
-        reverse_layers(model)
-    tile_mlps(models[0], 3)
-    assert max(errors(*models).values()) < 2e-6
+    model = reversible()
+    tile_mlps(model, 3)
+    assert max(errors(model, reversible()).values()) < 2e-6
 
 
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_all_products_of_a_layer_run_again(tiles: int) -> None:
-    counts = {}
-    for name in ("plain", "reversible"):
-        model = built()
-        if name == "reversible":
-            reverse_layers(model)
-            if tiles > 1:
-                tile_mlps(model, tiles)
+    products = []
+    for model in (built(), reversible()):
+        if products and tiles > 1:
+            tile_mlps(model, tiles)
         with Counted() as counted:
-            gradients(model)
-        counts[name] = counted.counts["aten::mm"]
+            loss_and_gradients(model)
+        products.append(counted.counts["aten::mm"])
     shape = Shape.from_hf(SIZES)
     mlp, layer = 2 * matrix_elements(shape.body.layers[0]), flops_per_unit(shape, 16)[1] // 3
     again = 0 if tiles == 1 else mlp
@@ -193,7 +176,7 @@ def test_all_products_of_a_layer_run_again(tiles: int) -> None:
     # Four matrices of attention. Per tile: three forward, again with its half, two again alone, and
     # twice the forward number for the gradients.
     more = 4 + 3 if tiles == 1 else 4 + (3 + 3 + 2 + 6) * tiles - 9
-    assert counts["reversible"] - counts["plain"] == 3 * more
+    assert products[1] - products[0] == 3 * more
 
 
 def test_a_layer_of_another_kind_is_refused() -> None:

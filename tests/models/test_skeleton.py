@@ -14,18 +14,18 @@ from transformers.modeling_flash_attention_utils import _process_flash_attention
 
 from harness.layout.releases import is_older
 from harness.layout.world import World
-from harness.models.initialize import materialize
+from harness.models.attention import separates_documents
 from harness.models.skeleton import (
     described_parameters,
     hf_config,
-    separates_documents,
     skeleton,
     tied_names,
 )
 from harness.models.units import units
 from harness.plan.attention import AttentionNeeds
 from harness.plan.model_config import find_model_config, preset_names
-from tests.engine.small import MODEL
+from tests.engine.small import CONFIGS, MODEL
+from tests.models.small import attention_of, built
 
 LLAMA = {**MODEL, "num_hidden_layers": 2}
 OWN_CODE = """
@@ -35,7 +35,6 @@ class OwnConfig(LlamaConfig):
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
 """
-GPT2 = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 
 def empty(config: dict[str, object]):
@@ -91,7 +90,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
 
 
 def test_biases_positions_and_a_tied_head_do_not_decay() -> None:
-    kinds = {name.partition(".h.")[2][2:] for name in decayed(GPT2)}
+    kinds = {name.partition(".h.")[2][2:] for name in decayed(CONFIGS["gpt2"])}
     assert kinds == {
         "attn.c_attn.weight",
         "attn.c_proj.weight",
@@ -129,24 +128,16 @@ def test_an_unknown_model_type_is_refused() -> None:
         hf_config({**LLAMA, "model_type": "nonesuch"})
 
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+HEEDING = dict.fromkeys(("llama", "gpt2", "mixtral", "qwen3_moe", "gpt_neox"), True)
 
 
 @pytest.mark.parametrize(
-    ("config", "separates"),
-    [
-        (LLAMA, True),
-        (GPT2, True),
-        ({**LLAMA, "model_type": "mixtral"}, True),
-        ({**LLAMA, "model_type": "qwen3", "head_dim": 8}, True),
-        ({**SIZES, "model_type": "gpt_neox", "intermediate_size": 64}, True),
-        ({**SIZES, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32}, False),
-        ({**SIZES, "model_type": "falcon"}, not is_older((5, 24))),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+    ("family", "separates"),
+    [*HEEDING.items(), ("opt", False), ("bloom", False), ("falcon", not is_older((5, 24)))],
 )
-def test_which_models_heed_document_boundaries(config: dict[str, object], separates: bool) -> None:
-    assert separates_documents(empty(config)) is separates
+def test_which_models_heed_document_boundaries(family: str, separates: bool) -> None:
+    model = skeleton(hf_config(CONFIGS[family]), torch.float32, attention_of(CONFIGS[family]))
+    assert separates_documents(model) is separates
 
 
 GEMMA2 = {
@@ -164,9 +155,7 @@ def test_scores_are_soft_capped_or_the_attention_is_refused() -> None:
     ids = torch.arange(12).view(1, 12)
 
     def logits(cap: float | None) -> torch.Tensor:
-        config = hf_config({**GEMMA2, "attn_logit_softcapping": cap})
-        model = skeleton(config, torch.float32, "eager")
-        materialize(model, 0, torch.device("cpu"))
+        model = built({**GEMMA2, "attn_logit_softcapping": cap})
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.data.mul_(50)  # initial scores are too small for a cap
         with torch.no_grad():

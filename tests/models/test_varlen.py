@@ -19,14 +19,12 @@ from transformers import modeling_flash_attention_utils as flash
 from harness.data.batch import Batch
 from harness.models import varlen
 from harness.models.attention import attend_with
-from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.recompute import checkpoint_layers
-from harness.models.skeleton import hf_config, skeleton
 from tests.gates.models import LEARNED
 from tests.gates.parity.recipe import global_batch
+from tests.models.small import CPU, attention_of, built, gradients_of
 
-CPU = torch.device("cpu")
 in_turn = varlen._in_turn
 of_2_11 = pytest.mark.skipif(
     "window_size" not in inspect.signature(of_torch.varlen_attn).parameters,
@@ -34,24 +32,21 @@ of_2_11 = pytest.mark.skipif(
 )
 
 
-def learned(family: str, attention: str, dtype: torch.dtype = torch.float32) -> Any:
-    masked = "eager" if family == "gemma2" else "sdpa"
-    model = skeleton(hf_config(LEARNED[family]), dtype, masked)
-    materialize(model, 0, CPU)
+def learned(family: str, attention: str) -> Any:
+    model = built(LEARNED[family])
     attend_with(attention, model)
-    return model.train()
+    return model
 
 
 def loss_and_gradients(model: Any, batch: Batch, attention: str) -> dict[str, torch.Tensor]:
     loss, _ = forward(model, *batch.on(CPU), keywords=batch.keywords(attention, CPU))
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"loss": loss.detach(), **gradients}
+    return {"loss": loss.detach(), **gradients_of(model)}
 
 
 def apart(family: str, attention: str = "varlen", **changed: Any) -> float:
     """Return the largest relative difference of loss and gradients from those with a mask."""
-    masked = "eager" if family == "gemma2" else "sdpa"
+    masked = attention_of(LEARNED[family])
     batch = global_batch(0)
     exact = loss_and_gradients(learned(family, masked), batch, masked)
     model = learned(family, attention)
@@ -98,12 +93,15 @@ def test_layers_are_computed_again_with_their_documents() -> None:
     assert all(torch.equal(again[name], exact[name]) for name in exact)
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, soft_caps: bool = False) -> None:
-    """Take the path of a GPU; the caller replaces its kernels."""
-    monkeypatch.setattr(varlen, "_in_turn", varlen.fused_kernel(soft_caps))
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the path of a GPU; the test replaces its kernels."""
+    monkeypatch.setattr(varlen, "_in_turn", varlen.fused_kernel)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
 
 
 @of_2_11
+@pytest.mark.usefixtures("on_a_gpu")
 def test_torchs_kernel_is_asked_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     signature, windows = inspect.signature(of_torch.varlen_attn), set()
 
@@ -123,7 +121,6 @@ def test_torchs_kernel_is_asked_as_it_is_written(monkeypatch: pytest.MonkeyPatch
         windows.add(left)
         return in_turn(q, k, v, cu_q, max_q, scale=asked["scale"], before=left, softcap=None)
 
-    on_a_gpu(monkeypatch)
     monkeypatch.setattr(of_torch, "varlen_attn", stand_in)
     assert max(apart("llama"), apart("mistral")) < 5e-6
     assert windows == {-1, 7}  # a window of 8 tokens includes seven earlier ones
@@ -147,16 +144,15 @@ def varlen_attn_of_2_10(
     raise AssertionError("it is not asked")
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 def test_an_older_torchs_kernel_is_asked_for_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in (varlen_attn_of_2_11, varlen_attn_of_2_10):
         monkeypatch.setattr(of_torch, "varlen_attn", kernel)
         monkeypatch.setattr(varlen, "_TAKEN", frozenset(inspect.signature(kernel).parameters))
         if kernel is varlen_attn_of_2_11:
-            on_a_gpu(monkeypatch)
             assert max(apart("llama"), apart("mistral")) < 5e-6
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     with pytest.raises(ValueError, match="no varlen_attn with windows: install flash-attn"):
-        varlen.fused_kernel(soft_caps=False)
+        apart("llama")
 
 
 @of_2_11
@@ -168,7 +164,7 @@ def test_torchs_kernel_takes_its_inputs_in_16_bits_alone() -> None:
         q, k, v = (torch.empty(20, n, 16, dtype=torch.bfloat16) for n in (4, 2, 2))
         states = [x.requires_grad_() for x in (q, k, v)]
         bounds = torch.tensor([0, 12, 20], dtype=torch.int32)
-        output = varlen._torch_kernel(*states, bounds, 12, scale=0.25, before=3, softcap=None)
+        output = varlen.fused_kernel(*states, bounds, 12, scale=0.25, before=3, softcap=None)
         output.sum().backward()
         assert output.shape == q.shape
         assert [x.grad.shape for x in states] == [x.shape for x in states]
@@ -203,14 +199,13 @@ def flash_attn_varlen_func(
     return in_turn(q, k, v, cu_seqlens_q, max_seqlen_q, **how)
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 def test_soft_capped_scores_are_flash_attns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as if it were not installed
     with pytest.raises(ValueError, match="no soft-capped scores: install flash-attn"):
-        varlen.fused_kernel(soft_caps=True)
+        apart("gemma2")
     package: Any = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    on_a_gpu(monkeypatch, soft_caps=True)
     assert apart("gemma2") < 5e-6
 
 

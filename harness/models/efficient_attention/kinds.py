@@ -10,10 +10,14 @@ import torch
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from harness.models.efficient_attention.hashes import Reformer
-from harness.models.efficient_attention.patterns import Linformer, Longformer, Strided
+from harness.models.efficient_attention.patterns import (
+    ByPieces,
+    Linformer,
+    Longformer,
+    Reformer,
+    Strided,
+)
 from harness.models.efficient_attention.performer import ByChunks, Performer
-from harness.models.efficient_attention.pieces import ByPieces
 from harness.models.keeping import keeping_none
 
 Sizes = Mapping[str, int]

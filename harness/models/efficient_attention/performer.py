@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from harness.models.efficient_attention.draws import orthogonal
-from harness.models.efficient_attention.pieces import documents
+from harness.models.efficient_attention.patterns import documents, draw, slices
 
 _CHUNK = 128  # tokens
 _LEAST = 1e-6
@@ -39,8 +38,7 @@ class Performer:
 
     def directions(self, like: torch.Tensor) -> torch.Tensor:
         """Return w, (features, head_dim) fp32."""
-        width = like.shape[-1]
-        return orthogonal(self.features, width, self.seed, str(self.layer), like.device)
+        return _orthogonal(self.features, like.shape[-1], self.seed, str(self.layer), like.device)
 
 
 class ByChunks(torch.autograd.Function):
@@ -67,7 +65,7 @@ class ByChunks(torch.autograd.Function):
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for *states, result in documents(bounds, query, key, value, output):
             past = _nothing(states[1], directions)
-            for tokens in _chunks(states[0].shape[1]):
+            for tokens in slices(states[0].shape[1], _CHUNK):
                 own, past = _step(past, directions, scale, *(s[:, tokens] for s in states))
                 result[:, tokens] = own
         return output
@@ -78,7 +76,7 @@ class ByChunks(torch.autograd.Function):
         states, directions, scale = context.saved_tensors, context.directions, context.scale
         gradients = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in states]
         for q, k, v, due, *own in documents(context.bounds, *states, gradient, *gradients):
-            chunks = [*_chunks(q.shape[1])]
+            chunks = [*slices(q.shape[1], _CHUNK)]
             pasts = [_nothing(k, directions)]
             for tokens in chunks[:-1]:
                 parts = [s[:, tokens] for s in (q, k, v)]
@@ -141,5 +139,15 @@ def _nothing(key: torch.Tensor, directions: torch.Tensor) -> Past:
     return sums, torch.full((len(key),), -torch.inf, device=key.device)
 
 
-def _chunks(tokens: int) -> Iterator[slice]:
-    return (slice(start, min(start + _CHUNK, tokens)) for start in range(0, tokens, _CHUNK))
+# Cached on the device: each copy to it would make the host wait.
+@functools.lru_cache(maxsize=1024)
+def _orthogonal(rows: int, width: int, seed: int, name: str, device: torch.device) -> torch.Tensor:
+    """Return (rows, width) fp32: orthogonal in blocks of `width` rows, each row with the length of
+    a normal vector (arXiv 2009.14794, section 2.4).
+    """
+    blocks = -(-rows // width)
+    drawn = draw((2, blocks, width, width), seed, name)
+    turned, triangle = torch.linalg.qr(drawn[0].double())
+    turned = turned * triangle.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # otherwise not uniform
+    long: torch.Tensor = turned.mT.float() * drawn[1].norm(dim=-1, keepdim=True)
+    return long.flatten(0, 1)[:rows].to(device)

@@ -1,16 +1,95 @@
-"""The loss of logits whose vocabulary is sharded: no rank ever holds all of them."""
+"""Cross-entropy summed over target tokens, from whole or sharded logits, and sums of it by group.
+
+A token's group is the source of its sample, or a range of positions.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
+from torch.nn import functional
 
 from harness.models.exchange import gathered
-from harness.models.loss_breakdown import record
+
+
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
+) -> torch.Tensor:
+    """Return the cross-entropy summed over target tokens, in nats and fp32.
+
+    logits (micro_batch, seq_len, vocab_size); labels (micro_batch, seq_len), already shifted, -100
+    where there is no target. It is the sum, not the mean, because micro-batches may have different
+    numbers of targets and only the caller knows the number in the global batch. `smoothing`: share
+    of each target's probability that is spread evenly over the vocabulary.
+    """
+    losses = functional.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]),
+        labels.reshape(-1),
+        ignore_index=-100,
+        reduction="none" if is_recording() else "sum",
+        label_smoothing=smoothing,
+    )
+    record(losses)
+    return losses.sum()
+
+
+@dataclass
+class _Recorder:
+    sums: torch.Tensor
+    """(groups,)"""
+    numbers: torch.Tensor
+    """Group of each sample, (micro_batch,), or of each token, (micro_batch, seq_len)."""
+    has_recorded: bool = False
+
+
+_recorder: _Recorder | None = None
+
+
+@contextlib.contextmanager
+def recording(sums: torch.Tensor | None, numbers: torch.Tensor | None) -> Iterator[None]:
+    """Within this context, `record` adds a micro-batch's losses to `sums` (groups,) by the group
+    `numbers` of its samples or tokens. Does nothing if either is None.
+
+    Sums become NaN if the loss does not record its tokens.
+    """
+    global _recorder
+    before, own = _recorder, None
+    if sums is not None and numbers is not None:
+        own = _Recorder(sums, numbers)
+    _recorder = own
+    try:
+        yield
+    finally:
+        _recorder = before
+    if own is not None and not own.has_recorded:
+        own.sums.fill_(math.nan)
+
+
+def is_recording() -> bool:
+    """Return True if the losses of single tokens are needed."""
+    return _recorder is not None
+
+
+def record(losses: torch.Tensor) -> None:
+    """Add a micro-batch's token losses, in order and 0 without a target. Never synchronises."""
+    if _recorder is None:
+        return
+    sums, numbers = _recorder.sums, _recorder.numbers
+    own = losses.detach().double().view(len(numbers), -1)
+    if numbers.dim() == 1:
+        own = own.sum(1)
+        places = torch.arange(len(sums), device=sums.device)
+        sums.add_(torch.where(numbers[:, None] == places, own[:, None], 0.0).sum(0))
+    else:
+        sums.index_add_(0, numbers.flatten(), own.flatten())
+    _recorder.has_recorded = True
 
 
 @dataclass(frozen=True)
@@ -25,8 +104,8 @@ class Vocabulary:
     def token_losses(
         self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
     ) -> torch.Tensor:
-        """Return the cross-entropy summed over target tokens, as in models/loss.py; the same on all
-        ranks of the group. logits (micro_batch, seq_len, size).
+        """Return what the function `token_losses` returns, on all ranks of the group, which never
+        hold all logits. logits (micro_batch, seq_len, size).
         """
         flat = logits.float().reshape(-1, logits.shape[-1])
         arguments = (flat, labels.reshape(-1), self, smoothing)
