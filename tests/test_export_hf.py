@@ -57,17 +57,6 @@ def copy(run: RunFolder, tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", WITHOUT_DEEPSPEED, REPOSITORY / "tools" / "export_hf.py"]
-    return subprocess.run(
-        [str(word) for word in (*words, *arguments)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
-
-
 def with_manifest(run: RunFolder, **changes: Any) -> Any:
     """Return the run's last checkpoint with a changed manifest."""
     checkpoint = checkpoint_of(str(run.path))
@@ -78,7 +67,9 @@ def with_manifest(run: RunFolder, **changes: Any) -> Any:
 def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
     run: RunFolder, tmp_path: Path
 ) -> None:
-    done = tool(run.path, "--out", tmp_path / "export")
+    tool = [sys.executable, "-c", WITHOUT_DEEPSPEED, REPOSITORY / "tools" / "export_hf.py"]
+    words = [*tool, run.path, "--out", tmp_path / "export"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"written (\d+\.\d\d MiB) of \1 \(100%\)", done.stderr)
     assert "its probe loss is" in done.stdout
@@ -88,7 +79,7 @@ def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
     assert ids == AutoTokenizer.from_pretrained(run.tokenizer_dir)("the model reads").input_ids
     written = load_file(tmp_path / "export" / "model.safetensors")
     reader = checkpoint_of(str(run.path)).reader()
-    assert sorted(written) == sorted(reader.by_name)
+    assert sorted(written) == sorted(reader.index)
     assert all(torch.equal(t, reader.whole(n, "weight")) for n, t in written.items())
 
 

@@ -47,7 +47,7 @@ def test_a_run_of_the_trainer_goes_on(
     assert checkpoint.manifest.engine["optimizer"] == {"step": 3.0}
     reader = checkpoint.reader()
     expected = torch.load(out / "expected.pt")
-    assert sorted(reader.by_name) == sorted(expected)
+    assert sorted(reader.index) == sorted(expected)
     for name, kinds in expected.items():
         for kind, tensor in kinds.items():
             assert torch.equal(reader.whole(name, kind), tensor), (name, kind)

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.export import replacing
-from harness.checkpoint.index import INDEX, Entry, from_index, to_index
+from harness.checkpoint.index import INDEX, Entry, Index, to_index
 from harness.checkpoint.manifest import MANIFEST, Manifest, TrainState
 from harness.checkpoint.store import Store, verified
 from harness.checkpoint.tensor_file import Written, write_bytes, write_fragments
@@ -93,7 +93,7 @@ def _write(folder: Path, native: Native, manifest: Manifest) -> None:
         written, here = write_fragments(folder, number, fragments)
         files, entries = [*files, *written], [*entries, *here]
     index = to_index(entries)
-    from_index(index, native.folder)  # checks frozen weights, which nothing else counts
+    Index(index, native.folder).check()  # counts frozen weights, as nothing else does
     files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
     write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
-import json
 import shutil
 import socket
 import tempfile
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
-from harness.checkpoint.hub_layout import HubLayout, rewrite_config
+from harness.checkpoint.hub_layout import HubLayout, rewrite_config, write_json
 from harness.checkpoint.index import BUFFER, WEIGHT
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import Checkpoint, fsync
@@ -108,15 +107,6 @@ def _unfinished(folder: Path) -> str:
     return f".unfinished-{folder.name}-"
 
 
-def check_room(folder: Path, model: PreTrainedModel, beside_bytes: int) -> None:
-    """Raise CannotSave if the disk lacks space for the weights plus `beside_bytes`."""
-    layout = HubLayout(model, piece_bytes=SHARD_BYTES)
-    needed = sum(t.nbytes for t in layout.tensors.values()) + beside_bytes
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise CannotSave(f"the export needs {as_size(needed)}, but only {as_size(free)} are free")
-
-
 def write_model(
     folder: Path,
     model: PreTrainedModel,
@@ -129,7 +119,7 @@ def write_model(
 
     `model` has its parameters on meta, in the dtype to write. `source`: the config.json of its
     initial weights. Memory use is limited to a chunk of a tensor, or to the few tensors that are
-    converted together.
+    converted together. Raises CannotSave if there is not enough space.
     """
     layout = HubLayout(model, piece_bytes=shard_bytes // 8)
     split = split_torch_state_dict_into_shards(
@@ -137,7 +127,9 @@ def write_model(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
-    total = sum(t.nbytes for t in layout.tensors.values())
+    total, free = sum(t.nbytes for t in layout.tensors.values()), shutil.disk_usage(folder).free
+    if total > free:
+        raise CannotSave(f"the export needs {as_size(total)}, but only {as_size(free)} are free")
     notes = _write_config(folder, model, source or {})
     files = {
         file: TensorWriter(folder / file, {name: layout.tensors[name] for name in names})
@@ -157,8 +149,7 @@ def write_model(
     if split.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        write_json(folder / "model.safetensors.index.json", index)
     return notes
 
 
@@ -249,13 +240,9 @@ def write_adapters(
     tensors |= {name: t.to(dtype) for name, t in beside.items() if name not in tensors}
     named = {_PREFIX + name.replace(f".{NAME}.", "."): t for name, t in tensors.items()}
     save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
-    _write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, config)
     if manifest.quantization:
-        _write_json(folder / DESCRIPTION, manifest.quantization)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        write_json(folder / DESCRIPTION, manifest.quantization)
 
 
 def base_of(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

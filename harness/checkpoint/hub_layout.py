@@ -21,7 +21,6 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-_OF_NO_EXPORT = ("quantization_config",)  # weights are exported in the run's precision
 
 # Keys of transformers 4 for rotary settings of model types that do not use the common ones.
 _THETA, _LOCAL_THETA, _PARTIAL = "rope_theta", "rope_local_base_freq", "partial_rotary_factor"
@@ -47,11 +46,11 @@ def rewrite_config(folder: Path, config: PretrainedConfig, source: Mapping[str, 
     """
     path = folder / "config.json"
     written = json.loads(path.read_text(encoding="utf-8"))
-    for key in _OF_NO_EXPORT:
-        written.pop(key, None)
+    written.pop("quantization_config", None)  # weights are exported in the run's precision
     values = _for_both(config, written, source)
-    is_read = _reads_the_same(config, values)
-    _write(path, values if is_read else written)
+    again = type(config).from_dict(json.loads(json.dumps(values)))  # as version 5 reads it
+    is_read = _rotary(again) == _rotary(config)
+    write_json(path, values if is_read else written)
     return [] if is_read else ["only transformers 5 reads the rotary settings of config.json"]
 
 
@@ -69,10 +68,10 @@ def _for_both(
             del values[key]  # version 4 cannot read an infinite number
     if (dtype := values.get("dtype")) is not None:
         values["torch_dtype"] = dtype
-    added = {**_old_rotary(config), **_old_names(config, source)}
-    for key, value in added.items():
-        values.setdefault(key, value)
-    return values
+    # Aliases: those used in `source` and those that version 4 reads.
+    names = {*_OLD_NAMES.get(config.model_type, ()), *(source.keys() & config.attribute_map.keys())}
+    aliases = {name: getattr(config, name) for name in sorted(names) if hasattr(config, name)}
+    return {**_old_rotary(config), **aliases, **values}
 
 
 def _table(value: Any) -> Mapping[str, Any]:
@@ -115,18 +114,6 @@ def _old_scaling(config: PretrainedConfig, settings: Mapping[str, Any]) -> dict[
     return scaling
 
 
-def _old_names(config: PretrainedConfig, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of aliases: those used in `source` and those that version 4 reads."""
-    names = {*_OLD_NAMES.get(config.model_type, ()), *(source.keys() & config.attribute_map.keys())}
-    return {name: getattr(config, name) for name in sorted(names) if hasattr(config, name)}
-
-
-def _reads_the_same(config: PretrainedConfig, values: Mapping[str, Any]) -> bool:
-    """Return True if version 5 reads the same rotary settings from `values` as `config` has."""
-    again = type(config).from_dict(json.loads(json.dumps(values)))
-    return _rotary(again) == _rotary(config)
-
-
 def _rotary(config: PretrainedConfig) -> dict[str, Any]:
     """Return the rotary settings of a config and its nested configs, by the new keys only."""
     settings = dict(_table(getattr(config, "rope_parameters", None)))
@@ -158,10 +145,11 @@ def rewrite_tokenizer_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -
             "add_eos_token": ids[-1:] == [tokenizer.eos_token_id],
         }
         values = {**flags, **values}
-    _write(path, values)
+    write_json(path, values)
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file of an export, with sorted keys."""
     text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     path.write_text(text, encoding="utf-8")
 
@@ -201,7 +189,10 @@ class HubLayout:
     def __init__(self, model: PreTrainedModel, piece_bytes: int) -> None:
         self._model, self._piece_bytes = model, piece_bytes
         first = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-        state = _to_be_saved(model)
+        state: Tensors = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+        for name in model._keys_to_ignore_on_save or ():
+            state.pop(name, None)
+        state = remove_tied_weights_from_state_dict(state, model)
         self.names_of_sources = {n: first[id(model.get_parameter_or_buffer(n))] for n in state}
         """Maps each name in the file to the name in the model; tied weights have several names."""
         if getattr(model, "_weight_conversions", None) is None:  # else recomputed for every part
@@ -289,16 +280,6 @@ class HubLayout:
             return tensors
         reverted: Tensors = revert_weight_conversion(self._model, dict(tensors))
         return reverted
-
-
-def _to_be_saved(model: PreTrainedModel) -> Tensors:
-    """Return the state to save, on meta: tied weights once, without buffers that can be
-    recomputed.
-    """
-    state = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    for name in model._keys_to_ignore_on_save or ():
-        state.pop(name, None)
-    return remove_tied_weights_from_state_dict(state, model)
 
 
 def _agree(some: Tensors, every: Tensors) -> bool:

@@ -72,11 +72,6 @@ class Entry:
     file: str
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
-        return self.part.whole
-
-    @property
     def piece(self) -> Piece:
         """The elements of the parameter that it contains."""
         return Piece(self.part, self.offset, self.numel)
@@ -94,7 +89,7 @@ def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
     """
     index: dict[str, Any] = {}
     for entry in entries:
-        record = {"shape": entry.shape, "kinds": entry.kinds, "at": []}
+        record = {"shape": entry.part.whole, "kinds": entry.kinds, "at": []}
         record = index.setdefault(entry.name, record)
         place: tuple[object, ...] = (entry.offset, entry.numel, entry.file)
         if not entry.part.is_whole:
@@ -141,34 +136,39 @@ def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def from_index(index: object, place: object = INDEX) -> list[Entry]:
-    """Return the entries of an index; the inverse of `to_index`.
-
-    Raises Unusable if `index`, read from `place`, has another form, or its fragments do not cover
-    each element of a parameter exactly once.
-    """
-    entries: list[Entry] = []
-    for name, record in Table(index, place).tables():
-        kinds, parts = record.texts("kinds"), _parts(record)
-        pieces = [_piece(record, piece, len(parts)) for piece in record.row("at")]
-        for number, part in enumerate(parts):
-            own = [(offset, numel, file) for offset, numel, file, n in pieces if n == number]
-            title = f"{name} {describe(part) if 'parts' in record else list(part.whole)}"
-            _check_part(title, part, own, place)
-            entries += [Entry(name, part, *piece[:2], kinds, piece[2]) for piece in own]
-        if problem := uncovered(parts):
-            raise Unusable(f"{place}: {name}: {problem}")
-    return entries
-
-
 class Index:
-    """A checked index that creates entries only for the parameters that a rank reads: a checkpoint
-    of a thousand ranks has a thousand times as many entries.
+    """An index that creates entries only for the parameters that a rank reads: a checkpoint of a
+    thousand ranks has a thousand times as many entries.
+
+    Raises Unusable where `index`, read from `place`, has another form.
     """
 
     def __init__(self, index: object, place: object = INDEX) -> None:
-        self._parameters = dict(Table(index, place).tables())
+        self._parameters, self._place = dict(Table(index, place).tables()), place
         self._rows: dict[str, list[Any]] = {}
+
+    def check(self) -> set[str]:
+        """Return the names of all files. Raises Unusable unless the fragments cover each element of
+        every parameter exactly once.
+        """
+        files = set[str]()
+        for name, record in self._parameters.items():
+            parts = _parts(record)
+            pieces = [_piece(record, piece, len(parts)) for piece in record.row("at")]
+            record.texts("kinds")  # only that they are there
+            for number, part in enumerate(parts):
+                own = [(offset, numel) for offset, numel, _, n in pieces if n == number]
+                title = f"{name} {describe(part) if 'parts' in record else list(part.whole)}"
+                _check_part(title, part, own, self._place)
+            if problem := uncovered(parts):
+                raise Unusable(f"{self._place}: {name}: {problem}")
+            files |= {file for _, _, file, _ in pieces}
+        return files
+
+    @property
+    def is_divided(self) -> bool:
+        """True if any parameter is sliced."""
+        return any("parts" in record for record in self._parameters.values())
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of all parameters."""
@@ -202,15 +202,10 @@ class Index:
         return self._rows[name]
 
 
-def is_divided(index: object) -> bool:
-    """Return True if any parameter in an index is sliced."""
-    return isinstance(index, dict) and any("parts" in record for record in index.values())
-
-
-def _check_part(title: str, part: Part, pieces: list[tuple[int, int, str]], place: object) -> None:
+def _check_part(title: str, part: Part, pieces: list[tuple[int, int]], place: object) -> None:
     """Raise Unusable unless the pieces cover each element of a slice exactly once."""
     end = 0
-    for offset, numel, _ in sorted(pieces):
+    for offset, numel in sorted(pieces):
         if offset != end or numel < 1:
             raise Unusable(
                 f"{place}: a fragment of {title} starts at element {offset} and has {numel}, but "

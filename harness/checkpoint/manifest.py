@@ -14,24 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.checkpoint.index import INDEX, Index, from_index, is_divided
+from harness.checkpoint.index import INDEX, Index
 from harness.checkpoint.tensor_file import Written
 from harness.errors import Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
-
-__all__ = [
-    "DIVIDED",
-    "INDEX",
-    "MANIFEST",
-    "PROBE",
-    "Manifest",
-    "TrainState",
-    "check_index",
-    "check_size",
-    "read_index",
-    "read_manifest",
-]
 
 # Formats: an index of whole parameters, and one with slices. WHOLE is used wherever possible,
 # because earlier versions read only that.
@@ -129,27 +116,23 @@ def checkpoint_name(step: int) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index, checked only to be a JSON object. Raises Unusable."""
-    return Index(_read_index(folder), folder / INDEX)
+    """Return the index, checked only to be a JSON object of objects. Raises Unusable."""
+    path = folder / INDEX
+    try:
+        return Index(read_json(path, _MOST_INDEX_BYTES), path)
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
 
 
 def check_index(folder: Path, manifest: Manifest) -> None:
     """Check that the index is complete and that its files are in the manifest. Raises Unusable."""
-    path, index = folder / INDEX, _read_index(folder)
-    entries = from_index(index, path)
-    if is_divided(index) and manifest.format != DIVIDED:
+    path, index = folder / INDEX, read_index(folder)
+    files = index.check()
+    if index.is_divided and manifest.format != DIVIDED:
         raise Unusable(f"{path} has sliced parameters, but format {manifest.format} has none")
-    files = {file.name for file in manifest.files if _WEIGHTS.fullmatch(file.name)}
-    if strange := {entry.file for entry in entries} - files:
+    listed = {file.name for file in manifest.files if _WEIGHTS.fullmatch(file.name)}
+    if strange := files - listed:
         raise Unusable(f"{path} names {min(strange)!r}, which the manifest does not list")
-
-
-def _read_index(folder: Path) -> object:
-    path = folder / INDEX
-    try:
-        return read_json(path, _MOST_INDEX_BYTES)
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _manifest(content: Table) -> Manifest:

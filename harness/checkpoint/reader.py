@@ -21,11 +21,6 @@ class Reader:
         self.folder, self.index = folder, index
         self._open: dict[str, TensorReader] = {}
 
-    @property
-    def by_name(self) -> dict[str, list[Entry]]:
-        """The entries of all parameters, computed on each access."""
-        return {name: self.index.entries(name) for name in self.index}
-
     def optimizer_kinds(self, name: str) -> list[str]:
         """Return the kinds of a parameter's optimizer states."""
         return [kind for kind in self.index.kinds(name) if kind != WEIGHT]

@@ -35,6 +35,11 @@ def pinned_bytes(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.uint8)
 
 
+def is_remote(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor on an accelerator."""
+    return tensor.device.type != "cpu"
+
+
 class HostCopies:
     """Copies fragments to host memory; those on an accelerator into one buffer reused by all saves.
 
@@ -42,28 +47,22 @@ class HostCopies:
     before the host waits once.
     """
 
-    def __init__(
-        self,
-        is_remote: Callable[[torch.Tensor], bool] = lambda tensor: tensor.device.type != "cpu",
-        buffer_of: Callable[[int], torch.Tensor] = pinned_bytes,
-        wait: Callable[[], None] = torch.accelerator.synchronize,
-    ) -> None:
-        self._is_remote, self._buffer_of, self._wait = is_remote, buffer_of, wait
+    def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def of(self, fragments: Sequence[Fragment]) -> list[Fragment]:
         """Return copies on the host, complete on return and valid until the next call."""
         tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
-        needed = sum(_aligned(tensor.nbytes) for tensor in tensors if self._is_remote(tensor))
+        needed = sum(_aligned(tensor.nbytes) for tensor in tensors if is_remote(tensor))
         if needed > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before the next allocation
-            self._buffer = self._buffer_of(needed)
+            self._buffer = pinned_bytes(needed)
         end = 0
         copies = []
         for fragment in fragments:
             on_host = {}
             for kind, tensor in fragment.tensors.items():
-                if self._is_remote(tensor):
+                if is_remote(tensor):
                     place = self._buffer[end : end + tensor.nbytes].view(tensor.dtype)
                     on_host[kind] = place.copy_(tensor.detach(), non_blocking=True)
                     end += _aligned(tensor.nbytes)
@@ -71,7 +70,7 @@ class HostCopies:
                     on_host[kind] = tensor.detach().clone()
             copies.append(replace(fragment, tensors=on_host))
         if end:
-            self._wait()
+            torch.accelerator.synchronize()
         return copies
 
 
@@ -85,18 +84,7 @@ PART_BYTES = 2**25  # size of each half of the buffer; a bus transfers it in two
 class Staging:
     """A reusable double buffer: while one half is hashed or sent, the other is filled."""
 
-    def __init__(
-        self,
-        is_remote: Callable[[torch.Tensor], bool] = lambda tensor: tensor.device.type != "cpu",
-        buffer_of: Callable[[int], torch.Tensor] = pinned_bytes,
-        sent: Callable[[torch.device], Callable[[], object]] | None = None,
-        part_bytes: int = PART_BYTES,
-    ) -> None:
-        """`sent(device)` returns a function that waits for all work launched on the device so
-        far.
-        """
-        self.is_remote, self._buffer_of, self._part_bytes = is_remote, buffer_of, part_bytes
-        self._sent = sent or _recorded
+    def __init__(self) -> None:
         self._halves: list[torch.Tensor] = []
         self._users: list[Callable[[], object]] = []
 
@@ -105,10 +93,10 @@ class Staging:
         chunks, each valid until the function passed to `used_until` has returned.
         """
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if not self.is_remote(tensor):
+        if not is_remote(tensor):
             yield flat
             return
-        for part in flat.split(self._part_bytes):
+        for part in flat.split(PART_BYTES):
             yield self._free_half()[: part.numel()].copy_(part)
 
     def fill(
@@ -119,13 +107,13 @@ class Staging:
 
         The last copies may still be in progress on return, but precede any work launched later.
         """
-        for part in out.split(self._part_bytes // dtype.itemsize):
+        for part in out.split(PART_BYTES // dtype.itemsize):
             half = self._free_half()[: part.numel() * dtype.itemsize].view(dtype)
             read(half)
             # Convert on the device: copy_ would convert on the host first.
             there = half if part.dtype == dtype else half.to(part.device, non_blocking=True)
             part.copy_(there, non_blocking=True)
-            self.used_until(self._sent(part.device))
+            self.used_until(_sent(part.device))
 
     def used_until(self, done: Callable[[], object]) -> None:
         """Refill the half that was filled last only after `done` has returned."""
@@ -133,7 +121,7 @@ class Staging:
 
     def _free_half(self) -> torch.Tensor:
         if not self._halves:
-            self._halves = [*self._buffer_of(2 * self._part_bytes).split(self._part_bytes)]
+            self._halves = [*pinned_bytes(2 * PART_BYTES).split(PART_BYTES)]
             self._users = [lambda: None] * 2
         self._halves.append(self._halves.pop(0))
         self._users.append(self._users.pop(0))
@@ -142,7 +130,8 @@ class Staging:
         return self._halves[-1]
 
 
-def _recorded(device: torch.device) -> Callable[[], object]:
+def _sent(device: torch.device) -> Callable[[], object]:
+    """Return a function that waits for all work launched on the device so far."""
     event = torch.accelerator.current_stream(device).record_event()
     wait: Callable[[], object] = event.synchronize
     return wait
@@ -225,7 +214,7 @@ class TensorReader:
                 f"{self._path} has {stored.numel} elements of {key}, not {first + out.numel()}"
             )
         self._file.seek(stored.start + first * dtype.itemsize)
-        if STAGING.is_remote(out):
+        if is_remote(out):
             STAGING.fill(out, dtype, lambda host: self._read_into(host, key))
             return
         if out.dtype == dtype and out.is_contiguous():
@@ -338,7 +327,7 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
         for tensor in map(tensors.__getitem__, places):
             for part in STAGING.on_host(tensor):
                 hashed.append(_HASHING.submit(digest.update, part.numpy().data))
-                if STAGING.is_remote(tensor):
+                if is_remote(tensor):
                     STAGING.used_until(hashed[-1].result)
                 file.write(part.numpy().data)
         size = file.tell()

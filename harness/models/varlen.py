@@ -55,7 +55,7 @@ def attend(
     if bounds is None or longest is None:
         longest = length
         bounds = longest * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    kernel = _in_turn if query.device.type == "cpu" else fused_kernel
+    kernel: Kernel = _in_turn if query.device.type == "cpu" else fused_kernel
     output = kernel(
         *(states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)),
         bounds,

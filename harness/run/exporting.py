@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +17,6 @@ from harness.checkpoint.export import (
     Progress,
     adapted,
     base_of,
-    check_room,
     merged,
     opened,
     replacing,
@@ -27,7 +25,7 @@ from harness.checkpoint.export import (
     write_adapters,
     write_model,
 )
-from harness.checkpoint.hub_layout import rewrite_tokenizer_config
+from harness.checkpoint.hub_layout import rewrite_tokenizer_config, write_json
 from harness.checkpoint.store import Checkpoint
 from harness.config.model_section import ModelConfig
 from harness.config.sections import TrainConfig
@@ -105,8 +103,6 @@ def export(
         problem = f"its model cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(f"{checkpoint.path}: {problem}") from error
     with replacing(folder) as unfinished:
-        files = [path for path in tokenizer.rglob("*") if path.is_file()]
-        check_room(unfinished, model, sum(path.stat().st_size for path in files))
         notes, generation = _put_tokenizer(tokenizer, unfinished, model, options)
         how = options.shard_bytes, progress, manifest.model_config
         notes += write_model(unfinished, model, checkpoint.reader(), *how)
@@ -179,8 +175,7 @@ def _export_adapters(
         beside = vocabulary_of(base_model()) if rows else {}
         write_adapters(checkpoint, within, DTYPES[dtype], tied, beside)
         if attention:
-            text = json.dumps(attention, indent=2, sort_keys=True) + "\n"
-            (within / f"{ATTENTION}.json").write_text(text, encoding="utf-8")
+            write_json(within / f"{ATTENTION}.json", attention)
 
         def model() -> Any:
             base = base_model()
@@ -274,8 +269,7 @@ def _generation(folder: Path, ids: SpecialIds) -> dict[str, Any] | None:
 def _write_generation(folder: Path, generation: dict[str, Any] | None) -> None:
     """Write generation_config.json over the one written with the model."""
     if generation is not None:
-        text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
-        (folder / GENERATION).write_text(text, encoding="utf-8")
+        write_json(folder / GENERATION, generation)
 
 
 def _checked(

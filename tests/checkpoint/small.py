@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
-from harness.checkpoint.index import Fragment
+from harness.checkpoint import save as saving
+from harness.checkpoint.index import Fragment, to_index
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Retention, Store
+from harness.checkpoint.tensor_file import write_fragments
 from harness.layout.box import Part
+
+PROBE = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -27,6 +33,15 @@ def fragments(seed: int = 0) -> list[Fragment]:
         Fragment(name, Part.of(t.shape), 0, {"weight": t.view(-1), "exp_avg": 2 * t.view(-1)})
         for name, t in weights(seed).items()
     ]
+
+
+def put(content: dict[str, Any], key: str, value: object) -> None:
+    """Set the value of a dotted key; numbers index lists."""
+    place: Any = content
+    *way, last = [int(word) if word.isdigit() else word for word in key.split(".")]
+    for word in way:
+        place = place[word]
+    place[last] = value
 
 
 def manifest(step: int, held_out_loss: float | None = None) -> Manifest:
@@ -51,6 +66,16 @@ def save(
 ) -> Saved:
     """Save a checkpoint of `fragments(step)`."""
     saver = Saver(Store(folder), 0, keep or Retention(), before_publishing)
-    probe = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
-    saver.start(manifest(step, held_out_loss), fragments(step), probe, background=False)
+    saver.start(manifest(step, held_out_loss), fragments(step), PROBE, background=False)
     return saver.finish()
+
+
+def save_of_ranks(folder: Path, step: int, by_rank: Sequence[Fragment]) -> Path:
+    """Save a checkpoint to which each rank contributes a fragment."""
+    saver, reports = Saver(Store(folder), 0, Retention()), []
+    saver.start(manifest(step), by_rank[:1], PROBE, background=False)
+    for rank, fragment in enumerate(by_rank[1:], 1):
+        files, entries = write_fragments(saver.store.unfinished(step), rank, [fragment])
+        reports.append((files, to_index(entries), None))
+    with mock.patch.object(saving, "gather_objects", lambda own: [own, *reports]):
+        return saver.finish().path

@@ -7,14 +7,12 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.checkpoint import save as saving
-from harness.checkpoint.index import INDEX, Fragment, Index, from_index, merged, to_index
+from harness.checkpoint.index import INDEX, Fragment, Index, merged, to_index
 from harness.checkpoint.manifest import MANIFEST, read_manifest
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saver
@@ -22,7 +20,7 @@ from harness.checkpoint.store import Retention, Store, verified
 from harness.checkpoint.tensor_file import write_fragments
 from harness.errors import RunStopped, Unusable
 from harness.layout.box import Part, share_of, share_of_fused
-from tests.checkpoint.small import manifest
+from tests.checkpoint.small import manifest, put, save_of_ranks
 
 SHAPE = (12, 10)
 
@@ -152,76 +150,36 @@ def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
     assert Store(tmp_path).all() == []
 
 
-def spoilt(index: dict[str, Any], what: str) -> None:
-    about = index["w"]
-    parts, pieces = about["parts"], about["at"]
-    match what:
-        case "beyond the shape":
-            parts[1][1] = [[5, 11]]
-        case "backwards":
-            parts[1][1] = [[10, 5]]
-        case "no number":
-            pieces[2][3] = "1"
-        case "another part":
-            pieces[2][3] = 2
-        case "a part twice":
-            parts[1] = parts[0]
-        case "overlapping":
-            parts[1][1] = [[4, 9]]
-        case "less":
-            parts[1][1] = [[5, 9]]
-        case "too few dimensions":
-            parts[1] = parts[1][:1]
-        case "no ranges":
-            parts[1] = 7
-        case "too many edges":
-            parts[1][1] = [[5, 6, 10]]
-        case "a flag":
-            parts[1][1] = [[True, 10]]
-        case "no piece":
-            about["at"] = []
-
-
 @pytest.mark.parametrize(
-    ("what", "problem"),
+    ("key", "value", "problem"),
     [
-        ("beyond the shape", "not a slice of"),
-        ("backwards", "not a slice of"),
-        ("no number", "not .offset, elements, file"),
-        ("another part", "not .offset, elements, file"),
-        ("a part twice", "overlap"),
-        ("overlapping", "overlap"),
-        ("less", "the fragments of w .* end at element 60"),
-        ("too few dimensions", "not a slice of"),
-        ("no ranges", "not a slice of"),
-        ("too many edges", "not a slice of"),
-        ("a flag", "not a slice of"),
-        ("no piece", "end at element 0"),
+        ("parts.1.1", [[5, 11]], "not a slice of"),  # beyond the shape
+        ("parts.1.1", [[10, 5]], "not a slice of"),
+        ("parts.1.1", [[5, 6, 10]], "not a slice of"),
+        ("parts.1.1", [[True, 10]], "not a slice of"),
+        ("parts.1", [[[0, 12]]], "not a slice of"),  # of one dimension
+        ("parts.1", 7, "not a slice of"),
+        ("parts.1", [[[0, 12]], [[0, 5]]], "overlap"),  # the same as the first
+        ("parts.1.1", [[4, 9]], "overlap"),
+        ("parts.1.1", [[5, 9]], "the fragments of w .* end at element 60"),
+        ("at.2.3", "1", "not .offset, elements, file"),
+        ("at.2.3", 2, "not .offset, elements, file"),  # no such part
+        ("at", [], "end at element 0"),
     ],
 )
-def test_a_damaged_part_is_refused(tmp_path: Path, what: str, problem: str) -> None:
+def test_a_damaged_part_is_refused(tmp_path: Path, key: str, value: object, problem: str) -> None:
     index = written(tmp_path, by_columns(2))
-    spoilt(index, what)
+    put(index["w"], key, value)
     with pytest.raises(Unusable, match=problem):
-        from_index(index)
+        Index(index).check()
 
 
 def save_divided(folder: Path) -> Path:
     """Write a checkpoint of two ranks, each with half of the columns."""
-    first, second = (
-        Fragment("w", part, 0, {"weight": cut(weights(), part)}) for part in by_columns(2)
+    parts = by_columns(2)
+    return save_of_ranks(
+        folder, 2, [Fragment("w", part, 0, {"weight": cut(weights(), part)}) for part in parts]
     )
-    saver, probe = Saver(Store(folder), 0, Retention()), torch.zeros(1, 4, dtype=torch.int64)
-    probes = {"input_ids": probe, "labels": probe.clone()}
-    saver.start(manifest(2), [first], probes, background=False)
-    files, entries = write_fragments(Store(folder).unfinished(2), 1, [second])
-
-    def gathered(mine: Any) -> list[Any]:
-        return [mine, (files, to_index(entries), None)]
-
-    with mock.patch.object(saving, "gather_objects", gathered):
-        saved = saver.finish()
-    return saved.path
 
 
 def test_a_checkpoint_with_parts_has_a_format_of_its_own(tmp_path: Path) -> None:
@@ -241,7 +199,7 @@ def test_a_checkpoint_of_format_1_is_read_to_the_last_bit() -> None:
     checkpoint = verified(FORMAT_1)
     reader = checkpoint.reader()
     index = json.loads((FORMAT_1 / INDEX).read_bytes())
-    assert sorted(reader.by_name) == sorted(index)
+    assert sorted(reader.index) == sorted(index)
     stored = {path.name: load_file(path) for path in FORMAT_1.glob("rank-*")}
     for name, about in index.items():
         for kind in about["kinds"]:
@@ -253,8 +211,10 @@ def test_a_checkpoint_of_format_1_is_read_to_the_last_bit() -> None:
 def test_what_is_not_cut_is_written_as_format_1(tmp_path: Path) -> None:
     """Byte for byte, so that earlier versions can read it."""
     assert read_manifest(FORMAT_1).to_bytes() == (FORMAT_1 / MANIFEST).read_bytes()
-    index = json.loads((FORMAT_1 / INDEX).read_bytes())
-    assert json.dumps(to_index(from_index(index))) == json.dumps(index)
+    content = json.loads((FORMAT_1 / INDEX).read_bytes())
+    index = Index(content)
+    entries = [entry for name in index for entry in index.entries(name)]
+    assert json.dumps(to_index(entries)) == json.dumps(content)
 
 
 def test_parts_in_format_1_are_refused(tmp_path: Path) -> None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from safetensors.torch import save as to_safetensors
 
 from harness.checkpoint import collectives, store
 from harness.checkpoint import manifest as manifests
-from harness.checkpoint.index import INDEX, WEIGHT, Fragment, to_index
-from harness.checkpoint.manifest import MANIFEST, PROBE, Manifest, TrainState, check_size
+from harness.checkpoint.index import INDEX, WEIGHT, Fragment
+from harness.checkpoint.manifest import PROBE, check_size
 from harness.checkpoint.store import Retention, Store
-from harness.checkpoint.tensor_file import Written, sha256_of, write_bytes, write_fragments
+from harness.checkpoint.tensor_file import Written, sha256_of
 from harness.errors import CannotSave, RunStopped, Unusable
 from harness.layout.box import Part
-from tests.checkpoint.small import save
+from tests.checkpoint.small import save, save_of_ranks
 from tests.thread_ranks import Group
 
 
@@ -30,10 +27,6 @@ def names(folder: Path) -> list[str]:
 
 def steps(folder: Path) -> list[int]:
     return [int(name.removeprefix("step-")) for name in names(folder)]
-
-
-def test_a_folder_that_is_not_there_has_no_checkpoints(tmp_path: Path) -> None:
-    assert Store(tmp_path / "none").all() == []
 
 
 def test_the_newest_are_kept_and_named(tmp_path: Path) -> None:
@@ -100,15 +93,9 @@ def test_a_leftover_that_cannot_be_removed_ends_no_run(tmp_path: Path) -> None:
     "name", ["step-1", "step-00000001x", "step-0000000\u0661", ".step-00000001"]
 )
 def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+    assert Store(tmp_path / "none").all() == []
     (tmp_path / name).mkdir()
     assert Store(tmp_path).all() == []
-
-
-def test_a_link_is_no_checkpoint(tmp_path: Path) -> None:
-    elsewhere = save(tmp_path / "elsewhere", 5).path
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "step-00000005").symlink_to(elsewhere)
-    assert Store(tmp_path / "here").all() == []
 
 
 def test_records_are_synced_when_a_checkpoint_is_on_disk_and_has_no_name_yet(
@@ -152,33 +139,11 @@ def test_kept_checkpoints_are_looked_at_once_until_a_name_goes(tmp_path: Path) -
     assert steps(tmp_path) == [2, 3, 4]
 
 
-RANKS = 2
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Return a folder of files in the order of a save: rank 0's, its probe, rank 1's, the index."""
-    folder = tmp_path / "step-00000003"
-    folder.mkdir()
-    files, entries = [], []
-    for rank in range(RANKS):
-        tensors = {WEIGHT: torch.arange(3.0) + rank, "exp_avg": torch.ones(3)}
-        written, own_entries = write_fragments(
-            folder, rank, [Fragment("w", Part.of((6,)), 3 * rank, tensors)]
-        )
-        files += written
-        entries += own_entries
-        if rank == 0:
-            ids = torch.zeros(1, 2, dtype=torch.int64)
-            probe = to_safetensors({"input_ids": ids, "labels": ids.clone()})
-            files.append(write_bytes(folder / PROBE, probe))
-    index = json.dumps(to_index(entries)).encode()
-    files.append(write_bytes(folder / INDEX, index))
-    engine = {"counters": {}, "loss_scaling": {}, "optimizer": {}}
-    model = {"model_type": "llama"}
-    manifest = Manifest(TrainState(3), "fp32", model, None, engine, None, None, {}, files=files)
-    write_bytes(folder / MANIFEST, manifest.to_bytes())
-    return folder
+    """Return the checkpoint of two ranks."""
+    whole = Fragment("w", Part.of((6,)), 0, {WEIGHT: torch.arange(6.0), "exp_avg": torch.ones(6)})
+    return save_of_ranks(tmp_path, 3, [whole.narrow(0, 3), whole.narrow(3, 3)])
 
 
 def looked_at(folder: Path, ranks: int) -> list[set[str]]:
@@ -218,13 +183,3 @@ def test_what_one_rank_finds_is_a_problem_of_all(checkpoint: Path) -> None:
 
     problems = Group(3).run(problem, store, collectives)
     assert problems == [f"{checkpoint / 'rank-00001-000.safetensors'} is not there"] * 3
-
-
-def test_a_hash_is_that_of_the_file_on_disk(tmp_path: Path) -> None:
-    weights = torch.randn(1_000_001)
-    (written,), _ = write_fragments(
-        tmp_path, 0, [Fragment("w", Part.of((1_000_001,)), 0, {WEIGHT: weights})]
-    )
-    path = tmp_path / written.name
-    assert (written.bytes, written.sha256) == (path.stat().st_size, sha256_of(path))
-    assert torch.equal(load_file(path)["w@0/weight"], weights)

@@ -27,7 +27,7 @@ from harness.checkpoint.tensor_file import (
 )
 from harness.errors import Unusable
 from harness.layout.box import Part
-from tests.checkpoint.small import fragments, manifest, save, weights
+from tests.checkpoint.small import PROBE, fragments, manifest, save, weights
 
 
 def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
@@ -103,17 +103,23 @@ def test_shares_are_the_whole_once(shares: int) -> None:
 PART_BYTES = 64
 
 
-class Bus:
-    """Records buffers, and which half is waited for before it is refilled."""
+class Device:
+    """An accelerator whose memory is the host's: records buffers and waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self.log: list[str] = []
-        self.staging = Staging(lambda tensor: True, self.new, self.sent, PART_BYTES)
+        monkeypatch.setattr(tensor_file, "is_remote", lambda tensor: tensor.numel() != 1)
+        monkeypatch.setattr(tensor_file, "pinned_bytes", self.pinned)
+        monkeypatch.setattr(tensor_file, "_sent", self.sent)
+        monkeypatch.setattr(tensor_file, "PART_BYTES", PART_BYTES)
+        monkeypatch.setattr(tensor_file, "STAGING", Staging())
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: self.log.append("waited"))
 
-    def new(self, count: int) -> torch.Tensor:
+    def pinned(self, count: int) -> torch.Tensor:
         self.sizes.append(count)
-        return torch.full((count,), 255, dtype=torch.uint8)
+        self.last = torch.full((count,), 255, dtype=torch.uint8)
+        return self.last
 
     def sent(self, device: torch.device) -> Callable[[], object]:
         number = sum(entry.startswith("sent") for entry in self.log)
@@ -122,33 +128,30 @@ class Bus:
 
 
 @pytest.fixture
-def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
-    bus = Bus()
-    monkeypatch.setattr(tensor_file, "STAGING", bus.staging)
-    return bus
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
 
 
 def test_a_save_from_an_accelerator_has_the_bytes_of_one_from_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = save(tmp_path / "host", 1)
-    bus = Bus()
-    monkeypatch.setattr(tensor_file, "STAGING", bus.staging)
+    device = Device(monkeypatch)
     saved = save(tmp_path / "accelerator", 1)
     save(tmp_path / "again", 1)
     assert max(tensor.nbytes for f in fragments(1) for tensor in f.tensors.values()) > PART_BYTES
     for path in expected.path.iterdir():
         assert (saved.path / path.name).read_bytes() == path.read_bytes(), path.name
-    assert bus.sizes == [2 * PART_BYTES]  # one buffer, which is kept
+    assert device.sizes == [2 * PART_BYTES]  # one buffer, which is kept
 
 
-def test_a_half_is_filled_while_the_other_is_hashed() -> None:
-    bus, log = Bus(), []
-    parts = bus.staging.on_host(torch.arange(40, dtype=torch.int64))  # five parts
+def test_a_half_is_filled_while_the_other_is_hashed(device: Device) -> None:
+    staging, log = Staging(), []
+    parts = staging.on_host(torch.arange(40, dtype=torch.int64))  # five parts
     for number, part in enumerate(parts):
         log.append(f"filled {number}")
         assert part.view(torch.int64).tolist() == [*range(8 * number, 8 * number + 8)]
-        bus.staging.used_until(lambda number=number: log.append(f"hashed {number}"))
+        staging.used_until(lambda number=number: log.append(f"hashed {number}"))
     assert log == [
         *("filled 0", "filled 1"),
         *("hashed 0", "filled 2", "hashed 1", "filled 3", "hashed 2", "filled 4"),
@@ -157,7 +160,7 @@ def test_a_half_is_filled_while_the_other_is_hashed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_file_is_read_while_what_was_read_is_sent(
-    tmp_path: Path, bus: Bus, dtype: torch.dtype
+    tmp_path: Path, device: Device, dtype: torch.dtype
 ) -> None:
     values = torch.arange(70, dtype=torch.float32)
     path = tmp_path / "values.safetensors"
@@ -167,8 +170,8 @@ def test_a_file_is_read_while_what_was_read_is_sent(
     out = torch.zeros(66, dtype=dtype)
     TensorReader(path).read("x", 3, out)  # of 16 elements each: five parts
     assert torch.equal(out, values[3:69].to(dtype))
-    assert bus.sizes == [2 * PART_BYTES]
-    assert bus.log == [
+    assert device.sizes == [2 * PART_BYTES]
+    assert device.log == [
         *("sent 0", "sent 1"),
         *("waited for 0", "sent 2", "waited for 1", "sent 3", "waited for 2", "sent 4"),
     ]
@@ -183,25 +186,6 @@ def test_what_is_on_the_host_takes_no_buffer(tmp_path: Path) -> None:
     assert STAGING._halves == []
 
 
-class Buffers:
-    """Counts buffers and waits, and keeps the last buffer."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.waits = 0
-
-    def new(self, count: int) -> torch.Tensor:
-        self.sizes.append(count)
-        self.last = torch.full((count,), 255, dtype=torch.uint8)
-        return self.last
-
-    def wait(self) -> None:
-        self.waits += 1
-
-    def copies(self) -> HostCopies:
-        return HostCopies(lambda tensor: tensor.numel() != 1, self.new, self.wait)
-
-
 def test_a_copy_does_not_follow_the_live_memory() -> None:
     live = torch.zeros(3)
     (copy,) = HostCopies().of([Fragment("w", Part.of((3,)), 0, {"weight": live})])
@@ -209,15 +193,16 @@ def test_a_copy_does_not_follow_the_live_memory() -> None:
     assert torch.equal(copy.tensors["weight"], torch.zeros(3))
 
 
-def test_what_is_on_the_host_takes_no_buffer_and_no_wait() -> None:
-    buffers = Buffers()
-    HostCopies(buffer_of=buffers.new, wait=buffers.wait).of(fragments())
-    assert (buffers.sizes, buffers.waits) == ([], 0)
+def test_what_is_on_the_host_takes_no_buffer_and_no_wait(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_file, "is_remote", lambda tensor: False)
+    HostCopies().of(fragments())
+    assert (device.sizes, device.log) == ([], [])
 
 
-def test_all_copies_of_a_save_wait_once_in_a_buffer_that_is_kept() -> None:
-    buffers = Buffers()
-    copies = buffers.copies()
+def test_all_copies_of_a_save_wait_once_in_a_buffer_that_is_kept(device: Device) -> None:
+    copies = HostCopies()
     for seed in (0, 1):
         live = fragments(seed)
         made = copies.of(live)
@@ -228,30 +213,31 @@ def test_all_copies_of_a_save_wait_once_in_a_buffer_that_is_kept() -> None:
             for kind, tensor in fragment.tensors.items():
                 assert torch.equal(copy.tensors[kind], tensor)
                 storage = copy.tensors[kind].untyped_storage().data_ptr()
-                in_buffer = storage == buffers.last.untyped_storage().data_ptr()
+                in_buffer = storage == device.last.untyped_storage().data_ptr()
                 assert in_buffer is (tensor.numel() != 1)
                 assert storage != tensor.untyped_storage().data_ptr()
-        assert buffers.waits == seed + 1
-    assert len(buffers.sizes) == 1
+        assert device.log == ["waited"] * (seed + 1)
+    assert len(device.sizes) == 1
     copies.of([Fragment("w", Part.of((9999,)), 0, {"weight": torch.zeros(9999)})])
-    assert len(buffers.sizes) == 2
+    assert len(device.sizes) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float64])
-def test_every_dtype_lies_where_it_can_be_read(dtype: torch.dtype) -> None:
+def test_every_dtype_lies_where_it_can_be_read(dtype: torch.dtype, device: Device) -> None:
     tensors = {kind: torch.arange(n).to(dtype) for kind, n in (("weight", 3), ("exp_avg", 5))}
-    (copy,) = Buffers().copies().of([Fragment("w", Part.of((5,)), 0, tensors)])
+    (copy,) = HostCopies().of([Fragment("w", Part.of((5,)), 0, tensors)])
     for kind, tensor in tensors.items():
         assert torch.equal(copy.tensors[kind], tensor)
 
 
-def test_files_from_the_buffer_are_those_of_a_save_in_the_foreground(tmp_path: Path) -> None:
+def test_files_from_the_buffer_are_those_of_a_save_in_the_foreground(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = save(tmp_path / "foreground", 1)
+    Device(monkeypatch)
     saver = Saver(Store(tmp_path / "background"), 0, Retention())
-    saver.copies = Buffers().copies()
-    probe = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}
     live = fragments(1)
-    saver.start(manifest(1), live, probe, background=True)
+    saver.start(manifest(1), live, PROBE, background=True)
     for fragment in live:  # the next step, during the write
         for tensor in fragment.tensors.values():
             tensor.zero_()

@@ -729,9 +729,9 @@ def test_seeded_inputs_keep_the_rule(inputs: Inputs, kind: Any) -> None:
 
 
 def _read_index(path: Path) -> object:
-    from harness.checkpoint.index import from_index
+    from harness.checkpoint.index import Index
 
-    return from_index(read_json(path, 10**6))
+    return Index(read_json(path, 10**6)).check()
 
 
 _HEADER = encoded(json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}))

@@ -17,7 +17,7 @@ from harness.errors import Unusable
 def differences(first: Checkpoint, second: Checkpoint, turn: int, turns: int) -> list[str]:
     """Return the differences between two checkpoints; compare every `turns`-th tensor."""
     before, after = first.reader(), second.reader()
-    names = sorted(before.by_name.keys() | after.by_name.keys())
+    names = sorted({*before.index, *after.index})
     lines = [line for name in names[turn::turns] for line in _of_tensor(name, before, after)]
     return lines + _of_scalars(first.manifest.engine, second.manifest.engine)
 
@@ -47,9 +47,9 @@ def whole(reader: Reader, name: str, kind: str) -> torch.Tensor:
 
 def _known(reader: Reader, name: str) -> dict[str, Any]:
     """Return a parameter's properties that no layout changes; every element must exist once."""
-    entries = reader.by_name.get(name, [])
+    entries = reader.index.entries(name)
     return {
-        "shape": sorted({entry.shape for entry in entries}),
+        "shape": sorted({entry.part.whole for entry in entries}),
         "kinds": sorted({tuple(sorted(entry.kinds)) for entry in entries}),
         "elements": sum(entry.numel for entry in entries),
     }

@@ -217,8 +217,8 @@ def _missing(engine: Any, saved: Checkpoint) -> list[str]:
     }
     persistent = engine.module.state_dict().keys()
     expected |= {name: {BUFFER} for name, _ in engine.module.named_buffers() if name in persistent}
-    for name in sorted(expected.keys() | reader.by_name.keys()):
-        kinds = {frozenset(entry.kinds) for entry in reader.by_name.get(name, ())}
+    for name in sorted({*expected, *reader.index}):
+        kinds = {frozenset(entry.kinds) for entry in reader.index.entries(name)}
         if kinds != {frozenset(expected.get(name, ()))}:
             lines.append(f"{name} is there as {sorted(map(sorted, kinds))}")
     for name, kinds in expected.items():
