@@ -7,11 +7,10 @@ from contextlib import closing, nullcontext
 from harness.engine.processes import alarm, leave
 from harness.errors import CannotSave, ExitCode, RunStopped
 from harness.run.build import build
-from harness.run.diagnostics import explain_out_of_memory
 from harness.run.evaluation import evaluate
 from harness.run.finish import finish
 from harness.run.live_memory import is_out_of_memory
-from harness.run.reporting import evaluate_at_start, log_or_evaluate
+from harness.run.reporting import evaluate_at_start, explain_out_of_memory, log_or_evaluate
 from harness.run.run import Run
 from harness.run.saving import finish_save, save_if_due
 from harness.run.step import (
@@ -90,10 +89,8 @@ def _train(run: Run) -> None:
 
 
 def _loop(run: Run) -> None:
-    """Take one optimizer step after another.
-
-    The host waits for the device only when logging, and in steps checked by guard.spikes or by fp32
-    at ZeRO stage 0.
+    """Take one optimizer step after another. The host waits for the device only when logging, and
+    in steps checked by guard.spikes or by fp32 at ZeRO stage 0.
     """
     with closing(run.steps), run.profiler or nullcontext():
         evaluate_at_start(run)

@@ -104,7 +104,7 @@ class Speaker:
         if source and (problems := weight_file_problems(source, opens=True)):
             raise ConfigError(problems)
         data = build_data(DataSpec.of_run(plan.config, plan.model_config))
-        return decide_from_data(plan, data, torch.device("cpu"), Progress(enabled=False)).events
+        return decide_from_data(plan, data, torch.device("cpu"), Progress(enabled=False))[2]
 
 
 @pytest.fixture(scope="module")

@@ -34,12 +34,12 @@ Progress = Callable[[int, int], None]  # (bytes written, total bytes)
 
 
 @contextlib.contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replacing(folder: Path, is_export: bool = True) -> Iterator[Path]:
     """Yield a new folder that is renamed to `folder` at the end, or removed after an error.
 
-    Raises ConfigError if `folder` exists and is not an export, or cannot be created.
+    Raises ConfigError if `folder` cannot be created, or with `is_export` exists and is no export.
     """
-    if problem := export_problem(folder):
+    if is_export and (problem := export_problem(folder)):
         raise ConfigError(problem)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
 """Starts real multi-rank runs within two seconds by forking a process that has imported everything.
 
 `python -m harness.launch.fork_server FD` reads one job per line, forks its ranks, and replies on
-file descriptor FD. For a job of `Zygote.run`: exit codes (-9 is a kill, None a rank that had to be
-killed), seconds of each rank, the rendezvous port and processes left behind. For a job of
-`Zygote.start`: the port and the pids, which are then polled one by one.
+file descriptor FD: for `Zygote.run`, how they ended, the rendezvous port and processes left behind;
+for `Zygote.start`, the port and the pids, which are then polled one by one.
 """
 
 from __future__ import annotations
@@ -145,26 +144,15 @@ class Zygote:
         """Fork `ranks` ranks that call main() of module `main`, without waiting for them.
 
         `env` is their complete environment except for the rank variables. Variables that modules
-        read on import have no effect: the imports are done.
+        read on import have no effect: the imports are done. If `main` is the path of a script, it
+        runs as under the interpreter: with the file `in` of `logs`, if any, as its stdin, and with
+        `out` and `err` as its output.
         """
         logs.mkdir(parents=True, exist_ok=True)
         job = {"main": main, "args": args, "ranks": ranks, "cwd": str(cwd), "logs": str(logs)}
-        job |= {"env": env, "fault": None, "bounded": False}
-        port, pids = self._ask({"start": job})
+        port, pids = self._ask({**job, "env": env, "fault": None, "bounded": False})
         processes = [Forked(pid, self._code_of) for pid in pids]
         return Ranks(processes, [logs / f"rank-{rank}.log" for rank in range(ranks)], port)
-
-    def script(
-        self, path: Path, args: list[str], cwd: Path, logs: Path, env: dict[str, str]
-    ) -> int:
-        """Fork a process that runs a script as the interpreter would, and return its exit code.
-
-        Its stdin is the file `in` of the folder `logs`, if that exists; stdout and stderr go to
-        `out` and `err`.
-        """
-        job = {"main": str(path), "args": args, "ranks": 1, "cwd": str(cwd), "logs": str(logs)}
-        _, (pid,) = self._ask({"start": {**job, "env": env, "fault": None, "bounded": False}})
-        return Forked(pid, self._code_of).wait()
 
     def _code_of(self, pid: int) -> int | None:
         code: int | None = self._ask({"poll": pid})
@@ -217,26 +205,23 @@ def _answer(job: dict[str, Any], to_answer: int) -> Any:
         ended, status = os.waitpid(job["poll"], os.WNOHANG)
         _started.discard(ended)
         return os.waitstatus_to_exitcode(status) if ended else None
-    if "start" not in job:
-        return _ranks(job, to_answer)
-    port, job = free_port(), job["start"]
+    port = free_port()
     pids = [_fork(rank, port, job, to_answer) for rank in range(job["ranks"])]
+    if "limit_s" in job:  # Zygote.run waits for them
+        return *_wait(pids, job), port, _left_behind()
     _started.update(pids)
     return port, pids
 
 
-def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
-    port = free_port()
-    pids = [_fork(rank, port, job, to_answer) for rank in range(job["ranks"])]
+def _wait(pids: list[int], job: dict[str, Any]) -> tuple[list[int | None], list[float]]:
+    """Return the exit codes and seconds of a job's ranks; kill those that exceed its limits."""
     began = time.monotonic()
     deadline = began + job["limit_s"]
     codes: dict[int, int] = {}
     seconds: dict[int, float] = {}
 
     def collect(until: float) -> None:
-        """Wait for ranks until all have ended, or the given time, or the patience after a
-        failure.
-        """
+        """Wait for ranks until all have ended, a time, or the patience after a failure."""
         while len(codes) < len(pids) and time.monotonic() < until:
             if failed := [seconds[pid] for pid, code in codes.items() if code]:
                 until = min(until, began + min(failed) + job["patience_s"])
@@ -259,9 +244,7 @@ def _ranks(job: dict[str, Any], to_answer: int) -> tuple[Any, ...]:
         for pid in pids:  # each leads a process group: kill whatever it started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-    left = _left_behind()
-    ended = [codes.get(pid) for pid in pids], [seconds.get(pid, math.inf) for pid in pids]
-    return *ended, port, left
+    return [codes.get(pid) for pid in pids], [seconds.get(pid, math.inf) for pid in pids]
 
 
 _started: set[int] = set()

@@ -19,7 +19,6 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
 from harness.data.tokenizer_files import save_generation, save_tokenizer
-from harness.engine.api import Engine
 from harness.engine.processes import alarm, join
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.fit import shortages_here
@@ -41,9 +40,10 @@ from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
 from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
+from harness.run.profiling import Profiler
 from harness.run.progress import Progress, clock
 from harness.run.resumption import ResumePoint, find_resume_point, load_into
-from harness.run.run import Profiler, Run
+from harness.run.run import Run
 from harness.run.saving import check_probe
 from harness.run.trackers import Trackers
 from harness.runfolder import RunFolder
@@ -129,12 +129,11 @@ def build(
     data: Data | None = None,
     request: StopRequest | None = None,
 ) -> Run:
-    """Build everything that the loop needs; resume the run in `run.dir` if there is one.
-    Collective.
+    """Build everything that the loop needs; resume the run in `run.dir`, if any. Collective.
 
     Raises ConfigError on every rank for problems with data, model or folder, before the run folder
-    is written. `data` replaces the plan's data. `request` already receives signals; after one, all
-    ranks raise RunStopped as soon as they have joined.
+    is written. `data` replaces the plan's. `request` already receives signals; after one, all ranks
+    raise RunStopped as soon as they have joined.
     """
     request = request or StopRequest()
     progress = Progress(enabled=plan.world.rank == 0)
@@ -146,9 +145,11 @@ def build(
     _check_fit(plan)
     data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
     require_same_settings(plan)
-    plan = _with_new_rows(plan, data, progress)
-    settled = decide_from_data(plan, data, device, progress)
-    plan, total_steps = settled.plan, settled.total_steps
+    before, plan = plan.events, with_rows_for(plan, data.vocab_size)
+    for event in plan.events:
+        if event not in before:
+            progress.say(row("note", event["message"]))
+    plan, total_steps, from_data = decide_from_data(plan, data, device, progress)
     forced = _check_fit(plan)
     record = plan_record(plan, data, total_steps)
     pulse, watchdog = _start_watchdog(plan)
@@ -165,12 +166,15 @@ def build(
         guard.stop_if_asked()  # a large model takes minutes; the folder is still untouched
         folder = open_folder(plan, progress.say)
         progress.total_steps = total_steps
+        saves = plan.config.save
+        keep = Retention(saves.keep, saves.keep_every, saves.keep_best)
         run = Run(
             plan=plan,
             data=data,
             engine=engine,
             folder=folder,
-            saver=_saver(plan, folder),
+            # A resumed run does not rewrite lines of earlier steps: sync before the checkpoint.
+            saver=Saver(Store(folder.checkpoints_dir), plan.world.rank, keep, folder.sync),
             steps=Steps(plan, data.train, total_steps),
             stability=StabilityMonitor(plan.config.guard, plan.config.eval),
             guard=guard,
@@ -181,27 +185,20 @@ def build(
             memory=memory,
             clock=StepClock(plan, record["seen_tokens"]),
             progress=progress,
-            source_losses=_counted_sources(plan, data, engine),
+            source_losses=SourceLosses(data.names, engine),
             pages=Pages(folder, plan.config.log.report and plan.world.rank == 0),
             weights=WeightChange(engine),
             trackers=Trackers(folder.append_event),
         )
         watchdog.write_to(folder.heartbeats_dir, run.hangs)
         alarm().on_end, alarm().gone = run.fails, watchdog.gone
-        events = [*plan.events, *forced, *settled.events, *engine.events]
+        events = [*plan.events, *forced, *from_data, *engine.events]
         start_run(run, record, events, resume_point)
-        run.profiler = _profiler(run)
+        window = plan.config.profile.window
+        if window is not None and window[1] > run.state.step:
+            run.profiler = Profiler(plan, engine, folder.profile_dir, progress.say)
         unless_built.pop_all()
     return run
-
-
-def _with_new_rows(plan: Plan, data: Data, progress: Progress) -> Plan:
-    """Return the plan with vocabulary rows for token ids that the model lacks."""
-    grown = with_rows_for(plan, data.vocab_size)
-    for event in grown.events:
-        if event not in plan.events:
-            progress.say(row("note", event["message"]))
-    return grown
 
 
 def _joined(
@@ -211,9 +208,7 @@ def _joined(
     request: StopRequest,
     progress: Progress,
 ) -> tuple[Data, torch.device, StopGuard]:
-    """Read the data, then join the other ranks. Raises RunStopped on all if any was asked to
-    stop.
-    """
+    """Read the data, then join the other ranks. Raises RunStopped if any was asked to stop."""
     spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
     spec = replace(spec, pad_to=math.lcm(spec.pad_to, plan.grid.sequence))
     with contextlib.suppress(StopAsked), request.breaks_off():
@@ -226,17 +221,6 @@ def _joined(
     guard.stop_if_asked()
     assert data is not None, "nothing but a request to stop breaks it off"
     return data, device, guard
-
-
-def _counted_sources(plan: Plan, data: Data, engine: Engine) -> SourceLosses:
-    """Start counting the training loss of each source, if there are several.
-
-    Not with Liger's fused loss, which returns only the sum.
-    """
-    names = data.names if plan.config.model.kernels != "liger" else []
-    if names:
-        engine.count_sources(len(names))
-    return SourceLosses(names)
 
 
 def _start_watchdog(plan: Plan) -> tuple[Pulse, Watchdog]:
@@ -284,20 +268,3 @@ def _shortages(plan: Plan) -> list[str]:
         return []
     where = plan.world.local_rank, plan.config.run.dir
     return shortages_here(plan.estimate, *where, takes(plan))
-
-
-def _profiler(run: Run) -> Profiler | None:
-    """Return the profiler; None if this process takes none of profile.steps."""
-    window = run.plan.config.profile.window
-    if window is None or window[1] <= run.state.step:
-        return None
-    from harness.run.profiling import Profiler  # loads torch's profiler
-
-    return Profiler(run.plan, run.engine, run.folder.profile_dir, run.progress.say)
-
-
-def _saver(plan: Plan, folder: RunFolder) -> Saver:
-    config = plan.config.save
-    keep = Retention(config.keep, config.keep_every, config.keep_best)
-    # A resumed run does not rewrite lines of earlier steps: sync them before the checkpoint.
-    return Saver(Store(folder.checkpoints_dir), plan.world.rank, keep, folder.sync)

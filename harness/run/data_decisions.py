@@ -1,10 +1,8 @@
-"""Decisions that depend on the data (steps, attention, batches), and checks that the data
-suffices.
-"""
+"""Decisions that depend on the data, and checks that it suffices."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +25,9 @@ from harness.run.attention import settle_attention
 from harness.run.progress import Progress
 
 
-@dataclass(frozen=True)
-class ResolvedData:
-    """The plan of a run whose data is known."""
-
-    plan: Plan
-    total_steps: int
-    events: list[dict[str, Any]]
-
-
 def decide_from_data(
     plan: Plan, data: Data, device: torch.device, progress: Progress
-) -> ResolvedData:
+) -> tuple[Plan, int, list[dict[str, Any]]]:
     """Report on the data; return the resolved plan, number of steps and events. Collective.
 
     Raises ConfigError on every rank if the data is not suitable for the run.
@@ -48,7 +37,8 @@ def decide_from_data(
     for line in data.warnings():
         progress.say(row("note", line))
     _require_same_data(plan.world.rank, data)
-    before, counts = plan, counts_of(data)
+    before, train = plan, data.train
+    counts = Counts(train.documents, train.samples, train.is_masked, train.length)
     plan = with_counts(plan, counts)
     total_steps = steps_of(plan, counts)
     progress.say(settled(plan, counts, before))
@@ -56,7 +46,12 @@ def decide_from_data(
         raise ConfigError(problems)
     _require_date_is_written(plan, data)
     _require_targets(plan, data)
-    _require_whole_samples(plan, data)
+    if train.holds_whole_documents and plan.config.ramp.length_from is not None:
+        raise ConfigError(
+            f"ramp.length_from is {plan.config.ramp.length_from}, which splits windows, but they "
+            "contain whole documents (data.packing, the default if prompts are masked): remove "
+            "ramp.length_from, or set data.packing=stream"
+        )
     plan, attention = settle_attention(plan, data.document_mask, device)
     for event in attention:
         progress.say(row("attention", event["message"]))
@@ -65,10 +60,13 @@ def decide_from_data(
     batched = _batched(plan, data, total_steps)
     for event in batched:
         progress.say(row("batches", event["message"]))
-    more = [*_vocabulary(plan, data), *attention, *_uncounted_sources(plan, data), *batched]
+    more = [*_vocabulary(plan, data), *attention, *batched]
+    if data.names and plan.config.model.kernels == "liger":
+        why = "model.kernels=liger returns only the total loss of all sources: no loss/NAME"
+        more.append({"kind": "sources_unseen", "message": why})
     more += length_events(plan.config, total_steps) if plan.steps is None else []
     more += repetition_events(plan, total_steps, counts)
-    return ResolvedData(plan, total_steps, [*data.events(), *more])
+    return plan, total_steps, [*data.events(), *more]
 
 
 # Settings that may differ between nodes: folders, and data, whose fingerprint is compared.
@@ -94,23 +92,13 @@ def require_same_settings(plan: Plan) -> None:
 
 def _require_same_data(rank: int, data: Data) -> None:
     """Raise ConfigError on all ranks if one has different token ids from rank 0. Collective."""
-    sources = (*data.sources, *data.set_sources)
-    own = [s.facts.fingerprint for s in sources], [s.day for s in sources if s.day]
-    first, problem = broadcast_object(own), None
-    if own[0] != first[0]:
-        problem = f"rank {rank} has other token ids than rank 0: "
-        if own[1] != first[1]:  # the ranks started around midnight
-            dates = [next(iter(days), "none") for _, days in (own, first)]
-            problem += (
-                f"its chat template writes the date {dates[0]}, that of rank 0 {dates[1]}: start "
-                f"again, or set data.date={dates[1]}"
-            )
-        else:
-            problem += (
-                "documents or tokenizer differ there (for a .bin above 32 GiB, perhaps only its "
-                "modification time): give every node the same files"
-            )
-    raise_together(problem)
+    own = [source.facts.fingerprint for source in (*data.sources, *data.set_sources)]
+    problem = (
+        f"rank {rank} has other token ids than rank 0: the documents, the tokenizer or the date of "
+        "a chat template (data.date) differ there; for a .bin above 32 GiB, perhaps only its "
+        "modification time: give every node the same files, and set data.date"
+    )
+    raise_together(problem if own != broadcast_object(own) else None)
 
 
 def _require_date_is_written(plan: Plan, data: Data) -> None:
@@ -141,16 +129,6 @@ def _require_targets(plan: Plan, data: Data) -> None:
             )
 
 
-def _require_whole_samples(plan: Plan, data: Data) -> None:
-    """Raise ConfigError if ramp.* would split samples that must contain whole documents."""
-    if data.train.holds_whole_documents and plan.config.ramp.length_from is not None:
-        raise ConfigError(
-            f"ramp.length_from is {plan.config.ramp.length_from}, which splits windows, but they "
-            "contain whole documents (data.packing, the default if prompts are masked): remove "
-            "ramp.length_from, or set data.packing=stream"
-        )
-
-
 def _batched(plan: Plan, data: Data, steps: int) -> list[dict[str, Any]]:
     """Return an event with the padding of micro-batches, compared with other ways of batching."""
     if not isinstance(data.train, Padded) or not steps:
@@ -167,9 +145,7 @@ def _batched(plan: Plan, data: Data, steps: int) -> list[dict[str, Any]]:
 
 
 def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
-    """Return an event if pretrained weights have many more vocabulary rows than the tokenizer has
-    ids.
-    """
+    """Return an event if pretrained weights have many more rows than the tokenizer has ids."""
     source, rows = plan.config.model.init_from, plan.model_config.get("vocab_size")
     if source is None or not isinstance(rows, int) or data.vocab_size > 0.9 * rows:
         return []
@@ -193,12 +169,6 @@ def _fitting_tokenizer(tokenizer: str | None, own: str) -> str:
     )
 
 
-def counts_of(data: Data) -> Counts:
-    """Return the counts of a run's training data."""
-    train = data.train
-    return Counts(train.documents, train.samples, train.is_masked, train.length)
-
-
 def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:
     """Return the number of samples of the run. Raises ConfigError if the data ends earlier."""
     samples, length = plan.curriculum.samples_after(total_steps), data.train.length
@@ -209,11 +179,3 @@ def _samples_of(plan: Plan, data: Data, total_steps: int) -> int:
             f"{total_steps:,} steps reads {samples:,}: raise the epochs, or lower {of_run}"
         )
     return samples
-
-
-def _uncounted_sources(plan: Plan, data: Data) -> list[dict[str, Any]]:
-    """Return an event if the losses of the sources cannot be reported."""
-    if not data.names or plan.config.model.kernels != "liger":
-        return []
-    why = "model.kernels=liger returns only the total loss of all sources: no loss/NAME"
-    return [{"kind": "sources_unseen", "message": why}]

@@ -37,9 +37,7 @@ def evaluate_by_position(run: Run) -> tuple[float | None, list[float | None]]:
 
 def evaluate_needles(run: Run) -> dict[str, list[float]]:
     """Return, by metric, the probability of the tokens of the requested numbers at each of DEPTHS
-    (geometric mean), for each length of eval.needle_lengths. Collective.
-
-    After a stop, the remaining lengths are missing.
+    (geometric mean), for each length of eval.needle_lengths up to a stop. Collective.
     """
     plan, probabilities = run.plan, dict[str, list[float]]()
     for length in plan.config.eval.needle_lengths:
@@ -56,30 +54,21 @@ def evaluate_needles(run: Run) -> dict[str, list[float]]:
 
 
 def evaluate_sets(run: Run) -> dict[str, float]:
-    """Return the loss of each named held-out set by metric. The first has already been evaluated.
-    Collective.
-
-    After a stop, the remaining sets are missing.
+    """Return, by metric, the loss of each named held-out set, the first of which is evaluated
+    already, and of the data of data.rehearse, up to a stop. Collective.
     """
     losses = dict[str, float]()
-    for name, stream in run.data.eval_sets.items():
+    streams = {f"eval_loss/{name}": stream for name, stream in run.data.eval_sets.items()}
+    if run.data.old is not None:
+        streams["old_eval_loss"] = run.data.old
+    for name, stream in streams.items():
         nats = run.held_out_nats
         if stream is not run.data.held_out:
             nats, _ = mean_losses(run, stream)
         if nats is None:
             break
-        losses[f"eval_loss/{name}"] = nats
+        losses[name] = nats
     return losses
-
-
-def evaluate_old(run: Run) -> dict[str, float]:
-    """Return the held-out loss on the data of data.rehearse by metric; empty without such data or
-    after a stop. Collective.
-    """
-    if run.data.old is None:
-        return {}
-    nats, _ = mean_losses(run, run.data.old)
-    return {} if nats is None else {"old_eval_loss": nats}
 
 
 def mean_losses(
@@ -87,9 +76,7 @@ def mean_losses(
 ) -> tuple[float | None, list[float | None]]:
     """Return the mean loss in nats per target token over the first samples of a stream, equal in
     any layout; and that of each of `buckets` ranges of positions, None for one without targets.
-    Collective.
-
-    Returns (None, []) if a stop interrupted the evaluation.
+    Returns (None, []) if a stop interrupted the evaluation. Collective.
     """
     plan, batches, at_once = run.plan, list[Batch](), stream.at_once
     rows = rows_of(run, stream.seq_len)
@@ -112,9 +99,7 @@ def mean_losses(
 
 
 def rows_of(run: Run, length: int) -> int:
-    """Return the number of samples of this length per micro-batch: no more tokens than in training,
-    but at least one sample.
-    """
+    """Return the samples per micro-batch: no more tokens than in training, but at least one."""
     return max(1, run.plan.micro_batch * run.plan.config.data.seq_len // length)
 
 

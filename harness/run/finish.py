@@ -64,9 +64,7 @@ def question_of(run: Run) -> list[int]:
 
 
 def _clock(limit_s: float) -> Callable[[], bool]:
-    """Return a function that returns, equally on all ranks, whether rank 0's time is up.
-    Collective.
-    """
+    """Return a function that tells all ranks whether rank 0's time is up. Collective."""
     end = time.monotonic() + limit_s
 
     def is_up() -> bool:
@@ -84,9 +82,7 @@ def _as_block(text: str) -> str:
 
 
 def first_question(data: Data) -> list[int]:
-    """Return the ids of the first held-out sample before its first target; [] if all are
-    targets.
-    """
+    """Return the ids of the first held-out sample before its first target, if any."""
     if not data.held_out.is_masked:
         return []
     sample = data.held_out.batch(0, 1)
@@ -110,9 +106,8 @@ def continued(
     """Return up to `tokens` ids that follow `ids`, the same on every rank, without the one of
     `stops` that ends them; fewer if the time `is_up`.
 
-    `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is recomputed for each token:
-    without a cache it works in every layout, and the text is short. `seq_len`: number of latest
-    tokens that the model sees; None for all.
+    `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is recomputed for each token,
+    which works in every layout. `seq_len`: number of latest tokens that the model sees, or None.
     """
     generator, made = torch.Generator().manual_seed(seed), list[int]()
     for _ in range(tokens):
@@ -144,9 +139,7 @@ def finish(run: Run) -> None:
 
 
 def _say_loss(run: Run, loss: float | None) -> None:
-    """Show and record the held-out loss, beside the initial one and those of unigram and bigram
-    models; repeat the notes on runs that are too short to learn.
-    """
+    """Show and record the held-out loss, beside the initial one and those of simple models."""
     if not run.is_writer or loss is None:
         return
     text, first = f"held-out loss {loss:.2f} nats per token", None
@@ -174,10 +167,9 @@ def _first_held_out(run: Run) -> float | None:
 def _export(run: Run) -> None:
     """Export the last checkpoint on rank 0; the others wait without a timeout. Collective.
 
-    Raises RunStopped on all ranks if the disk is full (cannot save; the weights are saved), or if
-    the export's loss differs from the checkpoint's (no checkpoint, as in tools/export_hf.py).
+    Raises RunStopped on all ranks if the disk is full or the export's loss differs.
     """
-    plan, folder, failure = run.plan, run.folder.export_dir, None
+    plan, folder, stop = run.plan, run.folder.export_dir, None
     checkpoint = _last_checkpoint(run)
     run.watchdog.close()  # an export has no time limit
     if run.is_writer:
@@ -187,36 +179,28 @@ def _export(run: Run) -> None:
             source=plan.model_source,
             trust_remote_code=run.engine.module.is_remote_code() or brings_code(run.data.tokenizer),
         )
+        command = f"python tools/export_hf.py {run.folder.path}"
         try:
             checked = export(checkpoint, folder, run.folder.tokenizer_dir, options)
             run.progress.say(f"exported {folder}; {checked}")
+        except ExportDiffers as error:
+            problem = f"all steps are done, but {error}; {command} --no-check exports it anyway"
+            stop = ExitCode.NO_CHECKPOINT, problem
         except Exception as error:
-            if not isinstance(error, ExportDiffers) and not is_full_disk(error):
+            if not is_full_disk(error):
                 raise
-            failure = error
-    stop = None if failure is None else _stop(failure, run, checkpoint)
+            problem = (
+                f"all steps are done and {checkpoint.path} is complete, but it could not be "
+                f"exported ({error}): free disk space, then run: {command}"
+            )
+            stop = ExitCode.CANNOT_SAVE, problem
     # End all ranks together: srun kills the rest a minute after the first has ended.
     if (stop := run.guard.told_by_rank_0(stop)) is not None:
         raise RunStopped(*stop)
 
 
-def _stop(failure: Exception, run: Run, checkpoint: Checkpoint) -> tuple[ExitCode, str]:
-    """Return the exit code and message of a run whose export failed."""
-    command = f"python tools/export_hf.py {run.folder.path}"
-    if isinstance(failure, ExportDiffers):
-        problem = f"all steps are done, but {failure}; {command} --no-check exports it anyway"
-        return ExitCode.NO_CHECKPOINT, problem
-    return ExitCode.CANNOT_SAVE, (
-        f"all steps are done and {checkpoint.path} is complete, but it could not be exported "
-        f"({failure}): free disk space, then run: {command}"
-    )
-
-
 def _last_checkpoint(run: Run) -> Checkpoint:
-    """Return the verified checkpoint of the run's current step, saving one if there is none.
-
-    Collective.
-    """
+    """Return the verified checkpoint of the current step, saved if needed. Collective."""
     checkpoint, _ = newest_usable(run.folder.checkpoints_dir)
     if checkpoint is None or checkpoint.state.step != run.state.step:
         save(run)

@@ -69,8 +69,7 @@ class Meter:
         """Return the metrics of the steps since the last line. Collective; waits for the device
         once.
 
-        Loss and norm are those of the last step, over all ranks; None if it has no `targets`.
-        `scalars`: additional metrics on the device.
+        Loss and norm are the last step's, over all ranks; None without `targets`. `scalars`: more.
         """
         read = {"loss": loss, "grad_norm": grad_norm, **scalars}
         if loss.device.type == "cuda":
@@ -103,9 +102,7 @@ def _peak_flops(plan: Plan) -> float | None:
 
 
 def _peak_allocated_gib(device: torch.device) -> torch.Tensor:
-    """Return the highest allocator peak of any rank since the last call, on the device.
-    Collective.
-    """
+    """Return the highest peak of any rank since the last call, on the device. Collective."""
     peak = torch.full((), torch.cuda.max_memory_allocated(device) / GIB, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -126,9 +123,7 @@ def _read(
 
 
 def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
-    """Return a metrics line as (name, value, samples) for the JSON's monitors, such as
-    TensorBoard.
-    """
+    """Return a metrics line as (name, value, samples) for the JSON's monitors."""
     names = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "eval_loss")
     of_sources = [name for name in line if name.startswith(("loss/", "eval_loss/"))]
     shown = [name for name in (*names, *of_sources) if line.get(name) is not None]
@@ -136,40 +131,43 @@ def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
 
 
 class SourceLosses:
-    """Target tokens of each source since the last metrics line, for its mean loss."""
+    """Mean training loss of each source since the last metrics line; none without several sources,
+    and none with Liger's loss, which returns only the sum.
+    """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self._targets = [0] * len(names)
+    def __init__(self, names: Sequence[str], engine: Engine) -> None:
+        self._names = names if engine.plan.config.model.kernels != "liger" else ()
+        self._engine = engine
+        self._targets = [0] * len(self._names)
+        if self._names:
+            engine.count_sources(len(self._names))
 
     def step_taken(self, targets: Sequence[int]) -> None:
         """Count the targets of an optimizer step, even if it is then skipped."""
-        self._targets = [sum(both) for both in zip(self._targets, targets, strict=True)]
+        if self._names:
+            self._targets = [sum(both) for both in zip(self._targets, targets, strict=True)]
 
-    def taken(self, sums: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return loss/NAME in nats, on the device, for the steps since the last call.
-
-        `sums`: the summed losses of the same steps over all ranks; None for a run without sources.
-        A source without targets in these steps has no loss.
+    def taken(self) -> dict[str, torch.Tensor]:
+        """Return loss/NAME in nats, on the device, for the steps since the last call, over all
+        ranks. A source without targets in these steps has no loss. Collective.
         """
+        sums = self._engine.source_losses()
         if sums is None:
             return {}
         means = {
             f"loss/{name}": sums[number] / targets
-            for number, (name, targets) in enumerate(zip(self.names, self._targets, strict=True))
+            for number, (name, targets) in enumerate(zip(self._names, self._targets, strict=True))
             if targets
         }
-        self._targets = [0] * len(self.names)
+        self._targets = [0] * len(self._names)
         return means
 
 
 def expert_load(tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Return scalars on the device from (layers, experts) tokens sent to each expert; {} for None.
 
-    `expert_load_max`: tokens of the busiest expert relative to the mean of its layer, in the worst
-    layer; 1 if all are equal, the number of experts if one gets all. `expert_load_entropy`: entropy
-    of a layer's shares relative to equal shares, mean over layers; 1 if all are equal, 0 if one
-    gets all.
+    `expert_load_max`: the busiest expert's tokens relative to its layer's mean, in the worst layer.
+    `expert_load_entropy`: entropy of a layer's shares relative to equal shares, mean over layers.
     """
     if tokens is None:
         return {}
@@ -208,14 +206,10 @@ class StepClock:
         self.predicted: StepTime | None = step_time(plan, seen_tokens=seen_tokens)
         self._lines = 0
 
-    def count_line(self) -> None:
-        """Count a metrics line."""
+    def predicted_of_next_line(self) -> StepTime | None:
+        """Return the estimate to compare with the next metrics line; None for all but one line."""
         self._lines += 1
-
-    @property
-    def compares(self) -> bool:
-        """True for the metrics line to compare, if there is an estimate."""
-        return self.predicted is not None and self._lines == _STARTING + 1
+        return self.predicted if self._lines == _STARTING + 1 else None
 
     def text(self, seconds: float, data_seconds: float) -> str:
         """Return both times in one line and, if they differ, the terms that may be off."""

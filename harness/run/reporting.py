@@ -1,17 +1,22 @@
-"""Reports steps of a run: metrics lines, evaluations, memory and profile."""
+"""Reports steps of a run: metrics lines, evaluations, memory, time and profile."""
 
 from __future__ import annotations
 
+import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from harness.checkpoint.collectives import gather_objects
 from harness.engine.api import StepResult
+from harness.estimate.fit import changes_that_help, memory_line
+from harness.plan.make import takes
 from harness.run.attention import attention_metrics
-from harness.run.diagnostics import record_memory, record_time
 from harness.run.evaluation import (
     evaluate_by_position,
     evaluate_needles,
-    evaluate_old,
     evaluate_sets,
 )
 from harness.run.meter import expert_load, monitor_events
@@ -29,8 +34,7 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
     if evaluates or is_due(step.number, config.log.every):
         loss = run.engine.sum_over_ranks(result.loss_share.detach().clone())
         scalars = expert_load(run.engine.expert_tokens())
-        scalars |= run.source_losses.taken(run.engine.source_losses())
-        scalars |= run.weights.taken(step.number)
+        scalars |= run.source_losses.taken() | run.weights.taken(step.number)
         line = run.meter.line(loss, result.grad_norm, step.targets, scalars, learning_rate=step.lr)
         if config.log.is_due(step.number, config.log.attention_every):
             line |= attention_metrics(run)
@@ -47,9 +51,7 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
 
 
 def evaluate_at_start(run: Run) -> None:
-    """Evaluate before the first step, or after a stop that interrupted an evaluation.
-    Collective.
-    """
+    """Evaluate before the first step, or where a stop interrupted one. Collective."""
     step = run.state.step
     due = step == 0 or is_due(step, run.plan.config.eval.every)
     if due and run.held_out_nats is None and (line := evaluated(run)):
@@ -62,15 +64,12 @@ def evaluated(run: Run) -> dict[str, Any]:
     if loss is None:
         return {}
     run.stability.see_evaluation(loss, run.state.step)
-    of_sets = {**evaluate_sets(run), **evaluate_old(run)}
-    needles = evaluate_needles(run)
+    of_sets, needles = evaluate_sets(run), evaluate_needles(run)
     return {"eval_loss": loss, **of_sets, "loss_by_position": by_position, **needles}
 
 
 def write_line(run: Run, line: dict[str, Any]) -> None:
-    """Complete a metrics line, write it, show it, and pass it to trackers and the JSON's
-    monitors.
-    """
+    """Complete a metrics line, write and show it; pass it to trackers and monitors."""
     line = {
         "unix_time_s": round(time.time(), 3),
         "step": run.state.step,
@@ -87,3 +86,53 @@ def write_line(run: Run, line: dict[str, Any]) -> None:
         run.progress.step(line)
         if "eval_loss" in line:
             run.pages.update()
+
+
+def record_memory(run: Run) -> None:
+    """Record predicted and measured memory of all ranks once, and show the worst. Collective."""
+    compared, run.memory.compared = run.memory.compared, []
+    if not compared:
+        return
+    ranks = gather_objects(compared)
+    if ranks:  # on rank 0, which writes
+        rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
+        run.event("memory", step=run.state.step, unit="bytes", rows=rows)
+        worst = max(ranks, key=lambda rows: max(abs(row.predicted - row.measured) for row in rows))
+        run.progress.say(f"memory         {'; '.join(map(str, worst))}")
+    run.meter.restart()
+
+
+def record_time(run: Run, line: dict[str, Any]) -> None:
+    """Record predicted and measured step time, at the second metrics line of this process."""
+    predicted = run.clock.predicted_of_next_line()
+    if predicted is not None:
+        measured = line["step_time_s"]
+        data_s = line["data_wait_share"] * measured
+        text = run.clock.text(measured, data_s)
+        run.event(
+            "time",
+            step=run.state.step,
+            measured_s=measured,
+            data_s=data_s,
+            predicted=predicted.to_json(),
+            message=text,
+        )
+        run.progress.say(f"time           {text}")
+
+
+def explain_out_of_memory(run: Run) -> None:
+    """Report the estimate, the memory in use and changes that help, on the rank that ran out."""
+    estimate, device, rank = run.plan.estimate, run.engine.device, run.plan.world.rank
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    place = run.plan.grid.described(rank)
+    lines = [f"rank {rank}{place} ran out of memory after step {run.state.step}"]
+    if estimate is not None:
+        lines += [
+            f"expected: {memory_line(estimate)}",
+            changes_that_help(estimate, total, takes(run.plan)),
+        ]
+    message = "; ".join(lines)
+    run.folder.append_failure(rank, "out_of_memory", step=run.state.step, message=message)
+    if total is not None:  # kilobytes, too long for an event
+        lines.insert(1, torch.cuda.memory_summary(device, abbreviated=True))
+    print(*lines, sep="\n", file=sys.stderr, flush=True)

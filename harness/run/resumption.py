@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from harness.checkpoint.compatibility import (
     has_sections,
     resume_problems,
 )
-from harness.checkpoint.store import Checkpoint, checkpoint_of, fsync, is_run, newest_usable
+from harness.checkpoint.export import replacing, sweep
+from harness.checkpoint.store import Checkpoint, checkpoint_of, is_run, newest_usable
 from harness.config.run_config import run_and_step
 from harness.data.batches import Stream
 from harness.data.order import reservoir
@@ -54,14 +54,18 @@ class ResumePoint:
     def text(self, plan: Plan, total_steps: int) -> str:
         """Return which checkpoint a run continues from, and if its length or ranks differ."""
         assert self.checkpoint is not None
-        about, now = self.checkpoint.manifest.about, division(plan)
+        about = self.checkpoint.manifest.about
         text = f"{self.kind} {self.checkpoint.path.name} of {total_steps} steps"
         if self.steps_before not in (None, total_steps):
             follows = plan.config.optim.schedule not in ("constant", "inverse_sqrt")
             rate = ": the learning rate follows the new length" if follows else ""
             text += f" ({self.steps_before} before{rate})"
-        differs = any(about[key] != size for key, size in now.items() if key in about)
-        return f"{text}, saved by {_ranks(about)}" if differs else text
+        differing = [
+            f"{key.replace('_', ' ')} {about[key]}"
+            for key, size in division(plan).items()
+            if about.get(key, size) != size  # earlier versions recorded only a part of them
+        ]
+        return f"{text}, saved with {', '.join(differing)}" if differing else text
 
 
 def division(plan: Plan) -> dict[str, int]:
@@ -74,15 +78,6 @@ def division(plan: Plan) -> dict[str, int]:
         "sequence_ranks": plan.grid.sequence,
         "expert_ranks": plan.grid.expert,
     }
-
-
-def _ranks(about: Mapping[str, Any]) -> str:
-    """Return the division in a manifest as text; earlier versions recorded only a part of it."""
-    ranks, stage = about.get("world_size"), about.get("zero_stage")
-    axes = ("pipeline_stages", "tensor_ranks", "sequence_ranks", "expert_ranks")
-    sizes = [f"{about[key]} {key.replace('_', ' ')}" for key in axes if about.get(key, 1) != 1]
-    within = f" with {', '.join(sizes)}" if sizes else ""
-    return f"{ranks} rank{'s' * (ranks != 1)} under ZeRO {stage}{within}"
 
 
 def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
@@ -198,10 +193,8 @@ def saved_plan(plan: Plan) -> dict[str, Any] | None:
 
 
 def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
-    """Return (plan.json, None), or (None, the problem) if it is damaged; a checkpoint is usable
-    without it.
-
-    Read by rank 0 for all ranks, because they may see different folder contents. Collective.
+    """Return (plan.json, None), or (None, the problem) if it is damaged, as read by rank 0: ranks
+    may see different folder contents. Collective.
     """
     return broadcast_object(_plan_in(folder) if dist.get_rank() == 0 else (None, None))
 
@@ -238,50 +231,31 @@ def keep_sample(run: Run) -> None:
 
 
 def _write(run: Run, folder: Path) -> None:
-    """Write the folder anew and replace the previous one.
-
-    Raises ConfigError if that one contains other data (resume.allow=data_fingerprint), of which it
-    may be the only remaining sample.
-    """
-    unfinished, replaced = (folder.with_name(f".{age}-{folder.name}") for age in ("new", "old"))
-    if replaced.exists() and not folder.exists():  # killed between the two renames
-        replaced.rename(folder)
-    data, seen = run.data, run.state.samples
-    key = f"{run.plan.config.train.seed}:{data.fingerprint}"
-    if folder.exists() and kept_facts(folder).get("of") != key:
+    """Write the folder anew. Raises ConfigError if it holds a sample of other data."""
+    sweep(folder, alone=True)  # leftovers of a killed process
+    config, data, seen = run.plan.config, run.data, run.state.samples
+    key = f"{config.train.seed}:{data.fingerprint}"
+    if folder.exists() and kept_facts(folder).get("of") != key:  # maybe the only one of that data
         raise ConfigError("it holds a sample of other data: move it so that a new one can be saved")
-    for path in (unfinished, replaced):
-        shutil.rmtree(path, ignore_errors=True)
-    unfinished.mkdir()
     if data.mixture() is None:  # after an epoch the documents repeat
         seen = min(seen, data.train.samples)
-    config, max_samples = run.plan.config, max(1, MOST_TOKENS // (run.plan.config.data.seq_len + 1))
+    max_samples = max(1, MOST_TOKENS // (config.data.seq_len + 1))
     kept = reservoir(min(config.data.reservoir, max_samples), seen, key).tolist()
     held_out = range(min(config.eval.samples, max_samples, data.held_out.samples))
     facts: dict[str, Any] = {"of": key, "tokenizer": tokenizer_hash(data.tokenizer)}
     # A .bin/.idx pair may hold ids that the model has but the tokenizer lacks.
     num_ids = max(data.vocab_size, run.plan.model_config.get("vocab_size") or 0)
-    for side, stream, samples in (
-        (TRAIN, data.train, kept),
-        (HELD_OUT, data.held_out, held_out),
-    ):
-        facts[f"{side}_tokens"] = _write_side(unfinished / side, stream, samples, num_ids)
-    (unfinished / FACTS).write_text(json.dumps(facts))
-    for path in unfinished.iterdir():
-        fsync(path)
-    if folder.exists():
-        folder.rename(replaced)
-    unfinished.rename(folder)
-    fsync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    sides = ((TRAIN, data.train, kept), (HELD_OUT, data.held_out, held_out))
+    with replacing(folder, is_export=False) as unfinished:
+        for side, stream, samples in sides:
+            facts[f"{side}_tokens"] = _write_side(unfinished / side, stream, samples, num_ids)
+        (unfinished / FACTS).write_text(json.dumps(facts))
 
 
 def _write_side(
     prefix: Path, stream: Stream, samples: Iterable[int], vocab_size: int
 ) -> int | None:
-    """Write samples as a .bin/.idx pair; return the number of tokens per sample, None if they
-    differ.
-    """
+    """Write samples as a .bin/.idx pair; return their equal number of tokens, or None."""
     sizes = set[int]()
 
     def documents() -> Iterator[Document]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
-from harness.data.batch import Batch
 from harness.data.data import Data
 from harness.engine.api import Engine
 from harness.errors import CannotSave, ExitCode
@@ -24,6 +22,7 @@ from harness.plan.plan import Plan
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
 from harness.run.pages import Pages
+from harness.run.profiling import Profiler
 from harness.run.progress import Progress
 from harness.run.trackers import Trackers
 from harness.runfolder import Outcome, RunFolder
@@ -40,33 +39,11 @@ def is_due(step: int, every: int) -> bool:
 
 @dataclass(frozen=True)
 class Undivided:
-    """Loss and gradient norm of the first global batch, computed by the undivided model on one
-    rank.
-    """
+    """Loss and gradient norm of the first global batch by the undivided model on one rank."""
 
     loss: float
     grad_norm: float | None
     """None if training steps are random."""
-
-
-class Profiler(Protocol):
-    """Profiles a few steps (implemented in run/profiling.py, which loads torch's profiler)."""
-
-    def step(self, step: int) -> AbstractContextManager[None]:
-        """Return a context for a training step."""
-        ...
-
-    def after(self, step: int, batch: Batch) -> bool:
-        """Write the trace or count that a step completes; True if that took time. Collective."""
-        ...
-
-    def drop(self) -> None:
-        """Discard an unfinished trace."""
-        ...
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: Any) -> None: ...
 
 
 @dataclass
@@ -131,9 +108,7 @@ class Run:
             self.folder.append_event(kind, **fields)
 
     def stop_asked(self) -> tuple[bool, bool]:
-        """Return the result of `guard.agree`, after checking the time limit on rank 0.
-        Collective.
-        """
+        """Return `guard.agree`, after a look at the time limit on rank 0. Collective."""
         step_s, stall_s = self.pulse.longest_s("step"), self.pulse.longest_s("save")
         save_s = stall_s and max(stall_s, self.longest_save_s)
         if self.is_writer and self.time_left.is_last_step(step_s, save_s):
@@ -152,8 +127,7 @@ class Run:
 
     def fails(self, failure: Failure) -> None:
         """Record the failure that ends all ranks, on the rank that failed or noticed it, and on
-        rank 0, which has access to the folder even if the failed rank does not. This process ends
-        next.
+        rank 0, which sees the folder even if the failed rank does not. This process ends next.
         """
         step, message = self.state.step, failure.message
         if failure.noticed_by is not None:

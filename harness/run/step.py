@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 
 import torch
 
+from harness.checkpoint.collectives import gather_objects
 from harness.checkpoint.store import newest_usable
 from harness.config.batch import Slice
 from harness.engine.api import StepResult
 from harness.errors import ExitCode, RunStopped
 from harness.guard.stability import ADVICE, Spike, Verdict
-from harness.run.diagnostics import record_engine
 from harness.run.resumption import load_into
 from harness.run.run import Run
 from harness.run.saving import finish_save
@@ -25,15 +25,6 @@ def before_first_step(run: Run) -> None:
     """Compare the loss of a divided model with the undivided one's. Collective."""
     run.first_step = run.state.step + 1
     run.undivided = undivided_start(run)
-
-
-def after_first_step(run: Run, step: Step, result: StepResult) -> None:
-    """Record the classes in use, and compare the gradient norm of a divided model. Collective."""
-    if step.number != run.first_step:
-        return
-    record_engine(run)
-    if run.undivided is not None:
-        check_norm(run, run.undivided, result.grad_norm)
 
 
 def next_step(run: Run) -> Step:
@@ -68,8 +59,7 @@ def take_step(run: Run, step: Step) -> StepResult | None:
         spikes.extend([spike] if spike else [])
         return spike is not None
 
-    if run.source_losses.names:
-        run.source_losses.step_taken(step.targets_by_source)
+    run.source_losses.step_taken(step.targets_by_source)
     log = run.plan.config.log
     if log.is_due(step.number, log.weights_every):
         run.weights.step_begins(step.number)
@@ -95,7 +85,10 @@ def take_step(run: Run, step: Step) -> StepResult | None:
     run.held_out_nats = None  # it was that of other weights
     run.meter.step_done(step)
     _record_skipped(run, step, result, spike)
-    after_first_step(run, step, result)
+    if step.number == run.first_step:
+        run.event("engine", step=step.number, ranks=gather_objects(run.engine.describe()))
+        if run.undivided is not None:
+            check_norm(run, run.undivided, result.grad_norm)
     run.memory.step_done()
     return result
 
@@ -112,10 +105,8 @@ def look_for_spike(
 
 
 def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | None) -> None:
-    """Record a step that was not applied.
-
-    The host waits for the device only after such a step. A step without targets says nothing about
-    the weights and is not counted.
+    """Record a step that was not applied; only then the host waits. A step without targets is not
+    bad.
     """
     if not step.targets:
         reason = "none of its samples has a target token"
@@ -165,9 +156,7 @@ def end_early_at_start(run: Run) -> None:
 
 
 def apply_verdict(run: Run, verdict: Verdict) -> None:
-    """Apply a verdict: end the run early, roll it back, raise RunStopped, or continue.
-    Collective.
-    """
+    """End the run early, roll it back, raise RunStopped, or continue. Collective."""
     if verdict.kind == "end early":
         end_early(run, verdict)
     elif verdict.kind == "roll back":

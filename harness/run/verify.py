@@ -1,6 +1,4 @@
-"""Compares the first step of a divided model with the undivided one's, and gradients between
-ranks.
-"""
+"""Compares a divided model's first step with the undivided one's, and gradients of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from harness.checkpoint.collectives import broadcast_object, gather_objects
 from harness.checkpoint.store import is_run
@@ -43,13 +40,10 @@ def undivided_start(run: Run) -> Undivided | None:
         return None
     run.pulse("verify", run.state.step)
     targets = run.data.train.targets_in(0, plan.curriculum.at(0).global_batch)
-    answer: list[Any] = [None, None]
-    if run.is_writer:  # rank 0 decides for all, because free memory differs
-        answer = _computed(run, targets)
-    dist.broadcast_object_list(answer)
-    undivided: Undivided | None = answer[0]
-    if undivided is None:
-        run.event("not_verified", message=answer[1])
+    # Rank 0 decides for all, because free memory differs.
+    undivided = broadcast_object(_computed(run, targets) if run.is_writer else "")
+    if isinstance(undivided, str):
+        run.event("not_verified", message=undivided)
         return None
     mine = _micro_batches(run, plan.share)
     loss = run.engine.sum_over_ranks(run.engine.eval_batch(mine))[0].item() / max(targets, 1)
@@ -59,15 +53,16 @@ def undivided_start(run: Run) -> Undivided | None:
 
 def check_norm(run: Run, undivided: Undivided, grad_norm: float | torch.Tensor) -> None:
     """Compare the first step's gradient norm. Raises ConfigError if it differs."""
-    norm, result = undivided.grad_norm, "not compared: steps are random"
-    if norm is not None:
+    norm = undivided.grad_norm
+    result: float | str | None = norm
+    if norm is None:
+        result = "not compared: steps are random"
+    elif not (run.engine.step_applied and math.isfinite(norm)):
         result = "not compared: fp16 overflowed"
-    if norm is not None and run.engine.step_applied and math.isfinite(norm):
+    else:
         tolerance = TOLERANCES[run.plan.precision][1]
         _check("gradient norm", float(grad_norm), norm, tolerance, run)
-        run.event("verified", loss=undivided.loss, grad_norm=norm)
-    else:
-        run.event("verified", loss=undivided.loss, grad_norm=result)
+    run.event("verified", loss=undivided.loss, grad_norm=result)
 
 
 def _check(name: str, value: float, expected: float, tolerance: float, run: Run) -> None:
@@ -93,8 +88,8 @@ def _division(run: Run) -> str:
     return " x ".join(f"{size} {what}" for what, size in sizes.items() if size > 1)
 
 
-def _computed(run: Run, targets: int) -> list[Any]:
-    """Return [the undivided model's loss and norm, None], or [None, the reason for skipping]."""
+def _computed(run: Run, targets: int) -> Undivided | str:
+    """Return the undivided model's loss and norm, or the reason for skipping the comparison."""
     from harness.engine.stages import unsplit_loss_and_norm  # imports DeepSpeed
     from harness.engine.zero import ZeroEngine
 
@@ -102,7 +97,7 @@ def _computed(run: Run, targets: int) -> list[Any]:
     model = run.engine.undivided()
     reason = _reason_to_skip(run, model)
     if reason is not None:
-        return [None, reason]
+        return reason
     engine, batches = run.engine, _micro_batches(run, Share(Grid(1), 0))
     try:
         loss, norm = unsplit_loss_and_norm(
@@ -111,7 +106,7 @@ def _computed(run: Run, targets: int) -> list[Any]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return [None, "the undivided model does not fit on one rank"]
+        return "the undivided model does not fit on one rank"
     finally:
         del model
         gc.collect()  # checkpointed layers hold themselves through their replaced forward
@@ -119,8 +114,8 @@ def _computed(run: Run, targets: int) -> list[Any]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     if not math.isfinite(loss):
-        return [None, f"the undivided model's loss is {loss}"]
-    return [Undivided(loss, norm), None]
+        return f"the undivided model's loss is {loss}"
+    return Undivided(loss, norm)
 
 
 def _reason_to_skip(run: Run, model: Any) -> str | None:
@@ -161,11 +156,8 @@ def gradients_unchecked(run: Run) -> bool:
 
 
 def check_gradients(run: Run) -> None:
-    """Compare the gradients of weights that all tensor-parallel ranks hold, until they are finite
-    once.
-
-    Called between the backward pass and the step. Collective. Raises ConfigError naming the
-    weights.
+    """Compare the gradients of weights that all tensor-parallel ranks hold, until finite once,
+    between the backward pass and the step. Collective. Raises ConfigError naming the weights.
     """
     if not gradients_unchecked(run):
         return

@@ -5,6 +5,7 @@ signal twice), hup, int, stop (SIGSTOP), sleep (for "seconds"), skip (the call t
 there), raise, starve (no thread can start), fill or readonly (the file system at "mount"), full
 ("file" accepts no more data), truncate (half of "file"), differ (the exported model has another
 loss). "nccl": the process group is left as NCCL leaves it.
+{"defect": NAME}: one of the parity gate.
 """
 
 from __future__ import annotations
@@ -25,15 +26,23 @@ import torch
 import torch.distributed as dist
 
 from harness import loop
+from harness.layout.world import World
 from harness.run.run import Run
 from harness.steps import Step
 from tools.acceptance.plant import take_scaled_step
+
+_PLANTED = contextlib.ExitStack()
 
 
 def plant(fault: dict[str, Any], rank: int) -> None:
     """Wrap the place that `fault` names on its rank; apply what it spoils on all ranks."""
     if fault.get("do") == "hup":
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes ranks ignore it
+    if "defect" in fault:
+        from tests.gates.parity.defects import planted
+
+        _PLANTED.enter_context(planted(fault["defect"], World()))
+        return
     if "spoil" in fault:
         spoil(fault["spoil"])
         return

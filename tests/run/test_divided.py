@@ -1,6 +1,4 @@
-"""Runs with pipeline stages and tensor parallelism: contents of each rank, refusals at the start,
-and resuming in other layouts after a kill.
-"""
+"""Runs in stages and tensor-parallel ranks: contents, refusals, kills."""
 
 from __future__ import annotations
 
@@ -57,12 +55,8 @@ def train(zygote: Zygote, data: list[str], tmp_path: Path) -> Train:
         named = (f"model.name={tmp_path / 'config.json'}",) if model else SMALL_MODEL
         stages = f"--deepspeed={REPOSITORY / 'ds_configs' / 'pipeline2.json'}"
         arguments = [stages, *named, *SHORT_RUN, *data, f"run.dir={folder.path}", *words]
-        if defect:
-            main = "tests.run.planted"
-            arguments = [defect, *arguments]
-        else:
-            main = "harness.train"
-        return zygote.run(arguments, tmp_path / "logs", ranks=ranks, main=main), folder
+        fault = {"defect": defect} if defect else None
+        return zygote.run(arguments, tmp_path / "logs", fault, ranks), folder
 
     return run
 

@@ -1,9 +1,8 @@
-"""The recipes of docs/recipes/: short, listed in the README, planned for their intended GPUs, and
-each trained on small data to the loss stated in its first line.
-"""
+"""The recipes of docs/recipes/ and the defaults of fine-tuning: planned, and trained to a loss."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shlex
@@ -14,42 +13,36 @@ from typing import Any
 
 import pytest
 
+from harness.config.assignments import COUNTED, IMPLIED, KEPT
 from harness.launch.fork_server import Zygote
 from harness.plan.model_config import find_model_config
+from harness.report.page import page_of
+from harness.report.run_record import read
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.plan.plans import Planner
-from tests.real_runs import REPOSITORY, SMALL_MODEL
+from tests.real_runs import REPOSITORY, SMALL_MODEL, events
 from tests.run.features import write_lines
 
 FOLDER = REPOSITORY / "docs" / "recipes"
-LIMIT_S = 1500.0
+JSON = f"--deepspeed={REPOSITORY / 'ds_configs' / 'zero1.json'}"
 README = (REPOSITORY / "README.md").read_text()
 # In fp32, the same precision on every machine.
 QUIET = (
     *("eval.samples=32", "sample.tokens=0", "save.export=false", "log.report=false"),
     "ds.bf16.enabled=false",
 )
-# Intended GPUs of a recipe, and the model whose weights it starts from.
-MEANT = {
-    "chat": ("RANKS=8 GPU=h100-80", "llama-3-8b"),
-    "lora": ("RANKS=2 GPU=h100-80", "llama-3-8b"),
-    "qlora": ("RANKS=1 GPU=rtx-4090", "llama-2-7b"),
-    "tools": ("RANKS=8 GPU=h100-80", "llama-3-8b"),
-    "continued": ("RANKS=8 GPU=h100-80", "llama-3-8b"),
-    "long_context": ("RANKS=8 GPU=h100-80", "llama-3-8b"),
-    "scratch": ("RANKS=8 GPU=h100-80", ""),
-    "moe": ("RANKS=64 RANKS_PER_NODE=8 GPU=h100-80", ""),
-    "recurrent": ("RANKS=1 GPU=rtx-4090", ""),
-    "3d": ("RANKS=16 RANKS_PER_NODE=8 GPU=h100-80", ""),
-}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file of docs/recipes/, with the information in its first two lines."""
+    """A file of docs/recipes/, what it is meant for, and the sizes and ranks of a small run."""
 
     path: Path
+    gpus: str
+    weights: str
+    words: str
+    ranks: int = 2
 
     @property
     def command(self) -> list[str]:
@@ -68,53 +61,52 @@ class Recipe:
         return float(first), float(last)
 
 
-RECIPES = {path.stem: Recipe(path) for path in sorted(FOLDER.glob("*.toml"))}
-
-
-@dataclass(frozen=True)
-class Small:
-    """A recipe's substitutes, besides its data: sizes of a small model, and a rate for it."""
-
-    words: str = ""
-    ranks: int = 2
-
-
 _SMALL = " ".join(SMALL_MODEL)
 _SHORT = (
     "data.seq_len=64 train.global_batch=8 train.micro_batch=4 optim.lr=0.01 optim.warmup_steps=10"
 )
-SMALL = {
-    "chat": Small("data.seq_len=256"),
-    "lora": Small("data.seq_len=256"),
-    "qlora": Small("data.seq_len=256"),
-    "tools": Small("data.seq_len=256"),
-    "continued": Small("data.seq_len=128 train.global_batch=8 train.micro_batch=4 optim.lr=3e-3"),
-    "long_context": Small(
-        "model.overrides.max_position_embeddings=64 model.context=256 data.seq_len=256"
-        " train.global_batch=4 train.micro_batch=4 train.steps=60 optim.lr=3e-3"
-        " ds.sequence_parallel_size=2"
-    ),
-    "scratch": Small(f"{_SMALL} {_SHORT} train.steps=120 data.vocab_size=512"),
-    "moe": Small(
-        f"{_SMALL} {_SHORT} train.steps=100 data.vocab_size=512 model.overrides.num_experts=8"
-        " model.overrides.num_experts_per_tok=2 model.overrides.moe_intermediate_size=64"
-        " ds.expert_parallel.autoep_size=2"
-    ),
-    "recurrent": Small(
-        f"{_SHORT} data.vocab_size=512 train.epochs=2 model.overrides.vocab_size=512"
-        " model.overrides.hidden_size=64 model.overrides.recurrent_size=96"
-        " model.overrides.num_hidden_layers=2"
-    ),
-    "3d": Small(f"{_SMALL} {_SHORT} train.steps=100 data.vocab_size=512", ranks=8),
+_H100 = "RANKS=8 GPU=h100-80"
+_LLAMA = "llama-3-8b"
+RECIPES = {
+    name: Recipe(FOLDER / f"{name}.toml", *tried)
+    for name, tried in {
+        "chat": (_H100, _LLAMA, "data.seq_len=256"),
+        "lora": ("RANKS=2 GPU=h100-80", _LLAMA, "data.seq_len=256"),
+        "qlora": ("RANKS=1 GPU=rtx-4090", "llama-2-7b", "data.seq_len=256"),
+        "tools": (_H100, _LLAMA, "data.seq_len=256"),
+        "continued": (
+            *(_H100, _LLAMA),
+            "data.seq_len=128 train.global_batch=8 train.micro_batch=4 optim.lr=3e-3",
+        ),
+        "long_context": (
+            *(_H100, _LLAMA),
+            "model.overrides.max_position_embeddings=64 model.context=256 data.seq_len=256"
+            " train.global_batch=4 train.micro_batch=4 train.steps=60 optim.lr=3e-3"
+            " ds.sequence_parallel_size=2",
+        ),
+        "scratch": (_H100, "", f"{_SMALL} {_SHORT} train.steps=120 data.vocab_size=512"),
+        "moe": (
+            *("RANKS=64 RANKS_PER_NODE=8 GPU=h100-80", ""),
+            f"{_SMALL} {_SHORT} train.steps=100 data.vocab_size=512 model.overrides.num_experts=8"
+            " model.overrides.num_experts_per_tok=2 model.overrides.moe_intermediate_size=64"
+            " ds.expert_parallel.autoep_size=2",
+        ),
+        "recurrent": (
+            *("RANKS=1 GPU=rtx-4090", ""),
+            f"{_SHORT} data.vocab_size=512 train.epochs=2 model.overrides.vocab_size=512"
+            " model.overrides.hidden_size=64 model.overrides.recurrent_size=96"
+            " model.overrides.num_hidden_layers=2",
+        ),
+        "3d": (
+            *("RANKS=16 RANKS_PER_NODE=8 GPU=h100-80", ""),
+            *(f"{_SMALL} {_SHORT} train.steps=100 data.vocab_size=512", 8),
+        ),
+    }.items()
 }
 
 
 _NUMBERS = {"a": "number", "b": "number"}
 _TOOLS = [{"type": "function", "function": {"name": "add", "parameters": _NUMBERS}}]
-
-
-def _sums() -> Iterable[tuple[int, int]]:
-    return ((a, b) for a in range(20) for b in range(15))
 
 
 def _texts() -> Iterable[dict[str, Any]]:
@@ -153,6 +145,20 @@ def _words(recipe: Recipe, corpora: Path, weights: str) -> list[str]:
     ]
 
 
+def train(
+    zygote: Zygote, path: Path, *words: str, ranks: int = 1, cwd: Path | None = None
+) -> tuple[RunFolder, str]:
+    """Train a run with the harness's own defaults; return it with the output of its ranks."""
+    arguments, logs = [*words, f"run.dir={path}"], path.with_name(f"{path.name}-logs")
+    ended = zygote.run(arguments, logs, ranks=ranks, limit_s=1500.0, cwd=cwd)
+    assert ended.codes == [0] * ranks, ended.output
+    return RunFolder(path), ended.output
+
+
+def losses_of(run: RunFolder) -> list[float]:
+    return [line["eval_loss"] for line in run.read_metrics() if "eval_loss" in line]
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Planner:
     return Planner(tmp_path_factory.mktemp("models"))
@@ -162,20 +168,18 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Planner:
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the files that the recipes name."""
     folder = tmp_path_factory.mktemp("corpora")
-    write_lines(folder / "chats.jsonl", ({"messages": _turns(a, b)} for a, b in _sums()))
-    write_lines(
-        folder / "calls.jsonl", ({"messages": _calls(a, b), "tools": _TOOLS} for a, b in _sums())
-    )
+    sums = [(a, b) for a in range(20) for b in range(15)]
+    calls = [{"messages": _calls(a, b), "tools": _TOOLS} for a, b in sums]
+    write_lines(folder / "chats.jsonl", [{"messages": _turns(a, b)} for a, b in sums])
+    write_lines(folder / "calls.jsonl", calls)
     write_lines(folder / "corpus.jsonl", _texts())
     return folder
 
 
 @pytest.fixture(scope="module")
 def weights(zygote: Zygote, corpora: Path) -> Path:
-    """Return the export of a small model trained on chats of these words and numbers in any
-    order.
-    """
-    draw, run = random.Random(1), corpora / "weights"
+    """Return the export of a model trained on these words and numbers in any order."""
+    draw = random.Random(1)
 
     def turn(role: str, end: str) -> dict[str, str]:
         words = [
@@ -192,18 +196,10 @@ def weights(zygote: Zygote, corpora: Path) -> Path:
         *(f"data.path={write_lines(corpora / 'before.jsonl', chats)}", "save.export=true"),
         *("data.learn=all", "data.packing=stream"),
     )
-    json_path = REPOSITORY / "ds_configs" / "zero1.json"
-    ended = zygote.run(
-        [f"--deepspeed={json_path}", *words, f"run.dir={run}"],
-        corpora / "logs",
-        ranks=1,
-        limit_s=LIMIT_S,
-    )
-    assert ended.codes == [0], ended.output
-    return run / "export"
+    return train(zygote, corpora / "weights", JSON, *words)[0].export_dir
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))
 def test_a_recipe_is_short_and_a_row_of_the_readme(name: str) -> None:
     recipe = RECIPES[name]
     assert len(recipe.path.read_text().splitlines()) <= 15
@@ -227,10 +223,11 @@ def test_a_recipe_fits_the_gpus_that_it_is_meant_for(
     name: str, planned: Planner, corpora: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    machine, given = MEANT[name]
-    if given:
-        given = str(planned.add(given, find_model_config(given)[0]).parent)
-    plan = planned(f"{machine} {' '.join(_words(RECIPES[name], corpora, given))}")
+    recipe = RECIPES[name]
+    weights = recipe.weights
+    if weights:
+        weights = str(planned.add(weights, find_model_config(weights)[0]).parent)
+    plan = planned(f"{recipe.gpus} {' '.join(_words(recipe, corpora, weights))}")
     assert plan.estimate is not None
     assert plan.estimate.verdict.startswith("fits")
 
@@ -240,16 +237,91 @@ def test_a_recipe_fits_the_gpus_that_it_is_meant_for(
 def test_a_recipe_reaches_the_loss_that_its_first_line_states(
     name: str, zygote: Zygote, corpora: Path, weights: Path, tmp_path: Path
 ) -> None:
-    recipe, small, run = RECIPES[name], SMALL[name], RunFolder(tmp_path / "run")
+    recipe = RECIPES[name]
     words = (
-        *(*_words(recipe, corpora, str(weights)), *small.words.split(), *QUIET),
-        *(f"data.cache_dir={corpora / 'cache'}", f"run.dir={run.path}"),
+        *(*_words(recipe, corpora, str(weights)), *recipe.words.split(), *QUIET),
+        f"data.cache_dir={corpora / 'cache'}",
     )
-    ended = zygote.run(
-        [*words], tmp_path / "logs", ranks=small.ranks, limit_s=LIMIT_S, cwd=REPOSITORY
-    )
-    assert ended.codes == [0] * small.ranks, ended.output
-    reached = [line["eval_loss"] for line in run.read_metrics() if "eval_loss" in line]
-    first, last = recipe.losses
+    run, _ = train(zygote, tmp_path / "run", *words, ranks=recipe.ranks, cwd=REPOSITORY)
+    reached, (first, last) = losses_of(run), recipe.losses
     assert reached[0] == pytest.approx(first, rel=0.1)
     assert reached[-1] <= last < 0.7 * first
+
+
+# --- fine-tuning as the README prints it ---
+
+
+@pytest.fixture(scope="module")
+def given(zygote: Zygote, corpora: Path) -> tuple[str, ...]:
+    """Return the README's arguments: an untrained model, and 300 chats with a pattern to learn."""
+    data = (
+        *(f"data.path={corpora / 'chats.jsonl'}", f"data.cache_dir={corpora / 'cache'}"),
+        *("data.template=chatml", "data.seq_len=64", "eval.samples=8"),
+    )
+    made = (*SMALL_MODEL, "data.vocab_size=512", "train.steps=0", "save.export=true")
+    base, _ = train(zygote, corpora / "base", JSON, *QUIET, *data, *made)
+    return (JSON, *QUIET, f"model.init_from={base.export_dir}", *data)
+
+
+@pytest.mark.slow("three runs, one of a hundred steps")
+def test_the_defaults_learn_and_are_kept(
+    zygote: Zygote, given: tuple[str, ...], tmp_path: Path
+) -> None:
+    run, output = train(zygote, tmp_path / "run", *given, ranks=2)
+    plan = run.read_plan() or {}
+    batch, epochs = plan["global_batch"], plan["run"]["train"]["epochs"]
+    assert plan["run_set"]["train.global_batch"] == plan["run_set"]["train.epochs"] == COUNTED
+    assert plan["run_set"]["optim.lr"] == IMPLIED
+    assert 100 <= plan["total_steps"] < 200
+    assert plan["deepspeed"]["train_batch_size"] == batch < 48
+    examples, windows = (plan["data"][f"trained_{name}"] for name in ("examples", "windows"))
+    assert 290 < examples < 300
+    length = f"{examples} examples in {windows} windows of 64 tokens, {batch} windows per step"
+    assert length in output
+    (settled,) = events(run, "follows_data")
+    assert settled["message"].startswith(f"train.global_batch={batch}, train.epochs={epochs:g}: ")
+    first, *_, last = losses_of(run)
+    assert last < 0.6 * first
+    assert re.search(rf"nats per token, {first:.2f} before training; a unigram", output)
+    assert events(run, "few_steps") + events(run, "no_better") == []
+    # Resumed on another number of ranks, for longer.
+    more = f"train.steps={plan['total_steps'] + 3}"
+    train(zygote, run.path, *given, more)
+    again = run.read_plan() or {}
+    assert (again["global_batch"], again["world"]["world_size"]) == (batch, 1)
+    assert again["run"]["optim"] == plan["run"]["optim"]
+    assert again["run_set"]["train.global_batch"] == again["run_set"]["optim.lr"] == KEPT
+    (resumed,) = events(run, "resumed")
+    changed = {change["key"] for change in resumed["changes"]}
+    assert not {key for key in changed if key.startswith("optim.")} | changed & {
+        "train.global_batch"
+    }
+
+
+def test_a_run_that_was_too_short_says_so_with_the_keys(
+    zygote: Zygote, given: tuple[str, ...], tmp_path: Path
+) -> None:
+    short = ("train.global_batch=48", "train.epochs=1", "optim.warmup_steps=20", "optim.lr=1e-6")
+    run, output = train(zygote, tmp_path / "run", *given, *short)
+    steps = (run.read_plan() or {})["total_steps"]
+    assert steps < 20
+    texts = [
+        f"the run of {steps} steps ends during its warm-up (20 steps, optim.warmup_steps)",
+        f"the run takes only {steps} steps",
+    ]
+    for text in texts:  # once the data is counted, and at the end
+        assert output.count(text) == 2
+    assert "lower train.global_batch (now 48), or raise train.epochs" in output
+    end = output.partition("nats per token")[2]
+    assert "the held-out loss did not improve" in end
+    assert [len(events(run, kind)) for kind in ("unfinished_warmup", "few_steps", "no_better")] == [
+        *(1, 1, 1)
+    ]
+    page = page_of(read(run.path))
+    assert all(
+        text in page for text in ("ends during its warm-up", "takes only", "did not improve")
+    )
+    assert "Train longer" in page
+    assert "Try the model" not in page
+    assert "Export the weights" not in page
+    assert json.loads(run.plan_path.read_text())["held_out_set"]

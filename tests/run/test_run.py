@@ -1,4 +1,4 @@
-"""The time limit, the end of the data, and the end of a run, without training."""
+"""Decisions of a run without training: its data, its settings, its time limit and its end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import torch.distributed as dist
 from harness import loop
 from harness.checkpoint.manifest import TrainState
 from harness.config.batch import Curriculum
-from harness.errors import ExitCode
+from harness.errors import ConfigError, ExitCode
 from harness.guard.signals import StopGuard, TimeLeft
+from harness.plan.command import parse_command, plan_from
+from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.run import Run
 from harness.run.step import _end_with_the_data
 from tests.ranks import ranks
@@ -108,3 +110,33 @@ def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> No
     ):
         assert loop.train(run) == ExitCode.DONE
     assert page.exists()
+
+
+@ranks(2)
+def test_ranks_that_read_other_token_ids_are_refused_on_all() -> None:
+    rank = dist.get_rank()
+
+    def data_of(*fingerprints: str) -> Any:
+        made = [SimpleNamespace(facts=SimpleNamespace(fingerprint=f)) for f in fingerprints]
+        return SimpleNamespace(sources=made, set_sources=())
+
+    _require_same_data(rank, data_of("ids", "more"))
+    with pytest.raises(ConfigError, match=r"rank 1 has other token ids than rank 0: .*data\.date"):
+        _require_same_data(rank, data_of("ids", f"more{rank}"))
+
+
+@ranks(2)
+def test_ranks_that_were_started_with_other_settings_are_refused_on_all() -> None:
+    rank = dist.get_rank()
+    environ = {"DS_ACCELERATOR": "cpu", "RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+
+    def plan(*words: str) -> Any:
+        return plan_from(
+            parse_command(["model.name=tiny", f"run.dir=runs/{rank}", *words]), environ
+        )
+
+    require_same_settings(plan("optim.lr=0.01"))
+    for words in ([f"optim.lr=0.0{rank + 1}"], [f"ds.zero_optimization.stage={rank + 1}"]):
+        key = words[0].partition("=")[0]
+        with pytest.raises(ConfigError, match=f"rank 1 has other settings than rank 0: .*{key} is"):
+            require_same_settings(plan(*words))

@@ -1,4 +1,4 @@
-"""Runs that stop early, learn nothing, sample or evaluate texts, and export the end of a text."""
+"""Runs that stop early, learn nothing, sample or evaluate texts, end them, or add tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,8 +21,11 @@ from harness.data.data import Data
 from harness.data.needles import DEPTHS, NEEDLE_TEXTS, needles
 from harness.data.spec import DataSpec
 from harness.launch.fork_server import Zygote
+from harness.models.skeleton import hf_config
 from harness.run.evaluation import POSITIONS
 from harness.runfolder import RunFolder
+from tests.data.number_tokenizer import write_number_tokenizer
+from tests.engine.small import MODEL
 from tests.real_runs import SMALL_MODEL, events
 from tests.run.features import in_gate, sentence, train, write_lines
 from tools.export_hf import main
@@ -215,10 +220,89 @@ def test_what_lies_beyond_the_training_length_is_what_plain_transformers_has(
 
 
 def plain_losses(run: RunFolder, batch: Batch) -> torch.Tensor:
-    """Return nats per token, (samples, tokens), by transformers alone; 0 for tokens without a
-    target.
-    """
+    """Return nats per token, (samples, tokens), by transformers alone; 0 without target."""
     model = AutoModelForCausalLM.from_pretrained(run.export_dir, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(input_ids=batch.input_ids, use_cache=False).logits
     return functional.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none")
+
+
+# --- a tokenizer with more ids than the given weights have rows ---
+
+ROWS, IDS = 398, 400
+LORA = "model.lora.rank=4"
+WHOLE = 'model.lora.modules_to_save=["embed_tokens", "lm_head"]'
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return weights of 398 rows, a tokenizer of 400 ids, and a text with all of them."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = hf_config({**MODEL, "vocab_size": ROWS})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    write_number_tokenizer(folder / "tokenizer")
+    text = " ".join(str(7 * number % IDS) for number in range(4000))
+    (folder / "text.txt").write_text(text)
+    return folder
+
+
+def grown(zygote: Zygote, base: Path, run: Path, *words: str, layout: str = "zero2") -> str:
+    """Train or resume a run from these weights; return its output."""
+    return train(
+        *(zygote, layout, run, "data.seq_len=16", "train.global_batch=4", "eval.samples=4"),
+        *(f"data.path={base / 'text.txt'}", f"data.tokenizer={base / 'tokenizer'}"),
+        *(f"model.init_from={base / 'model'}", f"data.cache_dir={base / 'cache'}"),
+        *("save.export=true", *words),
+    )
+
+
+def mean_of(base: Path, name: str) -> torch.Tensor:
+    return load_file(base / "model" / "model.safetensors")[name].mean(0)
+
+
+@pytest.mark.gate("runs")
+def test_a_run_adds_rows_says_so_resumes_and_exports_them(
+    base: Path, zygote: Zygote, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    output = grown(zygote, base, run.path, "train.steps=2", layout="zero3")
+    assert "the vocabulary grows from 398 to 400 rows; each new row is the mean" in output
+    (event,) = events(run, "new_rows")
+    assert (event["before"], event["rows"]) == (ROWS, IDS)
+    grown(zygote, base, run.path, "train.steps=4")  # in another layout
+    assert len(events(run, "resumed")) == 1
+    model = AutoModelForCausalLM.from_pretrained(run.export_dir)
+    assert model.config.vocab_size == len(model.get_input_embeddings().weight) == IDS
+    assert len(model.get_output_embeddings().weight) == IDS
+
+
+@pytest.mark.gate("runs")
+@pytest.mark.parametrize("words", [(LORA,), (LORA, WHOLE)], ids=["frozen", "trained"])
+def test_adapters_bring_the_rows_that_their_base_lacks(
+    words: tuple[str, ...], base: Path, zygote: Zygote, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    output = grown(zygote, base, run.path, "train.steps=2", *words)
+    assert f"after resize_token_embeddings({IDS})" in output
+    (event,) = events(run, "new_rows")
+    is_trained = WHOLE in words
+    expected = "are trained (model.lora.modules_to_save)" if is_trained else "stay frozen"
+    assert expected in event["message"]
+    config = json.loads((run.export_dir / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == (["embed_tokens", "lm_head"] if is_trained else None)
+    model = AutoModelForCausalLM.from_pretrained(base / "model")
+    model.resize_token_embeddings(IDS)
+    peft = PeftModel.from_pretrained(model, str(run.export_dir))
+    new = peft.get_input_embeddings().weight[-1]
+    if not is_trained:  # otherwise as far as the few steps read it
+        assert torch.allclose(new, mean_of(base, "model.embed_tokens.weight"))
+    head = peft.get_output_embeddings().weight[-1]
+    assert torch.allclose(head, mean_of(base, "lm_head.weight")) != is_trained
+    merge = ("train.steps=2", "save.merge=true")
+    assert "its probe loss is" in grown(zygote, base, tmp_path / "merged", *merge, *words)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "export")
+    assert whole.config.vocab_size == len(whole.get_output_embeddings().weight) == IDS
+    # Servers stop where the tokenizer says, as after any other run.
+    eos = AutoTokenizer.from_pretrained(tmp_path / "merged" / "export").eos_token_id
+    assert whole.generation_config.eos_token_id == whole.config.eos_token_id == eos
