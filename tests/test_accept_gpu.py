@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from harness.engine import processes
+from harness.launch.ranks import python_path
 from tests.gates import check_parity
 from tests.gates.memory.cases import all_cases
 from tests.gates.parity.cells import all_cells
@@ -185,6 +186,11 @@ def test_deepspeed_gets_the_visible_gpus(
     else:
         with pytest.raises(Skipped, match="by number, not as GPU-01ab"):
             on_machine._by_deepspeed(bench)
+
+
+@pytest.mark.parametrize("before", [None, ""])
+def test_no_empty_entry_is_added_to_pythonpath(before: str | None) -> None:
+    assert python_path(before) == str(REPOSITORY)
 
 
 def test_a_step_finds_the_packages_that_came_by_pythonpath(

@@ -145,7 +145,7 @@ def test_a_rank_is_sent_as_much_of_many(costs: tuple[Costs, Costs]) -> None:
 
 @pytest.mark.parametrize(("ranks", "tick_s"), [(64, 5), (256, 5), (1_024, 16), (16_384, 256)])
 def test_all_heartbeats_are_few_calls_a_second(ranks: int, tick_s: float, tmp_path: Path) -> None:
-    dog = Watchdog(Pulse(0.0, 0.0, 0.0), 0, ranks)
+    dog = Watchdog(Pulse(floor_s=0.0, factor=0.0, first_s=0.0), 0, ranks)
     dog.folder = tmp_path
     dog.tick()  # from now on the file exists
     with counted_calls() as calls:

@@ -241,7 +241,11 @@ def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:
 def test_the_python_of_the_readme_runs(clone: Path) -> None:
     first_run(clone)
     blocks = re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)
-    each = "import sys\nfor block in sys.argv[1:]:\n    exec(block, {'__name__': '__main__'})"
+    each = (
+        "import sys\n"
+        "for n, block in enumerate(sys.argv[1:]):\n"
+        "    exec(compile(block, f'block {n}', 'exec'), {'__name__': '__main__'})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", each, *blocks],
         cwd=clone,

@@ -11,6 +11,7 @@ from harness.errors import ConfigError
 from harness.files.records import Unreadable
 from harness.layout.attention_table import ATTENTIONS
 from harness.plan.batches import open_keys
+from harness.plan.model import with_rows_for
 from harness.plan.plan import Plan
 from harness.runfolder import RunFolder
 
@@ -74,12 +75,28 @@ def run_in_folder(plan: Plan) -> str | None:
     if not (saved and status and has_sections(saved)):
         return None
     allowed = [*plan.config.resume.allow, *open_keys(plan)]
-    if problems := resume_problems(saved, {**saved, **plan.to_json()}, allowed):
+    model = saved.get("model_config")
+    if isinstance(model, dict) and isinstance(rows := model.get("vocab_size"), int):
+        plan = with_rows_for(plan, rows)  # a run adds rows once it has read its tokenizer
+    problems = resume_problems(saved, {**saved, **plan.to_json()}, allowed)
+    newest = max((path.name for path in folder.checkpoints_dir.glob("step-*")), default="")
+    if newest and plan.steps is not None:
+        problems += too_short(plan.steps, int(newest.removeprefix("step-")))
+    if problems:
         raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
-    steps = [path.name for path in folder.checkpoints_dir.glob("step-*")]
-    then = f"it is resumed from {max(steps)}" if steps else "no checkpoint, so it starts again"
+    then = f"it is resumed from {newest}" if newest else "no checkpoint, so it starts again"
     outcome = f"{status.get('outcome')} at step {status['step']}"
     return f"{folder.path} holds a run, {outcome}: {then}"
+
+
+def too_short(total_steps: int, newest: int) -> list[str]:
+    """Return the problem of a run that ends before its newest checkpoint, if it does."""
+    if newest <= total_steps:
+        return []
+    return [
+        f"the run has {total_steps} steps, but its newest checkpoint is from step {newest}: raise "
+        "train.steps to that or more, or remove later checkpoints"
+    ]
 
 
 def has_sections(plan: dict[str, Any]) -> bool:

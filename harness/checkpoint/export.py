@@ -240,7 +240,7 @@ def write_adapters(
     tensors |= {name: t.to(dtype) for name, t in beside.items() if name not in tensors}
     named = {_PREFIX + name.replace(f".{NAME}.", "."): t for name, t in tensors.items()}
     save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
-    write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, config, ascii=True)  # peft reads it in the locale's encoding
     if manifest.quantization:
         write_json(folder / DESCRIPTION, manifest.quantization)
 

@@ -148,9 +148,9 @@ def rewrite_tokenizer_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -
     write_json(path, values)
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file of an export, with sorted keys."""
-    text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+def write_json(path: Path, values: Mapping[str, Any], *, ascii: bool = False) -> None:
+    """Write a JSON file of an export, with sorted keys; `ascii`: with other characters escaped."""
+    text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=ascii) + "\n"
     path.write_text(text, encoding="utf-8")
 
 

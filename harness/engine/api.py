@@ -74,15 +74,18 @@ class Engine(Protocol):
     def eval_batch(
         self, batches: list[Batch], by_position: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced. Also
-        add the same per context length to `by_position` (buckets, 2), fp64, on this rank's device.
+        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced;
+        zeros on all pipeline stages but the last. Also add the same per context length to
+        `by_position` (buckets, 2), fp64, on this rank's device.
 
         Buckets are equal ranges of the number of tokens visible to the target's input token. With
         recurrent state carried over, contiguous text (Batch.windows) must come in call order.
         """
 
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits (vocab_size,) after the last token of `input_ids` (1, tokens)."""
+        """Return the logits (vocab_size,) after the last token of `input_ids` (1, tokens), which
+        are the same on all ranks, as are the logits: ranks that chose other tokens would diverge.
+        """
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the data-parallel ranks, in place."""

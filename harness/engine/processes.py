@@ -171,14 +171,16 @@ def raise_together(problem: str | None) -> None:
 
 
 @contextlib.contextmanager
-def raising_together(where: str) -> Iterator[None]:
-    """Return a context that raises any rank's ConfigError, or ValueError about `where`, on all."""
+def raising_together(where: str | None = None) -> Iterator[None]:
+    """Return a context that raises one rank's ConfigError on all, with `where` also ValueErrors."""
     problem = None
     try:
         yield
     except ConfigError as error:
         problem = str(error)
     except ValueError as error:
+        if where is None:
+            raise
         problem = f"{where}: {error}"
     raise_together(problem)
 

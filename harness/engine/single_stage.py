@@ -83,7 +83,7 @@ def _load_together(
     check_files(plan, empty)
     if plan.zero_stage == 3:  # reading is collective: the others wait within it, not below
         return _load(plan, empty, device, trust_remote_code)
-    with raising_together("model.init_from"):
+    with raising_together():
         return _load(plan, empty, device, trust_remote_code)
 
 

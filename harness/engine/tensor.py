@@ -150,7 +150,9 @@ def _linear(module: Any, inputs: torch.Tensor, bias: torch.Tensor | None) -> tor
 
 
 def _column(module: Any, group: dist.ProcessGroup | None, gathers: bool = False) -> Forward:
-    """`group` sums the gradient of the input, unless the owner does (None)."""
+    """Return the forward function of a column-wise layer. `group` sums the gradient of the input,
+    unless the owner does (None); with `gathers`, every rank gets the whole output.
+    """
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         output = _linear(module, inputs if group is None else copied(inputs, group), module.bias)
@@ -186,7 +188,9 @@ def _embedding(module: Any, group: dist.ProcessGroup) -> Forward:
 
 
 def _experts(module: Any, group: dist.ProcessGroup) -> Forward:
-    """Every rank has a slice of each expert's width; `weights` are the router's."""
+    """Return the forward function of experts of which every rank has a slice of the width;
+    `weights` are the router's.
+    """
     inner = module.forward
 
     def forward(states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,10 @@ class _Problem:
     def place(self) -> str:
         return f"{self.file}:{self.line}"
 
+    @property
+    def counted_place(self) -> str:
+        return self.place if self.count == 1 else f"{self.count:,}, the first {self.place}"
+
 
 @dataclass
 class BadLines:
@@ -132,10 +136,7 @@ class BadLines:
         if not rows:
             return ""
         rows.sort(key=lambda problem: -problem.count)
-        kinds = [
-            f"{row.message} ({'' if row.count == 1 else f'{row.count:,}, the first '}{row.place})"
-            for row in rows[:_SHOWN_KINDS]
-        ]
+        kinds = [f"{problem.message} ({problem.counted_place})" for problem in rows[:_SHOWN_KINDS]]
         more = f"; {len(rows) - _SHOWN_KINDS} more kinds" if len(rows) > _SHOWN_KINDS else ""
         return f"{what}: {self._counted()}: {'; '.join(kinds)}{more}"
 

@@ -19,9 +19,10 @@ from harness.errors import ConfigError
 def take_lock(path: Path) -> tuple[IO[str], str | None]:
     """Return the lock file, locked until it is closed, and its previous owner if that died.
 
-    The kernel releases the lock however the process ends. As it may not lock between hosts, the
-    file also names its owner, who counts as alive on another host, except before a requeue of this
-    Slurm job. It is emptied at release, not deleted: two processes could lock two files.
+    The kernel releases the lock however the process ends. Such locks may not work between hosts, so
+    the file also names its owner. An owner on another host counts as alive, unless it is this same
+    Slurm job before a requeue. The file is emptied at release, never deleted, so that two processes
+    cannot lock two files of the same name.
 
     Raises ConfigError if another process holds the lock.
     """
@@ -72,7 +73,9 @@ def _owner(text: str) -> dict[str, Any] | None:
 
 
 def make_folder(parent: Path, prefix: str) -> Path:
-    """Return a new folder of this process, PREFIX-..., locked until it ends."""
+    """Return a new folder of this process, PREFIX-..., locked until it ends; the next process
+    removes folders that are not locked.
+    """
     # Locked before it has its name: another process would remove it.
     unnamed = Path(tempfile.mkdtemp(prefix=f".{prefix}-", dir=parent))
     fcntl.flock(os.open(unnamed, os.O_RDONLY), fcntl.LOCK_EX)

@@ -17,7 +17,7 @@ from harness.files.turns import (
     MARKS,
     Turn,
     are_turns,
-    is_turn,
+    begins_with_turn,
     pairs_of,
     parsed,
     turns_of,
@@ -47,7 +47,7 @@ def naming(record: Mapping[str, object]) -> str:
     """Return which argument names the document's columns, to end a sentence; "" for no column."""
     kept = {key: value for key, value in record.items() if _REJECTED not in key.lower()}
     texts = [key for key, value in kept.items() if isinstance(value, str)]
-    turns = [key for key, value in kept.items() if isinstance(value, list) and is_turn(*value[:1])]
+    turns = [key for key, value in kept.items() if begins_with_turn(value)]
     answers = _like(texts, _ANSWERS)
     if len(turns) == 1 and not answers:
         return f": {example({'messages': turns[0]})} names the turns"

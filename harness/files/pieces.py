@@ -64,7 +64,9 @@ class Ids:
 
 
 def pieces_of(text: str, learned: Spans | None = None, *, closed: bool = True) -> Iterator[Piece]:
-    """Yield a document in pieces. `learned`: None for all characters; `closed`: learn its end."""
+    """Yield a document in pieces. `learned`: spans of characters, None for all; `closed`: train on
+    its end.
+    """
     start = 0
     while len(text) - start > PIECE_CHARS:
         cut = _cut(text, start + PIECE_CHARS // 2, start + PIECE_CHARS)

@@ -142,16 +142,20 @@ class Turn:
     """True if another role than the assistant has reasoning, which is not read."""
 
 
-def is_turn(value: object = None) -> bool:
+def is_turn(value: object) -> bool:
     """Return True for a turn of OpenAI's or ShareGPT's form."""
     return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
+
+
+def begins_with_turn(value: object) -> bool:
+    """Return True for an array whose first element is a turn."""
+    return isinstance(value, list) and bool(value) and is_turn(value[0])
 
 
 def are_turns(value: object) -> bool:
     """Return True for turns, even as JSON text; False for a plain-text prompt."""
     if isinstance(value, str):
-        turns = parsed(value) if value.lstrip()[:1] == "[" else None
-        return isinstance(turns, list) and is_turn(*turns[:1])
+        return value.lstrip()[:1] == "[" and begins_with_turn(parsed(value))
     return isinstance(value, list)
 
 

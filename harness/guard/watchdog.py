@@ -35,13 +35,13 @@ class Beat:
 
 
 class Pulse:
-    """Records the phases of the training thread, which alone calls it.
+    """Records the phases of the training thread, which alone calls it; others only read it.
 
     A phase hangs after `first_s` if it has fewer than three durations; otherwise after `factor`
     times the longest recent one, but at least `floor_s`.
     """
 
-    def __init__(self, floor_s: float, factor: float, first_s: float) -> None:
+    def __init__(self, *, floor_s: float, factor: float, first_s: float) -> None:
         self._floor_s, self._factor, self._first_s = floor_s, factor, first_s
         self.beat = Beat("set-up", 0, 0, time.monotonic())
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))

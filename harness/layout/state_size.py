@@ -17,7 +17,9 @@ RECURRENT_KEYS = frozenset(
 
 
 def carried_numbers(config: Mapping[str, Any]) -> int:
-    """Return the fp32 values of a row's state, from a Hugging Face config; 0 without one."""
+    """Return the number of fp32 values of a row's state, from a Hugging Face config; 0 without a
+    state. Missing sizes take the defaults of the config class.
+    """
     count = CARRIED.get(config["model_type"])
     return count(config) if count else 0
 

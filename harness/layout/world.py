@@ -88,7 +88,9 @@ class World:
 
     @property
     def rounds_pinned(self) -> bool:
-        """True if torch rounds pinned memory up to powers of two: before 2.13, or unset."""
+        """True if torch rounds pinned memory up to powers of two: torch before 2.13 always does,
+        later ones unless the user's allocator settings limit it.
+        """
         if not self.has_torch(2, 13):
             return True
         return self.allocators is not None and not re.search(r"pinned_max_\w+_mb", self.allocators)

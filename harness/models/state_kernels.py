@@ -2,12 +2,12 @@
 
 mamba-ssm, causal-conv1d and flash-linear-attention run only on GPUs. `stand_in` installs modules
 under their names. The stand-in functions compute nothing: they return tensors of the right shapes
-and save what the `save_for_backward` calls in the packages' sources save, to trace bytes. Their
-signatures leave out keywords that do not matter for that.
+and save what the `save_for_backward` calls in the packages' sources save, to trace bytes.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection
 from importlib.machinery import ModuleSpec
@@ -57,7 +57,7 @@ def causal_conv1d_fn(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
-    **_: Any,
+    activation: str | None = None,
 ) -> torch.Tensor:
     """(batch, channels, tokens) -> the same (causal_conv1d_interface.py: CausalConv1dFn)."""
     x = x if 1 in (x.stride(1), x.stride(2)) else x.contiguous()
@@ -73,8 +73,8 @@ def selective_scan_fn(
     D: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
     return_last_state: bool = False,
-    **_: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """(batch, channels, tokens) -> the same (selective_scan_interface.py: SelectiveScanFn)."""
     rows = [_by_rows(tensor) for tensor in (u, delta, B, C, z)]
@@ -98,15 +98,14 @@ def mamba_inner_fn(
     C: torch.Tensor | None = None,
     D: torch.Tensor | None = None,
     delta_bias: torch.Tensor | None = None,
-    **_: Any,
+    delta_softplus: bool = True,
 ) -> torch.Tensor:
     """(batch, 2 x channels, tokens) -> (batch, tokens, hidden) (selective_scan_interface.py:
     MambaInnerFn, which recomputes convolution and time steps).
     """
     (batch, channels, tokens), rank = xz.shape, A.shape[-1]
     projected = xz.new_empty(batch * tokens, x_proj_weight.shape[0])
-    # Maps into and out of the state that depend on the tokens.
-    maps = [xz.new_empty(batch, 1, rank, tokens) if m is None else m for m in (B, C)]
+    maps = [tensor if tensor is not None else _row(xz, rank) for tensor in (B, C)]
     scanned = xz.new_empty(batch, channels // 2, tokens)
     output = xz.new_empty(batch, tokens, out_proj_weight.shape[0])
     weights = conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight
@@ -128,8 +127,9 @@ def mamba_chunk_scan_combined(
     dt_bias: torch.Tensor | None = None,
     initial_states: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
     return_final_states: bool = False,
-    **_: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """(batch, tokens, heads, head_dim) -> the same (triton/ssd_combined.py:
     MambaChunkScanCombinedFn).
@@ -153,17 +153,21 @@ def mamba_split_conv1d_scan_combined(
     chunk_size: int,
     initial_states: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str = "silu",
     rmsnorm_weight: torch.Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
     outproj_weight: torch.Tensor | None = None,
     outproj_bias: torch.Tensor | None = None,
     headdim: int | None = None,
     ngroups: int = 1,
-    **_: Any,
+    norm_before_gate: bool = True,
 ) -> torch.Tensor:
     """(batch, tokens, projected) -> (batch, tokens, hidden) (triton/ssd_combined.py:
     MambaSplitConv1dScanCombinedFn, which recomputes everything except the scan).
     """
-    batch, tokens = zxbcdt.shape[:2]
+    batch, tokens, _ = zxbcdt.shape
     heads, size = D.shape[0], headdim or D.shape[-1]
     scanned = zxbcdt.new_empty(batch, tokens, heads, size)
     norms = None
@@ -182,10 +186,11 @@ def chunk_gated_delta_rule(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
+    scale: float | None = None,
     initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """(batch, tokens, heads, head_dim) -> the same, and no final state (gated_delta_rule/chunk.py:
     ChunkGatedDeltaRuleFunction).
@@ -206,6 +211,12 @@ def _states(scanned: torch.Tensor, A: torch.Tensor) -> torch.Tensor:
     batch, channels, tokens = scanned.shape
     chunks = -(-tokens // _SCAN_CHUNK)
     return scanned.new_empty(batch, channels, chunks, 2 * A.shape[-1], dtype=torch.float32)
+
+
+def _row(xz: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a map into or out of the state that depends on the tokens (B or C)."""
+    batch, _, tokens = xz.shape
+    return xz.new_empty(batch, 1, rank, tokens)
 
 
 _FUNCTIONS = {

@@ -226,7 +226,7 @@ def _joined(
 def _start_watchdog(plan: Plan) -> tuple[Pulse, Watchdog]:
     """Return this rank's pulse, and the watchdog that ends the rank if the pulse stops."""
     guard = plan.config.guard
-    pulse = Pulse(guard.hang_floor_s, guard.hang_factor, guard.hang_first_s)
+    pulse = Pulse(floor_s=guard.hang_floor_s, factor=guard.hang_factor, first_s=guard.hang_first_s)
     watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size, plan.grid.described)
     if guard.hang_floor_s:
         watchdog.start()

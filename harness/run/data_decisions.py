@@ -92,13 +92,23 @@ def require_same_settings(plan: Plan) -> None:
 
 def _require_same_data(rank: int, data: Data) -> None:
     """Raise ConfigError on all ranks if one has different token ids from rank 0. Collective."""
-    own = [source.facts.fingerprint for source in (*data.sources, *data.set_sources)]
-    problem = (
-        f"rank {rank} has other token ids than rank 0: the documents, the tokenizer or the date of "
-        "a chat template (data.date) differ there; for a .bin above 32 GiB, perhaps only its "
-        "modification time: give every node the same files, and set data.date"
-    )
-    raise_together(problem if own != broadcast_object(own) else None)
+    sources = (*data.sources, *data.set_sources)
+    own = [s.facts.fingerprint for s in sources], [s.day for s in sources if s.day]
+    first, problem = broadcast_object(own), None
+    if own[0] != first[0]:
+        problem = f"rank {rank} has other token ids than rank 0: "
+        if own[1] != first[1]:  # the ranks started around midnight
+            dates = [next(iter(days), "none") for _, days in (own, first)]
+            problem += (
+                f"its chat template writes the date {dates[0]}, that of rank 0 {dates[1]}: start "
+                f"again, or set data.date={dates[1]}"
+            )
+        else:
+            problem += (
+                "documents or tokenizer differ there (for a .bin above 32 GiB, perhaps only its "
+                "modification time): give every node the same files"
+            )
+    raise_together(problem)
 
 
 def _require_date_is_written(plan: Plan, data: Data) -> None:

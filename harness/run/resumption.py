@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from harness.checkpoint.compatibility import (
     changed_keys,
     has_sections,
     resume_problems,
+    too_short,
 )
 from harness.checkpoint.export import replacing, sweep
 from harness.checkpoint.store import Checkpoint, checkpoint_of, is_run, newest_usable
@@ -54,18 +55,14 @@ class ResumePoint:
     def text(self, plan: Plan, total_steps: int) -> str:
         """Return which checkpoint a run continues from, and if its length or ranks differ."""
         assert self.checkpoint is not None
-        about = self.checkpoint.manifest.about
+        about, now = self.checkpoint.manifest.about, division(plan)
         text = f"{self.kind} {self.checkpoint.path.name} of {total_steps} steps"
         if self.steps_before not in (None, total_steps):
             follows = plan.config.optim.schedule not in ("constant", "inverse_sqrt")
             rate = ": the learning rate follows the new length" if follows else ""
             text += f" ({self.steps_before} before{rate})"
-        differing = [
-            f"{key.replace('_', ' ')} {about[key]}"
-            for key, size in division(plan).items()
-            if about.get(key, size) != size  # earlier versions recorded only a part of them
-        ]
-        return f"{text}, saved with {', '.join(differing)}" if differing else text
+        differs = any(about[key] != size for key, size in now.items() if key in about)
+        return f"{text}, saved by {_ranks(about)}" if differs else text
 
 
 def division(plan: Plan) -> dict[str, int]:
@@ -78,6 +75,15 @@ def division(plan: Plan) -> dict[str, int]:
         "sequence_ranks": plan.grid.sequence,
         "expert_ranks": plan.grid.expert,
     }
+
+
+def _ranks(about: Mapping[str, Any]) -> str:
+    """Return the division in a manifest as text; earlier versions recorded only a part of it."""
+    ranks, stage = about.get("world_size"), about.get("zero_stage")
+    axes = ("pipeline_stages", "tensor_ranks", "sequence_ranks", "expert_ranks")
+    sizes = [f"{about[key]} {key.replace('_', ' ')}" for key in axes if about.get(key, 1) != 1]
+    within = f" with {', '.join(sizes)}" if sizes else ""
+    return f"{ranks} rank{'s' * (ranks != 1)} under ZeRO {stage}{within}"
 
 
 def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
@@ -112,12 +118,8 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint |
         }
         saved = {**record, "run": {}, **data}
     problems = resume_problems(saved, record, plan.config.resume.allow) if saved else []
-    if checkpoint is not None and checkpoint.state.step > record["total_steps"]:
-        problems.append(
-            f"the run has {record['total_steps']} steps, but its newest checkpoint is from step "
-            f"{checkpoint.state.step}: raise train.steps to that or more, or remove later "
-            "checkpoints"
-        )
+    if checkpoint is not None:
+        problems += too_short(record["total_steps"], checkpoint.state.step)
     if problems:
         raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
     if checkpoint is None:

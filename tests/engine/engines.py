@@ -141,11 +141,12 @@ def engine_of(ds: str | dict[str, Any], **sections: dict[str, Any]) -> Any:
     engine = build_engine(plan, torch.device("cpu"))
     close = engine.close
 
-    def close_once() -> None:
-        _open.remove(engine)
+    def closed() -> None:
+        if engine in _open:
+            _open.remove(engine)
         close()
 
-    engine.close = close_once
+    engine.close = closed
     _open.append(engine)
     return engine
 

@@ -67,6 +67,8 @@ def test_ranks_start_from_the_weights_that_one_process_draws(layout: str) -> Non
     rest = sum(weight.numel() for weight in drawn.values()) - divided
     shards = 2 if layout in ("zero3", "zero3 experts2") else 1
     assert elements == divided // 2 + rest // shards
+    experts = [p for name, p in engine.module.named_parameters() if ".experts." in name]
+    assert all(2 * p.part.shape[0] == p.part.whole[0] for p in experts if "experts2" in layout)
 
 
 CLIPPED = (*(f"zero{n}" for n in STAGES), "zero0 pipeline2", "zero1 pipeline2")

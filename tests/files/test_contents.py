@@ -240,6 +240,13 @@ def test_the_separator_of_a_table_is_that_of_its_first_row(
         assert text.endswith(f"; {note}" if note else "")
 
 
+@pytest.mark.parametrize("rows", [b"1;Hello\n", b"1;a, b\n2;c\n"])
+def test_the_few_rows_of_a_short_table_decide(tmp_path: Path, rows: bytes) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"n;text, long\n" + rows)
+    assert format_of(path, None).note(path) == "columns separated by semicolons"
+
+
 def cut(content: bytes) -> bytes:
     return content[: len(content) * 2 // 3]
 

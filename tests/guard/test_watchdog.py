@@ -51,7 +51,7 @@ def test_limits_are_learned_from_the_longest_of_the_last_times(clock: list[float
 
 
 def test_every_beat_counts(clock: list[float]) -> None:
-    pulse = Pulse(1, 1, 1)
+    pulse = Pulse(floor_s=1, factor=1, first_s=1)
     before = pulse.beat
     clock[0] = 5
     pulse("evaluation", 7)
@@ -90,7 +90,7 @@ from harness.guard import watchdog as module
 module._FOLDER_S = 0.2
 folder = Path(sys.argv[1])
 os.mkfifo(folder / "rank-00000.json")
-pulse = module.Pulse(0.2, 1, 0.2)
+pulse = module.Pulse(floor_s=0.2, factor=1, first_s=0.2)
 watchdog = module.Watchdog(pulse, rank=0, world_size=1)
 watchdog.tick_s, watchdog.folder = 0.05, folder
 watchdog.start()
@@ -107,7 +107,7 @@ def test_a_hang_is_noticed_while_the_file_system_hangs_too(tmp_path: Path) -> No
 
 def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     """A rank may be stopped during a write: then the previous heartbeat names it."""
-    watchdog = Watchdog(Pulse(1, 1, 1), rank=0, world_size=1)
+    watchdog = Watchdog(Pulse(floor_s=1, factor=1, first_s=1), rank=0, world_size=1)
     watchdog.write_to(tmp_path, lambda report: None)
 
     is_enough = threading.Event()
@@ -117,7 +117,7 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
             for with_place in (True, False):
                 watchdog._write(with_place=with_place)
 
-    reader = Watchdog(Pulse(1, 1, 1), rank=1, world_size=2)
+    reader = Watchdog(Pulse(floor_s=1, factor=1, first_s=1), rank=1, world_size=2)
     reader.folder = tmp_path
     writer = threading.Thread(target=write)
     writer.start()
@@ -132,7 +132,7 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
 
 
 def test_ticks_are_as_rare_as_there_are_ranks() -> None:
-    pulse = Pulse(1, 1, 1)
+    pulse = Pulse(floor_s=1, factor=1, first_s=1)
     ranks = (1, 8, 16, 40, 64, 320, 1024)
     assert [Watchdog(pulse, 0, n).tick_s for n in ranks] == [1, 1, 2, 5, 5, 5, 16]
 

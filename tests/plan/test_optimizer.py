@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.checkpoint.compatibility import run_in_folder
 from harness.config.assignments import BY_SIZE
 from harness.config.ds_json import DsJson
 from harness.config.optim_and_schedule import GroupConfig
@@ -168,6 +170,15 @@ def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
     saved = count * (4 * 8 / 8 - bits / 8) / 2**30  # fp32 on CPUs
     assert gib(lora, "parameters") - gib(qlora, "parameters") == pytest.approx(saved, rel=1e-3)
     assert gib(qlora, "dequantized weight") == pytest.approx(4096 * 11008 * 4 / 2**30, rel=0.02)
+
+
+def test_a_dry_run_expects_the_rows_that_the_run_added(planned: Planner, tmp_path: Path) -> None:
+    weights = planned.add("weights", MODEL).parent
+    plan = planned(f"{SHORT} model.init_from={weights} run.dir={tmp_path}", estimate=False)
+    (tmp_path / "plan.json").write_text(json.dumps(with_rows_for(plan, 90).to_json()))
+    status = {"outcome": "stopped", "step": 4, "attempt": 1}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert str(run_in_folder(plan)).endswith("stopped at step 4: no checkpoint, so it starts again")
 
 
 def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:

@@ -195,15 +195,20 @@ def test_a_manifest_says_what_it_is_of(parent: RunFolder) -> None:
             "RANKS=1",
             {"world_size": 2, "zero_stage": 1},
             9,
-            " (9 before: the learning rate follows the new length), saved with world size 2, "
-            "zero stage 1",
+            " (9 before: the learning rate follows the new length), saved by 2 ranks under ZeRO 1",
         ),
         ("optim.schedule=constant", {"world_size": 1}, 20, " (20 before)"),
         (
             "RANKS=2",
-            {"world_size": 2, "pipeline_stages": 2, "tensor_ranks": 1},
+            {"world_size": 1, "zero_stage": 0, "pipeline_stages": 1},
             26,
-            ", saved with pipeline stages 2",
+            ", saved by 1 rank under ZeRO 0",
+        ),
+        (
+            "RANKS=2",
+            {"world_size": 2, "zero_stage": 0, "pipeline_stages": 2, "tensor_ranks": 1},
+            26,
+            ", saved by 2 ranks under ZeRO 0 with 2 pipeline stages",
         ),
     ],
 )

@@ -116,13 +116,23 @@ def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> No
 def test_ranks_that_read_other_token_ids_are_refused_on_all() -> None:
     rank = dist.get_rank()
 
-    def data_of(*fingerprints: str) -> Any:
-        made = [SimpleNamespace(facts=SimpleNamespace(fingerprint=f)) for f in fingerprints]
+    def data_of(*sources: tuple[str, str | None]) -> Any:
+        """Return data of sources with these fingerprints and dates."""
+        made = [
+            SimpleNamespace(facts=SimpleNamespace(fingerprint=ids), day=day) for ids, day in sources
+        ]
         return SimpleNamespace(sources=made, set_sources=())
 
-    _require_same_data(rank, data_of("ids", "more"))
-    with pytest.raises(ConfigError, match=r"rank 1 has other token ids than rank 0: .*data\.date"):
-        _require_same_data(rank, data_of("ids", f"more{rank}"))
+    day = f"2026-01-3{rank}"
+    _require_same_data(rank, data_of(("ids", None), ("more", day)))  # of the same ids
+    with pytest.raises(ConfigError, match="rank 1 has other token ids than rank 0: documents or"):
+        _require_same_data(rank, data_of(("ids", None), (f"more{rank}", "2026-01-31")))
+    with pytest.raises(ConfigError) as caught:
+        _require_same_data(rank, data_of(("ids", None), (f"more{rank}", day)))
+    assert caught.value.problems == [
+        "rank 1 has other token ids than rank 0: its chat template writes the date 2026-01-31, "
+        "that of rank 0 2026-01-30: start again, or set data.date=2026-01-30"
+    ]
 
 
 @ranks(2)

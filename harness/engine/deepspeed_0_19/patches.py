@@ -115,6 +115,7 @@ def patch_process(joining: Joining) -> None:
 TESTED = (0, 19)
 """The newest release that passes tests/engine/deepspeed_0_19."""
 _READ = (
+    "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator.is_fp16_supported",
     "deepspeed.runtime.engine.DeepSpeedEngine.allreduce_and_copy",
     "deepspeed.runtime.pipe.engine.PipelineEngine._INSTRUCTION_MAP",
     "deepspeed.runtime.pipe.engine.PipelineEngine._exec_optimizer_step",
@@ -127,7 +128,7 @@ _READ = (
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.update_lp_params",
 )
-"""Private names of classes that `internals.py` and `gradients.py` call."""
+"""Names of classes that `internals.py`, `gradients.py` and the patches of objects need."""
 
 
 def require_names(say: Callable[[str], None]) -> None:

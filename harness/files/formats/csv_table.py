@@ -32,24 +32,27 @@ def _separator(file: Path) -> tuple[str, bool]:
         if named := _NAMED.fullmatch(first):
             return named[1], True
         head = first + opened.read(_LOOKED_AT_CHARS)
+        is_cut = bool(opened.read(1))
     dividing = [
         (agreeing, columns, separator == usual, separator)
         for separator in _SEPARATORS
-        for columns, agreeing in [_divided(head, separator)]
+        for columns, agreeing in [_divided(head, separator, is_cut)]
         if columns > 1 and agreeing >= 0.5
     ]
     return max(dividing)[-1] if dividing else usual, False
 
 
-def _divided(head: str, separator: str) -> tuple[int, float]:
+def _divided(head: str, separator: str, is_cut: bool) -> tuple[int, float]:
     """Return the first row's number of columns, and the share of the next rows that match it."""
     rows = csv.reader(io.StringIO(head, newline=""), delimiter=separator)
     try:
         first, *others = islice(filter(None, rows), _LOOKED_AT_ROWS)
     except (csv.Error, ValueError):
         return 0, 0.0
-    agreeing = [len(row) == len(first) for row in others[:-1]]  # the last one may be cut
-    return len(first), sum(agreeing) / len(agreeing) if agreeing else 1.0
+    if is_cut and len(others) < _LOOKED_AT_ROWS - 1:
+        del others[-1:]
+    agreeing = sum(len(row) == len(first) for row in others)
+    return len(first), agreeing / len(others) if others else 1.0
 
 
 def _note(file: Path) -> str:
