@@ -169,7 +169,7 @@ def test_ranks_that_are_no_such_layout_are_refused() -> None:
     assert rehearsed(Grid(64, pipeline=4), 12) == grid_of(4, 3)
     with pytest.raises(ConfigError, match=r"--ranks is 6: .* multiple of 4 \(pipeline stages 4,"):
         rehearsed(Grid(64, pipeline=4), 6)
-    with pytest.raises(ConfigError, match=r"--ranks is 9: .* at most 8 for --gpus 8"):
+    with pytest.raises(ConfigError, match=r"--ranks is 9: .* from 1 to 8 for --gpus 8"):
         rehearsed(Grid(8), 9)
 
 

@@ -258,7 +258,9 @@ class DataConfig(Section):
         return {**(own or {NEW: self.model_copy(update={"rehearse": None})}), REHEARSED: old}
 
     def rehearsed(self, side: str = TRAIN) -> DataConfig | None:
-        """Return the data section of data.rehearse or of one `side` of a run's sample, or None."""
+        """Return the data section of data.rehearse or of one `side` of a run's sample, or None.
+        Raises ConfigError if it is a run that kept no sample.
+        """
         if self.rehearse is None:
             return None
         kept = kept_sample(self.rehearse)
@@ -298,7 +300,7 @@ class DataConfig(Section):
         return columns
 
 
-def _is_set(data: DataConfig, key: str) -> bool:
+def _differs(data: DataConfig, key: str) -> bool:
     """Return True if a key differs from its default."""
     return bool(getattr(data, key) != DataConfig.model_fields[key].default)
 
@@ -348,14 +350,14 @@ def _length_problems(data: DataConfig) -> Iterator[str]:
 
 def _row_problems(data: DataConfig) -> Iterator[str]:
     limit = data.bad_rows_limit
-    if data.bad_rows != "skip" and _is_set(data, "bad_rows_limit"):
+    if data.bad_rows != "skip" and _differs(data, "bad_rows_limit"):
         yield "data.bad_rows_limit is for data.bad_rows=skip: set data.bad_rows=skip, or remove it"
     if limit > 1 and limit % 1:
         yield f"data.bad_rows_limit is {limit:g}: above 1 it must be a whole number of records"
 
 
 def _eval_problems(data: DataConfig) -> Iterator[str]:
-    if data.eval_path and _is_set(data, "held_out"):
+    if data.eval_path and _differs(data, "held_out"):
         yield (
             f"data.held_out is {data.held_out:g}, but data.eval_path is the held-out set: remove "
             "one of them"
@@ -366,7 +368,7 @@ def _eval_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _rehearsal_problems(data: DataConfig) -> Iterator[str]:
-    if data.rehearse is None and _is_set(data, "rehearse_share"):
+    if data.rehearse is None and _differs(data, "rehearse_share"):
         yield "data.rehearse_share needs data.rehearse: name the run or the data to rehearse"
     if data.rehearse is not None and REHEARSED in (source.label for source in data.mix):
         yield f"data.mix: {REHEARSED!r} is reserved for the data of data.rehearse: set another name"
@@ -380,7 +382,7 @@ def _mix_problems(data: DataConfig) -> Iterator[str]:
         yield "data.balance needs data.path: Python's own library has no columns"
     if not data.mix:
         of_mix = ("mix_temperature", "mix_until", *(() if data.balance else ("mix_by",)))
-        if alone := [f"data.{key}" for key in of_mix if _is_set(data, key)]:
+        if alone := [f"data.{key}" for key in of_mix if _differs(data, key)]:
             yield f"{', '.join(alone)} set without data.mix: name its sources"
         return
     if data.path is not None:

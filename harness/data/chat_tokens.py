@@ -231,7 +231,9 @@ class ChatEncoder:
             yield Encoded(ids, learned, chat.notes)
 
     def _is_closed(self, ids: list[int], offsets: NDArray[np.int64], text: str) -> bool:
-        """Return True if only white space follows a special token, and turns end with one."""
+        """Return True if only white space follows the last special token, and turns end with
+        one.
+        """
         if not self._finder.closes_turns:
             return bool(ids) and ids[-1] == self._tokenizer.eos_token_id
         last = next((n for n in range(len(ids) - 1, -1, -1) if ids[n] in self._special), None)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.data.cache import cached_array, damaged
-from harness.data.token_files import TokenFiles
+from harness.data.token_files import TokenFile, TokenFiles
 from harness.errors import ConfigError
 from harness.files.kept_sample import masks_of
 from harness.files.token_index import HEADER, MAGIC, TYPES, read_header
@@ -268,7 +268,9 @@ class IndexedTokens:
                 "them, or list both in data.mix"
             )
         files = [(pair.bin_path, pair.bin_bytes) for pair in self._pairs]
-        self.ids = TokenFiles(files, first.dtype)
+        self.ids = TokenFile(first.bin_path, first.dtype, first.bin_bytes)
+        if files[1:]:
+            self.ids = TokenFiles(files, first.dtype)
         self.bin_bytes = self.ids.num_bytes
         self.documents = sum(pair.header.bounds - 1 for pair in self._pairs)
         more = f" and {len(files) - 1:,} more" if files[1:] else ""
@@ -314,8 +316,10 @@ class IndexedTokens:
 
     def place_of(self, place: int) -> tuple[Path, int, int]:
         """Return the .bin that holds an id, its document, and its offset in that document."""
-        number, before = self.ids.file_of(place), 0
-        pair, place = self._pairs[number], place - self.ids.firsts[number]
+        pair, before = self._pairs[0], 0
+        if isinstance(self.ids, TokenFiles):
+            number = self.ids.file_of(place)
+            pair, place = self._pairs[number], place - self.ids.firsts[number]
         for block in pair.starts():
             if place < block[-1]:
                 document = int(np.searchsorted(block, place, side="right")) - 1

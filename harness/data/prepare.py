@@ -277,8 +277,8 @@ def read_facts(folder: Path) -> SplitFacts:
     return cached_json(folder / SPLIT_FACTS, _facts_of)
 
 
-def _facts_of(values: dict[str, Any]) -> SplitFacts:
-    types = {key: type(value) for key, value in values.items()}
+def _facts_of(values: Any) -> SplitFacts:
+    types = {key: type(value) for key, value in values.items()} if type(values) is dict else {}
     if dict.fromkeys(_OF_BOUNDS, int) | types != _FACT_TYPES:
         raise ValueError(f"it holds {shortened(values)}")
     return SplitFacts(**values)

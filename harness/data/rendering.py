@@ -67,7 +67,9 @@ class Marks:
     def put(
         self, messages: Sequence[Message], kinds: str, *, at_begin: bool = False
     ) -> list[Message]:
-        """Return messages with a mark after the last (`at_begin`: first) letter of each text."""
+        """Return messages with a mark after the last (`at_begin`: first) letter of each text;
+        `kinds`: the parts of assistants' turns that get one.
+        """
         numbers: dict[tuple[str, str], int] = {}
         marked = []
         for place, message in enumerate(messages):
@@ -307,7 +309,9 @@ def _as_json(arguments: object) -> str:
 
 
 def _as_template_reads(message: Message) -> Message:
-    """Return a message as apply_chat_template does: without nulls, thoughts under both keys."""
+    """Return a message as apply_chat_template passes it to a template: without nulls, and with
+    thoughts under both keys.
+    """
     message = {key: value for key, value in message.items() if value is not None}
     if THOUGHT in message:
         message = {"thinking": message[THOUGHT], **message}

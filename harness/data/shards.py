@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from harness.data.cache import Report, fill_once
 from harness.data.corpus import Corpus
 from harness.data.encoding import HowEncoded
-from harness.data.pair import Masks, join_indexed, join_masks, load_masks
+from harness.data.pair import join_indexed, join_masks, load_masks
 from harness.data.prepare import (
     MASKS,
     TOKENS,
@@ -155,20 +155,21 @@ class ShardedTokens:
             )
         folders = [self._work / _name(number) for number in range(len(self.shards))]
         sizes, notes, bad_lines = Counter[str](), Notes(), self.corpus.bad_lines()
-        masks: list[tuple[Masks, int]] = []
+        tokens: list[int] = []
         for folder in folders:
             facts = json.loads((folder / _FACTS).read_text())
             sizes.update(facts["counts"])
             notes.add(read_notes(folder))
             bad_lines.merge(BadLines.from_json(facts["bad_lines"]))
-            masks.append((load_masks(folder / MASKS), facts["counts"]["tokens"]))
+            tokens.append(facts["counts"]["tokens"])
         try:
             require_text(self.corpus, Counts(**sizes, notes=notes), bad_lines)
         except ConfigError:
             self._remove_shards()
             raise
         join_indexed([folder / TOKENS for folder in folders], joined / TOKENS)
-        join_masks(masks, joined / MASKS)
+        masks = (load_masks(folder / MASKS) for folder in folders)  # few open at a time
+        join_masks(zip(masks, tokens, strict=True), joined / MASKS)
         keep_skipped(self.corpus, bad_lines, joined)
         write_notes(notes, joined)
 

@@ -230,7 +230,9 @@ class Turns:
         return place + (token if token > 0 else size)
 
     def _before(self, number: int, other: Placed) -> tuple[int, int]:
-        """Return the places of the last mark before a turn, in the whole and another text."""
+        """Return the places of the last mark before a turn, in the full text and in another
+        rendering.
+        """
         for earlier in range(number - 1, -1, -1):
             if common := last_common(self.whole, other, earlier):
                 return common

@@ -109,11 +109,17 @@ def _allreduce(inputs: Inputs, kind: str) -> Iterator[MemoryItem]:
     yield MemoryItem("communication copy", size, frozenset({"reduce"}), "measured")
 
 
+def dequantized_weight(inputs: Inputs) -> MemoryItem:
+    """Return the 4-bit weight that is currently multiplied: dequantized as a whole in forward and
+    backward (bitsandbytes' gemm_4bit beyond 1,536 tokens, MatMul4Bit.backward), and in full
+    precision before quantization.
+    """
+    phases = frozenset({"forward", "evaluation", "build"}) | BACKWARD
+    return MemoryItem("dequantized weight", inputs.dequantized_bytes, phases, "read")
+
+
 def gathered_parameters(inputs: Inputs) -> Iterator[MemoryItem]:
-    """Yield the weights that ZeRO 3 holds in full, in addition to the persistent ones, and the
-    4-bit weight that is currently multiplied: dequantized as a whole in forward and backward
-    (bitsandbytes' gemm_4bit beyond 1,536 tokens, MatMul4Bit.backward), and in full precision before
-    quantization.
+    """Yield the weights that ZeRO 3 holds in full, in addition to the persistent ones.
 
     The active module is always gathered, and prefetched weights exist twice while they arrive
     (partition_parameters.py: one flat buffer, then a tensor per parameter). A weight is released
@@ -123,7 +129,6 @@ def gathered_parameters(inputs: Inputs) -> Iterator[MemoryItem]:
     """
     zero, element = inputs.zero, inputs.element_bytes
     passes = frozenset({"forward", "evaluation"}) | BACKWARD
-    yield MemoryItem("dequantized weight", inputs.dequantized_bytes, passes | {"build"}, "read")
     # A rank alone uses its shard, the whole weight, in place (partition_parameters.py,
     # NoGatherHandle), unless it is offloaded.
     if zero.stage != 3 or (inputs.shards == 1 and zero.offload_param == "device"):

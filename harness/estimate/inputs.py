@@ -338,7 +338,9 @@ class Inputs:
         return self.liger and not self.smooths_labels
 
     def shards_of(self, group: Sequence[Tensor]) -> int:
-        """Return the number of ranks that shard a group's states; fewer ranks share experts."""
+        """Return the number of ranks that ZeRO shards a group's states over; for experts, the ranks
+        that have the same experts.
+        """
         return self.shards // (self.grid.expert if is_of_experts(group) else 1)
 
     @cached_property

@@ -8,7 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from harness.estimate.activations import activations, attention_copies, carried_states
-from harness.estimate.buffers import communication, gathered_parameters, pipeline
+from harness.estimate.buffers import (
+    communication,
+    dequantized_weight,
+    gathered_parameters,
+    pipeline,
+)
 from harness.estimate.host import (
     checkpoint_bytes,
     driver_bytes,
@@ -238,6 +243,7 @@ def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[MemoryItem]:
     parts = (
         *model_states(here, shard),
         *communication(here),
+        dequantized_weight(here),
         *gathered_parameters(here),
         # A piece is drawn or read, then sharded.
         *loading(inputs.undivided_stage(stage) if divided else here),

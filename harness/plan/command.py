@@ -123,13 +123,13 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         help="run config keys, or ds.* keys of the DeepSpeed JSON",
     )
     options, unknown = parser.parse_known_intermixed_args(argv)
+    if options.keys:
+        say(keys_as_text())
+        parser.exit()
     if unknown:
         names = re.findall(r"--[\w-]+", parser.format_usage())
         hints = (f"{word}{_hint(word.partition('=')[0], names)}" for word in unknown)
         parser.error(f"unrecognized arguments: {', '.join(hints)}")
-    if options.keys:
-        say(keys_as_text())
-        parser.exit()
     if len(options.config) > 1:  # users expect them to be merged
         both = " and ".join(map(str, options.config))
         parser.error(f"--config is given twice, {both}: use one")

@@ -132,7 +132,7 @@ def default_to_their_rate(draft: Draft) -> None:
     if config.model.lora.rank is not None:
         kind, rate = "adapters", ADAPTER_LR
     width, why = given_size(draft.model_config, "hidden") or WIDTH, f"the rate for {kind}"
-    if width != WIDTH:
+    if width > 0 and width != WIDTH:  # find_model reports other sizes
         why = f"{rate:g} x {WIDTH} / {width}, the rate for {kind} at this width"
         rate = rate * WIDTH / width
     lr = float(f"{min(rate, MOST_LR):.2g}")

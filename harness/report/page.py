@@ -306,7 +306,7 @@ def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
     optim = {key: run.text("run", "optim", key) for key in ("name", "lr", "schedule")}
     is_packed = run.text("run", "data", "batching") in ("", "packed")
     rows = "windows" if is_packed else "examples"
-    read = [(number(run.planned("data", unit)), unit) for unit in ("documents", "tokens")]
+    amounts = [(number(run.planned("data", unit)), unit) for unit in ("documents", "tokens")]
     versions = run.planned("versions")
     package_versions = versions if isinstance(versions, dict) else {}
     model = (run.text("model_source"), run.text("model_config", "model_type"))
@@ -324,7 +324,7 @@ def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
             "optimizer",
             f"{optim['name']}, rate {optim['lr']} ({optim['schedule']}, {warmup} of warm-up)",
         ),
-        ("data", ", ".join(f"{count(size)} {unit}" for size, unit in read if size is not None)),
+        ("data", ", ".join(f"{count(size)} {unit}" for size, unit in amounts if size is not None)),
         ("attention", run.text("run", "model", "attention")),
         ("seed", run.text("run", "train", "seed")),
         ("versions", ", ".join(f"{name} {version}" for name, version in package_versions.items())),

@@ -86,8 +86,9 @@ def _measured(folder: Path) -> tuple[Measured, int]:
 def _plan_of(record: dict[str, Any]) -> Plan:
     """Return a run's plan, rebuilt from the keys that its user set."""
     tree: dict[str, Any] = {}
-    for key in {*record["run_set"]} - {"run.dir", "plan.rates"}:
-        assign(tree, key, reduce(getitem, key.split("."), record["run"]))
+    for key in record["run_set"]:
+        if key not in ("run.dir", "plan.rates"):
+            assign(tree, key, reduce(getitem, key.split("."), record["run"]))
     config = validated(tree, record["run_set"])
     ds = DsJson(record["deepspeed_given"], record["deepspeed_source"])
     return make_plan(config, ds, World(**record["world"]), estimating=True)

@@ -28,6 +28,7 @@ from tools.preflight_checks.report import Row, by_text, count, grouped, named_ro
 _POLL_S = (0.01, 0.2)  # the first pause, and the longest
 _CRASHED = 1
 _FAREWELL_S = 10.0  # for the others to read the last word
+_MOST_CHARACTERS = 200  # of a list of ranks
 
 
 class Absent(Exception):
@@ -129,11 +130,14 @@ def absent(came: list[Any], come_s: float) -> str | None:
     missing = [rank for rank, value in enumerate(came) if value is None]
     if not missing:
         return None
+    listed = ranges(missing)
+    if len(listed) > _MOST_CHARACTERS:
+        listed = f"{listed[:_MOST_CHARACTERS].rpartition(',')[0]}, ..."
     hosts = [value["host"] if value else "" for value in came]
     there = who([rank for rank in range(len(came)) if rank not in missing], hosts)
     return (
         f"{len(missing)} of {len(came)} ranks did not come within {come_s:.0f} s: "
-        f"{ranges(missing)}; those that came: {there}. Look for nodes that are down, or on which "
+        f"{listed}; those that came: {there}. Look for nodes that are down, or on which "
         "Python cannot start"
     )
 

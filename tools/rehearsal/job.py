@@ -61,8 +61,8 @@ def rehearsed(real: Grid, wanted: int | None = None) -> Grid:
     if wanted < 1 or wanted % each or wanted // each > real.data:
         raise ConfigError(
             f"--ranks is {wanted}: it must be a multiple of {each} (pipeline stages {stages}, "
-            f"sequence ranks {sequence}, tensor ranks {tensor}), at most {each * real.data} for "
-            f"--gpus {real.world_size}"
+            f"sequence ranks {sequence}, tensor ranks {tensor}), from {each} to "
+            f"{each * real.data} for --gpus {real.world_size}"
         )
     return grid_of(stages, wanted // each, tensor, sequence)
 

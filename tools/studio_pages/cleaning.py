@@ -41,7 +41,7 @@ Ratio = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 
 
 class Left(BaseModel):
-    """The documents that filters of a strictness, or the recipe up to a step, leave."""
+    """The documents that remain of a corpus or of its sample."""
 
     documents: Count
     characters: Count
@@ -51,10 +51,20 @@ class Left(BaseModel):
     """Number of distinct words."""
     packing: Ratio
     """Compressed bytes per character, by zlib."""
-    strictness: Annotated[int, Field(ge=0, le=100)] = 0
-    rejected: dict[str, Count] = {}
+
+
+class AtStrictness(Left):
+    """The documents that filters of a strictness keep."""
+
+    strictness: Annotated[int, Field(ge=0, le=100)]
+    rejected: dict[str, Count]
     """Documents by the first filter that rejects them."""
-    step: str = ""
+
+
+class AfterStep(Left):
+    """The documents of the sample that remain after a step of the recipe."""
+
+    step: str
 
 
 class Cleaning(BaseModel):
@@ -62,8 +72,8 @@ class Cleaning(BaseModel):
 
     corpus: str
     documents: dict[str, Count]
-    strictness: Annotated[list[Left], Field(min_length=1, max_length=101)]
-    after_steps: Annotated[list[Left], Field(max_length=1 + len(STEPS))]
+    strictness: Annotated[list[AtStrictness], Field(min_length=1, max_length=101)]
+    after_steps: Annotated[list[AfterStep], Field(max_length=1 + len(STEPS))]
 
 
 def names() -> list[str]:
@@ -86,11 +96,10 @@ def read_cleaning(name: str) -> Cleaning:
         raise ValueError(
             f"{name}/{_FILE} is not a report of tools/clean_data.py: {place}: {first['msg']}"
         ) from None
-    known = {"read", *STEPS, *(rule.name for rule in FILTERS)}
-    of_report = {each.step for each in report.after_steps}.union(
-        *(at.rejected for at in report.strictness)
-    )
-    if unknown := of_report - known:
+    rules = {rule.name for rule in FILTERS}
+    unknown = {name for at in report.strictness for name in at.rejected} - rules
+    unknown |= {each.step for each in report.after_steps} - {"read", *STEPS}
+    if unknown:
         raise ValueError(
             f"{name}/{_FILE} comes from another version: it has {', '.join(sorted(unknown))}"
         )
@@ -157,7 +166,7 @@ def figures(values: Values) -> list[Figure]:
     ]
 
 
-def trade_off(points: Sequence[Left]) -> list[tuple[float, float]]:
+def trade_off(points: Sequence[AtStrictness]) -> list[tuple[float, float]]:
     """Return (strictness, harmonic mean of size and gain in quality, both from 0 to 1)."""
     whole, most = points[0], max(at.quality for at in points)
     scores = []
@@ -191,7 +200,7 @@ def _recipe(report: Cleaning) -> Table:
     )
 
 
-def _squares(now: Left) -> Drawing:
+def _squares(now: AtStrictness) -> Drawing:
     """Return a square for each document, in the corpus's order."""
     each, columns, everything = 15.0, 50, documents()
     rules = [rule.name for rule in FILTERS]
@@ -210,11 +219,11 @@ def _squares(now: Left) -> Drawing:
 
 
 @lru_cache
-def cleaned(strictness: int) -> Left:
+def cleaned(strictness: int) -> AtStrictness:
     """Return what filters of a strictness leave of Python's own library, with their counts."""
     left = report_at(documents(), strictness)
     values = {"strictness": strictness, "rejected": left.rejected, **left.numbers()}
-    return Left.model_validate(values)
+    return AtStrictness.model_validate(values)
 
 
 @lru_cache

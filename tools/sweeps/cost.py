@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from harness.config.assignments import COMMAND_LINE, did_you_mean
+from harness.config.assignments import COMMAND_LINE, did_you_mean, listed
 from harness.errors import ConfigError, worded
 from harness.estimate.memory_item import GIB
 from harness.launch.ranks import place_of
@@ -60,18 +59,21 @@ def costs(sweep: Sweep, world: World | None, problems: list[str]) -> list[Cost]:
 
     `world`: the machines of a trial; None: `sweep.ranks` processes on this machine.
     """
-    trials_of = Counter[str]()
+    trials_of: dict[str, list[int]] = {}
     results = []
     examples = [*sweep.examples()]
-    for choice in examples:
+    for number, choice in enumerate(examples):
         try:
             results.append(cost(sweep, choice, world))
         except ConfigError as error:
-            origin = f"({sweep.path})"
-            trials_of.update(p.replace(f"({COMMAND_LINE})", origin) for p in error.problems)
-    for problem, trials in trials_of.items():
-        of_some = f" [{trials} of {len(examples)} trials]" * (trials < len(examples))
-        problems.append(problem + of_some)
+            for problem in error.problems:
+                of_file = problem.replace(f"({COMMAND_LINE})", f"({sweep.path})")
+                trials_of.setdefault(of_file, []).append(number)
+    for problem, numbers in trials_of.items():
+        which = f" [{len(numbers)} of {len(examples)} trials]"
+        if sweep.settings.method == "grid":  # random values have no numbers that a reader knows
+            which = f" [trials {listed(map(str, numbers))}]"
+        problems.append(problem + which * (len(numbers) < len(examples)))
     for name in ("steps", "tokens"):
         limit = getattr(sweep.settings.budget, name)
         most = max((getattr(result, name) for result in results), default=0)

@@ -211,7 +211,11 @@ class Queue:
                 time.sleep(self._poll_s)
         finally:
             for running in self._running.values():
-                running.ranks.end()
+                if self._in_slurm:  # train.sbatch ends its job itself
+                    for process in running.ranks.processes:
+                        process.terminate()
+                else:
+                    running.ranks.end()
                 running.trial.note(running.used)
 
     def _must_stop(self) -> bool:

@@ -39,7 +39,7 @@ class EvalAndSaveTime:
         save_every: int,
         disk_gb_per_s: float = DISK_GB_PER_S,
     ) -> EvalAndSaveTime:
-        """Return those of a run of `steps` steps; `evaluate`: (eval.every, eval.samples)."""
+        """Return the times of a run of `steps` steps; `evaluate`: (eval.every, eval.samples)."""
         run, (every, samples) = step.inputs, evaluate
         batches = ceil(samples / run.micro_batch / run.grid.data) + run.grid.pipeline - 1
         size, gpus = checkpoint_bytes(run), run.grid.world_size
