@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -103,6 +104,25 @@ def test_lines_in_shards_are_the_same_tokens(
     assert tokens.missing() == []
     assert_as_one_process_writes(tokens, tmp_path / "whole")
     assert not [path for path in tmp_path.iterdir() if "shards" in path.name]
+
+
+def test_more_shards_than_a_process_may_open_files_are_joined(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(json.dumps(a_pair(number)) for number in range(500)))
+    tokens = sharded(find_corpus(str(path)), tokenizer, tmp_path / "joined")
+    assert len(tokens.shards) > 50
+    for number in tokens.missing():
+        tokens.write(number, nothing)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(name) for name in os.listdir("/proc/self/fd")) + 30
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        tokens.join(nothing)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert_as_one_process_writes(tokens, tmp_path / "whole")
 
 
 def test_row_groups_of_one_file_are_the_same_tokens(
