@@ -81,7 +81,7 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
 
 
 @pytest.mark.gate("slurm")
-def test_fine_tuning_outlives_a_hang_a_kill_and_a_lost_node(
+def test_fine_tuning_outlives_a_hang_a_kill_and_a_lost_node_and_branches_off(
     slurm: PrivateSlurm, fine_tuning: list[str], tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
@@ -105,6 +105,13 @@ def test_fine_tuning_outlives_a_hang_a_kill_and_a_lost_node(
     assert [line["step"] for line in run.read_metrics()] == list(range(MANY_STEPS + 1))
     lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
     assert sum("loss" in line for line in lines) <= MANY_STEPS + 3 * 4  # four between two saves
+
+    lower, folder = RunFolder(tmp_path / "lower"), tmp_path / "branch"
+    folder.mkdir()
+    other = (f"resume.from={run.path}@8", f"run.dir={lower.path}", "optim.lr=1e-5")
+    branch = submit(slurm, folder, *fine_tuning, *other)
+    assert branch.codes() == [0], branch.output
+    assert events(lower, "branched")[0]["step"] == 8
 
 
 def process_of(run: RunFolder, rank: int) -> int:
