@@ -77,13 +77,18 @@ def takes_colour(stream: TextIO, environ: Mapping[str, str] = os.environ) -> boo
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a tool's text and flush the stream."""
+    """Print a text and flush the stream. If its reader is gone, as after `| head`, nothing more is
+    shown, and the run goes on.
+    """
     stream = stream or sys.stdout
     if (width := columns(stream)) is not None:
         text = wrapped(text, width)
         if takes_colour(stream):
             text = coloured(text)
-    print(text, file=stream, flush=True)
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

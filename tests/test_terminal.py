@@ -204,6 +204,19 @@ def test_pipes_get_no_colour_and_no_breaks() -> None:
     os.close(read)
 
 
+def test_a_reader_that_is_gone_ends_nothing() -> None:
+    said = "from harness.terminal import say; import sys; [say('a' * 9999) for _ in range(99)]"
+    command = [sys.executable, "-c", f"{said}; say('went on', sys.stderr)"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == "went on\n"
+    assert process.returncode == 0
+
+
 def test_a_broken_line_continues_below_its_text() -> None:
     row = "memory         " + "word " * 20
     first, *rest = wrapped(row.rstrip(), 50).split("\n")
