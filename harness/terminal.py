@@ -88,7 +88,15 @@ def say(text: str, stream: TextIO | None = None) -> None:
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        silence(stream)
+
+
+def silence(stream: TextIO) -> None:
+    """Discard what is written to a stream from now on. Text left in its buffer would otherwise
+    change Python's exit code.
+    """
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

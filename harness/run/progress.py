@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any, TextIO
@@ -89,9 +88,7 @@ class Progress:
             self.stream.flush()
         except OSError:  # closed terminal, or log on a full disk: the run folder has it all
             self.enabled = False
-            # Text left in the buffer would change Python's exit code.
-            with open(os.devnull, "w") as nowhere:  # noqa: PTH123
-                os.dup2(nowhere.fileno(), self.stream.fileno())
+            terminal.silence(self.stream)
 
 
 def _held_out(line: dict[str, Any]) -> str:
