@@ -71,7 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**MODEL, "tie_word_embeddings": True},
     "gpt2": {**CONFIGS["gpt2"], "n_layer": 3, "attn_pdrop": 0.0},
     "mixtral": CONFIGS["mixtral"],
-    "deepseek_v3": CONFIGS["deepseek_v3"],
+    # Its balancing loss cannot be passed across stages.
+    "deepseek_v3": {**CONFIGS["deepseek_v3"], "output_router_logits": False},
 }
 
 
