@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from harness.launch.fork_server import Zygote
 from tests.browser import Browser
+from tests.gates.records import Recorder, passed_tests
 from tests.private_slurm import CannotStart, PrivateSlurm
 from tests.ranks import close_all
 from tests.real_runs import SHARED_MEMORY, imported, write_corpus
@@ -29,54 +30,47 @@ if TYPE_CHECKING:
 # The longest tests start first, so that no worker ends up alone with one.
 LONG_TEST_S = 10.0  # longer tests must state the reason
 LONG = (
+    "test_slurm_runs.py",
+    "test_gates.py",
     "engine",
     "test_parity.py",
-    "test_slurm_runs.py",
     "test_features.py",
     "test_loop.py",
     "test_rehearse.py",
     "studio",
 )
-# In a gate, tests of these files are distributed one by one: each is long, or waits for others.
-APART = re.compile(r"tests/(gates/|inputs/|test_readme|test_slurm_runs|estimate/test_unknown)")
+# In a gate, tests of these files are distributed one by one: each is long.
+APART = re.compile(r"tests/(gates/|inputs/|test_readme|estimate/test_unknown)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gate", help="run a gate of tests/gates/gates.toml, or `all`")
-    parser.addoption("--record", type=Path, help="a file of tests that passed: they are left out")
+    text = "run a gate of tests/gates/gates.toml, and keep in FILE which of its tests passed"
+    parser.addoption("--gate", action="append", metavar="NAME[=FILE]", default=[], help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    record = config.getoption("--record")
-    if record and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(record))
+    records = {name: record for name, record in gates_of(config).items() if record}
+    if records and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(records))
 
 
-class Recorder:
-    """Appends each passed test to a file, so that an interrupted gate continues from there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._phases: dict[str, list[str]] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        phases = self._phases.setdefault(report.nodeid, [])
-        phases.append(report.outcome)
-        if report.when == "teardown" and {*phases} == {"passed"}:
-            with self._path.open("a") as file:
-                file.write(f"{report.nodeid}\n")
+def gates_of(config: pytest.Config) -> dict[str, Path | None]:
+    """Return the gates that were asked for, and the file that lists the tests that passed."""
+    pairs = (option.partition("=") for option in config.getoption("--gate"))
+    return {name: Path(file) if file else None for name, _, file in pairs}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the tests of one gate, or those outside gates, and put the longest first."""
-    gate, record = config.getoption("--gate"), config.getoption("--record")
-    passed = {*record.read_text().splitlines()} if record and record.exists() else set()
+    """Select the tests of gates, or those outside gates, and put the longest first."""
+    gates = gates_of(config)
+    passed = {name: passed_tests(record) for name, record in gates.items()}
 
     def is_chosen(item: pytest.Item) -> bool:
         mark = item.get_closest_marker("gate")
-        if gate is None or mark is None:
-            return gate is None and mark is None
-        return gate in ("all", mark.args[0]) and item.nodeid not in passed
+        if mark is None or not gates:
+            return mark is None and not gates
+        item.user_properties.append(("gate", mark.args[0]))
+        return mark.args[0] in gates and item.nodeid not in passed[mark.args[0]]
 
     chosen = [item for item in items if is_chosen(item)]
     config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])

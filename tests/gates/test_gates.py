@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.gates import __main__ as gates
+from tests.gates import records
 from tests.gates.releases import build, folder, requirements
 
-ROWS = tomllib.loads(Path(gates.__file__).with_name("gates.toml").read_text())
+GATES = records.all_gates()
 MARK = re.compile(r'(?:mark\.gate|rest_in_gate, |rest_in_gate)\(?"(\w+)"')
 TOOLS = re.compile(r"^\s*(?:from|import) tools\b", re.MULTILINE)
 
@@ -26,37 +27,39 @@ def test_every_marked_file_belongs_to_its_gate_which_depends_on_the_tools_that_i
     for path in (gates.REPOSITORY / "tests").rglob("*.py"):
         name, text = path.relative_to(gates.REPOSITORY), path.read_text()
         for gate in {*MARK.findall(text)} - {"planted"}:
-            if not any(name.is_relative_to(tests) for tests in ROWS[gate]["tests"]):
+            if not any(name.is_relative_to(tests) for tests in GATES[gate].tests):
                 lost.append(f"{name}: {gate}")
-            if TOOLS.search(text) and "tools" not in ROWS[gate].get("depends", []):
+            if TOOLS.search(text) and "tools" not in GATES[gate].depends:
                 lost.append(f"{name}: {gate} does not depend on tools")
     assert lost == []
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_gate_names_what_is_there(name: str) -> None:
-    row = ROWS[name]
-    assert [
-        p for p in row["tests"] + row.get("depends", []) if not (gates.REPOSITORY / p).exists()
-    ] == []
+@pytest.mark.parametrize("gate", GATES.values(), ids=list(GATES))
+def test_a_gate_names_what_is_there(gate: records.Gate) -> None:
+    named = gate.tests + gate.depends
+    assert [path for path in named if not (gates.REPOSITORY / path).exists()] == []
 
 
 @pytest.mark.slow("pytest starts four times")
 def test_what_passed_is_kept_and_what_failed_runs_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gates, "KEPT", tmp_path)
-    monkeypatch.setattr(gates, "ALWAYS", ("LICENSE",))  # which nobody edits during the test
-    gate = gates.Gate("planted", "one fails", ["tests/gates/planted.py"])
-    result = gates.run_gate(gate, again=False, workers=0)
-    assert (result.passed, result.failed, result.is_green) == (1, 1, False)
-    assert "FAILED" in gates.table([result])
+    monkeypatch.setattr(records, "KEPT", tmp_path)
+    monkeypatch.setattr(records, "ALWAYS", ("LICENSE",))  # which nobody edits during the test
+    gate = records.Gate("planted", "one fails", ["tests/gates/planted.py"])
+
+    def run(again: bool = False) -> tuple[int, str, bool]:
+        code = gates.run_gates([gate], again, workers=0)
+        row = re.search(r"^planted((?: +\d+){4}) +\d+:.*", capfd.readouterr().out, re.MULTILINE)
+        assert row is not None
+        return code, " ".join(row[1].split()), "FAILED" in row[0]
+
+    columns = "passed kept skipped failed"
+    assert run() == (1, "1 0 0 1", True), columns
     monkeypatch.setenv("PLANTED_PASSES", "1")
-    result = gates.run_gate(gate, again=False, workers=0)
-    assert (result.passed, result.kept, result.is_green) == (1, 1, True)
-    result = gates.run_gate(gate, again=False, workers=0)
-    assert (result.passed, result.kept, result.is_green) == (0, 2, True)
-    assert gates.run_gate(gate, again=True, workers=0).passed == 2
+    assert run() == (0, "1 1 0 0", False), columns
+    assert run() == (0, "0 2 0 0", False), columns
+    assert run(again=True) == (0, "2 0 0 0", False), columns
 
 
 def test_a_change_of_what_a_gate_depends_on_is_noticed(
@@ -65,9 +68,9 @@ def test_a_change_of_what_a_gate_depends_on_is_noticed(
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     (tmp_path / "harness").mkdir()
     (tmp_path / "harness" / "loop.py").write_text("before")
-    monkeypatch.setattr(gates, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(gates, "ALWAYS", ("harness",))
-    gate = gates.Gate("planted", "", [])
+    monkeypatch.setattr(records, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(records, "ALWAYS", ("harness",))
+    gate = records.Gate("planted", "", [])
     before = gate.record()
     assert gate.record() == before
     (tmp_path / "harness" / "loop.py").write_text("after")
