@@ -137,7 +137,9 @@ def run(command: str, clone: Path) -> None:
             extends = "train.py" in start or other.startswith(start)
             command = command.replace(start, other) if extends else other
     words = shlex.split(command)
-    if "harness/train.py" in words and "--dry-run" not in words:
+    if "--dry-run" in words:  # of the settings as written; runs/first has small ones
+        words = [word.replace("runs/first", "runs/planned") for word in words]
+    elif "harness/train.py" in words:
         steps = next((n for asked, n in STEPS.items() if asked in words), FIRST_STEPS)
         words = [word.replace("@200", f"@{FIRST_STEPS}") for word in words]
         shrunk = [word for word in SHRUNK if "chats" not in command or "seq_len" not in word]
