@@ -21,9 +21,9 @@ def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def runs(tmp_path: Path) -> Iterator[Path]:
-    """Yield an empty folder whose runs this process's studio reads."""
+    """Yield an empty folder whose runs this process's studio reads, not those of the checkout."""
     root = tmp_path / "runs"
     root.mkdir()
     read_runs_of(root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from html import unescape
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,16 @@ from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Figure, html_of
 from tools.studio_app.page import Page as StudioPage
 from tools.studio_app.page import Slider, format_value
+from tools.studio_app.runs import read_runs_of
 from tools.studio_pages import PAGES
 
 pytestmark = needs_browser
+
+
+@pytest.fixture(autouse=True)
+def same_runs(runs: Path, studio: Studio) -> None:
+    """This process reads the runs that the studio reads."""
+    read_runs_of(studio.runs)
 
 
 def opened(browser: Browser, studio: Studio, path: str, **how: object) -> Tab:
