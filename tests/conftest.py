@@ -38,6 +38,14 @@ LONG = (
     "test_loop.py",
     "test_rehearse.py",
     "studio",
+    "test_accept_gpu.py",
+    "test_sweep.py",
+    "test_configs.py",
+    "test_memory.py",
+    "test_checkpoints.py",
+    "test_learning.py",
+    "test_recipes.py",
+    "test_divided.py",
 )
 # In a gate, tests of these files are distributed one by one: each is long.
 APART = re.compile(r"tests/(gates/|inputs/|test_readme|estimate/test_unknown)")
