@@ -1,7 +1,9 @@
 """The DeepSpeed JSON: its file and command line, known keys, values, their origins, and changes.
 
-It is changed by ds_check.py (keys without effect), and of plan/ by resolve_auto.py (most values),
-parallelism.py and folder.py (monitors). Configs of other programs are recognised.
+It is changed by ds_check.py (keys without effect, old keys, values that DeepSpeed gets wrong), and
+of plan/ by resolve_auto.py (most values), parallelism.py and folder.py (monitors). Of the resolved
+JSON, plan/batches.py changes the batch once the data is counted, and engine/swap.py the NVMe
+folder. Configs of other programs are recognised.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ distinct sizes, not on the number of items (arXiv 2107.02027 packs histograms in
 
 A document takes one position per token; its last position has no target. Padding is at the end of a
 window. Its positions start at 1, as no document's do, so attention keeps it separate and
-`padding_of` (models/loss.py) recognises it.
+`counted_tokens` (models/stage.py) recognises it.
 """
 
 from __future__ import annotations

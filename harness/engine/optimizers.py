@@ -1,4 +1,5 @@
 """Optimizers that DeepSpeed lacks, or gets wrong once ZeRO has split weights into flat pieces.
+layout/optimizer_table.py has a row for each value of `optim.name`.
 
 They receive fp32 master weights and gradients that DeepSpeed has summed, unscaled and clipped, in
 pieces of any size: the update of an element is the same in every layout. DeepSpeed 0.19.8 has a

@@ -1,6 +1,8 @@
 """Skips steps: a skipped step's gradients change neither weights nor moments.
 
-DeepSpeed skips steps with gradients that are not finite; guard/stability.py finds spikes.
+A step is skipped if its batch has no targets (zero.py), if its gradients are not finite (DeepSpeed,
+or zero.py where DeepSpeed does not check), or if run/step.py calls it a spike (`guard.spikes`;
+guard/stability.py finds them).
 """
 
 from __future__ import annotations

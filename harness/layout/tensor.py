@@ -1,4 +1,5 @@
-"""Tensor parallelism: which rows, columns or expert widths of each weight a rank holds.
+"""Tensor parallelism: which rows, columns or expert widths of each weight a rank holds. box.py has
+the terms: `Part` describes a slice, `Piece` a shard.
 
 A style says how a module is sliced. transformers' plans (plans.json, written by
 tests/gates/generate_plans.py) give a style for each module; families.toml has rows for families

@@ -98,7 +98,9 @@ JSON_PASSES: tuple[Pass, ...] = (
     check_secondary,
     apply_rules,
 )
-"""Passes that need only the JSON and the world."""
+"""Passes that need only the JSON and the world. `check_` passes reject settings and `note_` passes
+add events; the others change the run config or, if config/ds_json.py names their file, the JSON.
+"""
 PASSES: tuple[Pass, ...] = (
     *JSON_PASSES,
     divide_ranks,
