@@ -174,7 +174,8 @@ class DataConfig(Section):
     """Column whose values become sources with equal shares, as in data.mix; each has a
     loss/VALUE."""
     learn: Literal["assistant", "last", "all"] = "assistant"
-    """Turns of a conversation to train on: the assistant's, the last of them, or all tokens."""
+    """What to train on in a conversation. assistant: the assistant's turns; last: the last of
+    them; all: all tokens."""
     template: PathText | None = None
     """Chat template to use instead of the tokenizer's: a .jinja file or a built-in name such as
     chatml; None: the tokenizer's."""
@@ -223,7 +224,7 @@ class DataConfig(Section):
     document_mask: bool | None = None
     """Confine attention to documents; None: only if prompts are masked."""
     cache_dir: PathText | None = None
-    """Cache folder for tokenised corpora; None: the user's cache folder."""
+    """Cache folder for tokenized corpora; None: the user's cache folder."""
     prefetch: Annotated[int, Field(ge=0, le=1024)] = 2
     """Number of batches to prepare ahead."""
 

@@ -119,7 +119,8 @@ class OptimConfig(Section):
     clip_value: Positive | None = None
     """Maximum absolute value of a gradient element; excludes clip_norm."""
     schedule: Literal[tuple(DECAYS)] = "cosine"  # type: ignore[valid-type]
-    """Learning rate after warm-up. wsd stays constant and decays at the end; inverse_sqrt falls as
+    """Learning rate after warm-up: cosine, linear, constant, wsd, polynomial, cosine_restarts or
+    inverse_sqrt. wsd stays constant and decays at the end; inverse_sqrt falls as
     1 / sqrt(step), regardless of the length of the run."""
     warmup_steps: CountOrZero = 20
     """Steps over which the learning rate rises to optim.lr."""

@@ -104,7 +104,8 @@ class TrainConfig(Section):
 
     steps: CountOrZero | None = None
     """Optimizer steps; 0 only evaluates and exports. Set at most one of steps, tokens and epochs;
-    with none of them a run has 100 steps, or about 3 epochs with model.init_from."""
+    with none of them a run has 100 steps, or 1 to 15 epochs with model.init_from
+    (docs/models.md)."""
     tokens: Count | None = None
     """Tokens to train on, rounded up to whole steps."""
     epochs: Positive | None = None

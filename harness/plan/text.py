@@ -71,7 +71,7 @@ def summary(plan: Plan, counts: Counts | None = None) -> str:
     rows = [
         ("model", _model(plan)),
         ("parameters", _parameters(plan)),
-        ("spread", spread(plan)),
+        ("layout", spread(plan)),
         ("attention", _attention(plan)),
         ("stages", _stages(plan)),
         ("batch", _batch(plan)),
