@@ -47,8 +47,8 @@ LONG = (
     "test_recipes.py",
     "test_divided.py",
 )
-# In a gate, tests of these files are distributed one by one: each is long.
-APART = re.compile(r"tests/(gates/|inputs/|test_readme|estimate/test_unknown)")
+# In a gate, tests of these files are distributed one by one: each is long, or waits for others.
+APART = re.compile(r"tests/(gates/|inputs/|test_readme|test_slurm_runs|estimate/test_unknown)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

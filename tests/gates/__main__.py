@@ -16,7 +16,7 @@ import sys
 from harness.terminal import HelpFormatter
 from tests.gates.records import KEPT, REPOSITORY, Gate, all_gates, passed_tests
 
-# Two cores: the third worker computes while another waits, for Slurm or for a watchdog.
+# On two cores: one computes while another waits, for Slurm or for a watchdog.
 WORKERS = 3
 
 

@@ -81,6 +81,8 @@ class Recorder:
             if outcome == "passed":
                 with self._records[gate].open("a") as file:
                     file.write(f"{report.nodeid}\n")
+            if outcome == "failed":  # its traceback comes at the end, which may be an hour away
+                print(f"\nFAILED {report.nodeid}", flush=True)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         whole = time.monotonic() - self._began
