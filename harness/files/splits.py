@@ -90,7 +90,9 @@ def _subset(config: dict[str, Any]) -> Subset:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if a pattern matches the path of a file inside the folder."""
+    """Return True if a pattern matches the path of a file inside the folder. A pattern that ends
+    with a plain name also matches all files below a folder of that name.
+    """
     parts, path = _parts_of(pattern), name.split("/")
     reached = {0}  # numbers of leading path parts that the pattern can match so far
     for part in parts:
@@ -100,7 +102,7 @@ def matches(name: str, pattern: str) -> bool:
             reached = {at + 1 for at in reached if at < len(path) and _names(part, path[at])}
         if not reached:
             return False
-    return bool(parts)
+    return len(path) in reached or (bool(parts) and not _WILDCARD.search(parts[-1]))
 
 
 def _parts_of(pattern: str) -> list[str]:
@@ -169,6 +171,7 @@ _WORDS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), VALIDATION),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), TEST),
 }
+_WILDCARD = re.compile(r"[*?\[]")
 _SHARD = re.compile(r"(.+?)[-._]\d{5}-of-\d{5}")
 _SHOWN = 12
 

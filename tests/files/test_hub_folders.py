@@ -253,6 +253,8 @@ def test_patterns_name_files_and_folders() -> None:
         assert matches("data/train-0.jsonl", pattern)
     for pattern in ("*.jsonl", "data/test-*", "train-*", "dat", "", "data/train-[z-a].jsonl"):
         assert not matches("data/train-0.jsonl", pattern)
+    for pattern in ("*", "d*", "**/data*"):  # files, not all that is in matching folders
+        assert not matches("data/train-0.jsonl", pattern)
     assert not matches("a" * 60, "*a" * 30 + "b")  # immediately
 
 
