@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 pytest.importorskip("optuna")
 
 from harness.errors import ConfigError
+from harness.launch.ranks import Ranks
 from tools.sweeps.cost import Budget, Record, Used
-from tools.sweeps.running import _lane_environment
+from tools.sweeps.running import Queue, _lane_environment
+from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
 from tools.sweeps.study import JOURNAL, OpenTrial, Study, cut_torn_line
 
@@ -143,3 +146,19 @@ def test_a_trial_starts_if_its_part_before_the_first_decision_fits(tmp_path: Pat
     early = Budget(sweep_of(tmp_path, f"{limits}\nprune = {{after = 0.2}}"), None)
     assert early.is_over(both, {1: Used(190, 1, 0.5)}, choice) is None
     assert early.is_over(both, {1: Used(191, 1, 0.5)}, choice)
+
+
+@pytest.mark.parametrize("budget", [200, 199])
+def test_a_budget_counts_the_steps_before_an_interruption_once(budget: int, tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path, f"trials = 2\nbudget = {{steps = {budget}}}")
+    study, started, said = Study(sweep), list[Choice](), list[str]()
+    finish(study, range(1))
+    study.take(1).note(Used(50, 500, 0.1))
+
+    def start(choice: Choice, folder: Path, lane: int) -> Ranks:
+        started.append(choice)
+        return Ranks([subprocess.Popen(["true"])], [folder / "log"], 0)
+
+    Queue(sweep, study, Budget(sweep, None), said.append, start, [1], 1).run()
+    assert len(started) == (budget == 200)
+    assert ["used up" in line for line in said] == [True] * (budget == 199)

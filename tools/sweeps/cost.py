@@ -135,7 +135,8 @@ def _problems(sweep: Sweep, plan: Plan) -> list[str]:
 class Budget:
     """Limits of a sweep.
 
-    A trial starts if the steps before its first pruning decision fit (all steps without pruning).
+    A trial starts or resumes if its remaining steps before the first pruning decision fit (all of
+    them without pruning).
     Trials that are running when a limit is reached are interrupted, and resume when it is raised.
     """
 
@@ -155,10 +156,12 @@ class Budget:
         records: Iterable[Record],
         running: Mapping[int, Used],
         following: Choice | None = None,
+        before: Used = Used(),
     ) -> str | None:
         """Return which limit is reached; None if none is.
 
-        `running`: used so far by this process's trials; `following`: the values of the next trial.
+        `running`: used so far by this process's trials; `following`: the values of the next trial;
+        `before`: used by earlier attempts at it, which `records` includes.
         """
         used = [running.get(record.number, record.used) for record in records]
         taken = {
@@ -167,8 +170,8 @@ class Budget:
         prune = self._sweep.settings.prune
         if following is not None:
             whole, share = self.cost(following), prune.after if prune else 1.0
-            taken["steps"] += math.ceil(whole.steps * share)
-            taken["tokens"] += math.ceil(whole.tokens * share)
+            taken["steps"] += max(0, math.ceil(whole.steps * share) - before.steps)
+            taken["tokens"] += max(0, math.ceil(whole.tokens * share) - before.tokens)
         for name, value in taken.items():
             limit = getattr(self._sweep.settings.budget, name)
             if limit is not None and (value > limit or (following is None and value >= limit)):

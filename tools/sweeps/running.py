@@ -234,7 +234,9 @@ class Queue:
         while self._left and (free := [n for n in self._lanes if n not in self._running]):
             number, lane = self._left[0], free[0]
             trial = self._study.take(number)
-            over = self._budget.is_over(self._study.records(), self._used, trial.choice)
+            over = self._budget.is_over(
+                self._study.records(), self._used, trial.choice, trial.used_before
+            )
             if over:
                 self._study.put_back(number)
                 self._say(over)
