@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
 from harness.estimate.memory_item import GIB
@@ -323,6 +324,22 @@ def test_the_written_files_are_the_job_that_was_priced(
     assert run["optim"]["schedule"] == ("wsd" if more else "cosine")
     assert run["train"].get("steps") == (3000 if more else None)
     assert "a rate" not in describe(plan, elsewhere=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        'data.mix=[{path="a", share=0.7}, {path="b", name="c.d", share=0.3}]',
+        "data.eval_path=a.jsonl",
+        'data.eval_path={"a.b"="a.jsonl", c={path="b.jsonl", split="test"}}',
+    ],
+)
+def test_the_written_run_config_has_the_users_tables(words: str, tmp_path: Path) -> None:
+    run_tool("plan_cluster", *JOB, words, "--write", tmp_path)
+    written, asked = load_run_config(tmp_path / "run.toml"), load_run_config(None, [words])
+    data = written.data.model_dump(exclude_unset=True)
+    assert data.pop("path", None) == (None if asked.data.mix else "/path/to/your/data")
+    assert data == asked.data.model_dump(exclude_unset=True) | {"seq_len": 1024}
 
 
 def test_each_launcher_has_a_script_of_one_command(tmp_path: Path) -> None:

@@ -7,10 +7,13 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from harness.config.assignments import flat, value_as_text
+from harness.config.assignments import value_as_text
+from harness.config.run_config import RunConfig, known_keys
 from harness.estimate.step_time.job import DAY
 from harness.plan.machine import USUAL_NODE
 from harness.plan.model_config import presets
@@ -26,7 +29,7 @@ source slurm/site.env
 {command} "$@"
 """
 _RUN = """# {about}
-# Set data.path (docs/data.md), and run.dir on storage that all nodes see.
+# Set {what} on storage that all nodes see.
 {keys}
 """
 
@@ -43,8 +46,8 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
     question = best.question
     every = round(question.job(best).save_every_seconds / best.seconds)
     keys: dict[str, Any] = {
-        "data.path": "/path/to/your/data",
-        **dict(flat(question.run.model_dump(exclude_unset=True))),
+        **({} if question.run.data.mix else {"data.path": "/path/to/your/data"}),
+        **_keys_set(question.run),
         "train.global_batch": args.global_batch,
         **best.layout.overrides,
         "optim.schedule": question.run.optim.schedule,
@@ -58,6 +61,12 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
     if args.quantize:
         keys["model.lora.quantize"] = args.quantize
     return keys
+
+
+def _keys_set(run: RunConfig) -> dict[str, Any]:
+    """Return the keys that are set, with tables whole: names in them may be empty or have dots."""
+    tree = run.model_dump(exclude_unset=True)
+    return {key: reduce(getitem, key.split("."), tree) for key in known_keys() if run.is_set(key)}
 
 
 def _weights_of(model: str) -> str:
@@ -110,7 +119,8 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
     about += f", {question.job(best).seconds / DAY:.1f} days (tools/plan_cluster.py)"
     texts["ds.json"] = json.dumps(best.layout.deepspeed, indent=2) + "\n"
     keys = "\n".join(f"{k} = {value_as_text(v)}" for k, v in settings(args, best).items())
-    texts["run.toml"] = _RUN.format(about=about, keys=keys)
+    what = "run.dir" if question.run.data.mix else "data.path (docs/data.md), and run.dir"
+    texts["run.toml"] = _RUN.format(about=about, what=what, keys=keys)
     how = {
         "torchrun.sh": ", on every node: NODE_RANK=0 MASTER_ADDR=node1 bash torchrun.sh",
         "hostfile.sh": " on the first node of the hostfile, which reaches the others by ssh",
