@@ -45,6 +45,7 @@ from harness.run.progress import Progress, clock
 from harness.run.resumption import ResumePoint, find_resume_point, load_into
 from harness.run.run import Run
 from harness.run.saving import check_probe
+from harness.run.step import end_with_the_data
 from harness.run.trackers import Trackers
 from harness.runfolder import RunFolder
 from harness.steps import Steps
@@ -115,6 +116,7 @@ def _load(run: Run, resume_point: ResumePoint) -> None:
         run.progress.say(f"starts with the weights of step {step:,} of {source}")
     else:
         run.progress.say(resume_point.text(run.plan, run.steps.total))
+        end_with_the_data(run)  # it may have rolled back
 
 
 def _give_up(rank: int) -> None:

@@ -196,7 +196,7 @@ def roll_back(run: Run, reason: str) -> None:
     state, end = checkpoint.state, samples[1]
     tokens = state.tokens + run.data.train.tokens_in(state.samples, end - state.samples)
     run.steps.move(replace(state, samples=end, tokens=tokens))
-    _end_with_the_data(run)
+    end_with_the_data(run)
     run.held_out_nats = checkpoint.manifest.held_out_loss
     stability.restore(checkpoint.manifest.watch)
     stability.rollbacks = rollbacks + 1
@@ -216,7 +216,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.progress.say(f"{failure}: rolled back to step {state.step}, skipping samples {skipped}")
 
 
-def _end_with_the_data(run: Run) -> None:
+def end_with_the_data(run: Run) -> None:
     """Make the last step that the data suffices for the last one: skipped samples may be missing
     from the end of a mixture whose sources may be read only so often.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,18 @@ import torch.distributed as dist
 
 from harness import loop
 from harness.checkpoint.manifest import TrainState
+from harness.checkpoint.store import Checkpoint
 from harness.config.batch import Curriculum
 from harness.errors import ConfigError, ExitCode
 from harness.guard.signals import StopGuard, TimeLeft
 from harness.plan.command import parse_command, plan_from
+from harness.run import build
 from harness.run.data_decisions import _require_same_data, require_same_settings
+from harness.run.resumption import ResumePoint
 from harness.run.run import Run
-from harness.run.step import _end_with_the_data
+from harness.run.step import end_with_the_data
+from harness.steps import Steps
+from tests.checkpoint.small import manifest
 from tests.ranks import ranks
 from tests.real_runs import run_ranks, train_command
 
@@ -53,9 +59,27 @@ def test_a_run_that_skipped_samples_ends_with_its_mixture(length: int | None, to
         event=lambda kind, **fields: said.append(kind),
         progress=SimpleNamespace(say=said.append),
     )
-    _end_with_the_data(run)
+    end_with_the_data(run)
     assert run.steps.total == total
     assert bool(said) == (total < 20)
+
+
+@pytest.mark.parametrize(("kind", "total"), [("resumed", 14), ("branched", 14), ("weights", 20)])
+def test_a_run_that_skipped_samples_ends_with_its_mixture_when_resumed(
+    kind: str, total: int, tmp_path: Path
+) -> None:
+    saved = replace(manifest(8), state=TrainState(step=8, samples=96))
+    checkpoint = Checkpoint(tmp_path / "run/checkpoints/step-00000008", saved)
+    plan, data = mock.Mock(curriculum=Curriculum(8)), mock.Mock(train=mock.Mock(length=145))
+    steps = Steps(plan, data.train, 20)
+    run = mock.NonCallableMagicMock(plan=plan, data=data, steps=steps)
+    type(run).state = Run.state
+    with (
+        mock.patch.multiple(build, load_into=mock.DEFAULT, check_probe=mock.DEFAULT),
+        mock.patch.object(ResumePoint, "text"),
+    ):
+        build._load(run, ResumePoint(checkpoint, kind))
+    assert run.steps.total == total
 
 
 # The working folder is that of a node.
