@@ -444,6 +444,8 @@ def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
         (("--global-batch", 3, "--seq-len", 1023, "--lora", 8), "--global-batch 3 is not divis"),
         (("--quantize", "nf4"), "--quantize nf4: it needs adapters: add --lora 16"),
         (("optim.lrr=3",), "optim.lr"),
+        (("train.epochs=3",), "train.epochs: the planner reads no data: give --data-tokens"),
+        (("train.steps=0",), "train.steps=0 trains on nothing: give --data-tokens"),
     ],
 )
 def test_wrong_arguments_are_one_message(words: tuple[object, ...], message: str) -> None:

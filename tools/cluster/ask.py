@@ -39,6 +39,10 @@ def question_of(args: argparse.Namespace) -> Question:
     run, world = run_of(args), world_of(args)
     if args.data_tokens and any(map(run.is_set, LENGTHS)):
         raise ConfigError("--data-tokens and train.steps, train.tokens or train.epochs: keep one")
+    if run.train.epochs is not None:
+        raise ConfigError("train.epochs: the planner reads no data: give --data-tokens instead")
+    if run.train.steps == 0:
+        raise ConfigError("train.steps=0 trains on nothing: give --data-tokens instead")
     if args.quantize and not args.lora:
         raise ConfigError(f"--quantize {args.quantize}: it needs adapters: add --lora 16")
     base = {state: _inputs(args, run, world, state) for state in STATES}
