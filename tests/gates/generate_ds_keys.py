@@ -94,6 +94,8 @@ MINIMUM = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
 }
+# Numbers that DeepSpeed divides by: values must be above these.
+ABOVE = {"gradient_predivide_factor": 0}
 # Strings that DeepSpeed checks in its parsers.
 _DTYPES = sorted({name for dtype in DtypeEnum for name in dtype._all_values[1:]})
 CHOICES: dict[str, list[str]] = {
@@ -157,6 +159,8 @@ def leaf(path: str, default: Any) -> Node:
         kinds = [*kinds, "null"]
     choices = CHOICES.get(path)
     node = {"type": kinds, "default": default, **({"choices": choices} if choices else {})}
+    if path in ABOVE:
+        node["above"] = ABOVE[path]
     return _bounded(node, MINIMUM.get(path, 0))
 
 
