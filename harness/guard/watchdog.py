@@ -52,6 +52,10 @@ class Pulse:
         self._seconds[before.phase].append(now - before.since)
         self.beat = Beat(phase, step, before.count + 1, now)
 
+    def took(self, phase: str, seconds: float) -> None:
+        """Record a duration of which this thread waited for only a part."""
+        self._seconds[phase].append(seconds)
+
     def longest_s(self, phase: str) -> float | None:
         """Return the longest recent duration of a phase; None before the first."""
         return max(self._seconds[phase], default=None) if phase in self._seconds else None

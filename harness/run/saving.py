@@ -122,8 +122,8 @@ def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
 
 def save(run: Run, background: bool = False) -> None:
     """Save the run, after finishing the last save. Collective. Raises RunStopped (cannot save)."""
-    run.pulse("save", run.state.step)
     finish_save(run)
+    run.pulse("save", run.state.step)
     plan, probe = run.plan, probe_batch(run.data)
     lora = plan.config.model.lora
     manifest = Manifest(
@@ -162,6 +162,7 @@ def finish_save(run: Run) -> None:
 def _record(run: Run, saved: Saved) -> None:
     per_s = saved.bytes / saved.seconds
     run.longest_save_s = max(run.longest_save_s, saved.seconds)
+    run.pulse.took("save", saved.seconds)  # in the foreground, the last save will take as long
     run.event(
         "saved",
         step=saved.step,

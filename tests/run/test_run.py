@@ -14,15 +14,19 @@ import torch.distributed as dist
 
 from harness import loop
 from harness.checkpoint.manifest import TrainState
+from harness.checkpoint.save import Saved
 from harness.checkpoint.store import Checkpoint
 from harness.config.batch import Curriculum
 from harness.errors import ConfigError, ExitCode
+from harness.guard import watchdog
 from harness.guard.signals import StopGuard, TimeLeft
+from harness.guard.watchdog import Pulse
 from harness.plan.command import parse_command, plan_from
 from harness.run import build
 from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.resumption import ResumePoint
 from harness.run.run import Run
+from harness.run.saving import finish_save
 from harness.run.step import end_with_the_data
 from harness.steps import Steps
 from tests.checkpoint.small import manifest
@@ -44,6 +48,31 @@ def test_the_time_limit_leaves_time_for_a_save_that_training_does_not_wait_for(
         saver=SimpleNamespace(written=False),
     )
     assert Run.stop_asked(run) == ["the time limit"] * stops
+
+
+def test_a_save_in_the_foreground_may_take_as_long_as_those_in_the_background(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training waits a second for the copies, and none for the files, which take 100 s."""
+    now = [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    saved = Saved(Path("step-1"), step=1, stall_s=1.0, seconds=100.0, bytes=1, removed=[])
+    pulse = Pulse(floor_s=5, factor=2, first_s=600)
+    run: Any = SimpleNamespace(
+        pulse=pulse,
+        saver=SimpleNamespace(is_busy=True, finish=lambda: saved),
+        state=TrainState(step=1),
+        longest_save_s=0.0,
+        event=lambda kind, **fields: None,
+        is_writer=False,
+        meter=SimpleNamespace(restart=lambda: None),
+    )
+    for _ in range(40):
+        for phase, seconds in (("save", 1), ("step", 99)):
+            pulse(phase, 1)
+            now[0] += seconds
+        finish_save(run)
+    assert pulse.limit_s("save") == 200
 
 
 @pytest.mark.parametrize(
