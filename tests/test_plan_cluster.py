@@ -137,6 +137,14 @@ def test_divisors_stages_and_ways_that_are_no_powers_of_two_are_counted() -> Non
     assert {(each.pipeline, each.tensor, each.expert) for each in adapters} == {(1, 1, 1)}
 
 
+def test_states_that_the_optimizer_does_not_support_are_left_out() -> None:
+    args = arguments(*JOB, "optim.name=adam8bit")
+    every = count_all(args, question_of(args))
+    assert {(each.layout.zero, each.layout.offload) for each in every} == {
+        *((1, "none"), (2, "none"), (3, "none"))
+    }
+
+
 @pytest.mark.gate("plan")
 def test_ten_thousand_layouts_are_counted_from_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By counting calls instead of seconds: shared parts are counted once (docs/planner.md)."""
@@ -444,6 +452,7 @@ def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
         (("--global-batch", 3, "--seq-len", 1023, "--lora", 8), "--global-batch 3 is not divis"),
         (("--quantize", "nf4"), "--quantize nf4: it needs adapters: add --lora 16"),
         (("optim.lrr=3",), "optim.lr"),
+        (("optim.name=adafactor",), "optim.name is 'adafactor' (command line): it keeps means"),
         (("train.epochs=3",), "train.epochs: the planner reads no data: give --data-tokens"),
         (("train.steps=0",), "train.steps=0 trains on nothing: give --data-tokens"),
     ],

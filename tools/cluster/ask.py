@@ -45,8 +45,8 @@ def question_of(args: argparse.Namespace) -> Question:
         raise ConfigError("train.steps=0 trains on nothing: give --data-tokens instead")
     if args.quantize and not args.lora:
         raise ConfigError(f"--quantize {args.quantize}: it needs adapters: add --lora 16")
-    base = {state: _inputs(args, run, world, state) for state in STATES}
-    some = base[STATES[0]]
+    base = _base(args, run, world)
+    some = next(iter(base.values()))
     # One shared object: caches keyed by shape then find it without comparing every tensor.
     base = {key: replace(inputs, shape=some.shape) for key, inputs in base.items()}
     machine = machine_of(args.gpu, world.local_world_size, some.precision, args.network)
@@ -77,6 +77,21 @@ def question_of(args: argparse.Namespace) -> Question:
         disk_gb_per_s=args.disk or DISK_GB_PER_S,
         refusal=lambda layout: refusal(args, layout),
     )
+
+
+def _base(args: argparse.Namespace, run: RunConfig, world: World) -> dict[State, Inputs]:
+    """Return the inputs of each entry of STATES that train.py accepts. Raises the first one's
+    ConfigError if there is none.
+    """
+    base, refused = dict[State, Inputs](), list[ConfigError]()
+    for state in STATES:
+        try:
+            base[state] = _inputs(args, run, world, state)
+        except ConfigError as error:
+            refused.append(error)
+    if not base:
+        raise refused[0]
+    return base
 
 
 def _tokens(args: argparse.Namespace, run: RunConfig) -> float:

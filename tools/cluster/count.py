@@ -208,7 +208,8 @@ class Question:
     """A job to plan: its model, tokens and GPUs, and the price."""
 
     base: dict[State, Inputs]
-    """Inputs by entry of STATES, for one model, sequence length and machine."""
+    """Inputs by entry of STATES that train.py accepts, for one model, sequence length and
+    machine."""
     machine: Machine
     gpus: int
     device_bytes: int

@@ -63,7 +63,7 @@ def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
     )
     gc.disable()  # a fifth of the time, and there are no cycles
     try:
-        counted = [*Search(question).count(every)]
+        counted = [*Search(question).count(one for one in every if one.state in question.base)]
     finally:
         gc.enable()
     if not counted:
