@@ -17,7 +17,7 @@ from harness.data.rendering import (
     is_written_as_python,
     with_arguments,
 )
-from harness.data.tokenizer import encode_with_offsets
+from harness.data.tokenizer import encode_with_offsets, with_full_spans
 from harness.data.turn_places import NotFound, Place, TurnFinder
 from harness.errors import ConfigError
 from harness.files.chat import Chat
@@ -88,6 +88,7 @@ class ChatEncoder:
                 "assistant's turns of a conversation cannot be located: use one with a "
                 "tokenizer.json"
             )
+        self._spans = with_full_spans(tokenizer)
         added = tokenizer.added_tokens_decoder
         self._template = ChatTemplate(tokenizer, day)
         self._finder = TurnFinder(self._template, [token.content for token in added.values()])
@@ -221,7 +222,7 @@ class ChatEncoder:
         with trained tokens, the separator and the white space before it are trained on too: a model
         that has not learned to write that white space never reaches the separator.
         """
-        encoded = encode_with_offsets(self._tokenizer, [chat.text for chat in chats])
+        encoded = encode_with_offsets(self._spans, [chat.text for chat in chats])
         for (ids, offsets), chat in zip(encoded, chats, strict=True):
             learned = tokens_of(offsets, chat.learned)
             if not self._is_closed(ids, offsets, chat.text):

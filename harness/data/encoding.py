@@ -19,6 +19,7 @@ from harness.data.tokenizer import (
     encode_with_offsets,
     joins_pieces,
     vocab_size,
+    with_full_spans,
 )
 from harness.errors import ConfigError
 from harness.files.chat import Chat
@@ -53,6 +54,7 @@ class Encoder:
         self._corpus, self._tokenizer, self._how = corpus, tokenizer, how
         self._chats = ChatEncoder(tokenizer, how.learn, how.day) if corpus.holds_chats else None
         self._num_ids = vocab_size(tokenizer)
+        self._spans = with_full_spans(tokenizer)
         self._joins_pieces = not tokenizer.is_fast or joins_pieces(tokenizer)
 
     def encoded(self, bad_lines: BadLines) -> Iterator[list[tuple[Part, Encoded]]]:
@@ -140,13 +142,13 @@ class Encoder:
         befores = ["" if self._joins_pieces else piece.before for piece in pieces]
         texts = [before + piece.text for before, piece in zip(befores, pieces, strict=True)]
         results = []
-        encoded = encode_with_offsets(self._tokenizer, texts)
+        encoded = encode_with_offsets(self._spans, texts)
         for before, piece, (ids, places) in zip(befores, pieces, encoded, strict=True):
-            kept = int(np.searchsorted(places[:, 1], len(before), side="right"))
+            kept = int(np.searchsorted(places[:, 1], len(before), side="right")) if before else 0
             if kept < len(ids) and places[kept, 0] < len(before):
                 # A token spans the cut: split it, as a line end before the piece would.
                 before = "\n"
-                ((ids, places),) = encode_with_offsets(self._tokenizer, [before + piece.text])
+                ((ids, places),) = encode_with_offsets(self._spans, [before + piece.text])
                 kept = int(np.searchsorted(places[:, 1], len(before), side="right"))
             results.append((ids[kept:], places[kept:] - len(before)))
         return results

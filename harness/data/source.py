@@ -37,7 +37,7 @@ from harness.data.rendering import writes_date
 from harness.data.spec import DataSpec
 from harness.data.split import SIDES, load_split
 from harness.data.token_files import ANY_LENGTH, TokenBounds
-from harness.data.tokenizer import added_at_begin, tokenizer_hash, vocab_size
+from harness.data.tokenizer import added_at_begin, tokenizer_hash, trims_spans, vocab_size
 from harness.data.turn_places import WITHOUT_END
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
@@ -348,6 +348,8 @@ def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
     if corpus.holds_chats:
         beside["ends"] = 2  # trained on up to and including the separator
         beside["special_tokens"] = tokenizer.special_tokens_map  # the template may write them
+    if (corpus.holds_chats or corpus.holds_text) and trims_spans(tokenizer):
+        beside["spans"] = 2  # with the spaces of each token
     return cache_key(
         **beside,
         format=FORMAT,

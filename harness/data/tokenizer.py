@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,24 @@ def encode_with_offsets(
     )
     columns = zip(encodings["input_ids"], encodings["offset_mapping"], strict=True)
     return [(ids, np.asarray(offsets, dtype=np.int64).reshape(-1, 2)) for ids, offsets in columns]
+
+
+def trims_spans(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the tokenizer's post-processor excludes spaces from the spans of tokens."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return False
+    return "trim_offsets=True" in str(tokenizer.backend_tokenizer.post_processor)
+
+
+def with_full_spans(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer for encode_with_offsets whose spans include the spaces of each token: a
+    copy if the tokenizer trims them.
+    """
+    if not trims_spans(tokenizer):
+        return tokenizer
+    full = deepcopy(tokenizer)
+    full.backend_tokenizer.post_processor = None  # it has no other use without special tokens
+    return full
 
 
 def added_at_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:

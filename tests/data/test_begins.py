@@ -123,6 +123,29 @@ def test_a_pair_has_the_ids_of_one_text(write_jsonl: Written, name: str, bos: bo
     assert all(all(learned[int(bos) :]) for _, learned in everything)
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("is_one_of_several", [True, False])
+def test_spaces_outside_a_tokenizers_spans_are_read_and_learned(
+    write_jsonl: Written, prefix: bool, is_one_of_several: bool
+) -> None:
+    plain, trimming = bytewise(), bytewise()
+    for backend in (plain, trimming):
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    trims = processors.ByteLevel(trim_offsets=True)
+    trimming.post_processor = processors.Sequence([trims]) if is_one_of_several else trims
+    full, trimmed = (
+        PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+        for backend in (plain, trimming)
+    )
+    pairs = [("  a\n", " is  3.  "), ("\nQ: a", "\nA: 3 "), (" ", " "), ("", "  a")]
+    path = write_jsonl(*({"prompt": prompt, "completion": answer} for prompt, answer in pairs))
+    read = documents(trimmed, path)
+    assert read == documents(full, path)
+    for (prompt, answer), (ids, _) in zip(pairs, read, strict=True):
+        assert ids == [*full(prompt + answer).input_ids, full.eos_token_id]
+    assert read[0][1] == [False] * read[0][1].index(True) + [True] * 10  # " is  3.  " and the end
+
+
 @every
 def test_text_begins_as_the_tokenizer_begins_it(write_jsonl: Written, name: str) -> None:
     tokenizer = tokenizer_of(name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from harness.data.chat_tokens import ChatEncoder, divided_control_tokens
@@ -357,6 +358,18 @@ def test_the_line_break_of_a_template_is_learned_where_the_separator_ends_the_an
     ids, mask = encoded(tokenizer, Chat(turns))
     learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
     assert tokenizer.decode(learned) == f"ok.<|im_end|>\n{tokenizer.eos_token}"
+
+
+def test_spaces_outside_a_tokenizers_spans_are_learned() -> None:
+    bare = (
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    plain, trimming = tokenizer_of("chatml", bare), tokenizer_of("chatml", bare)
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    chat = Chat([USER, {"role": "assistant", "content": "  b.  "}, USER, BOT])
+    assert encoded(trimming, chat) == encoded(plain, chat)
+    assert learned_text(trimming, chat) == "  b.  b.<|im_end|>"
 
 
 def test_the_runs_tokenizer_carries_the_template(
