@@ -48,6 +48,11 @@ class StopGuard:
         """
         self._works: list[Any] = []
 
+    @property
+    def delay(self) -> int:
+        """Number of later calls of `agree` after which all ranks know of a stop."""
+        return len(self._groups)
+
     def stop_if_asked(self) -> None:
         """Raise RunStopped on all ranks if any was asked to stop. Collective; waits."""
         asked = torch.tensor(self.request.received is not None, dtype=torch.int32)
@@ -126,20 +131,17 @@ class TimeLeft:
 
     def __init__(self, limit_s: float | None, save_bytes: float) -> None:
         self._end = None if limit_s is None else time.monotonic() + limit_s
-        self._first_save_s = save_bytes / _SLOW_DISK
+        self.first_save_s = save_bytes / _SLOW_DISK
 
     @property
     def seconds(self) -> float | None:
         """Remaining seconds; None if unlimited."""
         return None if self._end is None else self._end - time.monotonic()
 
-    def is_last_step(self, step_s: float | None, save_s: float | None) -> bool:
-        """Return True if there is no time for another step, the step in which all ranks learn of
-        the stop, and a save. `step_s`, `save_s`: the longest so far.
-        """
+    def is_short_of(self, seconds: float) -> bool:
+        """Return True if there is no time for `seconds` of work and the end of the process."""
         left_s = self.seconds
-        needed = 2 * (step_s or 0.0) + 1.5 * (save_s or self._first_save_s) + _MARGIN_S
-        return left_s is not None and left_s < needed
+        return left_s is not None and left_s < seconds + _MARGIN_S
 
 
 def slurm_seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:

@@ -109,11 +109,20 @@ class Run:
 
     def stop_asked(self) -> tuple[bool, bool]:
         """Return `guard.agree`, after a look at the time limit on rank 0. Collective."""
-        step_s, stall_s = self.pulse.longest_s("step"), self.pulse.longest_s("save")
-        save_s = stall_s and max(stall_s, self.longest_save_s)
-        if self.is_writer and self.time_left.is_last_step(step_s, save_s):
+        if self.is_writer and self.time_left.is_short_of(self._most_before_the_end_s()):
             self.guard.request.ask("the time limit")
         return self.guard.agree(self.saver.written)
+
+    def _most_before_the_end_s(self) -> float:
+        """Return the seconds that another step may take, the steps in which all ranks learn of the
+        stop, the saves that are in progress or due until then, and the last save.
+        """
+        step_s, stall_s = (self.pulse.longest_s(phase) or 0.0 for phase in ("step", "save"))
+        save_s = max(stall_s, self.longest_save_s or self.time_left.first_save_s)
+        delay, every = self.guard.delay, self.plan.config.save.every
+        due = sum(is_due(self.state.step + n, every) for n in range(1 + delay))
+        saves = self.saver.is_busy + due + 1.5  # the last one may be slower than those before
+        return (1 + delay) * step_s + saves * save_s
 
     def hangs(self, report: dict[str, Any] | None) -> None:
         """Write the final report, on the watchdog's thread. This process ends next."""

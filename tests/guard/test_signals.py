@@ -56,6 +56,7 @@ def test_many_ranks_agree_in_rows_and_columns() -> None:
     rank, answers = dist.get_rank(), list[tuple[bool, bool]]()
     with mock.patch.object(module, "_TOGETHER", 1):
         guard = StopGuard(6)
+    assert guard.delay == 2
     for step in range(7):
         if (rank, step) == (4, 3):
             guard.request.ask("a test")
@@ -166,21 +167,17 @@ def test_what_slurm_writes(text: str, seconds: float | None) -> None:
     assert as_seconds(text) == seconds
 
 
-def test_the_last_step_is_the_one_after_which_another_and_a_save_would_end_too_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_end_of_the_process_takes_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     left = TimeLeft(600, save_bytes=6e9)
-    needed = 2 * 20 + 1.5 * 60 + 15
-    now[0] = 1600 - needed
-    assert not left.is_last_step(20, 60)
+    assert left.first_save_s == 120
+    now[0] = 1600 - 130 - 15
+    assert not left.is_short_of(130)
     now[0] += 1
-    assert left.is_last_step(20, 60)
-    assert not left.is_last_step(19, 60)
-    now[0] = 1000 + 600 - 200
-    assert left.is_last_step(10, None)  # a save that was never timed counts as two minutes
-    assert not TimeLeft(None, 1).is_last_step(1e9, 1e9)
+    assert left.is_short_of(130)
+    assert not left.is_short_of(129)
+    assert not TimeLeft(None, 1).is_short_of(1e9)
 
 
 @pytest.mark.parametrize(

@@ -34,20 +34,41 @@ from tests.ranks import ranks
 from tests.real_runs import run_ranks, train_command
 
 
-@pytest.mark.parametrize(("longest_save_s", "stops"), [(0.0, False), (120.0, True)])
-def test_the_time_limit_leaves_time_for_a_save_that_training_does_not_wait_for(
-    longest_save_s: float, stops: bool
+@pytest.mark.parametrize(
+    ("step", "delay", "is_busy", "longest_save_s", "seconds"),
+    [
+        (3, 1, False, 100.0, 2 * 20 + 150),
+        (3, 0, False, 100.0, 20 + 150),  # one rank
+        (3, 2, False, 100.0, 3 * 20 + 150),  # more than 64 ranks
+        (3, 1, True, 100.0, 2 * 20 + 250),  # the save in progress, then the last one
+        (8, 1, False, 100.0, 2 * 20 + 250),  # a save is due now
+        (7, 1, False, 100.0, 2 * 20 + 250),
+        (6, 1, False, 100.0, 2 * 20 + 150),
+        (6, 2, True, 100.0, 3 * 20 + 350),
+        (3, 1, False, 0.0, 2 * 20 + 60),  # no save has been timed yet
+        (3, 1, True, 0.0, 2 * 20 + 100),
+        (3, 1, False, 1.0, 2 * 20 + 4.5),
+    ],
+)
+def test_the_time_limit_leaves_time_for_all_steps_and_saves_that_may_follow(
+    step: int, delay: int, is_busy: bool, longest_save_s: float, seconds: float
 ) -> None:
     asked: list[str] = []
     run: Any = SimpleNamespace(
         is_writer=True,
-        pulse=SimpleNamespace(longest_s={"step": 1.0, "save": 3.0}.get),
+        pulse=SimpleNamespace(longest_s={"step": 20.0, "save": 3.0}.get),
+        plan=SimpleNamespace(config=SimpleNamespace(save=SimpleNamespace(every=8))),
+        state=TrainState(step=step),
         longest_save_s=longest_save_s,
-        time_left=TimeLeft(150, save_bytes=0),
-        guard=SimpleNamespace(request=SimpleNamespace(ask=asked.append), agree=lambda _: asked),
-        saver=SimpleNamespace(written=False),
+        guard=SimpleNamespace(
+            delay=delay, request=SimpleNamespace(ask=asked.append), agree=lambda _: [*asked]
+        ),
+        saver=SimpleNamespace(written=False, is_busy=is_busy),
     )
-    assert Run.stop_asked(run) == ["the time limit"] * stops
+    run._most_before_the_end_s = lambda: Run._most_before_the_end_s(run)
+    for more_s, answer in ((25, []), (15, ["the time limit"])):
+        run.time_left = TimeLeft(seconds + more_s, save_bytes=2e9)
+        assert Run.stop_asked(run) == answer
 
 
 def test_a_save_in_the_foreground_may_take_as_long_as_those_in_the_background(
