@@ -27,6 +27,7 @@ from harness.plan.plan import Draft, Plan
 from harness.plan.rotary import rope_types
 
 _ZERO = "zero_optimization"
+_TENSORS = "tensor_parallel"
 _SECONDARY = f"{_ZERO}.zero_hpz_partition_size"
 _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -150,9 +151,25 @@ def divide_tensors(draft: Draft) -> None:
     if places > 1:
         for why in _tensor_problems(draft, places):
             draft.refuse_layout(KEYS["tensor"], why)
-    draft.ds.drop("tensor_parallel")
+    for key, why in _other_tensor_keys(draft.ds, places):
+        draft.refuse_layout(key, why)
+    draft.ds.drop(_TENSORS)
     if places > 1 and draft.grid.pipeline > 1:
         _divide_sent(draft, places)
+
+
+def _other_tensor_keys(ds: DsJson, places: int) -> Iterator[tuple[str, str]]:
+    """Yield each key of the section, other than the number of ranks, and why it is rejected."""
+    section = ds.tree.get(_TENSORS, {})
+    for name in (*section, *(f"tp.{inner}" for inner in section.get("tp", {}))):
+        key = f"{_TENSORS}.{name}"
+        value = ds.literal(key)
+        if name == "tp" or key == KEYS["tensor"] or value in (None, default_of(key)):
+            continue
+        if name != "tp.tp_size":
+            yield key, "only DeepSpeed's own tensor parallelism uses it: remove it"
+        elif max(1, value) != places:
+            yield key, f"{KEYS['tensor']} sets the number of ranks: set {KEYS['tensor']}={value}"
 
 
 def _divide_sent(draft: Draft, places: int) -> None:

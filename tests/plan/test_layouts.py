@@ -27,6 +27,7 @@ GPT2 = "model.name=gpt2-124m data.seq_len=1024 ds.zero_optimization.stage=1"
     ("line", "sizes"),  # data, sequence, tensor, expert, pipeline
     [
         (f"RANKS=4 {TENSORS}", (2, 1, 2, 1, 1)),
+        (f"RANKS=4 {TENSORS} ds.tensor_parallel.tp.tp_size=2", (2, 1, 2, 1, 1)),
         (f"RANKS=8 {TENSORS} {STAGES}", (2, 1, 2, 1, 2)),
         (f"RANKS=4 {ROWS}", (2, 2, 1, 1, 1)),
         (f"RANKS=4 {ROWS} {TENSORS} model.name=llama-1b", (1, 2, 2, 1, 1)),
