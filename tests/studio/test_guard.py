@@ -128,10 +128,8 @@ def test_it_listens_on_any_address_and_prints_one_to_open(host: str, shown: str)
 
 
 @pytest.mark.gate("pages")
-def test_another_address_asks_for_a_token(tmp_path: Path) -> None:
+def test_another_address_asks_for_a_token(runs: Path) -> None:
     pytest.importorskip("nicegui")
-    runs = tmp_path / "runs"
-    runs.mkdir()
     with serving(runs, "--host", "0.0.0.0") as studio:
         address, _, token = studio.address.partition("?token=")
         assert len(token) >= 32
