@@ -132,6 +132,11 @@ def test_divisors_stages_and_ways_that_are_no_powers_of_two_are_counted() -> Non
     assert {each.state for each in every} == {*STATES}
     assert {each.way for each in every if each.hpz} == {(3, "none", True, 1, 1, 1, 1)}
     assert {each.zero for each in every if each.pipeline > 1} == {1}
+    fixed = {"micro_batch": 6, "checkpointing": 3, "activation_offload": False, "mlp_tiles": 4}
+    own = [*layouts(shape, 24, 8, 1024, 576, lora=False, fixed=fixed)]
+    assert {each.way for each in own} == {each.way for each in every}
+    assert all(vars(each).items() >= fixed.items() for each in own)
+    assert len({*own}) == len(own)
     adapters = [*layouts(shape, 24, 8, 1024, 576, lora=True)]
     assert {each.sequence for each in adapters} >= {1, 2, 4}
     assert {(each.pipeline, each.tensor, each.expert) for each in adapters} == {(1, 1, 1)}
@@ -306,7 +311,19 @@ def test_a_search_that_asks_few_allocators_answers_as_one_that_asks_all(
 
 @pytest.mark.parametrize(
     ("gpus", "more"),
-    [(4, ()), *rest_in_gate("plan", [(16, ("optim.schedule=wsd", "train.steps=3000"))], 0)],
+    [
+        (4, ()),
+        (4, ("model.checkpointing=full", "train.micro_batch=2")),
+        *rest_in_gate(
+            "plan",
+            [
+                (16, ("optim.schedule=wsd", "train.steps=3000")),
+                (4, ("model.checkpointing=none", "model.mlp_tiles=2")),
+                (4, ("model.reversible=true",)),
+            ],
+            0,
+        ),
+    ],
 )
 def test_the_written_files_are_the_job_that_was_priced(
     gpus: int, more: tuple[str, ...], tmp_path: Path
@@ -329,8 +346,9 @@ def test_the_written_files_are_the_job_that_was_priced(
     run = tomllib.loads((tmp_path / "run.toml").read_text())
     assert run["data"]["path"] == "/path/to/your/data"
     assert run["optim"]["lr"] == 6e-4
-    assert run["optim"]["schedule"] == ("wsd" if more else "cosine")
-    assert run["train"].get("steps") == (3000 if more else None)
+    asked = load_run_config(None, more)
+    assert run["optim"]["schedule"] == asked.optim.schedule
+    assert run["train"].get("steps") == asked.train.steps
     assert "a rate" not in describe(plan, elsewhere=True)
 
 
@@ -453,6 +471,10 @@ def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
         (("--quantize", "nf4"), "--quantize nf4: it needs adapters: add --lora 16"),
         (("optim.lrr=3",), "optim.lr"),
         (("optim.name=adafactor",), "optim.name is 'adafactor' (command line): it keeps means"),
+        (
+            ("train.micro_batch=3",),
+            "train.micro_batch=3 on any number of data ranks of 4 GPUs does",
+        ),
         (("train.epochs=3",), "train.epochs: the planner reads no data: give --data-tokens"),
         (("train.steps=0",), "train.steps=0 trains on nothing: give --data-tokens"),
     ],

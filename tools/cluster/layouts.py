@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -11,8 +11,8 @@ from harness.estimate.inputs import Inputs
 from harness.layout.exclusions import sequence_problems
 from harness.layout.expert import ExpertPlan
 from harness.layout.grid import Grid, axes_json
+from harness.layout.recompute import REVERSIBLE, Checkpointing
 from harness.layout.recompute import WAYS as NAMED_WAYS
-from harness.layout.recompute import Checkpointing
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, split
 from harness.layout.tensor import tensor_problems
@@ -30,6 +30,19 @@ in bf16.
 """
 WAYS: tuple[Checkpointing, ...] = (*NAMED_WAYS, 4, 2)
 """Activation checkpointing modes; n recomputes one layer in n."""
+KEYS = {
+    "micro_batch": "train.micro_batch",
+    "checkpointing": "model.checkpointing",
+    "activation_offload": "model.activation_offload",
+    "mlp_tiles": "model.mlp_tiles",
+}
+"""Run config keys that a layout sets, by field of Layout."""
+_USUAL: dict[str, tuple[object, ...]] = {
+    "model.checkpointing": ("none", REVERSIBLE),  # model.reversible sets the second
+    "model.activation_offload": (False,),
+    "model.mlp_tiles": (1,),
+}
+"""Values that are not written, by run config key."""
 _MOST_STAGES = 64
 MOST_MICRO_BATCH = 32
 _LONG = 16_384
@@ -87,14 +100,8 @@ class Layout:
     @property
     def overrides(self) -> dict[str, Any]:
         """Run config keys of the layout, by name."""
-        keys: dict[str, Any] = {"train.micro_batch": self.micro_batch}
-        if self.checkpointing != "none":
-            keys["model.checkpointing"] = self.checkpointing
-        if self.activation_offload:
-            keys["model.activation_offload"] = True
-        if self.mlp_tiles > 1:
-            keys["model.mlp_tiles"] = self.mlp_tiles
-        return keys
+        values = {key: getattr(self, name) for name, key in KEYS.items()}
+        return {key: value for key, value in values.items() if value not in _USUAL.get(key, ())}
 
     def inputs(self, base: Inputs, gpus: int, global_batch: int) -> Inputs:
         """Return the inputs of its estimates; `base` has the same ZeRO and offload."""
@@ -107,16 +114,18 @@ class Layout:
             checkpointing=self.checkpointing,
             activation_offload=self.activation_offload,
             mlp_tiles=self.mlp_tiles,
-            bounds=bounds_of(base.shape, self.pipeline, base.seq_len, self.checkpointing),
+            bounds=bounds_of(
+                *(base.shape, self.pipeline, base.seq_len, self.checkpointing, self.mlp_tiles)
+            ),
         )
 
 
 @cache
 def bounds_of(
-    shape: Shape, stages: int, seq_len: int, checkpointing: Checkpointing
+    shape: Shape, stages: int, seq_len: int, checkpointing: Checkpointing, mlp_tiles: int
 ) -> Bounds | None:
     """Return the split of a model over pipeline stages; None for one stage."""
-    return split(shape, stages, seq_len, checkpointing) if stages > 1 else None
+    return split(shape, stages, seq_len, checkpointing, mlp_tiles) if stages > 1 else None
 
 
 def base_json(state: State) -> dict[str, Any]:
@@ -147,12 +156,14 @@ def layouts(
     global_batch: int,
     lora: bool,
     quantized: bool = False,
+    fixed: Mapping[str, Any] | None = None,
 ) -> Iterator[Layout]:
     """Yield the layouts that train.py takes; tensors are divided within a node only.
 
     `lora`: adapters, which are not divided over tensors, experts or stages. `quantized`: 4-bit
-    weights, which ZeRO 3 does not divide.
+    weights, which ZeRO 3 does not divide. `fixed`: values of fields that all layouts have.
     """
+    fixed = fixed or {}
     for pipeline, tensor, sequence, expert in _axes(shape, gpus, gpus_per_node, seq_len, lora):
         data = gpus // (pipeline * tensor * sequence)
         if global_batch % data:
@@ -163,12 +174,14 @@ def layouts(
                 continue
             if not _makes_sense((zero, offload, hpz), axes, gpus, gpus_per_node):
                 continue
-            for micro_batch in _divisors(global_batch // data, MOST_MICRO_BATCH):
+            for micro_batch in _micro_batches(global_batch // data, fixed):
                 spread = zero, offload, *axes, micro_batch
-                for way in WAYS:
-                    yield Layout(*spread, way, hpz=hpz)
+                every = [Layout(*spread, way, hpz=hpz) for way in WAYS]
                 if seq_len >= _LONG:
-                    yield from _for_long(Layout(*spread, "full", hpz=hpz), shape)
+                    every += _for_long(Layout(*spread, "full", hpz=hpz), shape)
+                yield from (
+                    dict.fromkeys(replace(each, **fixed) for each in every) if fixed else every
+                )
 
 
 def _makes_sense(
@@ -217,6 +230,13 @@ def _experts(shape: Shape, ranks: int) -> list[int]:
         return ExpertPlan.make(shape.model_type, shape.num_experts).legal(ranks)
     except ValueError:
         return [1]
+
+
+def _micro_batches(samples: int, fixed: Mapping[str, Any]) -> list[int]:
+    """Return the micro-batches that divide a data rank's samples of a step."""
+    if size := fixed.get("micro_batch"):
+        return [] if samples % size else [size]
+    return _divisors(samples, MOST_MICRO_BATCH)
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -39,10 +39,11 @@ from harness.estimate.timeline import (
     shards_that_differ,
     state_parts,
 )
+from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import in_flight
 from tools.cluster.choose import Answer, answer_of
 from tools.cluster.count import Counted, Question, Rank
-from tools.cluster.layouts import Layout, bounds_of, layouts
+from tools.cluster.layouts import KEYS, Layout, bounds_of, layouts
 
 _T = TypeVar("_T")
 _Key = tuple[Hashable, ...]
@@ -55,17 +56,26 @@ def answer(args: argparse.Namespace, question: Question) -> Answer:
 
 def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
     """Return all layouts of a job, counted. Raises ConfigError if there is none."""
-    per_node = question.machine.gpus_per_node
+    per_node, run = question.machine.gpus_per_node, question.run
+    fixed = {name: run.get(key) for name, key in KEYS.items() if run.is_set(key)}
+    if question.some.checkpointing == REVERSIBLE:
+        fixed["checkpointing"] = REVERSIBLE
     every = layouts(
         *(question.some.shape, args.gpus, per_node, args.seq_len, args.global_batch),
         lora=bool(args.lora),
         quantized=bool(args.quantize),
+        fixed=fixed,
     )
     gc.disable()  # a fifth of the time, and there are no cycles
     try:
         counted = [*Search(question).count(one for one in every if one.state in question.base)]
     finally:
         gc.enable()
+    if not counted and "micro_batch" in fixed:
+        raise ConfigError(
+            f"train.micro_batch={fixed['micro_batch']} on any number of data ranks of {args.gpus} "
+            f"GPUs does not divide --global-batch {args.global_batch}: leave it out"
+        )
     if not counted:
         raise ConfigError(
             f"--global-batch {args.global_batch} is not divisible by any number of data ranks of "
@@ -148,7 +158,8 @@ class Search:
             stages = _stages(whole, self._layer_kinds)
             return [numbers.setdefault(each, len(numbers)) for each in stages]
 
-        return self._once("kinds", (whole.layout.pipeline, whole.layout.checkpointing), kinds)
+        layout = whole.layout
+        return self._once("kinds", (layout.pipeline, layout.checkpointing, layout.mlp_tiles), kinds)
 
     def _layer_key(self, inputs: Inputs, index: int) -> _Key:
         """Return what decides a layer's cost: not stages, ZeRO or checkpointing."""
@@ -252,7 +263,7 @@ def _stages(whole: _Whole, layer_kinds: list[int]) -> Iterator[_Key]:
     """Yield the key that decides the bytes and seconds of each pipeline stage."""
     layout, base = whole.layout, whole.base
     shape, rules = base.shape, base.rules
-    bounds = bounds_of(shape, layout.pipeline, base.seq_len, layout.checkpointing)
+    bounds = bounds_of(shape, layout.pipeline, base.seq_len, layout.checkpointing, layout.mlp_tiles)
     if bounds is None:
         yield ("all",)
         return
