@@ -70,6 +70,10 @@ class RunFolder:
         """Records that `open` could not read and does not need."""
         self._lock: IO[str] | None = None
 
+    def hang_path(self, attempt: int) -> Path:
+        """Return the path of the report of a hang in an attempt."""
+        return self.heartbeats_dir / f"hang-{attempt}.json"
+
     # --- writing: between open() and close(), by one process ---
 
     def open(self) -> str | None:

@@ -48,35 +48,36 @@ def test_a_home_is_expanded(
     assert capsys.readouterr().out == "/home/me/x\n"
 
 
-def run_of(folder: Path, attempt: int, code: int | None, hung: bool = False) -> RunFolder:
-    """Return a run folder as an attempt left it."""
+def run_of(folder: Path, attempt: int, code: int | None, hung: int | None = None) -> RunFolder:
+    """Return a run folder as an attempt left it, and the report of attempt `hung`, if any."""
     run = RunFolder(folder / "run")
     run.heartbeats_dir.mkdir(parents=True)
     run.status_path.write_text(json.dumps({"attempt": attempt, "code": code, "step": 3}))
-    if hung:
-        (run.heartbeats_dir / "hang.json").write_text("{}")
+    if hung is not None:
+        run.hang_path(hung).write_text("{}")
     return run
 
 
 @pytest.mark.parametrize(
     ("code", "warned", "recorded", "hung", "expected"),
     [
-        (137, False, None, False, 137),  # a rank was killed, and rank 0 with it
-        (137, False, 75, False, 75),  # killed late
-        (137, False, 76, False, 76),
-        (137, False, 0, False, 137),  # it was not done completely
-        (137, False, None, True, 78),
-        (1, False, 1, False, 1),
-        (138, True, None, False, 75),  # the warning killed ranks that were starting
-        (1, True, 1, False, 75),
-        (1, True, 76, False, 76),
-        (2, True, None, False, 2),
-        (0, True, 0, False, 0),
-        (74, False, None, True, 74),
+        (137, False, None, None, 137),  # a rank was killed, and rank 0 with it
+        (137, False, 75, None, 75),  # killed late
+        (137, False, 76, None, 76),
+        (137, False, 0, None, 137),  # it was not done completely
+        (137, False, None, 2, 78),
+        (137, False, None, 1, 137),  # a rank of the attempt before was still running
+        (1, False, 1, None, 1),
+        (138, True, None, None, 75),  # the warning killed ranks that were starting
+        (1, True, 1, None, 75),
+        (1, True, 76, None, 76),
+        (2, True, None, None, 2),
+        (0, True, 0, None, 0),
+        (74, False, None, 2, 74),
     ],
 )
 def test_the_code_that_says_most_is_the_jobs(
-    tmp_path: Path, code: int, warned: bool, recorded: int | None, hung: bool, expected: int
+    tmp_path: Path, code: int, warned: bool, recorded: int | None, hung: int | None, expected: int
 ) -> None:
     run = run_of(tmp_path, 2, recorded, hung)
     assert batch_job.final_code("train.py", code, run, 1, warned) == expected
@@ -84,7 +85,7 @@ def test_the_code_that_says_most_is_the_jobs(
 
 @pytest.mark.parametrize("code", [1, 2, 77, 137])
 def test_what_an_earlier_attempt_left_says_nothing(tmp_path: Path, code: int) -> None:
-    run = run_of(tmp_path, 2, 78, hung=True)
+    run = run_of(tmp_path, 2, 78, hung=2)
     assert batch_job.final_code("train.py", code, run, 2, warned=False) == code
 
 

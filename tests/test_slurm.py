@@ -188,7 +188,7 @@ def jobs(slurm: PrivateSlurm, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Yield jobs that run side by side while others are looked at."""
     crashing, limited, refused = map(tmp_path_factory.mktemp, ("crashing", "limited", "refused"))
     (refused / "runs/first/heartbeats").mkdir(parents=True)  # files of an earlier attempt
-    (refused / "runs/first/heartbeats/hang.json").write_text("{}")
+    (refused / "runs/first/heartbeats/hang-0.json").write_text("{}")
     crash = submit(slurm, crashing, "1,step-00000007,1,1,1,0", "--hold")
     with socket.create_server(("127.0.0.1", first_port(crash))):
         slurm.run("scontrol", "release", crash.number)

@@ -133,9 +133,10 @@ def final_code(program: str, code: int, run: RunFolder, attempt_before: int, war
     if warned:
         code = ExitCode.STOPPED
     status = read_status(run)
-    if status.get("attempt", 0) == attempt_before:
+    attempt = status.get("attempt", 0)
+    if attempt == attempt_before:
         return code  # this attempt did not reach the run folder: its files are older
-    if (run.heartbeats_dir / "hang.json").exists():
+    if run.hang_path(attempt).exists():
         code = ExitCode.HANG
     recorded = status.get("code")
     return recorded if recorded in {*ExitCode} - {ExitCode.DONE} else code

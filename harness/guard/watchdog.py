@@ -185,6 +185,7 @@ class Watchdog(threading.Thread):
         self.tick_s = float(max(few, math.ceil(world_size / _MOST_PER_S)))
         self.folder: Path | None = None
         """RUN/heartbeats; None before there is a run folder, when a rank reports only on itself."""
+        self._report_path: Path | None = None
         self.hung = False
         """True once a hang ends this process; errors of the watched thread are then consequences of
         it.
@@ -194,13 +195,16 @@ class Watchdog(threading.Thread):
         self._is_reported = False  # by another rank
         self._ticks = 0
 
-    def write_to(self, folder: Path, on_hang: Callable[[Report | None], None]) -> None:
+    def write_to(
+        self, folder: Path, report_path: Path, on_hang: Callable[[Report | None], None]
+    ) -> None:
         """Write heartbeats to `folder` from now on, the first immediately: it names host and
-        process.
+        process. A hang is reported at `report_path`, which differs from other attempts': one of
+        their ranks may still be running.
 
         `on_hang` is called on every rank before it ends, with the report on the rank that made it.
         """
-        self.folder, self._on_hang = folder, on_hang
+        self.folder, self._report_path, self._on_hang = folder, report_path, on_hang
         with contextlib.suppress(OSError):
             self._write()
 
@@ -241,7 +245,7 @@ class Watchdog(threading.Thread):
     def tick(self) -> bool:
         """Write a heartbeat; return True if another rank reported a hang."""
         self._write()
-        return self.folder is not None and (self.folder / "hang.json").exists()
+        return self._report_path is not None and self._report_path.exists()
 
     def _hang(self, why: str) -> None:
         """Report the hang and end this process; only end it if another rank reports."""
@@ -258,9 +262,9 @@ class Watchdog(threading.Thread):
                 time.sleep(self.grace_s)
                 report = hang_report(before, self.all_ranks(), why, self.rank, self.place)
                 print(report["message"], file=sys.stderr, flush=True)
-                if self.folder is not None:
+                if self._report_path is not None:
                     with contextlib.suppress(OSError):
-                        (self.folder / "hang.json").write_text(json.dumps(report, indent=2))
+                        self._report_path.write_text(json.dumps(report, indent=2))
                 self._on_hang(report)
             else:
                 self._wait_for_report(2 * self.grace_s)
@@ -272,8 +276,8 @@ class Watchdog(threading.Thread):
     def _reports(self) -> bool:
         """Return True if this rank is the first to detect the hang, or there is no folder."""
         try:
-            if self.folder is not None:
-                (self.folder / "hang.json").open("x").close()
+            if self._report_path is not None:
+                self._report_path.open("x").close()
         except FileExistsError:
             return False
         except OSError:
@@ -282,10 +286,10 @@ class Watchdog(threading.Thread):
 
     def _wait_for_report(self, most_s: float) -> None:
         """Wait until another rank has reported: a launcher kills all once one ends."""
-        assert self.folder is not None
+        assert self._report_path is not None
         end = time.monotonic() + most_s
         with contextlib.suppress(OSError):
-            while time.monotonic() < end and not (self.folder / "hang.json").stat().st_size:
+            while time.monotonic() < end and not self._report_path.stat().st_size:
                 time.sleep(self.tick_s / 10)  # ticks grow with the ranks, which limits the load
 
     def _dump_stacks(self, why: str) -> None:

@@ -192,7 +192,8 @@ def build(
             weights=WeightChange(engine),
             trackers=Trackers(folder.append_event),
         )
-        watchdog.write_to(folder.heartbeats_dir, run.hangs)
+        report_path = folder.hang_path(folder.attempt)
+        watchdog.write_to(folder.heartbeats_dir, report_path, run.hangs)
         alarm().on_end, alarm().gone = run.fails, watchdog.gone
         events = [*plan.events, *forced, *from_data, *engine.events]
         start_run(run, record, events, resume_point)

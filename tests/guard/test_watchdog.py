@@ -67,7 +67,7 @@ def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
     watchdog.tick_s = 0.05
     folder = tmp_path / "heartbeats"
     folder.mkdir()
-    watchdog.write_to(folder, lambda report: None)
+    watchdog.write_to(folder, folder / "hang.json", lambda report: None)
     path = folder / "rank-00003.json"
     first = json.loads(path.read_text())
     assert (first["rank"], first["phase"], first["pid"]) == (3, "set-up", os.getpid())
@@ -108,7 +108,7 @@ def test_a_hang_is_noticed_while_the_file_system_hangs_too(tmp_path: Path) -> No
 def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     """A rank may be stopped during a write: then the previous heartbeat names it."""
     watchdog = Watchdog(Pulse(floor_s=1, factor=1, first_s=1), rank=0, world_size=1)
-    watchdog.write_to(tmp_path, lambda report: None)
+    watchdog.write_to(tmp_path, tmp_path / "hang.json", lambda report: None)
 
     is_enough = threading.Event()
 
@@ -131,6 +131,24 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     finally:
         is_enough.set()
         writer.join()
+
+
+def test_a_hang_of_a_rank_left_over_from_an_earlier_attempt_ends_no_other(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.open()
+    old, new, other = (
+        Watchdog(Pulse(floor_s=60, factor=10, first_s=60), rank=rank, world_size=2)
+        for rank in (1, 0, 1)
+    )
+    for watchdog, attempt in ((old, 1), (new, 2), (other, 2)):
+        path = folder.hang_path(attempt)
+        watchdog.write_to(folder.heartbeats_dir, path, lambda report: None)
+    assert old._reports()
+    assert not new.tick()
+    assert new._reports()
+    assert other.tick()
+    assert not other._reports()
+    folder.close()
 
 
 def test_ticks_are_as_rare_as_there_are_ranks() -> None:

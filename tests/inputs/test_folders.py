@@ -388,7 +388,7 @@ def run(draw: Draw[Any], place: Place, valid: bool) -> Case:
 def _add_to_run(draw: Draw[Any], folder: Path) -> str:
     steps = ("step-00000009", "step-x", f"step-{'9' * 40}", ".step-00000003", "latest",
              "step-00000003.unfinished")  # fmt: skip
-    name = pick(draw, ("heartbeats/hang.json", *(f"checkpoints/{step}" for step in steps)))
+    name = pick(draw, ("heartbeats/hang-1.json", *(f"checkpoints/{step}" for step in steps)))
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
