@@ -233,6 +233,11 @@ class DataConfig(Section):
         """Maximum number or share of bad records to skip; None: none may be skipped."""
         return self.bad_rows_limit if self.bad_rows == "skip" else None
 
+    @property
+    def evaluated_sets(self) -> int:
+        """Number of sets of samples that an evaluation reads: held out, and of the old data."""
+        return max(1, len(self.eval_path)) + (self.rehearse is not None)
+
     def too_long_text(self, number: int, documents: int, roughly: str = "") -> str:
         """Return a sentence about the documents that are longer than a window."""
         done, other = {

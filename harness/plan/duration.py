@@ -83,9 +83,8 @@ def job_of(plan: Plan, step: StepTime) -> Job | None:
 def beside_of(plan: Plan, step: StepTime) -> EvalAndSaveTime:
     """Return the time of the run's evaluations and saves."""
     run = plan.config
-    return EvalAndSaveTime.of(
-        step, plan.steps or 0, (run.eval.every, run.eval.samples), run.save.every
-    )
+    evaluate = run.eval.every, run.eval.samples, run.data.evaluated_sets
+    return EvalAndSaveTime.of(step, plan.steps or 0, evaluate, run.save.every)
 
 
 def step_line(step: StepTime) -> str:

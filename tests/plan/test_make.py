@@ -216,6 +216,18 @@ def test_a_cluster_is_planned_from_a_laptop() -> None:
     assert job.seconds == pytest.approx(100 * step.seconds + evaluating)
 
 
+def test_an_evaluation_reads_each_held_out_set_and_the_old_data(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("text " * 1000)
+    sets = f'data.eval_path={{a="{text}", b={{path="{text}"}}}}'
+    seconds = []
+    for words in ([], [f"data.eval_path={text}"], [sets, f"data.rehearse={text}"]):
+        command = parse_command([*CLUSTER, "--gpus", "8", "--gpu", "h100-80", *words])
+        plan = plan_from(command, world=command.elsewhere())
+        seconds.append(beside_of(plan, step_time(plan)).evaluation_seconds)
+    assert seconds == [seconds[0], seconds[0], pytest.approx(3 * seconds[0])]
+
+
 def test_a_cluster_that_is_too_small_gets_changes_that_help() -> None:
     words = [*CLUSTER, "model.name=llama-3-70b", "--gpus", "8", "--gpu", "a100-80"]
     command = parse_command(words)

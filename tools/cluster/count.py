@@ -248,7 +248,7 @@ class Question:
     def beside(self, counted: Counted) -> EvalAndSaveTime:
         """Return the evaluations and saves of the whole job with a layout."""
         run, steps = self.run, self.steps(counted)
-        evaluate = run.eval.every, run.eval.samples
+        evaluate = run.eval.every, run.eval.samples, run.data.evaluated_sets
         return EvalAndSaveTime.of(counted.time, steps, evaluate, run.save.every, self.disk_gb_per_s)
 
 

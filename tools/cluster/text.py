@@ -98,7 +98,9 @@ def _on_paper(answer: Answer) -> list[str]:
 
 def _beside(question: Question, best: Counted) -> list[str]:
     beside, run = question.beside(best), question.run
-    often = f"{run.eval.samples} samples every {run.eval.every} steps" if run.eval.every else "none"
+    sets = f"{run.data.evaluated_sets} x " if run.data.evaluated_sets > 1 else ""
+    often = f"{sets}{run.eval.samples} samples every {run.eval.every} steps"
+    often = often if run.eval.every else "none"
     asked = f", {beside.saves:,} of them" if beside.saves else ""
     waits = "prefetched, no wait" if run.data.prefetch else "not prefetched: waits are not counted"
     text = (

@@ -21,7 +21,7 @@ class EvalAndSaveTime:
 
     evaluations: int
     evaluation_seconds: float
-    """Per evaluation: the forward passes of the held-out samples, each a third of a step's
+    """Per evaluation: the forward passes of the samples of each set, each a third of a step's
     computation and half of its exchanges."""
     saves: int
     """0 if the run config does not set the interval."""
@@ -35,12 +35,14 @@ class EvalAndSaveTime:
         cls,
         step: StepTime,
         steps: float,
-        evaluate: tuple[int, int],
+        evaluate: tuple[int, int, int],
         save_every: int,
         disk_gb_per_s: float = DISK_GB_PER_S,
     ) -> EvalAndSaveTime:
-        """Return the times of a run of `steps` steps; `evaluate`: (eval.every, eval.samples)."""
-        run, (every, samples) = step.inputs, evaluate
+        """Return the times of a run of `steps` steps; `evaluate`: (eval.every, eval.samples, number
+        of sets).
+        """
+        run, (every, samples, sets) = step.inputs, evaluate
         batches = ceil(samples / run.micro_batch / run.grid.data) + run.grid.pipeline - 1
         size, gpus = checkpoint_bytes(run), run.grid.world_size
         nodes = max(1, gpus // run.gpus_per_node)
@@ -49,7 +51,7 @@ class EvalAndSaveTime:
             wait = min(wait, size / gpus / step.machine.host_link_rate)
         return cls(
             evaluations=int(steps // every) if every else 0,
-            evaluation_seconds=batches * forward_seconds(step),
+            evaluation_seconds=sets * batches * forward_seconds(step),
             saves=int(steps // save_every) if save_every else 0,
             save_seconds=wait,
             save_bytes=size,

@@ -29,21 +29,23 @@ from tests.estimate.step_time.test_step import MACHINE, run, timed
 def test_evaluations_are_as_many_and_as_long_as_the_run_config_says() -> None:
     step = timed()  # micro-batch 4 on 8 ranks
     assert 0.2 < forward_seconds(step) * step.inputs.grad_accum / step.seconds < 0.4
-    few, many = (EvalAndSaveTime.of(step, 1000, (50, samples), 0) for samples in (32, 320))
+    few, many = (EvalAndSaveTime.of(step, 1000, (50, samples, 1), 0) for samples in (32, 320))
     assert few.evaluations == 20
     assert few.evaluating == pytest.approx(20 * forward_seconds(step))
     assert many.evaluating == pytest.approx(10 * few.evaluating)
-    assert EvalAndSaveTime.of(step, 1000, (0, 96), 0).evaluating == 0
+    sets = EvalAndSaveTime.of(step, 1000, (50, 32, 3), 0)
+    assert sets.evaluating == pytest.approx(3 * few.evaluating)
+    assert EvalAndSaveTime.of(step, 1000, (0, 96, 1), 0).evaluating == 0
 
 
 def test_a_save_waits_for_its_bytes_and_a_background_save_for_the_host() -> None:
     step = timed()
-    one = EvalAndSaveTime.of(step, 1000, (0, 96), 100, disk_gb_per_s=2.0)
+    one = EvalAndSaveTime.of(step, 1000, (0, 96, 1), 100, disk_gb_per_s=2.0)
     assert one.saves == 10
     assert one.save_bytes == checkpoint_bytes(step.inputs)
     assert one.save_seconds == pytest.approx(one.save_bytes / 2e9)
     there = estimate_time(replace(run(), saves_in_background=True), MACHINE)
-    assert EvalAndSaveTime.of(there, 1000, (0, 96), 100).save_seconds < 0.1 * one.save_seconds
+    assert EvalAndSaveTime.of(there, 1000, (0, 96, 1), 100).save_seconds < 0.1 * one.save_seconds
 
 
 def test_a_job_saves_as_often_as_asked_and_costs_its_hours_and_energy() -> None:
