@@ -116,6 +116,7 @@ def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, fl
         run.pulse("evaluation", run.state.step)
         chunk = batches[first : first + EVALUATED_AT_ONCE]
         sums[0] += run.engine.eval_batch(chunk, by_position)
-    values = run.sum(sums.flatten())
+    # Over all ranks: tensor-parallel ranks that round differently must not differ in a decision.
+    values = run.sum(sums.flatten() / run.plan.grid.tensor, over="norm")
     run.meter.restart()
     return [*zip(values[::2], values[1::2], strict=True)]

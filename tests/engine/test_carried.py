@@ -358,7 +358,7 @@ def evaluated(engine: Engine, held_out: HeldOutText) -> float | None:
         pulse=lambda *_: None,
         stop_asked=lambda: (False, False),
         meter=SimpleNamespace(restart=lambda: None),
-        sum=lambda values: Run.sum(cast(Run, run), values),
+        sum=lambda values, over: Run.sum(cast(Run, run), values, over),
     )
     return mean_losses(cast(Run, run), held_out)[0]
 

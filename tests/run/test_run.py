@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +12,25 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from harness import loop
+from harness.checkpoint.collectives import broadcast_object
 from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saved
 from harness.checkpoint.store import Checkpoint
 from harness.config.batch import Curriculum
+from harness.engine.groups import Groups, make_groups
 from harness.errors import ConfigError, ExitCode
 from harness.guard import watchdog
 from harness.guard.signals import StopGuard, TimeLeft
 from harness.guard.watchdog import Pulse
+from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
 from harness.run import build
 from harness.run.data_decisions import _require_same_data, require_same_settings
+from harness.run.evaluation import summed
 from harness.run.resumption import ResumePoint
 from harness.run.run import Run
 from harness.run.saving import finish_save
@@ -184,6 +191,21 @@ def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> No
     ):
         assert loop.train(run) == ExitCode.DONE
     assert page.exists()
+
+
+@ranks(2)
+def test_tensor_ranks_that_round_differently_agree_on_the_held_out_loss() -> None:
+    rank = dist.get_rank()
+    share = Share(Grid(2, tensor=2), rank)
+    sums = torch.tensor([math.nextafter(2.5, 5 * rank), 4.0], dtype=torch.float64)
+    run = mock.NonCallableMagicMock(plan=mock.Mock(grid=share.grid))
+    run.engine.device = torch.device("cpu")
+    run.engine.eval_batch.return_value = sums
+    run.engine.group_of = Groups(share, make_groups(share, "loss")).of
+    run.sum = functools.partial(Run.sum, run)
+    (loss,) = summed(run, [mock.Mock()], 0) or []
+    assert loss == pytest.approx((2.5, 4.0))
+    assert broadcast_object(loss) == loss
 
 
 @ranks(2)

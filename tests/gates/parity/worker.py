@@ -126,7 +126,7 @@ def _held_out_loss(engine: ZeroEngine) -> float:
         pulse=lambda *_: None,
         stop_asked=lambda: (False, False),
         meter=SimpleNamespace(restart=lambda: None),
-        sum=lambda values: Run.sum(cast(Run, run), values),
+        sum=lambda values, over: Run.sum(cast(Run, run), values, over),
     )
     loss = evaluate(cast(Run, run))
     assert loss is not None
