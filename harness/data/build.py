@@ -42,9 +42,9 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         tuple(open_source(name, part, tokenizer, cache, report) for name, part in named.items())
         for named in (parts, spec.eval_sets())
     )
+    spec.require_tokenizer(tokenizer_hash(tokenizer))
     old = None
     if (old_set := spec.old_set()) is not None:
-        spec.require_tokenizer(tokenizer_hash(tokenizer))
         old = open_source(REHEARSED, old_set, tokenizer, cache, report)
     every = [*sources, *sets, *([old] if old else [])]
     if problems := [problem for source in every for problem in source.problems(spec)]:

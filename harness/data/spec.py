@@ -11,7 +11,7 @@ from harness.config.data_section import REHEARSED, DataConfig
 from harness.config.run_config import RunConfig, run_and_step
 from harness.data.token_files import TokenBounds
 from harness.errors import ConfigError
-from harness.files.kept_sample import HELD_OUT, TRAIN, kept_facts, kept_sample
+from harness.files.kept_sample import HELD_OUT, kept_facts, kept_sample, side_of_sample
 from harness.runfolder import RunFolder
 
 PAD_TO = 8
@@ -78,7 +78,7 @@ class DataSpec:
             name: replace(self, config=section, splits=splits) for name, section in sources.items()
         }
         if self.rehearses:
-            specs[REHEARSED] = self._old(specs[REHEARSED].config, TRAIN)
+            specs[REHEARSED] = self._old(specs[REHEARSED].config)
         return specs
 
     @property
@@ -96,39 +96,54 @@ class DataSpec:
         config = self.config.rehearsed(HELD_OUT)
         if config is None:
             return None
-        return self._old(config, HELD_OUT)
+        return self._old(config)
 
-    def _old(self, config: DataConfig, side: str) -> DataSpec:
-        """Return the spec of old data. Samples that a run kept are read as they were if they have
-        the same length; otherwise as whole documents, so that none continues into another.
-        """
-        if self._kept is None:
+    def _old(self, config: DataConfig) -> DataSpec:
+        """Return the spec of the data of data.rehearse."""
+        assert self.config.rehearse is not None
+        if kept_sample(self.config.rehearse) is None:
             return replace(self, config=config, splits=True)
-        tokens = kept_facts(self._kept).get(f"{side}_tokens")
+        return self._kept(config, Path(str(config.path)), "data.rehearse")
+
+    def _kept(self, config: DataConfig, prefix: Path, key: str) -> DataSpec:
+        """Return the spec of one side of a kept sample. Its samples are read as the run read them
+        if they have the same length; otherwise as whole documents, so that none continues into
+        another.
+        """
+        tokens = kept_facts(prefix.parent, key).get(f"{prefix.name}_tokens")
         as_read = tokens == config.seq_len + 1 and config.batching == "packed"
         packing = {"packing": "stream"} if as_read else {"packing": "whole", "too_long": "cut"}
         config = config.model_copy(update=packing)
         stride = config.seq_len + 1 if as_read else None
         return replace(self, config=config, splits=False, stride=stride)
 
-    @property
-    def _kept(self) -> Path | None:
-        return None if self.config.rehearse is None else kept_sample(self.config.rehearse)
-
     def require_tokenizer(self, tokenizer: str) -> None:
-        """Raise ConfigError if data.rehearse is a run with a tokenizer of another hash."""
-        if self._kept is None or kept_facts(self._kept).get("tokenizer") == tokenizer:
-            return
-        raise ConfigError(
-            f"data.rehearse is {self.config.rehearse!r}, whose sample was read with another "
-            f"tokenizer: set data.tokenizer={self.config.rehearse}/tokenizer, or name the path of "
-            "its data"
-        )
+        """Raise ConfigError if a kept sample was read with a tokenizer of another hash."""
+        old, sets = self.config.rehearsed(HELD_OUT), self.config.eval_sets().values()
+        named = [("data.eval_path", section.path, section.path, "remove it") for section in sets]
+        if old is not None:
+            named.append(
+                ("data.rehearse", self.config.rehearse, old.path, "name the path of its data")
+            )
+        for key, value, path, other in named:
+            prefix = side_of_sample(str(path))
+            if prefix is None or kept_facts(prefix.parent, key).get("tokenizer") == tokenizer:
+                continue
+            raise ConfigError(
+                f"{key} is {value!r}, whose sample was read with another tokenizer: set "
+                f"data.tokenizer={prefix.parent.parent}/tokenizer, or {other}"
+            )
 
     def eval_sets(self) -> dict[str, DataSpec]:
         """Return the spec of each held-out set of data.eval_path by name."""
-        sets = self.config.eval_sets()
-        return {name: replace(self, config=section, splits=False) for name, section in sets.items()}
+        sets = dict[str, DataSpec]()
+        for name, config in self.config.eval_sets().items():
+            prefix = side_of_sample(str(config.path))
+            if prefix is None:
+                sets[name] = replace(self, config=config, splits=False)
+            else:
+                sets[name] = self._kept(config, prefix, "data.eval_path")
+        return sets
 
 
 def tokenizer_of(init_from: str | None) -> str | None:

@@ -27,12 +27,21 @@ def kept_sample(text: str) -> Path | None:
     return None
 
 
-def kept_facts(folder: Path) -> dict[str, object]:
+def side_of_sample(text: str) -> Path | None:
+    """Return a path without its suffix if it is a side of a kept sample, otherwise None."""
+    path = Path(text)
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    files = (Path(f"{prefix}.bin"), prefix.parent / FACTS)
+    is_side = prefix.name in (TRAIN, HELD_OUT) and all(file.is_file() for file in files)
+    return prefix if is_side else None
+
+
+def kept_facts(folder: Path, key: str = "data.rehearse") -> dict[str, object]:
     """Return the facts of a kept sample. Raises ConfigError if they are damaged."""
     try:
         facts = read_object(folder / FACTS)
     except (Unreadable, OSError) as error:
-        raise ConfigError(f"data.rehearse: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
     return facts or {}
 
 

@@ -69,7 +69,8 @@ def write_run(folder: Path, data: Data, samples: int, tokens: int | None = None)
     for side, stream in ((TRAIN, data.train), (HELD_OUT, data.held_out)):
         documents = [document for n in range(samples) for document in stream.documents_of(n)]
         write_documents(folder / "reservoir" / side, data.vocab_size, documents)
-    facts = {"tokenizer": tokenizer_hash(data.tokenizer), "train_tokens": tokens}
+    facts = {"tokenizer": tokenizer_hash(data.tokenizer)}
+    facts |= {"train_tokens": tokens, "held_out_tokens": tokens}
     (folder / "reservoir" / FACTS).write_text(json.dumps(facts))
     return folder
 
@@ -91,9 +92,12 @@ def test_samples_are_read_as_the_run_read_them(pairs: Opened, tmp_path: Path, ne
     documents = sum(len(first.held_out.documents_of(index)) for index in range(20))
     kept = chained.eval_sets["first"]
     assert kept.packed.split.num_documents == documents
+    as_held_out = {bytes(first.held_out.batch(n, 1).input_ids.numpy()) for n in range(20)}
+    assert {bytes(kept.batch(n, 1).input_ids.numpy()) for n in range(kept.samples)} == as_held_out
     # At another length, samples are whole parts of documents: nothing unrelated continues them.
-    longer = pairs(path=new, rehearse=str(run), seq_len=64)
+    longer = pairs(path=new, rehearse=str(run), eval_path=both, held_out=0.02, seq_len=64)
     assert longer.train.streams[1].holds_whole_documents
+    assert longer.eval_sets["first"].holds_whole_documents
 
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
@@ -143,3 +147,5 @@ def test_a_run_without_a_sample_or_with_another_tokenizer_is_refused(
     (run / "reservoir" / FACTS).write_text('{"tokenizer": "another"}')
     with pytest.raises(ConfigError, match=r"with another tokenizer: set data.tokenizer="):
         pairs(rehearse=str(run))
+    with pytest.raises(ConfigError, match=r"^data.eval_path is .*data.tokenizer=.*run/tokenizer,"):
+        pairs(eval_path={"first": f"{run}/reservoir/{HELD_OUT}.bin"}, held_out=0.02)
