@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harness.config.assignments import MAX_FILE_BYTES
 from harness.estimate.hardware import known_gpu
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DAY, DISK_GB_PER_S, HOUR, EvalAndSaveTime, Job
 from harness.estimate.step_time.machine import Machine, machine_of, measured
 from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
+from harness.files.regular_file import read_json
 from harness.plan.plan import Draft, Plan
 
 _SHOWN = 3  # number of terms
@@ -45,7 +47,7 @@ def check_rates(draft: Draft) -> None:
     if path is None:
         return
     try:
-        draft.site = Site.read(Path(path))
+        draft.site = read_site(Path(path))
     except ValueError as error:
         draft.problems.add("plan.rates", f"but {error}")
         return
@@ -55,6 +57,14 @@ def check_rates(draft: Draft) -> None:
         gpu = in_table.key if in_table else world.gpu or "an unknown GPU"
     if why := draft.site.problem(gpu, draft.precision):
         draft.problems.add("plan.rates", f"but {why}")
+
+
+def read_site(path: Path) -> Site:
+    """Return the site that a file holds. Raises ValueError for any other file."""
+    try:
+        return Site.of(read_json(path, MAX_FILE_BYTES, links=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no rates of measured runs: {error}") from None
 
 
 def _machine(plan: Plan) -> Machine | None:

@@ -14,7 +14,7 @@ from harness.errors import ConfigError
 from harness.estimate.step_time.calibration import Site
 from harness.launch.fork_server import Zygote
 from harness.plan.command import parse_command, plan_from
-from harness.plan.duration import step_time
+from harness.plan.duration import read_site, step_time
 from harness.plan.plan import Plan
 from harness.run.meter import StepClock, seen_tokens
 from harness.runfolder import RunFolder
@@ -133,7 +133,7 @@ def test_a_run_says_both_times_and_a_site_is_fitted_to_it(
     assert event["predicted"]["evidence"] == "measured"
     text = run_tool("plan_cluster", "--calibrate", folder, "--rates", fitted).stdout
     assert f"{fitted}: 1 runs, median error " in text
-    site_of_run = Site.read(fitted)
+    site_of_run = read_site(fitted)
     assert (site_of_run.gpu, site_of_run.precision) == (None, "fp32")
     record = run.read_plan()
     assert record is not None

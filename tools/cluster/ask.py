@@ -18,10 +18,10 @@ from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu, known_gpu
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB
-from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DISK_GB_PER_S
 from harness.estimate.step_time.machine import machine_of, measured, other_machine
 from harness.layout.world import World
+from harness.plan.duration import read_site
 from harness.plan.make import make_plan
 from harness.plan.memory import Untraceable, memory_inputs, traced_inputs
 from harness.plan.plan import Plan
@@ -59,7 +59,7 @@ def question_of(args: argparse.Namespace) -> Question:
             raise ConfigError(f"--measured {args.measured}: {why}")
         machine = measured(machine, rates)
     if args.rates:
-        site = Site.read(args.rates)
+        site = read_site(args.rates)
         if why := site.problem(*planned):
             raise ConfigError(f"--rates {args.rates}: {why}")
         machine = site.machine(machine, world.local_world_size)

@@ -66,21 +66,20 @@ class Site:
         return refined(like or cpu_machine(ranks_per_node, self.cores), self.factors)
 
     def write(self, path: Path) -> None:
-        """Write a file for `read`."""
+        """Write a file for plan.rates."""
         path.write_text(json.dumps({"site": asdict(self)}, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Site:
-        """Return the site stored in a file. Raises ValueError for any other file."""
+    def of(cls, content: Any) -> Site:
+        """Return the site in the JSON value that `write` wrote. Raises ValueError for any other."""
         try:
-            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["site"]
-            site = cls(**values)
+            site = cls(**content["site"])
             factors = {name: float(factor) for name, factor in site.factors.items()}
             refined(cpu_machine(1, 1), factors)
             if site.gpu not in GPUS and (site.gpu is not None or site.cores < 1):
                 raise ValueError(f"no such machine: GPU {site.gpu}, {site.cores} cores")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} holds no rates of measured runs: {error}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(str(error)) from None
         return site
 
 

@@ -22,6 +22,7 @@ from harness.estimate.step_time.job import (
 )
 from harness.estimate.step_time.machine import cpu_machine, machine_of, refined
 from harness.estimate.step_time.step import estimate_time
+from harness.plan.duration import read_site
 from tests.estimate.runs import run_of
 from tests.estimate.step_time.test_step import MACHINE, run, timed
 
@@ -117,7 +118,7 @@ def test_what_is_as_listed_stays_so() -> None:
 def test_a_site_is_read_as_it_was_written(tmp_path: Path) -> None:
     site = Site(None, "fp32", 2, {"products": 0.5}, 4, 0.1)
     site.write(tmp_path / "site.json")
-    assert Site.read(tmp_path / "site.json") == site
+    assert read_site(tmp_path / "site.json") == site
     assert site.machine(None, 2).evidence == "measured"
 
 
@@ -144,7 +145,9 @@ def test_other_files_and_factors_of_what_is_no_rate_are_refused(tmp_path: Path, 
     path = tmp_path / "site.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="holds no rates of measured runs"):
-        Site.read(path)
+        read_site(path)
+    with pytest.raises(ValueError, match="is a device, not a file"):  # without end
+        read_site(Path("/dev/zero"))
     Site(None, "fp32", 2, {"watts": 2.0}, 1, 0.0).write(path)
     with pytest.raises(ValueError, match="watts"):
-        Site.read(path)
+        read_site(path)
