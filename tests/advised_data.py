@@ -181,6 +181,11 @@ ROWS: list[tuple[str, str, str]] = [
         f'{MIX} \'data.mix=[{{path="$here/d"}}, {{path="$here/a.jsonl"}}]\'',
         'name one, as in split="train_a"',
     ),
+    (
+        "texts",
+        f'{MIX} \'data.mix=[{{path="$here"}}, {{path="$here/a.jsonl", where={{l="de"}}}}]\'',
+        "set data.eval_path, or name files or values of where",
+    ),
     ("texts", f"{PATH} data.split=train", "has no splits: remove it"),
     ("texts", f"{MIX} data.path=$here data.split=train", "or name the files in data.path"),
     ("splits to evaluate on", f"{PATH} data.eval_path=$here/d", "name one, as in 'data.eval_path="),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -198,9 +199,30 @@ def _corpora(spec: DataSpec) -> list[Corpus]:
             corpora.append(corpus_of(part))
         except ConfigError as error:
             problems += error.problems
+    if not problems:
+        named = zip(parts, corpora, strict=False)  # without the held-out sets
+        problems += _overlaps({name: corpus for name, corpus in named if parts[name].splits})
     if problems:
         raise ConfigError(problems)
     return corpora[: len(parts)]
+
+
+def _overlaps(corpora: Mapping[str, Corpus]) -> Iterator[str]:
+    """Yield a problem for each two sources that would train on documents that the other holds out:
+    they share files, but a number, which decides the side, is not the same document in both.
+    """
+    files = {name: [file.resolve() for file in corpus.files] for name, corpus in corpora.items()}
+    for one, other in combinations(corpora, 2):
+        where, other_where = corpora[one].where, corpora[other].where
+        is_apart = any(where[key] != other_where[key] for key in where.keys() & other_where.keys())
+        is_alike = where == other_where and files[one] == files[other]
+        if is_apart or is_alike or {*files[one]}.isdisjoint(files[other]):
+            continue
+        yield (
+            f"data.mix: {one} and {other} share documents of {corpora[one].path}, and each would "
+            "train on documents that the other holds out: set data.eval_path, or name files or "
+            "values of where that do not overlap"
+        )
 
 
 def cache_of(spec: DataSpec) -> Path:

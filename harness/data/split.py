@@ -98,9 +98,9 @@ def write_splits(
     and too long, which are on neither.
 
     A hash of its number alone decides whether a document is held out, independent of seed,
-    tokenizer and `bounds`: no source trains on a document that another holds out. Each side gets at
-    least one; the only document of a corpus is cut and its end held out. With `held_out` None
-    nothing is held out.
+    tokenizer and `bounds`: sources with the same documents hold out the same ones (others that
+    overlap are rejected). Each side gets at least one; the only document of a corpus is cut and its
+    end held out. With `held_out` None nothing is held out.
     """
     moved = {} if held_out is None else _moved(tokens.documents, held_out)
     blocks = partial(_blocks, tokens, held_out, moved, add_separator, bounds)

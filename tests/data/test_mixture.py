@@ -162,6 +162,45 @@ def test_held_out_sets_replace_the_split(opened_run: Opened, sources: dict[str, 
     assert named.summary()[1].startswith("held-out set pairs: ")
 
 
+ALL, COPY = '{path="d/a.jsonl"}', '{path="d/b.jsonl"}'
+DE, EN, EVEN = (
+    f'{{path="d/a.jsonl", name="x{value}", where={{{column}="{value}"}}}}'
+    for column, value in (("l", "de"), ("l", "en"), ("n", "0"))
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "overlap"),
+    [
+        (ALL, '{path="d/../d/a.jsonl", min_tokens=2}', False),
+        (ALL, COPY, False),
+        (DE, EN, False),
+        (ALL, DE, True),
+        (EVEN, DE, True),
+        ('{path="d"}', ALL, True),
+    ],
+)
+def test_sources_that_overlap_hold_out_the_same_documents(
+    opened_run: Opened,
+    write_jsonl: Callable[..., Path],
+    tmp_path: Path,
+    one: str,
+    other: str,
+    overlap: bool,
+) -> None:
+    rows = [{"text": "a text " * 9, "l": ["de", "en"][n % 3 > 0], "n": n % 2} for n in range(200)]
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name in "ab":
+        write_jsonl(*rows, name=f"d/{name}.jsonl")
+    mix, apart = f"data.mix=[{one}, {other}]", f"data.eval_path={folder}/b.jsonl"
+    mix = mix.replace('path="d', f'path="{folder}')
+    if overlap:
+        with pytest.raises(ConfigError, match="would train on documents that the other holds out"):
+            opened_run(mix)
+    assert len(opened_run(mix, *([apart] if overlap else [])).sources) == 2
+
+
 def test_a_tokenizer_is_trained_on_all_sources(
     sources: dict[str, Path], mix: Mix, tmp_path: Path
 ) -> None:
