@@ -42,7 +42,13 @@ from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
 from harness.run.profiling import Profiler
 from harness.run.progress import Progress, clock
-from harness.run.resumption import ResumePoint, find_resume_point, load_into
+from harness.run.resumption import (
+    ResumePoint,
+    choose_again,
+    find_resume_point,
+    load_into,
+    own_checkpoints,
+)
 from harness.run.run import Run
 from harness.run.saving import check_probe
 from harness.run.step import end_with_the_data
@@ -157,6 +163,7 @@ def build(
     pulse, watchdog = _start_watchdog(plan)
     with contextlib.ExitStack() as unless_built:
         unless_built.callback(watchdog.close)
+        checkpoints = own_checkpoints(plan)
         resume_point = find_resume_point(plan, record)
         from harness.engine.build import build_engine  # imports DeepSpeed, which probes for devices
 
@@ -195,6 +202,7 @@ def build(
         report_path = folder.hang_path(folder.attempt)
         watchdog.write_to(folder.heartbeats_dir, report_path, run.hangs)
         alarm().on_end, alarm().gone = run.fails, watchdog.gone
+        resume_point = choose_again(plan, record, resume_point, checkpoints)
         events = [*plan.events, *forced, *from_data, *engine.events]
         start_run(run, record, events, resume_point)
         window = plan.config.profile.window

@@ -20,7 +20,7 @@ from harness.checkpoint.compatibility import (
     too_short,
 )
 from harness.checkpoint.export import replacing, sweep
-from harness.checkpoint.store import Checkpoint, checkpoint_of, is_run, newest_usable
+from harness.checkpoint.store import Checkpoint, Store, checkpoint_of, is_run, newest_usable
 from harness.config.run_config import run_and_step
 from harness.data.batches import Stream
 from harness.data.order import reservoir
@@ -104,6 +104,31 @@ def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
             raise ConfigError(f"model.init_from={source} is a run, but {problem}={source}/export")
         return ResumePoint(_checkpoint_of(source, "model.init_from"), "weights")
     return ResumePoint()
+
+
+def own_checkpoints(plan: Plan) -> list[Path]:
+    """Return the checkpoints in run.dir, intact or not, as seen by rank 0. Collective."""
+    own = plan.config.run.dir
+    is_listed = own is not None and dist.get_rank() == 0
+    return broadcast_object(Store(RunFolder(own).checkpoints_dir).all() if is_listed else [])
+
+
+def choose_again(
+    plan: Plan, record: dict[str, Any], chosen: ResumePoint, before: list[Path]
+) -> ResumePoint:
+    """Return the resume point of a folder that is locked by now; `chosen` if it still contains the
+    same checkpoints as `before`. The last process may have been saving until then. Collective.
+
+    Raises as `find_resume_point`, and NoCheckpoint if all checkpoints were removed.
+    """
+    if own_checkpoints(plan) == before:
+        return chosen
+    again = find_resume_point(plan, record)
+    if chosen.kind == "resumed" and again.kind != "resumed":  # the model has no weights yet
+        raise NoCheckpoint(
+            f"the checkpoints of {plan.config.run.dir} were removed while the run was starting"
+        )
+    return again
 
 
 def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,11 @@ import torch.distributed as dist
 from harness import loop
 from harness.checkpoint.collectives import broadcast_object
 from harness.checkpoint.manifest import TrainState
-from harness.checkpoint.save import Saved
-from harness.checkpoint.store import Checkpoint
+from harness.checkpoint.save import Saved, Saver
+from harness.checkpoint.store import Checkpoint, Retention, Store
 from harness.config.batch import Curriculum
 from harness.engine.groups import Groups, make_groups
-from harness.errors import ConfigError, ExitCode
+from harness.errors import ConfigError, ExitCode, NoCheckpoint
 from harness.guard import watchdog
 from harness.guard.signals import StopGuard, TimeLeft
 from harness.guard.watchdog import Pulse
@@ -31,12 +32,18 @@ from harness.plan.command import parse_command, plan_from
 from harness.run import build
 from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.evaluation import summed
-from harness.run.resumption import ResumePoint
+from harness.run.resumption import (
+    ResumePoint,
+    choose_again,
+    find_resume_point,
+    own_checkpoints,
+)
 from harness.run.run import Run
 from harness.run.saving import finish_save
 from harness.run.step import end_with_the_data
+from harness.runfolder import RunFolder
 from harness.steps import Steps
-from tests.checkpoint.small import manifest
+from tests.checkpoint.small import PROBE, manifest
 from tests.ranks import ranks
 from tests.real_runs import run_ranks, train_command
 
@@ -137,6 +144,39 @@ def test_a_run_that_skipped_samples_ends_with_its_mixture_when_resumed(
     ):
         build._load(run, ResumePoint(checkpoint, kind))
     assert run.steps.total == total
+
+
+@ranks(2)
+def test_a_checkpoint_that_is_published_before_the_folder_is_locked_is_resumed(
+    tmp_path: Path,
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    saver = Saver(Store(run.checkpoints_dir), dist.get_rank(), Retention(1))
+
+    def publish(step: int) -> None:
+        saver.start(manifest(step), [], PROBE, background=False)
+        saver.finish()
+
+    plan: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            run=SimpleNamespace(dir=str(run.path)),
+            resume=SimpleNamespace(allow=(), from_=None),
+            model=SimpleNamespace(init_from=None),
+        )
+    )
+    record = {"total_steps": 9}
+    publish(4)
+    before, chosen = own_checkpoints(plan), find_resume_point(plan, record)
+    assert choose_again(plan, record, chosen, before) is chosen
+    publish(6)
+    again = choose_again(plan, record, chosen, before)
+    assert again.checkpoint is not None
+    assert again.checkpoint.path.name == "step-00000006"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(run.checkpoints_dir)
+    with pytest.raises(NoCheckpoint, match="were removed while the run was starting"):
+        choose_again(plan, record, chosen, before)
 
 
 # The working folder is that of a node.
