@@ -39,6 +39,12 @@ def open_bytes(file: Path) -> IO[bytes]:
 _ROWS_AT_ONCE = 1024
 
 
+def _is_parquet(file: Path) -> bool:
+    """Return True for Parquet under any name, also if its first bytes are damaged."""
+    with file.open("rb") as opened:
+        return file.suffix.lower() == ".parquet" or opened.read(4) == b"PAR1"
+
+
 def batches_of(file: Path, groups: Sequence[int] | None = None) -> Iterator[Any]:
     """Yield the record batches of a Parquet file, or of row `groups` of it, or of an Arrow stream
     or file. Raises OSError or pyarrow.ArrowInvalid, a ValueError.
@@ -46,7 +52,7 @@ def batches_of(file: Path, groups: Sequence[int] | None = None) -> Iterator[Any]
     import pyarrow
     from pyarrow import parquet
 
-    if file.suffix.lower() == ".parquet":
+    if _is_parquet(file):
         with parquet.ParquetFile(file) as table:
             yield from table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups)
         return
@@ -86,14 +92,14 @@ def records_of(
 
 
 def count_rows(file: Path, most_bytes: int) -> tuple[int, int]:
-    """Return the number of readable rows and the bytes left; a .parquet footer has the number."""
-    if file.suffix.lower() == ".parquet":
-        from pyarrow import parquet
+    """Return the number of readable rows and the bytes left; a Parquet footer has the number."""
+    from pyarrow import parquet
 
-        try:
+    try:
+        if _is_parquet(file):
             return int(parquet.read_metadata(file).num_rows), most_bytes
-        except unreadable():
-            return 0, most_bytes
+    except unreadable():
+        return 0, most_bytes
     count = 0
     try:
         for batch in batches_of(file):

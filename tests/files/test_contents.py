@@ -147,6 +147,8 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [
     # The user's format overrides the suffix.
     ("a.jsonlines", LINES, {"format": "jsonl"}, ["one line", "another"]),
     ("a.jsonlines", LINES, {"format": "text"}, [LINES]),
+    ("part-0", as_parquet([{"text": "one"}]), {"format": "parquet"}, ["one"]),
+    ("a.pq", as_arrow([{"text": "one"}]), {"format": "arrow"}, ["one"]),
     # Questions are chats with one turn.
     ("a.jsonl", '{"instruction": "Add.", "input": "1 2", "output": "3", "id": 1}\n', {},
         [Chat(ADD)]),
