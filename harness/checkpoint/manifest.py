@@ -89,19 +89,17 @@ class Manifest:
 def read_manifest(folder: Path, check_sizes: bool = True) -> Manifest:
     """Return a checkpoint's manifest, after checking the sizes of its files.
 
-    `check_sizes` is False if other ranks check them. Raises Unusable.
+    `check_sizes` is False if other ranks check them. Raises Unusable, and OSError.
     """
     path = folder / MANIFEST
     if folder.is_symlink():
         raise Unusable(f"{folder} is a symlink, not a checkpoint")
     try:
         manifest = _manifest(Table(read_json(path, _MOST_MANIFEST_BYTES), path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Unusable(f"{path} is not there") from None
     except RecursionError:  # parsed, but too deep to be serialised again
         raise Unusable(f"{path} is nested too deeply") from None
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
     if folder.name != (name := checkpoint_name(manifest.state.step)):
         raise Unusable(f"{folder} contains step {manifest.state.step} and should be called {name}")
     if check_sizes:
@@ -116,12 +114,14 @@ def checkpoint_name(step: int) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Return the index, checked only to be a JSON object of objects. Raises Unusable."""
+    """Return the index, checked only to be a JSON object of objects. Raises Unusable, and
+    OSError.
+    """
     path = folder / INDEX
     try:
         return Index(read_json(path, _MOST_INDEX_BYTES), path)
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from None
+    except FileNotFoundError:
+        raise Unusable(f"{path} is not there") from None
 
 
 def check_index(folder: Path, manifest: Manifest) -> None:
@@ -205,11 +205,13 @@ def _written(file: Table) -> Written:
 
 
 def check_size(folder: Path, file: Written) -> None:
-    """Check that a file of a checkpoint exists and has the right size. Raises Unusable."""
+    """Check that a file of a checkpoint exists and has the right size. Raises Unusable, and
+    OSError.
+    """
     path = folder / file.name
     try:
         status = path.lstat()
-    except OSError:
+    except FileNotFoundError:
         raise Unusable(f"{path} is not there") from None
     if not stat.S_ISREG(status.st_mode):
         raise Unusable(f"{path} is not a regular file")

@@ -109,7 +109,7 @@ class Store:
         for path in self.all():
             if path > self.at(newest):
                 break
-            with contextlib.suppress(Unusable):
+            with contextlib.suppress(Unusable, OSError):
                 # Thousands of files are checked once; later, a deleted file changes the mtime.
                 changed = path.stat().st_mtime_ns
                 is_seen = path == self.at(newest) or self._seen_whole.get(path) == changed
@@ -214,8 +214,17 @@ def verified(path: Path) -> Checkpoint:
     """Return the checkpoint at `path` after checking sizes, hashes, index and probe. Collective.
 
     Rank 0 reads the manifest for all ranks; each rank checks its share of the files. Raises
-    Unusable on all ranks.
+    Unusable on all ranks, and OSError on one that cannot read a file that is there: that may pass,
+    and an older checkpoint would silently discard steps.
     """
+    try:
+        return _verified(path)
+    except OSError as error:
+        again = "start again, and if this comes back, move the checkpoint elsewhere"
+        raise OSError(error.errno, f"{error.strerror}: {again}", str(path)) from error
+
+
+def _verified(path: Path) -> Checkpoint:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     manifest, problem = broadcast_object(_read(path) if rank == 0 else (None, None))
     if manifest is None:
@@ -231,7 +240,7 @@ def verified(path: Path) -> Checkpoint:
             check_index(path, manifest)
             if any(file.name == PROBE for file in mine):
                 Checkpoint(path, manifest).probe()
-    except (Unusable, OSError) as error:
+    except (Unusable, FileNotFoundError) as error:
         problem = str(error)
     if (problem := first_problem(problem)) is not None:
         raise Unusable(problem)

@@ -196,7 +196,8 @@ def _checkpoint_of(text: str, key: str) -> Checkpoint:
 def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False) -> None:
     """Load a checkpoint's weights and, unless `weights_only`, the optimizer states. Collective.
 
-    Raises NoCheckpoint on all ranks if the checkpoint lacks something that this model has.
+    Raises NoCheckpoint on all ranks if the checkpoint lacks something that this model has. Any
+    other exception (out of memory, a read that failed) is this rank's, and another start may help.
     """
     problem = None
     try:
@@ -204,7 +205,7 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
         engine.restore(reader.fill, reader.optimizer_kinds if not weights_only else lambda _: ())
     except Unusable as error:
         problem = f"{error}: it was saved from another model"
-    except Exception as error:  # any error: the other ranks wait in the next line
+    except FileNotFoundError as error:
         problem = f"{checkpoint.path} cannot be loaded: {type(error).__name__}: {error}"
     if (problem := first_problem(problem)) is not None:
         raise NoCheckpoint(problem)

@@ -4,6 +4,7 @@ even with matching hashes and checksum, the previous one is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,6 +97,32 @@ def test_a_run_and_a_step_name_a_checkpoint(tmp_path: Path) -> None:
     assert checkpoint_of(f"{run}@3").state.step == 3
     with pytest.raises(Unusable, match="has no step 4, only step-00000003, step-00000012"):
         checkpoint_of(f"{run}@4")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_that_cannot_be_read_for_a_moment_discards_nothing(
+    tmp_path: Path, file: str
+) -> None:
+    save(tmp_path, 1)
+    path, open_ = save(tmp_path, 2).path, os.open
+
+    def fails(opened: Path, *flags: int) -> int:
+        if opened == path / file:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return open_(opened, *flags)
+
+    with mock.patch("os.open", fails), pytest.raises(OSError, match="step-00000002") as caught:
+        newest_usable(tmp_path)
+    assert caught.value.errno == errno.ESTALE
+    newest, problems = newest_usable(tmp_path)
+    assert (newest.path, problems) == (path, [])
+
+
+def test_a_file_that_cannot_be_looked_up_is_not_called_missing(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+    with mock.patch.object(Path, "lstat", side_effect=error), pytest.raises(OSError, match="error"):
+        newest_usable(tmp_path)
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000

@@ -55,6 +55,15 @@ def test_a_damaged_checkpoint_counts_for_nothing_and_stays(tmp_path: Path) -> No
     assert steps(tmp_path) == [2, 3, 4]
 
 
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_ends_no_save(tmp_path: Path) -> None:
+    keep = Retention(last=1)
+    save(tmp_path, 1, keep)
+    error = OSError(errno.EIO, "Input/output error")
+    with mock.patch.object(store, "read_manifest", side_effect=error):
+        save(tmp_path, 2, keep)
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_what_the_run_fell_back_from_displaces_nothing(tmp_path: Path) -> None:
     """Its sizes may be correct although its bytes are not."""
     for step in (1, 2, 4):

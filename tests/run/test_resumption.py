@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from harness.checkpoint.manifest import read_manifest
 from harness.checkpoint.store import Checkpoint, Store
+from harness.errors import NoCheckpoint, Unusable
 from harness.launch.fork_server import Outcome, Zygote
-from harness.run.resumption import ResumePoint
+from harness.run.resumption import ResumePoint, load_into
 from harness.runfolder import RunFolder
 from tests.checkpoint.small import manifest
 from tests.plan.plans import Planner
@@ -184,6 +188,24 @@ def test_a_manifest_says_what_it_is_of(parent: RunFolder) -> None:
     assert found["held_out_loss"] is None  # it was last evaluated with other weights
     last = json.loads((parent.checkpoints_dir / "step-00000006" / "manifest.json").read_text())
     assert last["held_out_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (Unusable("it lacks w"), NoCheckpoint),
+        (FileNotFoundError(errno.ENOENT, "it is gone"), NoCheckpoint),
+        (OSError(errno.EIO, "Input/output error"), OSError),
+        (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
+    ],
+)
+def test_only_what_a_checkpoint_lacks_makes_it_unusable(
+    error: Exception, raised: type[Exception]
+) -> None:
+    engine: Any = mock.Mock()
+    engine.restore.side_effect = error
+    with pytest.raises(raised, match=str(error.args[-1])):
+        load_into(engine, mock.Mock())
 
 
 @pytest.mark.parametrize(
