@@ -60,6 +60,7 @@ class Family:
     keys: Mapping[str, list[str]] = field(default_factory=dict)
     tied: bool = False
     head_dim: int | None = None
+    default_kv_heads: int | None = None
     sliding_window: int | None = None
     slides: str | None = None
     mlp_ratio: int | None = None
@@ -373,7 +374,11 @@ def flags_on(keys: Keys, family: Family) -> set[str]:
 
 def kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
     """Return the number of key heads, which a config may not specify."""
-    named = keys.size(*family.size_keys("kv_heads"), default=num_heads)
+    names = family.size_keys("kv_heads")
+    # An explicit null means the attention heads; a missing key means the family's default.
+    absent = not any(name in keys.config for name in names)
+    default = family.default_kv_heads if absent else None
+    named = keys.size(*names, default=default or num_heads)
     on = flags_on(keys, family)
     for rule in family.kv_heads:
         number, _, conditions = rule.partition(" if=")

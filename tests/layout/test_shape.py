@@ -129,6 +129,24 @@ def test_what_a_config_leaves_out_means_what_transformers_means(
     assert Shape.from_hf({"model_type": model_type, **config}) == Shape.from_hf(filled)
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_config_without_key_heads_has_those_of_transformers(model_type: str) -> None:
+    sizes = {"hidden_size": 96 * 64, "num_attention_heads": 96, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(model_type, **sizes)
+    sparse = {k: v for k, v in config.to_dict().items() if k not in SIZE_KEYS["kv_heads"]}
+    assert our_tensors(Shape.from_hf(sparse)) == transformers_tensors(config)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "olmo2", "phi3", "qwen2", "qwen3"])
+def test_key_heads_of_null_are_the_attention_heads(model_type: str) -> None:
+    """The other classes reject null."""
+    config = AutoConfig.for_model(
+        model_type, hidden_size=96 * 64, num_attention_heads=96, num_key_value_heads=None
+    )
+    shape = Shape.from_hf(config.to_dict() | {"num_key_value_heads": None})
+    assert shape.num_kv_heads == config.num_key_value_heads == 96
+
+
 @pytest.mark.parametrize(("model_type", "config"), CASES)
 def test_keys_of_other_families_mean_nothing(model_type: str, config: dict[str, Any]) -> None:
     """A size whose key the config class does not read does not affect the model."""
@@ -156,7 +174,8 @@ def test_parts_add_up() -> None:
 
 def test_sliding_windows() -> None:
     def windows(model_type: str, **config: Any) -> tuple[int | None, ...]:
-        return Shape.from_hf({"model_type": model_type, **TINY, **config}).sliding_windows
+        keys = {"model_type": model_type, **TINY, **GQA, **config}
+        return Shape.from_hf(keys).sliding_windows
 
     assert windows("llama", sliding_window=16) == (None, None, None)
     assert windows("mistral", sliding_window=16) == (16, 16, 16)
