@@ -253,6 +253,11 @@ ROWS: list[tuple[str, str, str]] = [
         f"{PATH} data.packing=whole data.too_long=refuse",
         "raise data.seq_len, or set data.too_long to cut or drop",
     ),
+    (
+        "texts",
+        f"{PATH} data.packing=whole data.too_long=drop",
+        "and dropped: raise data.seq_len, or set data.too_long=cut",
+    ),
     ("texts", f"{PATH} eval.seq_len=512", "lower it, or add held-out text"),
     (
         "texts",

@@ -191,18 +191,25 @@ class Source:
         for side, packed in self.sides.items():
             if packed.num_windows:
                 continue
-            if isinstance(packed, WholeWindows) and packed.facts.without_target:
+            of_side = f"data.path: {prefix}the {side.replace('_', '-')} split has"
+            facts = packed.facts if isinstance(packed, WholeWindows) else None
+            if facts is not None and facts.without_target:
                 yield (
-                    f"data.path: {prefix}the {side.replace('_', '-')} split has no document with a "
-                    f"token to learn in its first {spec.config.seq_len} tokens (data.seq_len): "
-                    "raise data.seq_len, or set data.packing=stream"
+                    f"{of_side} no document with a token to learn in its first "
+                    f"{spec.config.seq_len} tokens (data.seq_len): raise data.seq_len, or set "
+                    "data.packing=stream"
+                )
+            elif facts is not None and facts.dropped and facts.too_long:
+                yield (
+                    f"{of_side} {facts.too_long:,} documents, all longer than data.seq_len = "
+                    f"{spec.config.seq_len:,} tokens (the longest has {facts.longest:,}) and "
+                    "dropped: raise data.seq_len, or set data.too_long=cut"
                 )
             else:
                 yield (
-                    f"data.path: {prefix}the {side.replace('_', '-')} split has "
-                    f"{packed.split.num_tokens} tokens in {packed.split.num_documents} documents; "
-                    f"one window needs data.seq_len + 1 = {spec.config.seq_len + 1}: add "
-                    f"text{',' if share else ' or'} lower data.seq_len{share}"
+                    f"{of_side} {packed.split.num_tokens} tokens in {packed.split.num_documents} "
+                    f"documents; one window needs data.seq_len + 1 = {spec.config.seq_len + 1}: "
+                    f"add text{',' if share else ' or'} lower data.seq_len{share}"
                 )
 
 

@@ -69,6 +69,8 @@ def test_documents_that_are_too_long_are_refused_with_their_number(
             f"longer than data.seq_len = 48 tokens and are {done}: raise data.seq_len, or" in note
         )
         assert [note] == [e["message"] for e in data.events() if e["kind"] == "too_long"]
+    with pytest.raises(ConfigError, match=r"4 tokens \(.*\) and dropped: raise data.seq_len, or"):
+        opened(too_long="drop", seq_len=4)
     assert dropped.train.targets_in(0, dropped.train.samples) < cut.train.targets_in(
         0, cut.train.samples
     )
