@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -99,6 +101,32 @@ def test_a_released_lock_leaves_no_owner(tmp_path: Path) -> None:
 def test_two_folders_in_one_process_exclude_each_other(folder: RunFolder) -> None:
     with pytest.raises(ConfigError, match=f"process {os.getpid()} "):
         RunFolder(folder.path).open()
+
+
+@pytest.mark.parametrize("started", ["its own", "none", "another"])
+def test_without_locks_a_writer_on_this_host_is_refused_while_it_lives(
+    started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre has no such locks unless it is mounted with -o flock."""
+    missing = OSError(errno.ENOSYS, "Function not implemented")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=missing))
+    folder, lock = RunFolder(tmp_path), tmp_path / "lock"
+    with another_writer(tmp_path) as process:
+        owner = json.loads(lock.read_text())
+        if started == "none":  # written by an earlier version
+            del owner["started"]
+        if started == "another":  # another process had its number before
+            owner["started"] -= 1
+        lock.write_text(json.dumps(owner))
+        if started != "another":
+            with pytest.raises(ConfigError, match=rf"by process {process.pid} on"):
+                folder.open()
+            process.kill()
+            process.wait()
+        assert (folder.open() or "").startswith(f"process {process.pid} on")
+    folder.close()
+    assert folder.open() is None
+    folder.close()
 
 
 @pytest.mark.parametrize(("job", "owners"), [("18", None), ("18", "17"), (None, None)])

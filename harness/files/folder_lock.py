@@ -21,8 +21,9 @@ def take_lock(path: Path) -> tuple[IO[str], str | None]:
 
     The kernel releases the lock however the process ends. Such locks may not work between hosts, so
     the file also names its owner. An owner on another host counts as alive, unless it is this same
-    Slurm job before a requeue. The file is emptied at release, never deleted, so that two processes
-    cannot lock two files of the same name.
+    Slurm job before a requeue. Where the filesystem has no such locks, an owner on this host counts
+    as alive while its process runs. The file is emptied at release, never deleted, so that two
+    processes cannot lock two files of the same name.
 
     Raises ConfigError if another process holds the lock.
     """
@@ -30,13 +31,16 @@ def take_lock(path: Path) -> tuple[IO[str], str | None]:
     job = os.environ.get("SLURM_JOB_ID")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = False
+        taken, has_locks = False, True
     except OSError as error:
-        taken = isinstance(error, BlockingIOError)  # other errors: the filesystem has no such locks
+        taken = has_locks = isinstance(error, BlockingIOError)  # others: it has no such locks
     file.seek(0)
     owner = _owner(file.read())
     if owner and owner["host"] != socket.gethostname():
         taken = taken or owner["job"] is None or owner["job"] != job
+    elif owner and not has_locks:
+        started = _started(owner["pid"])
+        taken = started is not None and owner.get("started", started) == started
     name = (
         "process {pid} on {host}, Slurm job {job}, since {since}".format(**owner) if owner else None
     )
@@ -47,7 +51,8 @@ def take_lock(path: Path) -> tuple[IO[str], str | None]:
             f"it, choose another run.dir, or, if it is dead, delete {path}"
         )
     since = datetime.now(UTC).isoformat(timespec="milliseconds")
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": since}
+    pid, host = os.getpid(), socket.gethostname()
+    owner = {"pid": pid, "started": _started(pid), "host": host, "job": job, "since": since}
     file.truncate(0)
     file.write(json.dumps(owner))
     file.flush()
@@ -70,6 +75,17 @@ def _owner(text: str) -> dict[str, Any] | None:
         return None
     names = {"pid", "host", "job", "since"}
     return owner if isinstance(owner, dict) and names <= owner.keys() else None
+
+
+def _started(pid: object) -> int | None:
+    """Return when a process of this host began, in clock ticks since the host's start; None if it
+    does not run: another process may have its number by now.
+    """
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state == "Z" else int(fields[18])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def make_folder(parent: Path, prefix: str) -> Path:
