@@ -109,8 +109,10 @@ def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
 def own_checkpoints(plan: Plan) -> list[Path]:
     """Return the checkpoints in run.dir, intact or not, as seen by rank 0. Collective."""
     own = plan.config.run.dir
-    is_listed = own is not None and dist.get_rank() == 0
-    return broadcast_object(Store(RunFolder(own).checkpoints_dir).all() if is_listed else [])
+    if own is None:
+        return []
+    store = Store(RunFolder(own).checkpoints_dir)
+    return broadcast_object(store.all() if dist.get_rank() == 0 else [])
 
 
 def choose_again(
