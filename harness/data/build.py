@@ -88,6 +88,7 @@ def build_data(spec: DataSpec, report: Report | None = None) -> Data:
         sets,
         long_held_out,
         kept_out,
+        old,
     )
 
 

@@ -78,6 +78,8 @@ class Data:
     """The text of `held_out` as samples of eval.seq_len tokens."""
     old: Stream | None = None
     """Held-out samples of the data.rehearse corpus."""
+    old_source: Source | None = None
+    """The source of `old`."""
 
     @property
     def documents(self) -> int:

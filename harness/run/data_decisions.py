@@ -92,7 +92,8 @@ def require_same_settings(plan: Plan) -> None:
 
 def _require_same_data(rank: int, data: Data) -> None:
     """Raise ConfigError on all ranks if one has different token ids from rank 0. Collective."""
-    sources = (*data.sources, *data.set_sources)
+    sources = [*data.sources, *data.set_sources]
+    sources += [data.old_source] if data.old_source else []
     own = [s.facts.fingerprint for s in sources], [s.day for s in sources if s.day]
     first, problem = broadcast_object(own), None
     if own[0] != first[0]:

@@ -253,11 +253,11 @@ def test_ranks_that_read_other_token_ids_are_refused_on_all() -> None:
     rank = dist.get_rank()
 
     def data_of(*sources: tuple[str, str | None]) -> Any:
-        """Return data of sources with these fingerprints and dates."""
+        """Return data of sources with these fingerprints and dates; the last one is held out."""
         made = [
             SimpleNamespace(facts=SimpleNamespace(fingerprint=ids), day=day) for ids, day in sources
         ]
-        return SimpleNamespace(sources=made, set_sources=())
+        return SimpleNamespace(sources=made[:-1], set_sources=(), old_source=made[-1])
 
     day = f"2026-01-3{rank}"
     _require_same_data(rank, data_of(("ids", None), ("more", day)))  # of the same ids
