@@ -58,7 +58,9 @@ def mark_padding(draft: Draft) -> None:
     """Mask padding from the routers of experts, unless the user set data.document_mask."""
     data = draft.config.data
     has_experts = given_size(draft.model_config, "experts") is not None
-    if data.batching == "packed" or data.document_mask is not None or not has_experts:
+    # By default packed windows hold whole documents only with prompts, which mask them already.
+    has_padding = data.batching != "packed" or data.packing == "whole"
+    if not has_padding or data.document_mask is not None or not has_experts:
         return
     draft.config = draft.config.changed({"data.document_mask": True})
     draft.note(
