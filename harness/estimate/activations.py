@@ -155,6 +155,15 @@ def _kept(inputs: Inputs, index: int, layer: Layer) -> dict[tuple[str, Place], i
     return sizes
 
 
+def offloaded_bytes(inputs: Inputs) -> int:
+    """Return the bytes of a micro-batch that this stage's layers offload to the host."""
+    if not inputs.activation_offload:
+        return 0
+    none = Layer(0, 0, 0)  # offloaded layers keep nothing of it
+    kept = [(_kept(inputs, each[0], none), len(each)) for each in inputs.layers_alike]
+    return sum(size * count for sizes, count in kept for size in sizes.values())
+
+
 def _results(inputs: Inputs, index: int) -> tuple[int, int]:
     """Return the bytes of results that `selective` keeps of a layer (models/recompute.py): those
     that its backward pass needs directly, and those from which it recomputes others.

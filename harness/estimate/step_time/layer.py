@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from operator import add
 
 from harness.estimate.inputs import BY_REFERENCE, Inputs
-from harness.estimate.layer_bytes import is_masked, layer_activations, writes_scores
+from harness.estimate.layer_bytes import dense_mlp, is_masked, layer_activations, writes_scores
 from harness.estimate.step_time.machine import Machine
 from harness.layout.adapters import is_linear
 from harness.layout.attention_table import ATTENTIONS
@@ -89,7 +90,8 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of the forward pass, the backward pass, and recomputation."""
+    """Seconds of the forward pass, the backward pass, and recomputation (of a layer by itself: a
+    forward pass of its tiled MLP)."""
 
     forward: Seconds
     backward: Seconds
@@ -104,13 +106,10 @@ class Passes:
 
 
 def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
-    """Return the seconds of this stage's decoder layer `index`, without recomputation."""
+    """Return the seconds of this stage's decoder layer `index`, as if it were not checkpointed."""
     tensors = inputs.shape.body.layers[index]
-    products = _experts(inputs, tensors, machine) + sum(
-        product_seconds(inputs.tokens, *_sides(tensor), inputs.element_bytes, machine)
-        for tensor in tensors
-        if len(tensor.shape) == 2 and tensor.kind != "experts" and not is_serial(tensor)
-    )
+    dense = [t for t in tensors if len(t.shape) == 2 and t.kind != "experts" and not is_serial(t)]
+    products = _experts(inputs, tensors, machine) + _products(inputs, dense, machine)
     reached = machine.peak_flops * _attention_share(inputs, index, machine)
     attention = _attention(inputs, index) / reached
     serial, summed = _serial(inputs, tensors, machine)
@@ -130,7 +129,22 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
         serial,
         moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1] + dequantized,
     )
-    return Passes(_launched(forward, launch, machine), _launched(backward, 1.5 * launch, machine))
+    tiled = Seconds()
+    if inputs.mlp_tiles > 1:
+        mlp = [tensor for tensor in dense if tensor.kind == "mlp"]
+        moved_by_mlp = dense_mlp(inputs) * inputs.tokens / machine.memory_rate
+        tiled = Seconds(_products(inputs, mlp, machine), elements=moved_by_mlp * FORWARD_PASSES)
+    return Passes(
+        _launched(forward, launch, machine), _launched(backward, 1.5 * launch, machine), tiled
+    )
+
+
+def _products(inputs: Inputs, tensors: Sequence[Tensor], machine: Machine) -> float:
+    """Return the seconds of a micro-batch's products with matrices."""
+    return sum(
+        product_seconds(inputs.tokens, *_sides(tensor), inputs.element_bytes, machine)
+        for tensor in tensors
+    )
 
 
 def head_passes(inputs: Inputs, machine: Machine) -> Passes:
@@ -193,11 +207,12 @@ def _serial(inputs: Inputs, tensors: tuple[Tensor, ...], machine: Machine) -> tu
 
 
 def _moved(inputs: Inputs, index: int) -> float:
-    """Return the bytes that elementwise operations save for a layer. For a state traced through
-    reference code, return what its kernels read and write: both sides of each product and
-    convolution.
+    """Return the bytes that elementwise operations save for a layer, including those of its MLP's
+    tiles. For a state traced through reference code, return what its kernels read and write: both
+    sides of each product and convolution.
     """
-    saved = layer_activations(inputs, index).total
+    whole = replace(inputs, mlp_tiles=1) if inputs.mlp_tiles > 1 else inputs
+    saved = layer_activations(whole, index).total
     tensors = inputs.shape.body.layers[index]
     if not (inputs.layers_by == BY_REFERENCE and any(t.kind == "states" for t in tensors)):
         return saved

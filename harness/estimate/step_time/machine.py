@@ -44,6 +44,9 @@ class Machine:
     """Bytes of host memory per second and GPU; the GPUs of a node share it."""
     host_link_rate: float = 20e9
     """Bytes per second between a GPU and its host: PCIe 4.0 x16 reaches 20 of its 32 GB/s."""
+    pinned_rate: float = 20e9
+    """Bytes per second of a tensor's copy to or from pinned memory of the host; DeepSpeed's offload
+    stays at `host_link_rate` on PCIe 5.0, too."""
     nvme_rate: float = 2e9
     """Bytes per second and GPU to or from a node's drives."""
     launch_scale: float = 1.0
@@ -91,6 +94,7 @@ def machine_of(
         gpus_per_node=gpus_per_node,
         evidence=rates["evidence"],
         host_memory_rate=HOST_MEMORY_RATE / gpus_per_node,
+        pinned_rate=rates["pinned_gb_per_s"] * 1e9,
         rate_evidence=tuple((name, rates["evidence"]) for name in _LISTED),
         partial_wave=rates["partial_wave"],
         flash_attention_3=rates["flash_attention_3"],
@@ -164,6 +168,7 @@ def cpu_machine(ranks: int, cores: int) -> Machine:
         network_latency=2e-4 / share,
         host_memory_rate=5e9 * share,
         host_link_rate=5e9 * share,
+        pinned_rate=5e9 * share,
         launch_scale=2.0 / share,
         step_seconds=5e-3 / share,
         gathered_layer_seconds=2e-3 / share,
@@ -183,7 +188,7 @@ def refined(machine: Machine, factors: Mapping[str, float]) -> Machine:
 
 FITTED = (
     *("products", "attention", "memory_rate", "link_rate", "link_latency", "network_rate"),
-    *("host_memory_rate", "host_link_rate", "launch_scale", "step_seconds"),
+    *("host_memory_rate", "host_link_rate", "pinned_rate", "launch_scale", "step_seconds"),
     "gathered_layer_seconds",
 )
 """Numbers that a site's runs can refit."""

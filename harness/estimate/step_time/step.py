@@ -1,6 +1,6 @@
 """A step as a timeline of the slowest rank, and the term that dominates it.
 
-seconds = micro-batches x (forward + backward + again + exchanges) + fill of the pipeline
+seconds = micro-batches x (forward + backward + again + copies + exchanges) + fill of the pipeline
           + reduction of gradients + optimizer + gathering of weights
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from harness.estimate.activations import offloaded_bytes
 from harness.estimate.inputs import Inputs
 from harness.estimate.states import master_bytes, moment_bytes
 from harness.estimate.step_time.exchanges import (
@@ -23,7 +24,7 @@ from harness.estimate.step_time.exchanges import (
 from harness.estimate.step_time.layer import Passes, Seconds, head_passes, layer_passes
 from harness.estimate.step_time.machine import Machine, RateEvidence
 from harness.layout.attention_table import seen_by
-from harness.layout.recompute import is_checkpointed, runs_again
+from harness.layout.recompute import REVERSIBLE, is_checkpointed, runs_again
 from harness.layout.shape import flops_per_token
 
 
@@ -57,6 +58,7 @@ _RATES = {
     "elements": ("memory_rate",),
     "launches": ("launch_scale",),
     "again": _COMPUTED,
+    "copies": ("pinned_rate",),
     "optimizer": ("memory_rate",),
     "bubble": _COMPUTED,
     "host": ("step_seconds",),
@@ -118,6 +120,7 @@ TERMS = {
     "elements": "operations on elements",
     "launches": "launches by the host",
     "again": "computed again",
+    "copies": "activations to the host and back",
     "tensor": "sums over tensor ranks",
     "sequence": "exchanges of rows and heads",
     "expert": "tokens to experts and back",
@@ -250,7 +253,8 @@ def computed(
     checkpointed = sum(is_checkpointed(inputs.checkpointing, place) for place in places)
     both = passes.forward + passes.backward
     again = passes.again.total
-    terms = {**vars(both), "again": again, **exchanged}
+    copies = 2 * offloaded_bytes(inputs) / machine.pinned_rate  # in the order of computation
+    terms = {**vars(both), "again": again, "copies": copies, **exchanged}
     idle = passes.forward.idle, passes.backward.idle + passes.again.idle
     del terms["idle"]
     return Computed(
@@ -361,7 +365,22 @@ def _passes(
             again, repeated = passes.forward, repeated + count
         elif is_checkpointed(way, layer):  # everything except costly operations
             again = Seconds(elements=passes.forward.elements)
+        if inputs.mlp_tiles > 1:
+            again += _tiles_again(inputs, passes.again, layer)
         total += Passes(passes.forward, passes.backward, again).times(count)
     if inputs.has_head:
         total += head_passes(inputs, machine)
     return total, repeated
+
+
+def _tiles_again(inputs: Inputs, mlp: Seconds, layer: int) -> Seconds:
+    """Return the seconds in which a layer's tiled MLP is recomputed in addition to its checkpointed
+    layer (layout/recompute.py: flops_again). `mlp`: its forward pass.
+    """
+    way, last = inputs.checkpointing, 1 / inputs.mlp_tiles
+    if way == REVERSIBLE or not is_checkpointed(way, layer):
+        return mlp
+    if runs_again(way, layer):
+        return mlp.times(1 - last)
+    # `selective` keeps no products of tiles; its elements are counted with the layer's.
+    return Seconds(mlp.products * (2 - last), elements=mlp.elements * (1 - last))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from harness.estimate.activations import activations
 from harness.estimate.inputs import BY_REFERENCE, Inputs, LayerTrace
 from harness.estimate.step_time.exchanges import Group, reductions
 from harness.estimate.step_time.machine import Machine, machine_of, measured
@@ -22,6 +23,7 @@ from harness.estimate.step_time.step import (
 from harness.layout.adapters import Adapters
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.grid import Grid
+from harness.layout.recompute import Checkpointing, flops_again
 from harness.layout.shape import (
     Body,
     Shape,
@@ -75,6 +77,30 @@ def test_recomputation_costs_a_forward_pass() -> None:
     assert 0.2 < full.terms["again"] / full.seconds < 0.27
     assert 0 < selective.terms["again"] < full.terms["again"]
     assert timed().terms["again"] > 0  # logits in chunks are computed twice
+
+
+@pytest.mark.parametrize("way", ["none", "selective", "full", 2, "reversible"])
+def test_tiles_run_again_as_the_layout_counts_and_move_the_same_bytes(way: Checkpointing) -> None:
+    whole = run(checkpointing=way)
+    tiled = replace(whole, mlp_tiles=8)
+    one, eight = (estimate_time(each, MACHINE).terms for each in (whole, tiled))
+    assert {name for name in one if one[name] != eight[name]} == {"again"}
+    exact = replace(MACHINE, memory_rate=1e30, kernel_seconds=0.0, multiprocessors=1)
+    one, eight = (estimate_time(each, exact).terms for each in (whole, tiled))
+    flops = [sum(flops_again(whole.shape, whole.seq_len, way, tiles)) for tiles in (1, 8)]
+    seconds = (flops[1] - flops[0]) * whole.tokens * 4 / (exact.peak_flops * exact.products)
+    assert eight["again"] - one["again"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("way", ["selective", "full", 2])
+def test_what_layers_offload_is_copied_out_and_back(way: Checkpointing) -> None:
+    kept = run(checkpointing=way)
+    moved = replace(kept, activation_offload=True)
+    one, other = (estimate_time(each, MACHINE).terms for each in (kept, moved))
+    assert one["copies"] == 0
+    size = sum(item.bytes for item in activations(moved) if item.place == "host")
+    assert other.pop("copies") == pytest.approx(4 * 2 * size / MACHINE.pinned_rate)
+    assert one.items() >= other.items()
 
 
 def test_hooks_of_zero_3_are_hidden_as_far_as_the_host_is_idle() -> None:
