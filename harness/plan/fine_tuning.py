@@ -23,6 +23,7 @@ from harness.layout.families import given_size
 from harness.layout.grid import Grid
 from harness.layout.shape import active_parameters
 from harness.plan.folder import recorded_plan
+from harness.plan.memory import traced_shape
 from harness.plan.model_config import preset_rate
 from harness.plan.plan import Draft
 
@@ -162,10 +163,8 @@ def default_to_published_rate(draft: Draft) -> None:
     if config.model.init_from is not None or config.optim.name not in _OF_ADAMS_SIZE:
         return
     usual = published_rate(draft)
-    if usual is None:
-        return
-    rate, source = usual
     if config.is_set("optim.lr"):
+        rate, source = usual or (config.optim.lr, "")
         times = config.optim.lr / rate
         if rate < MOST_LR and max(times, 1 / times) > FAR_OFF:  # nobody published small ones
             more = f"{times:,.0f} times" if times > 1 else f"1/{1 / times:,.0f} of"
@@ -178,6 +177,15 @@ def default_to_published_rate(draft: Draft) -> None:
     recorded = _recorded(recorded_plan(draft) or {}, "optim.lr")
     if isinstance(recorded, float):
         rate = recorded
+    elif usual is not None:
+        rate, _ = usual
+    else:
+        draft.note(
+            "learning_rate",
+            f"optim.lr is {config.optim.lr:g}, the default of small models: the size of this one "
+            "is unknown, because its class cannot be traced",
+        )
+        return
     if rate != config.optim.lr:
         _set(draft, {"optim.lr": rate}, BY_SIZE if recorded is None else KEPT)
 
@@ -185,9 +193,10 @@ def default_to_published_rate(draft: Draft) -> None:
 def published_rate(draft: Draft) -> tuple[float, str] | None:
     """Return the peak learning rate for random weights and its source; None for an unknown size."""
     own = None if draft.config.model.overrides else preset_rate(draft.model_source)
-    if own or draft.shape is None:
+    shape = None if own else draft.shape or traced_shape(draft)
+    if shape is None:
         return own
-    count = active_parameters(draft.shape)
+    count = active_parameters(shape)
     sizes, rates, sources = zip(*_BY_SIZE, strict=True)
     if count <= sizes[0] or count >= sizes[-1]:
         return (rates[0], sources[0]) if count <= sizes[0] else (rates[-1], sources[-1])

@@ -123,7 +123,6 @@ PASSES: tuple[Pass, ...] = (
     check_run_dir,
     find_model,
     default_to_their_rate,
-    default_to_published_rate,
     check_evaluation,
     mark_padding,
     check_carried,
@@ -143,6 +142,7 @@ PASSES: tuple[Pass, ...] = (
     check_rates,
 )
 LAST_PASSES: tuple[Pass, ...] = (
+    default_to_published_rate,
     note_pipeline,
     note_kernels,
     note_nodes,

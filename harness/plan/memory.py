@@ -30,7 +30,7 @@ from harness.estimate.timeline import Estimate, division_problems, estimate_memo
 from harness.layout.shape import Body, Shape, Tensor
 from harness.layout.state_size import carried_numbers
 from harness.plan.overrides import DROPOUT_ENDINGS
-from harness.plan.plan import Plan
+from harness.plan.plan import Draft, Plan
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _MODULE = "harness.models.tracing"
@@ -161,18 +161,33 @@ def gathers_layers(plan: Plan) -> bool:
     return inputs is not None and inputs.of_stage(0).gathers_layers
 
 
+def traced_shape(draft: Draft) -> Shape | None:
+    """Return the shape that the estimate of an unknown architecture will have; None if its class
+    cannot be traced.
+    """
+    assert draft.batch is not None, "a batch that does not divide is a problem"
+    try:
+        return traced(_request(draft, draft.batch.micro_batch)).shape
+    except Untraceable:
+        return None
+
+
+def _request(made: Draft | Plan, micro_batch: int) -> dict[str, Any]:
+    """Return a Request of models/tracing.py."""
+    return {
+        "config": made.model_config,
+        "source": made.model_source,
+        "precision": made.precision,
+        "attention": made.config.model.attention,
+        "micro_batch": micro_batch,
+        "seq_len": made.config.data.seq_len,
+        "kernels": made.world.kernels,
+    }
+
+
 def traced_inputs(plan: Plan) -> Inputs:
     """Return the inputs for an unknown architecture, traced from its class. Raises Untraceable."""
-    request = {
-        "config": plan.model_config,
-        "source": plan.model_source,
-        "precision": plan.precision,
-        "attention": plan.config.model.attention,
-        "micro_batch": plan.micro_batch,
-        "seq_len": plan.config.data.seq_len,
-        "kernels": plan.world.kernels,
-    }
-    whole = traced(request)
+    whole = traced(_request(plan, plan.micro_batch))
     inputs = memory_inputs(replace(plan, shape=whole.shape))
     assert inputs is not None, "it has a shape"
     tokens = plan.micro_batch * plan.config.data.seq_len

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.batches import Counts, with_counts
 from harness.plan.command import parse_command, plan_from
+from harness.plan.memory import Untraceable
 from harness.plan.model_config import find_model_config
 from harness.plan.plan import Plan
 from tests.engine.small import MODEL
@@ -94,7 +95,10 @@ class Planner:
                 gpu=gpu,
                 torch=machine.get("TORCH"),
             )
-        with nullcontext() if estimate else patch("harness.plan.model.estimate", return_value=None):
+        with ExitStack() as patches:
+            if not estimate:
+                patches.enter_context(patch("harness.plan.model.estimate", return_value=None))
+                patches.enter_context(patch("harness.plan.memory.traced", side_effect=Untraceable))
             made = plan_from(command, environ, world)
         if "WINDOWS" not in machine:
             return made

@@ -129,6 +129,7 @@ def test_an_unknown_architecture_is_split_evenly(planned: Planner) -> None:
     line = f"RANKS=4 model.name={planned.add('brand_new', config).parent} {STAGES}"
     made = planned(line, estimate=False)
     assert layers(made) == (3, 2)
-    assert [event["kind"] for event in made.events] == ["unknown_architecture", "even_split"]
+    kinds = [event["kind"] for event in made.events]
+    assert kinds == ["unknown_architecture", "learning_rate", "even_split"]
     partition = "'ds.pipeline.partition=[1, 4]'"
     assert layers(planned(f"{line} {partition}", estimate=False)) == (1, 4)

@@ -171,7 +171,8 @@ def test_an_unknown_architecture_is_planned_without_its_shape(
     line = f"model.name={planned.add('brand_new', config).parent}"
     made = planned(line, estimate=estimate)
     assert made.shape is None
-    assert [event["kind"] for event in made.events] == ["unknown_architecture"]
+    assert [event["kind"] for event in made.events] == ["unknown_architecture", "learning_rate"]
+    assert "optim.lr is 0.003, the default of small models" in made.events[-1]["message"]
     assert "does not know this architecture" in describe(made)
 
 

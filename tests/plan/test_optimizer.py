@@ -19,6 +19,7 @@ from harness.estimate.states import model_states
 from harness.layout.optimizer_table import OPTIMIZERS, Group, Parameter, optimizer_groups
 from harness.layout.world import World
 from harness.plan.make import make_plan
+from harness.plan.memory import Traced
 from harness.plan.merge_settings import merge_settings
 from harness.plan.model import with_rows_for
 from harness.plan.model_config import find_model_config
@@ -132,6 +133,31 @@ def test_the_warm_up_is_a_share_of_the_run(words: str, steps: int, planned: Plan
     made = planned(f"{START} {words}", estimate=False)
     assert made.schedule(100).warmup == steps
     assert made.schedule(100).lr(steps) == pytest.approx(made.config.optim.lr)
+
+
+def test_a_traced_model_starts_with_the_rate_of_its_size(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trace is the estimate's, which is kept."""
+    requests = []
+    shape = planned("model.name=llama-3-8b").shape
+    assert shape is not None
+    bytes_of_layers = (1000,) * shape.num_layers
+
+    def traced(request: dict[str, Any]) -> Traced:
+        requests.append(request)
+        return Traced(shape, bytes_of_layers, bytes_of_layers, 0, "traced")
+
+    monkeypatch.setattr("harness.plan.memory.traced", traced)
+    line = "GPU=h100-80 ds.bf16.enabled=auto model.name=$no_layers data.seq_len=256"
+    made = planned(line)
+    assert made.shape is None
+    assert made.estimate is not None
+    assert requests == [requests[0]] * 2
+    assert made.config.optim.lr == pytest.approx(3e-4, rel=0.1)
+    assert made.config.origin("optim.lr") == BY_SIZE
+    assert made.deepspeed["optimizer"]["params"]["lr"] == made.config.optim.lr
+    assert "10 times the 0.0003 that" in planned.notes(f"{line} optim.lr=3e-3")[-1]
 
 
 def test_random_weights_keep_their_defaults(planned: Planner) -> None:
