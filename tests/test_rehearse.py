@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,15 @@ from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.job import STEPS, Job, elsewhere, grid_of, rehearsed, shown
 from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
 from tools.rehearsal.shrink import MOST_BYTES, VOCAB_SIZE, data_keys, excerpt, shrunk, size_of
-from tools.rehearsal.stages import Done, apart, differing, done_twice, train_command
+from tools.rehearsal.stages import (
+    Done,
+    Rehearsal,
+    StageFailed,
+    apart,
+    differing,
+    done_twice,
+    train_command,
+)
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads per key head make Llama-3.1-405B the largest
 LAYERS = 4
@@ -295,6 +304,51 @@ def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) 
     assert not [argument for argument in arguments if "init_from" in argument]
     assert made.model["vocab_size"] == 128256  # whatever ids it gives
     assert "the weights of model.init_from" in made.not_rehearsed()
+
+
+_BUDGET = ["data.batching=token_budget", "data.tokens_per_batch=4096", "data.seq_len=2048"]
+_SEQUENCE = "ds.sequence_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "json_name", "settings"),
+    [
+        (8, "zero2.json", ["model.lora.rank=16"]),
+        (8, "zero3.json", ["model.lora.rank=16", "model.context=32768", "data.seq_len=32768"]),
+        (8, "zero2.json", ["model.name=llama-3-8b", "model.context=32768", "model.rope=ntk"]),
+        (8, "zero2.json", ["model.name=llama-3-8b", *_BUDGET]),
+        (1, "zero2.json", ["model.name=llama-1b", *_BUDGET, "train.global_batch=2"]),
+        (8, "zero2.json", ["model.attention=longformer", "model.attention_global=64"]),
+        (8, "zero2.json", ["model.name=llama-3-8b", "model.kernels=liger"]),
+        (8, "tensor2_zero1.json", ["model.name=qwen3-30b-a3b"]),
+        (8, "3d.json", ["model.name=qwen3-30b-a3b"]),
+        (8, "tensor2_zero1.json", ["model.name=llama-3.2-3b", _SEQUENCE]),
+        (8, "tensor2_zero1.json", ["model.name=qwen2.5-7b", _SEQUENCE]),
+        (8, "tensor2_zero1.json", ["model.name=qwen3-14b", _SEQUENCE]),
+    ],
+)
+def test_a_job_that_can_be_trained_is_not_refused_when_small(
+    gpus: int, json_name: str, settings: list[str], tmp_path: Path
+) -> None:
+    """Neither in its own layout nor in the other one."""
+    if "model.lora.rank=16" in settings:
+        config = find_model_config("llama-3-8b")[0] | {"vocab_size": 512}
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights" / "config.json").write_text(json.dumps(config))
+        settings = [*settings, f"model.init_from={tmp_path / 'weights'}"]
+    made = job(*settings, gpus=gpus, json_name=json_name)
+    arguments = Rehearsal(made, tmp_path / "made").arguments
+    assert made.other
+    assert ("model.kernels=liger" in made.not_rehearsed()) == ("model.kernels=liger" in settings)
+    assert ("model.lora.rank=16" in arguments) == ("model.lora.rank=16" in settings)
+
+
+def test_a_small_job_that_is_refused_is_named_as_the_rehearsals_own(tmp_path: Path) -> None:
+    made = job("model.name=llama-3-8b", json_name="tensor2_zero1.json")
+    broken = replace(made, model={**made.model, "intermediate_size": 63})
+    with pytest.raises(StageFailed, match=r"not the rehearsal's own small job: .* 63 ") as failed:
+        Rehearsal(broken, tmp_path / "made")
+    assert (failed.value.stage, failed.value.code) == ("plan", 1)
 
 
 def test_zero_3_partitions_the_small_model_as_the_large() -> None:

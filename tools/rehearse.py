@@ -15,10 +15,11 @@ architecture, with the same JSON, optimizer, guards and data, passes the stages 
     export      opens in transformers, with the loss that it had in training
     elsewhere   the checkpoint resumes in another layout, within rounding
 
-Exit code 0 if all stages passed; 1 if a stage failed or the disk is full; 2 for a job that cannot
-be planned. All pipeline stages stay, and up to two tensor and two sequence ranks. Data ranks shrink
-to four ranks in all, or to two per stage: 64 GPUs become 4 ranks, or 8 with 4 stages. For a JSON
-that divides experts, --all uses mixtral-8x7b if the job's model has none.
+Exit code 0 if all stages passed; 1 if a stage failed, the small model has no plan or the disk is
+full; 2 for a job that cannot be planned. Adapters (model.lora) stay, on random weights. All
+pipeline stages stay, and up to two tensor and two sequence ranks. Data ranks shrink to four ranks
+in all, or to two per stage: 64 GPUs become 4 ranks, or 8 with 4 stages. For a JSON that divides
+experts, --all uses mixtral-8x7b if the job's model has none.
 """
 
 from __future__ import annotations

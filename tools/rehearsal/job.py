@@ -25,6 +25,7 @@ from tools.rehearsal.shrink import (
     data_keys,
     shrunk,
     size_of,
+    write_weights,
 )
 
 MOST_RANKS = 4  # unless two data ranks per pipeline stage need more
@@ -111,7 +112,8 @@ _QUANTISED = tuple(f"zero_optimization.zero_quantized_{kind}" for kind in ("weig
 _SHORTENED = ("train.steps", "optim.warmup_steps", "train.global_batch", "train.micro_batch")
 # Run config keys that make no sense in a rehearsal or get new values.
 _REPLACED = (
-    *("model.name", "model.init_from", "model.overrides", "data.path", "data.tokenizer"),
+    *("model.name", "model.init_from", "model.overrides", "model.context", "model.rope"),
+    *("model.kernels", "data.path", "data.tokenizer"),
     *("data.mix", "data.eval_path", "data.too_long", "data.min_tokens", "data.max_tokens"),
     *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
     *("ramp", "profile", "optim.groups", "optim.warmup_ratio"),
@@ -146,13 +148,14 @@ class Job:
         # A user's tokenizer, or that of the weights, has its own ids.
         has_own = real.config.data.tokenizer or real.config.model.init_from
         vocab_size = 2**31 if has_own else VOCAB_SIZE
-        model = shrunk(real.model_config, layers, vocab_size)
+        ranks = layout.tensor, layout.sequence
+        model = shrunk(real.model_config, layers, vocab_size, *ranks)
         if split:  # its sum must equal the number of layers
             times = -(-(size_of(model, LAYERS) or 1) // sum(split))
             split = [count * times for count in split]
             if sum(split) > (size_of(real.model_config, LAYERS) or 1):
                 split = literal(real.deepspeed_given, "pipeline.partition")
-            model = shrunk(real.model_config, sum(split), vocab_size)
+            model = shrunk(real.model_config, sum(split), vocab_size, *ranks)
         return cls(
             real=real,
             layout=layout,
@@ -176,10 +179,15 @@ class Job:
     @property
     def random_steps(self) -> bool:
         """True if the model uses dropout, which differs with the number of ranks."""
-        return self.real.config.model.stochastic_depth > 0 or any(
-            isinstance(value, int | float) and value > 0
-            for key, value in self.model.items()
-            if key.endswith(("dropout", "pdrop", "dropout_prob"))
+        run = self.real.config.model
+        return (
+            run.stochastic_depth > 0
+            or run.lora.dropout > 0
+            or any(
+                isinstance(value, int | float) and value > 0
+                for key, value in self.model.items()
+                if key.endswith(("dropout", "pdrop", "dropout_prob"))
+            )
         )
 
     def write(self, folder: Path) -> list[str]:
@@ -188,9 +196,12 @@ class Job:
         Raises ConfigError if the job's data cannot be found.
         """
         (folder / "model").mkdir(parents=True)
+        if self._has_adapters:
+            write_weights(self.model, folder / "model")
         (folder / "model" / "config.json").write_text(json.dumps(self.model, indent=2))
         (folder / "deepspeed.json").write_text(json.dumps(self.deepspeed, indent=2))
         keys = {**self._kept(), **self._set(), "model.name": str(folder / "model")}
+        keys |= {"model.init_from": keys["model.name"]} if self._has_adapters else {}
         keys |= data_keys(self.real, folder)
         arguments = ["--deepspeed", str(folder / "deepspeed.json")]
         arguments += ["--trust-remote-code"] if self.trust_remote_code else []
@@ -200,7 +211,7 @@ class Job:
         """Return the additional arguments for the other layout."""
         assert self.other
         layout, micro_batch = self.other
-        changed = [f"train.micro_batch={micro_batch}"]
+        changed = [f"{key}={value}" for key, value in self._micro_batch(micro_batch).items()]
         if layout.pipeline != self.layout.pipeline:
             changed += [f"ds.pipeline.stages={layout.pipeline}", "ds.pipeline.partition=time"]
         if layout.tensor != self.layout.tensor:
@@ -217,11 +228,27 @@ class Job:
         aspects += ["the weights of model.init_from"] if run.model.init_from else []
         aspects += ["the checkpoint of resume.from"] if run.resume.from_ else []
         aspects += [run.model.attention] if "flash" in run.model.attention else []
+        aspects += ["model.kernels=liger"] if run.model.kernels == "liger" else []
         ds = self.real.deepspeed_given
         aspects += ["ZeRO++'s quantisation"] if any(value_of(ds, k) for k in _QUANTISED) else []
         aspects += [f"the JSON's {name}" for name in _MONITORS if value_of(ds, f"{name}.enabled")]
         aspects += [] if self.other else ["another number of ranks: a step has a single sample"]
         return aspects
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.real.config.model.lora.rank is not None
+
+    @property
+    def _seq_len(self) -> int:
+        return min(self.real.config.data.seq_len, SEQ_LEN)
+
+    def _micro_batch(self, samples: int) -> dict[str, int]:
+        """Return the keys for this micro-batch."""
+        keys = {"train.micro_batch": samples}
+        if self.real.config.data.tokens_per_batch is not None:
+            keys["data.tokens_per_batch"] = samples * self._seq_len
+        return keys
 
     def _kept(self) -> dict[str, Any]:
         """Return the job's settings that the rehearsal keeps."""
@@ -238,10 +265,10 @@ class Job:
     def _set(self) -> dict[str, Any]:
         run = self.real.config
         keys: dict[str, Any] = {
-            "data.seq_len": min(run.data.seq_len, SEQ_LEN),
+            "data.seq_len": self._seq_len,
             "train.steps": STEPS,
             "train.global_batch": self.global_batch,
-            "train.micro_batch": self.micro_batch,
+            **self._micro_batch(self.micro_batch),
             "optim.warmup_steps": min(run.optim.warmup(STEPS), _WARMUP_STEPS),
             "eval.every": min(run.eval.every, _EVERY),
             "eval.samples": min(run.eval.samples, _EVAL_SAMPLES),
@@ -250,6 +277,8 @@ class Job:
             "log.every": 1,  # every step is compared
             "sample.tokens": min(run.sample.tokens, _SAMPLE_TOKENS),
         }
+        if run.model.attention_global is not None:
+            keys["model.attention_global"] = min(run.model.attention_global, self._seq_len)
         if "flash" in run.model.attention:
             family = family_of(self.model["model_type"])
             keys["model.attention"] = "eager" if family.sdpa_lacks else "sdpa"
@@ -264,7 +293,7 @@ class Job:
         if ramp.batch_from is not None and self.grad_accum > 1:
             keys["ramp.batch_from"] = keys["ramp.batch_step"] = self.global_batch // self.grad_accum
             keys["ramp.batch_tokens"] = tokens // 2
-        seq_len = min(self.real.config.data.seq_len, SEQ_LEN)
+        seq_len = self._seq_len
         if ramp.length_from is not None and seq_len % 2 == 0:
             keys |= {"ramp.length_from": seq_len // 2, "ramp.length_tokens": tokens // 2}
         return keys

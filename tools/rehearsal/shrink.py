@@ -140,6 +140,7 @@ HIDDEN_SIZE = 64  # all query heads together, as near as the number of heads all
 MOST_HEADS_PER_KEY = 16
 WINDOW = 16  # tokens; shorter than a rehearsed sample, so that it takes effect
 EXPERTS = 4
+_MULTIPLE = 8  # of each tensor-parallel rank's part of a width, which grouped_mm of experts needs
 
 LAYERS, HIDDEN = SIZE_KEYS["layers"], SIZE_KEYS["hidden"]
 _HEADS, _KEY_HEADS = SIZE_KEYS["heads"], SIZE_KEYS["kv_heads"]
@@ -150,11 +151,14 @@ _WIDTHS = (
 _ROPE = ("rope_scaling", "rope_parameters")
 
 
-def shrunk(config: Mapping[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:
+def shrunk(
+    config: Mapping[str, Any], layers: int, vocab_size: int, tensor: int = 1, sequence: int = 1
+) -> dict[str, Any]:
     """Return a config with at most `vocab_size` tokens and about `layers` decoder layers: never
     more than the model has, but enough to include each kind of layer.
 
-    Raises ValueError for a config that lacks its sizes, or that comes with its own code.
+    `tensor`, `sequence`: ranks that divide its widths and heads. Raises ValueError for a config
+    that lacks its sizes, or that comes with its own code.
     """
     if "auto_map" in config:
         raise ValueError(
@@ -168,13 +172,27 @@ def shrunk(config: Mapping[str, Any], layers: int, vocab_size: int) -> dict[str,
     ]
     if problems:
         raise ValueError("; ".join(problems))
-    small |= _heads(config)
-    small |= _widths(config, small)
+    small |= _heads(config, tensor * sequence)
+    small |= _widths(config, small, _MULTIPLE * tensor)
     small |= _experts(config)
     small |= _layers(config, layers)
     small |= _windows(config)
     small |= _vocabulary(config, vocab_size)
     return small
+
+
+def write_weights(config: Mapping[str, Any], folder: Path) -> None:
+    """Write random weights of a small model to `folder`, as the base of adapters."""
+    import torch  # planning does without
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from harness.models.skeleton import hf_config
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hf_config(dict(config)), dtype=torch.float32)
+    model.save_pretrained(folder)
 
 
 def size_of(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
@@ -200,14 +218,23 @@ def _head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or _family(config).head_dim or hidden // heads)
 
 
-def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fewer and narrower heads and the hidden size; query groups that share a key stay."""
+def _heads(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Return fewer and narrower heads and the hidden size; query groups that share a key stay.
+
+    `ranks` divide the heads; they divide the key heads, too, or share them.
+    """
     heads, hidden = _sizes(config, _HEADS, HIDDEN)
     key_heads = size_of(config, _KEY_HEADS) or heads
     if config.get("multi_query"):  # Falcon's and GPTBigCode's key for a single key head
         key_heads = 1
     group = min(heads // key_heads or 1, MOST_HEADS_PER_KEY)
-    few_keys = min(key_heads, 4 if group == 1 else 2)
+    least = min(key_heads, 4 if group == 1 else 2)
+    divisible = (
+        n
+        for n in range(least, key_heads + 1)
+        if n * group % ranks == 0 and (n % ranks == 0 or ranks % n == 0)
+    )
+    few_keys = next(divisible, least)
     few = few_keys * group
     head_dim = max(8, HIDDEN_SIZE // few // 8 * 8)  # even, for rotary positions
     # Most models' query heads are together as wide as the hidden size; Gemma's and Qwen's are not.
@@ -233,11 +260,11 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _widths(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+def _widths(config: Mapping[str, Any], small: Mapping[str, Any], multiple: int) -> dict[str, Any]:
     """Return the widths of MLPs and experts, in proportion to the hidden size."""
     (was,), (now,) = _sizes(config, HIDDEN), _sizes(small, HIDDEN)
     return {
-        name: max(8, round(config[name] * now / was / 8) * 8)
+        name: max(multiple, round(config[name] * now / was / multiple) * multiple)
         for name in _WIDTHS
         if isinstance(config.get(name), int)
     }

@@ -5,6 +5,7 @@ compared step by step.
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -15,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ExitCode
-from harness.launch.ranks import REPOSITORY, Ranks, started
+from harness.errors import ConfigError, ExitCode
+from harness.launch.ranks import ON_CPU, REPOSITORY, Ranks, place_of, started
+from harness.layout.grid import Grid
+from harness.plan.command import parse_command, plan_from
 from harness.runfolder import RunFolder
 from tools.rehearsal.job import STEPS, Job, shown
 
@@ -73,9 +76,29 @@ class Rehearsal:
 
     def __post_init__(self) -> None:
         self.arguments = self.job.write(self.folder)
+        self._plan(self.job.layout, [])
+        if self.job.other:
+            self._plan(self.job.other[0], self.job.at_the_other())
         self.reference, self.resumed, self.moved = (
             RunFolder(self.folder / name) for name in ("reference", "resumed", "elsewhere")
         )
+
+    def _plan(self, layout: Grid, more: list[str]) -> None:
+        """Plan the small job in a layout, as its ranks will. Raises StageFailed if it is refused:
+        the real job is accepted.
+        """
+        words = [*self.arguments, *more]
+        try:
+            plan_from(
+                parse_command(words), {**os.environ, **ON_CPU, **place_of(0, layout.world_size, 0)}
+            )
+        except ConfigError as error:
+            failed = StageFailed(
+                f"train.py accepts the job but not the rehearsal's own small job: {error}",
+                f"planned as {shlex.join(words)}",
+            )
+            failed.stage = "plan"
+            raise failed from None
 
     def stages(self) -> Iterator[Done]:
         """Yield each stage when it is done. Raises StageFailed at the first failure."""
