@@ -50,8 +50,8 @@ class Replica:
     tensor: torch.Tensor
     ranks: tuple[int, ...]
     """The ranks that hold these elements, including this one, ascending."""
-    is_whole: bool
-    """True if no axis splits the weight."""
+    group: dist.ProcessGroup | None
+    """Group of the tensor-parallel ranks among them, each of which computes the gradient itself."""
 
 
 class Engine(Protocol):

@@ -45,7 +45,8 @@ def divide_forward(
     entrances = _entrances(named, how)
     for name in entrances:
         named[name].register_forward_pre_hook(_copying(group), with_kwargs=True)
-    sharing = _sharing_a_head(share, plan.kv_copies(places))
+    sharing: Any = _sharing_a_head(share, plan.kv_copies(places))
+    model.sharing_a_head = sharing
     for name, style in how.items():
         module, owner_name = named[name], name.rpartition(".")[0]
         owner: Any = named[owner_name]

@@ -124,12 +124,16 @@ class ZeroEngine(Engine):
         # Under ZeRO-3: weights below stage3_param_persistence_threshold, and the shards that
         # tensor-parallel ranks have in common.
         peers = self.share.ranks("tensor")
+        made = [getattr(self._own_module, "sharing_a_head", None)]
+        made += [self.groups.of("tensor")] if len(peers) > 1 else []
+        groups = {tuple(dist.get_process_group_ranks(group)): group for group in made if group}
         for name, parameter, tensor in fragments.stored_weights(self._own_module):
             ranks = self.share.alike(name, part_of(parameter).whole)
             if not internals.is_whole(parameter):  # other data ranks have other shards
                 ranks = tuple(rank for rank in ranks if rank in peers)
             if len(ranks) > 1:
-                yield Replica(name, tensor, ranks, part_of(parameter).is_whole)
+                group = groups.get(tuple(rank for rank in ranks if rank in peers))
+                yield Replica(name, tensor, ranks, group)
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
         return []

@@ -256,13 +256,14 @@ def _compared(run: Run) -> _Compared:
     ]
     for name, weight, group in engine.tied():
         (of_rank,) = checksums([weight], group, engine.device)
-        of_holders.append((Replica(name, weight, tuple(of_rank), False), of_rank))
+        of_holders.append((Replica(name, weight, tuple(of_rank), None), of_rank))
     result = _Compared(len(of_holders))
     for replica, of_rank in of_holders:
         if len({*of_rank.values()}) == 1:
             continue
         if _may_drift(run.plan.grid, engine.device.type, replica, of_rank):
-            apart = largest_difference(replica.tensor, engine.group_of("tensor"), engine.device)
+            assert replica.group is not None, "it may not drift without one"
+            apart = largest_difference(replica.tensor, replica.group, engine.device)
             if apart <= ROUNDING:
                 result.drifted[replica.name] = apart
                 continue
@@ -275,7 +276,7 @@ def _compared(run: Run) -> _Compared:
 
 def _may_drift(grid: Grid, device: str, replica: Replica, of_rank: Mapping[int, int]) -> bool:
     """Return True if a weight differs only between tensor-parallel ranks of a rounding device."""
-    if device == "cpu" or grid.tensor == 1 or not replica.is_whole:
+    if device == "cpu" or replica.group is None:
         return False
     values = {(grid.coords(rank).tensor, value) for rank, value in of_rank.items()}
     return len(values) == len({tensor for tensor, _ in values})

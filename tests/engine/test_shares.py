@@ -66,6 +66,19 @@ def test_zero_3_shares_out_what_tensor_ranks_hold() -> None:
     assert elements == (engine.plan.shape.parameters - undivided) // (2 * 2) + undivided // 2
 
 
+@GATE
+@ranks(4)
+def test_ranks_that_share_a_key_head_compare_it_among_themselves() -> None:
+    own = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}[WORLD.rank]
+    engine = engine_of({"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 4}})
+    replicas = [*engine.replicated()]
+    shared = {r.name for r in replicas if r.ranks == own}
+    assert {name.split(".")[-2] for name in shared} == {"k_proj", "v_proj"}
+    for replica in replicas:
+        assert replica.ranks == (own if replica.name in shared else (0, 1, 2, 3))
+        assert tuple(dist.get_process_group_ranks(replica.group)) == replica.ranks
+
+
 # Tied, fused projections; experts stored one by one; a saved buffer.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**MODEL, "tie_word_embeddings": True},

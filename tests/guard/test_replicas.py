@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from harness.engine.api import Replica
 from harness.guard.replicas import checksum, checksums, largest_difference, outside_majority
+from harness.layout.grid import Grid
+from harness.run import saving
+from harness.run.saving import _may_drift
 from tests.ranks import ranks
 
 
@@ -44,6 +49,28 @@ def test_the_largest_difference_of_copies_is_told() -> None:
     assert largest_difference(weight, dist.group.WORLD, torch.device("cpu")) == 0.0625
     weight[0] = float("nan")
     assert math.isnan(largest_difference(weight, dist.group.WORLD, torch.device("cpu")))
+
+
+@ranks(3)
+def test_slices_that_some_tensor_ranks_share_may_differ_by_rounding_on_gpus() -> None:
+    rank, grid = dist.get_rank(), Grid(3, tensor=3)
+    pair, weight = dist.new_group([0, 1]), torch.tensor([4.0, 1.0 + rank / 2**20])
+    replica = Replica("k", weight, (0, 1), pair) if rank < 2 else Replica("k", weight, (2,), None)
+    run = mock.Mock(plan=mock.Mock(grid=grid))
+    run.engine.replicated.return_value, run.engine.tied.return_value = [replica], []
+    run.engine.group_of.return_value, run.engine.device = dist.group.WORLD, torch.device("cpu")
+
+    def compared(device: str) -> tuple[dict[str, float], dict[str, list[int]]]:
+        with mock.patch.object(
+            saving, "_may_drift", lambda grid, _, *rest: _may_drift(grid, device, *rest)
+        ):
+            result = saving._compared(run)
+        return result.drifted, result.differing
+
+    assert compared("cuda") == (({"k": 2**-22}, {}) if rank < 2 else ({}, {}))
+    assert compared("cpu") == ({}, {"k": [0, 1]} if rank < 2 else {})
+    weight[0] += rank
+    assert compared("cuda") == ({}, {"k": [0, 1]} if rank < 2 else {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
