@@ -110,9 +110,10 @@ def _verdict(args: argparse.Namespace) -> int:
     if args.program == "preflight.py":
         ended += ": not started"
     say(f"{datetime.now():%Y-%m-%dT%H:%M:%S} {ended}; newest checkpoint: {newest}")
-    # A warning long before the time limit (pre-emption, scancel) says nothing about the run.
+    # A warning long before the time limit (pre-emption, scancel) says nothing about the run. If the
+    # limit is unknown, it counts: a run that never saves in time must end.
     left_s = slurm_seconds_left() if args.warned else None
-    counts = not args.warned or (left_s is not None and left_s <= LATE_S)
+    counts = left_s is None or left_s <= LATE_S
     is_pruned = (args.run.path / PRUNED).exists()
     again = code not in FINAL and not is_pruned and not (counts and is_stuck(args.run.path, newest))
     print("requeue" if again else "")

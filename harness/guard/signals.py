@@ -150,7 +150,10 @@ def slurm_seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
         return float(environ["SLURM_JOB_END_TIME"]) - time.time()
     if "SLURM_JOB_ID" not in environ:
         return None
-    command = ["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%L"]
+    job = environ["SLURM_JOB_ID"]  # of an array's last task, that of all of its tasks
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):

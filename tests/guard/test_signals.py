@@ -186,6 +186,11 @@ def test_the_end_of_the_process_takes_time_too(monkeypatch: pytest.MonkeyPatch) 
         ({}, "echo 1:30", None),
         ({"SLURM_JOB_ID": "7"}, "echo 1:30", 90),
         ({"SLURM_JOB_ID": "7"}, "exit 1", None),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"},
+            'if [ "$2" = --jobs=7_2 ]; then echo 1:30; else echo 1:30; echo 2:30; fi',
+            90,
+        ),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1100"}, "exit 1", 100),
     ],
 )
