@@ -15,7 +15,7 @@ from harness.models.adapters import add_adapters
 from harness.models.layer_changes import drop_layers, tile_mlps, use_liger
 from harness.models.recompute import checkpoint_layers
 from harness.models.reversible import reverse_layers
-from harness.models.units import decoder_layers
+from harness.models.units import decoder_layers, loops_over_experts
 from harness.plan.memory import gathers_layers
 from harness.plan.plan import Plan
 
@@ -23,6 +23,9 @@ from harness.plan.plan import Plan
 def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | None) -> None:
     """Change the layers of `model`, and of the empty full model `whole` of a pipeline stage. Raises
     ConfigError for an MLP that cannot be tiled.
+
+    Under ZeRO-3, experts that are modules of their own are gathered as one unit: each rank calls
+    those that its tokens chose, so gathered one by one, collectives would differ between ranks.
     """
     if rate := plan.config.model.stochastic_depth:
         for drawn in (model, *([whole] if whole is not None else [])):
@@ -35,6 +38,9 @@ def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | N
     if as_a_whole:
         for layer in layers:
             set_z3_leaf_module(layer, True)
+    elif plan.zero_stage == 3:
+        for module in loops_over_experts(model):
+            set_z3_leaf_module(module, True)
     if plan.config.model.compile:
         for layer in layers:  # layer by layer: identical layers share one compilation
             layer.forward = torch.compile(layer.forward)

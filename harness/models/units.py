@@ -73,6 +73,20 @@ def units(model: PreTrainedModel) -> Iterator[Unit]:
             yield Unit(name, module, whole=False)
 
 
+def loops_over_experts(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules whose forward pass calls a submodule with parameters per chosen expert,
+    rather than computing with stacked weights of all experts: DBRX's, and those of most models with
+    their own code.
+    """
+    loops = []
+    for name, module in model.named_modules():
+        owner, _, last = name.rpartition(".")
+        if last == "experts" and any(True for part in module.children() for _ in part.parameters()):
+            is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # without a forward pass
+            loops.append(model.get_submodule(owner) if is_list else module)
+    return loops
+
+
 def meta_logits(skeleton: PreTrainedModel) -> torch.Tensor:
     """Return the logits of a skeleton's forward pass, without router outputs, on the meta device.
 

@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.dbrx import modeling_dbrx
 
 from harness.layout.expert import FAMILIES
 from harness.models.skeleton import hf_config
@@ -25,7 +27,7 @@ from tests.engine.engines import (
     share_of,
     written,
 )
-from tests.engine.small import EAGER, MIXTURES
+from tests.engine.small import EAGER, MIXTURES, SEQ_LEN, VOCAB_SIZE
 from tests.ranks import ranks
 
 MIXTRAL = "mixtral"
@@ -111,6 +113,58 @@ def test_a_rank_that_gets_no_token_keeps_nobody_waiting() -> None:
             engine.apply(1e-3)
         assert engine.expert_tokens()[:, 2:].sum() == 0  # the last experts
         engine.close()
+
+
+DBRX = {
+    "model_type": "dbrx",
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": SEQ_LEN,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 1},
+    "tie_word_embeddings": False,
+    "output_router_logits": False,
+}
+
+
+class ListOfExperts(nn.Module):
+    """A mixture as most models with their own code write it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(states).softmax(-1).max(-1)
+        output = torch.zeros_like(states)
+        for number in chosen.unique().tolist():
+            own = chosen == number
+            output[own] = self.experts[number](states[own]) * weights[own][:, None]
+        return output
+
+
+@pytest.mark.parametrize("block", [modeling_dbrx.DbrxFFN, ListOfExperts])
+@ranks(2)
+def test_ranks_may_call_different_experts_under_zero_3(block: type[nn.Module]) -> None:
+    """All tokens of rank 0 are alike, and so choose one expert."""
+    gradients = []
+    for zero in ("zero0", "zero3"):
+        with mock.patch.object(modeling_dbrx, "DbrxFFN", block):
+            engine = engine_of(zero, model={"name": written("dbrx", DBRX)})
+        batches, targets = share_of(engine)
+        if WORLD.rank == 0:
+            for batch in batches:
+                batch.input_ids.fill_(1)
+        for _ in range(2):  # DeepSpeed prefetches in the order of the first pass
+            engine.accumulate(batches, targets)
+            found = dict(engine.gradients())
+            engine.apply(0.0)
+        gradients.append(found)
+        engine.close()
+    assert largest_distance(*gradients) < 1e-5
 
 
 @pytest.mark.parametrize("layout", cells(CLIPPED))
