@@ -22,7 +22,7 @@ from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.expert import Experts
 from harness.engine.fragments import cutter, note_copies
 from harness.engine.groups import Groups, ModelParallelUnit, make_groups
-from harness.engine.layers import adapt, change_layers
+from harness.engine.layers import adapt, change_layers, start_gradients_at_leaves
 from harness.engine.meta_model import empty_model
 from harness.engine.optimizers import Matrices, Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine
@@ -98,6 +98,8 @@ def build_engine(
         config=config,
         mpu=module.unit,
     )
+    if plan.zero_stage == 3:
+        start_gradients_at_leaves(model)
     if operations is not None and (stage is None or stage.leave is None):
         chunked: Any = ChunkedLoss(model, plan.loss_chunk, operations)
         model.chunked_loss = chunked

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from deepspeed.utils import set_z3_leaf_module, set_z3_leaf_modules
+from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_module, set_z3_leaf_modules
+from torch import nn
 from transformers import PreTrainedModel
 
 from harness.engine.deepspeed_0_19 import internals
@@ -44,6 +47,28 @@ def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | N
     if plan.config.model.compile:
         for layer in layers:  # layer by layer: identical layers share one compilation
             layer.forward = torch.compile(layer.forward)
+
+
+def start_gradients_at_leaves(model: nn.Module) -> None:
+    """Give the first trained leaf module an input that requires a gradient, if weights are frozen.
+
+    DeepSpeed reduces the gradients of a leaf module's weights once that of its input is computed. A
+    module whose input depends on no trained weight would lose its weights in the middle of its
+    backward pass. Call this after DeepSpeed has set its own leaf modules.
+    """
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return
+    for leaf in get_z3_leaf_modules(model):
+        if any(parameter.requires_grad for parameter in leaf.parameters()):
+            leaf.register_forward_pre_hook(_start_gradient, prepend=True)  # before DeepSpeed's
+
+
+def _start_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Make the first input, the hidden states, require a gradient."""
+    hidden, *others = inputs
+    if hidden.requires_grad or not torch.is_grad_enabled():
+        return None
+    return (hidden.detach().requires_grad_(), *others)
 
 
 def _recompute(plan: Plan, model: PreTrainedModel, as_a_whole: bool) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from harness.layout.shape import Shape
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.memory import memory_inputs
-from tests.engine.engines import cells, engine_of, gathered, losses, share_of
-from tests.engine.small import MODEL, SEQ_LEN, VOCAB_SIZE
+from tests.engine.engines import cells, engine_of, gathered, losses, share_of, written
+from tests.engine.small import MIXTURES, MODEL, SEQ_LEN, VOCAB_SIZE
 from tests.ranks import ranks
 
 RANK, ALPHA, STEPS, LR = 4, 6.0, 4, 3e-3
@@ -264,3 +265,28 @@ def test_frozen_parameters_stay_and_the_others_train_as_in_a_plain_loop(layout: 
     assert losses(engine, STEPS) == pytest.approx(expected, rel=rel)
     assert {n for n, after in engine.masters() if not after.equal(before[n])} == trained
     assert bytes_of(engine) == pytest.approx(estimated_bytes(engine), rel=0.01)
+
+
+# Leaf modules of ZeRO 3, the first of which has an input that depends on no trained weight.
+LEAVES = {
+    "layers": (MODEL, {"compile": True}, "embed"),
+    "mixtures": (MIXTURES["mixtral"], {}, "embed|self_attn|norm|lm_head"),
+}
+
+
+@pytest.mark.parametrize("leaves", LEAVES)
+@ranks(2)
+def test_zero_3_trains_leaf_modules_above_frozen_weights(leaves: str) -> None:
+    config, model, frozen = LEAVES[leaves]
+    sections: dict[str, Any] = {
+        "model": {"name": written(leaves, config), **model},
+        "optim": {"groups": [{"pattern": frozen, "frozen": True}]},
+    }
+    curves = []
+    for zero in ("zero1", "zero3"):
+        with mock.patch.object(torch, "compile", lambda function: function):  # it takes a minute
+            engine = engine_of(zero, **sections)
+        curves.append(losses(engine, STEPS))
+        engine.close()
+    assert curves[1] == pytest.approx(curves[0], rel=2e-6)
+    assert curves[0][-1] < curves[0][0] - 0.001
