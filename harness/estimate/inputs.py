@@ -95,8 +95,7 @@ class ZeroSettings:
             persistence_threshold=int(zero("stage3_param_persistence_threshold")),
             max_reuse_distance=int(zero("stage3_max_reuse_distance")),
             max_live=int(zero("stage3_max_live_parameters")),
-            has_leaves=bool(zero("stage3_module_granularity_threshold"))
-            or value("zero_optimization.leaf_module") is not None,
+            has_leaves=value("zero_optimization.leaf_module") is not None,
             sub_group_size=int(zero("sub_group_size")),
             secondary_ranks=int(zero("zero_hpz_partition_size")),
             pins=any(

@@ -29,7 +29,7 @@ def test_the_papers_table_one(stage, gigabytes):
         ({}, True),
         ({"stage": 2}, False),
         ({"stage3_max_live_parameters": 900_000}, False),  # a layer has 467,328
-        ({"stage3_module_granularity_threshold": 1}, False),
+        ({"leaf_module": {"classes": ["LlamaAttention"]}}, False),
         ({"checkpointing": "reversible"}, False),
     ],
 )
