@@ -82,6 +82,7 @@ def build_engine(
     operations, notes = _operations_on_logits(plan, empty)
     module = _build_module(plan, empty, device, trust_remote_code, blank)
     model, stage = module.model, module.stage
+    constants = _constants(model) if plan.zero_stage < 3 else {}
     parameters = adapt(model, plan, parameters)
     if operations is not None and hasattr(model.get_output_embeddings(), "base_layer"):
         operations, notes = None, _not_chunked("an adapter is on the head")
@@ -100,6 +101,8 @@ def build_engine(
     )
     if plan.zero_stage == 3:
         start_gradients_at_leaves(model)
+    for parameter, values in constants.items():
+        parameter.data = values
     if operations is not None and (stage is None or stage.leave is None):
         chunked: Any = ChunkedLoss(model, plan.loss_chunk, operations)
         model.chunked_loss = chunked
@@ -183,6 +186,14 @@ def _operations_on_logits(
 def _not_chunked(why: str) -> list[dict[str, Any]]:
     message = f"the loss is not chunked (model.loss_chunk): {why}"
     return [{"kind": "loss_not_chunked", "message": message}]
+
+
+def _constants(model: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
+    """Return the fp32 values of parameters that the model itself freezes, such as the biases of
+    routers. They stay fp32 in any precision; DeepSpeed casts all parameters except under ZeRO-3.
+    """
+    frozen = (p for p in model.parameters() if not p.requires_grad)
+    return {p: p.data for p in frozen if p.dtype == torch.float32}
 
 
 def _parameter_groups(

@@ -98,6 +98,9 @@ def _load(
     finally:
         del zero3
     events = check_report(plan, report["missing_keys"], report["unexpected_keys"])
+    for name, parameter in empty.named_parameters():
+        if not parameter.requires_grad:  # transformers sets it for all that it reads
+            model.get_parameter(name).requires_grad_(False)
     if plan.zero_stage == 3:
         # zero.Init has moved the parameters; neither it nor DeepSpeed's engine moves buffers.
         move_buffers(model, device)

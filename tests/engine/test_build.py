@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -30,10 +31,12 @@ from harness.models.units import units
 from harness.plan.command import parse_command, plan_from
 from harness.plan.make import make_plan
 from tests.engine.engines import (
+    WORLD,
     different,
     engine_of,
     folder,
     given_weights,
+    losses,
 )
 from tests.engine.small import MODEL
 from tests.ranks import ranks
@@ -95,6 +98,37 @@ def test_given_weights_are_loaded_exactly_or_refused_by_name(layout: str) -> Non
     engine.close()
     with pytest.raises(ConfigError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
         engine_of(layout, model={"init_from": str(folder() / "incomplete")})
+
+
+ERNIE = {
+    **{key: value for key, value in MODEL.items() if key != "tie_word_embeddings"},
+    "model_type": "ernie4_5_moe",
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 16,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 0,
+    "moe_layer_end_index": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("layout", ["zero0 bf16", "zero1 fp16", "zero2 bf16 fp32_sums"])
+@ranks(2)
+def test_a_bias_of_routers_stays_fp32(layout: str) -> None:
+    """The model freezes it, so that weight decay leaves it alone. bf16 and fp16 round off 2^-12."""
+    path = folder() / "ernie"
+    model = AutoModelForCausalLM.from_config(hf_config(ERNIE))
+    biases = {name: p for name, p in model.named_parameters() if "e_score_correction" in name}
+    for bias in biases.values():
+        bias.data.fill_(1 + 2**-12)
+    if WORLD.rank == 0:
+        model.save_pretrained(path)
+    dist.barrier()
+    engine = engine_of(layout, model={"name": str(path), "init_from": str(path)})
+    losses(engine, 1)
+    assert different(((n, w) for n, w in engine.masters() if n in biases), biases) == []
 
 
 class _Model:
