@@ -199,7 +199,9 @@ class ZeroEngine(Engine):
 
     def undivided(self) -> PreTrainedModel:
         """Return the full model of which tensor-parallel ranks hold slices, without weights."""
-        return self.make_undivided()
+        whole = self.make_undivided()
+        whole.gets_padding = self.module.gets_padding  # its experts are balanced as in training
+        return whole
 
     @property
     def loss_scale(self) -> float:

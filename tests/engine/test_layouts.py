@@ -134,6 +134,15 @@ def undivided_outputs(has_experts: bool) -> dict[str, Any]:
     return outputs("zero1", **(mixture() if has_experts else {}))
 
 
+@pytest.mark.parametrize("layout", ["zero1 experts2", "zero1 pipeline2"])
+@ranks(2)
+def test_the_undivided_model_leaves_out_padding_as_the_divided_one(layout: str) -> None:
+    engine = engine_of(layout, **mixture())
+    assert engine.undivided().gets_padding is False
+    engine.module.gets_padding = True
+    assert engine.undivided().gets_padding is True
+
+
 DIVIDED = ("zero1 tensor2", "zero3 sequence2", "zero1 experts2", "zero1 pipeline2")
 
 
