@@ -78,6 +78,19 @@ def check_reversible(draft: Draft) -> None:
         reject("but pipeline stages send only one stream", "use ZeRO 3 instead of stages")
 
 
+def check_skipped(draft: Draft) -> None:
+    """Reject the model's own LayerDrop under ZeRO 2 and 3, whose reductions pair gradients in the
+    order in which they come: each data rank skips other layers.
+    """
+    grid, stage = draft.grid, draft.ds.value("zero_optimization.stage")
+    for key in ("layerdrop", "decoder_layerdrop"):
+        rate = draft.model_config.get(key)
+        if rate and grid.data > 1 and stage in (2, 3) and grid.pipeline == 1:
+            why = f"whose {key} of {rate} skips other layers on each of {grid.data} data ranks"
+            use = f"set model.overrides.{key}=0; model.stochastic_depth={rate} skips them by row"
+            draft.problems.add("model.name", why, use)
+
+
 def check_kernels(draft: Draft) -> None:
     """Reject model.kernels and model.compile if machine, model or layout cannot use them."""
     config, problems = draft.config, draft.problems

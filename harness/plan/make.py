@@ -49,6 +49,7 @@ from harness.plan.layers import (
     check_kernels,
     check_recompute,
     check_reversible,
+    check_skipped,
     note_kernels,
 )
 from harness.plan.merge_settings import merge_settings
@@ -131,6 +132,7 @@ PASSES: tuple[Pass, ...] = (
     check_kernels,
     check_recompute,
     check_reversible,
+    check_skipped,
     split_stages,
     check_together,
     divide_tensors,
