@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import pwd
 import re
@@ -9,20 +11,31 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from harness.launch.ranks import free_port
 from tests.real_runs import REPOSITORY, wait_for
 
 NODES = ("n1", "n2")
+MUNGE_PID = Path(tempfile.gettempdir()) / "munged-of-tests.pid"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "munge", "unmunge")
 
 
 class CannotStart(Exception):
     """No private Slurm can be started here; the message has the reason."""
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    with MUNGE_PID.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class PrivateSlurm:
@@ -35,7 +48,6 @@ class PrivateSlurm:
         if os.geteuid() != 0:
             raise CannotStart("slurmd and munged are started as root")
         self.folder = folder
-        self.munged: subprocess.Popen[bytes] | None = None
         self._start_munge()
         self.conf = folder / "slurm.conf"
         self.conf.write_text(self._configuration())
@@ -68,33 +80,45 @@ class PrivateSlurm:
         return Job(self, submitted[1], log)
 
     def close(self) -> None:
-        """End the daemons that it started."""
-        for process in (*self.daemons, *filter(None, [self.munged])):
+        """End the daemons that it started, and munge if no other private Slurm needs it."""
+        for process in self.daemons:
             process.send_signal(signal.SIGTERM)
-        for process in (*self.daemons, *filter(None, [self.munged])):
+        for process in self.daemons:
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
+        with _one_at_a_time():
+            running = {process.info["name"] for process in psutil.process_iter(["name"])}
+            if MUNGE_PID.exists() and "slurmctld" not in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(MUNGE_PID.read_text()), signal.SIGTERM)
+                MUNGE_PID.unlink()
 
     def _start_munge(self) -> None:
-        if self._munge_works():
-            return
-        try:
-            user = pwd.getpwnam("munge")
-        except KeyError:
-            raise CannotStart("there is no user munge") from None
-        Path("/run/munge").mkdir(exist_ok=True)
-        os.chown("/run/munge", user.pw_uid, user.pw_gid)
-        command = ["su", "-s", "/bin/sh", "munge", "-c", "exec munged --foreground"]
-        with (self.folder / "munged.log").open("wb") as log:
-            self.munged = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 15
-        while not self._munge_works():
-            if time.monotonic() > deadline:
-                self.munged.terminate()
-                raise CannotStart("munge does not answer")
-            time.sleep(0.2)
+        """Start munge unless it runs. It outlives this process: other workers may use it."""
+        with _one_at_a_time():
+            if self._munge_works():
+                return
+            try:
+                user = pwd.getpwnam("munge")
+            except KeyError:
+                raise CannotStart("there is no user munge") from None
+            Path("/run/munge").mkdir(exist_ok=True)
+            os.chown("/run/munge", user.pw_uid, user.pw_gid)
+            command = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}"]
+            command += ["--clear-groups", "munged", "--foreground"]
+            with (self.folder / "munged.log").open("wb") as log:
+                munged = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            MUNGE_PID.write_text(str(munged.pid))
+            deadline = time.monotonic() + 15
+            while not self._munge_works():
+                if time.monotonic() > deadline:
+                    munged.terminate()
+                    MUNGE_PID.unlink()
+                    raise CannotStart("munge does not answer")
+                time.sleep(0.2)
 
     def _munge_works(self) -> bool:
         done = subprocess.run("munge -n | unmunge", shell=True, capture_output=True)
