@@ -40,8 +40,9 @@ demo: setup
 test: setup
 	$(VENV)/bin/python -m pytest -q -n 2 --durations 10
 
-# Covering sets, planted defects, faults, Slurm, pages: about two hours on two cores. Stopped, it goes
-# on where it was. `make gates ONLY="faults slurm"` runs these; tests/gates/gates.toml lists all.
+# Covering sets, planted defects, faults, Slurm, pages: about an hour on two cores. Stopped, it goes
+# on where it was. `make gates ONLY="faults slurm"` runs these; tests/gates/gates.toml lists all, also
+# those that run only by name: oldest and newest.
 gates: setup
 	$(VENV)/bin/python -m tests.gates $(ONLY)
 

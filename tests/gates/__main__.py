@@ -1,6 +1,6 @@
 """Run the gates in one session of tests, and print one table of results.
 
-    python -m tests.gates                  # all; if stopped, it continues where it was
+    python -m tests.gates                  # all but oldest and newest; continues where it stopped
     python -m tests.gates faults slurm     # only these
     python -m tests.gates --again parity   # even if a result is kept
 
@@ -56,8 +56,9 @@ def main() -> int:
     if unknown := [name for name in args.gates if name not in gates]:
         parser.error(f"no such gate: {', '.join(unknown)}; there are {', '.join(gates)}")
     KEPT.mkdir(parents=True, exist_ok=True)
+    chosen = args.gates or [name for name, gate in gates.items() if not gate.only_by_name]
     try:
-        return run_gates([gates[name] for name in args.gates or gates], args.again)
+        return run_gates([gates[name] for name in chosen], args.again)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here")
         return 130

@@ -29,6 +29,7 @@ class Gate:
     purpose: str
     tests: list[str]
     depends: list[str] = field(default_factory=list)
+    only_by_name: bool = False
 
     def record(self) -> Path:
         """Return the path of the list of tests that passed with the code as it is now."""
