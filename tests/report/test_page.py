@@ -58,6 +58,7 @@ def test_a_page_shows_what_was_measured(tmp_path):
     assert held_out["y"][-1] == pytest.approx(line_at(200)["loss"] + 0.1, rel=1e-5)
     assert values["mfu"]["curves"][0]["y"][0] == pytest.approx(40)
     assert ">predicted 0.45</b>" in page
+    assert "<td>1.50 GiB</td>" in page, "of the forward phase"
     assert "8 x H100 \u00b7 ZeRO 1, tensor 2 \u00b7 bf16" in page
 
 
