@@ -37,7 +37,8 @@ Progress = Callable[[int, int], None]  # (bytes written, total bytes)
 def replacing(folder: Path, is_export: bool = True) -> Iterator[Path]:
     """Yield a new folder that is renamed to `folder` at the end, or removed after an error.
 
-    Raises ConfigError if `folder` cannot be created, or with `is_export` exists and is no export.
+    Raises ConfigError if `folder` cannot be created or, with `is_export`, if it exists and is not
+    an export.
     """
     if is_export and (problem := export_problem(folder)):
         raise ConfigError(problem)
@@ -154,8 +155,8 @@ def write_model(
 
 
 def _write_config(folder: Path, model: PreTrainedModel, source: Mapping[str, Any]) -> list[str]:
-    """Write a config that transformers 4 and 5 read; return notes. `save_pretrained` of the model
-    would import DeepSpeed if it is installed.
+    """Write a config that transformers 4 and 5 read; return notes. The model's own
+    `save_pretrained` is not used, because it imports DeepSpeed if that is installed.
     """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]

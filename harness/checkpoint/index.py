@@ -102,7 +102,7 @@ def to_index(entries: Iterable[Entry]) -> dict[str, Any]:
 
 
 def merged(indices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entry index of all ranks. A buffer saved by several pipeline stages appears
+    """Return the combined index of all ranks. A buffer saved by several pipeline stages appears
     once.
 
     Raises Unusable if two ranks saved the same elements of a weight, or elements are missing.
@@ -140,7 +140,7 @@ class Index:
     """An index that creates entries only for the parameters that a rank reads: a checkpoint of a
     thousand ranks has a thousand times as many entries.
 
-    Raises Unusable where `index`, read from `place`, has another form.
+    Raises Unusable if `index`, read from `place`, is not an object of objects.
     """
 
     def __init__(self, index: object, place: object = INDEX) -> None:
@@ -155,7 +155,7 @@ class Index:
         for name, record in self._parameters.items():
             parts = _parts(record)
             pieces = [_piece(record, piece, len(parts)) for piece in record.row("at")]
-            record.texts("kinds")  # only that they are there
+            record.texts("kinds")  # only checks that they exist
             for number, part in enumerate(parts):
                 own = [(offset, numel) for offset, numel, _, n in pieces if n == number]
                 title = f"{name} {describe(part) if 'parts' in record else list(part.whole)}"
@@ -217,8 +217,8 @@ def _check_part(title: str, part: Part, pieces: list[tuple[int, int]], place: ob
 
 
 def _parts(record: Table) -> list[Part]:
-    """Return the slices to which a parameter's fragments refer by index; one if it is not
-    sliced.
+    """Return the slices to which a parameter's fragments refer by index: a single one, the whole
+    parameter, if it is not sliced.
     """
     shape = record.counts("shape")
     if "parts" not in record:

@@ -49,8 +49,8 @@ class Manifest:
     """The content of manifest.json.
 
     `engine`: counters, loss scaling, step count of the optimizer. `probe_loss`: loss of the batch
-    in probe.safetensors with these weights, in nats per target token. `held_out_loss`: with
-    these weights, None if they were not evaluated. `about`: further facts, which are only shown.
+    in probe.safetensors with these weights, in nats per target token. `held_out_loss`: in the same
+    unit, None if these weights were not evaluated. `about`: further facts, for display only.
     `watch`: the state of `guard.stability.StabilityMonitor`.
     """
 

@@ -85,12 +85,12 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """True if a save must still be finished."""
+        """True if a save is pending."""
         return self._pending is not None
 
     @property
     def written(self) -> bool:
-        """True if this rank has written everything of a save that must still be finished."""
+        """True if a save is pending and this rank has written its part."""
         pending = self._pending
         return pending is not None and not (pending.writing and not pending.writing.done())
 
@@ -151,9 +151,7 @@ class Saver:
         )
 
     def _make_room(self, step: int, own_bytes: int) -> None:
-        """Create an empty folder, after checking that all ranks' files fit on the disk.
-        Collective.
-        """
+        """Create an empty folder and check that all ranks' files fit on the disk. Collective."""
         sizes, problem = gather_objects(own_bytes), None
         if self.rank == 0:
             try:

@@ -167,8 +167,9 @@ class Checkpoint:
     def probe(self) -> dict[str, torch.Tensor]:
         """Return its probe batch: input_ids, labels, and optionally position_ids and goes_on.
 
-        Each is (samples, seq_len) int64, but goes_on is (samples,): 1 if the sample continues the
-        text of the one before. Raises Unusable if they are not a batch of this model.
+        Each is (samples, seq_len) int64, except goes_on, which is (samples,): 1 if the sample
+        continues the text of the previous one. Raises Unusable if they are not a batch of this
+        model.
         """
         path = self.path / PROBE
         reader = TensorReader(path)
@@ -214,8 +215,8 @@ def verified(path: Path) -> Checkpoint:
     """Return the checkpoint at `path` after checking sizes, hashes, index and probe. Collective.
 
     Rank 0 reads the manifest for all ranks; each rank checks its share of the files. Raises
-    Unusable on all ranks, and OSError on one that cannot read a file that is there: that may pass,
-    and an older checkpoint would silently discard steps.
+    Unusable on all ranks, and OSError on a rank that cannot read an existing file: the failure may
+    be transient, and falling back to an older checkpoint would silently discard steps.
     """
     try:
         return _verified(path)

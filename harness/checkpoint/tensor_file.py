@@ -26,8 +26,8 @@ _ALIGNED_BYTES = 64  # alignment of copies: fits any dtype and cache lines
 
 
 def pinned_bytes(count: int) -> torch.Tensor:
-    """Return (count,) uint8 of pinned host memory; pageable memory, which is slower to fill, if
-    that much cannot be pinned.
+    """Return a (count,) uint8 tensor in pinned host memory, or in pageable memory, which is slower
+    to fill, if that much cannot be pinned.
     """
     try:
         return torch.empty(count, dtype=torch.uint8, pin_memory=True)
@@ -41,10 +41,11 @@ def is_remote(tensor: torch.Tensor) -> bool:
 
 
 class HostCopies:
-    """Copies fragments to host memory; those on an accelerator into one buffer reused by all saves.
+    """Copies fragments to host memory. Those on an accelerator go to one buffer, which all saves
+    reuse.
 
-    Its pages are pinned, which avoids staging, and faulted in only once. All copies are launched
-    before the host waits once.
+    The buffer's pages are pinned, so copies need no staging, and are faulted in only once. The host
+    waits once, after launching all copies.
     """
 
     def __init__(self) -> None:
@@ -256,7 +257,7 @@ class TensorWriter:
         self._file.close()
 
 
-FILE_BYTES = 2**30  # approximate maximum file size; nothing larger is in memory twice
+FILE_BYTES = 2**30  # approximate maximum file size
 _HASHING = ThreadPoolExecutor(1, thread_name_prefix="hashing")
 
 
@@ -280,7 +281,7 @@ class Written:
 def write_fragments(
     folder: Path, rank: int, fragments: Iterable[Fragment]
 ) -> tuple[list[Written], list[Entry]]:
-    """Write a rank's fragments to files of about FILE_BYTES; on disk on return.
+    """Write a rank's fragments to files of at most about FILE_BYTES, flushed to disk on return.
 
     Needs no memory beyond STAGING, through which fragments on a GPU pass.
     """
@@ -339,7 +340,7 @@ def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
 
 
 def write_bytes(path: Path, data: bytes) -> Written:
-    """Write one small file; on disk on return."""
+    """Write one small file, flushed to disk on return."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
