@@ -58,7 +58,8 @@ def mark_padding(draft: Draft) -> None:
     """Mask padding from the routers of experts, unless the user set data.document_mask."""
     data = draft.config.data
     has_experts = given_size(draft.model_config, "experts") is not None
-    # By default packed windows hold whole documents only with prompts, which mask them already.
+    # By default, packed windows hold whole documents only if the data has prompts; then
+    # data.document_mask is on anyway.
     has_padding = data.batching != "packed" or data.packing == "whole"
     if not has_padding or data.document_mask is not None or not has_experts:
         return
@@ -169,7 +170,8 @@ def check_evaluation(draft: Draft) -> None:
 FEW_STEPS = 20
 """Runs with fewer steps are noted if the data determines the number."""
 USEFUL_EPOCHS = 16
-"""Further ones add little: Scaling Data-Constrained Language Models (arXiv 2305.16264), fig. 3."""
+"""Epochs after which further ones add little: Scaling Data-Constrained Language Models (arXiv
+2305.16264), fig. 3."""
 
 
 def note_length(draft: Draft) -> None:
@@ -179,7 +181,7 @@ def note_length(draft: Draft) -> None:
 
 
 def length_events(config: RunConfig, steps: int) -> list[Event]:
-    """Return an event if a run ends during warm-up, and one if its data gives few steps."""
+    """Return an event if a run ends during its warm-up, and one if its data gives too few steps."""
     optim, train, events = config.optim, config.train, list[Event]()
     if not steps:
         return events
@@ -203,7 +205,9 @@ def length_events(config: RunConfig, steps: int) -> list[Event]:
 
 
 def repetition_events(plan: Plan, steps: int, counts: Counts) -> list[Event]:
-    """Return an event if a run reads its data more often than helps, unless the user set epochs."""
+    """Return an event if a run repeats its data more often than is useful, unless the user set
+    train.epochs.
+    """
     epochs = plan.curriculum.samples_after(steps) / counts.windows
     train = plan.config.train
     if epochs <= USEFUL_EPOCHS or train.epochs is not None:
@@ -217,7 +221,7 @@ def repetition_events(plan: Plan, steps: int, counts: Counts) -> list[Event]:
 
 
 def steps_of(plan: Plan, counts: Counts) -> int:
-    """Return the optimizer steps of a run whose data is counted."""
+    """Return the number of optimizer steps of a run whose data is counted."""
     if plan.steps is not None:
         return plan.steps
     assert plan.config.train.epochs is not None, "a run has a length"
@@ -240,7 +244,9 @@ def length_text(plan: Plan, steps: int | None, counts: Counts | None) -> str:
 
 
 def _counted(plan: Plan, samples: int, counts: Counts) -> str:
-    """Return the examples and windows, and the epochs that a run of `samples` windows makes."""
+    """Return, as text, the number of examples and windows in the data, and the number of epochs in
+    a run of `samples` windows.
+    """
     data, batch = plan.config.data, plan.global_batch
     noun = "examples" if counts.is_masked else "documents"
     rows = f"{counts.examples:,} {noun}"
@@ -278,7 +284,7 @@ class Counts:
     is_masked: bool
     """True if prompts are masked from the loss."""
     most_windows: int | None = None
-    """Maximum windows of a run, if the sources of a mixture end; None: unlimited."""
+    """Maximum number of windows of a run, if the sources of a mixture run out; None: unlimited."""
     is_rough: bool = False
     """True if the data has not been tokenized yet."""
 
@@ -291,7 +297,9 @@ class Counts:
 
 
 def open_keys(plan: Plan) -> set[str]:
-    """Return the keys left open by the user that the data determines for pretrained weights."""
+    """Return the keys that the user left open and that, with pretrained weights, the data
+    determines.
+    """
     keys = {"train.global_batch"} if batch_is_open(plan.config) else set()
     if plan.config.origin("train.epochs") == IMPLIED:
         keys.add("train.epochs")
@@ -329,7 +337,9 @@ def with_counts(plan: Plan, counts: Counts) -> Plan:
 
 
 def _epochs(counts: Counts, batch: int) -> float:
-    """Return the usual epochs, or as many as LEAST_STEPS steps need; at most MOST_EPOCHS."""
+    """Return the usual epochs or, up to MOST_EPOCHS, as many as LEAST_STEPS steps need; at most as
+    many as `counts.most_windows` allows.
+    """
     wanted = math.ceil(LEAST_STEPS * batch / counts.windows)
     epochs = float(max(min(wanted, MOST_EPOCHS), counts.usual_epochs))
     whole_steps = (counts.most_windows or 0) // batch * batch
@@ -340,12 +350,14 @@ def _epochs(counts: Counts, batch: int) -> float:
 
 
 def with_least_batch(plan: Plan) -> Plan:
-    """Return the plan with the smallest batch that its data could lead to."""
+    """Return the plan with the smallest batch that any data could lead to."""
     return _with_batch(plan, _unit(plan)) if "train.global_batch" in open_keys(plan) else plan
 
 
 def _read(plan: Plan, counts: Counts, epochs: float | None) -> float:
-    """Return the windows that the run reads; for its usual epochs if the user set train.steps."""
+    """Return the number of windows that the run reads; with train.steps, the number in its usual
+    epochs.
+    """
     train, data = plan.config.train, plan.config.data
     if train.tokens is not None:
         return train.tokens / data.seq_len
@@ -354,8 +366,8 @@ def _read(plan: Plan, counts: Counts, epochs: float | None) -> float:
 
 
 def _batch(plan: Plan, counts: Counts, read: float) -> int:
-    """Return the largest usual batch that gives LEAST_STEPS steps and at least LEAST_EXAMPLES
-    examples per step, as a multiple that the ranks can divide.
+    """Return the largest usual batch that gives LEAST_STEPS steps, but no fewer than LEAST_EXAMPLES
+    examples per step, rounded up to a multiple that the ranks can divide.
     """
     per_window = max(counts.examples / counts.windows, 1.0)
     sizes = (_DEFAULT, *BATCHES)
@@ -395,7 +407,9 @@ def _with_batch(plan: Plan, windows: int) -> Plan:
 
 
 def _why(plan: Plan, counts: Counts, epochs: float | None, batch: int) -> str:
-    """Return the reason for batch and epochs; by default the data would be read `epochs` times."""
+    """Return the reason for the chosen batch and epochs. `epochs`: how often the data would be read
+    by default.
+    """
     steps = math.ceil(_read(plan, counts, epochs) / _DEFAULT)
     passes = "" if plan.config.train.tokens else f" of {epochs or counts.usual_epochs:g} epochs"
     why = f"{_DEFAULT} windows per step would make {steps:,} steps{passes}"

@@ -85,7 +85,9 @@ def _paths(data: Mapping[str, Any]) -> set[str]:
 
 
 def check_mix(draft: Draft) -> None:
-    """Reject a fraction of a run of unknown length, and a run that rehearses itself."""
+    """Reject data.mix_until as a fraction of a run of unknown length, and a run that rehearses
+    itself.
+    """
     until, epochs = draft.config.data.mix_until, draft.config.train.epochs
     if until is not None and until < 1 and epochs is not None:
         why = "a fraction of the run, but train.epochs is set"

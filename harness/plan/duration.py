@@ -23,7 +23,7 @@ def step_time(
     plan: Plan, rates: Mapping[str, Any] | None = None, seen_tokens: float | None = None
 ) -> StepTime | None:
     """Return the time of a step. None for CPUs without plan.rates, unknown GPUs, architectures
-    without an estimate, and steps that differ in their tokens.
+    without an estimate, and runs whose steps have different numbers of tokens.
 
     `rates`: measured by preflight, used instead of the tables' unless plan.rates is set.
     `seen_tokens`: as in Inputs, if the data is known.
@@ -80,7 +80,9 @@ def _machine(plan: Plan) -> Machine | None:
 
 
 def job_of(plan: Plan, step: StepTime) -> Job | None:
-    """Return steps and evaluations of the whole run; None if its length is not known yet."""
+    """Return the steps and evaluations of the whole run as a job; None if its length is not known
+    yet.
+    """
     if plan.steps is None:
         return None
     return Job(

@@ -1,6 +1,6 @@
 """Defaults for a run from pretrained weights: their shape, a learning rate for their width, a short
-warm-up. Batch and epochs follow from the data (plan/batches.py). The learning rate of
-random weights follows the number of parameters.
+warm-up. Batch and epochs follow from the data (plan/batches.py). For random weights, the learning
+rate follows from the number of parameters.
 
 docs/models.md#fine-tuning lists all of them with their sources.
 """
@@ -116,7 +116,9 @@ def batch_is_open(config: RunConfig) -> bool:
 
 
 def batch_unit(grid: Grid, train: TrainConfig, ds: Mapping[str, Any]) -> int:
-    """Return the windows that every batch is a multiple of: the ranks times the user's sizes."""
+    """Return the number of windows that every batch is a multiple of: data ranks x micro-batch x
+    accumulation, the latter two as far as the user set them.
+    """
     accum = literal(ds, "gradient_accumulation_steps") or 1
     return int(grid.data * (train.micro_batch or 1) * accum)
 
@@ -141,8 +143,8 @@ def default_to_their_rate(draft: Draft) -> None:
     draft.note("fine_tuning", f"optim.lr={lr:g}: {why}")
 
 
-# Parameters that a token meets, and Adam's maximum rate from random weights of so many; rates of
-# sizes in between are interpolated by their logarithms.
+# Active parameters per token, Adam's peak learning rate for random weights of this size, and its
+# source. Between two sizes, the logarithms of the rates are interpolated over those of the sizes.
 _BY_SIZE = (
     (5e6, MOST_LR, "chosen here, for real text on two CPU cores"),
     (124e6, 6e-4, "GPT-3 Small, arXiv 2005.14165, table 2.1"),
@@ -152,7 +154,7 @@ _BY_SIZE = (
     (405e9, 8e-5, "Llama 3 405B, arXiv 2407.21783, table 3"),
 )
 FAR_OFF = 5.0
-"""Times more or less than the published rate from which on a plan says so."""
+"""A plan notes a learning rate that is more than this factor above or below the published one."""
 
 
 def default_to_published_rate(draft: Draft) -> None:

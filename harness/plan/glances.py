@@ -28,7 +28,7 @@ from harness.plan.token_counts import Row, Rows, TokenCounter
 _MOST_FILES = 20_000
 _MOST_BYTES = 1 << 26
 _MOST_RECORDS = 1000
-_SHOWN = 16  # pairs of a folder
+_SHOWN = 16  # number of a folder's pairs to show
 _SAMPLED_FILES, _SAMPLED_BYTES = 16, 1 << 14
 
 
@@ -106,7 +106,7 @@ def glances(data: DataConfig, init_from: str | None = None) -> Glances:
 
 
 def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: int | None) -> str:
-    """Return share and approximate epochs of a source."""
+    """Return a source's share and its approximate number of epochs, as text."""
     if source.share is None:
         share, text = tokens / max(of_all, 1), "by size"
         if data.mix_temperature not in (None, 1):
@@ -125,7 +125,7 @@ def _share(data: DataConfig, source: MixSource, tokens: int, of_all: int, read: 
 
 
 def look_for(data: DataConfig) -> None:
-    """Raise ConfigError if files of a source, or headers of pairs, are missing."""
+    """Raise ConfigError if files of a source are missing, or headers of pairs cannot be read."""
     corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
     if corpus.kind == "indexed":
         with _as_config_errors():
@@ -211,7 +211,9 @@ def _text(corpus: CorpusFiles, data: DataConfig, counter: TokenCounter) -> Glanc
 
 
 def _read(seen: Glance, lengths: list[int], data: DataConfig, *, whole: bool) -> Glance:
-    """Return what is read of documents, some of which have these lengths in tokens."""
+    """Return the part of `seen` that a run reads, extrapolated from the `lengths` of some documents
+    in tokens.
+    """
     least, most = data.min_tokens or 0, data.max_tokens or math.inf
     inside = [length for length in lengths if least <= length <= most]
     per_length = seen.documents / max(len(lengths), 1)
@@ -241,7 +243,9 @@ def _windows(lengths: list[int], seq_len: int) -> int:
 
 
 def _lengths_of(texts: list[Path], counter: TokenCounter) -> list[int]:
-    """Return the approximate tokens of files that are one document each, from some first lines."""
+    """Return the approximate number of tokens in each file, which is one document, from the first
+    _SAMPLED_BYTES of some files.
+    """
     heads = []
     for file in texts[:: len(texts) // _SAMPLED_FILES or 1]:
         with file.open("rb") as opened:
@@ -258,7 +262,7 @@ def _pages() -> int:
 
 
 def _left_out(corpus: CorpusFiles) -> str:
-    """Return how files are read if their names do not tell, and what is not read."""
+    """Return how files are read if their names do not tell, and which files are not read."""
     parts = [corpus.split_text, f"left out: {corpus.left_out}" if corpus.left_out else ""]
     if corpus.kind == "text":
         parts.insert(0, format_of(corpus.files[0], corpus.format).note(corpus.files[0]))
@@ -266,7 +270,9 @@ def _left_out(corpus: CorpusFiles) -> str:
 
 
 def _first(corpus: CorpusFiles, data: DataConfig) -> tuple[str, Rows, float]:
-    """Return how the first document begins, the first documents, and the share of records read."""
+    """Return how the first document begins, the first documents, and the share of the first records
+    that became documents.
+    """
     file = corpus.files[0]
     format = format_of(file, corpus.format)
     if format.begin is not None:

@@ -1,4 +1,4 @@
-"""Checks for layers that are recomputed, reversible, fused, carry a state, or have adapters."""
+"""Checks for layers that are recomputed, reversible or fused, carry a state, or have adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ LIGER_FAMILIES = tuple(name for name, family in FAMILIES.items() if "liger" in f
 
 
 def check_recompute(draft: Draft) -> None:
-    """Reject recomputation, offload and tiles that have no effect or that the model lacks."""
+    """Reject recomputation, offload and tiles that have no effect or that the model does not
+    support.
+    """
     model, shape, problems = draft.config.model, draft.shape, draft.problems
     if model.activation_offload and draft.model_config.get(REVERSIBLE):
         why = "it moves the activations that layers keep, but reversible layers keep none"
@@ -79,8 +81,8 @@ def check_reversible(draft: Draft) -> None:
 
 
 def check_skipped(draft: Draft) -> None:
-    """Reject the model's own LayerDrop under ZeRO 2 and 3, whose reductions pair gradients in the
-    order in which they come: each data rank skips other layers.
+    """Reject the model's own LayerDrop under ZeRO 2 and 3: each data rank skips other layers, but
+    ZeRO pairs the ranks' gradients in the order in which they are computed.
     """
     grid, stage = draft.grid, draft.ds.value("zero_optimization.stage")
     for key in ("layerdrop", "decoder_layerdrop"):

@@ -212,7 +212,7 @@ def _pass_through(passes: tuple[Pass, ...], draft: Draft) -> Problems:
 
 
 def takes(plan: Plan) -> IsPossible:
-    """Return a function that tells whether a run could be changed by KEY=VALUE.
+    """Return a function that returns True if a change of the run, KEY=VALUE, is possible.
 
     The estimate knows what a change saves; the passes of a plan know what can be combined. Any
     other change, such as the number of GPUs, is possible.

@@ -127,7 +127,7 @@ class Shared:
         return f"{ds.origin(self.json_key)}: {self.json_key}"
 
     def event(self) -> dict[str, Any]:
-        """Return the event that the value replaced a default of the run config."""
+        """Return the event which records that the value replaced a default of the run config."""
         event = {"kind": "adopted", "key": self.key, "value": self.value, "json_key": self.json_key}
         if self.default_of:
             event["message"] = (

@@ -36,7 +36,9 @@ _WHOLE = "whole_vocabulary"
 
 
 def with_rows_for(plan: Plan, ids: int) -> Plan:
-    """Return the plan for a tokenizer with `ids` ids: pretrained weights get missing rows."""
+    """Return the plan for a tokenizer of `ids` ids; pretrained weights with fewer vocabulary rows
+    get new ones.
+    """
     rows = plan.model_config.get("vocab_size")
     if plan.config.model.init_from is None or not isinstance(rows, int) or ids <= rows:
         return plan
@@ -47,8 +49,8 @@ def with_rows_for(plan: Plan, ids: int) -> Plan:
 
 
 def _new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -> Event:
-    """Return the event that pretrained weights of a `shape`, if known, get new rows. Raises
-    ConfigError for a run's checkpoints, which are read unchanged.
+    """Return the event for new vocabulary rows in pretrained weights. `shape`: the model's, if
+    known. Raises ConfigError for a run's checkpoints, which are read unchanged.
     """
     source = run.model.init_from or ""
     if has_checkpoints(source):
@@ -133,8 +135,8 @@ def find_model(draft: Draft) -> None:
 
 
 def check_experts(draft: Draft) -> None:
-    """Reject expert widths that torch's grouped_mm does not support: rows, as tensor-parallel ranks
-    divide them, must be multiples of 16 bytes.
+    """Reject expert widths that torch's grouped_mm does not support: rows, also as divided by
+    tensor-parallel ranks, must be multiples of 16 bytes.
     """
     config = draft.model_config
     if given_size(config, "experts") is None:
@@ -178,7 +180,7 @@ def _check_weights(
 
 
 def _as_stored(run: RunConfig, source: str) -> str:
-    """Return the advice that makes the model match its pretrained weights."""
+    """Return advice on how to make the model match its pretrained weights."""
     sizes = {key for keys in SIZE_KEYS.values() for key in keys}
     overrides = [key for key in run.model.overrides if key in sizes] or [*run.model.overrides]
     named = " and ".join(f"model.overrides.{key}" for key in overrides)
@@ -188,7 +190,9 @@ def _as_stored(run: RunConfig, source: str) -> str:
 
 
 def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of pretrained weights with the rows that the run config adds."""
+    """Return the config of pretrained weights with the vocabulary rows that the run config adds,
+    which are noted as an event.
+    """
     before, now = stored.get("vocab_size"), draft.model_config.get("vocab_size")
     if not (isinstance(before, int) and isinstance(now, int) and before < now):
         return stored

@@ -37,7 +37,8 @@ _NEAR = 0.6
 _OWNERLESS = ("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt")
 
 _OTHER_LISTS = ("architectures", "_token_id", "_only_layers")
-"""Endings of keys whose lists are not per layer, even if as long as there are layers."""
+"""Endings of keys whose lists are not per layer, even if they have one entry per layer by chance.
+"""
 
 
 @cache
@@ -46,7 +47,7 @@ def presets() -> dict[str, dict[str, Any]]:
     table: dict[str, dict[str, Any]] = tomllib.loads(_PRESETS.read_text(encoding="utf-8"))
     for preset in table.values():
         base = table[preset["base"]] if "base" in preset else {}
-        # TOML has no null. Without the key, the class's default would apply: Mistral's has a
+        # TOML has no null. Without the key, the class's default would apply: Mistral's is a sliding
         # window.
         nulls = dict.fromkeys(preset.get("null", base.get("null", ())))
         preset["config"] = base.get("config", {}) | nulls | preset["config"]

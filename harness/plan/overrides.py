@@ -36,7 +36,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# Types of keys of a decoder's config.json, where it has them; sizes are checked when counted.
+# Types of the keys that a decoder's config.json may have; sizes are checked when they are counted.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a number": (
         _is_number,
@@ -170,7 +170,9 @@ def _applied(
     run: RunConfig,
     superseded: Collection[str],
 ) -> dict[str, Any]:
-    """Return a config with overrides applied; the rotary ones in `superseded` are just written."""
+    """Return a config with overrides applied; the rotary ones in `superseded` are merely stored
+    under their keys.
+    """
     into = {k: v for k, v in overrides.items() if k in ROTARY and k not in superseded}
     others = {key: value for key, value in overrides.items() if key not in into}
     rotary = {key: None if value == "null" else value for key, value in into.items()}
@@ -178,7 +180,9 @@ def _applied(
 
 
 def _under_all_names(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overrides with each size under every name in the config: its reader takes only one."""
+    """Return overrides with each size under all of its names that the config has, because the
+    model's class reads only one of them.
+    """
     named: dict[str, Any] = {}
     for key, value in overrides.items():
         names = next((names for names in SIZE_KEYS.values() if key in names), ())

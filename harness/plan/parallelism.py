@@ -1,4 +1,4 @@
-"""The division of ranks and batches over the axes of a plan: checks that axes can be combined, and
+"""Divides ranks and batches over the axes of a plan, and checks that the axes can be combined and
 that the ranks can shard the model.
 """
 
@@ -52,7 +52,9 @@ def divide_ranks(draft: Draft) -> None:
 
 
 def _left_of(draft: Draft, *axes: Axis) -> int:
-    """Return the ranks that some axes leave for the others; all ranks if they do not divide."""
+    """Return the number of ranks that `axes` leave for the other axes; all ranks if the sizes of
+    `axes` do not divide them.
+    """
     ranks = draft.world.world_size
     left, rest = divmod(ranks, prod(getattr(draft.grid, axis) for axis in axes))
     return ranks if rest else left
@@ -84,7 +86,7 @@ def divide_batch(draft: Draft) -> None:
 
 
 def note_nodes(draft: Draft) -> None:
-    """Note each axis whose neighbours are not all on one node, and ZeRO 3 on a single GPU."""
+    """Note each axis whose groups of ranks span nodes, and ZeRO 3 on a single GPU."""
     grid, local = draft.grid, draft.world.local_world_size
     alone = grid.world_size == 1 and draft.world.accelerator == "cuda"
     if (
@@ -117,8 +119,8 @@ def note_nodes(draft: Draft) -> None:
 
 
 def whole_vocabulary(shape: Shape, places: int) -> str:
-    """Return a clause saying that this many ranks cannot divide a vocabulary, with the next size
-    that they can.
+    """Return the clause of a message which says that `places` ranks cannot divide the vocabulary,
+    and names the next size that they can.
     """
     size = shape.vocab_size
     return (
@@ -159,7 +161,9 @@ def divide_tensors(draft: Draft) -> None:
 
 
 def _other_tensor_keys(ds: DsJson, places: int) -> Iterator[tuple[str, str]]:
-    """Yield each key of the section, other than the number of ranks, and why it is rejected."""
+    """Yield each rejected key of the section, with the reason. The number of ranks is rejected only
+    if two keys set it differently.
+    """
     section = ds.tree.get(_TENSORS, {})
     for name in (*section, *(f"tp.{inner}" for inner in section.get("tp", {}))):
         key = f"{_TENSORS}.{name}"
@@ -175,8 +179,8 @@ def _other_tensor_keys(ds: DsJson, places: int) -> Iterator[tuple[str, str]]:
 def _divide_sent(draft: Draft, places: int) -> None:
     """Make stages send whole hidden states if DeepSpeed cannot divide them evenly.
 
-    By default each tensor-parallel rank sends its part, and the next stage's ranks combine them: a
-    token's hidden states, and the router logits sent with them.
+    By default each tensor-parallel rank sends its part of a token's hidden states, and of the
+    router logits sent with them; the next stage's ranks put the parts together.
     """
     activations, gradients = (draft.ds.value(key) for key in _SENT)
     if activations != gradients:
@@ -192,8 +196,8 @@ def _divide_sent(draft: Draft, places: int) -> None:
 
 
 def _unsupported(draft: Draft, *names: str) -> Iterator[str]:
-    """Yield settings that divide neither tensors nor experts; `names`: keys of the JSON's ZeRO
-    section that must have their defaults.
+    """Yield why a setting excludes both tensor and expert parallelism. `names`: keys of the JSON's
+    ZeRO section that must have their defaults.
     """
     model, optimizer = draft.config.model, draft.config.optim.name
     if model.kernels != "none":
@@ -327,8 +331,8 @@ def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
         ranks, unit = _left_of(draft, "pipeline", "tensor"), f"tokens ({key})"
         yield from sequence_problems(draft.shape, places, shortest, tensor, ranks, unit)
     elif draft.model_config and not family_of(str(model_type)).divides_rows:
-        # The first batch would not reveal an error: small states of a recurrent layer disappear in
-        # rounding.
+        # layout.verify would not reveal an error, because it compares the first batch: the small
+        # states of a recurrent layer disappear in rounding.
         yield f"sequence parallelism does not support {model_type}: use 1"
 
 

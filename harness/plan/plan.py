@@ -44,7 +44,8 @@ class Plan:
     world: World
     grid: Grid
     model_config: dict[str, Any]
-    """Hugging Face config, with model.overrides and model.dropout applied."""
+    """Hugging Face config with the run config's changes: model.overrides, dropouts, model.context
+    and model.reversible."""
     model_source: str
     """"preset NAME", or the path or hub id that the config came from."""
     shape: Shape | None
@@ -145,7 +146,7 @@ class Draft:
     estimating: bool = False
     """True if the plan is made only for its memory estimate."""
     here: bool = False
-    """True if the plan is for this machine, whose compilers are then checked."""
+    """True if the plan is for this machine; its compilers, packages and data are then checked."""
     precision: Precision = "fp32"
     grid: Grid = field(init=False)
     curriculum: Curriculum = field(init=False)

@@ -89,8 +89,8 @@ def _theta(config: Mapping[str, Any]) -> float | None:
 
 
 def _with_theta(config: dict[str, Any], factor: float) -> dict[str, Any]:
-    """Return a config with the rotary frequencies that transformers' `dynamic` (factor 1) has for a
-    text longer than the trained positions by `factor`; here for texts of any length.
+    """Return a config that has, for texts of any length, the rotary frequencies of transformers'
+    `dynamic` type (factor 1) for a text `factor` times as long as the trained positions.
     """
     theta, dim = _theta(config), _rotated(config)
     assert theta is not None, "checked before"
@@ -155,7 +155,9 @@ def override_named(key: str, run: RunConfig) -> str:
 
 
 def rotary_problems(config: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """Yield overridden rotary settings that their type lacks or ignores."""
+    """Yield the problems of overridden rotary settings: those that their type needs but lacks, and
+    those that it ignores.
+    """
     overrides, tables = run.model.overrides, _tables(config)
     for name in (TABLE, SCALING):
         given, origin = overrides.get(name), run.origin(f"model.overrides.{name}")

@@ -45,8 +45,8 @@ class TokenCounter:
         self._data, self._source = data, data.tokenizer or init_from
 
     def lengths(self, documents: Rows) -> list[int]:
-        """Return the tokens of each document, with the one that ends it; of evenly distributed
-        documents if there are many.
+        """Return the number of tokens of each document, including the one that ends it; if there
+        are many documents, only of some at even intervals.
         """
         if documents and isinstance(documents[0], Ids):
             return [len(document.ids) for document in documents if isinstance(document, Ids)]
@@ -84,7 +84,7 @@ class TokenCounter:
         return least + (most - least) * (size - low) / (high - low)
 
     def _written(self, document: Row) -> tuple[str, int]:
-        """Return a document's text, and the tokens of it that the text lacks."""
+        """Return a document's text, and the number of its tokens that are not in the text."""
         if isinstance(document, list):
             return "".join(piece.text for piece in document), 1
         assert isinstance(document, Chat), "documents of token ids have no text"
@@ -116,13 +116,15 @@ class TokenCounter:
 
     @cached_property
     def _ends(self) -> tuple[str, ...]:
-        """Added tokens: the run appends none to a conversation that ends with one."""
+        """The tokenizer's added tokens. The run appends no end token to a conversation that ends
+        with one of them.
+        """
         added = self._encoder.get_added_tokens_decoder().values()
         return tuple(token.content for token in added)
 
     @cached_property
     def _render(self) -> Callable[[Chat], str]:
-        """Writes a conversation as the chat template does; "" without a template."""
+        """Function that renders a conversation with the chat template; returns "" without one."""
         source = self._template()
         if not source:
             return lambda chat: ""
