@@ -42,7 +42,8 @@ class FailureBroadcast(threading.Thread):
     """Listens for failures of other ranks, and publishes this rank's.
 
     Only this thread queries the store, because a reply may never come; the training thread waits
-    for it at most a few seconds. `store`: a separate connection; None if there are no other ranks.
+    for this thread for a few seconds at most. `store`: a separate connection; None if there are no
+    other ranks.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
@@ -70,8 +71,8 @@ class FailureBroadcast(threading.Thread):
             self.join(_STORE_S)
 
     def lost(self, failure: Failure) -> Failure:
-        """Return the failure to report in place of a lost connection: that of a rank that failed
-        first, or the end of a process that could not report it.
+        """Return the failure to report for a lost connection: the end of a process that could not
+        report it, or `failure` itself, which `end` replaces if another rank failed first.
         """
         self._wake.wait(2 * self.tick_s)  # a rank that fails reports before it ends
         if self.first is not None:

@@ -65,8 +65,8 @@ class StopGuard:
 
     def agree(self, written: bool = False) -> tuple[bool, bool]:
         """Return (True if any rank was asked to stop, True if all had `written`), equal on all
-        ranks, as of the previous call, or with many ranks the call before. Collective, without
-        waiting.
+        ranks, as of the previous call or, with rows and columns, of the one before it. Collective;
+        does not wait.
         """
         mine = (self.request.received is not None, not written)
         if not self._groups:
@@ -106,9 +106,9 @@ class StopGuard:
 
 
 def groups_of(rank: int, ranks: int) -> list[list[int]]:
-    """Return the groups over which a rank's flags are reduced in turn: a single one of up to 64
-    ranks; otherwise its row and its column of a table that is as square as possible. Empty for one
-    rank.
+    """Return the groups over which a rank's flags are reduced in turn: a single group for up to 64
+    ranks or a prime number of them; otherwise the rank's row and column in a table that is as
+    square as possible. Empty for one rank.
     """
     columns = math.isqrt(ranks)
     while ranks % columns:
@@ -150,7 +150,7 @@ def slurm_seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
         return float(environ["SLURM_JOB_END_TIME"]) - time.time()
     if "SLURM_JOB_ID" not in environ:
         return None
-    job = environ["SLURM_JOB_ID"]  # of an array's last task, that of all of its tasks
+    job = environ["SLURM_JOB_ID"]  # in an array's last task, this names all of its tasks
     if "SLURM_ARRAY_TASK_ID" in environ:
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]

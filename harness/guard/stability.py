@@ -12,7 +12,7 @@ from harness.config.sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
 
 # Smallest sigma, as a fraction of the mean; absolute for the logarithm of the norm. It keeps
-# rounding differences from being spikes if nothing varies (the same batch again and again).
+# rounding differences from counting as spikes if nothing varies (the same batch again and again).
 _LEAST_SIGMA = 1e-3
 _TINY = 1e-30
 
@@ -93,7 +93,7 @@ def _mean_and_sigma(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Patience:
-    """Counts evaluations since the best one. It is over after `limit` of them; never for 0."""
+    """Counts evaluations since the best one; is over after `limit` of them, or never if it is 0."""
 
     def __init__(self, limit: int, least: float) -> None:
         self._limit = limit

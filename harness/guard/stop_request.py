@@ -17,7 +17,7 @@ from harness.errors import ExitCode
 # Ctrl-C; a batch system's end and its early warning; a closed terminal.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _IMPATIENT = (signal.SIGINT, signal.SIGTERM)
-_JOINING_S = 10.0  # for ranks that are asked to stop while joining to agree on it
+_JOINING_S = 10.0  # time for ranks that are asked to stop while joining to agree on it
 
 
 class StopAsked(BaseException):

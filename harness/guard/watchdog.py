@@ -37,8 +37,8 @@ class Beat:
 class Pulse:
     """Records the phases of the training thread, which alone calls it; others only read it.
 
-    A phase hangs after `first_s` if it has fewer than three durations; otherwise after `factor`
-    times the longest recent one, but at least `floor_s`.
+    A phase counts as hanging after `first_s` until three of its durations are known; from then on
+    after `factor` times the longest recent one, but not before `floor_s`.
     """
 
     def __init__(self, *, floor_s: float, factor: float, first_s: float) -> None:
@@ -53,7 +53,7 @@ class Pulse:
         self.beat = Beat(phase, step, before.count + 1, now)
 
     def took(self, phase: str, seconds: float) -> None:
-        """Record a duration of which this thread waited for only a part."""
+        """Record the duration of work for which this thread waited only in part."""
         self._seconds[phase].append(seconds)
 
     def longest_s(self, phase: str) -> float | None:
@@ -160,10 +160,11 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, pair)) for pair in edges)
 
 
-# A heartbeat takes a few metadata operations on the run folder's file system, which all jobs share.
-# They are limited per second, as long as each rank still writes every 5 s. A report waits for two.
+# A heartbeat costs a few metadata operations on the run folder's file system, which all jobs share.
+# All ranks together write at most 8 per second if each can then write every 5 s, and never more
+# than 64 per second. A hang report waits for two heartbeats.
 _FEW_PER_S, _RARE_S, _MOST_PER_S = 8, 5.0, 64
-_FOLDER_S = 30.0  # to wait for a folder that does not answer
+_FOLDER_S = 30.0  # time limit for a folder that does not respond
 _ROOM = 256  # bytes; a heartbeat overwrites the one before, which may have been longer
 
 
@@ -198,9 +199,9 @@ class Watchdog(threading.Thread):
     def write_to(
         self, folder: Path, report_path: Path, on_hang: Callable[[Report | None], None]
     ) -> None:
-        """Write heartbeats to `folder` from now on, the first immediately: it names host and
-        process. A hang is reported at `report_path`, which differs from other attempts': one of
-        their ranks may still be running.
+        """Write heartbeats to `folder` from now on. The first, written at once, names host and
+        process. A hang is reported at `report_path`, which must be unique to this attempt, because
+        a rank of an earlier one may still be running.
 
         `on_hang` is called on every rank before it ends, with the report on the rank that made it.
         """
@@ -220,7 +221,7 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Check at every tick, until closed."""
-        # A file system that does not answer holds the thread that writes to it, not this one.
+        # A file system that does not respond blocks the thread that writes to it, not this one.
         heartbeats = threading.Thread(target=self._write_heartbeats, name="heartbeats", daemon=True)
         heartbeats.start()
         while not self._closed.wait(self.tick_s):
@@ -248,7 +249,7 @@ class Watchdog(threading.Thread):
         return self._report_path is not None and self._report_path.exists()
 
     def _hang(self, why: str) -> None:
-        """Report the hang and end this process; only end it if another rank reports."""
+        """Report the hang, unless another rank does, and end this process."""
         self.hung = True
         last_words = threading.Timer(_FOLDER_S + 5 * self.grace_s, os._exit, [ExitCode.HANG])
         last_words.daemon = True  # the folder may be what hangs
@@ -285,7 +286,7 @@ class Watchdog(threading.Thread):
         return True
 
     def _wait_for_report(self, most_s: float) -> None:
-        """Wait until another rank has reported: a launcher kills all once one ends."""
+        """Wait until another rank has written its report: a launcher kills all ranks once one ends."""
         assert self._report_path is not None
         end = time.monotonic() + most_s
         with contextlib.suppress(OSError):
@@ -307,7 +308,7 @@ class Watchdog(threading.Thread):
         self._ticks += 1
         if self.folder is not None:
             text = json.dumps(self._heartbeat(with_place))
-            # Overwrite without truncating first: a rank may be stopped in between.
+            # Overwrites without truncating first, because a rank may be stopped in between.
             descriptor = os.open(self._file(self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
             with os.fdopen(descriptor, "w") as file:
                 file.write(f"{text:<{_ROOM}}\n")
@@ -340,8 +341,9 @@ class Watchdog(threading.Thread):
         ]
 
     def gone(self) -> list[Report]:
-        """Return the last heartbeats, with "place", of ranks whose processes have ended: on this
-        host at once, on others after a pause in which every rank that lives writes again.
+        """Return the last heartbeats, with "place", of ranks whose processes have ended. If there
+        are none on this host, look for them on others, after a pause in which every live rank
+        writes again.
         """
         before, host = self.all_ranks(), socket.gethostname()
         ended = [beat for beat in before if beat.get("host") == host and not _lives(beat["pid"])]
@@ -366,7 +368,7 @@ def _lives(pid: int) -> bool:
 
 
 def _read(path: Path) -> Report | None:
-    for _ in range(5):  # it may be being written
+    for _ in range(5):  # it may be half written
         try:
             value: Report = json.loads(path.read_text())
         except FileNotFoundError:
