@@ -18,7 +18,7 @@ from harness.report.formatting import escaped, short
 from harness.report.palette import SERIES
 
 Xs = dict[str, list[float]]
-"""For each kind of x axis, the place of every point."""
+"""For each kind of x axis, the coordinate of every point."""
 
 AXES = {"step": "step", "tokens": "tokens", "hours": "time at work"}
 """Kinds of x axis of a chart over a run."""
@@ -33,7 +33,7 @@ _MOST_DOTS = 80
 
 
 def colour_of(place: int) -> str:
-    """Return the CSS colour of the run, curve or bar at a place; grey beyond the palette."""
+    """Return the CSS colour of run, curve or bar number `place`; grey beyond the palette."""
     return f"var(--series-{place + 1})" if place < len(SERIES) else "var(--muted)"
 
 
@@ -47,13 +47,13 @@ class Scale:
     words: Sequence[str] = ()
 
     def share(self, value: float) -> float:
-        """Return the place of a value between both ends, 0 to 1."""
+        """Return a value's position between the ends, 0 to 1."""
         if self.log:
             return math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int = 5, whole: bool = False) -> list[tuple[float, str]]:
-        """Return places from 0 to 1 with their labels."""
+        """Return the ticks: positions from 0 to 1 with their labels."""
         if self.words:
             return [(self.share(place), word) for place, word in enumerate(self.words)]
         numbers = ticks(self.low, self.high, about, whole)
@@ -91,7 +91,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment on the x axis. `is_named`: its label is always shown."""
+    """A vertical line at a point of the x axis. `is_named`: its label is always shown."""
 
     x: dict[str, float]
     colour: str
@@ -138,10 +138,10 @@ class Heat:
     cells: Sequence[Sequence[float | None]]
     colour: str = "var(--series-1)"
     low_colour: str = "transparent"
-    """A cell's text is white unless this is transparent."""
+    """Colour of 0. A cell's text is white unless this is transparent."""
     digits: int = 2
     most: float = 1
-    """The number that has the full colour."""
+    """The number that is drawn in the full colour."""
     note: str = ""
 
 
@@ -222,7 +222,7 @@ def _notes(*notes: str) -> str:
 
 
 def plot_of(y: Scale, body: str, limits: Iterable[tuple[str, float]]) -> str:
-    """Return the y axis, what is drawn beside it, and the limits drawn over it."""
+    """Return the y axis, `body` beside it, and the limits drawn over that."""
     labels = "".join(
         f'<span style="bottom:{100 * share:.2f}%">{text}</span>' for share, text in y.ticks()
     )
@@ -335,7 +335,7 @@ def _curve(curve: Curve, points: Sequence[tuple[float, float]]) -> str:
     if len(points) > 1 and not curve.names:
         drawn = f'<path class={curve.style} {shape} d="M{"L".join(places)}">{title}</path>'
     if len(points) == 1 or (curve.style == "dots" and len(points) <= _MOST_DOTS):
-        dots = "".join(f"M{place}h.01" for place in places)  # of a line's round caps
+        dots = "".join(f"M{place}h.01" for place in places)  # the round caps of tiny lines
         drawn += f'<path class=dot {shape} d="{dots}">{title}</path>'
     return drawn
 
@@ -361,7 +361,8 @@ def _table(heat: Heat) -> str:
 def _y_scale(chart: Chart, curves: list[Curve]) -> tuple[Scale, str]:
     """Return the y axis, and a sentence on values above it.
 
-    A few values far above all others would flatten the rest: they are cut off and named.
+    A few values far above all others would flatten the rest, so they are cut off, and the sentence
+    names the highest.
     """
     if chart.y_range:
         return Scale(*chart.y_range, chart.log_y), ""
@@ -404,7 +405,7 @@ def _x_ticks(chart: Chart, axis: str, x: Scale) -> list[tuple[float, str]]:
         places = ticks(x.low / per, x.high / per)
         return [(x.share(place * per), f"{short(place)} {unit}") for place in places]
     labels = x.ticks(whole=axis in AXES)
-    if chart.x_range:  # its ends are worth a label, though they may be no round numbers
+    if chart.x_range:  # its ends get a label even if they are not round numbers
         inner = [label for label in labels if 0.07 < label[0] < 0.93]
         labels = [(0.0, short(x.low, 4)), *inner, (1.0, short(x.high, 4))]
     return labels
@@ -424,5 +425,5 @@ def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[
 
 
 def rounded(value: float) -> float:
-    """Return a number with six digits: enough to read, and short."""
+    """Return a number rounded to six digits, or to an integer if it is one."""
     return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.6g}")

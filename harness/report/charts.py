@@ -28,7 +28,7 @@ _PREFIXES = {
 
 
 def group_of(component: str) -> str:
-    """Return the group of a component; "buffers" for everything that only moves or adds up data."""
+    """Return the group of a component: "buffers" for whatever only moves or adds up data."""
     fitting = (group for group, prefixes in _PREFIXES.items() if component.startswith(prefixes))
     return next(fitting, "buffers")
 
@@ -42,9 +42,9 @@ def grouped(sizes: Mapping[str, float]) -> dict[str, float]:
 
 
 SMOOTHED_FROM = 60
-"""Lines from which on a noisy metric is drawn as its mean."""
+"""Number of lines from which a noisy metric is drawn as its mean."""
 MOST_POINTS = 900
-"""Points of a curve where one run is shown; several runs share three times as many."""
+"""Maximum points of a curve if one run is shown; several runs share three times as many."""
 MOST_MARKS = 120
 
 
@@ -110,7 +110,7 @@ MARKS = {
     "hang": ("var(--bad)", "hang"),
     "out_of_memory": ("var(--bad)", "out of memory"),
 }
-"""Kinds of events that are drawn into every chart over the run; saves are drawn into the first."""
+"""Kinds of events that are marked in every chart over the run; saves only in the first."""
 SAVED = {"saved": ("var(--faint)", "checkpoint")}
 
 
@@ -125,7 +125,7 @@ class _Kind:
     from_zero: bool = False
     scale: float = 1.0
     constant_too: bool = False
-    """Drawn although it never changes."""
+    """True if it is drawn even if it never changes."""
     note: str = ""
 
 
@@ -338,7 +338,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
         sums.append(total)
     means = []
     for at in range(len(values)):
-        # Symmetrical, so that a slope stays one; near the ends at least half of it, one-sided.
+        # Symmetrical, so that a slope is preserved; near the ends at least half as far, one-sided.
         reach = max(min(half, at, len(values) - 1 - at), half // 2)
         first, last = max(0, at - reach), min(len(values), at + reach + 1)
         means.append((sums[last] - sums[first]) / (last - first))

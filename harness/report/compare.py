@@ -16,7 +16,7 @@ MOST_DRAWN = 24
 """Runs whose curves are drawn: the best ones."""
 MOST_DIFFERENCES = 60
 
-# Parts of plan.json that say how a run was asked for; the rest follows from them, or from the day.
+# Parts of plan.json that were asked for; the rest follows from them or changes with every start.
 _ASKED = ("run", "deepspeed_given", "deepspeed_source", "world", "precision", "model_config")
 _OF_THE_DAY = ("run.run.dir", "world.rank", "world.local_rank")
 
@@ -27,7 +27,7 @@ def ranked(runs: list[RunRecord]) -> list[RunRecord]:
 
 
 def by_set(runs: list[RunRecord]) -> list[list[RunRecord]]:
-    """Return the runs of each held-out set, best first; sets cannot be compared."""
+    """Return the runs of each held-out set, best first; losses on two sets cannot be compared."""
     sets: dict[str, list[RunRecord]] = {}
     for run in sorted(runs, key=_lowest):
         sets.setdefault(run.held_out_set, []).append(run)

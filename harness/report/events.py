@@ -13,14 +13,13 @@ from harness.report.lines import number
 from harness.report.run_record import Event, RunRecord, unix_time
 
 LEAST_GAIN = 0.01
-"""Share of the first held-out loss by which the last must be below it."""
+"""Fraction of the first held-out loss by which the last must be lower."""
 
 
 def no_better(first: float, last: float) -> str | None:
-    """Return the problem of a run whose held-out loss ended no better than it began; None if it
-    did.
+    """Return the problem of a run whose held-out loss did not improve; None if it did.
 
-    Both in nats per token.
+    `first` and `last` are in nats per token.
     """
     if last < first * (1 - LEAST_GAIN):
         return None
@@ -40,9 +39,10 @@ class Part(NamedTuple):
 
 
 def spent(run: RunRecord) -> list[Part]:
-    """Return training, saving, starting, the rest of the work, and pauses between attempts.
+    """Return the time of a run by part: training, the rest of the work, saving, starting, and
+    pauses between attempts.
 
-    Empty if the lines do not say when they were written.
+    Empty if the lines have no times.
     """
     attempts = _attempts(run)
     if not attempts:

@@ -10,7 +10,7 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def escaped(value: object) -> str:
-    """Return text for HTML, in content and in attributes; control characters are shown as such."""
+    """Return text escaped for HTML content and attributes; control characters become \\x1b etc."""
     shown = "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in str(value))
     return html.escape(shown, quote=True)
 

@@ -1,6 +1,6 @@
-"""Metrics lines of a run: all of a short file; of a long one, those that a picture needs.
+"""Metrics lines of a run: all lines of a short file, and of a long one those that a chart needs.
 
-A picture shows a thousand points, but a long run has a million lines, so a long file is read in
+A chart shows a thousand points, but a long run has a million lines, so a long file is read in
 ranges. Each range keeps two evenly chosen lines, those with the lowest and highest value of each
 metric that may jump, so that no spike is lost, and the first ones with an evaluation or a probe.
 """
@@ -20,7 +20,7 @@ from harness.files.regular_file import open_regular
 Line = dict[str, Any]
 
 WHOLE_BYTES = 2**23
-"""Up to here (about 25,000 lines) every line is kept."""
+"""Size up to which every line of a file is kept (about 25,000 lines)."""
 RANGES = 600
 _RARE = 6  # lines of a range that are kept for having a key of _RARE_KEYS
 _RARE_KEYS = ("eval_loss", "attention_entropy/0", "update_ratio")
@@ -45,9 +45,10 @@ class Lines:
     _spacing: int = 1
 
     def count_repeated(self, line: Line) -> None:
-        """Count the steps up to the previous line that this one goes back over.
+        """Count the logged steps that this line repeats.
 
-        Needs every line of the file. A line with a loss stands for all steps since the one before.
+        Must see every line of the file. A line with a loss stands for all steps since the previous
+        line.
         """
         step = line["step"]
         if self._last is not None:
@@ -59,7 +60,7 @@ class Lines:
         self._last = step
 
     def add(self, line: Line, is_even: bool) -> None:
-        """Add a line; drop those of the steps that it repeats."""
+        """Add a line; drop the earlier lines of steps that it repeats."""
         step = line["step"]
         while self.lines and self.lines[-1]["step"] >= step:
             last, was_even = self.lines.pop(), self.is_even.pop()
@@ -119,7 +120,7 @@ def _add(lines: Lines, of_range: list[Line]) -> None:
 def _chosen(of_range: list[Line]) -> dict[int, bool]:
     """Return the indices of a range's lines to keep, each with True if it was evenly chosen."""
     last = len(of_range) - 1
-    places = {last: False}  # an attempt may end here, and the next one go back
+    places = {last: False}  # an attempt may end here, and the next one may go back
     for key in _JUMPS:
         values = {
             at: value for at, line in enumerate(of_range) if (value := line.get(key)) is not None
@@ -128,7 +129,7 @@ def _chosen(of_range: list[Line]) -> dict[int, bool]:
         if numbers:
             places |= {min(numbers, key=numbers.__getitem__): False}
             places |= {max(numbers, key=numbers.__getitem__): False}
-        # "nan", "inf": RunFolder writes what JSON has no number for as text.
+        # "nan", "inf": RunFolder writes numbers that JSON lacks as text.
         places |= dict.fromkeys([at for at in values if at not in numbers][:_RARE], False)
     for key in _RARE_KEYS:
         places |= dict.fromkeys(

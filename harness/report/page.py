@@ -1,7 +1,7 @@
 """One run as a page: its status, what to do, curves, events, memory, time, samples, plan.
 
-A training run starts `python -m harness.report.page RUN` (run/pages.py), a separate process: a
-defect, a full disk or a slow one then costs it a page and nothing else.
+A training run starts `python -m harness.report.page RUN` (run/pages.py) as a separate process, so
+that a bug or a full or slow disk costs it a page and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "report.html"
 MOST_CHARACTERS = 200_000
 """Characters of plan.json that the page shows."""
 REFRESH_S = 60
-"""A page of a running run loads itself again so often."""
+"""Interval at which the page of a running run reloads itself."""
 
 _STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
@@ -86,7 +86,7 @@ def _header(run: RunRecord) -> str:
 
 
 def described(run: RunRecord) -> str:
-    """Return model, cluster and layout in a line."""
+    """Return model, cluster and layout as one line."""
     parts = [f"{run.text('run', 'model', 'name') or 'unknown model'}"]
     if (size := parameters(run)) is not None:
         parts.append(f"{short(size)} parameters")
@@ -107,7 +107,7 @@ def described(run: RunRecord) -> str:
 
 
 def parameters(run: RunRecord) -> int | None:
-    """Return the parameters of a run's model; None for one that the planner does not know."""
+    """Return the model's number of parameters; None if the planner does not know the model."""
     config = run.planned("model_config")
     try:
         return num_parameters(Shape.from_hf(config)) if isinstance(config, dict) else None
@@ -295,7 +295,7 @@ def _length(run: RunRecord, rows: str) -> str:
 
 
 def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the settings that a reader asks for first."""
+    """Return the settings that a reader looks for first, as (name, value)."""
     sizes = ("global_batch", "micro_batch", "grad_accum")
     batch, micro, accumulated = (number(run.planned(name)) for name in sizes)
     length, ranks = number(run.planned("run", "data", "seq_len")), run.planned("grid", "data")
@@ -333,7 +333,7 @@ def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Replace a page: a reader sees the old one or the new one, whole. Raises OSError."""
+    """Replace a page atomically: a reader sees the old one or the new one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(page, encoding="utf-8", errors="replace")

@@ -1,7 +1,7 @@
 """Colours and fonts of every picture and page, for light and for dark surfaces.
 
-Neighbours in COMPONENTS, the order in which memory is stacked, stay apart for readers with red- or
-green-blind eyes too (OKLab distance at least 0.12 after Machado's simulation, DOI
+Neighbours in COMPONENTS, the order in which memory is stacked, can also be told apart by red- and
+green-blind readers (OKLab distance at least 0.12 after Machado's simulation, DOI
 10.1109/TVCG.2009.113). Colour alone never carries a meaning: labels say the same.
 """
 
@@ -32,7 +32,7 @@ VERDICTS = {
     "warning": Colour("#9a6700", "#e3a008"),
     "bad": Colour("#c42b2b", "#f07070"),
 }
-"""Colours of words: contrast 4.5 and more on SURFACE."""
+"""Text colours, with a contrast of at least 4.5 on SURFACE."""
 
 SERIES = (
     Colour("#2a78d6", "#3987e5"),  # blue
@@ -44,7 +44,7 @@ SERIES = (
     Colour("#eda100", "#c98500"),  # yellow
     Colour("#e34948", "#e66767"),  # red
 )
-"""Curves and runs, by their position; beyond the last, grey."""
+"""Curves and runs, by their index; those beyond the last are grey."""
 
 INK = Colour("#0b0b0b", "#f5f5f4")
 """Text, and lines that are the subject."""

@@ -1,4 +1,4 @@
-"""Charts by layer and by position, and needles found."""
+"""Charts by layer and by position, and the table of the needle-in-a-haystack test."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _lengths(line: dict[str, Any]) -> list[int]:
 
 
 PROFILES = 4
-"""Most probes of one chart by layer or position."""
+"""Maximum number of probes in a chart by layer or position."""
 
 
 def profiles(run: RunRecord) -> Iterator[Chart]:

@@ -22,7 +22,7 @@ Event = dict[str, Any]
 MOST_EVENTS = 5_000
 """Newest events that are read."""
 SILENT_S = 600.0
-"""A run that has written nothing for so long, and for 20 of its steps, may be gone."""
+"""A run that has written nothing for this long, and for 20 logging intervals, may be dead."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class RunRecord:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """For each line: seconds of work since the run began, pauses between attempts left out."""
+        """For each line: seconds of work since the run began, without pauses between attempts."""
         seconds, total = list[float](), 0.0
         previous: Line = {}
         for line in self.lines:
@@ -140,7 +140,7 @@ class RunRecord:
         return max((when for when in times if when is not None), default=None)
 
     def is_silent(self, now: float | None = None) -> bool:
-        """Return True if the run says that it is running, but shows no sign of it."""
+        """Return True if the run's status is running, but it has written nothing for too long."""
         if self.outcome != "running" or self.last_sign is None:
             return False
         step_s = max(

@@ -14,9 +14,9 @@ from harness.report.formatting import count, duration, moment, sentence, short
 from harness.report.lines import number
 from harness.report.run_record import RunRecord
 
-MEMORY_ERROR = 0.1  # as run/live_memory.py warns
+MEMORY_ERROR = 0.1  # relative; the same as TOLERANCE in run/live_memory.py
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
-"""Keys of which a command has one at most."""
+"""Keys of which a command may have at most one."""
 _SAME = {
     "optim.lr": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
     "train.steps": ("scheduler.params.total_num_steps",),
@@ -254,7 +254,7 @@ def _left(run: RunRecord) -> str:
 
 
 def advice(run: RunRecord) -> list[Advice]:
-    """Return what to do next, the likeliest first, with commands that can be copied."""
+    """Return what to do next, the most likely advice first, with commands that can be copied."""
     return [*_by_outcome(run), *_by_curve(run)]
 
 
@@ -302,7 +302,7 @@ def _by_outcome(run: RunRecord) -> list[Advice]:
 
 
 def _unready(run: RunRecord) -> Advice | None:
-    """Return what to do with a run that has learned too little to be tried; None for others."""
+    """Return advice for a run that has learned too little to be tried; None for others."""
     best, (unigram, _), total = run.best(), _counted(run), run.total_steps
     first, problem = run.evaluations()[:1], _no_better(run)
     is_above = best is not None and unigram is not None and best[1] >= unigram
@@ -311,7 +311,7 @@ def _unready(run: RunRecord) -> Advice | None:
     changes: dict[str, Any] = {"train.steps": max(100, 4 * total)}
     what = f"Train longer: {total:,} steps were too few"
     lr = number(run.planned("run", "optim", "lr"))
-    if problem and total >= 100 and lr is not None:  # steps enough: it is the rate
+    if problem and total >= 100 and lr is not None:  # enough steps: the rate is at fault
         rose = run.evaluations()[-1][1] > first[0][1]
         changes = {"optim.lr": _rounded(lr / 3 if rose else lr * 3)}
         what = f"Train at a {'lower' if rose else 'higher'} rate"
