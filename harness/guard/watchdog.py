@@ -286,7 +286,7 @@ class Watchdog(threading.Thread):
         return True
 
     def _wait_for_report(self, most_s: float) -> None:
-        """Wait until another rank has written its report: a launcher kills all ranks once one ends."""
+        """Wait for another rank's report: a launcher kills all ranks as soon as one ends."""
         assert self._report_path is not None
         end = time.monotonic() + most_s
         with contextlib.suppress(OSError):
