@@ -44,16 +44,16 @@ def attend_as_trained(model: Any, attention: dict[str, Any]) -> None:
 
 
 def _forward(model: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `inner` with the bounds of the documents that the positions number.
+    """Run `inner` with the document bounds that follow from the positions.
 
-    Raises ValueError for what these kinds of attention do not support: padding, and caches with
-    empty slots.
+    Raises ValueError for padding and for caches with empty slots, which these kinds of attention do
+    not support.
     """
     if not is_kind(model.config._attn_implementation):  # exact attention was chosen later
         return inner(*args, **kwargs)
     given = inspect.signature(inner).bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
-    # transformers before 5.24 says past_key_values.
+    # transformers before 5.24 calls the cache past_key_values.
     mask, cache = given.get("attention_mask"), given.get("cache", given.get("past_key_values"))
     if mask is not None and not bool(mask.all()):
         raise ValueError("this attention also reads padding: use rows of equal length")

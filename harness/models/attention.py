@@ -32,7 +32,7 @@ def attend_with(attention: str, model: nn.Module) -> None:
 
 
 def attention_function(attention: str, module: Any) -> Any:
-    """Return the function with a name; "eager" is defined in the file of the module's family.
+    """Return the attention function of this name; "eager" is in the file of the module's family.
 
     `module`: an attention module, or a stand-in that has it as its `module`.
     """

@@ -1,12 +1,12 @@
 """Output head and cross-entropy, computed in chunks of the vocabulary.
 
-The full logits of a micro-batch never exist. The forward pass keeps each token's largest logit and
-sum of exponentials. The backward pass recomputes the logits chunk by chunk, each time it runs; from
-them it computes that chunk of the head's gradient, in full, and a contribution to the hidden
-states' gradient. Chunks divide the vocabulary rather than the tokens, so that no gradient of the
-whole head is accumulated; in fp32 that would be larger than the logits that are saved.
+The full logits of a micro-batch never exist. The forward pass keeps the log-sum-exp of each token's
+logits. The backward pass recomputes the logits chunk by chunk; each chunk gives its rows of the
+head's gradient, complete, and a summand of the hidden states' gradient. Chunks divide the
+vocabulary rather than the tokens. Otherwise the gradient of the whole head would be accumulated,
+which takes more memory in fp32 than the logits that chunking avoids.
 
-The operations that a model family applies to its head's product to get logits are traced.
+The operations by which a model family turns the head's output into logits are traced.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def operations_on_logits(skeleton: PreTrainedModel) -> Operations:
 
 
 class _NotInParts(Exception):
-    """Raised if logits depend on one another."""
+    """Raised if logits cannot be computed in chunks. Its message follows the model's name."""
 
 
 class _Body(tuple[torch.Tensor]):
@@ -99,7 +99,7 @@ class _Body(tuple[torch.Tensor]):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every operation on `last` and on the results."""
+    """Records every operation on `last`, whose result becomes the new `last`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ class ChunkedLoss:
     """The loss of a model, computed inside its output head while `of` supplies the labels.
 
     It is computed in the head's own call, so that ZeRO 3 gathers the weight as for logits: once per
-    pass. What the model makes of the head's output is ignored. Create this after DeepSpeed's
+    pass. The model's own operations on the head's output are ignored. Create this after DeepSpeed's
     engine: the engine's hooks on the head must see the loss first.
     """
 
@@ -165,8 +165,9 @@ class ChunkedLoss:
 
     @contextlib.contextmanager
     def of(self, labels: torch.Tensor, smoothing: float) -> Iterator[None]:
-        """Within this context the head computes the loss, not logits; labels (micro_batch,
-        seq_len).
+        """Within this context, the head computes the loss instead of logits.
+
+        labels (micro_batch, seq_len).
         """
         self._labels, self._smoothing = labels, smoothing
         try:
@@ -177,8 +178,9 @@ class ChunkedLoss:
     def taken(self, output: torch.Tensor) -> torch.Tensor:
         """Return the loss of the last micro-batch, summed over its target tokens, in fp32.
 
-        `output`: what the model made of the head's output. DeepSpeed prepares for the backward pass
-        in a hook on it; without that, BF16_Optimizer adds the last micro-batch's gradients twice.
+        `output`: the model's `logits`, computed from the loss. DeepSpeed prepares for the backward
+        pass in a hook on it; without that, BF16_Optimizer adds the last micro-batch's gradients
+        twice.
         """
         loss, self._loss = self._loss, None
         assert loss is not None, "the model did not run its output head"
@@ -229,7 +231,9 @@ class _How:
             yield slice(start, min(start + self.chunk, vocab_size))
 
     def target(self, labels: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a mask of the tokens whose target is among these columns, and its index there."""
+        """Return a mask of the tokens whose target is among these columns, and the target's index
+        among them, 0 for other tokens.
+        """
         place = labels - columns.start - (self.part.first if self.part else 0)
         is_here = (labels != -100) & (place >= 0) & (place < columns.stop - columns.start)
         return is_here, place.masked_fill(~is_here, 0)

@@ -28,11 +28,11 @@ class Flow:
 
 
 class _CannotBeCut(ValueError):
-    """Raised by `trace_flow`."""
+    """Raised for a decoder that cannot be split into stages, with the reason."""
 
 
 class _OtherStyle(Exception):
-    """The model takes something from a layer other than what the layer returned."""
+    """Raised if the model seems to expect layers to return the other form: a tuple or a tensor."""
 
 
 def trace_flow(skeleton: PreTrainedModel) -> Flow:
@@ -157,8 +157,8 @@ class _Observed:
 
 
 class StandIn(nn.Module):
-    """Takes the place of a module, with the attributes that others read (a layer's
-    attention type).
+    """Takes the place of a module and has its public attributes, such as a layer's attention type,
+    which other modules read.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -83,8 +83,8 @@ def materialize(
     there, so no rank ever holds more than two full pieces, the one it drew and the one it receives.
     `cut` makes the parameter that a rank keeps of each weight. `read` supplies weights and saved
     buffers instead of drawing them. Tied parameters stay one object. Without a seed nothing is
-    drawn or sent, and the weights are zeros. If `draw` raises, its rank sends zeros first, so that
-    the others do not hang, and raises at the end.
+    drawn or sent, and the weights are zeros. If drawing or reading raises ValueError, that rank
+    sends zeros, so that the others do not hang, and raises at the end.
     """
     send = send if seed is not None else None
     canonical: dict[int, str] = {}
@@ -192,7 +192,7 @@ def vocabulary_of(model: PreTrainedModel) -> Weights:
 
 
 def rows_of_adapters(weights: Path, model: PreTrainedModel) -> int | None:
-    """Return the rows of the embedding in a peft weights file, or None if it has no embedding."""
+    """Return the number of rows of the embedding in a peft weights file; None if it has none."""
     ending = next(iter(vocabulary_of(model)))
     with safe_open(weights, framework="pt") as file:
         shapes = [file.get_slice(n).get_shape() for n in file.keys() if n.endswith(ending)]  # noqa: SIM118

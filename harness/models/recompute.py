@@ -244,8 +244,8 @@ def _of_checkpoints() -> Iterator[torch.Tensor]:
 
 @contextmanager
 def saved_by(model: nn.Module) -> Iterator[Saved]:
-    """Record what a forward pass of `model` saves within this context, parameters and buffers
-    excluded. The loss must outlive the context. Works with real and fake tensors.
+    """Within this context, record the tensors that a forward pass of `model` saves, except
+    parameters and buffers. The loss must outlive the context. Works with real and fake tensors.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved, before = Saved(), {id(tensor) for tensor in _of_checkpoints()}

@@ -12,7 +12,7 @@ from harness.layout.releases import is_older
 from harness.models.recurrent import Carried
 
 MAMBA2_CACHE = "cache_params" if is_older((5, 24)) else "cache"
-"""The argument that takes a Mamba-2 model's cache; since transformers 5.24 as in all models."""
+"""Name of the argument for a Mamba-2 model's cache: since transformers 5.24 that of all models."""
 
 
 class RecurrentWindow:

@@ -31,8 +31,8 @@ _KEYWORD = "whole_rows"
 class Rows:
     """The rows of one micro-batch as attention sees them, on a rank that has part of each.
 
-    `masks`: one for every layer, or by layer type; None for plain causal. `positions` (micro_batch,
-    seq_len) or None.
+    `masks`: a single one for all layers, or one per layer type; None for plain causal order.
+    `positions` (micro_batch, seq_len) or None.
     """
 
     group: Group

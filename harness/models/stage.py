@@ -26,8 +26,8 @@ from harness.models.attention import separating
 from harness.models.flow import Flow, StandIn
 from harness.models.units import decoder_layers, units
 
-_MASK = "attention_mask"  # its argument that selects the tokens to count
-_BALANCING = "load_balancing_loss_func"  # its name in the transformers module of every mixture
+_MASK = "attention_mask"  # argument of the loss below that selects the tokens to count
+_BALANCING = "load_balancing_loss_func"  # name of the loss in every mixture's module
 
 Finish = Callable[[Callable[[], Any]], torch.Tensor]
 
@@ -81,7 +81,9 @@ class Stage(nn.Module):
         return (packed, *positions) if positions else packed
 
     def _packed(self, hidden: torch.Tensor, routers: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """(micro_batch, seq_len, hidden_size + layers so far x experts), in the wider dtype."""
+        """Return hidden states and router logits concatenated, (micro_batch, seq_len, hidden_size +
+        layers so far x experts), in the wider dtype.
+        """
         if not routers:
             return hidden
         return torch.cat([hidden, *(r.view(*hidden.shape[:2], -1) for r in routers)], dim=-1)
@@ -119,7 +121,7 @@ class _Enter(_PassThrough):
 
 
 class _Leave(_PassThrough):
-    """Takes the place of the layer after this stage; keeps what the next stage needs."""
+    """Takes the place of the layer after this stage; keeps the hidden states for the next stage."""
 
     _hidden: torch.Tensor | None = None
 
@@ -203,9 +205,9 @@ def balancing_of(
     counted: torch.Tensor | None,
     change: Callable[[Any], Any] | None = None,
 ) -> Iterator[None]:
-    """Within this context, a mixture's load balancing loss covers the tokens that are `counted`, a
-    mask of any shape (None: all), with the router logits that `change` returns for the model's own,
-    a (tokens, experts) tensor per layer.
+    """Within this context, a mixture's load balancing loss covers only the tokens in `counted`, a
+    mask of any shape (None: all). `change` maps the model's own router logits, a (tokens, experts)
+    tensor per layer, to those that the loss uses.
     """
     module = sys.modules[type(model).__module__]
     original = getattr(module, _BALANCING, None)

@@ -2,7 +2,8 @@
 
 mamba-ssm, causal-conv1d and flash-linear-attention run only on GPUs. `stand_in` installs modules
 under their names. The stand-in functions compute nothing: they return tensors of the right shapes
-and save what the `save_for_backward` calls in the packages' sources save, to trace bytes.
+and save the tensors that the packages' sources pass to `save_for_backward`, so that their bytes can
+be traced.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DELTA_CHUNK = 64
 
 
 class _Kept(torch.autograd.Function):
-    """Saves tensors beside an output that was made from others."""
+    """Saves tensors for an output that was not computed from them."""
 
     calls = 0
     """Number of calls in this process."""
@@ -197,7 +198,7 @@ def chunk_gated_delta_rule(
     """
     query, key, value = (tensor.contiguous() for tensor in (q, k, v))
     roots: list[torch.Tensor] = []
-    if use_qk_l2norm_in_kernel:  # saves the scaled ones and their divisors
+    if use_qk_l2norm_in_kernel:  # saves normalised queries and keys, and their divisors
         roots = [q.new_empty(tensor.shape[:-1], dtype=torch.float32) for tensor in (q, k)]
         query, key = torch.empty_like(query), torch.empty_like(key)
     sums = torch.empty_like(g, dtype=torch.float32)

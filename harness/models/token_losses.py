@@ -78,7 +78,9 @@ def is_recording() -> bool:
 
 
 def record(losses: torch.Tensor) -> None:
-    """Add a micro-batch's token losses, in order and 0 without a target. Never synchronises."""
+    """Add a micro-batch's token losses, in order, 0 where there is no target. Never waits for the
+    device.
+    """
     if _recorder is None:
         return
     sums, numbers = _recorder.sums, _recorder.numbers
@@ -104,8 +106,8 @@ class Vocabulary:
     def token_losses(
         self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
     ) -> torch.Tensor:
-        """Return what the function `token_losses` returns, on all ranks of the group, which never
-        hold all logits. logits (micro_batch, seq_len, size).
+        """Return the result of the function `token_losses` on all ranks of the group, none of which
+        ever holds all logits. Collective. logits (micro_batch, seq_len, size).
         """
         flat = logits.float().reshape(-1, logits.shape[-1])
         arguments = (flat, labels.reshape(-1), self, smoothing)

@@ -1,11 +1,11 @@
 """Bytes that a decoder's own class saves for backward, traced on fake tensors without weights.
 
-Each kind of layer is traced once, in the order of the config: a model with one layer of each kind,
-and then with one of them twice. Attention dropout is disabled, because with it a CPU computes
-attention differently from a GPU; flash attention and varlen save what sdpa does.
+The model is traced with one layer of each kind, in the order of the config, and then once per kind
+with that layer twice. Attention dropout is disabled, because with it a CPU computes attention
+differently from a GPU. Flash attention and varlen save the same tensors as sdpa.
 
-As a command it reads a request as JSON and prints the model's shape and the bytes of its layers, so
-that a plan need not import torch: python -m harness.models.tracing < request.json
+As a command, it reads a request as JSON and prints the model's shape and the bytes of its layers,
+so that a plan need not import torch: python -m harness.models.tracing < request.json
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _KERNELS = (
     *("causal_conv1d_fn", "selective_scan_fn", "mamba_chunk_scan_combined"),
     *("chunk_gated_delta_rule", "fused_recurrent_kda"),
 )
-"""Names, in a family's file, of kernels that GPUs take from another package."""
+"""Names in a family's file of kernels that another package provides for GPUs."""
 _ATTENTION = re.compile("Attention")
 _STATES = re.compile(
     "Mamba|Mixer|SSM|DeltaNet|DeltaAttention|KDA|Lightning|LinearAttention|ShortConv|Rwkv|xLSTM|"
     "LSTMLayer|RecurrentBlock|RgLru|RecurrentCell"
 )
-"""Class names of modules by which tokens see earlier ones: attention, whose work grows with the
-square of the length, and a state carried along, whose work does not."""
+"""Patterns for class names of modules through which a token sees earlier ones: attention, whose
+work grows with the square of the length, and recurrent states, whose work grows linearly."""
 _SLIDING = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Config keys for the window size in tokens, by the layer's name in `layer_types`."""
 
@@ -89,9 +89,9 @@ Change = Callable[[PreTrainedModel], None]
 
 
 def trace(request: Request, change: Change = lambda model: None) -> Traced:
-    """Return what the layers of a model save. `change`: what a run does to a built model.
+    """Return the bytes that a model saves, by layer. `change` alters the built model as a run does.
 
-    Raises whatever the model class may raise.
+    Raises whatever the model class raises.
     """
     with _built(request) as model:
         change(model)
@@ -141,8 +141,8 @@ def _built(request: Request) -> Iterator[PreTrainedModel]:
 
 
 def _kinds(model: PreTrainedModel, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
-    """Return, per layer, what distinguishes it from others: its modules, their sizes and settings,
-    and its entries in the config.
+    """Return a key per layer that is equal for layers of the same kind: its modules, their sizes
+    and settings, and its entries in the config.
     """
     text = model.config.get_text_config(decoder=True)
     lists = [v for v in vars(text).values() if isinstance(v, list) and len(v) == len(layers)]
@@ -208,7 +208,7 @@ def _only(
 
 
 def _way(layers: nn.ModuleList) -> Way:
-    """Return whether layers with a state have kernels from another package, and used them."""
+    """Return how layers with a recurrent state were traced."""
     carry = [layer for layer in layers if "states" in _mixers(layer).values()]
     files = {type(module).__module__ for layer in carry for module in layer.modules()}
     if not any(key in vars(sys.modules[file]) for file in files for key in _KERNELS):
@@ -220,7 +220,7 @@ def shape_of(request: Request) -> dict[str, Any]:
     """Return the sizes and parameters of any decoder, by position in the model, as plain values for
     `Shape(**sizes, body=...)`.
 
-    Raises ValueError if no parameter name contains a layer number.
+    Raises ValueError if the model has no list of decoder layers.
     """
     with _built(request) as model:
         tensors = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
@@ -307,7 +307,7 @@ def _windows(text: PretrainedConfig, layers: int) -> list[int | None]:
 
 
 def main() -> int:
-    """Read a request and print the answer; 1, with a line on standard error, if that fails."""
+    """Read a request and print the answer. If that fails, print a line to stderr and return 1."""
     values = json.load(sys.stdin)
     state_kernels.stand_in(values.pop("kernels", ()))
     request = Request(**values)

@@ -1,7 +1,7 @@
 """Causal attention within concatenated documents, without a mask: `model.attention=varlen`.
 
-GPUs use torch's kernel, or flash-attn's for soft-capped scores; CPUs go document by document. All
-take and return (tokens, heads, head_dim), with the bounds of documents.
+GPUs use torch's kernel, or flash-attn's for soft-capped scores; CPUs compute document by document.
+All of these take (tokens, heads, head_dim) and the bounds of documents.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _in_turn(
 
 
 class InTurn(torch.autograd.Function):
-    """Attention document by document that saves what a kernel saves: queries, keys, values and
-    output, although it recomputes each document.
+    """Attention document by document. Like a kernel, it saves queries, keys, values and output,
+    although the backward pass recomputes each document.
     """
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""Kinds of efficient attention as transformers attention functions; names include their sizes."""
+"""Kinds of efficient attention as transformers attention functions, with their sizes and the seed
+in their names.
+"""
 
 from __future__ import annotations
 
