@@ -43,7 +43,8 @@ class BatchSizes:
         windows.
 
         `quantum`: every batch of a ramp is a multiple of this many windows and is split in the same
-        way. Raises ValueError, with the nearest valid values, if the sizes do not multiply.
+        way. Raises ValueError, with the nearest valid values, if the given sizes do not multiply to
+        the global batch.
         """
         if global_batch % data_ranks:
             raise ValueError(
@@ -129,7 +130,7 @@ class Curriculum:
         return Slice(samples, self._batch(samples), self._pieces(samples))
 
     def walk(self, samples: int) -> Iterator[Slice]:
-        """Yield the slice of that step and of all later ones, without end."""
+        """Yield the slices of that step and all later steps, without end."""
         while True:
             step = self.at(samples)
             yield step

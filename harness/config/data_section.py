@@ -62,7 +62,7 @@ def _day(value: object) -> object:
 
 
 def _as_text(value: object) -> object:
-    """Return a number or a truth value as forms.value_of reads it from a record."""
+    """Return a number or a boolean as text, as forms.value_of does with a record's value."""
     return str(value) if isinstance(value, int | float) else value
 
 
@@ -75,8 +75,8 @@ class ReadAs(Section):
     path: PathText
     """Data, as in data.path."""
     split: Text | None = None
-    """Split of its folder, as in data.split; None: data.split, or for a held-out set validation,
-    else test."""
+    """Split of its folder, as in data.split; None: data.split or, for a held-out set, validation
+    (test if there is no validation)."""
     format: Literal[tuple(FORMATS)] | None = None  # type: ignore[valid-type]
     """Format of its files; None: data.format."""
     columns: dict[str, Text] | None = None
@@ -149,7 +149,8 @@ class DataConfig(Section):
     """If no source has a share: shares are proportional to the sources' sizes to the power of
     1 / mix_temperature; None: 1."""
     mix_until: Annotated[float, Field(gt=0, le=MAX_SAMPLES)] | None = None
-    """Optimizer steps, or below 1 the fraction of the run, after which the `then` shares apply."""
+    """Number of optimizer steps after which the `then` shares apply; below 1, a fraction of the
+    run."""
     eval_path: Annotated[dict[str, EvalSet], BeforeValidator(_named)] = Field(default_factory=dict)
     """Held-out set, instead of the data.held_out fraction; or several by name, {chat="a.jsonl",
     code="b.jsonl"}: eval_loss/NAME is the loss of each, eval_loss that of the first. A table has
@@ -165,14 +166,15 @@ class DataConfig(Section):
     """Unreadable records: refuse stops and lists them all; skip leaves them out and reports their
     number by kind, with the first of each."""
     bad_rows_limit: Annotated[float, Field(gt=0)] = 0.1
-    """Maximum records that bad_rows=skip leaves out per source; below 1, their share."""
+    """Maximum number of records per source that bad_rows=skip leaves out; below 1, a share of its
+    records."""
     min_tokens: Samples | None = None
     """Minimum tokens of a document to train on, including the separator; None: no limit."""
     max_tokens: Samples | None = None
     """Maximum tokens of a document to train on, including the separator; None: no limit."""
     balance: Text | None = None
-    """Column whose values become sources with equal shares, as in data.mix; each has a
-    loss/VALUE."""
+    """Column whose values become sources with equal shares, as in data.mix; loss/VALUE is the loss
+    of each."""
     learn: Literal["assistant", "last", "all"] = "assistant"
     """What to train on in a conversation. assistant: the assistant's turns; last: the last of
     them; all: all tokens."""
@@ -202,17 +204,17 @@ class DataConfig(Section):
     """Handling of documents longer than seq_len if windows hold whole documents (data.packing,
     data.batching): cut them at the end, drop them, or refuse to run."""
     batching: Literal["packed", "padded", "length_grouped", "token_budget"] = "packed"
-    """packed: windows of seq_len tokens, see data.packing. With the others a window is one
-    document, padded to the longest in its micro-batch; padded: in random order; length_grouped:
-    with others of similar length; token_budget: with as many as fit in data.tokens_per_batch."""
+    """packed: windows of seq_len tokens (data.packing). Otherwise a window is one document, padded
+    to the longest in its micro-batch; a micro-batch holds random documents (padded), documents of
+    similar length (length_grouped), or as many as fit in data.tokens_per_batch (token_budget)."""
     tokens_per_batch: Samples | None = None
     """For batching=token_budget: maximum positions per micro-batch, including padding; a multiple
     of seq_len that sets train.micro_batch; None: micro_batch * seq_len."""
     pool_samples: Samples = 1024
-    """Windows to sort by length together; more give less padding."""
+    """Number of windows to sort by length together; larger pools need less padding."""
     group_samples: Samples = 8
-    """Windows of similar length to keep together in a sorted pool: micro_batch, or micro_batch
-    times the number of data ranks to give all ranks equal work."""
+    """Number of windows of similar length to keep together in a sorted pool: micro_batch, or
+    micro_batch times the number of data ranks to give all ranks equal work."""
     rehearse: PathText | None = None
     """Old data to mix in against forgetting: a run folder, whose kept sample is read, or a path as
     in data.path. The loss on its held-out part is old_eval_loss."""
@@ -235,7 +237,7 @@ class DataConfig(Section):
 
     @property
     def evaluated_sets(self) -> int:
-        """Number of sets of samples that an evaluation reads: held out, and of the old data."""
+        """Number of sample sets that an evaluation reads: the held-out sets and the old data's."""
         return max(1, len(self.eval_path)) + (self.rehearse is not None)
 
     def too_long_text(self, number: int, documents: int, roughly: str = "") -> str:
@@ -253,8 +255,9 @@ class DataConfig(Section):
         )
 
     def sources(self) -> dict[str, DataConfig]:
-        """Return the data section of each source of `mix` by name; without `mix`, this one as "".
-        The old data is last. Raises ConfigError if data.rehearse is a run that kept no sample.
+        """Return the data section of each source of `mix` by name, then that of the old data if it
+        is mixed in. Without `mix`, this section is the only other source, named NEW, or "" if there
+        is no old data. Raises ConfigError if data.rehearse is a run that kept no sample.
         """
         source = self if self.split else self.model_copy(update={"split": OF_A_SOURCE})
         own = {part.label: source._only(part.path, part) for part in self.mix}
@@ -264,8 +267,8 @@ class DataConfig(Section):
         return {**(own or {NEW: self.model_copy(update={"rehearse": None})}), REHEARSED: old}
 
     def rehearsed(self, side: str = TRAIN) -> DataConfig | None:
-        """Return the data section of data.rehearse or of one `side` of a run's sample, or None.
-        Raises ConfigError if it is a run that kept no sample.
+        """Return the data section of the path in data.rehearse or, if it is a run, of one `side` of
+        its kept sample; None without data.rehearse. Raises ConfigError if the run kept no sample.
         """
         if self.rehearse is None:
             return None

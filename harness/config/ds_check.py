@@ -1,8 +1,9 @@
 """Checks of a DeepSpeed JSON: the keys that DeepSpeed knows, and the rules of ds_refused.toml.
 
 DeepSpeed itself ignores unknown keys at most levels; here they are errors. Aliases of a key are
-accepted. Comments, removed sections that are off, and keys that never had an effect are left out
-with a note. plan/merge_settings.py checks the keys of optimizer.params and scheduler.params.
+accepted. Comments, keys that DeepSpeed has removed and that are off, and keys that never had an
+effect are left out with a note. plan/merge_settings.py checks optimizer.params and
+scheduler.params.
 """
 
 from __future__ import annotations

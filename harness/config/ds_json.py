@@ -1,9 +1,9 @@
 """The DeepSpeed JSON: its file and command line, known keys, values, their origins, and changes.
 
-It is changed by ds_check.py (keys without effect, old keys, values that DeepSpeed gets wrong), and
-of plan/ by resolve_auto.py (most values), parallelism.py and folder.py (monitors). Of the resolved
-JSON, plan/batches.py changes the batch once the data is counted, and engine/swap.py the NVMe
-folder. Configs of other programs are recognised.
+ds_check.py changes keys without effect, old keys and values that DeepSpeed gets wrong. In plan/,
+resolve_auto.py fills in most values, parallelism.py changes the keys of parallelism, and folder.py
+those of monitors. Once the JSON is resolved, plan/batches.py still changes the batch when the data
+is counted, and engine/swap.py the NVMe folder. foreign_config recognises configs of other programs.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class DsJson:
         """Keys removed as invalid: their defaults are not the user's choice."""
         self._tree: dict[str, Any] = normalized(tree)
         self.problems = use_first_names(self._tree, name)
-        """Keys that the JSON has under two names."""
+        """A sentence for each key that the JSON has under two names."""
         self.assigned = dict(assigned or {})
         self._changes: list[Event] = []
         self._left_out: dict[str, list[str]] = {}
@@ -216,7 +216,7 @@ class DsJson:
         return section.pop(name, _ABSENT) is not _ABSENT
 
     def _section_of(self, key: str) -> tuple[dict[str, Any], str]:
-        """Return the section with a dotted key, and its name there; an empty section if none."""
+        """Return the section of a dotted key, empty if there is none, and the key's name in it."""
         section, name = self._tree, key
         while name not in section and "." in name:  # a name may itself contain a dot
             first, _, name = name.partition(".")

@@ -88,7 +88,7 @@ class ModelConfig(Section):
     """Activation checkpointing of decoder layers: none; selective: keep matrix products and
     attention, recompute the rest; full; N: full in every N-th layer."""
     activation_offload: bool = False
-    """Offload what checkpointed layers keep to host memory until the backward pass."""
+    """Offload the tensors that checkpointed layers keep for the backward pass to host memory."""
     reversible: bool = False
     """Reversible decoder layers with two streams: the backward pass computes their inputs from
     their outputs (arXiv 1707.04585). The function differs; the export includes its code."""
@@ -100,10 +100,11 @@ class ModelConfig(Section):
     auto: the best for device, model and data, checked against sdpa at the start. Approximations:
     longformer, strided, linformer, performer, reformer (docs/long_sequences.md)."""
     attention_window: Samples | None = None
-    """Number of latest tokens that a token sees (longformer; in one bucket: reformer); stride of
-    strided; block of linformer. None, here and in the next keys: the default of the kind."""
+    """Number of latest tokens that a token attends to (longformer; reformer: within a bucket), the
+    stride (strided) or the block length (linformer). None, here and in the next three keys: the
+    implementation's default."""
     attention_global: Annotated[int, Field(ge=0, le=MAX_SAMPLES)] | None = None
-    """Number of tokens at the start of a document that all its tokens see (longformer)."""
+    """Number of tokens at the start of a document that all its tokens attend to (longformer)."""
     attention_features: Annotated[int, Field(gt=0, le=65536)] | None = None
     """Random features (performer), or summaries per block, a divisor of the block (linformer)."""
     attention_buckets: Annotated[int, Field(gt=0, le=65536)] | None = None

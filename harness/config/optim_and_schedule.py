@@ -74,7 +74,7 @@ class GroupConfig(Section):
     lr_multiplier: PositiveOrZero = 1.0
     """Factor on the learning rate of these parameters."""
     weight_decay: PositiveOrZero | None = None
-    """Weight decay of these parameters; None: as without the rule."""
+    """Weight decay of these parameters; None: the one they have without this rule."""
     frozen: bool = False
     """True: keep the initial values, without gradients and optimizer states."""
 
@@ -113,7 +113,8 @@ class OptimConfig(Section):
     """Rules for parameters by name; the first match applies: optim.groups='[{pattern="embed",
     lr_multiplier=0.5, weight_decay=0.0}]', or frozen=true."""
     weight_decay: PositiveOrZero = 0.1
-    """Weight decay, times the learning rate; not applied to biases, norms and embeddings."""
+    """Weight decay coefficient, multiplied by the learning rate; not applied to biases, norms and
+    embeddings."""
     clip_norm: PositiveOrZero = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
     clip_value: Positive | None = None

@@ -38,7 +38,7 @@ from harness.config.sections import (
 
 
 class RunConfig(Section):
-    """The run config: one section per noun."""
+    """The run config, divided into sections."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
@@ -60,7 +60,7 @@ class RunConfig(Section):
 
     @property
     def curriculum(self) -> Curriculum:
-        """Batch size and sequence length over the run, for valid ramp.* keys."""
+        """Batch size and sequence length over the run; the ramp.* keys must be valid."""
         ramp, seq_len = self.ramp, self.data.seq_len
         return Curriculum(
             global_batch=self.train.global_batch,
@@ -155,7 +155,9 @@ def known_keys() -> list[str]:
 
 
 def keys_as_text() -> str:
-    """Return one line per key with default and meaning: those of a first run, then by section."""
+    """Return one line per key with its default and meaning: first those for a first run, then all
+    keys by section.
+    """
     lines = {key: _described(key, owner, name) for key, owner, name in _fields(RunConfig)}
     parts = ["Start with:", *(lines[key] for key in FIRST_KEYS)]
     for name, section in RunConfig.model_fields.items():

@@ -1,4 +1,4 @@
-"""Types shared by all sections of the run config, and the sections on conducting a run: length,
+"""Types shared by all sections of the run config, and the sections that control a run: length,
 evaluation, checkpoints, logging, guard, resume.
 """
 
@@ -37,7 +37,7 @@ MAX_SAMPLES = 2**31 - 1
 
 
 def _whole(value: object) -> object:
-    """Return 300e9, which is a float to TOML and JSON, as an integer."""
+    """Return a whole float as an integer: TOML and JSON read 300e9 as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -112,10 +112,11 @@ class TrainConfig(Section):
     """Passes over the train split, rounded up to whole steps."""
     global_batch: Samples = 48
     """Windows per optimizer step, over all ranks: packed windows of data.seq_len tokens, or single
-    examples (data.batching). The default is rounded up to a multiple that the ranks divide; with
-    model.init_from it is lower if the data would give fewer than 100 steps."""
+    examples (data.batching). The default is rounded up to a multiple of data ranks x micro-batch x
+    accumulation; with model.init_from it is lower if the data would give fewer than 100 steps."""
     micro_batch: Samples | None = None
-    """Windows per rank and pass; None: the largest divisor <= 8 of global_batch / data ranks."""
+    """Windows per rank and forward pass; None: the largest divisor <= 8 of global_batch / data
+    ranks."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Random seed of initial weights, data order and dropout."""
     label_smoothing: Probability = 0.0
@@ -159,7 +160,7 @@ class RampConfig(Section):
 
 
 LEAST_NEEDLE = 128
-"""Tokens that fit the sentence and the question in any tokenizer."""
+"""Minimum length in tokens: the sentence and the question fit in any tokenizer."""
 
 
 class EvalConfig(Section):
@@ -276,7 +277,7 @@ class ProfileConfig(Section):
 
 
 class SampleConfig(Section):
-    """Text sampled from the model after training and, if pretrained weights are prompted, also
+    """Text sampled from the model after training and, with model.init_from and a prompt, also
     before.
     """
 
@@ -327,15 +328,14 @@ class GuardConfig(Section):
     every checkpoint; 0 disables all comparisons."""
     hang_floor_s: PositiveOrZero = 300.0
     """Seconds: a phase of the loop (data, step, evaluation, save) counts as a hang if it lasts
-    longer than this and longer than hang_factor times its longest duration so far. The run reports
+    longer than this and longer than hang_factor times its longest recent duration. The run reports
     all threads' stacks and the rank that the others wait for, and ends with code 78. 0 disables the
     watchdog."""
     hang_factor: Positive = 10.0
-    """Multiple of a phase's longest duration so far at which it counts as a hang."""
+    """Multiple of a phase's longest recent duration at which it counts as a hang."""
     hang_first_s: Positive = 3600.0
     """Seconds allowed for start-up and for the first three runs of each phase. Collectives time out
-    later, ten minutes after this or after an hour, whichever is longer, so that a hang is reported
-    first."""
+    ten minutes later than this, and not before 70 minutes, so that a hang is reported first."""
     time_limit_s: Positive | None = None
     """Seconds from the start within which the run saves and ends with code 75; None: the Slurm
     job's time limit."""
