@@ -256,7 +256,9 @@ def _temporaries(inputs: Inputs) -> int:
 
 
 def log_softmax(inputs: Inputs) -> int:
-    """Return the bytes of log-probabilities (in chunks, of sums), labels and the total weight."""
+    """Return the bytes that the loss saves for its backward pass: log-probabilities (in chunks, the
+    log-sum-exp of each token instead) and labels; one number per token if fused.
+    """
     if inputs.fuses_loss:
         return FP32 * inputs.tokens
     if inputs.chunk:
@@ -266,8 +268,8 @@ def log_softmax(inputs: Inputs) -> int:
 
 
 def logits(inputs: Inputs) -> list[MemoryItem]:
-    """Return the loss in phases: forward 2V + 4V + 4V bytes per token (16-bit), backward 4V + 4V +
-    4V.
+    """Return the memory of the loss by phase. With a vocabulary of V and 16-bit logits: 2V + 4V +
+    4V bytes per token forward, 4V + 4V + 4V backward.
 
     models/loss.py frees the logits before the backward pass; keeping the model's output would add
     2V.
@@ -300,9 +302,9 @@ def logits(inputs: Inputs) -> list[MemoryItem]:
 
 def _fused_logits(inputs: Inputs) -> list[MemoryItem]:
     """Return the memory of liger_kernel/ops/fused_linear_cross_entropy.py. Its forward pass already
-    computes the gradients of hidden states and head, for a power of two of tokens at a time, whose
-    logits are about as large as all hidden states; the gradient of the logits overwrites them. The
-    head's gradient is accumulated in fp32 (models/loss.py) and cast at the end.
+    computes the gradients of hidden states and head. It takes as many tokens at a time, a power of
+    two, as have logits about as large as all hidden states, and overwrites these logits with their
+    gradient. The head's gradient is accumulated in fp32 (models/loss.py) and cast at the end.
     """
     shape, e, tokens = inputs.shape, inputs.element_bytes, inputs.tokens
     parts = -(-shape.vocab_size // shape.hidden_size)

@@ -34,7 +34,7 @@ class Change:
 
 
 def helpful_changes(before: Estimate) -> list[Change]:
-    """Return the changes that save device memory: those that make it fit first, gentlest first."""
+    """Return the changes that save device memory: the best verdict first, then the gentlest."""
     changes = []
     for text, inputs in _candidates(before):
         if division_problems(inputs):
@@ -68,7 +68,9 @@ def with_micro_batch(inputs: Inputs, micro_batch: int) -> Inputs:
 
 
 def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield more pipeline stages on the same GPUs, if ZeRO and offloading permit stages."""
+    """Yield more pipeline stages on the same GPUs; none with ZeRO 2 or 3, offload or reversible
+    layers.
+    """
     zero, stages = inputs.zero, 2 * inputs.grid.pipeline
     offloads = zero.offload_optimizer != "device"
     reversible = inputs.checkpointing == REVERSIBLE
@@ -228,7 +230,9 @@ def _short(
     ranks_sharing: int,
     is_possible: IsPossible,
 ) -> list[str]:
-    """Return a shortage. `ranks_sharing`: ranks with tensors in this memory; 0: offloads alone."""
+    """Return a shortage, if any. `ranks_sharing`: number of ranks that keep their tensors in this
+    memory; 0 if it only holds what is offloaded.
+    """
     if free is None or needed <= free:
         return []
     advice = "use more nodes, or offload less"

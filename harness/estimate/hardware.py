@@ -30,7 +30,7 @@ class Gpu:
     def peak_tflops(self, precision: Precision) -> float:
         """Return the peak of dense matrix products in `precision`, in 10**12 operations per second.
 
-        On a device without bf16 it is emulated in fp32, and so is its peak.
+        A device without bf16 emulates it in fp32, so its peak is that of fp32.
         """
         if precision == "fp16":
             return self.fp16_tflops

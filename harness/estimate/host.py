@@ -54,8 +54,9 @@ def generation_of(gpu: str | None) -> Generation:
 def communicators(grid: Grid, secondary_ranks: int = 1) -> int:
     """Return the number of NCCL communicators of a rank.
 
-    All ranks, and DeepSpeed's copy of that group (comm/torch.py); for stages the groups along and
-    across the pipeline (runtime/pipe/topology.py); for every other axis a group and its complement.
+    They are those of all ranks, and of DeepSpeed's copy of that group (comm/torch.py); with stages,
+    of the groups along and across the pipeline (runtime/pipe/topology.py); with any other axis, of
+    a group and its complement.
     """
     if grid.world_size == 1:  # DeepSpeed's collectives run even for one rank
         return 1
@@ -87,7 +88,7 @@ def process(inputs: Inputs) -> list[MemoryItem]:
 
 
 def loading(inputs: Inputs) -> list[MemoryItem]:
-    """Return the copies on the host while the model is built."""
+    """Return the copies of weights on the host while the model is built."""
     building = frozenset({"build"})
     units = inputs.shape.body.units
     piece = max(sum(tensor.numel for tensor in unit) for unit in units)

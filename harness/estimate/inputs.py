@@ -125,8 +125,8 @@ class ZeroSettings:
 
 
 Way = Literal["traced", "traced through reference code", "traced with kernels"]
-"""How layers with a recurrent state were traced: through transformers' reference code, or as with
-the kernels of another package, from what their sources save (models/state_kernels.py)."""
+"""How layers were traced. Those with a recurrent state: through transformers' reference code, or as
+with another package's kernels, from what their sources save (models/state_kernels.py)."""
 BY_REFERENCE: Way = "traced through reference code"
 WITH_KERNELS: Way = "traced with kernels"
 
@@ -248,8 +248,8 @@ class Inputs:
         """True if ZeRO 3 gathers a decoder layer, and reduces its gradients, as a whole; module by
         module takes twice the host time (docs/performance.md).
 
-        False if DeepSpeed may not hold two such layers, or if gradients of a layer's weights may
-        come after the gradient of its input: with reversible layers or frozen weights.
+        False for traced models, if DeepSpeed may not hold two such layers, or if gradients of a
+        layer's weights may come after that of its input: with reversible layers or frozen weights.
         """
         if self.compiled:  # hooks on modules would break a layer's graph
             return self.zero.stage == 3

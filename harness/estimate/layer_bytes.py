@@ -132,7 +132,7 @@ def has_experts(inputs: Inputs, index: int) -> bool:
 
 
 def _sent_beside(inputs: Inputs, index: int) -> int:
-    """Return the bytes of sharded experts' row of zeros and of their end indices."""
+    """Return the bytes that sharding adds to a layer's experts: a row of zeros, and end indices."""
     shape, e, ranks = inputs.shape, inputs.element_bytes, inputs.grid.expert
     if ranks == 1 or not has_experts(inputs, index):
         return 0

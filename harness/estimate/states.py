@@ -24,7 +24,7 @@ _FORWARD = frozenset({"forward", "loss"})
 
 
 def optimizer_class(inputs: Inputs) -> str:
-    """Return the class around the optimizer (engine.py, _do_optimizer_sanity_check)."""
+    """Return DeepSpeed's class that wraps the optimizer (engine.py, _do_optimizer_sanity_check)."""
     zero = inputs.zero
     if zero.stage == 3:
         return "DeepSpeedZeroOptimizer_Stage3"

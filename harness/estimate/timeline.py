@@ -1,4 +1,4 @@
-"""The memory estimate of a run: its ranks that differ, each over the phases of a step."""
+"""The memory estimate of a run: the ranks that differ, each over the phases of a step."""
 
 from __future__ import annotations
 
@@ -202,8 +202,8 @@ class RankTimeline:
         return loose if loose.high <= device_bytes else self.shown
 
     def verdict(self, device_bytes: int) -> str:
-        """Return fits or tight, if the upper or only the lower end of `shown` fits; or does not
-        fit.
+        """Return "fits" if the upper end of `shown` fits, "tight" if only the lower end does, and
+        "does not fit" otherwise.
 
         The allocator model runs only if it decides.
         """
@@ -269,7 +269,7 @@ class Estimate:
 
     inputs: Inputs
     ranks: tuple[RankTimeline, ...]
-    """The ranks that differ: in each pipeline stage those that hold most and least; of
+    """The ranks that differ: in each pipeline stage those that hold the most and the least; of
     tensor-parallel ranks the first, which none exceeds; assuming equally many tokens per expert."""
     device_bytes: int | None
     """Memory of the device; None if unknown."""
@@ -314,7 +314,7 @@ class Estimate:
 
     @property
     def late_bytes(self) -> int:
-        """Bytes of moments that the first step allocates; a run may start and still run out."""
+        """Bytes of moments that the first step allocates: a run that started may still run out."""
         states = (part for part in self.worst.parts if part.component == "moments")
         return sum(
             part.bytes for part in states if "built" not in part.phases and part.place == "device"
@@ -345,7 +345,7 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         """Return plain values under stable keys; sizes in GiB."""
         worst, components = self.worst, self.worst.phase(self.worst.peak_phase)
-        # What is never written takes no memory of a host: a bucket larger than all gradients.
+        # Host pages that are never written take no memory: a bucket may exceed all gradients.
         in_phase = worst.cpu_phase if self.inputs.accelerator == "cpu" else worst.phase
         on_host = worst.phase(max(PHASES, key=lambda name: worst.total(name, "host")), "host")
         saved = sum(size for name, size in components.items() if name.startswith("activations"))
@@ -406,7 +406,7 @@ def division_problems(inputs: Inputs) -> list[str]:
 
 
 def fullest_node(by_stage: Sequence[int], world_size: int, gpus_per_node: int) -> int:
-    """Return the fullest node's bytes, given a rank's bytes by stage; neighbours share nodes."""
+    """Return the fullest node's bytes. `by_stage`: those of a rank; neighbours share nodes."""
     apart = world_size // len(by_stage)
     if apart % gpus_per_node == 0:
         return gpus_per_node * max(by_stage)
@@ -428,7 +428,9 @@ def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate
 
 
 def shards_that_differ(inputs: Inputs) -> list[int]:
-    """Return ZeRO's shards with most and least memory: gradients are kept by whole parameters."""
+    """Return ZeRO's shards with the most and the least memory; stages 1 and 2 keep gradients of
+    whole parameters, so shards differ.
+    """
     if optimizer_class(inputs) != "DeepSpeedZeroOptimizer":
         return [0]
     flats = inputs.flats

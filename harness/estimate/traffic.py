@@ -39,8 +39,8 @@ class Calls:
 
 def tensor(inputs: Inputs, again: float = 0.0) -> Calls:
     """Return a micro-batch's sums of hidden states over tensor-parallel ranks: two in each layer's
-    forward pass and two in its backward pass (arXiv 1909.08053, 3), one for the embedding and one
-    before the head. `again`: share of the layers whose forward pass is recomputed.
+    forward pass and two in its backward pass (arXiv 1909.08053, section 3), one for the embedding
+    and one before the head. `again`: share of the layers whose forward pass is recomputed.
     """
     if inputs.grid.tensor == 1:
         return Calls(0, 0)

@@ -74,7 +74,7 @@ OVERLAPPED = 0.85
 
 @dataclass(frozen=True)
 class Reductions:
-    """Seconds of ZeRO's collectives and copies on one rank, independent of micro-batches."""
+    """Seconds of ZeRO's collectives and copies on one rank, for micro-batches of any size."""
 
     weights: float
     """Per micro-batch: weights that ZeRO 3 gathers, mostly hidden behind computation."""
@@ -134,8 +134,8 @@ def reductions(inputs: Inputs, machine: Machine) -> Reductions:
 
 
 def _over_data_ranks(inputs: Inputs, sent: traffic.Calls, machine: Machine, calls: int) -> float:
-    """Return the seconds to gather what is `sent` at a time, in `calls` collectives; a
-    reduce-scatter takes as long. Experts stay among the ranks that have the same ones.
+    """Return the seconds to gather `sent.bytes` once, in `calls` collectives; a reduce-scatter
+    takes as long. Experts are exchanged only among the ranks that hold the same ones.
     """
     grid, node = inputs.grid, inputs.gpus_per_node
     every = Group.of(inputs.shards, grid.tensor, node)
@@ -150,7 +150,9 @@ def hidden(seconds: float, computation: float) -> float:
 
 
 def _stages(inputs: Inputs, machine: Machine) -> float:
-    """Return how long a middle stage waits to receive and send hidden states and gradients."""
+    """Return the seconds per micro-batch in which a middle stage receives and sends hidden states
+    and gradients.
+    """
     grid = inputs.grid
     if grid.pipeline == 1:
         return 0.0

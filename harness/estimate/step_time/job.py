@@ -21,8 +21,8 @@ class EvalAndSaveTime:
 
     evaluations: int
     evaluation_seconds: float
-    """Per evaluation: the forward passes of the samples of each set, each a third of a step's
-    computation and half of its exchanges."""
+    """Per evaluation: the forward passes of the samples of each set, each a third of a
+    micro-batch's computation and half of its exchanges."""
     saves: int
     """0 if the run config does not set the interval."""
     save_seconds: float

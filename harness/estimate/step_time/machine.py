@@ -131,7 +131,7 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
 
 
 def _with_measured(machine: Machine, rates: Iterable[str]) -> tuple[tuple[str, RateEvidence], ...]:
-    """Return the evidence for a machine's rates after these were measured."""
+    """Return the evidence for a machine's rates after `rates` were measured."""
     measured: dict[str, RateEvidence] = dict.fromkeys(rates, "measured")
     return tuple((dict(machine.rate_evidence) | measured).items())
 

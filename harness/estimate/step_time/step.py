@@ -223,7 +223,9 @@ class Computed:
 
 @dataclass(frozen=True)
 class Synchronised:
-    """Seconds on one pipeline stage that depend on ZeRO and the optimizer, not on micro-batches."""
+    """Seconds on one pipeline stage that depend on ZeRO and the optimizer, but not on the size of a
+    micro-batch.
+    """
 
     reductions: Reductions
     optimizer: float
@@ -253,7 +255,7 @@ def computed(
     checkpointed = sum(is_checkpointed(inputs.checkpointing, place) for place in places)
     both = passes.forward + passes.backward
     again = passes.again.total
-    copies = 2 * offloaded_bytes(inputs) / machine.pinned_rate  # in the order of computation
+    copies = 2 * offloaded_bytes(inputs) / machine.pinned_rate  # not overlapped: in stream order
     terms = {**vars(both), "again": again, "copies": copies, **exchanged}
     idle = passes.forward.idle, passes.backward.idle + passes.again.idle
     del terms["idle"]
@@ -337,7 +339,7 @@ def _not_hidden(
     work: Computed, reductions: Reductions, overlaps: bool
 ) -> tuple[float, float, float]:
     """Return the seconds that nothing hides: of gathering weights, of reducing gradients as they
-    come, and at the end. ZeRO 3 gathers ahead; reduction overlaps if overlap_comm is on.
+    come, and of reducing them at the end. Without overlap (overlap_comm), nothing is hidden.
     """
     if not overlaps:
         return reductions.weights, reductions.gradients, reductions.last
