@@ -1,8 +1,8 @@
 """Starts real multi-rank runs within two seconds by forking a process that has imported everything.
 
 `python -m harness.launch.fork_server FD` reads one job per line, forks its ranks, and replies on
-file descriptor FD: for `Zygote.run`, how they ended, the rendezvous port and processes left behind;
-for `Zygote.start`, the port and the pids, which are then polled one by one.
+file descriptor FD: for `Zygote.run`, with exit codes, durations, the rendezvous port and processes
+left behind; for `Zygote.start`, with the port and the pids, which are then polled one by one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Outcome:
 
 
 class Zygote:
-    """The process that forks ranks; as a context manager, ends it."""
+    """The process that forks ranks. As a context manager, it is ended on exit."""
 
     def __init__(self, env: Mapping[str, str | None] = ON_CPU, planter: str = "") -> None:
         """`env` overrides this process's environment; None removes a variable.
@@ -113,8 +113,8 @@ class Zygote:
 
         `main`: another module whose main(argv) is called. `bounded`: apply BOUNDS, with `cwd` as
         HOME; a rank that exceeds its CPU time prints its stacks and ends with OVERRAN.
-        `patience_s`: how long ranks may outlive one that failed. Without `logs`, ranks inherit this
-        process's output.
+        `patience_s`: seconds that ranks may outlive one that failed. Without `logs`, ranks inherit
+        this process's output.
         """
         if logs:
             logs.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,7 @@ def _wait(pids: list[int], job: dict[str, Any]) -> tuple[list[int | None], list[
 
 
 _started: set[int] = set()
-"""Processes that were not waited for yet."""
+"""Pids of ranks from `Zygote.start` that have not been waited for."""
 
 
 def _left_behind() -> list[str]:
