@@ -11,7 +11,7 @@ import torch
 from harness.layout.world import World
 
 _SEGMENTS = "expandable_segments:True"
-# Larger blocks of pinned host memory then have exactly the requested size and are returned when
+# Makes larger blocks of pinned host memory exactly as large as requested and returns them when
 # freed; torch rounds all others up to powers of two and caches them. pinned_max_round_threshold_mb
 # would leave the caching on, and until torch PR 192722 a larger block may get the memory of a
 # smaller one.

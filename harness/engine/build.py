@@ -245,7 +245,7 @@ def _compile_cpu_adam(plan: Plan) -> None:
 
 
 def _offload_problem(missing: str | None) -> str | None:
-    """Return why CPU Adam, which is compiled here, does not work on this rank; else None."""
+    """Compile CPU Adam; return the problem if that fails or a tool is `missing`, otherwise None."""
     needs = "zero_optimization.offload_optimizer needs DeepSpeed's compiled CPU Adam"
     if missing is not None:
         return (

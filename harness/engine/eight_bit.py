@@ -4,8 +4,8 @@ bitsandbytes stores an 8-bit code per element and a scale per 256 elements of th
 checkpoint stores the scale of every element. If the blocks are the same on reading, codes and
 scales are restored bit for bit; a block that now spans several old ones is quantised again.
 
-bitsandbytes counts the elements of a call in 32 bits. A rank's flat tensor may have more, of which
-a call would then update a part, or none: all calls here take slices.
+bitsandbytes counts the elements of a call in 32 bits. A rank's flat tensor may have more, and a
+single call would then update only some of them, or none. All calls here therefore take slices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 256
 SLICE = 2**30
 """Most elements in a call of bitsandbytes: a multiple of BLOCK."""
 _READ_AT_ONCE = 2**24
-"""Elements for which a restored state has temporaries on the device."""
+"""Elements restored at a time; limits the temporary memory on the device."""
 _CODES, _SCALES, _TABLES = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
 _RANGES = ("dynamic", "udynamic")  # signed, unsigned
 State = dict[str, Any]
@@ -101,7 +101,7 @@ def blank(flat: torch.Tensor) -> State:
 
 
 def per_block(optimizer: Any, filled: State) -> State:
-    """Return bitsandbytes' state, made of a filled state of `blank`, whose codes it overwrites."""
+    """Return bitsandbytes' state, made from a filled `blank` state, whose codes it overwrites."""
     optimizer.fill_qmap()
     state: State = {"step": 0}
     for codes, scales, table, values_in in zip(_CODES, _SCALES, _TABLES, _RANGES, strict=True):

@@ -73,7 +73,7 @@ class CarriedStates:
         self._evaluated = batch.windows, window.after.float()
 
     def _begun(self, batch: Batch, windows: torch.Tensor, states: torch.Tensor) -> Window:
-        """Return a micro-batch's window that may continue the given windows and their states."""
+        """Return a micro-batch's window; rows that continue `windows` begin with `states`."""
         assert batch.windows is not None, "states are carried over contiguous streams"
         assert batch.goes_on is not None, "these know where documents begin"
         goes_on = batch.goes_on & (windows + 1 == batch.windows)
@@ -129,12 +129,14 @@ class ForwardPass:
         smoothing: float = 0.0,
         keywords: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a micro-batch's loss. Its tokens are copied while the previous one computes."""
+        """Return a micro-batch's token loss and auxiliary loss (models/loss.py). Its tokens are
+        copied while the previous micro-batch computes.
+        """
         keywords = {**self.keywords(batch), **keywords}
         return forward(self._engine, *batch.on(self._device), smoothing, self._rows, keywords)
 
     def in_training(self, number: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a training micro-batch's loss, carrying its rows' recurrent states if enabled."""
+        """Return a training micro-batch's two losses, carrying recurrent states over if enabled."""
         smoothing = self._plan.config.train.label_smoothing
         if self.carried is None:
             return self(batch, smoothing)
@@ -144,7 +146,7 @@ class ForwardPass:
         return losses
 
     def in_evaluation(self, batch: Batch) -> torch.Tensor:
-        """Return the summed token loss; contiguous text goes on from the previous micro-batch."""
+        """Return the summed token loss. Contiguous text continues from the previous micro-batch."""
         if self.carried is None or batch.windows is None:
             return self(batch)[0]
         window = self.carried.before_evaluated(batch)

@@ -92,7 +92,7 @@ def mark_frozen_base(model: nn.Module) -> None:
 
 
 def is_frozen_base(parameter: nn.Parameter) -> bool:
-    """Return True if every start reads a parameter from model.init_from; it is not saved."""
+    """Return True if a parameter is not saved: every start reads it from model.init_from."""
     return bool(getattr(parameter, "is_frozen_base", False))
 
 

@@ -27,8 +27,9 @@ def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | N
     """Change the layers of `model`, and of the empty full model `whole` of a pipeline stage. Raises
     ConfigError for an MLP that cannot be tiled.
 
-    Under ZeRO-3, experts that are modules of their own are gathered as one unit: each rank calls
-    those that its tokens chose, so gathered one by one, collectives would differ between ranks.
+    Under ZeRO-3, experts that are separate modules are gathered as one unit. Each rank calls only
+    those that its tokens chose, so gathering them one by one would make collectives differ between
+    ranks.
     """
     if rate := plan.config.model.stochastic_depth:
         for drawn in (model, *([whole] if whole is not None else [])):

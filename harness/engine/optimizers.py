@@ -86,7 +86,7 @@ class Matrices:
     def _of_several(
         self, matrices: list[_Matrix], source: torch.Tensor, target: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Yield the same for matrices that span several ranks. Collective."""
+        """Yield as `orthogonalized` does, for matrices that span several ranks. Collective."""
         mine: dict[int, torch.Tensor] = {}
         for number, matrix in enumerate(matrices):
             whole, owner = self._filled(matrix, source), _owner(number, matrix)

@@ -39,7 +39,7 @@ class PipelineEngine(ZeroEngine):
         self.stage = stage
         self._tied = engine.module.get_tied_weights_and_groups()
         self._whole = whole
-        self._sent: tuple[int, ...] = ()  # by the micro-batches that ran last
+        self._sent: tuple[int, ...] = ()  # shape, and if with positions, of the last inputs
         self._column = plan.grid.group("pipeline", plan.world.rank)
         self._column_group = internals.pipe_group(engine)
         if gradients.keeps_no_grad_norm(engine):

@@ -172,7 +172,9 @@ def raise_together(problem: str | None) -> None:
 
 @contextlib.contextmanager
 def raising_together(where: str | None = None) -> Iterator[None]:
-    """Return a context that raises one rank's ConfigError on all, with `where` also ValueErrors."""
+    """Return a context that raises one rank's ConfigError, and with `where` its ValueError, as a
+    ConfigError on all ranks. Collective.
+    """
     problem = None
     try:
         yield
@@ -186,8 +188,8 @@ def raising_together(where: str | None = None) -> Iterator[None]:
 
 
 def refuse_on_other_nodes(error: ConfigError) -> None:
-    """End the ranks of other nodes with this problem, which this node has before it joined them. A
-    launcher ends the ranks of its own node only; the others would wait for an hour.
+    """End the ranks of other nodes with a problem that this node found before joining them. A
+    launcher ends only the ranks of its own node; the others would wait for an hour.
     """
     with contextlib.suppress(ConfigError):  # a node without its GPU
         world = World.from_environ()
@@ -232,7 +234,7 @@ def alarm() -> FailureBroadcast:
 
 
 _LOST = ("onnection reset", "onnection closed", "Broken pipe", "remote process exited")
-"""What gloo and NCCL say if the process at the other end of a connection is gone."""
+"""Parts of gloo's and NCCL's messages for a connection whose other end is gone."""
 
 
 def _end(error: BaseException, refusal: str) -> NoReturn:
@@ -284,7 +286,7 @@ def _listen(world: World) -> None:
 
 
 def _leave_or_end() -> None:
-    """Leave the group at interpreter exit, which would stop gloo's threads while they work."""
+    """Leave the group at interpreter exit, which would otherwise stop gloo's threads at work."""
     if hasattr(sys, "last_value"):  # an uncaught exception, already printed
         exit_now(1)
     leave()
@@ -293,8 +295,8 @@ def _leave_or_end() -> None:
 def _find_own_ninja() -> None:
     """Put the ninja installed for this interpreter first on PATH, where torch looks for it.
 
-    The virtual environment may not be activated. Also, ninja rebuilds everything, which takes
-    minutes, if another version of it wrote a folder's log, so the same one must always be found.
+    The virtual environment may not be activated. Moreover, ninja rebuilds everything, which takes
+    minutes, in a folder whose log another version wrote, so it must always be the same one.
     """
     if folder := ninja_folder():
         os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])

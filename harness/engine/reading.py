@@ -1,7 +1,7 @@
 """Reads the weights of model.init_from with transformers, all at once or layer by layer.
 
-They are read layer by layer if they change on reading, too: quantized weights are dequantized, and
-a vocabulary gets rows for new tokens.
+Weights that must be changed are also read layer by layer: quantized weights are dequantized, and a
+vocabulary gets rows for new tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Builds this rank's pipeline stage of the plan's model; computes the same model without stages."""
+"""Builds this rank's pipeline stage of the plan's model.
+
+Also computes the undivided model's loss and gradient norm, to compare the first step with.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def _built(
     first_layer = sum(counts[: place.pipeline])
     end_layer = first_layer + counts[place.pipeline]
     reads = plan.config.model.init_from is not None and not blank
-    copies = {name for _, name in flow.tied}  # in no file, but sent over
+    copies = {name for _, name in flow.tied}  # in no file; broadcast by the first stage
     if reads and cut is None and config_of_files(plan, empty) is None:
         reduced = reduced_class(
             type(empty), lambda model: reduce_to_stage(model, flow, first_layer, end_layer)

@@ -53,7 +53,7 @@ def fragments(
 ) -> list[Fragment]:
     """Return the fragments that this rank saves; the ranks together hold every element once.
 
-    Not `with_states`: weights only, which must not be on NVMe.
+    Without `with_states`: weights only, which must not be on NVMe.
     """
     saved = []
     is_first = share.ranks("replicas")[0] == share.rank
@@ -81,7 +81,7 @@ def fragments(
 
 
 def _split_among_replicas(whole: Fragment, place: FlatPlace, share: Share) -> list[Fragment]:
-    """Return this rank's share of a fragment, if any: replicas split what they have in common."""
+    """Return this rank's share of a fragment, if any: replicas divide their common elements."""
     if not place.replicated:
         return [whole]
     holders = share.ranks(share.holders(place.name, place.part.whole))
@@ -191,7 +191,7 @@ def pieces(
 
 
 def flat_of(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
-    """Return the flat tensor of a parameter's group, even if no element of it is here."""
+    """Return the flat tensor of a parameter's group, even if this rank has no element of it."""
     optimizer = engine.optimizer
     if internals.is_partitioned(parameter):
         group = internals.shard_of(parameter).group

@@ -25,7 +25,7 @@ _SECTION = "offload_optimizer"
 
 
 def own_folder(config: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the JSON with a folder of this process as nvme_path, if any, and its event.
+    """Return the JSON with nvme_path, if it is used, set to a folder of this process, and events.
 
     DeepSpeed names files by rank only, so two runs on a node would overwrite each other's.
     """

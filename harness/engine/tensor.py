@@ -85,8 +85,8 @@ def divide_forward(
 
 
 def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:
-    """Return the modules whose weights are all sliced. Each of their column-wise layers reads the
-    module's input, whose gradient is then summed once for all of them.
+    """Return the modules whose weights are all sliced, or replicated with summed gradients. All
+    their column-wise layers read the module's input, so its gradient is summed once for all.
     """
     within = {*styles.COLUMNS, "rowwise", styles.SUMMED}
     entrances = set()
@@ -189,8 +189,8 @@ def _embedding(module: Any, group: dist.ProcessGroup) -> Forward:
 
 
 def _experts(module: Any, group: dist.ProcessGroup) -> Forward:
-    """Return the forward function of experts of which every rank has a slice of the width;
-    `weights` are the router's.
+    """Return the forward function of experts whose width is sliced over the ranks; `weights` are
+    the router's.
     """
     inner = module.forward
 

@@ -263,7 +263,7 @@ class ZeroEngine(Engine):
     def _of_all_ranks(
         self, own: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full tensors, also of ranks that hold other slices. Collective."""
+        """Yield (name, full tensor), assembled from the slices of all ranks. Collective."""
         purpose: Purpose = "expert_parts" if self._experts else "tensor"
         if self.groups.size(purpose) == 1:
             return own

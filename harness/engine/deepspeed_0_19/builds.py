@@ -18,7 +18,7 @@ from harness.errors import ConfigError
 
 Say = Callable[[str], None]
 PATIENCE_S = 5.0  # before a message explains the delay
-# Shown of a compiler's output, in which a single command line has thousands of characters.
+# Limits on the compiler output to show, in which one command line has thousands of characters.
 TOLD_LINES, TOLD_COLUMNS = 12, 200
 _torch: Any = cpp_extension  # untyped, to replace its names
 _torch_load = cpp_extension.load
@@ -61,7 +61,7 @@ def _load(say: Say, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class _BuildLog:
-    """Says what is being done if it takes longer than a given number of seconds."""
+    """Reports the current activity if it takes longer than `after_s` seconds."""
 
     def __init__(self, say: Say, after_s: float) -> None:
         self._say, self._after_s, self._timer = say, after_s, threading.Timer(0, lambda: None)

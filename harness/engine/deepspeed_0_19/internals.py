@@ -158,7 +158,9 @@ def zero3_flats(optimizer: Any) -> list[torch.Tensor]:
 
 
 def refresh_zero3(engine: Any, masters: list[torch.Tensor]) -> None:
-    """Compute with `masters` from now on, like DeepSpeed's _rigid_load_state_dict. Collective."""
+    """Make the engine compute with `masters`, as DeepSpeed's _rigid_load_state_dict does.
+    Collective.
+    """
     optimizer = engine.optimizer
     for parameter in engine.module.parameters():
         # hpZ's second copy is of the old weights; DeepSpeed keeps that of frozen parameters.
@@ -213,7 +215,7 @@ def linked_group(optimizer: Any, parameter: nn.Parameter) -> int:
 
 
 def refresh_linked(optimizer: Any) -> None:
-    """Compute with the fp32 weights from now on, if there are separate ones. Collective."""
+    """Make the engine compute with its separate fp32 weights, if there are any. Collective."""
     if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
         optimizer._hp_optimizer_states_linked = False

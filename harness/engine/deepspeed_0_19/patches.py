@@ -132,7 +132,7 @@ _READ = (
 
 
 def require_names(say: Callable[[str], None]) -> None:
-    """Say in a line that DeepSpeed is newer than those tested.
+    """Report through `say` that DeepSpeed is newer than the tested releases.
 
     Raises ConfigError if it lacks a name that the library needs.
     """

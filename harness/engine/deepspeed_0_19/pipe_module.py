@@ -40,7 +40,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]  # which has no types
             super().__init__([stage] * grid.pipeline, topology=ranks, partition_method="uniform")
         weight: Any
         for weight, group in tied:
-            # The copy of the last stage counts neither in the gradient norm nor in checkpoints.
+            # The last stage's copy is left out of the gradient norm and of checkpoints.
             weight.ds_pipe_replicated = dist.get_rank() != dist.get_global_rank(group, 0)
 
     @property

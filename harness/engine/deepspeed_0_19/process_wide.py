@@ -19,9 +19,9 @@ from harness.engine.deepspeed_0_19.replaced import replaced
 def without_shared_memory() -> None:
     """Keep DeepSpeed from building its shared-memory all-reduce; before the group is joined.
 
-    Only tensor-parallel inference uses it, and falls back to gloo. It takes a minute to compile,
-    leaves 69 MB per rank in /dev/shm, and its setup spins forever on a rank that has already left
-    (a rejected run).
+    Only tensor-parallel inference uses it, and that falls back to gloo. It takes a minute to
+    compile, leaves 69 MB per rank in /dev/shm, and its setup spins forever if another rank has
+    already left (a rejected run).
     """
     # deepspeed.comm.torch is the torch library; its own module is only in sys.modules.
     backend: Any = sys.modules["deepspeed.comm.torch"]
@@ -50,8 +50,9 @@ def forget_releases_with_the_trace() -> None:
     """Let ZeRO-3 keep weights from the forward to the backward pass after an early evaluation.
 
     DeepSpeed determines only once, from the first order of modules that it sees, after which module
-    it releases a weight. In an evaluation nothing follows the forward pass. If one came before the
-    first step, all weights would be gathered twice in every step, which max_reuse_distance avoids.
+    it releases a weight. In an evaluation nothing follows the forward pass. After an evaluation
+    before the first step, every step would gather all weights twice, in spite of
+    max_reuse_distance.
     """
     coordinator = PartitionedParameterCoordinator
     wrapped = coordinator._PartitionedParameterCoordinator__params_to_release
