@@ -1,5 +1,6 @@
-"""From text to batches, in this order: harness/files/formats reads rows, files/rows.py and
-files/forms.py find the text or turns in them; corpus.py, encoding.py (tokens), prepare.py (on disk
-as pair.py), split.py (held-out documents), packing.py (samples), order.py, batches.py. source.py
-and build.py drive it.
+"""From text to batches. In order: harness/files/formats/ reads rows; files/rows.py and
+files/forms.py find the text or turns in them; corpus.py yields documents and encoding.py their
+tokens, which prepare.py stores (pair.py is their format); split.py holds out documents; packing.py
+makes samples, order.py shuffles them, and batches.py returns them as tensors. source.py and
+build.py drive all of this.
 """

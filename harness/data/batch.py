@@ -35,7 +35,7 @@ class Bounds:
         """Return the document bounds of a batch; without position_ids, each row is one document."""
         starts = torch.arange(0, like.numel(), like.shape[-1])
         if position_ids is not None:  # each row and each document starts at position 0
-            # Padding starts at 1 (data/packed_documents.py).
+            # Padding counts as a document: its positions start at 1 (data/packed_documents.py).
             follows = position_ids.flatten().diff() == 1
             starts = torch.nonzero(functional.pad(~follows, (1, 0), value=True))[:, 0]
         places = torch.cat([starts, torch.tensor([like.numel()])])

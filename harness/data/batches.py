@@ -77,13 +77,15 @@ class Stream:
     samples: int
     """Number of samples per epoch."""
     at_once: int
-    """Number of samples, none of which continues another; all, except in contiguous text."""
+    """Number of consecutive samples of which none continues another: all, except in HeldOutText."""
     seq_len: int
     """Length of a sample in tokens, with padding."""
     length: int | None = None
     """Samples until the stream ends; None if it is endless."""
     tokens: int
-    """Number of tokens in the split, with separators and the dropped last window."""
+    """Number of tokens in the split, including separators and the incomplete last window, which is
+    dropped.
+    """
     documents: int
     """Number of documents that windows are made of."""
     is_masked: bool
@@ -235,7 +237,7 @@ class HeldOutText(Contiguous):
 
     The number of streams depends only on the number of samples, so the held-out loss is the same in
     every layout and comparable between runs. A stream that starts inside a document reads its first
-    window only to build up the state; none of its targets count.
+    window only to build up the state; the targets of that window do not count.
     """
 
     def __init__(self, packed: Packed, samples: int) -> None:

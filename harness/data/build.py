@@ -115,7 +115,9 @@ def _batched(spec: DataSpec, stream: Stream, fingerprint: str) -> Stream:
 
 
 def _contiguous(stream: Stream, rows: int) -> Stream:
-    """Return the train split as contiguous streams. Raises ConfigError if it has too few."""
+    """Return the train split as contiguous streams. Raises ConfigError if it has too few windows or
+    they hold whole documents.
+    """
     if stream.holds_whole_documents:
         raise ConfigError(
             "train.carry_state is true, but windows hold whole documents (data.packing, the "
@@ -209,8 +211,9 @@ def _corpora(spec: DataSpec) -> list[Corpus]:
 
 
 def _overlaps(corpora: Mapping[str, Corpus]) -> Iterator[str]:
-    """Yield a problem for each two sources that would train on documents that the other holds out:
-    they share files, but a number, which decides the side, is not the same document in both.
+    """Yield a problem for each pair of sources that would each train on documents that the other
+    holds out: they share files but number their documents differently, and the number decides which
+    documents are held out.
     """
     files = {name: [file.resolve() for file in corpus.files] for name, corpus in corpora.items()}
     for one, other in combinations(corpora, 2):
@@ -249,7 +252,9 @@ def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBa
 
 
 def _or_fewer(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the other remedy for a tokenizer trained here, if its characters alone would fit."""
+    """Return the other remedy for a tokenizer trained here, a smaller vocabulary, if its characters
+    alone would fit; otherwise "".
+    """
     rows = spec.model_vocab_size or 0
     least = sum(len(piece) == 1 or piece.startswith("<") for piece in tokenizer.get_vocab())
     is_enough = not spec.config.tokenizer and rows >= max(least, MIN_VOCAB_SIZE)
@@ -266,7 +271,7 @@ def _tokenizer_folder(corpora: Sequence[Corpus], spec: DataSpec) -> Path:
             )
     identities = [corpus.identity() for corpus in corpora]
     identity = identities[0] if len(corpora) == 1 else identities
-    # The default size was once the only one; its cache key stays as it was.
+    # The default size was once the only one: leaving it out keeps the cache keys of that time.
     pieces = spec.config.vocab_size
     size = {} if pieces == DEFAULT_VOCAB_SIZE else {"vocab_size": pieces}
     key = cache_key(format=FORMAT, trained=TRAINED_FORMAT, corpus=identity, **size)

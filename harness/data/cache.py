@@ -155,9 +155,9 @@ def _acquire(lock: TextIO, report: Report) -> bool:
 
 def _build(folder: Path, build: Callable[[Path], None], is_alone: bool) -> None:
     ours = f"{folder.name}.partial-{socket.gethostname()}"
-    if is_alone:  # at least on this machine, on any file system
+    if is_alone:  # a lock works at least between the processes of one machine
         for abandoned in folder.parent.glob(f"{ours}-*"):
-            if abandoned.name.removeprefix(f"{ours}-").isdigit():  # not host-a's beside host's
+            if abandoned.name.removeprefix(f"{ours}-").isdigit():  # "host-*" matches host-a's, too
                 shutil.rmtree(abandoned, ignore_errors=True)
     partial = folder.with_name(f"{ours}-{os.getpid()}")
     partial.mkdir()

@@ -26,7 +26,7 @@ from harness.files.pieces import Spans
 from harness.files.turns import THOUGHT
 
 _CONTROL = re.compile(r"<\|[\w ]+\|>|<(?:start|end)_of_\w+>")
-# Keys that every template reads, or that only some templates use.
+# Keys never reported as unread: every template reads them, or many templates have no use for them.
 _COMMON_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "id", THOUGHT})
 
 
@@ -54,9 +54,9 @@ class Rendered:
 def divided_control_tokens(
     tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
 ) -> dict[str, int]:
-    """Return the control tokens that the template writes in the first conversation that it accepts
-    (data.bad_rows skips others) but the tokenizer does not know, each with the number of tokens it
-    is split into.
+    """Return the control tokens that the tokenizer does not know, each with the number of tokens it
+    is split into. They are searched for in the first conversation that the template accepts
+    (data.bad_rows may skip others).
     """
     text, encoder = "", None
     for chat in chats:
@@ -179,7 +179,9 @@ class ChatEncoder:
     def _marked_alone(
         self, turns: list[int], marked: Spans, chosen: list[int], places: Places
     ) -> Spans:
-        """Return the marked parts of turns that could not be located otherwise, one per turn."""
+        """Return the marked parts of the chosen turns if some turns could not be located: one part
+        per turn, or all parts if all turns are chosen. Raises ValueError otherwise.
+        """
         if len(marked) < len(turns):
             raise ValueError(self._unmarked)
         if len(marked) == len(turns):

@@ -91,8 +91,8 @@ class Corpus(CorpusFiles):
     def parts(self, bad_lines: BadLines) -> Iterator[Part]:
         """Yield every document in order, as pieces or as a conversation, and collect bad lines.
 
-        Kinds are not mixed: a README in the folder would be trained on beside conversations, and
-        token ids get no bos token.
+        Documents of another kind than the first are bad lines: otherwise a README in the folder
+        would be trained on beside conversations, and token ids get no bos token.
         """
         first = self.leading
         for file in self.files:

@@ -108,7 +108,7 @@ class Data:
         return [*(source.summary() for source in self.sources), *sets]
 
     def warnings(self) -> list[str]:
-        """Return what may not be wanted of the data, one sentence per line."""
+        """Return warnings about the data, one sentence per line."""
         sources = (*self.sources, *self.set_sources)
         texts = [f"{s.corpus.path}: {text}" for s in sources for text in s.warnings().values()]
         return [*texts, *([self._divided] if self._divided else [])]

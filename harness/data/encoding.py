@@ -30,7 +30,7 @@ Places = NDArray[np.int64]
 """(tokens, 2): start and stop of each token in the text."""
 _NO_PLACES: Places = np.zeros((0, 2), dtype=np.int64)
 
-# Characters tokenised at once, at most: a tokenizer takes a hundred bytes per character.
+# Maximum characters to tokenise at once: a tokenizer needs about a hundred bytes per character.
 _CHARS_AT_ONCE = 1 << 22
 
 
@@ -136,7 +136,7 @@ class Encoder:
         return bool(runs) and runs != ((0, len(piece.text)),)
 
     def _with_places(self, pieces: list[Piece]) -> list[tuple[list[int], Places]]:
-        """Return the ids of each piece as after the text before it, and each token's span."""
+        """Return the ids that each piece has after the text before it, and each token's span."""
         if not self._tokenizer.is_fast:
             return [self._by_prefix(piece) for piece in pieces]
         befores = ["" if self._joins_pieces else piece.before for piece in pieces]

@@ -1,10 +1,10 @@
-"""Mixtures of sources: the order of their samples, by direct computation, and the samples.
+"""Mixtures of sources: their samples, in an order that is computed directly at any index.
 
-Shares become whole numbers: how many samples of each `period` come from each source. Within a
-period a source's next sample is due when its share of the samples so far reaches it, and the most
-urgent sample is taken first (earliest deadline first). So at any time each source is within one
-sample of its share: these are the periodic tasks of Baruah et al., "Proportionate progress"
-(Algorithmica 15, 1996), on one processor. Periods repeat, so no earlier sample has to be examined.
+Shares become whole numbers of samples per `period`. Within a period, a source's next sample becomes
+due when the source's share of all samples so far reaches it; of the samples that are due, the one
+with the earliest deadline is taken. So each source is always within one sample of its share: the
+sources are the periodic tasks of Baruah et al., "Proportionate progress" (Algorithmica 15, 1996),
+on one processor. All periods are alike, so one period is computed and the others follow from it.
 """
 
 from __future__ import annotations
@@ -239,7 +239,9 @@ class Mixture(Stream):
 
 
 def epoch_with_old(spec: DataSpec, streams: Sequence[Stream]) -> int | None:
-    """Return the samples in an epoch of the new data with rehearsed ones; None without these."""
+    """Return the samples per epoch of the new data, including the rehearsed samples among them;
+    None if no old data is mixed in.
+    """
     if not spec.rehearses:
         return None
     new = sum(stream.samples for stream in _new(spec, streams))
@@ -265,7 +267,9 @@ def _limit(source: MixSource, stream: Stream) -> int | None:
 
 
 def first_shares(order: MixOrder | None, sources: int) -> MixOrder:
-    """Return the order of held-out samples: the first shares of `sources` sources, unlimited."""
+    """Return the order of held-out samples: `sources` sources in their shares at the start of the
+    run, without limits.
+    """
     assert order is not None, "several splits are those of a mixture"
     weights = order.parts[0].weights[:sources]
     return MixOrder([Phase(0, tuple(map(Fraction, weights)))], [None] * len(weights))

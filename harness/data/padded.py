@@ -1,9 +1,9 @@
 """Samples of one document each, padded to the longest in their micro-batch.
 
 Their order is a pure function of the samples' own order and lengths; it depends neither on the
-ranks nor on the size of a step. The groups of a pool are visited in steps of the golden ratio
-around it (a Kronecker sequence), so any few consecutive groups spread evenly over its lengths. So
-every step mixes short and long documents as evenly as its few groups allow.
+ranks nor on the size of a step. Successive groups of a pool are a golden-ratio fraction of the pool
+apart (a Kronecker sequence), so any few consecutive groups cover its range of lengths evenly, and
+each step mixes short and long documents as evenly as its few groups allow.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _KEPT_POOLS = 8
 class Pools:
     """Length-sorted pools of a stream's samples, computed on demand.
 
-    No pool crosses the end of an epoch, so that an epoch has every sample once, or a sample at
-    which a mixture changes its shares.
+    No pool crosses the end of an epoch, so that an epoch has every sample once; nor does it cross a
+    sample at which a mixture changes its shares.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ def _near(number: int) -> list[int]:
 
 _REPORTED_STEPS = 64
 _Rounds = list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]]
-"""(samples of the base stream, lengths) per micro-batch: rounds of one for each rank."""
+"""Rounds of one micro-batch per rank; each micro-batch is (samples of the base stream, lengths)."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Padded(Stream):
         plain = Padded(self.base, None, pad_to=self._pad_to)
         counts, samples = np.zeros(4, dtype=np.int64), 0
         for step, _ in zip(curriculum.walk(0), range(min(steps, _REPORTED_STEPS)), strict=False):
-            # Pools may hold other documents than the same steps in random order.
+            # From pools, a step may read other documents than the same step in random order.
             counts += [
                 *self._sizes(self._divided(step, micro_batch, data_ranks)),
                 *plain._sizes(plain._divided(step, micro_batch, data_ranks)),

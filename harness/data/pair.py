@@ -62,7 +62,7 @@ class Pair:
 
     def starts(self) -> Iterator[NDArray[np.int64]]:
         """Yield the document bounds in the .bin, in ids, one block at a time. A block of n
-        documents is (n + 1,); its first bound is the last one of the block before.
+        documents has n + 1 bounds, the first of which is the last of the previous block.
         """
         last = 0
         for starts in self._bounds_in_ids():
@@ -287,7 +287,7 @@ class IndexedTokens:
 
     def starts(self) -> Iterator[NDArray[np.int64]]:
         """Yield the document bounds in the .bin, in ids, one block at a time. A block of n
-        documents is (n + 1,); its first bound is the last one of the block before.
+        documents has n + 1 bounds, the first of which is the last of the previous block.
 
         Raises ConfigError unless the index describes consecutive documents without gaps.
         """

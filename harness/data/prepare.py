@@ -1,7 +1,7 @@
 """A corpus in the cache: its tokens, the split of its documents, and their fingerprint.
 
-The fingerprint is a hash of ids and document layout, then a hash of the layout alone. Sample order
-depends on the layout alone, so a run that resumes with corrected ids keeps its order.
+The fingerprint consists of two hashes: of ids and document layout, and of the layout alone. Sample
+order depends only on the second, so a run that resumes with corrected ids keeps its order.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from harness.errors import ConfigError, shortened
 from harness.files.data_format import BadLines
 from harness.files.notes import Notes
 
-# Increase this if the same text would give different tokens, ...
+# Increase this if the same text would give different tokens.
 FORMAT = 5
-# ... and this one if the files of the split change.
+# Increase this if the files of the split change.
 SPLIT_FORMAT = 3
 TOKENS, MASKS, NOTES, SPLIT_FACTS = "tokens", "masks.npy", "notes.json", "split.json"
 SKIPPED = "skipped.json"
@@ -182,7 +182,8 @@ class Survey:
 def survey(file: TokenFile, modified_ns: str | None, report: Report) -> Survey:
     """Return the hash and range of all ids, or of a sample if the file is large.
 
-    `modified_ns` enters the hash of a sample; None for this library's files, always read whole.
+    `modified_ns` is hashed with a sample; None for files that this library wrote, which are always
+    read whole.
     """
     digest, lowest, highest, done, reported = hashlib.sha256(), 0, 0, 0, 0
     whole = modified_ns is None or file.num_bytes <= WHOLE_BYTES
@@ -302,7 +303,9 @@ def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) ->
 
 
 def order_key(fingerprint: str) -> str:
-    """Return the part of a fingerprint that determines the sample order: all of an old run's."""
+    """Return the part of a fingerprint that determines the sample order: its second hash, or all of
+    it if it is an old run's, which has only one.
+    """
     return fingerprint.rpartition("-")[2]
 
 

@@ -123,7 +123,7 @@ class Source:
         )
 
     def _remarks(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield what is said in the summary and as an event: its kind, text and counts."""
+        """Yield the remarks for the summary and the events: kind, text and counts of each."""
         if self.skipped.count:
             yield "bad_rows", self.skipped.skipped_text(), self.skipped.skipped()
         if self.corpus.split:
@@ -139,7 +139,7 @@ class Source:
             yield "date", f"the chat template writes the date {self.day} (data.date)", {}
 
     def warnings(self) -> dict[str, str]:
-        """Return what may not be wanted of its documents, by kind of event."""
+        """Return warnings about its documents, by kind of event."""
         said = {}
         if count := self.notes[_WITHOUT_END]:
             said["turns_without_end"] = (

@@ -118,7 +118,7 @@ class DataSpec:
         return replace(self, config=config, splits=False, stride=stride)
 
     def require_tokenizer(self, tokenizer: str) -> None:
-        """Raise ConfigError if a kept sample was read with a tokenizer of another hash."""
+        """Raise ConfigError if a kept sample was read with a tokenizer of a different hash."""
         old, sets = self.config.rehearsed(HELD_OUT), self.config.eval_sets().values()
         named = [("data.eval_path", section.path, section.path, "remove it") for section in sets]
         if old is not None:

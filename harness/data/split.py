@@ -94,8 +94,8 @@ def write_splits(
     add_separator: bool,
     bounds: TokenBounds = ANY_LENGTH,
 ) -> tuple[int, int]:
-    """Write both sides, one block of documents at a time; return how many documents are too short
-    and too long, which are on neither.
+    """Write both sides, one block of documents at a time; return the number of documents that are
+    too short and of those that are too long, which are on neither side.
 
     A hash of its number alone decides whether a document is held out, independent of seed,
     tokenizer and `bounds`: sources with the same documents hold out the same ones (others that

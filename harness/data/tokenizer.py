@@ -29,7 +29,7 @@ from harness.files.paths import user_path
 # Increase this if the same corpus would give different files.
 TRAINED_FORMAT = 2
 SENTENCEPIECE = "tokenizer.model"  # the file name that readers expect
-# Pieces tokenised at once, at most.
+# Maximum pieces to tokenise at once.
 PIECES_AT_ONCE = 256
 # A larger corpus is sampled down to about this much text: the vocabulary converges with much less.
 TRAINING_CHARS = 48_000_000
