@@ -96,7 +96,9 @@ class Chat:
 def chat_of(
     turns: Iterable[Turn], tools: object = None, functions: object = None, system: object = None
 ) -> Chat:
-    """Return a conversation. Raises ValueError with the problem, but without the turn's number."""
+    """Return a conversation of `turns`, with the schemas of its tools. Raises ValueError with the
+    problem.
+    """
     joined = _joined_calls(_with_system([*turns], system))
     messages = [turn.message for turn in joined]
     _require_order(messages)

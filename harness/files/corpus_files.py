@@ -1,7 +1,7 @@
 """Finds the files of data.path without reading them.
 
-Other kinds of data are never read as text, because a run would silently train on them.
-`data.format` overrides file names.
+Data of other kinds is never read as text, because a run would silently train on it. `data.format`
+overrides file names.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class BadLines:
     """Number of records read, including bad ones."""
     by_problem: dict[str, _Problem] = field(default_factory=dict)
     limit: float | None = None
-    """Maximum of lines to skip: below 1 a share of those read, otherwise a number; None: none."""
+    """Maximum number of lines to skip, or below 1 a share of those read; None: skip none."""
 
     def add(self, file: Path, message: str, line: int = 0, count: int = 1) -> None:
         """Add a problem at a line, or 0 for the whole file; `count` lines share it."""
@@ -200,8 +200,10 @@ class DataFormat:
     """Returns the number of lines before a range, if `records_between` counts from the range's
     first line; None: it counts from the start of the file. Raises OSError."""
     count: Callable[[Path, int], tuple[int, int]] | None = None
-    """Returns the documents in some bytes, and the bytes left; None: a file is a document."""
+    """Returns the number of documents in at most the given number of bytes, and how many of these
+    bytes are left; None: each file is a document."""
     why_not: Callable[[Path, bool], str] = _why_not
-    """Returns why a file cannot be read, or ""; True: data.format names the format."""
+    """Returns why a file cannot be read, or ""; the second argument is True if data.format names
+    the format."""
     note: Callable[[Path], str] = lambda file: ""
     """Returns a remark for the plan on how a file is read, such as its separator; "" without."""

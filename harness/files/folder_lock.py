@@ -1,4 +1,6 @@
-"""Locks that end with their process: of a run folder's only writer, and of a process's folder."""
+"""Locks that end with their process: on a run folder, for its only writer, and on a process's own
+folder.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from harness.errors import ConfigError
 
 
 def take_lock(path: Path) -> tuple[IO[str], str | None]:
-    """Return the lock file, locked until it is closed, and its previous owner if that died.
+    """Return the lock file, locked until it is closed, and the name of its previous owner if that
+    died.
 
     The kernel releases the lock however the process ends. Such locks may not work between hosts, so
     the file also names its owner. An owner on another host counts as alive, unless it is this same
@@ -78,8 +81,8 @@ def _owner(text: str) -> dict[str, Any] | None:
 
 
 def _started(pid: object) -> int | None:
-    """Return when a process of this host began, in clock ticks since the host's start; None if it
-    does not run: another process may have its number by now.
+    """Return the start time of a process on this host, in clock ticks since boot; None if it is not
+    running. A later process with the same number has another start time.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -92,7 +95,7 @@ def make_folder(parent: Path, prefix: str) -> Path:
     """Return a new folder of this process, PREFIX-..., locked until it ends; the next process
     removes folders that are not locked.
     """
-    # Locked before it has its name: another process would remove it.
+    # Locked before it gets its name, because remove_left_over removes unlocked folders by name.
     unnamed = Path(tempfile.mkdtemp(prefix=f".{prefix}-", dir=parent))
     fcntl.flock(os.open(unnamed, os.O_RDONLY), fcntl.LOCK_EX)
     return unnamed.rename(unnamed.with_name(unnamed.name[1:]))

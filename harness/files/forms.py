@@ -44,7 +44,9 @@ def example(columns: Mapping[str, str]) -> str:
 
 
 def naming(record: Mapping[str, object]) -> str:
-    """Return which argument names the document's columns, to end a sentence; "" for no column."""
+    """Return the argument that names the document's columns, to end a sentence; "" if there are no
+    columns.
+    """
     kept = {key: value for key, value in record.items() if _REJECTED not in key.lower()}
     texts = [key for key, value in kept.items() if isinstance(value, str)]
     turns = [key for key, value in kept.items() if begins_with_turn(value)]
@@ -96,7 +98,7 @@ _NOT_LEARNED = -100
 _TAGS, _CHOSEN = ("label", "kto_tag"), "chosen"
 """Columns that are false for a bad answer, and the column of the good answer in preference data."""
 _OPPOSITES = {"False": "True", "false": "true", "FALSE": "TRUE", "0": "1", "0.0": "1.0"}
-"""Values of a row that must not be learned, and those of its opposite, also as text of a table."""
+"""Values that mark a row as not to be learned, each with its opposite; in a table they are text."""
 _MASKS: tuple[str, ...] = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns with a 1 for each token to train on; a 0 in any of them excludes the token."""
 

@@ -29,7 +29,7 @@ _KEYS = _FILES | {
 # Must not match ambiguously: a line of spaces would take hours.
 _KEY = re.compile(r"""("[^"]*"\s*|'[^']*'\s*|[^\s"'\[\]{}#:-][^:#]*):(?:\s+(.*))?$""")
 _MOST_CHARACTERS = 1 << 18
-"""Most characters of `configs` that are read: PyYAML reads about 100,000 per second."""
+"""Maximum length of `configs` in characters: PyYAML reads about 100,000 per second."""
 _Lines = list[tuple[int, str]]  # (indentation, text) per line
 
 

@@ -1,4 +1,4 @@
-"""One turn of a conversation: its forms, its tool calls, and what is read of each."""
+"""One turn of a conversation: its forms, its tool calls, and the parts of them that are read."""
 
 from __future__ import annotations
 
@@ -122,8 +122,9 @@ _READ = frozenset({"role", "content", "from", "value", "tool_calls", "function_c
 )
 # A turn needs one of these keys, even if its value is null.
 _SAYS = ("content", "value", "tool_calls", "function_call", *_THOUGHTS)
-# Keys of a question and its answer in one object, which may also hold a system text.
+# Start of a dict that was written as Python, not as JSON.
 _PYTHON = "{'"
+# Keys of a question and its answer in one object, which may also hold a system text.
 _PAIRS = (
     *(("human", ASSISTANT), ("user", ASSISTANT), ("instruction", "output"), ("input", "output")),
     *(("query", "response"), ("question", "answer"), ("prompt", "response")),
@@ -139,7 +140,7 @@ class Turn:
     is_learned: bool | None = None
     """The row's own mark for the loss; None if it has none."""
     has_lost_thought: bool = False
-    """True if another role than the assistant has reasoning, which is not read."""
+    """True if a role other than the assistant has reasoning, which is not read."""
 
 
 def is_turn(value: object) -> bool:

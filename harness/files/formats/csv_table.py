@@ -24,7 +24,8 @@ def _usual(file: Path) -> str:
 
 def _separator(file: Path) -> tuple[str, bool]:
     """Return the column separator, and True if a separate first line names it. Otherwise it is the
-    one that splits the first row and most others into as many columns, or else the suffix's.
+    one that splits the first row and most others into the same number of columns, or else the usual
+    one for the file's suffix.
     """
     usual = _usual(file)
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as opened:

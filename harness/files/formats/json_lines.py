@@ -16,7 +16,7 @@ from harness.files.first_bytes import NO_UTF_8, first_line, why_not_text, why_no
 
 _MOST_LINE_BYTES = 1 << 24  # maximum length of a first line that is tested for JSON
 _HEAD_BYTES, _BLOCK_CHARS, _COUNTED_BYTES = 1 << 16, 1 << 20, 1 << 24
-_MOST_CUT = 16  # characters: an error is this near the end of a cut text, as in -Infinit or \\ud83
+_MOST_CUT = 16  # maximum characters from an error to the end of a cut text: -Infinit, \\ud83
 _BETWEEN = re.compile(r"[\s,]*")  # before, between and after the elements of an array
 _OTHER_JSON = (
     "is JSON, but neither an array nor one object per line: jq -c . FILE > NEW.jsonl writes its "
@@ -96,7 +96,7 @@ def _lines_before(file: Path, start: int) -> int:
     with file.open("rb") as opened:
         while start and (block := opened.read(min(start, _COUNTED_BYTES))):
             lines, start, last = lines + block.count(b"\n"), start - len(block), block[-1:]
-    return lines + (last != b"\n")  # a line that began before the range belongs to the previous one
+    return lines + (last != b"\n")  # a line that begins before the range is not part of it
 
 
 def _is_array(file: Path) -> bool:
