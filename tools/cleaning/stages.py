@@ -43,7 +43,7 @@ class Local(LocalPipelineExecutor):
             own = deepcopy(self)  # steps collect the statistics of one task
             steps.read_so_far = progress
             try:
-                with Path(os.devnull).open("w") as log, redirect_stderr(log):  # also in a file
+                with Path(os.devnull).open("w") as log, redirect_stderr(log):  # a file has the log
                     own._run_for_rank(rank, local_rank=1)
             except ConfigError:  # bad lines are reported later, for all tasks together
                 return
@@ -73,8 +73,8 @@ def run_here(
 
 _POLL_S = 2.0
 _LOST_S = 20.0
-"""Time without queued jobs after which an unfinished stage counts as failed: files of other
-machines may appear late.
+"""Seconds without queued jobs after which an unfinished stage counts as failed: files that other
+machines wrote may appear late.
 """
 Say = Callable[[str], None]
 
@@ -104,7 +104,7 @@ def environment(clone: Path, folder: Path) -> str:
 def run_on_slurm(
     stages: Iterable[Stage], logs: Path, options: SlurmSection, problems: Path, say: Say
 ) -> None:
-    """Submit the stages as dependent arrays unless queued, and follow them.
+    """Submit the stages as dependent job arrays, unless they are already queued, and follow them.
 
     Raises WorkerFailed and ConfigError.
     """

@@ -37,7 +37,8 @@ from tools.cleaning.strictness import as_json, measured
 # --- reading ---
 
 read_so_far: Callable[[int], None] = lambda characters: None  # noqa: E731
-"""Receives the characters of its task that this process has read. The executor sets it."""
+"""Receives the number of characters that this process has read for its task. The executor sets it.
+"""
 
 
 class CorpusReader(PipelineStep):
@@ -208,7 +209,7 @@ BANNED_WORDS = Path(ASSETS_PATH) / "banned_words.txt"
 
 
 class Urls(URLFilter):
-    """datatrove's URL filter, but it keeps documents without an address and needs no network."""
+    """datatrove's URL filter, without the network; documents without an address are kept."""
 
     name = "url"
 
@@ -219,7 +220,7 @@ class Urls(URLFilter):
         self.tldextractor = TLDExtract(suffix_list_urls=())
 
     def filter(self, document: Document) -> bool | tuple[bool, str]:
-        """Return whether a document is kept, and the reason if not."""
+        """Return True if a document is kept, otherwise False and the reason."""
         if not document.metadata.get("url"):
             self.stat_update("without_url")
             return True
@@ -238,7 +239,7 @@ class Language(BaseFilter):
         self.keep, self.threshold, self.path = keep, threshold, model
 
     def filter(self, document: Document) -> bool | tuple[bool, str]:
-        """Return whether a document is kept, and its language if not."""
+        """Return True if a document is kept, otherwise False and its language."""
         text = document.text.replace("\n", " ")
         labels, scores = language_model(self.path).predict(text, k=-1)
         by_language = {
@@ -253,10 +254,10 @@ class Language(BaseFilter):
 
 
 class C4(C4QualityFilter):
-    """datatrove's C4 filter, but it also removes documents that it leaves without any line."""
+    """datatrove's C4 filter, which here also removes documents that have no line left."""
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return whether a document is kept, and the reason if not."""
+        """Return True if a document is kept, otherwise False and the reason."""
         text = doc.text
         verdict = super().filter(doc)
         if verdict is True and not doc.text:

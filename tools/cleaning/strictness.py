@@ -27,7 +27,7 @@ class Filter(NamedTuple):
         return self.loosest + (self.strictest - self.loosest) * strictness / 100
 
     def keeps(self, measure: float, strictness: float) -> bool:
-        """Return whether a document with this measure is kept."""
+        """Return True if a document with this measure is kept."""
         limit = self.threshold(strictness)
         return measure >= limit if self.keeps_above else measure <= limit
 
