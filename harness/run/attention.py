@@ -1,8 +1,8 @@
 """The attention of a run: choice, comparison at the start, and metrics by layer.
 
 The comparison sends two batches of documents through a small model with the run's head width, ratio
-of heads to key heads, and precision. Both implementations are compared with the model in fp32; the
-compared one may differ by a few times the rounding error of the other.
+of heads to key heads, and precision. Both implementations are compared with the model in fp32. The
+error of the chosen one may be at most a few times that of the one with a mask.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attention_metrics(run: Run) -> dict[str, float]:
     """Return attention_entropy/LAYER and attention_coverage/LAYER, with LAYER from 0; empty, with
     an event, if this attention cannot be inspected. Collective; waits for the device.
 
-    Computed on few held-out samples: it costs at most the forward pass of one step.
+    Computed on a few held-out samples: it costs at most the forward pass of one step.
     """
     if not run.attention_is_seen:
         return {}
@@ -91,7 +91,7 @@ def attention_sums(engine: Engine, batches: list[tuple[Batch, torch.Tensor]]) ->
 FACTOR = 5.0
 """Largest allowed distance from fp32, relative to that of the implementation with a mask."""
 ROUNDING = 1e-5
-"""Negligible distance, relative to the norm of all gradients."""
+"""Distance that is always allowed, relative to the norm of all gradients."""
 _VOCAB_SIZE, _WINDOW, _WIDTH = 64, 8, 64
 _DOCUMENTS = ((1, 11, 2, 9, 25), (23, 7, 1, 17))  # lengths in tokens, 48 per row
 
@@ -121,7 +121,7 @@ def compare(plan: Plan, attention: str, masked: str, device: torch.device) -> No
 
 
 def small_config(model_config: dict[str, Any]) -> dict[str, Any]:
-    """Return a small config with each kind of layer, few heads, no dropout and no rare paths."""
+    """Return a small config with each kind of layer, few heads, short windows, no router loss."""
     family = family_of(model_config["model_type"])
     small = {**model_config, **_sizes(family, model_config)}
     kinds = [*dict.fromkeys(model_config.get("layer_types") or ())]

@@ -75,7 +75,7 @@ _OF_A_NODE = ("run.", "data.", "log.", "resume.", "model.name", "model.init_from
 
 def require_same_settings(plan: Plan) -> None:
     """Raise ConfigError on all ranks if one was started with other settings than rank 0. It would
-    wait for ever in a collective, or be trained with rank 0's learning rate. Collective.
+    hang in a collective, or train with another learning rate. Collective.
     """
     own = dict(flat(plan.config.model_dump(mode="json")))
     own = {key: value for key, value in own.items() if not key.startswith(_OF_A_NODE)}

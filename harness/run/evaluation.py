@@ -36,8 +36,8 @@ def evaluate_by_position(run: Run) -> tuple[float | None, list[float | None]]:
 
 
 def evaluate_needles(run: Run) -> dict[str, list[float]]:
-    """Return, by metric, the probability of the tokens of the requested numbers at each of DEPTHS
-    (geometric mean), for each length of eval.needle_lengths up to a stop. Collective.
+    """Return, by metric, the geometric mean probability of the requested numbers' tokens at each of
+    DEPTHS, for each length of eval.needle_lengths. A stop leaves out the rest. Collective.
     """
     plan, probabilities = run.plan, dict[str, list[float]]()
     for length in plan.config.eval.needle_lengths:
@@ -54,8 +54,8 @@ def evaluate_needles(run: Run) -> dict[str, list[float]]:
 
 
 def evaluate_sets(run: Run) -> dict[str, float]:
-    """Return, by metric, the loss of each named held-out set, the first of which is evaluated
-    already, and of the data of data.rehearse, up to a stop. Collective.
+    """Return, by metric, the loss of each named held-out set and of the data of data.rehearse. The
+    first set has been evaluated before. A stop leaves out the rest. Collective.
     """
     losses = dict[str, float]()
     streams = {f"eval_loss/{name}": stream for name, stream in run.data.eval_sets.items()}
@@ -99,7 +99,7 @@ def mean_losses(
 
 
 def rows_of(run: Run, length: int) -> int:
-    """Return the samples per micro-batch: no more tokens than in training, but at least one."""
+    """Return the samples per micro-batch: at least one, with no more tokens than in training."""
     return max(1, run.plan.micro_batch * run.plan.config.data.seq_len // length)
 
 

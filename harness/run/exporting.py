@@ -139,7 +139,7 @@ def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
 def _put_code(
     folder: Path, model: Any, attention: dict[str, Any], model_config: Mapping[str, Any]
 ) -> list[str]:
-    """Write a model's code, if transformers computes something else; return a note."""
+    """Write a model's code if transformers alone would compute something else. Return notes."""
     is_reversible = bool(model_config.get(REVERSIBLE))
     if not attention and not is_reversible:
         return []

@@ -103,8 +103,8 @@ def continued(
     seed: int,
     is_up: Callable[[], bool],
 ) -> list[int]:
-    """Return up to `tokens` ids that follow `ids`, the same on every rank, without the one of
-    `stops` that ends them; fewer if the time `is_up`.
+    """Return up to `tokens` ids that follow `ids`, the same on every rank. They end before the
+    first of `stops`, when the time `is_up`, or if a logit is not finite.
 
     `next_logits` maps ids (1, n) to logits (vocab_size,). The prefix is recomputed for each token,
     which works in every layout. `seq_len`: number of latest tokens that the model sees, or None.
@@ -139,7 +139,7 @@ def finish(run: Run) -> None:
 
 
 def _say_loss(run: Run, loss: float | None) -> None:
-    """Show and record the held-out loss, beside the initial one and those of simple models."""
+    """Show and record the held-out loss, the initial one, and those of simple models."""
     if not run.is_writer or loss is None:
         return
     text, first = f"held-out loss {loss:.2f} nats per token", None

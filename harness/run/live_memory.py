@@ -77,8 +77,9 @@ def live_storages() -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
     """Return every storage referenced by a Python tensor or a leaf's gradient, by id, with its
     dtype.
 
-    Tensors on meta have no memory. Storages referenced only from C++ (saved activations) are not
-    found: it is exact between phases. It keeps the storages alive, and so their ids unique.
+    Tensors on meta have no memory. Storages referenced only from C++ (saved activations) are
+    missing, so the result is exact only between phases. It keeps the storages alive, so that their
+    ids stay unique.
     """
     gc.collect()
     storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
@@ -100,7 +101,7 @@ def _tensors() -> Iterator[torch.Tensor]:
             yield thing.grad
 
 
-# Of the CPU, of cuBLAS and cuDNN, of the CUDA runtime.
+# In messages of the CPU allocator, of cuBLAS and cuDNN, and of the CUDA runtime.
 _NO_MEMORY = ("can't allocate memory", "_ALLOC_FAILED", "CUDA error: out of memory")
 
 

@@ -35,7 +35,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Exclude what just happened (evaluation, saving) from the next step time."""
+        """Start measuring again, so that an evaluation or a save is not part of the step time."""
         self._since = time.perf_counter()
         self._steps = self._tokens = self._positions = 0
         self._flops = self._waited_s = 0.0
@@ -69,7 +69,8 @@ class Meter:
         """Return the metrics of the steps since the last line. Collective; waits for the device
         once.
 
-        Loss and norm are the last step's, over all ranks; None without `targets`. `scalars`: more.
+        Loss and norm are the last step's, over all ranks; None without `targets`. `scalars`: other
+        values to read. `fields` are copied to the line.
         """
         read = {"loss": loss, "grad_norm": grad_norm, **scalars}
         if loss.device.type == "cuda":
@@ -181,7 +182,7 @@ TOLERANCE = 0.1
 _STARTING = 1
 """Metrics lines ignored at the start of a process: memory is being allocated, kernels loaded."""
 _LARGE = 0.1
-"""Fraction of a step from which a term is named."""
+"""Smallest fraction of a step for which the message names a term."""
 
 
 _LOOKED_AT = 32
@@ -190,7 +191,8 @@ _LOOKED_AT = 32
 
 def seen_tokens(stream: Stream) -> float | None:
     """Return the average number of tokens that a token attends to in its document, itself included,
-    in the first samples; None if rows are not split into documents or steps differ.
+    in the first samples; None if attention is not confined to documents, or for batches by length,
+    whose steps differ.
     """
     if not stream.document_mask or isinstance(stream, Padded):
         return None

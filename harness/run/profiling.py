@@ -145,7 +145,9 @@ class Profiler:
         self.say("\n".join([f"profile        {path}", *largest(trace, len(steps))]))
 
     def _write_flops(self, counter: FlopCounterMode, batch: Batch) -> None:
-        """Write torch's count; show it relative to the formula's, a third of training."""
+        """Write torch's count, and show it relative to a third of the FLOPs that mfu counts for
+        these tokens.
+        """
         if self.folder is None:
             return
         title, total = "a forward pass of a micro-batch", counter.get_total_flops()

@@ -51,7 +51,9 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
 
 
 def evaluate_at_start(run: Run) -> None:
-    """Evaluate before the first step, or where a stop interrupted one. Collective."""
+    """Evaluate before the first step, or at a resumed step whose evaluation a stop interrupted.
+    Collective.
+    """
     step = run.state.step
     due = step == 0 or is_due(step, run.plan.config.eval.every)
     if due and run.held_out_nats is None and (line := evaluated(run)):

@@ -53,7 +53,7 @@ class ResumePoint:
     steps_before: int | None = None
 
     def text(self, plan: Plan, total_steps: int) -> str:
-        """Return which checkpoint a run continues from, and if its length or ranks differ."""
+        """Describe the checkpoint that a run continues from, and changes of its length or ranks."""
         assert self.checkpoint is not None
         about, now = self.checkpoint.manifest.about, division(plan)
         text = f"{self.kind} {self.checkpoint.path.name} of {total_steps} steps"
@@ -118,8 +118,8 @@ def own_checkpoints(plan: Plan) -> list[Path]:
 def choose_again(
     plan: Plan, record: dict[str, Any], chosen: ResumePoint, before: list[Path]
 ) -> ResumePoint:
-    """Return the resume point of a folder that is locked by now; `chosen` if it still contains the
-    same checkpoints as `before`. The last process may have been saving until then. Collective.
+    """Return the resume point, now that the folder is locked: `chosen` if the folder still contains
+    the same checkpoints as `before`. Until then, the last process may have been saving. Collective.
 
     Raises as `find_resume_point`, and NoCheckpoint if all checkpoints were removed.
     """
@@ -199,7 +199,8 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
     """Load a checkpoint's weights and, unless `weights_only`, the optimizer states. Collective.
 
     Raises NoCheckpoint on all ranks if the checkpoint lacks something that this model has. Any
-    other exception (out of memory, a read that failed) is this rank's, and another start may help.
+    other exception (out of memory, a failed read) is raised on this rank only; starting again may
+    help.
     """
     problem = None
     try:
@@ -285,7 +286,7 @@ def _write(run: Run, folder: Path) -> None:
 def _write_side(
     prefix: Path, stream: Stream, samples: Iterable[int], vocab_size: int
 ) -> int | None:
-    """Write samples as a .bin/.idx pair; return their equal number of tokens, or None."""
+    """Write samples as a .bin/.idx pair. Return their number of tokens; None if it differs."""
     sizes = set[int]()
 
     def documents() -> Iterator[Document]:

@@ -74,7 +74,7 @@ class Run:
     held_out_nats: float | None = None
     """Loss of the last evaluation; None before this process's first."""
     longest_save_s: float = 0.0
-    """Seconds from the start of a save to its checkpoint, while training went on or not."""
+    """Longest time in seconds from the start of a save, background or not, to its checkpoint."""
     first_step: int = 1
     """Number of the first step of this process."""
     undivided: Undivided | None = None
@@ -108,7 +108,7 @@ class Run:
             self.folder.append_event(kind, **fields)
 
     def stop_asked(self) -> tuple[bool, bool]:
-        """Return `guard.agree`, after a look at the time limit on rank 0. Collective."""
+        """Return the result of `guard.agree`; rank 0 first checks the time limit. Collective."""
         if self.is_writer and self.time_left.is_short_of(self._most_before_the_end_s()):
             self.guard.request.ask("the time limit")
         return self.guard.agree(self.saver.written)

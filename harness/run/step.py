@@ -22,13 +22,13 @@ from harness.steps import Step
 
 
 def before_first_step(run: Run) -> None:
-    """Compare the loss of a divided model with the undivided one's. Collective."""
+    """Compare the loss of a divided model with that of the undivided model. Collective."""
     run.first_step = run.state.step + 1
     run.undivided = undivided_start(run)
 
 
 def next_step(run: Run) -> Step:
-    """Return the next optimizer step; its data has a separate phase of the pulse."""
+    """Return the next optimizer step; waiting for its data is a separate phase of the pulse."""
     number = run.state.step + 1
     run.pulse("data", number)
     step = run.steps.take()
@@ -217,8 +217,8 @@ def roll_back(run: Run, reason: str) -> None:
 
 
 def end_with_the_data(run: Run) -> None:
-    """Make the last step that the data suffices for the last one: skipped samples may be missing
-    from the end of a mixture whose sources may be read only so often.
+    """End the run at the last step for which there is data: samples that a rollback has skipped are
+    missing at the end of a mixture whose sources have limited epochs.
     """
     state, steps, after = run.state, run.steps, run.plan.curriculum.samples_after
     most, left = run.data.train.length, steps.total - state.step

@@ -86,7 +86,7 @@ class _TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         writer: Any = SummaryWriter
-        # Repeated steps replace the earlier ones.
+        # Steps that a resumed run repeats replace the earlier ones.
         self._writer = writer(folder.path / "tensorboard", purge_step=step + 1, flush_secs=10)
         self._writer.add_text("plan", f"```\n{json.dumps(plan, indent=2)}\n```", step)
 

@@ -1,4 +1,4 @@
-"""Compares a divided model's first step with the undivided one's, and gradients of ranks."""
+"""Compares a divided model's first step with the undivided model's, and gradients between ranks."""
 
 from __future__ import annotations
 
@@ -156,8 +156,9 @@ def gradients_unchecked(run: Run) -> bool:
 
 
 def check_gradients(run: Run) -> None:
-    """Compare the gradients of weights that all tensor-parallel ranks hold, until finite once,
-    between the backward pass and the step. Collective. Raises ConfigError naming the weights.
+    """Compare the gradients of weights that all tensor-parallel ranks hold, between the backward
+    pass and the step, until they have been finite once. Collective. Raises ConfigError naming the
+    weights.
     """
     if not gradients_unchecked(run):
         return
