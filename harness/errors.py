@@ -121,7 +121,7 @@ class NoCheckpoint(ConfigError):
 
 
 class NoRoom(ConfigError):
-    """A valid config whose folder is on a full or read-only disk, as for any failed write."""
+    """A valid config whose folder is on a full or read-only disk; exits like any failed write."""
 
     code = ExitCode.CANNOT_SAVE
 

@@ -66,7 +66,7 @@ def train(run: Run) -> ExitCode:
     run.ended(outcome, code, message)
     if outcome != "failed":  # launchers end the other ranks soon after the first one has ended
         run.guard.meet()
-        alarm().close()  # while rank 0, which has the store that it asks, is still there
+        alarm().close()  # while rank 0, which holds the store that it polls, is there
         run.guard.meet()
     run.guard.close(wait=outcome != "failed")
     leave()

@@ -79,9 +79,9 @@ class RunFolder:
     def open(self) -> str | None:
         """Create the folder if needed, lock it, count the attempt and set the status to running.
 
-        Truncate a line that a killed process left incomplete; return that process's name, or None.
-        Raises ConfigError if another process is writing here or a record is not a regular file, and
-        OSError if the folder cannot be created.
+        Remove a line that a killed process left incomplete. Return the name of a process that died
+        without releasing the lock, or None. Raises ConfigError if another process is writing here
+        or a record is not a regular file, and OSError if the folder cannot be created.
         """
         for path in (self.path / "lock", self.metrics_path, self.events_path):
             require_file(path)
@@ -178,7 +178,7 @@ class RunFolder:
 
     def append_failure(self, rank: int, kind: str = "failed", **fields: Any) -> None:
         """Append an event from any rank without opening the folder: the rank that fails first is
-        often not rank 0. `read_lines` leaves out lines that several nodes tore (NFS).
+        often not rank 0. `read_lines` skips lines garbled by several nodes writing at once (NFS).
         """
         line = {"time": _now(), "attempt": self.attempt, "kind": kind, "rank": rank, **fields}
         # A full disk, or a node that does not see the folder, must not hide the failure itself.
