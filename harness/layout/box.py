@@ -258,7 +258,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def share_of(size: int, place: int, places: int) -> tuple[Range, ...]:
-    """Return range `place` of `places` nearly equal ranges, longer first; () if none is left."""
+    """Return range `place` of `places` nearly equal ranges, the longer ones first; () if empty."""
     each, left = divmod(size, places)
     start = place * each + min(place, left)
     stop = start + each + (place < left)

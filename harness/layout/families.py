@@ -228,7 +228,7 @@ def _module(family: str, line: str) -> Module:
 
 _TABLES = read_families(_FILE.read_text(encoding="utf-8"))
 
-# The families with a table of tensors.
+# The families whose table lists their tensors.
 FAMILIES = {name: family for name, family in _TABLES.items() if family.layers}
 
 

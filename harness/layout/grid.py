@@ -214,7 +214,7 @@ _COPIED: tuple[Axis, ...] = ("tensor",)
 
 
 def starts_of(data_rank: int, data_ranks: int, samples: int, micro_batch: int) -> range:
-    """Return the first sample of each micro-batch of a data rank, dealt out in turn."""
+    """Return the first sample of each micro-batch of a data rank; ranks take them in turn."""
     together = micro_batch * data_ranks
     rounds = -(-samples // together)
     first = data_rank * micro_batch
@@ -296,7 +296,9 @@ class Share:
         return tuple(ranks)
 
     def is_first(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if this rank, of those with equal copies, saves it and counts it."""
+        """Return True if this rank saves and counts a parameter: the first of those with equal
+        copies.
+        """
         peers = (rank for axis in _COPIED for rank in self.grid.group(axis, self.rank))
         earlier = [replace(self, rank=rank) for rank in peers if rank < self.rank]
         if not earlier:

@@ -22,7 +22,7 @@ class Optimizer:
     takes: tuple[str, ...]
     """Its keys of optim.*, besides lr and weight_decay."""
     state_bytes: float
-    """fp32 state bytes per element, without the master weight."""
+    """Bytes of state per element, in fp32 unless quantized, without the master weight."""
     momentum: float = 0.0
     """Default value of optim.momentum."""
     by_deepspeed: bool = False

@@ -12,8 +12,8 @@ REVERSIBLE: Literal["reversible"] = "reversible"
 two streams, from which the backward pass reconstructs their inputs (model.reversible).
 """
 Checkpointing = Literal["none", "selective", "full", "reversible"] | int
-"""Activation checkpointing: of no layer; of all but the expensive results of every layer; of every
-layer; of every layer, even without its input; or (int) of every N-th layer.
+"""Activation checkpointing: no layer; every layer, except for its expensive results; every layer;
+every layer, even its input; or (int) every N-th layer.
 """
 
 

@@ -165,7 +165,7 @@ def all_tokens(seq_len: int) -> float:
 
 
 def num_parameters(shape: Shape) -> int:
-    """Return the number of parameters of the whole model; a tied embedding counts once."""
+    """Return the number of parameters in a shape; a tied embedding counts once."""
     return shape.parameters
 
 
@@ -178,7 +178,8 @@ def parameters_by_kind(shape: Shape) -> dict[str, int]:
 
 
 def active_parameters(shape: Shape) -> int:
-    """Return the weights multiplied per token: matrices, the head even if tied, chosen experts.
+    """Return the number of weights multiplied per token: in matrices, the head even if tied, and
+    the chosen experts.
 
     Lookups (embeddings, positions), norms and biases are negligible.
     """
@@ -216,7 +217,7 @@ def attention_width(shape: Shape, layer: tuple[Tensor, ...]) -> int:
     """Return the total width of a layer's queries; 0 without attention.
 
     With multi-head latent attention, query-key and value heads differ in width; the mean is
-    returned (arXiv 2405.04434, 2.1: queries of `q_b_proj` or `q_proj`, values of `o_proj`).
+    returned (arXiv 2405.04434, section 2.1: queries of `q_b_proj` or `q_proj`, values of `o_proj`).
     """
     attention = (t for t in layer if t.kind == "attention" and len(t.shape) == 2)
     matrices = {t.name.removesuffix(".weight").rpartition(".")[2]: t for t in attention}

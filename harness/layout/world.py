@@ -18,8 +18,8 @@ _PER_JOB, _PER_RESTART = 101, 13  # so that steps of jobs on the same node use d
 
 
 def slurm_port(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the rendezvous port of a Slurm step, which all its ranks compute alike. It differs for
-    each job, restart and step, so that restarting after a port conflict uses another port.
+    """Return the rendezvous port of a Slurm step; all its ranks compute the same one. It differs
+    between jobs, restarts and steps, so that a restart after a port conflict uses another port.
     """
     job, restart, step = (
         int(environ.get(name, "0"))
