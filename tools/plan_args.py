@@ -96,7 +96,8 @@ def world_of(args: argparse.Namespace) -> World:
 
 def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
     """Return defaults of batch keys that neither file nor command line sets: one sample at a time,
-    and enough micro-batches to keep pipeline stages busy. A global batch leaves both to the plan.
+    and enough micro-batches to keep pipeline stages busy. With a run config or a global batch there
+    are none: the plan chooses.
     """
     assignments = _given(args)
     keys = {text.partition("=")[0] for text in assignments}

@@ -29,9 +29,9 @@ from tools.cluster.count import TOKENS_PER_PARAMETER, Question
 from tools.cluster.layouts import STATES, Layout, State, base_json
 from tools.plan_args import world_of
 
-_HOST_GIB = 256.0  # per GPU, of nodes as they usually are
+_HOST_GIB = 256.0  # per GPU, on a typical node
 _EVALUATIONS = 200
-"""Most evaluations of a job whose config does not set eval.every."""
+"""Maximum number of evaluations in a job whose config does not set eval.every."""
 
 
 def question_of(args: argparse.Namespace) -> Question:
@@ -143,7 +143,7 @@ def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:
 
 
 def refusal(args: argparse.Namespace, layout: Layout) -> str:
-    """Return the reason why train.py would refuse a layout; "" if it accepts it."""
+    """Return the reason why train.py would reject a layout; "" if it accepts it."""
     try:
         plan_of(args, layout)
     except ConfigError as error:

@@ -22,7 +22,7 @@ from harness.plan.plan import Plan
 from harness.runfolder import RunFolder
 
 _LEAST = 3
-"""Fewest metrics lines that a run needs. The first is left out."""
+"""Minimum number of metrics lines of a run; the first is left out."""
 
 
 def calibrate(folders: Sequence[Path], out: Path) -> str:
@@ -58,7 +58,7 @@ def calibrate(folders: Sequence[Path], out: Path) -> str:
 
 
 def _measured(folder: Path) -> tuple[Measured, int]:
-    """Return a run's inputs and step, and its node's cores; 0 cores for nodes with GPUs."""
+    """Return a run's inputs and median step time, and a node's cores; 0 for nodes with GPUs."""
     run = RunFolder(folder)
     record = run.read_plan()
     if record is None:

@@ -1,5 +1,5 @@
-"""Chooses the recommended layout: the least risky of those that no other beats beyond the error of
-its estimated time.
+"""Chooses the recommended layout: the least risky of those that no other beats by more than the
+error of its estimated time.
 
 A layout that is faster on paper is worth an axis or an offload only if it gains more than its
 estimate may be wrong. docs/planner.md compares recommendations with layouts that others ran.
@@ -48,7 +48,7 @@ _FULL = 0.1
 _EQUAL = 0.001
 """Largest relative difference of times that counts as equally fast."""
 _TRIED = 40
-"""Number of layouts to plan in search of headroom before one without is accepted."""
+"""Number of layouts to plan in search of one with headroom before one without is accepted."""
 ASKED = (
     *("ZeRO 1", "ZeRO 2", "ZeRO 3", "hpZ", "tensor 2", "tensor 4", "tensor 8"),
     *("pipeline 2", "pipeline 4", "pipeline 8", "3D", "sequence", "expert", "offload"),
@@ -61,15 +61,15 @@ class Answer:
     """All layouts of a job, and the ones that the answer shows."""
 
     counted: list[Counted]
-    """The recommended layout first, then those that fit and those that may, fastest first, then the
-    rest by the bytes they lack.
+    """The recommended layout first, then those that fit and those that may, fastest first, then
+    those that do not fit, by the bytes they lack, and those that train.py rejects.
     """
     best: Counted | None
     """The recommended layout; None if nothing fits."""
     quickest: Counted | None
     """The fastest on paper of the layouts that fit and that train.py accepts."""
     ways: dict[str, Counted]
-    """The best layout for each entry of ASKED, or the one that lacks least."""
+    """The best layout for each entry of ASKED, or the one that lacks the least memory."""
 
 
 def way_of(layout: Layout) -> str:
@@ -159,7 +159,7 @@ def answer_of(counted: Iterable[Counted]) -> Answer:
 
 def recommended(candidates: Sequence[Counted]) -> Counted | None:
     """Return the least risky layout that is expected to take no longer than the worst case of any
-    other; None if nothing fits. `candidates` may fit and are sorted by time.
+    other; None if nothing fits. `candidates`: layouts that may fit, sorted by time.
     """
     limit = float("inf")
     for each in candidates:

@@ -25,7 +25,7 @@ from harness.estimate.timeline import (
 from tools.cluster.layouts import Layout, State
 
 TOKENS_PER_PARAMETER = 20
-"""Tokens per parameter of a job without a length (arXiv 2203.15556)."""
+"""Tokens per parameter to train on if the job has no length (arXiv 2203.15556)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Counted:
     copies: int
     """Bytes of copies that attention kernels may keep on the worst rank."""
     fits: bool | None = field(init=False)
-    """True if GPU and host hold it; None if that depends on the allocator, not simulated so far."""
+    """True if GPU and host can hold it; None if the allocator decides and was not simulated yet."""
 
     def __post_init__(self) -> None:
         self.fits = self.fits_by_bounds
@@ -106,19 +106,19 @@ class Counted:
         return None if verdict is None else verdict == "fits"
 
     def decide(self) -> bool:
-        """Return whether it fits. Simulates the allocator if the bounds do not decide."""
+        """Return True if it fits. Simulates the allocator if the bounds do not decide."""
         if self.fits is None:
             self.fits = self.memory.worst.verdict(self.question.device_bytes) == "fits"
         return self.fits
 
     @cached_property
     def refusal(self) -> str:
-        """Reason for which train.py would refuse it; "" if it accepts it. Makes its plan."""
+        """Reason why train.py would reject it; "" if it accepts it. Makes its plan."""
         return self.question.refusal(self.layout)
 
     @property
     def answers(self) -> bool:
-        """True if it fits and is not known to be refused."""
+        """True if it fits and is not known to be rejected."""
         return bool(self.fits) and self.trained is not False
 
     @property
@@ -128,7 +128,7 @@ class Counted:
 
     @property
     def peak_bytes(self) -> int:
-        """Fewest bytes that the fullest GPU needs."""
+        """Minimum bytes that the fullest GPU needs."""
         return self.worst.peak + self.driver.low
 
     @property
@@ -145,19 +145,19 @@ class Counted:
         return max(0, self.host_bytes_per_node - self.question.host_bytes)
 
     def is_usable(self) -> bool:
-        """Return whether train.py accepts it and it fits. Makes its plan; see `decide`."""
+        """Return True if train.py accepts it and it fits. Makes its plan; see `decide`."""
         return not self.refusal and self.decide()
 
     def may_have_room(self, share: float) -> bool:
-        """Return False if no allocator could leave such a share of the GPU free."""
+        """Return False if no allocator could leave this share of the GPU free."""
         return self.peak_bytes <= (1 - share) * self.question.device_bytes
 
     def has_room(self, share: float) -> bool:
-        """Return whether a share of the GPU stays free at the upper end of its memory."""
+        """Return True if this share of the GPU stays free at the upper end of its memory."""
         return self.peak_interval[1] <= (1 - share) * self.question.device_bytes
 
     def why_it_does_not_fit(self) -> str:
-        """Return the reason why it is not an answer; "" if it is one or may be one."""
+        """Return the reason why it is not an answer, or may not be one; "" if it is one."""
         if self.trained is False:
             return f"rejected: {self.refusal}"
         if self.missing_host_bytes:
@@ -221,11 +221,11 @@ class Question:
     disk_gb_per_s: float
     """Write bandwidth per node for checkpoints."""
     refusal: Callable[[Layout], str]
-    """Returns the reason why train.py would refuse a layout; "" if it accepts it."""
+    """Returns the reason why train.py would reject a layout; "" if it accepts it."""
 
     @property
     def some(self) -> Inputs:
-        """Inputs of one entry, for the fields that all entries share."""
+        """Inputs of any one entry, for the fields that all entries share."""
         return next(iter(self.base.values()))
 
     def inputs(self, layout: Layout) -> Inputs:

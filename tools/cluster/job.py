@@ -64,7 +64,7 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
 
 
 def _keys_set(run: RunConfig) -> dict[str, Any]:
-    """Return the keys that are set, with tables whole: names in them may be empty or have dots."""
+    """Return the keys that are set, with whole tables, whose own keys may be empty or have dots."""
     tree = run.model_dump(exclude_unset=True)
     return {key: reduce(getitem, key.split("."), tree) for key in known_keys() if run.is_set(key)}
 

@@ -24,9 +24,9 @@ STATES: tuple[State, ...] = (
     *((1, "optimizer", False), (2, "optimizer", False), (3, "optimizer", False)),
     (3, "all", False),
 )
-"""ZeRO stage, states offloaded to the host, and whether each node keeps a copy of the weights
-(hpZ). Pipeline stages use only stage 1, since gradients are summed in fp32. Stage 0 runs as stage 1
-in bf16.
+"""ZeRO stage, states offloaded to the host, and True if each node keeps a copy of the weights
+(hpZ). Pipelines use only ZeRO 1, since gradients are summed in fp32. ZeRO 0 is left out: in bf16 it
+runs as ZeRO 1.
 """
 WAYS: tuple[Checkpointing, ...] = (*NAMED_WAYS, 4, 2)
 """Activation checkpointing modes; n recomputes one layer in n."""
@@ -42,7 +42,7 @@ _USUAL: dict[str, tuple[object, ...]] = {
     "model.activation_offload": (False,),
     "model.mlp_tiles": (1,),
 }
-"""Values that are not written, by run config key."""
+"""Values that need not be written, by run config key."""
 _MOST_STAGES = 64
 MOST_MICRO_BATCH = 32
 _LONG = 16_384
@@ -104,7 +104,7 @@ class Layout:
         return {key: value for key, value in values.items() if value not in _USUAL.get(key, ())}
 
     def inputs(self, base: Inputs, gpus: int, global_batch: int) -> Inputs:
-        """Return the inputs of its estimates; `base` has the same ZeRO and offload."""
+        """Return the inputs of its estimates; `base` has the same ZeRO stage and offload."""
         grid = Grid(gpus, self.pipeline, self.tensor, self.sequence, self.expert)
         return replace(
             base,
@@ -158,10 +158,11 @@ def layouts(
     quantized: bool = False,
     fixed: Mapping[str, Any] | None = None,
 ) -> Iterator[Layout]:
-    """Yield the layouts that train.py takes; tensors are divided within a node only.
+    """Yield the layouts that train.py accepts, with tensor parallelism within a node only.
 
-    `lora`: adapters, which are not divided over tensors, experts or stages. `quantized`: 4-bit
-    weights, which ZeRO 3 does not divide. `fixed`: values of fields that all layouts have.
+    `lora`: True with adapters, which exclude tensor and expert parallelism and pipeline stages.
+    `quantized`: True with 4-bit weights, which ZeRO 3 cannot shard. `fixed`: field values that all
+    layouts have.
     """
     fixed = fixed or {}
     for pipeline, tensor, sequence, expert in _axes(shape, gpus, gpus_per_node, seq_len, lora):
@@ -188,7 +189,7 @@ def _makes_sense(
     state: State, axes: tuple[int, int, int, int], gpus: int, gpus_per_node: int
 ) -> bool:
     """Return False for states that pipeline stages reject, for hpZ with other axes or on one node,
-    and for ZeRO 2 and 3 that partition nothing and so equal stage 1.
+    and for ZeRO 2 and 3 that shard nothing and so equal ZeRO 1.
     """
     (zero, offload, hpz), (pipeline, tensor, *_) = state, axes
     if pipeline > 1:
@@ -233,7 +234,7 @@ def _experts(shape: Shape, ranks: int) -> list[int]:
 
 
 def _micro_batches(samples: int, fixed: Mapping[str, Any]) -> list[int]:
-    """Return the micro-batches that divide a data rank's samples of a step."""
+    """Return the micro-batches into which a data rank's samples of a step can be divided."""
     if size := fixed.get("micro_batch"):
         return [] if samples % size else [size]
     return _divisors(samples, MOST_MICRO_BATCH)

@@ -1,7 +1,7 @@
 """Counts every layout of a job from parts that many layouts share.
 
 A rank's states do not depend on the micro-batch, its activations do not depend on ZeRO, and a
-stage's seconds depend on neither. Each part is therefore counted once, by the rules of
+stage's seconds are made of two such parts. Each part is therefore counted once, by the rules of
 harness/estimate, and a layout is a sum of parts. tests/test_plan_cluster.py checks the sums against
 estimates of whole layouts.
 """
@@ -66,7 +66,7 @@ def count_all(args: argparse.Namespace, question: Question) -> list[Counted]:
         quantized=bool(args.quantize),
         fixed=fixed,
     )
-    gc.disable()  # a fifth of the time, and there are no cycles
+    gc.disable()  # it takes a fifth of the time, and there are no cycles to collect
     try:
         counted = [*Search(question).count(one for one in every if one.state in question.base)]
     finally:
@@ -111,8 +111,8 @@ class Search:
         for stage, kind in enumerate(kinds):
             flying = in_flight(layout.pipeline, stage, whole.grad_accum)
             accumulates = whole.grad_accum > flying
-            # Of stages that hold the same, the first has the most micro-batches in flight. None
-            # after it holds more, unless it also sums gradients.
+            # Of stages that hold the same, the first has the most micro-batches in flight. No later
+            # one needs more memory, unless it also accumulates gradients.
             alike = (kind, accumulates, flying if adds_up else 0)
             if alike not in hosts:
                 batch, copied = self._batch(whole, stage, kind, flying)
@@ -144,7 +144,7 @@ class Search:
         )
 
     def _once(self, name: str, key: _Key, count: Callable[[], _T]) -> _T:
-        """Return the part with this name and key, which is counted the first time."""
+        """Return the part with this name and key; it is counted only the first time."""
         parts = self._parts[name]
         if key not in parts:
             parts[key] = count()
@@ -162,7 +162,7 @@ class Search:
         return self._once("kinds", (layout.pipeline, layout.checkpointing, layout.mlp_tiles), kinds)
 
     def _layer_key(self, inputs: Inputs, index: int) -> _Key:
-        """Return what decides a layer's cost: not stages, ZeRO or checkpointing."""
+        """Return what a layer's cost depends on, which excludes stages, ZeRO and checkpointing."""
         grid = inputs.grid
         kind = self._layer_kinds[inputs.first_layer + index]
         sizes = grid.tensor, grid.sequence, grid.expert, inputs.micro_batch, inputs.mlp_tiles
@@ -260,7 +260,7 @@ def _layer_kinds(inputs: Inputs) -> list[int]:
 
 
 def _stages(whole: _Whole, layer_kinds: list[int]) -> Iterator[_Key]:
-    """Yield the key that decides the bytes and seconds of each pipeline stage."""
+    """Yield, for each pipeline stage, the key that its bytes and seconds depend on."""
     layout, base = whole.layout, whole.base
     shape, rules = base.shape, base.rules
     bounds = bounds_of(shape, layout.pipeline, base.seq_len, layout.checkpointing, layout.mlp_tiles)
@@ -277,6 +277,6 @@ def _stages(whole: _Whole, layer_kinds: list[int]) -> Iterator[_Key]:
 
 
 def _short(values: Iterable[Hashable]) -> _Key:
-    """Return the values, or one of them if all are equal."""
+    """Return the values, or just one of them if all are equal."""
     listed = tuple(values)
     return listed[:1] if len({*listed}) == 1 else listed

@@ -55,7 +55,9 @@ def read_sweep(texts: Iterable[str]) -> dict[str, list[int]]:
 
 
 def sweep(estimate: Estimate, ranges: dict[str, list[int]]) -> list[Point]:
-    """Return an estimate for each combination; empty without ranges."""
+    """Return an estimate for each combination; empty without ranges. Raises ValueError for one that
+    the ranks cannot divide.
+    """
     points = []
     for values in itertools.product(*ranges.values()) if ranges else ():
         chosen = dict(zip(ranges, values, strict=True))
