@@ -1,5 +1,5 @@
-"""Files: code, configs, packages, data and weights are the same on all ranks, and so is the storage
-of the run folder.
+"""Checks that code, configs, packages, data, weights and the storage of the run folder are the same
+on all ranks.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Storage:
     folder: str  # the run folder, or the nearest folder above it that exists
     sees_token: bool = False  # True if the file that rank 0 made is visible here
     free_bytes: int | None = None
-    checkpoints: int = 0  # those that the run has already
+    checkpoints: int = 0  # number that the run already has
     written_bytes_per_s: float | None = None
-    """With fsync, while the first ranks of all other nodes write too; None on other ranks."""
+    """With fsync, while the first rank of every node writes; None on the other ranks."""
     problem: str | None = None
 
 
@@ -178,7 +178,7 @@ def nearest_folder(plan: Plan) -> Path:
 def token(folder: Path) -> Iterator[str]:
     """Create a file that all ranks must see; remove it at the end.
 
-    If that fails, the path is returned anyway: no rank will see it.
+    If it cannot be created, yield a path that no rank will see.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
@@ -188,7 +188,7 @@ def token(folder: Path) -> Iterator[str]:
 
 
 def measure_storage(plan: Plan, token_path: str, writes: bool) -> Storage:
-    """Look at the run folder from this rank. `writes`: also time a file."""
+    """Look at the run folder from this rank. `writes`: also time writing a file."""
     folder = nearest_folder(plan)
     sees = _appears(Path(token_path))
     run_dir = plan.config.run.dir
@@ -196,7 +196,7 @@ def measure_storage(plan: Plan, token_path: str, writes: bool) -> Storage:
     free, rate, problem = None, None, None
     try:
         free = shutil.disk_usage(folder).free
-        # The better of two: what others write in that moment is not the storage's fault.
+        # The better of two: writes of other jobs at that moment are not the storage's fault.
         rate = max(_write_rate(folder) for _ in range(2)) if writes else None
     except OSError as error:
         problem = f"{folder}: {error.strerror or error}"
@@ -213,10 +213,10 @@ def _appears(path: Path) -> bool:
 
 
 def _write_rate(folder: Path) -> float:
-    """Return the bytes per second of writing a file without a name, which leaves nothing behind in
-    any case.
+    """Return the rate in bytes per second of writing an unnamed file, which never leaves anything
+    behind.
     """
-    blocks = [os.urandom(_MIB) for _ in range(8)]  # not to be compressed
+    blocks = [os.urandom(_MIB) for _ in range(8)]  # incompressible
     with tempfile.TemporaryFile(dir=folder) as file:
         began = time.perf_counter()
         for number in range(_WRITTEN_MIB):
@@ -310,7 +310,7 @@ def _writing(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> list
     text = span(rates.values(), "MiB/s from each node, all at once", ".0f")
     late = slow(rates)
     if plan.estimate is not None:
-        # Each node writes what its ranks hold; the slowest is waited for.
+        # Each node writes what its ranks hold; a save waits for the slowest.
         seconds = plan.estimate.checkpoint_bytes / len(rates) / _MIB / min(rates.values())
         text += f": about {seconds:.1f} s for a checkpoint"
         if seconds > _SLOW_SAVE_S and not late:

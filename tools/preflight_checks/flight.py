@@ -28,14 +28,14 @@ from tools.preflight_checks.network import Links, Meeting
 from tools.preflight_checks.report import Row, count, who
 
 CLOCKS_S = 5.0  # locks and status files of two nodes are compared by their times
-_COMING = 0.5  # of the limit, for all ranks to start
+_COMING = 0.5  # fraction of the limit in which all ranks must start
 _GATHERING_S = 20.0
 _REPORTING_S = 5.0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All measurements of one rank. None: one failed, and `problem` says why."""
+    """All measurements of one rank. One that failed is None, and `problem` says why."""
 
     clock_s: float
     links: Links
@@ -131,7 +131,7 @@ def _measured(
     results: dict[str, Any] = {}
     for name, (title, measure) in parts.items():
         progress.say(title)
-        # At once, as in training: alone, a rank has its node's power, memory and disks to itself.
+        # All at once, as in training: alone, a rank would have its node's power, memory and disks.
         meeting.together(name, _GATHERING_S, end_s)
         try:
             results[name] = measure()

@@ -44,12 +44,12 @@ SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 SHARED_BYTES_PER_RANK = GIB  # NCCL's buffers and DeepSpeed's between the ranks of a node
 FREE_PART = 0.9  # of a GPU that nobody else uses; its driver and ECC keep a few percent
-_OWN_FILES, _FILES_PER_PEER = 512, 4  # guessed: sockets to every other rank, a few groups of them
+_OWN_FILES, _FILES_PER_PEER = 512, 4  # guessed: sockets to every other rank, in a few groups
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _EDGE = {"cuda": 8192, "cpu": 512}
 _MULTIPLY_S, _WINDOWS = 1.0, 9
 _EXACT_EDGE = {"cuda": 4096, "cpu": 256}
-_SPARSE = 64  # one factor of so many is not 0
+_SPARSE = 64  # about one factor in this many is not 0
 _REPEATS = 8
 _COMMAND_S = 20.0  # time limit of nvcc and dmesg
 
@@ -62,7 +62,7 @@ class Driver:
     cuda: str | None = None  # the newest CUDA that this driver runs
     bus_id: str | None = None
     """As the kernel's log writes it: "0000:06:00"."""
-    link_width: int | None = None  # of the PCIe link, at most
+    link_width: int | None = None  # the maximum of the PCIe link
     ecc: str | None = None
     problems: tuple[str, ...] = ()
 
@@ -86,24 +86,24 @@ class Machine:
     """Numbers of the cores that this rank may use."""
     infiniband: bool = False
     shortages: tuple[str, ...] = ()
-    """Memory that the run needs and this machine lacks (harness/estimate/fit.py)."""
+    """Memory that the run needs but this machine lacks (harness/estimate/fit.py)."""
     checksum: str = ""  # of exact products of small whole numbers: the same on every device
     steady: bool = True  # False if one of several such products differed from the first
     locks: str = ""  # why builds in the folder of compiled operators cannot be locked
     toolkit: str = ""  # versions of CUDA: the driver's, torch's, the compiler's
     toolkit_problem: str = ""
     health: str = ""  # problems of the GPU that its driver reports
-    links: str = ""  # its way to the GPUs of the node that this rank sees
+    links: str = ""  # its connections to the other GPUs of the node that this rank sees
 
 
 def measure_machine(plan: Plan) -> Machine:
     """Measure this rank's machine."""
-    # Before torch takes its own.
+    # Free memory is read before torch allocates its own.
     on_cuda = plan.world.accelerator == "cuda"
     free_gpu = free_on_gpu(plan.world.local_rank) if on_cuda else None
     device, host = own_device(plan.world), free_on_host()
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    tflops = matmul_tflops(device, _DTYPES[plan.precision])  # first: all ranks of a node at once
+    tflops = matmul_tflops(device, _DTYPES[plan.precision])  # first: all ranks of a node together
     checksum, steady = exact_products(device)
     short = shortages(plan.estimate, free_gpu, host, takes(plan)) if plan.estimate else ()
     machine = Machine(
@@ -170,7 +170,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
         if now - last >= _MULTIPLY_S / _WINDOWS:
             rates.append(products / (now - last))
             products, last = 0, now
-    # 2: a multiplication and an addition. The median: a moment's pause is not a slow machine.
+    # 2: a multiplication and an addition. The median, so that a brief pause has no effect.
     return 2 * edge**3 * statistics.median(rates) / 1e12
 
 
@@ -211,7 +211,7 @@ def ask_driver(gpu_id: str) -> Driver:
     def ask(query: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return query(*arguments)
-        except nvml.NVMLError:  # not of every GPU, driver and slice of a GPU
+        except nvml.NVMLError:  # not supported by every GPU, driver and MIG slice
             return None
 
     ecc = ask(nvml.nvmlDeviceGetEccMode, gpu)
@@ -236,7 +236,7 @@ def _gpu_problems(nvml: Any, gpu: Any, ask: Callable[..., Any]) -> list[str]:
     _, _, pending, failed = ask(nvml.nvmlDeviceGetRemappedRows, gpu) or (0, 0, 0, 0)
     width = ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, gpu)
     most = ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, gpu)
-    # The first is a newer driver's word for the two others.
+    # Newer drivers report the first in place of the two others.
     recovery = [
         nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,
         nvml.NVML_FI_DEV_RESET_STATUS,
@@ -320,7 +320,7 @@ def machine_rows(
 ) -> list[Row]:
     """Return the checks of all machines. `machines`: by rank; `rates`: their medians."""
     on_cuda = plan.world.accelerator == "cuda"
-    step = step_time(plan, rates)  # on GPUs of the table alone
+    step = step_time(plan, rates)  # None for GPUs that are not in the table
     return [
         *(_gpu_rows(machines, hosts) if on_cuda else []),
         _speed(plan, machines, hosts),
@@ -383,7 +383,7 @@ def _memory(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
 
 
 def _cores(machines: Machines, hosts: Sequence[str]) -> Row:
-    """Compare the ranks of each node with the cores that they may use together."""
+    """Compare each node's number of ranks with the cores that they may use together."""
     cores: dict[str, set[int]] = {}
     for rank, machine in machines.items():
         cores.setdefault(hosts[rank], set()).update(machine.cores)

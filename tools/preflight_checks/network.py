@@ -1,4 +1,4 @@
-"""The ranks meet, and the links between them are measured: all-reduce, and pairs of neighbours."""
+"""Connects the ranks and measures the links between them: all-reduce, and pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.preflight_checks.report import Row, by_text, count, grouped, named_ro
 
 _POLL_S = (0.01, 0.2)  # the first pause, and the longest
 _CRASHED = 1
-_FAREWELL_S = 10.0  # for the others to read the last word
+_FAREWELL_S = 10.0  # time for the others to read the last message
 _MOST_CHARACTERS = 200  # of a list of ranks
 
 
@@ -51,7 +51,7 @@ class Meeting:
     host: str
 
     def give(self, name: str, value: Any) -> None:
-        """Leave a value of this rank for rank 0."""
+        """Send a value of this rank to rank 0."""
         self.store.set(f"{name}/{self.world.rank}", json.dumps(value))
 
     def collect(self, name: str, end_s: float) -> list[Any]:
@@ -72,7 +72,7 @@ class Meeting:
         return json.loads(self.store.get(name))
 
     def together(self, name: str, patience_s: float, end_s: float) -> None:
-        """Let all ranks start at the same time, except those that are over `patience_s` late."""
+        """Make all ranks start at the same time; do not wait for any over `patience_s` late."""
         self.give(name, True)
         if self.world.rank == 0:
             self.collect(name, min(end_s, time.monotonic() + patience_s))
@@ -108,7 +108,7 @@ def meet(world: World, host: str, come_s: float) -> Meeting:
     """Open rank 0's store, or connect to it within `come_s`. Raises Absent if that fails."""
     set_environment(world)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun holds a store there already.
+    # torchrun already runs a store there.
     opens = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     limit = timedelta(seconds=come_s)
     try:
@@ -149,7 +149,7 @@ _ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 _PAIR_BYTES = {"cuda": 64 * 2**20, "cpu": 8 * 2**20}
 _REPEATS = 3
 _WAITING = "waiting for others"
-_NCCL_PATIENCE_S = 600.0  # beyond ours, so that it does not end the process before it has reported
+_NCCL_PATIENCE_S = 600.0  # above our limit: NCCL must not end a process that has yet to report
 
 
 @dataclass
@@ -157,10 +157,10 @@ class Links:
     """Measurements of one rank, in 10**9 bytes per second."""
 
     all_reduce_gb_per_s: float | None = None
-    """Bus bandwidth; None where there is nobody to reduce with."""
+    """Bus bandwidth; None if there is no other rank."""
     pairs: list[tuple[str, int, float]] = field(default_factory=list)
-    """(level, the other rank, what went each way at once)."""
-    stage: str = "not begun"  # the measurement begun last: the place of a hang, if there is one
+    """(level, the other rank, the rate in each direction while both send)."""
+    stage: str = "not begun"  # the last measurement begun, where a hang would be
     problem: str | None = None
 
 
@@ -183,9 +183,9 @@ def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
 def pair_rounds(hosts: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
     """Return (level, rank -> its partner) of every round: two or three for any number of nodes.
 
-    An all-reduce does not tell which link is slow. So neighbours exchange in pairs: within nodes,
-    then between consecutive nodes over all network cards. A node that is slow with both neighbours
-    is slow itself.
+    An all-reduce does not show which link is slow, so neighbours exchange data in pairs: within
+    nodes, then between consecutive nodes over all network cards. A node that is slow with both
+    neighbours is slow itself.
     """
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -208,16 +208,16 @@ def _both_ways(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def measure_links(meeting: Meeting, hosts: Sequence[str], limit_s: float) -> tuple[Links, bool]:
-    """Return this rank's measurements, and whether it left the group. Collective.
+    """Return this rank's measurements, and True if it left the group. Collective.
 
-    Runs in a thread: a collective that hangs cannot be interrupted, only left behind.
+    Runs in a thread, because a collective that hangs cannot be interrupted, only abandoned.
     """
     links = Links()
     thread = threading.Thread(target=_guarded, args=(links, meeting, hosts), daemon=True)
     thread.start()
     until = time.monotonic() + limit_s
     while thread.is_alive() and time.monotonic() < until:
-        thread.join(0.2)  # in slices, between which Ctrl-C is heard
+        thread.join(0.2)  # in slices, between which Ctrl-C is handled
     if thread.is_alive():
         links.problem = f"not finished after {limit_s:.0f} s"
         return links, False
@@ -233,17 +233,17 @@ def _guarded(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
 
 def _measure(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
     world = meeting.world
-    device = own_device(world)  # torch's current device is a thread's own
+    device = own_device(world)  # torch's current device is set per thread
     links.stage = "connecting"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        # Of its own: waiting for a rank that does not come, it locks out whoever shares the store.
+        # A clone: while it waits for a rank that does not come, it blocks all who share the store.
         store=meeting.store.clone(),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=_NCCL_PATIENCE_S),
     )
-    # First: NCCL wants all ranks in a group's first call.
+    # First, because NCCL requires all ranks in a group's first call.
     links.stage = "all-reduce over all ranks"
     links.all_reduce_gb_per_s = all_reduce_gb_per_s(world, device)
     for number, (level, partner) in enumerate(pair_rounds(hosts), 1):
@@ -261,7 +261,7 @@ def _measure(links: Links, meeting: Meeting, hosts: Sequence[str]) -> None:
 
 
 def _together() -> None:
-    """Make all ranks begin what follows at the same time: over gloo, whatever the device."""
+    """Wait for all ranks, over gloo on any device, so that they start the next part together."""
     dist.all_reduce(torch.zeros(1))
 
 
@@ -286,7 +286,7 @@ def _exchange(peer: int, device: torch.device) -> float:
 
 
 def _timed(act: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of each repetition, after one that connects."""
+    """Return the seconds of each repetition, without the first, which connects."""
     seconds = []
     for _ in range(_REPEATS + 1):
         began = time.perf_counter()
@@ -340,7 +340,7 @@ def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
             rank: [rate for name, _, rate in of_rank.pairs if name == level]
             for rank, of_rank in links.items()
         }
-        # The better of a rank's two pairs: the other one may be slow by its neighbour.
+        # The better of a rank's two pairs: the other may be slow because of its neighbour.
         best = {rank: max(pair_rates) for rank, pair_rates in pairs.items() if pair_rates}
         if best:
             text = f"{span(best.values(), 'GB/s', '.2f')} each way between neighbours"

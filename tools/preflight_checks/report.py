@@ -66,12 +66,12 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 node", "2 nodes"."""
+    """Return a number with its noun: "1 node", "2 nodes"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def span(values: Iterable[float], unit: str, form: str = ".1f") -> str:
-    """ "61.2 to 63.0 GiB"; one number if both round to it."""
+    """Return a range as text: "61.2 to 63.0 GiB"; a single number if both ends round to it."""
     texts = [format(value, form) for value in sorted(values)]
     return f"{' to '.join(dict.fromkeys((texts[0], texts[-1])))} {unit}"
 
@@ -134,7 +134,7 @@ def named_row(
     check: str, text: str, says: str, ranks: Collection[int], hosts: Sequence[str], todo: str,
     bad: Verdict = "warn",
 ) -> Row:  # fmt: skip
-    """Return the row of a limit: `text` and, if ranks break it, what it then `says` about them."""
+    """Return the row of a limit: `text` and, if `ranks` break the limit, `says` and those ranks."""
     if not ranks:
         return Row(check, "ok", text)
     return Row(check, bad, f"{text}; {says} {who(ranks, hosts)}", todo)
