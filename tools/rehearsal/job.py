@@ -71,10 +71,10 @@ def rehearsed(real: Grid, wanted: int | None = None) -> Grid:
 def elsewhere(grid: Grid, micro_batch: int, grad_accum: int) -> tuple[Grid, int] | None:
     """Return another layout for the same global batch, and its micro-batch.
 
-    Tensor and sequence parallelism go first; without them, half the data ranks; with one data rank,
-    half the stages; with one stage, two data ranks. The micro-batch stays if possible, since the
-    balancing loss of experts is not linear in it. None if a step is one sample, which only one rank
-    can take.
+    Tensor and sequence parallelism are dropped first. Without them, data ranks are halved; with one
+    data rank, stages are halved (an odd number of either becomes one); with one stage, there are
+    two data ranks. The micro-batch stays if possible, since the balancing loss of experts is not
+    linear in it. None if a step is one sample, which only one rank can take.
     """
     stages, data = grid.pipeline, grid.data
     if grid.tensor * grid.sequence > 1:

@@ -140,7 +140,7 @@ HIDDEN_SIZE = 64  # all query heads together, as near as the number of heads all
 MOST_HEADS_PER_KEY = 16
 WINDOW = 16  # tokens; shorter than a rehearsed sample, so that it takes effect
 EXPERTS = 4
-_MULTIPLE = 8  # of each tensor-parallel rank's part of a width, which grouped_mm of experts needs
+_MULTIPLE = 8  # divides each tensor-parallel rank's part of a width, as grouped_mm requires
 
 LAYERS, HIDDEN = SIZE_KEYS["layers"], SIZE_KEYS["hidden"]
 _HEADS, _KEY_HEADS = SIZE_KEYS["heads"], SIZE_KEYS["kv_heads"]
@@ -183,7 +183,7 @@ def shrunk(
 
 def write_weights(config: Mapping[str, Any], folder: Path) -> None:
     """Write random weights of a small model to `folder`, as the base of adapters."""
-    import torch  # planning does without
+    import torch  # which planning does not need
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -29,7 +29,7 @@ Command = Callable[[str, list[str]], list[str]]
 SIGNAL = signal.SIGUSR1  # sent by batch systems ahead of the time limit
 SIGNALLED_AFTER = 1  # steps
 STEPS_ELSEWHERE = 2  # compared steps; rounding differences grow with every step
-LIMIT_S = 1800.0  # per stage; a longer stage hangs
+LIMIT_S = 1800.0  # per stage; a longer stage counts as a hang
 _SAY_EVERY_S = 5.0
 _TAIL_LINES = 25
 _DIFFERENCES_SHOWN = 6
@@ -84,8 +84,8 @@ class Rehearsal:
         )
 
     def _plan(self, layout: Grid, more: list[str]) -> None:
-        """Plan the small job in a layout, as its ranks will. Raises StageFailed if it is refused:
-        the real job is accepted.
+        """Plan the small job in a layout, as its ranks will. Raises StageFailed if it is rejected,
+        although the real job is accepted.
         """
         words = [*self.arguments, *more]
         try:
@@ -265,7 +265,9 @@ def differing(lines: list[Line], expected: list[Line]) -> list[str]:
 
 
 def done_twice(lines: list[Line], stopped_at: int) -> list[int]:
-    """Return the steps that the second attempt repeated, or left to the first."""
+    """Return the steps that the wrong attempt took: those up to `stopped_at` belong to the first,
+    later ones to the second.
+    """
     return [
         step
         for step, line in by_step(lines).items()
@@ -294,10 +296,11 @@ def apart(ours: list[Line], expected: list[Line], steps: list[int], key: str) ->
 def closeness(
     ours: list[Line], expected: list[Line], steps: list[int], precision: str
 ) -> tuple[bool, str]:
-    """Return whether loss and norm of these steps are equal but for rounding, with the differences.
+    """Return True if loss and norm of these steps are equal within rounding, and the differences as
+    text.
 
-    The tolerances are those of pipeline stages against the unsplit model, wider than those measured
-    in the checkpoint gate (tests/gates/test_checkpoints.py) for its one model: this may be any.
+    The tolerances are those of pipeline stages against the unsplit model. They are wider than those
+    of the checkpoint gate (tests/gates/test_checkpoints.py), which measures a single model.
     """
     from harness.run.verify import TOLERANCES  # imports torch, which planning does without
 
