@@ -93,7 +93,7 @@ def _write(folder: Path, native: Native, manifest: Manifest) -> None:
         written, here = write_fragments(folder, number, fragments)
         files, entries = [*files, *written], [*entries, *here]
     index = to_index(entries)
-    Index(index, native.folder).check()  # counts frozen weights, as nothing else does
+    Index(index, native.folder).check()  # the only check that counts frozen weights
     files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
     write_bytes(folder / MANIFEST, replace(manifest, files=files).to_bytes())
 

@@ -127,7 +127,7 @@ def _end_with(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed earlier
+    if os.getppid() != parent:  # the parent was killed before the call above
         sys.exit(1)
 
 
@@ -171,7 +171,7 @@ def on_stop(stop: Callable[[str], None]) -> Iterator[None]:
 
 
 class ProgressLine:
-    """A progress line on standard error: it changes on a terminal; elsewhere, one every 30 s."""
+    """A progress line on standard error: updated in place on a terminal, else a line every 30 s."""
 
     def __init__(self, verb: str, total_bytes: int, done_bytes: int = 0) -> None:
         self._verb, self._total, self._before = verb, max(1, total_bytes), done_bytes

@@ -30,7 +30,7 @@ class Plain:
 
 
 class Stage(int):
-    """Stands in for ZeroStageEnum: its number."""
+    """Stands in for ZeroStageEnum; holds its number."""
 
 
 ALLOWED: dict[str, type] = {
