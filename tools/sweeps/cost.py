@@ -1,4 +1,4 @@
-"""What trials cost, what they have taken, and the limits on all of them together."""
+"""The cost of trials, what they have used, and the limits on all of them together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Cost:
     """The cost of a trial that is not stopped."""
 
     steps: int  # optimizer steps
-    tokens: int  # tokens that they read
+    tokens: int  # tokens read in these steps
     peak_gib: float | None
     """Memory in tensors of the fullest rank; None for an unknown architecture."""
 
@@ -85,7 +85,7 @@ def costs(sweep: Sweep, world: World | None, problems: list[str]) -> list[Cost]:
 
 
 def lane_problems(sweep: Sweep) -> list[str]:
-    """Return why this machine cannot run so many trials at a time."""
+    """Return the reason why this machine cannot run that many trials at a time; empty if it can."""
     ranks, parallel, gpus = sweep.settings.ranks, sweep.settings.parallel, len(visible_gpus())
     if find_accelerator() == "cpu" or ranks * parallel <= gpus:
         return []
@@ -111,7 +111,7 @@ def cost(sweep: Sweep, choice: Choice, world: World | None) -> Cost:
 
 
 def _problems(sweep: Sweep, plan: Plan) -> list[str]:
-    """Return why a run that could be trained cannot be a trial."""
+    """Return the reasons why a run that could be trained cannot be a trial."""
     settings, config, problems = sweep.settings, plan.config, list[str]()
     metrics = ["eval_loss", *(f"eval_loss/{name}" for name in config.data.eval_path if name)]
     if settings.metric not in metrics:
@@ -135,9 +135,9 @@ def _problems(sweep: Sweep, plan: Plan) -> list[str]:
 class Budget:
     """Limits of a sweep.
 
-    A trial starts or resumes if its remaining steps before the first pruning decision fit (all of
-    them without pruning).
-    Trials that are running when a limit is reached are interrupted, and resume when it is raised.
+    A trial starts or resumes if its remaining steps up to the first pruning decision (without
+    pruning, all of them) fit. Trials that are running when a limit is reached are interrupted, and
+    resume when it is raised.
     """
 
     def __init__(self, sweep: Sweep, world: World | None) -> None:

@@ -99,7 +99,7 @@ class Plots:
 
     def __init__(self, sweep: Sweep, records: Sequence[Record]) -> None:
         self._sweep, self._metric = sweep, sweep.settings.metric
-        # The best last: above the others.
+        # The best is last, so that it is drawn above the others.
         self._records = [
             record for record in reversed(ranked(records)) if math.isfinite(record.value)
         ]

@@ -1,4 +1,4 @@
-"""Runs trials: some at a time on this machine, or one in the Slurm job of this process.
+"""Runs trials: several at a time on this machine, or one in the Slurm job of this process.
 
 A trial's processes are watched from outside, through its run folder.
 """
@@ -33,10 +33,10 @@ from tools.sweeps.study import OpenTrial, Study
 from tools.workers import cores
 
 _POLL_S = 0.05
-_TASK_POLL_S = 0.2  # which reads the journal, perhaps over a network
+_TASK_POLL_S = 0.2  # longer, since each poll reads the journal, perhaps over a network
 _LOG_LINES = 3
-_LATEST = 2 / 3  # after so much of its run a trial may as well finish, for its final metric
-_BUSY_S = 600.0  # how long a killed sweep's ranks may take over their last checkpoint
+_LATEST = 2 / 3  # after this fraction of its run, a trial may finish to get its final metric
+_BUSY_S = 600.0  # time limit for a killed sweep's ranks to write their last checkpoint
 Say = Callable[[str], None]
 
 
@@ -52,9 +52,10 @@ class Running:
         self, trial: OpenTrial, cost: Cost, folder: RunFolder, metric: str,
         start: Callable[[], Ranks], requeues: bool,
     ) -> None:  # fmt: skip
-        """Wait for a killed sweep's processes, and start. Raises ConfigError if they do not end.
+        """Wait until a killed sweep's processes have ended, then start the trial. Raises
+        ConfigError if they do not end.
 
-        `requeues`: an exit code of 0 without a result says that Slurm starts them again.
+        `requeues`: an exit code of 0 without a result means that Slurm will start it again.
         """
         self.trial, self.cost, self._requeues = trial, cost, requeues
         self.step = trial.used_before.steps
@@ -76,9 +77,9 @@ class Running:
         return Used(self.step, self._tokens, hours)
 
     def watch(self) -> bool:
-        """Read new metrics, prune, record the end. Return True when the trial is over here."""
+        """Read new metrics, prune, record the end. Return True once its processes have ended."""
         codes = [process.poll() for process in self.ranks.processes]
-        for line in self._new_lines():  # after that: what it wrote before its end is read now
+        for line in self._new_lines():  # read after polling, so that its last lines are included
             self._see(line)
         if None in codes:
             return False
@@ -103,7 +104,7 @@ class Running:
         value = line[self._metric]
         self.value = float(value) if isinstance(value, int | float) else math.inf
         share = min(1.0, self.step / self.cost.steps)
-        self.trial.note(self.used)  # for the budget of other nodes
+        self.trial.note(self.used)  # other nodes count it in the budget
         gives_up = self.trial.report(share, min(self.value, 1e300))
         if gives_up and share <= _LATEST and not self._why_stopped:
             self._why_stopped = f"stopped after {share:.0%} of its run"
@@ -159,7 +160,9 @@ class Running:
 
 
 def _wait_until_free(folder: RunFolder) -> None:
-    """Wait for the ranks of a sweep that was killed: they save and end. Raises ConfigError."""
+    """Wait until the ranks of a killed sweep have saved and ended. Raises ConfigError if they take
+    too long.
+    """
     path, deadline = folder.path / "lock", time.monotonic() + _BUSY_S
     while path.exists():
         try:
@@ -173,7 +176,9 @@ def _wait_until_free(folder: RunFolder) -> None:
 
 
 class Queue:
-    """Runs trials, some at a time, until none is left, the budget is used up, or it is stopped."""
+    """Runs trials, several at a time, until none is left, the budget is used up or `is_stopped` is
+    set.
+    """
 
     def __init__(
         self, sweep: Sweep, study: Study, budget: Budget, say: Say, start: Start,
@@ -190,8 +195,8 @@ class Queue:
         show: Callable[[list[Running]], None] = lambda running: None,
         ended: Callable[[Record], None] = lambda record: None,
     ) -> None:
-        """Run the trials. `show` is called often, with the running ones; `ended` once for each that
-        has ended.
+        """Run the trials. `show` is called often with the running ones, `ended` once for each trial
+        when it has ended.
         """
         is_stopping = False
         try:

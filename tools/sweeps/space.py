@@ -1,4 +1,4 @@
-"""The values that a sweep tries: lists and ranges, by key. Standard library alone."""
+"""The values that a sweep tries: lists and ranges, by key. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.config.assignments import did_you_mean, parse_value, value_as_text
 
-_DIGITS = 4  # of a rate that is drawn: more tell trials apart, and nobody reads them
+_DIGITS = 4  # of a number that is not whole: enough to tell trials apart, and readable
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Values:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from one to another; whole ones if both ends are whole."""
+    """Numbers from one to another; only integers if both ends are integers."""
 
     from_: float
     to: float
-    log: bool = False  # even in the logarithm
-    points: int | None = None  # numbers of a grid, both ends among them
+    log: bool = False  # evenly spaced in the logarithm
+    points: int | None = None  # number of grid points, including both ends
 
     @property
     def is_whole(self) -> bool:
@@ -49,7 +49,7 @@ class Range:
         return isinstance(self.from_, int) and isinstance(self.to, int)
 
     def grid(self) -> list[str]:
-        """Return `points` numbers, at equal distances."""
+        """Return `points` evenly spaced numbers."""
         last = max(1, (self.points or 1) - 1)
         return [*dict.fromkeys(self._at(number / last) for number in range(self.points or 1))]
 
@@ -66,7 +66,7 @@ class Range:
 
     @property
     def extremes(self) -> tuple[str, ...]:
-        """The ends."""
+        """Both ends."""
         return self.text(self.from_), self.text(self.to)
 
     def _at(self, share: float) -> str:
@@ -81,7 +81,7 @@ Choice = dict[str, str]  # a value for every key, as text
 
 
 def read_space(tree: Any, grid: bool, origin: str, problems: list[str]) -> dict[str, Dimension]:
-    """Return the dimensions of a [search] table; add to `problems` what is wrong with it."""
+    """Return the dimensions of a [search] table; append its problems to `problems`."""
     space: dict[str, Dimension] = {}
     if not isinstance(tree, dict) or not tree:
         problems.append(
@@ -114,14 +114,14 @@ def grid(space: Space) -> Iterator[Choice]:
 
 
 def draws(space: Space, number: int, seed: int) -> Iterator[Choice]:
-    """Yield random combinations; more of them begin with the same ones."""
+    """Yield random combinations; a larger `number` only continues the same sequence."""
     random_ = random.Random(seed)
     for _ in range(number):
         yield {key: dimension.draw(random_) for key, dimension in space.items()}
 
 
 def corners(space: Space) -> Iterator[Choice]:
-    """Yield combinations in which every end and every value occurs once."""
+    """Yield combinations in which every end and every value occurs at least once."""
     ends = [dimension.extremes for dimension in space.values()]
     for number in range(max(map(len, ends), default=1)):
         yield {
@@ -131,7 +131,7 @@ def corners(space: Space) -> Iterator[Choice]:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with their lists, ranges, or whatever is there instead."""
+    """Yield dotted keys with their lists or ranges, or whatever stands in their place."""
     for name, value in tree.items():
         if isinstance(value, dict) and value and not {"from", "to"} & value.keys():
             yield from _leaves(value, f"{prefix}{name}.")
@@ -140,7 +140,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _range(table: dict[str, Any]) -> Range | str:
-    """Return the range that a table describes, or what is wrong with it."""
+    """Return the range that a table describes, or its problem as text."""
     names = [field.name.rstrip("_") for field in fields(Range)]
     for name in table:
         if name not in names:

@@ -18,9 +18,9 @@ from harness.errors import ConfigError, worded
 from harness.plan.command import DEFAULT_DS_JSON, Command
 from tools.sweeps.space import Choice, Dimension, corners, draws, grid, read_space
 
-_OURS = ("run.dir", "resume.from")  # a trial's own
+_OURS = ("run.dir", "resume.from")  # the sweep sets these for each trial
 _QUIET = {"save.export": False, "sample.tokens": 0, "data.reservoir": 0}
-"""Defaults of trials: one of many is only looked at."""
+"""Defaults of trials: without what only a run that is kept needs."""
 MOST_TRIALS = 10_000
 _TABLES = ("sweep", "search", "ds")
 
@@ -29,7 +29,7 @@ class PruneSection(Section):
     """Early stopping by successive halving (ASHA, arXiv 1810.05934)."""
 
     after: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Fraction of a trial before which it is not stopped."""
+    """Fraction of its steps that a trial takes before it may be stopped."""
     factor: Annotated[int, Field(ge=2, le=100)] = 3
     """One in this many trials continues past each decision; the next decision comes after this many
     times as many steps."""
@@ -86,7 +86,7 @@ class Sweep:
 
     path: Path
     tree: Mapping[str, Any]
-    """The file."""
+    """The content of the file."""
     settings: SweepSection
     space: Mapping[str, Dimension]
     fixed: tuple[str, ...]
@@ -99,7 +99,7 @@ class Sweep:
 
     @property
     def number_of_trials(self) -> int:
-        """Trials, stopped ones among them."""
+        """Number of trials, including those that will be stopped early."""
         if self.settings.method == "grid":
             return math.prod(len(dimension.grid()) for dimension in self.space.values())
         assert self.settings.trials is not None

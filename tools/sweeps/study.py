@@ -70,12 +70,12 @@ class Study:
         return OpenTrial(self._study, trial, number, choice, self._record(number, frozen).used)
 
     def put_back(self, number: int) -> None:
-        """Let a trial that was taken wait again; it keeps its values."""
+        """Return a trial that was taken to the queue; it keeps its values."""
         trial_id = self._trials()[number]._trial_id
         self._storage.set_trial_state_values(trial_id, TrialState.WAITING)
 
     def retry(self) -> list[int]:
-        """Let failed trials wait again, with the same values; return their numbers."""
+        """Queue failed trials again with the same values; return their numbers."""
         failed = [n for n, trial in self._trials().items() if trial.state == TrialState.FAIL]
         for number in failed:
             self._enqueue(number, self._record(number, self._trials()[number]).choice)
@@ -125,7 +125,7 @@ class OpenTrial:
         self._reported = {*study._storage.get_trial(trial._trial_id).intermediate_values}
 
     def report(self, share: float, value: float) -> bool:
-        """Note the metric after a share of the run; return True if the trial is to be stopped."""
+        """Report the metric after a share of the run; return True if the trial must be stopped."""
         place = round(share * _WHOLE)
         if place in self._reported:  # by an earlier attempt
             return False
@@ -134,7 +134,7 @@ class OpenTrial:
         return self._trial.should_prune()
 
     def note(self, used: Used) -> None:
-        """Record what an interrupted trial has used."""
+        """Record what the trial has used so far."""
         self._trial.set_user_attr("used", [used.steps, used.tokens, used.hours])
 
     def end(self, state: str, used: Used, reason: str = "", value: float | None = None) -> None:

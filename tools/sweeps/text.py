@@ -22,13 +22,13 @@ _ENDS = {"done": "", "pruned": "stopped early", "diverged": "diverged", "failed"
 
 
 def short_names(sweep: Sweep) -> dict[str, str]:
-    """Return the last part of every key, the whole key where two would be alike."""
+    """Return the last part of every key, or the whole key where two would be the same."""
     last = {key: key.rpartition(".")[2] for key in sweep.space}
     return {key: key if [*last.values()].count(name) > 1 else name for key, name in last.items()}
 
 
 def values_text(sweep: Sweep, choice: Choice) -> str:
-    """Return a trial's values in a line."""
+    """Return a trial's values on one line."""
     return " ".join(f"{name}={choice.get(key, '?')}" for key, name in short_names(sweep).items())
 
 
@@ -111,7 +111,7 @@ def ranking(sweep: Sweep, records: Sequence[Record]) -> str:
 
 
 def best_command(sweep: Sweep, best: Record) -> str:
-    """Return the command that trains with a trial's values, where the sweep ran."""
+    """Return the command that trains with a trial's values: on Slurm if the sweep ran there."""
     ranks = sweep.settings.ranks
     start = ["python"] if ranks == 1 else ["deepspeed", "--num_accelerators", str(ranks)]
     start.append("harness/train.py")
@@ -145,7 +145,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Screen:
-    """Standard output."""
+    """Standard output, whose last line is updated in place on a terminal."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
