@@ -86,9 +86,9 @@ class ReadAs(Section):
     learn: Literal["assistant", "last", "all"] | None = None
     """Turns of conversations to train on; None: data.learn."""
     min_tokens: Samples | None = None
-    """Minimum tokens of a document; None: data.min_tokens, for a source of data.mix."""
+    """Minimum tokens of a document; None: data.min_tokens, or no limit for a held-out set."""
     max_tokens: Samples | None = None
-    """Maximum tokens of a document; None: data.max_tokens, for a source of data.mix."""
+    """Maximum tokens of a document; None: data.max_tokens, or no limit for a held-out set."""
 
     @field_validator("columns")
     @classmethod
