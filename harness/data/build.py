@@ -237,7 +237,9 @@ def cache_of(spec: DataSpec) -> Path:
 
 
 def _load_tokenizer(source: str | Path, spec: DataSpec) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Raises ConfigError if it has more ids than the model may get."""
+    """Load the tokenizer. Raises ConfigError if it has more ids than the model's vocabulary, unless
+    rows may be added.
+    """
     tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
     if spec.config.template is not None:
         set_template(tokenizer, spec.config.template)

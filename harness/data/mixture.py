@@ -39,7 +39,7 @@ class Phase:
 
 
 class MixOrder:
-    """Assigns samples to sources in fixed shares that change at a few samples."""
+    """Assigns samples to sources, in shares that stay constant except at a few samples."""
 
     def __init__(self, phases: Sequence[Phase], limits: Sequence[int | None]) -> None:
         """`limits`: maximum samples per source; its share then goes to the others."""

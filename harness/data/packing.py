@@ -101,7 +101,9 @@ class Packed:
         )
 
     def learned_in(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the targets in the first `lengths` tokens of documents; the first is never one."""
+        """Return the number of targets in the first `lengths` tokens of each document; its first
+        token is never one.
+        """
         firsts = self.split.offsets[rows]
         masked = self._masks.before(firsts + lengths) - self._masks.before(firsts + 1)
         learned: NDArray[np.int64] = lengths - 1 - masked

@@ -112,8 +112,8 @@ class PaddingShares:
 class Padded(Stream):
     """A stream of single-document samples, in the order of `pools` if there are any.
 
-    A step's samples are sorted by length before they are divided, so that each micro-batch holds
-    samples of similar length. The step as a whole is the same in every layout.
+    With pools, a step's samples are sorted by length before they are divided, so that each
+    micro-batch holds samples of similar length. The step as a whole is the same in every layout.
     """
 
     def __init__(
@@ -146,7 +146,9 @@ class Padded(Stream):
         return self.base.targets_of(self._places(samples))
 
     def step_data(self, step: Slice, micro_batch: int, data_rank: int, data_ranks: int) -> StepData:
-        """Return one rank's data of a step, longest documents first; `tokens` excludes padding."""
+        """Return one rank's data of a step, with pools the longest documents first; `tokens`
+        excludes padding.
+        """
         rounds = self._divided(step, micro_batch, data_ranks)
         batches = [self._trimmed(*of_ranks[data_rank]) for of_ranks in rounds]
         return StepData(batches, *self._sizes(rounds))

@@ -70,8 +70,9 @@ class DataSpec:
         )
 
     def sources(self) -> dict[str, DataSpec]:
-        """Return the spec of each source of data.mix by name; without data.mix, this spec as "".
-        The data.rehearse source is last. Raises ConfigError if it is a run that kept no sample.
+        """Return the spec of each source of data.mix by name; without data.mix, this spec as "", or
+        as NEW if old data is mixed in, which comes last. Raises ConfigError if data.rehearse is a
+        run that kept no sample.
         """
         splits, sources = not self.config.eval_path, self.config.sources()
         specs = {
