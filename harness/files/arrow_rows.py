@@ -75,7 +75,8 @@ def unreadable() -> tuple[type[Exception], ...]:
 def records_of(
     file: Path, bad_lines: BadLines, groups: Sequence[int] | None = None, rows_before: int = 0
 ) -> Iterator[tuple[int, object]]:
-    """Yield (row, record), from row 1. For a damaged file, `bad_lines` gets the last readable row.
+    """Yield (row, record), from row 1. If a file is damaged, `bad_lines` gets a problem that names
+    the last readable row.
 
     `groups`: row groups of a Parquet file to read; `rows_before`: rows in the file before them.
     """

@@ -25,7 +25,7 @@ def kind_of_document(document: object) -> str:
 
 
 def why_not_mixed(kind: str, first: tuple[str, str]) -> str:
-    """Return the problem of a document of another kind than the first, (kind, location)."""
+    """Return the problem with a document of another kind than the `first`, a (kind, location)."""
     return f"holds {kind}, but {first[1]} holds {first[0]}: name one of them, or move it"
 
 
@@ -36,7 +36,7 @@ def rows_of(
     where: Mapping[str, str],
     result_of: Callable[[object], Result],
 ) -> Iterator[tuple[int, object, Result]]:
-    """Yield (line, record, result) of the records that match data.where, and note the bad ones."""
+    """Yield (line, record, result) of the records that match data.where; collect the bad ones."""
     for line, record in records:
         bad_lines.seen += 1
         try:

@@ -112,7 +112,7 @@ _ROLES = {
     **dict.fromkeys((_CALL, "tool_call"), _CALL),
 }
 _THOUGHTS = (THOUGHT, "reasoning", "thinking", "thought")
-# Keys that include a turn in the loss: OpenAI's, axolotl's, ms-swift's and similar ones.
+# Keys that include a turn in the loss or exclude it: OpenAI's, axolotl's, ms-swift's and others.
 MARKS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "learn")
 _MARKED = {0: False, 1: True}
 # These mark parts of a turn, which would have to be located in the template's output.
