@@ -161,11 +161,11 @@ class DecontaminateSection(Section):
 
 
 class ExactDuplicatesSection(Section):
-    """Keeps one of all documents with the same text."""
+    """Removes all but one of the documents with the same text."""
 
 
 class NearDuplicatesSection(Section):
-    """Keeps one of all documents with nearly the same text, by MinHash (arXiv 2107.06499).
+    """Removes all but one of the documents with similar text, by MinHash (arXiv 2107.06499).
 
     The defaults detect 97.5 % of pairs with a Jaccard similarity of 0.8 (1 - (1 - 0.8**8)**20) and
     7.5 % of those with 0.5. FineWeb's 14 buckets detect 92.4 % and 5.3 %.
@@ -187,7 +187,8 @@ class PersonalDataSection(Section):
     emails: bool = True
     """Replace e-mail addresses with email@example.com and similar addresses."""
     ips: bool = True
-    """Replace IP addresses with unassigned addresses."""
+    """Replace IP addresses with datatrove's, which answered no ping when they were chosen, or with
+    2001:db8::1."""
     only_public_ips: bool = True
     """Keep private addresses such as 192.168.0.1."""
     phones: bool = True
@@ -200,7 +201,7 @@ class SlurmSection(Section):
     time: Text = "24:00:00"
     """Time limit per task."""
     mem_per_cpu_gb: Count = 2
-    """Memory per CPU in GB."""
+    """Memory per CPU in GiB, which Slurm calls G."""
     at_once: Count | None = None
     """Maximum number of concurrent tasks; None: as many as Slurm starts."""
 

@@ -90,7 +90,8 @@ def require_no_problems(folder: Path) -> None:
 class TaskReader(JsonlReader):
     """Reads the documents that the same task of an earlier stage wrote.
 
-    datatrove's reader distributes existing files: a missing one would shift all later documents.
+    datatrove's reader distributes the existing files over the tasks: if a task had written no file,
+    all later tasks would read the file of another one.
     """
 
     def run(
@@ -209,7 +210,7 @@ BANNED_WORDS = Path(ASSETS_PATH) / "banned_words.txt"
 
 
 class Urls(URLFilter):
-    """datatrove's URL filter, without the network; documents without an address are kept."""
+    """datatrove's URL filter, but it needs no network and keeps documents without an address."""
 
     name = "url"
 
