@@ -58,8 +58,8 @@ def quantize_linear_maps(
 def round_linear_maps(
     model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype
 ) -> None:
-    """Round the weights of a model's linear layers to their quantized values, as a run in precision
-    `dtype` computes with them; in place.
+    """Round the weights of a model's linear layers, in place, to the quantized values with which a
+    run in precision `dtype` computes.
     """
     quiet_bitsandbytes()
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

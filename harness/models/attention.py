@@ -127,7 +127,7 @@ def _numbered(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
-"""Keys of a model config for the dropout probability."""
+"""Keys of a model config for the dropout probability of attention weights."""
 
 
 def draw_by_place(model: PreTrainedModel, place: int) -> None:

@@ -1,4 +1,4 @@
-"""Entropy and coverage of attention per layer, measured beside an unchanged forward pass.
+"""Entropy and coverage of attention per layer, measured without changing the forward pass.
 
 The run's own attention function computes the output. The weights of some queries are computed a
 second time here, from the same queries and keys.
@@ -45,7 +45,7 @@ class AttentionSums:
         functions = asked.get_interface
 
         def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-            if is_kind(name):  # its weights are different
+            if is_kind(name):  # it computes other weights than `_add`
                 self.sums.fill_(torch.nan)
             function: Callable[..., Any] = functions(name, default)
             return function if is_kind(name) else partial(self._attend, function)

@@ -61,9 +61,9 @@ def use_liger(model: PreTrainedModel) -> None:
     """Give this model Liger's RMSNorm and SwiGLU, and a head fused with the cross-entropy, which
     never holds all logits; `loss.forward` then takes the summed loss from it.
 
-    Liger also replaces the classes in transformers' module, which would affect every later model:
-    exports are checked on the CPU, where Triton does not run. So the module is restored. For the
-    same reason Liger's rotary embedding, a function of that module, is not used.
+    Liger also replaces the classes in transformers' module. That would affect every later model,
+    such as an export, which is checked on the CPU, where Triton does not run. So the module is
+    restored. For the same reason Liger's rotary embedding, a function of that module, is not used.
     """
     # Imports Triton, which requires a GPU.
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
