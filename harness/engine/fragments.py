@@ -143,7 +143,7 @@ def full_gradients(module: nn.Module, loss_scale: float) -> Iterator[tuple[str, 
 
 
 def full_masters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, fp32 master weight on the CPU); all ranks must iterate together."""
+    """Yield (name, fp32 master weight on the CPU) of every parameter. Collective."""
     for name, parameter in _named_parameters(module):
         master = safe_get_full_fp32_param(parameter)
         master = parameter if master is None else master  # ZeRO-0 in fp32 has no second copy

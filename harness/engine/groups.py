@@ -15,7 +15,7 @@ from harness.models.initialize import Send
 
 
 class Groups:
-    """The groups of a `share`, found among `made` ones and the world group."""
+    """The groups of a `share`, which are looked up among the groups `made` and the world group."""
 
     def __init__(self, share: Share, made: Iterable[dist.ProcessGroup] = ()) -> None:
         self._share = share

@@ -42,7 +42,7 @@ class ZeroEngine(Engine):
         self.engine = engine
         self.plan = plan
         self.share = plan.share
-        self.events = events  # changes made while building that the user should know of
+        self.events = events  # what was changed while building; written to events.jsonl
         self.make_undivided: Callable[[], PreTrainedModel] = lambda: self.module
         self.device: torch.device = engine.device
         self.groups = Groups(self.share, self._made_groups())

@@ -206,7 +206,7 @@ def started(
 @contextlib.contextmanager
 def _deferred(*numbers: signal.Signals) -> Iterator[None]:
     """Defer signals until the end of the block: a start must not lose track of a process."""
-    if threading.current_thread() is not threading.main_thread():  # only that gets signals
+    if threading.current_thread() is not threading.main_thread():  # only it gets signals
         yield
         return
     come: list[int] = []

@@ -24,8 +24,8 @@ def settle_gradients(engine: Any) -> None:
     """Make gradients readable as soon as the last backward pass has been launched.
 
     ZeRO-1 and -2 copy offloaded gradients to the host and wait for the copy only at the start of
-    `step`. Reading them earlier may return those of the previous step; clamping them earlier is
-    overwritten by the copy. Gradients on the device are reduced on another stream, which some
+    `step`. Before that, reading may return the gradients of the previous step, and the copy would
+    overwrite clamped ones. Gradients on the device are reduced on another stream, which some
     DeepSpeed versions do not wait for.
     """
     optimizer = engine.optimizer
@@ -156,7 +156,8 @@ def average_tied_gradients_first(engine: Any) -> None:
 
     DeepSpeed adds the ends first. Each end then sums over its own data ranks, in an order that
     depends on the place of the weight in its buffers: from three data ranks on, the copies differ
-    in the last bits and drift apart. Its later sum over the data ranks is then one of equal values.
+    in the last bits and drift apart. Its later average over the data ranks is then one of equal
+    values.
     """
 
     def reduce(engine: Any) -> None:
