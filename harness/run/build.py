@@ -122,7 +122,7 @@ def _load(run: Run, resume_point: ResumePoint) -> None:
         run.progress.say(f"starts with the weights of step {step:,} of {source}")
     else:
         run.progress.say(resume_point.text(run.plan, run.steps.total))
-        end_with_the_data(run)  # it may have rolled back
+        end_with_the_data(run)  # a rollback may have skipped samples
 
 
 def _give_up(rank: int) -> None:

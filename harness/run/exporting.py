@@ -60,10 +60,10 @@ class ExportDiffers(Exception):
 class ExportOptions:
     """Options of an export.
 
-    `dtype`: one of DTYPES; None for the run's precision. `merge`: write weights merged with their
-    adapters, and these in a subfolder. `source`: folder or hub id of the model, read only if custom
-    code may run. `check`: compare the loss on the probe batch, on the CPU. `most_checked`: largest
-    number of parameters to check; None for no limit.
+    `dtype`: one of DTYPES; None for the run's precision. `merge`: write weights merged with the
+    adapters, and the adapters in a subfolder. `source`: folder or hub id of the model, read only if
+    custom code may run. `check`: compare the loss on the probe batch, on the CPU. `most_checked`:
+    largest number of parameters to check; None for no limit.
     """
 
     dtype: str | None = None

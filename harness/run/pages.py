@@ -21,8 +21,8 @@ PATIENCE_S = 60.0
 class Pages:
     """The report page of a run, on rank 0; does nothing on other ranks or with log.report=false.
 
-    A page is written by a process of the lowest priority, for which the loop does not wait. At most
-    one runs, and it never outlives the run. A failure is recorded as an event.
+    A page is written by a process of low priority, for which the loop does not wait. At most one
+    runs, and it never outlives the run. A failure is recorded as an event.
     """
 
     def __init__(self, folder: RunFolder, enabled: bool) -> None:

@@ -72,7 +72,7 @@ class Run:
     profiler: Profiler | None = None
     """None if this process takes none of profile.steps."""
     held_out_nats: float | None = None
-    """Loss of the last evaluation; None before this process's first."""
+    """Held-out loss of the current weights, in nats; None if they have not been evaluated."""
     longest_save_s: float = 0.0
     """Longest time in seconds from the start of a save, background or not, to its checkpoint."""
     first_step: int = 1
@@ -82,8 +82,8 @@ class Run:
     attention_is_seen: bool = True
     """False once the model's attention could not be inspected."""
     gradients_agree: bool = False
-    """True once tensor-parallel ranks were found to agree on the gradients of weights that all of
-    them hold.
+    """True once tensor-parallel ranks have agreed on the gradients of weights that all of them
+    hold.
     """
 
     @property

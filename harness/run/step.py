@@ -105,8 +105,8 @@ def look_for_spike(
 
 
 def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | None) -> None:
-    """Record a step that was not applied; only then the host waits. A step without targets says
-    nothing about the weights and is not counted.
+    """Record a step that was not applied. The host waits only for such a step. A step without
+    targets says nothing about the weights and is not counted.
     """
     if not step.targets:
         reason = "none of its samples has a target token"
