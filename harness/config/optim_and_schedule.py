@@ -130,7 +130,8 @@ class OptimConfig(Section):
     warmup_type: Literal["linear", "log"] = "linear"
     """Shape of the warm-up; log rises fastest at first, as in DeepSpeed's schedulers."""
     min_lr_ratio: Fraction = 0.1
-    """Final learning rate, as a fraction of optim.lr."""
+    """Final learning rate, as a fraction of optim.lr; the minimum for inverse_sqrt, unused by
+    constant."""
     decay_fraction: Fraction = 0.2
     """Fraction of all steps over which wsd decays."""
     power: Positive = 2.0
@@ -174,8 +175,8 @@ class Schedule:
 
     Steps count from 1: `lr(1)` is used by the first optimizer step, `lr(warmup)` is the peak, and
     `lr(total_steps)` is `optim.lr * min_lr_ratio`, where it stays ("inverse_sqrt" never falls below
-    that value and may not reach it). No step runs at a learning rate of zero, unlike the first two
-    steps of DeepSpeed's own schedulers.
+    that value and may not reach it; "constant" stays at the peak). Warm-up starts above zero;
+    DeepSpeed's own schedulers run the first two steps at a learning rate of zero.
     """
 
     optim: OptimConfig
