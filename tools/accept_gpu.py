@@ -37,7 +37,7 @@ from tools.workers import INTERRUPTED, as_ctrl_c
 
 MOST_RANKS = 8
 CPU_RANKS = 2
-LIMIT_S = 900.0  # of a step: it is to end what hangs, whatever else the cores have to do
+LIMIT_S = 900.0  # per step: ends only what hangs, however busy the cores are
 _SAY_EVERY_S = 10.0
 STEPS = tuple(
     Step(name, question, f"tools.acceptance.{where}")
@@ -104,7 +104,7 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
 
 
 def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float) -> Result:
-    """Run a step in its own process, and end all processes that it started."""
+    """Run a step in its own process, then end all processes that it started."""
     own = folder / step.name
     own.mkdir()
     log, now = own / "log.txt", own / "now"

@@ -19,7 +19,7 @@ from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank, tiny
 
 _NEEDED = ("needs a GPU", "package", "import")
 _FUSED = ("flash", "fmha", "cudnn", "efficient")
-"""Parts of the names of kernels that never hold all scores; torch's own backends of sdpa."""
+"""Parts of the names of fused kernels, which never hold all scores; torch's sdpa has several."""
 _KERNELS = (*_FUSED, "attention", "varlen", "softmax")
 _SEQ_LEN, _LONG = 256, 8192
 _DOCUMENT_TOKENS = 90
@@ -89,7 +89,7 @@ def _rows(world: World, device: torch.device) -> list[dict[str, Any]]:
             except (ConfigError, ImportError) as error:
                 row["refused"] = str(error)
                 continue
-            except Exception as error:  # of a kernel: the other implementations go on
+            except Exception as error:  # raised by a kernel: the other implementations continue
                 traceback.print_exc()
                 row["failed"] = f"{type(error).__name__}: {error}"
                 continue
@@ -100,8 +100,8 @@ def _rows(world: World, device: torch.device) -> list[dict[str, Any]]:
 
 
 def _apart(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the norm of the difference relative to the expected gradient's, for the worst
-    gradient.
+    """Return the norm of the difference of two gradients relative to that of the expected one, for
+    the worst gradient.
     """
     pairs = [(ours[name].double(), true.double()) for name, true in expected.items()]
     apart = [(one - true).norm() / true.norm().clamp_min(1e-30) for one, true in pairs]
@@ -117,7 +117,7 @@ def _computed(
     loss = float(engine.accumulate([batch], batch.labels.numel()))
     gradients = {name: gradient.cpu() for name, gradient in engine.gradients()}
     engine.apply(0.0)
-    more: dict[str, Any] = {"precision": engine.plan.precision}  # of the processor: it is "auto"
+    more: dict[str, Any] = {"precision": engine.plan.precision}  # "auto", so the device decides
     if device.type == "cuda":
         more["kernels"] = _kernels(engine, batch)
         engine.apply(0.0)

@@ -1,4 +1,4 @@
-"""The bench of a step: it starts ranks, has a model and data for them, and collects checks."""
+"""The bench of a step: starts ranks, provides a model and data for them, and collects checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.acceptance.report import Check, readable
 
 NEEDS_CUDA = "needs CUDA"
 NEEDS_TWO = "needs two ranks"
-_PATIENCE_S = 90.0  # seconds that ranks may outlive one that failed; beyond them they hang
+_PATIENCE_S = 90.0  # ranks that outlive a failed one by more than this hang
 # A Llama of about a million parameters, most of them of 8,192 tokens, for CPU ranks.
 _SMALL = {
     "hidden_size": 64,
@@ -39,7 +39,7 @@ _SMALL = {
 }
 ON_CUDA = {
     "PYTHONWARNINGS": "ignore",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS has no deterministic products
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # makes cuBLAS's products deterministic
 }
 """Environment of ranks on GPUs."""
 
@@ -54,13 +54,13 @@ class Skipped(Exception):
 
 @dataclass
 class Bench:
-    """One step at work in `folder`. `shared`: a folder of all steps."""
+    """One step, which works in `folder`. `shared`: a folder that all steps use."""
 
     folder: Path
     shared: Path
     ranks: int
     accelerator: str
-    limit_s: float = math.inf  # when the process of this step is ended
+    limit_s: float = math.inf  # after which the process of this step is ended
     checks: list[Check] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)  # measurements, for programs
     began: float = field(default_factory=time.monotonic)
@@ -73,16 +73,16 @@ class Bench:
 
     @property
     def power_of_two(self) -> int:
-        """Ranks that divide every batch of this tool: at most all of them."""
+        """The most ranks that are a power of two, which divide every batch of this tool."""
         return 2 ** int(math.log2(self.ranks))
 
     def say(self, text: str) -> None:
-        """Show what is being done."""
+        """Show what the step is doing, in its log and on the progress line."""
         (self.folder / "now").write_text(text, encoding="utf-8")
         print(text, flush=True)
 
     def check(self, name: str, look: Callable[..., str], *arguments: Any) -> None:
-        """Add a check: `look` returns what it measured, or raises Failed, Skipped, or anything."""
+        """Add a check: `look` returns what it measured, or raises Skipped, Failed or any error."""
         self.say(name)
         try:
             check = Check(name, "held", look(*arguments))
@@ -102,7 +102,7 @@ class Bench:
             raise Skipped(NEEDS_CUDA)
 
     def skip_on_cpu(self, *names: str) -> None:
-        """On CPU ranks, add the checks that they leave out."""
+        """On CPU ranks, add these checks as skipped."""
         if not self.on_cuda:
             self.checks += [Check(name, "skipped", NEEDS_CUDA) for name in names]
 
@@ -228,7 +228,7 @@ def _write_corpus(folder: Path) -> None:
 
 
 def do_step(where: str, folder: str, ranks: str, accelerator: str, limit_s: str) -> None:
-    """Do a step, "MODULE:FUNCTION", in this process; write FOLDER/result.json."""
+    """Run a step, "MODULE:FUNCTION", in this process; write FOLDER/result.json."""
     if accelerator == "cuda":
         os.environ |= ON_CUDA
     module, _, function = where.partition(":")

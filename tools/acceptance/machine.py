@@ -131,7 +131,7 @@ def _met(bench: Bench, folder: Path, launcher: str | None) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Join the others, use both backends, and write what they gave to FOLDER/RANK.json."""
+    """Join the others, use both backends, and write the results to FOLDER/RANK.json."""
     folder, *more = argv
     if AS_SLURM in more:
         _become_srun()

@@ -1,6 +1,6 @@
 """Measured steps. Waits: the host waits for the device only where DeepSpeed makes it. Memory: runs
-hold what the estimate says. Speed: a ladder of settings for a Llama of four layers, whose loss
-stays the same.
+use what the estimate says. Speed: a ladder of settings for a Llama of four layers, whose loss must
+stay the same.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _JSONS = ("zero1", "zero2", "zero3")
 _SIMULATED = ("zero1", "zero3")
 _OWN = "harness/"
 MOST = {"zero1": 4, "zero2": 9, "zero3": 5}
-"""Waits of a step with one micro-batch beside RUN_AHEAD, as simulated (docs/host_waits.md)."""
+"""Maximum waits of a step with one micro-batch, without RUN_AHEAD, as simulated
+(docs/host_waits.md)."""
 RUN_AHEAD = (
-    "deepspeed/runtime/zero/partition_parameters.py:84",  # these two of a rank alone
+    "deepspeed/runtime/zero/partition_parameters.py:84",  # this and the next: only on a single rank
     "deepspeed/runtime/zero/partition_parameters.py:114",
     "deepspeed/runtime/zero/partitioned_param_coordinator.py",
     "deepspeed/runtime/zero/stage3.py:1667",
 )
-"""Waits by which ZeRO 3 bounds its look-ahead, for work done: as many as a model has weights, of a
-rank alone twice as many."""
+"""Waits for finished work by which ZeRO 3 bounds its look-ahead: one for each weight of a model, or
+two on a single rank."""
 
 
 def wait(bench: Bench) -> str:
@@ -53,7 +54,7 @@ def wait(bench: Bench) -> str:
 
 def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
     bench.require_cuda()
-    # A log line is the one place where the host is to wait.
+    # A log line is the only place where the host should wait.
     case = Case(name, bench.timed_settings("log.every"))
     line = measured(case, DS_CONFIGS / f"{name}.json", bench.ranks, 3, 4)
     if "host_waits" not in line:
@@ -69,7 +70,7 @@ def _counted(bench: Bench, name: str, counts: dict[str, int]) -> str:
 
 
 def _simulated(bench: Bench) -> str:
-    """Run CPU ranks whose device has streams: races and needless waits fail."""
+    """Run CPU ranks on a simulated device with streams: races and needless waits fail the check."""
     bench.require_two_ranks()
     code, lines, _ = bench.gate("check_streams", "--cells", *_SIMULATED)
     bench.values["simulated"] = lines
@@ -80,7 +81,7 @@ def _simulated(bench: Bench) -> str:
 # --- memory ---
 
 _CPU_CASES = ("zero2-bf16-4", "zero3-bf16_fp32_sums-1")  # of measure_memory.py, on two ranks
-_COUNT = re.compile(r"(\S+) .* rank (\d+) (\S+) .* predicted ([+-]\S+)%")  # a line of it
+_COUNT = re.compile(r"(\S+) .* rank (\d+) (\S+) .* predicted ([+-]\S+)%")  # a line of its output
 _PEAKS = ("accumulate", "apply")  # less exact than counts
 _EXACT, _PEAK = 0.01, 0.1
 """Relative errors allowed: of counted tensors, and of the peak of a whole run on a GPU."""

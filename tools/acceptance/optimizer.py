@@ -1,4 +1,4 @@
-"""The optimizer: every AdamW takes torch's steps, and a killed build does not matter."""
+"""The optimizer: every AdamW takes the same steps as torch's, and a killed build does no harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEPS = 3
 _SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _SOURCE = 'extern "C" int planted() { return 1; }\n'
 _LOADED = "loaded"
-# Waits for whoever builds the operator, builds it if need be, and loads it, as DeepSpeed's are.
+# Waits for another build of the operator, builds it if necessary and loads it, like DeepSpeed's.
 _BUILD = f"""
 import sys
 from torch.utils import cpp_extension
@@ -54,7 +54,7 @@ def look(bench: Bench) -> str:
 
 
 def _close(apart: float | str) -> str:
-    if isinstance(apart, str):  # runs then take torch's, with an event
+    if isinstance(apart, str):  # runs then use torch's, with an event
         raise Skipped(f"not available here: {apart}")
     text = f"{apart:.1e} apart, {_ALLOWED:.0e} is allowed"
     expect(apart <= _ALLOWED, text)
@@ -62,14 +62,14 @@ def _close(apart: float | str) -> str:
 
 
 def _killed_build(own: Path) -> str:
-    """Let a build wait for one that never ends, kill that one, and see the waiting one build."""
+    """Let a build wait for one that never ends, kill that one, and expect the other to succeed."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise Skipped("needs a C++ compiler")
     own.mkdir()
     begun, slow, source = own / "begun", own / "slow-c++", own / "planted.cpp"
     source.write_text(_SOURCE)
-    # Of a command only its flags say that it compiles.
+    # Only its flags show that a command compiles.
     waits = f"case \" $* \" in *' -c '*) touch '{begun}'; sleep 3600;; esac"
     slow.write_text(f"#!/bin/sh\n{waits}\nexec '{compiler}' \"$@\"\n")
     slow.chmod(0o755)

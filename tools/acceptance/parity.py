@@ -21,7 +21,7 @@ _CELLS = (
     ("llama_deep", "pipe2_zero1", "bf16"),
 )
 _RACING = ("zero2", "zero3", "zero2_offload")
-"""Layouts whose transfers run beside their computation."""
+"""Layouts that overlap transfers with computation."""
 _PAIR = re.compile(r"(\w+) (\S+)/(\S+?)(!?)(?= |$)")  # "loss 1.0e-05/2.0e-04"
 
 
@@ -48,7 +48,7 @@ def look(bench: Bench) -> str:
 
 
 def cell_of(architecture: str, layout: str, precision: str, ranks: int) -> str:
-    """Return the name of the gate's cell: with four micro-batches, if there are samples."""
+    """Return the name of the gate's cell: with four micro-batches, if there are enough samples."""
     data_ranks = max(1, ranks // _stages(layout))
     return f"{architecture}-{layout}-{precision}-{min(4, _GLOBAL_BATCH // data_ranks)}-{ranks}"
 
@@ -91,7 +91,7 @@ class Compared:
 
 
 def _blocking(bench: Bench, gate: Compared, layout: str, cell: str, worst: list[float]) -> str:
-    """Make the host wait for every kernel: if a run then learns something else, it has a race."""
+    """Make the host wait for every kernel: a run that then learns something else has a race."""
     bench.require_cuda()
     text = gate.judge(layout, cell, worst)
     paths = [bench.folder / name / f"{cell}.json" for name in ("cells", "blocking")]
@@ -112,7 +112,7 @@ def _discarded(bench: Bench) -> str:
 
 def _rolled_back(bench: Bench) -> str:
     fault = {"rank": bench.ranks - 1, "step": 9, "do": "spike"}
-    # Silent for four steps, and only what is far off is a spike.
+    # The first four steps are not judged, and only a value far off is a spike.
     watched = ("guard.spike_window=16", "guard.spike_sigma=12", "guard.spikes=rollback")
     run = _trained(bench, "spike", fault, "train.steps=10", "save.every=5", *watched)
     (event,) = _events(run, "rollback")

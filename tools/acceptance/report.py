@@ -47,7 +47,7 @@ class Result:
     step: str
     seconds: float
     figure: str = ""  # the main figure
-    problem: str = ""  # why the step itself did not end
+    problem: str = ""  # why the step itself did not finish
     checks: tuple[Check, ...] = ()
     cpu_s: float = 0.0  # processor seconds of all its processes
     log: str = ""
@@ -108,7 +108,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def readable(text: str) -> str:
-    """Return a text of any process, on one line, without control characters, and not too long."""
+    """Return a process's text on one line, without control characters, and shortened if long."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= _MOST else f"{line[: _MOST // 2]} ... {line[-_MOST // 2 :]}"
 

@@ -1,4 +1,4 @@
-"""Whole runs. Saving: nothing is lost. Faults: every end has its exit code on all ranks."""
+"""Whole runs. Saving: nothing is lost. Faults: all ranks end with the right exit code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save(bench: Bench) -> str:
         ranks = bench.power_of_two // 2
         settings = [f"resume.from={whole.path}@{_SAVED_AT}", f"train.steps={_STEPS}"]
         bench.train(moved, *settings, name="moved", json_name="zero3", ranks=ranks)
-        steps = [_SAVED_AT + 1, _SAVED_AT + 2]  # differences of rounding grow
+        steps = [_SAVED_AT + 1, _SAVED_AT + 2]  # rounding differences grow
         close = _close(moved, moved.read_metrics(), whole.read_metrics(), steps)
         return f"ZeRO 3 on {ranks} of {bench.ranks} ranks: {close}"
 
@@ -96,7 +96,7 @@ def _close(
 
 
 def fail(bench: Bench) -> str:
-    """Raise, stop, hang and run out of memory, each on the last rank alone."""
+    """Raise, stop, hang and run out of memory, each on the last rank only."""
     rank, slowest_s = bench.ranks - 1, [0.0]
 
     def run(do: str, code: int, *settings: str, step: int = 3) -> tuple[RunFolder, str]:
