@@ -74,7 +74,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _address(host: str, port: int) -> str:
-    """Return the address to open; 0.0.0.0 and :: are for listening alone."""
+    """Return the address to open; 0.0.0.0 and :: can only be listened on."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
 

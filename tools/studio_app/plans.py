@@ -91,7 +91,7 @@ _KEYS = {
 def planned(values: Values, changes: tuple[str, ...] = (), json_text: str = "") -> Plan:
     """Return the plan that train.py would make from a page's values.
 
-    Where a page has no control: one sample of 512 tokens, one GPU, ZeRO 1. `changes`: key=value of
+    Defaults for missing values: one sample of 512 tokens, one GPU, ZeRO 1. `changes`: key=value of
     the DeepSpeed JSON; `json_text` replaces the shipped one. Raises ConfigError with every problem.
     """
     accumulation, gpus = values.get("accumulation", 1), values.get("gpus", 1)
@@ -143,7 +143,7 @@ def settings_of(values: Values) -> dict[str, Any]:
 
 
 def train_command(values: Values, changes: Sequence[str] = ()) -> str:
-    """Return the command that starts the run of planned(values, changes): by Slurm where it needs
+    """Return the command that starts the run of planned(values, changes), through Slurm if it needs
     several nodes.
     """
     gpus, model = values.get("gpus", 1), Path(name_of(values["model"]))

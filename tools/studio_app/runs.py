@@ -60,7 +60,7 @@ def folders_with(files: Sequence[str]) -> Iterator[Path]:
 
 
 def _age(folder: Path) -> float:
-    """Seconds since a record of a run changed."""
+    """Return the seconds since a record of a run last changed."""
     return time.time() - max(stamp(folder / name)[0] for name in _RECORDS) / 1e9
 
 
@@ -102,7 +102,7 @@ def stamp(path: Path) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _read(path: Path, root: Path, _stamps: object) -> RunRecord:
-    """Return the records of a run; if a link leads out of the root, only that problem."""
+    """Return the records of a run; if a link leads out of the root, only a problem that says so."""
     leaving = [name for name in _RECORDS if not (path / name).resolve().is_relative_to(root)]
     if leaving:
         why = "is a link that leads out of the folder of runs"

@@ -1,8 +1,8 @@
 """The studio's server: NiceGUI behind a guard, on a socket that is already bound.
 
-The studio only reads, but other origins must not read through it. A name that another site resolves
-to this machine (DNS rebinding) shows in the Host header, a request of another origin in Origin and
-Sec-Fetch-Site. Websockets are also checked, since browsers let any origin read them.
+The studio only reads, but other origins must not read through it. DNS rebinding, where another site
+resolves its name to this machine, shows in the Host header, a request from another origin in Origin
+and Sec-Fetch-Site. Websockets are also checked, since browsers let any origin read them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HEADERS = {
 
 
 class Guard:
-    """The application behind its checks. Everybody must know `token`; None only on loopback."""
+    """The application behind its checks. Every browser must send `token`; None only on loopback."""
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
         self.token = token
@@ -56,7 +56,7 @@ class Guard:
         self.app = TrustedHostMiddleware(app, hosts, www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer or refuse a request."""
+        """Answer or reject a request."""
 
         async def sending(message: Message) -> None:
             if message["type"].endswith("response.start"):

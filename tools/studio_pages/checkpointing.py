@@ -28,7 +28,7 @@ _LEGEND = (
 
 
 class Pass(NamedTuple):
-    """One layer's turn in a step, and the bytes that are held in it."""
+    """One layer's turn in a step, and the bytes that are held during it."""
 
     layer: int
     forward: bool
@@ -107,9 +107,11 @@ def _sizes(inputs: Inputs, place: Place, phase: str) -> dict[str, int]:
 
 
 def passes(inputs: Inputs) -> list[Pass]:
-    """Return every layer's forward and backward pass, with the bytes held at its end or start."""
+    """Return the bytes held at the end of every layer's forward pass and at the start of its
+    backward pass.
+    """
     kept, first = kept_bytes(inputs), _sizes(inputs, "device", "backward_last")
-    # Besides layers: one on its way to the host or back, a tile of an MLP, two streams.
+    # Held besides: a layer on its way to the host or back, a tile of an MLP, two streams.
     names = ("layer moved to and from the host", "MLP tile", "activations: streams")
     turns, size_now = [], sum(first.get(name, 0) for name in names)
     for layer, size in enumerate(kept):
@@ -117,7 +119,7 @@ def passes(inputs: Inputs) -> list[Pass]:
         turns.append(Pass(layer, True, size_now))
     for layer in reversed(range(len(kept))):
         again = 0
-        if inputs.checkpointing in ("selective", REVERSIBLE):  # in part, and in all layers alike
+        if inputs.checkpointing in ("selective", REVERSIBLE):  # the same part of every layer
             again = first["recomputed layer"] + first.get("gradients of streams", 0)
         elif is_checkpointed(inputs.checkpointing, layer):
             again = layer_activations(inputs, layer).total

@@ -1,6 +1,6 @@
 """Cleaning data: documents passed through filters whose strictness a slider sets.
 
-They are Python's own library, or those of a report of tools/clean_data.py.
+The documents are Python's own library, or the sample in a report of tools/clean_data.py.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def names() -> list[str]:
 
 
 def read_cleaning(name: str) -> Cleaning:
-    """Return the report in a folder of `names`. Raises ValueError for others and bad reports."""
+    """Return the report in a folder of `names`. Raises ValueError for others and invalid ones."""
     if name not in names():
         raise ValueError(f"there is no report in {name!r}")
     try:

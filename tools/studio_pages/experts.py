@@ -122,7 +122,7 @@ def figures(values: Values) -> list[Figure]:
 
 @lru_cache(maxsize=32)
 def trained(top: int, balance: float) -> tuple[Snapshot, ...]:
-    """Train the mixture on Python's own documentation; return it before and after every 20 steps.
+    """Train the mixture on Python's own documentation; return its snapshots at every 20th step.
 
     The loss is cross-entropy and `balance` x Switch's balancing loss, experts x sum of (share of
     tokens x mean probability) (arXiv 2101.03961, equation 4).

@@ -23,7 +23,7 @@ Points = tuple[Point, Point]
 """The rows of the weights, a matrix of 2 x 2."""
 _NAMES = ("sgd", "momentum", "adam", "adamw", "adafactor", "lion", "muon")
 _BY_GRADIENT = ("sgd", "momentum")
-"""Their steps are as long as the gradient; those of the others hardly depend on its length."""
+"""Their steps grow with the gradient; those of the others hardly depend on its length."""
 _TIMES = {"muon": 5}
 """Its factor of 0.2 fits the steps of Adam in a large model, which are a fifth of those here."""
 _STEPS = 80
@@ -37,15 +37,15 @@ class Surface(NamedTuple):
     """A function of two weights."""
 
     value: Callable[[Any, Any], Any]
-    """Of numbers, or of tensors, for its gradient."""
+    """Takes numbers, or tensors if its gradient is needed."""
     x: Point
     """Range of the first weight that is shown."""
     y: Point
     starts: Points
-    """Of the two rows."""
+    """Starting points of the two rows."""
 
     def sum(self, points: Any) -> Any:
-        """The loss of both rows."""
+        """Return the loss of both rows."""
         return sum(self.value(*point) for point in points)
 
 
@@ -93,7 +93,7 @@ def figures(values: Values) -> list[Figure]:
 def trajectory(
     name: str, surface: str, rate: float, noise: float, decay: float
 ) -> tuple[Points, ...]:
-    """Return every point of an optimizer, built as train.py builds it, on a 2 x 2 matrix.
+    """Return every point of the path of an optimizer, built as in train.py, on a 2 x 2 matrix.
 
     The loss is a sum over rows: only optimizers that use the whole matrix couple them. A path ends
     where it diverges.
@@ -107,7 +107,7 @@ def trajectory(
         weights.grad = noises[step].clone()
         world.sum(weights).backward()
         optimizer.step()
-        if not float(weights.detach().abs().max()) < 1e3:  # NaN is not, either
+        if not float(weights.detach().abs().max()) < 1e3:  # or NaN
             break
         (a, b), (c, d) = weights.detach().tolist()
         points.append(((a, b), (c, d)))
@@ -115,7 +115,7 @@ def trajectory(
 
 
 class _Whole:
-    """Stands for harness.engine.optimizers.Matrices where no rank has a part: all are whole."""
+    """Stands in for harness.engine.optimizers.Matrices on one rank, where matrices are whole."""
 
     def orthogonalized(self, flat: torch.Tensor, update: torch.Tensor) -> Any:
         """Yield the orthogonal factor of a matrix, the matrix, and its larger dimension."""

@@ -90,7 +90,7 @@ def _ranking(
     model: str, gpu: str, gpus: int, seq_len: int, global_batch: int, billions: int, lora: int,
     words: tuple[str, ...],
 ) -> Table:  # fmt: skip
-    """Return the best layout of each way to divide, as tools/plan_cluster.py chooses."""
+    """Return the best layout of each way to divide the job, as tools/plan_cluster.py chooses it."""
     args = Namespace(
         model=plans.name_of(model), gpus=gpus, gpu=gpu, seq_len=seq_len, global_batch=global_batch,
         data_tokens=billions * 1e9, lora=lora or None, assignments=list(words), kernels=(),

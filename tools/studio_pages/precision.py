@@ -24,7 +24,7 @@ _MODEL = {
     "tie_word_embeddings": False,
 }
 _WIDTHS = {"fp32": 10.0, "bf16": 5.0, "fp16": 1.5}
-"""Of curves, which mostly coincide."""
+"""Widths of the curves, which mostly coincide."""
 _SAMPLES, _SEQ_LEN = 4, 256
 _LOWEST_POWER = 160  # below that of fp32's smallest number
 
@@ -145,7 +145,7 @@ def _number(text: str) -> Table:
 
 
 def _update(power: int) -> Table:
-    """A weight of 1 and a small update: the reason for fp32 master weights."""
+    """Return a weight of 1 after small updates: the reason for fp32 master weights."""
     update = 2.0**-power
     rows = []
     for name, dtype in _DTYPES.items():

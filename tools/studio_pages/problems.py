@@ -18,10 +18,10 @@ class Problem(NamedTuple):
     name: str
     sign: str
     events: tuple[str, ...]
-    """Kinds of events in events.jsonl that tell of it."""
+    """Kinds of events in events.jsonl that report it."""
     remedy: str
     page: str = ""
-    """The page of the studio that shows why."""
+    """The page of the studio that explains it."""
 
 
 PROBLEMS = (

@@ -1,4 +1,4 @@
-"""Runs: all of them, one that may be running, another beside it, events and logs."""
+"""Runs: a list of all, one that may be running, a second for comparison, events and logs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _state(run: Run) -> list[tuple[Any, ...]]:
 
 
 def targets(run: Run) -> list[tuple[Any, ...]]:
-    """Return whether the loss falls, the norm is stable and attention is neither sharp nor flat."""
+    """Return three targets: the loss falls, the norm is stable, attention is not sharp or flat."""
     return [_falling(run.values("loss")), _stable(run.values("grad_norm")), _moderate(run)]
 
 

@@ -50,7 +50,7 @@ class Product(NamedTuple):
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return a frame of the two products, and how close the divided ones come."""
+    """Return a frame of the two products, and how far sharded ones are from unsharded ones."""
     size, ranks, tokens = values["size"], values["ranks"], values["tokens"]
     kind, heads, frame = values["part"], values["heads"], values["frame"] - 1
     product = multiplied(size, ranks, tokens, kind, heads)
@@ -131,7 +131,7 @@ def multiplied(size: int, ranks: int, tokens: int, kind: str = _MLP, heads: int 
     return Product(whole, summands, whole_grad, grads)
 
 
-@cache  # 85 MB if somebody looks at all sizes
+@cache  # 85 MiB once somebody has looked at all sizes
 def _weights(size: int) -> tuple[torch.Tensor, ...]:
     draws = torch.Generator().manual_seed(0)
     return tuple(torch.randn(size, size, generator=draws) * size**-0.5 for _ in range(4))

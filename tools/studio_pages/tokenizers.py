@@ -16,7 +16,7 @@ from tools.studio_app.page import Page, Slider, Typed, Values
 _SIZES = (512, 1024, 2048, 4096)
 _TRAINED = ("BPE", "unigram")
 _CHARACTERS = 200_000
-"""Of Python's own library, for training; the harness's own tokenizer learns from all of it."""
+"""Characters of Python's own library to train on; train.py's default tokenizer reads all of it."""
 _EXAMPLE = (
     "def tokenize(text):\n    return [piece for piece in text.split()]  # 12,345 naïve tokens"
 )
@@ -121,7 +121,7 @@ def _model(kind: str, size: int) -> bytes:
 
 @lru_cache
 def _sentences() -> tuple[str, ...]:
-    """Return lines of Python's own library, an even share of its files."""
+    """Return the lines of every 12th file of Python's own library, up to _CHARACTERS."""
     lines: list[str] = []
     count = 0
     for number, piece in enumerate(find_corpus(None).pieces()):
@@ -135,7 +135,7 @@ def _sentences() -> tuple[str, ...]:
 
 
 def _picture(cut: list[str]) -> str:
-    """The tokens as boxes, as many on a line as there is room for."""
+    """Return the tokens as boxes, as many on a line as there is room for."""
     boxes = []
     for number, token in enumerate(cut):
         shown = token.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
