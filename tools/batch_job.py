@@ -144,8 +144,8 @@ def final_code(program: str, code: int, run: RunFolder, attempt_before: int, war
 
 
 def is_stuck(folder: Path, newest: str) -> bool:
-    """Count an end of this job after its `newest` checkpoint; return whether it was the last one
-    allowed. The count restarts with a newer checkpoint and in another job.
+    """Count an end of this job after its `newest` checkpoint; return True after more than
+    MOST_REQUEUES of them. The count restarts with a newer checkpoint and in another job.
     """
     ending = f"job {os.environ.get('SLURM_JOB_ID')} after {newest}"
     try:

@@ -14,7 +14,7 @@ from harness.data.packing import IGNORED
 
 GREEN, RESET = "\033[32m", "\033[0m"
 MOST_WINDOWS, MOST_EXAMPLES, MOST_TOKENS = 4, 8, 100
-"""Per step, per window, and at each end of an example, unless everything is requested."""
+"""Limits per step, per window and at each end of an example, unless everything is requested."""
 
 
 def first_sample_of(events: list[dict[str, Any]], step: int, curriculum: Curriculum) -> int:

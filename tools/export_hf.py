@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         code = ExitCode.CANNOT_SAVE if is_full_disk(error) else ExitCode.BAD_CONFIG
         return _fail(f"{error}: fix this, or choose another folder (--out)", code)
-    except ExportDiffers as error:  # as a run that would go on from it is refused
+    except ExportDiffers as error:  # rejected, like a run that would continue from it
         return _fail(f"{error}; --no-check exports it anyway", ExitCode.NO_CHECKPOINT)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was left behind", INTERRUPTED)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from harness.plan.plan import Plan
 
 _SMOOTHING = 0.9  # weight of the previous value in a smoothed loss
-_GIVE_UP = 1.5  # nats above the best loss: it will not come back
+_GIVE_UP = 1.5  # nats above the best smoothed loss, from which it will not recover
 
 
 @dataclass(frozen=True)

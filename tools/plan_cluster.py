@@ -6,12 +6,11 @@
         --global-batch 64 --write plan
     python tools/plan_cluster.py --calibrate runs/first runs/second --rates site.json
 
-The planner counts most layouts that train.py accepts (exceptions: docs/planner.md): ZeRO,
-offload, pipeline stages, tensor,
-sequence and expert parallelism, micro-batch and checkpointing. It recommends the least risky layout
-among those that no other beats beyond the error of the estimated time. --write saves its DeepSpeed
-JSON, run config and scripts. Needs neither a GPU nor torch. Exit code 0; 1 if nothing fits; 2 for a
-job that cannot be planned.
+The planner counts most layouts that train.py accepts (exceptions: docs/planner.md): ZeRO, offload,
+pipeline stages, tensor, sequence and expert parallelism, micro-batch and checkpointing. It
+recommends the least risky layout among those that no other beats beyond the error of the estimated
+time. --write saves its DeepSpeed JSON, run config and scripts. Needs neither a GPU nor torch. Exit
+code 0; 1 if nothing fits; 2 for a job that cannot be planned.
 """
 
 from __future__ import annotations

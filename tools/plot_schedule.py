@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _POINTS = 2000  # more would be indistinguishable
 _EACH = 100_000
-"""Runs of more steps are sampled at every n-th step."""
+"""Step from which longer runs are sampled at every n-th step."""
 
 
 def main(argv: list[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def slurm_problems() -> list[str]:
-    """Return what is missing on this machine."""
+    """Return a problem for each Slurm command that this machine lacks."""
     missing = [name for name in ("sbatch", "squeue") if shutil.which(name) is None]
     return [f"--slurm needs {name}: start it on a node that can submit jobs" for name in missing]
 

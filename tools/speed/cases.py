@@ -61,7 +61,7 @@ def swept(base: dict[str, str], sweeps: Iterable[str]) -> Iterator[Case]:
 
 
 LIMIT_S = 900.0
-# A timed run does nothing besides its steps. plan.force: it may turn out not to fit.
+# A timed run only takes steps. plan.force: it is tried even if the estimate says it does not fit.
 _TIMED = {
     "train.steps": "1000000",
     "log.every": "1000000",

@@ -152,7 +152,7 @@ _EXPLICIT = (
     (torch.cuda.Stream, "synchronize"),
     (torch.cuda.Event, "synchronize"),
 )
-"""Waits that torch's own mode does not report."""
+"""Waits that torch's sync debug mode does not report."""
 
 
 class Enough(Exception):
