@@ -162,7 +162,7 @@ class Inputs:
     grad_accum: int
     """Micro-batches per optimizer step."""
     checkpointing: Checkpointing = "none"
-    """Checkpointing of every layer; "reversible" is one kind."""
+    """Activation checkpointing of decoder layers; "reversible" is one kind."""
     activation_offload: bool = False
     """True if what checkpointed layers keep is offloaded to host memory."""
     mlp_tiles: int = 1
@@ -248,8 +248,9 @@ class Inputs:
         """True if ZeRO 3 gathers a decoder layer, and reduces its gradients, as a whole; module by
         module takes twice the host time (docs/performance.md).
 
-        False for traced models, if DeepSpeed may not hold two such layers, or if gradients of a
-        layer's weights may come after that of its input: with reversible layers or frozen weights.
+        False for traced models, if the JSON lists modules to gather, if DeepSpeed may not hold two
+        such layers, or if gradients of a layer's weights may come after that of its input: with
+        reversible layers, adapters or optim.groups, which may freeze weights.
         """
         if self.compiled:  # hooks on modules would break a layer's graph
             return self.zero.stage == 3

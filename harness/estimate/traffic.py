@@ -18,7 +18,7 @@ from harness.layout.shape import Shape, Tensor
 
 KEPT_ELEMENTS = 5e8
 """ZeRO 3 keeps a model of up to this many elements between forward and backward pass
-(stage3_max_reuse_distance counts both)."""
+(stage3_max_reuse_distance counts both passes)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def boundary(inputs: Inputs) -> Calls:
 
 
 def gradients(inputs: Inputs) -> Calls:
-    """Return a step's reductions of gradients over data ranks, each of all that the rank has.
+    """Return a step's reductions of gradients over data ranks; each is of all the rank's gradients.
 
     ZeRO 0 and 1 all-reduce them once and ZeRO 2 in every micro-batch
     (use_multi_rank_bucket_allreduce); ZeRO 3 reduce-scatters them in every micro-batch.
@@ -87,9 +87,9 @@ def gradients(inputs: Inputs) -> Calls:
 
 
 def weights(inputs: Inputs) -> Calls:
-    """Return a step's gathers of weights over data ranks, each of all that the rank computes with:
-    ZeRO 1 and 2 once after the optimizer; ZeRO 3 for the forward pass of every micro-batch, and for
-    its backward pass unless it keeps them.
+    """Return a step's gathers of weights over data ranks; each is of all weights that the rank
+    computes with. ZeRO 1 and 2 gather once, after the optimizer; ZeRO 3 for the forward pass of
+    every micro-batch, and for its backward pass unless it keeps the weights.
     """
     stage = inputs.zero.stage
     if stage == 0:

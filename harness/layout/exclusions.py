@@ -88,7 +88,7 @@ def incompatible_axes(shape: Shape | None, grid: Grid, seq_len: int) -> list[tup
 
 
 def _nearest(shape: Shape | None, grid: Grid, seq_len: int, size: int) -> str:
-    """Return the keys of the nearest layout of the same ranks; `size`: that of the other axis."""
+    """Return the keys of the nearest layout on the same ranks. `size`: of the axis to replace."""
     for nearest in _candidates(grid, size):
         if _can_be_run(shape, nearest, seq_len):
             sizes = {key: getattr(nearest, axis) for axis, key in KEYS.items()}

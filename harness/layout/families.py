@@ -373,7 +373,7 @@ def flags_on(keys: Keys, family: Family) -> set[str]:
 
 
 def kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
-    """Return the number of key heads, which a config may not specify."""
+    """Return the number of key heads, even if the config does not specify it."""
     names = family.size_keys("kv_heads")
     # An explicit null means the attention heads; a missing key means the family's default.
     absent = not any(name in keys.config for name in names)

@@ -139,9 +139,8 @@ class AttentionNeeds:
 
 
 def decide_attention(draft: Draft) -> None:
-    """Resolve model.attention=auto; reject an implementation that cannot compute this model here.
-
-    "Here" is the plan's device, which may differ from this machine's.
+    """Resolve model.attention=auto; reject an implementation that cannot compute this model on the
+    plan's device, which may differ from this machine's.
     """
     run, attention = draft.config, draft.config.model.attention
     if not draft.model_config:  # already reported
@@ -157,7 +156,7 @@ def decide_attention(draft: Draft) -> None:
 
 
 def _check_sizes(draft: Draft) -> None:
-    """Reject sizes that the attention does not have, or that do not fit."""
+    """Reject sizes that the implementation does not use, or that do not fit the windows."""
     model, seq_len = draft.config.model, draft.config.data.seq_len
     sizes, attention = model.attention_sizes, model.attention
     for name in SIZES:

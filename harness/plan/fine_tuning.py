@@ -38,7 +38,7 @@ WARMUP_RATIO = 0.03
 """The value in Alpaca, QLoRA and axolotl."""
 DOCS = "docs/models.md#fine-tuning"
 EPOCHS = 3.0
-"""Epochs of data with masked prompts, until it is counted."""
+"""Epochs to assume until the data is counted: the usual number for data with masked prompts."""
 _OF_ADAMS_SIZE = ("adamw", "adam", "adam8bit", "muon")
 """Optimizers that use the same learning rates as Adam."""
 _WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
@@ -168,7 +168,7 @@ def default_to_published_rate(draft: Draft) -> None:
     if config.is_set("optim.lr"):
         rate, source = usual or (config.optim.lr, "")
         times = config.optim.lr / rate
-        if rate < MOST_LR and max(times, 1 / times) > FAR_OFF:  # nobody published small ones
+        if rate < MOST_LR and max(times, 1 / times) > FAR_OFF:  # none is published for small models
             more = f"{times:,.0f} times" if times > 1 else f"1/{1 / times:,.0f} of"
             draft.note(
                 "learning_rate",

@@ -47,7 +47,7 @@ def keep_packing(draft: Draft) -> None:
 
 
 def keep_rendering(draft: Draft) -> None:
-    """Use the date of the run being resumed or branched from in chats, unless the user set it. A
+    """In chats, use the date of the run being resumed or branched from, unless the user set one. A
     new run uses today's date in UTC, which is the same on every node. Versions without data.bos
     added no token to text.
     """

@@ -86,7 +86,7 @@ def load_model_config(
         raise ConfigError(f"model.name is {name!r}, but {source} has no model_type")
     merged = overridden(config, run_config, source, recorded, note)
     config = _of_its_layers(config, merged, run_config)
-    config.pop("quantization_config", None)  # about the files: training is unquantized
+    config.pop("quantization_config", None)  # describes the files; training is not quantized
     config = extended(config, run_config) | _dropouts(config, run_config)
     if run_config.model.reversible:
         config[REVERSIBLE] = True
@@ -194,7 +194,9 @@ def _of_similar_size(name: str) -> list[str]:
 
 
 def _size(name: str) -> float | None:
-    """Return the parameters that a name states: 8e9 of llama-3-8b, 4.7e10 of mixtral-8x7b."""
+    """Return the number of parameters that a name states: 8e9 for llama-3-8b, 5.6e10 for
+    mixtral-8x7b.
+    """
     matches = re.findall(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z])", name.lower())
     if not matches:
         return None

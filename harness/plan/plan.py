@@ -39,7 +39,7 @@ class Plan:
     deepspeed_given: dict[str, Any]
     """The JSON as the user wrote it."""
     deepspeed_set: dict[str, Any]
-    """Those of its keys that `ds.key=value` has set on the command line."""
+    """Keys of deepspeed_given that `ds.key=value` set on the command line, with their values."""
     deepspeed_source: str
     world: World
     grid: Grid
@@ -71,7 +71,7 @@ class Plan:
     asked: RunConfig = field(default_factory=RunConfig)
     """The run config as the user wrote it."""
     estimate: Estimate | None = None
-    """Memory estimate; None for an architecture that the planner does not know."""
+    """Memory estimate; None for an architecture that can be neither counted nor traced."""
 
     @cached_property
     def share(self) -> Share:

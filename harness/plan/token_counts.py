@@ -186,5 +186,5 @@ class TokenCounter:
 
 
 def _as_condition(tag: re.Match[str]) -> str:
-    """Return a {% generation %} tag, which jinja2 does not know, as one without effect."""
+    """Return a tag without effect in place of {% generation %}, which jinja2 does not know."""
     return f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}"

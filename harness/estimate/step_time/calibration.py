@@ -28,7 +28,7 @@ from harness.estimate.step_time.machine import (
 from harness.estimate.step_time.step import estimate_time
 
 _NEAR = 0.002
-"""Cost of a factor of e, relative to a run's error of 1."""
+"""Cost of scaling a number by e, relative to a run whose estimate is wrong by a factor of e."""
 _STEPS = (0.8, 0.4, 0.2, 0.1, 0.05, 0.02)
 """Changes of a factor's logarithm to try, until none improves the estimates."""
 

@@ -41,7 +41,8 @@ FORWARD_PASSES = 1.9
 """How often the forward pass moves the bytes that it saves: written once, read by the next
 operation, plus what is not saved."""
 BACKWARD_PASSES = 3.1
-"""How often the backward pass moves them: read, with a gradient as large, which is written."""
+"""How often the backward pass moves them: it reads them and a gradient of their size, and writes
+another."""
 RMS_NORM_BYTES = (26, 52)
 """Bytes moved per element of an unfused RMSNorm, forward and backward, in addition to those of what
 it saves: it is cast to fp32, squared, averaged, multiplied, cast back and multiplied, 36 bytes

@@ -110,8 +110,8 @@ def _uses_host(inputs: Inputs) -> bool:
 
 
 HOOK_SECONDS = {True: (4.0e-3, 0.0), False: (6.9e-3, 6.4e-3)}
-"""Host seconds of ZeRO 3's hooks on a Llama layer, besides its launches, forward and backward: for
-layers gathered as a whole (True) and module by module (False); measured as LAUNCH_SECONDS."""
+"""Host seconds of ZeRO 3's hooks on a Llama layer, forward and backward, besides its launches: for
+layers gathered as a whole (True) and module by module (False); measured like LAUNCH_SECONDS."""
 
 TERMS = {
     "products": "matrix products",
@@ -175,7 +175,7 @@ class StepTime:
 
     @property
     def evidence(self) -> str:
-        """The evidence for the machine's rates; "guessed" for recurrent layers, never compared."""
+        """The evidence for the machine's rates; "guessed" with recurrent layers unless measured."""
         if self.machine.evidence != "measured" and has_states(self.inputs):
             return "guessed"
         return self.machine.evidence
