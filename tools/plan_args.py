@@ -110,7 +110,7 @@ def assumed_batch(args: argparse.Namespace) -> dict[str, int]:
     if not {"train.micro_batch", "train_micro_batch_size_per_gpu"} & keys:
         assumed["train.micro_batch"] = 1
     if "gradient_accumulation_steps" not in keys:
-        # 4 per stage make the pipeline bubble "negligible" (GPipe, arXiv 1811.06965, 2.3).
+        # 4 per stage make the pipeline bubble "negligible" (GPipe, arXiv 1811.06965, section 2.3).
         stages = num_stages(ds_json.tree)
         assumed["ds.gradient_accumulation_steps"] = 4 * stages if stages > 1 else 1
     return assumed

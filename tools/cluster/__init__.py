@@ -1,1 +1,1 @@
-"""Planner: counts every layout of a job on a cluster and finds the fastest that fit."""
+"""Planner: counts the layouts of a job on a cluster and recommends one that fits."""

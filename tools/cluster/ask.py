@@ -35,7 +35,7 @@ _EVALUATIONS = 200
 
 
 def question_of(args: argparse.Namespace) -> Question:
-    """Return the question that a command line asks. Raises ConfigError with all its problems."""
+    """Return the question that a command line asks. Raises ConfigError, or ValueError for rates."""
     run, world = run_of(args), world_of(args)
     if args.data_tokens and any(map(run.is_set, LENGTHS)):
         raise ConfigError("--data-tokens and train.steps, train.tokens or train.epochs: keep one")

@@ -97,7 +97,7 @@ class Counted:
 
     @cached_property
     def fits_by_bounds(self) -> bool | None:
-        """True or False if it fits or not with any allocator; None if the allocator decides."""
+        """True if it fits with any allocator, False if with none; None if the allocator decides."""
         if self.missing_host_bytes:
             return False
         most = self.worst.states.unshared + self.worst.batch.unshared + self.copies

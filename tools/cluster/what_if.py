@@ -19,7 +19,7 @@ _OTHER_GPUS = ("a100-80", "h100-80", "h200", "b200")
 _COUNTS = (0.25, 0.5, 2, 4, 8)
 """Factors for the number of GPUs."""
 _TRIED = 8
-"""Number of smallest layouts whose allocator is simulated to see whether they fit."""
+"""Number of fastest and of smallest layouts of a micro-batch that are checked for fit."""
 
 
 @dataclass(frozen=True)
