@@ -149,7 +149,7 @@ def rewrite_tokenizer_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -
 
 
 def write_json(path: Path, values: Mapping[str, Any], *, ascii: bool = False) -> None:
-    """Write a JSON file of an export, with sorted keys; `ascii`: with other characters escaped."""
+    """Write a JSON file of an export, with sorted keys; `ascii`: escape all other characters."""
     text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=ascii) + "\n"
     path.write_text(text, encoding="utf-8")
 

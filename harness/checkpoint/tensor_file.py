@@ -181,7 +181,7 @@ def header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
 
 
 class TensorReader:
-    """Reads elements of a file's tensors. Raises Unusable if they are missing, or OSError."""
+    """Reads elements of a file's tensors. Raises Unusable if they are missing, and OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, open_regular(path)

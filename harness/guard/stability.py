@@ -141,7 +141,7 @@ class Verdict:
 
 
 class StabilityMonitor:
-    """Decides about a run from its losses, norms and evaluations; does not change it.
+    """Judges a run by its losses, norms and evaluations; does not change it.
 
     Its `state` is in every checkpoint, so that a resumed run is judged like the run that saved it.
     Ranks with the same inputs reach the same verdict.

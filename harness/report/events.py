@@ -31,7 +31,7 @@ def no_better(first: float, last: float) -> str | None:
 
 
 class Part(NamedTuple):
-    """A part of the time that all ranks spent."""
+    """A part of a run's wall-clock time."""
 
     name: str
     seconds: float

@@ -16,7 +16,7 @@ def escaped(value: object) -> str:
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """1234567 -> "1.23M"; 0.0003 -> "3e-4"."""
+    """Return a number as short text: 1234567 -> "1.23M"; 0.0003 -> "3e-4"."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -42,12 +42,12 @@ def _plain(value: float, digits: int) -> str:
 
 
 def count(value: float | None) -> str:
-    """1234567.0 -> "1,234,567"."""
+    """Return a rounded number with separators: 1234567.0 -> "1,234,567"."""
     return "-" if value is None else f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
-    """3725 -> "1 h 2 min"; 95 -> "1 min 35 s"; 2.5 -> "2.5 s"."""
+    """Return a duration as text: 3725 -> "1 h 2 min"; 95 -> "1 min 35 s"; 2.5 -> "2.5 s"."""
     if seconds is None:
         return "-"
     if seconds < 1:
@@ -65,7 +65,7 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(unix_s: float | None) -> str:
-    """Seconds since 1970 -> "2026-11-23 12:04 UTC"."""
+    """Return seconds since 1970 as text, such as "2026-11-23 12:04 UTC"."""
     if unix_s is None:
         return "-"
     try:
@@ -75,7 +75,7 @@ def moment(unix_s: float | None) -> str:
 
 
 def gib(value: float | None) -> str:
-    """Bytes in GiB; MiB below a tenth of a GiB."""
+    """Return bytes as text in GiB, or in MiB below a tenth of a GiB."""
     if value is None:
         return "-"
     return f"{value / 2**30:,.2f} GiB" if value >= 0.1 * 2**30 else f"{value / 2**20:,.1f} MiB"

@@ -179,7 +179,7 @@ def _advice(items: list[Advice]) -> str:
 
 
 def axis_switch() -> str:
-    """Return radio buttons by which CSS shows one kind of x axis."""
+    """Return radio buttons that make CSS show one kind of x axis."""
     buttons = "".join(
         f'<label><input type=radio name=axis id="by-{axis}"{" checked" * (axis == "step")}>'
         f"{escaped(text)}</label>"

@@ -49,7 +49,7 @@ class RunRecord:
 
     @property
     def trained(self) -> list[Line]:
-        """Lines of steps that were taken."""
+        """Lines of training steps, without those of evaluations only."""
         return [line for line in self.lines if "loss" in line]
 
     @property

@@ -107,7 +107,7 @@ def _generalising(run: RunRecord) -> Verdict | None:
 
 
 def _baselines(run: RunRecord) -> Verdict | None:
-    """Compare with models that count tokens (data/data.py)."""
+    """Compare the held-out loss with that of a unigram and a bigram model (data/data.py)."""
     (unigram, bigram), best = _counted(run), run.best()
     if best is None or unigram is None or bigram is None:
         return None
@@ -342,7 +342,9 @@ def _by_curve(run: RunRecord) -> list[Advice]:
 
 
 def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | None = None) -> str:
-    """Return the command of the run, with the settings of its user; "" if plan.json lacks them."""
+    """Return the command that starts the run, with its user's settings and with `changes`; "" if
+    plan.json does not record them. `dir`: another run folder.
+    """
     source = run.text("deepspeed_source")
     if not source:
         return ""
@@ -370,7 +372,7 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
 
 def _start(run: RunRecord) -> str:
     """Return the command without its arguments, for the launcher that started the run. Records of
-    earlier versions do not tell deepspeed from torchrun.
+    earlier versions do not distinguish deepspeed from torchrun.
     """
     launcher = run.text("world", "launcher")
     ranks = max(1, int(number(run.planned("world", "world_size")) or 1))
@@ -403,6 +405,6 @@ def _without_none(value: Any) -> Any:
 
 
 def progress(run: RunRecord) -> str:
-    """Return "step 50 of 100"."""
+    """Return the steps taken as text: "50 of 100"."""
     total = run.total_steps
     return f"{count(run.step)} of {count(total)}" if total else count(run.step)
