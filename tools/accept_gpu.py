@@ -65,7 +65,7 @@ STEPS = tuple(
 
 
 def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
-    """argv -> progress and a table -> exit code."""
+    """Run the command: argv -> progress and a table -> exit code."""
     parser = _parser(steps)
     args = parser.parse_args(argv)
     by_name = {step.name: step for step in steps}

@@ -45,7 +45,7 @@ NEEDED = (  # by every run
 
 
 def main(argv: list[str]) -> int:
-    """argv -> table on rank 0's standard output -> exit code."""
+    """Run the command: argv -> table on rank 0's standard output -> exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=HelpFormatter,

@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # Optuna, which a dry run does without
 
 
 def main(argv: list[str]) -> int:
-    """argv -> trials -> exit code."""
+    """Run the command: argv -> trials -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("file", type=Path, metavar="SWEEP.toml")
     parser.add_argument(

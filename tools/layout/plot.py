@@ -20,7 +20,7 @@ _COLOURS = {"forward": SERIES[0].light, "backward": SERIES[1].light}
 _READABLE = 0.014  # share of the step; a shorter bar has no room for its number
 _MOST_RANKS = 16
 _STATES = {"weights": 3, "gradients": 2, "optimizer": 1}
-"""The ZeRO stage from which on each state is partitioned (arXiv 1910.02054, figure 1)."""
+"""The lowest ZeRO stage that partitions each state (arXiv 1910.02054, figure 1)."""
 _THINNEST = 0.045  # share of a lane; a thinner slice would be invisible
 
 

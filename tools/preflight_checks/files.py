@@ -133,8 +133,8 @@ def _library_files() -> Iterator[tuple[str, str]]:
 
 
 def _data(corpora: Sequence[Corpus]) -> dict[str, str]:
-    """Return names and sizes of all files, and separately their times, which differ in many
-    copies.
+    """Return names and sizes of all files, and separately their times, which many copies do not
+    keep.
     """
     data, times = [], []
     for corpus in corpora:

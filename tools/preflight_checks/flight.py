@@ -94,7 +94,7 @@ def fly(command: Command, host: str, in_json: bool, limit_s: float) -> int:
 
 
 def _refusal(came: Sequence[dict[str, Any]]) -> str | None:
-    """Return one report of what is wrong with the configs on any rank; None if nothing is."""
+    """Return one report of the problems of the configs on all ranks; None if there are none."""
     hosts = [value["host"] for value in came]
     ranks_of = report.by_text(
         (rank, text) for rank, value in enumerate(came) for text in value["problems"]

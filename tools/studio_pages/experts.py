@@ -177,7 +177,7 @@ def _load(chosen: torch.Tensor) -> dict[str, float]:
 
 
 def _by_kind(text: str, chosen: torch.Tensor) -> tuple[list[str], list[list[float]]]:
-    """Return kinds of bytes and, of each, the percentages of its bytes by expert."""
+    """Return kinds of bytes and, for each, the percentages of its bytes by expert."""
     letters = [chr(byte) for byte in text.encode()]
     rows, names = [], []
     for name, belongs in _KINDS.items():

@@ -27,7 +27,7 @@ _MOMENTS = (
     ("grid", "waits"),
 )
 _AFTER = {"gradients": "adds", "optimizer": "steps", "weights": "gathers"}
-"""Labels of the phases after the passes, by the colour of that name."""
+"""Labels of ranks in the phases after the passes, by the phase, which is also a colour's name."""
 _CAPTIONS = {
     "passes": "Passes: each stage computes a micro-batch, forward or backward, or waits",
     "sums": "In each layer of them, ranks of a tensor group add up their parts (the bars)",

@@ -22,7 +22,7 @@ _LEGEND = (
 
 
 def figures(values: Values) -> list[Figure]:
-    """Return the way of one micro-batch, and what each device holds."""
+    """Return the path of one micro-batch, and what each device holds."""
     devices = values["devices"]
     plan = planned(
         {**values, "json": "pipeline4", "gpus": devices}, (f"pipeline.stages={devices}",)
@@ -66,7 +66,7 @@ def _picture(layers: tuple[int, ...], moment: Span) -> str:
     each = 1 / max(layers)
     for device, count in enumerate(layers):
         colour = "weights" if is_forward else "gradients"
-        if device != moment.stage:  # forward leaves activations behind, which backward takes away
+        if device != moment.stage:  # forward leaves activations behind, backward frees them
             colour = "activations" if device < moment.stage else "grid"
         for layer in range(count):
             name = str(first + layer)

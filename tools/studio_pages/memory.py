@@ -51,7 +51,7 @@ def numbers_of(estimate: Estimate, *more: tuple[str, ...]) -> Numbers:
 
 
 def by_phase(estimate: Estimate) -> Bars:
-    """Return the six groups over the phases of a step."""
+    """Return the six uses of memory in each phase of a step."""
     phases = {name.replace("_", " "): estimate.worst.phase(name) for name in PHASES}
     return plans.memory_bars("Memory in each phase of a step", phases, estimate.device_bytes, 380)
 
@@ -79,7 +79,7 @@ def _by_gpus(values: Values, now: Estimate) -> Chart:
 
 
 def _anatomy(estimate: Estimate) -> Drawing:
-    """Return the device as a box, with the six groups in it."""
+    """Return the device as a box that holds the six uses of memory."""
     worst = estimate.worst
     sizes = grouped(worst.phase(worst.peak_phase))
     groups = {name: size / GIB for name, size in sizes.items()}

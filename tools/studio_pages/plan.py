@@ -71,7 +71,7 @@ def _time(step: StepTime, plan: Plan, billions: int) -> list[tuple[str, ...]]:
 
 
 def spent(step: StepTime) -> Drawing:
-    """Return where the time of a step goes."""
+    """Return the parts of a step's time as a bar."""
     parts = {TERMS[name]: seconds for name, seconds in step.terms.items() if seconds > 0}
     colours = {name: colour_of(place) for place, name in enumerate(parts)}
     texts = {name: f"{size / step.seconds:.1%} {size:.3g} s" for name, size in parts.items()}

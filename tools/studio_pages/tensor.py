@@ -20,7 +20,7 @@ _WEIGHTS = {
     _MLP: (f"{_LAYER}mlp.up_proj.weight", f"{_LAYER}mlp.down_proj.weight"),
     _ATTENTION: (f"{_LAYER}self_attn.q_proj.weight", f"{_LAYER}self_attn.o_proj.weight"),
 }
-"""Names of A, of which attention has three alike (q, k and v), and of B."""
+"""Names of A and B; attention has three such A (q, k and v)."""
 _BOX, _THIN = 150.0, 34.0
 _FRAMES = (
     "two products, y = f(x A) B, on one GPU",
@@ -138,7 +138,7 @@ def _weights(size: int) -> tuple[torch.Tensor, ...]:
 
 
 def _picture(size: int, ranks: int, frame: int, kind: str) -> str:
-    """Return the matrices in the colours of the GPUs that have them; backward their gradients."""
+    """Return the matrices in the colours of the GPUs that hold them; backward, their gradients."""
     picture = Svg(_BOX + 64, _FRAMES[frame])
     ranges = parts_of(size, ranks) if frame else [((0, size), (0, size))]
     is_backward, left, gap, top = frame >= _FORWARD, 4.0, 30.0, 30.0

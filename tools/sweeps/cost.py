@@ -71,7 +71,7 @@ def costs(sweep: Sweep, world: World | None, problems: list[str]) -> list[Cost]:
                 trials_of.setdefault(of_file, []).append(number)
     for problem, numbers in trials_of.items():
         which = f" [{len(numbers)} of {len(examples)} trials]"
-        if sweep.settings.method == "grid":  # random values have no numbers that a reader knows
+        if sweep.settings.method == "grid":  # the user cannot know the numbers of random trials
             which = f" [trials {listed(map(str, numbers))}]"
         problems.append(problem + which * (len(numbers) < len(examples)))
     for name in ("steps", "tokens"):

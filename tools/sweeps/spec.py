@@ -20,7 +20,7 @@ from tools.sweeps.space import Choice, Dimension, corners, draws, grid, read_spa
 
 _OURS = ("run.dir", "resume.from")  # the sweep sets these for each trial
 _QUIET = {"save.export": False, "sample.tokens": 0, "data.reservoir": 0}
-"""Defaults of trials: without what only a run that is kept needs."""
+"""Defaults of trials, which leave out what only a run to be kept needs."""
 MOST_TRIALS = 10_000
 _TABLES = ("sweep", "search", "ds")
 

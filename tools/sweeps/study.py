@@ -70,7 +70,7 @@ class Study:
         return OpenTrial(self._study, trial, number, choice, self._record(number, frozen).used)
 
     def put_back(self, number: int) -> None:
-        """Return a trial that was taken to the queue; it keeps its values."""
+        """Put a trial that was taken back in the queue; it keeps its values."""
         trial_id = self._trials()[number]._trial_id
         self._storage.set_trial_state_values(trial_id, TrialState.WAITING)
 
