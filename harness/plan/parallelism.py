@@ -161,8 +161,8 @@ def divide_tensors(draft: Draft) -> None:
 
 
 def _other_tensor_keys(ds: DsJson, places: int) -> Iterator[tuple[str, str]]:
-    """Yield each rejected key of the section, with the reason. The number of ranks is rejected only
-    if two keys set it differently.
+    """Yield each rejected key of the section, with the reason; tp.tp_size only if it differs from
+    `places`.
     """
     section = ds.tree.get(_TENSORS, {})
     for name in (*section, *(f"tp.{inner}" for inner in section.get("tp", {}))):
