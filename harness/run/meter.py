@@ -47,7 +47,7 @@ class Meter:
         self._tokens += step.tokens
         self._positions += step.positions
         self._waited_s += step.waited_s
-        if self._peak_flops is not None and self.plan.shape is not None:
+        if self._peak_flops and self.plan.shape:
             mean_length = step.tokens // (reads.global_batch * reads.pieces)
             self._flops += step.tokens * self._flops_per_token(self.plan.shape, mean_length)
         self._last = reads
@@ -96,8 +96,10 @@ class Meter:
 
 
 def _peak_flops(plan: Plan) -> float | None:
-    """Return the peak dense FLOP/s of all devices in the run's precision; None if unknown."""
-    gpu = known_gpu(plan.world.gpu)
+    """Return the peak dense FLOP/s of all devices in the run's precision; None if they, or the
+    model's FLOPs, are unknown.
+    """
+    gpu = known_gpu(plan.world.gpu) if plan.shape else None
     tflops = gpu.peak_tflops(plan.precision) if gpu else None
     return tflops * 1e12 * plan.world.world_size if tflops else None
 

@@ -37,8 +37,8 @@ def metrics_of(line: Mapping[str, Any]) -> Values:
 
 
 def _name(name: str) -> str:
-    if name.startswith("eval_"):
-        return f"eval/{name.removeprefix('eval_')}"
+    if name.startswith(("eval_", "old_eval_")):
+        return f"eval/{name.replace('eval_', '', 1)}"
     return name if name.startswith(("attention_", "loss/")) else f"train/{name}"
 
 
@@ -83,14 +83,22 @@ class Trackers:
 
 class _TensorBoard:
     def __init__(self, _: bool, folder: RunFolder, plan: dict[str, Any], step: int) -> None:
+        self._folder, self._last = folder.path / "tensorboard", step
+        self._writer = self._open(step + 1)
+        self._writer.add_text("plan", f"```\n{json.dumps(plan, indent=2)}\n```", step)
+
+    def _open(self, purge_step: int) -> Any:
+        """Return a writer; earlier points from `purge_step` on are no longer shown."""
         from torch.utils.tensorboard import SummaryWriter
 
         writer: Any = SummaryWriter
-        # Steps that a resumed run repeats replace the earlier ones.
-        self._writer = writer(folder.path / "tensorboard", purge_step=step + 1, flush_secs=10)
-        self._writer.add_text("plan", f"```\n{json.dumps(plan, indent=2)}\n```", step)
+        return writer(self._folder, purge_step=purge_step, flush_secs=10)
 
     def write(self, values: Values, step: int, unix_time_s: float) -> None:
+        if step < self._last:  # after a rollback
+            self._writer.close()
+            self._writer = self._open(step)
+        self._last = step
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, walltime=unix_time_s)
 

@@ -22,7 +22,7 @@ from harness.run import live_memory
 from harness.run.data_decisions import _vocabulary
 from harness.run.finish import continued
 from harness.run.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
-from harness.run.meter import expert_load, monitor_events
+from harness.run.meter import Meter, expert_load, monitor_events
 from harness.run.progress import Progress
 from tests.real_runs import REPOSITORY
 
@@ -153,6 +153,16 @@ def test_without_an_estimate_nothing_is_counted(monkeypatch: pytest.MonkeyPatch)
     for _ in range(4):
         check.step_done()
     assert check.compared == []
+
+
+def test_mfu_is_unknown_where_the_gpu_or_the_models_flops_are() -> None:
+    plan = make_plan(RunConfig(), {}, World(gpu="NVIDIA H100 80GB HBM3"))
+    unknown_gpu = replace(plan, world=World(gpu="another"))
+    mfus = [
+        Meter(a_plan).line(torch.zeros(()), 0.0, 0, {})["mfu"]
+        for a_plan in (plan, unknown_gpu, replace(plan, shape=None))
+    ]
+    assert mfus == [0.0, None, None]
 
 
 # --- a sample of text ---

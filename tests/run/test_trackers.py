@@ -67,6 +67,17 @@ def test_tensorboard_shows_steps_done_again_once(folder: RunFolder) -> None:
     assert scalars["eval/loss"][-1] == (8, 4.0)
 
 
+def test_tensorboard_shows_steps_once_after_a_rollback(folder: RunFolder) -> None:
+    pytest.importorskip("tensorboard")
+    trackers = Trackers(lambda kind, message: pytest.fail(message))
+    trackers.open(LogConfig(tensorboard=True), folder, {}, 0)
+    for step, loss in [(1, 1.0), (2, 1.0), (3, 9.0), (2, 2.0), (3, 2.0)]:
+        trackers.write(line(step, loss))
+    trackers.close("done")
+    scalars = read_tensorboard(folder.path / "tensorboard")
+    assert scalars["train/loss"] == [(1, 1.0), (2, 2.0), (3, 2.0)]
+
+
 def test_mlflow_goes_on_with_the_same_run(folder: RunFolder, monkeypatch: Any) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -111,6 +122,7 @@ def test_names_of_a_line() -> None:
             **LINE,
             "eval_loss": 2.0,
             "eval_loss/pairs": 3.0,
+            "old_eval_loss": 1.5,
             "loss/books": 4.0,
             "attention_entropy/0": 1.0,
             "loss_by_position": [1.0, None],
@@ -119,6 +131,7 @@ def test_names_of_a_line() -> None:
     assert values["train/loss"] == 2.5
     assert values["eval/loss"] == 2.0
     assert values["eval/loss/pairs"] == 3.0
+    assert values["eval/old_loss"] == 1.5
     assert values["loss/books"] == 4.0
     assert values["attention_entropy/0"] == 1.0
     assert not {"train/mfu", "train/step", "train/loss_by_position"} & set(values)
