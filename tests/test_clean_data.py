@@ -133,6 +133,33 @@ def test_the_report_counts_what_is_there(cleaned: tuple[Path, Path]) -> None:
     assert (left[0], left[-1]) == (report["documents"]["read"], report["documents"]["written"])
 
 
+def passed_on(path: Path, text: str | None = None) -> list[dict[str, Any]]:
+    """Return the metadata of documents that task 0 reads, writes, and reads in a later stage."""
+    from tools.cleaning.pipeline import _writer
+    from tools.cleaning.steps import CorpusReader, TaskReader
+
+    corpus = find_corpus(str(path), columns={"text": text} if text else None)
+    reader = CorpusReader(corpus, shards.shards_of(corpus), path.parent / "problems")
+    folder = str(path.parent / "filtered")
+    for _ in _writer(Path(folder)).run(reader.run()):
+        pass
+    return [document.metadata for document in TaskReader(folder, add_file_path=False).run()]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"rank": 7},
+        {"id": 7, "media": [7], "file_path": 7},
+    ],
+)
+def test_columns_beside_the_text_are_passed_on(columns: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"text": "A text.", **columns}))
+    (metadata,) = passed_on(path)
+    assert metadata == {**columns, "source": f"{path}:1"}
+
+
 def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:
     from datatrove.data import Document
     from datatrove.pipeline.filters import GopherQualityFilter

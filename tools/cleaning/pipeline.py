@@ -19,7 +19,6 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.decont.n_grams import NGramsDecontConfig, NGramsDecontFilter
 from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.pipeline.dedup.minhash import MinhashConfig
-from datatrove.pipeline.writers import JsonlWriter
 
 from harness.data.corpus import Corpus, find_corpus
 from harness.data.shards import Shard
@@ -30,7 +29,7 @@ from tools.cleaning.recipe import Recipe, packaged_model
 from tools.cleaning.steps import HASHES, words_of
 
 _BUFFER = 256  # signatures read ahead per file
-_FORMAT = 1  # increase this if the same corpus and recipe would give different bytes
+_FORMAT = 2  # increase this if the same corpus and recipe would give different bytes
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class Pipeline:
         }
         return kinds[name](exclusion_writer=excluded, language=words, **options)
 
-    def _excluded(self, name: str) -> JsonlWriter:
+    def _excluded(self, name: str) -> own.TaskWriter:
         return _writer(self.removed / name)
 
     @property
@@ -177,8 +176,8 @@ class Pipeline:
         return ExactDedupConfig(_text_of, hash_config=HASHES)
 
 
-def _writer(folder: Path) -> JsonlWriter:
-    return JsonlWriter(str(folder), compression=None)
+def _writer(folder: Path) -> own.TaskWriter:
+    return own.TaskWriter(str(folder), compression=None)
 
 
 def logs_of(logs: Path, number: int, stage: Stage) -> Path:

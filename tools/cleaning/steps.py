@@ -19,6 +19,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.formatters import PIIFormatter
 from datatrove.pipeline.formatters.pii import PIIReplacer
 from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils._import_utils import ASSETS_PATH
 from datatrove.utils.hashing import HashConfig, create_hash_func
@@ -102,6 +103,15 @@ class TaskReader(JsonlReader):
         for document in self.read_files_shard([name] if self.data_folder.isfile(name) else []):
             self.update_doc_stats(document)
             yield document
+
+
+class TaskWriter(JsonlWriter):
+    """Writes the documents of a task to its file. datatrove's writer would name the file after a
+    document's column `rank`.
+    """
+
+    def _get_output_filename(self, document: Document, rank: int | str = 0, **_: Any) -> str:
+        return f"{str(rank).zfill(5)}.jsonl"
 
 
 def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
