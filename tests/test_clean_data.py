@@ -147,16 +147,19 @@ def passed_on(path: Path, text: str | None = None) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "columns",
+    ("text", "columns"),
     [
-        {"rank": 7},
-        {"id": 7, "media": [7], "file_path": 7},
+        (None, {"rank": 7}),
+        (None, {"id": 7, "media": [7], "file_path": 7}),
+        ("content", {"text": "Another column."}),
     ],
 )
-def test_columns_beside_the_text_are_passed_on(columns: dict[str, Any], tmp_path: Path) -> None:
+def test_columns_beside_the_text_are_passed_on(
+    text: str | None, columns: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "corpus.jsonl"
-    path.write_text(json.dumps({"text": "A text.", **columns}))
-    (metadata,) = passed_on(path)
+    path.write_text(json.dumps({text or "text": "A text.", **columns}))
+    (metadata,) = passed_on(path, text)
     assert metadata == {**columns, "source": f"{path}:1"}
 
 

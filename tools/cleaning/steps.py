@@ -58,6 +58,7 @@ class CorpusReader(PipelineStep):
     ) -> DocumentsPipeline:
         """Yield the documents of shard number `rank`."""
         corpus = corpus_of_shard(self.corpus, self.shards[rank])
+        text_column = corpus.columns.get("text", "text")
         bad_lines = BadLines()
         characters, number = 0, 0
         for texts, part in _whole(corpus.parts(bad_lines)):
@@ -67,7 +68,8 @@ class CorpusReader(PipelineStep):
             if not text.strip():
                 self.stat_update("empty")
                 continue
-            document = Document(text, f"{rank:05}-{number:07}", metadata=_metadata(part))
+            metadata = _metadata(part, text_column)
+            document = Document(text, f"{rank:05}-{number:07}", metadata=metadata)
             number += 1
             self.stat_update("documents")
             self.update_doc_stats(document)
@@ -125,13 +127,13 @@ def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
             texts = []
 
 
-def _metadata(part: Part) -> dict[str, Any]:
-    """Return the other columns of a record, and its source."""
+def _metadata(part: Part, text_column: str) -> dict[str, Any]:
+    """Return the columns of a record beside its text, and its source."""
     record = dict(part.record) if isinstance(part.record, dict) else {}
     nested = record.pop("metadata", None)
     record = {**nested, **record} if isinstance(nested, dict) else record
     source = f"{part.file}:{part.line}" if record else str(part.file)
-    return {**{k: v for k, v in record.items() if k != "text"}, "source": source}
+    return {**{k: v for k, v in record.items() if k != text_column}, "source": source}
 
 
 def why_no_text(corpus: Corpus) -> str | None:
