@@ -61,11 +61,12 @@ class Scale:
             first, last = (math.log10(end) for end in (self.low, self.high))
             apart = max(1, math.ceil((last - first) / (about + 1)))
             powers = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1, apart)
-            numbers = [10.0**power for power in powers]
-            if len(numbers) < 2:
+            marked = [10.0**power for power in powers]
+            if len(marked) < 2:
                 begin = 10.0 ** math.floor(first)
                 steps = (begin * times for times in (1, 2, 5, 10, 20, 50))
-                numbers = [number for number in steps if self.low <= number <= self.high]
+                marked = [number for number in steps if self.low <= number <= self.high]
+            numbers = marked or numbers  # a range of 2.5 to 4 contains no 1, 2 or 5
         return [(self.share(number), short(number)) for number in numbers]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.report.chart import Scale
 from tests.browser import WIDTHS, Browser, needs_browser
 from tools.sweeps.cost import Record, Used
 from tools.sweeps.page import write_sweep_page
@@ -76,6 +77,15 @@ def test_losses_on_different_held_out_sets_are_not_ranked_silently(
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "plan.json").write_text(json.dumps({"held_out_set": held_out_set}))
         assert ("2 held-out sets, whose losses" in ranking(sweep, records)) == is_shown
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"), [(2.5e-4, 4e-4, "2.5e-4 3e-4 3.5e-4 4e-4"), (3e-4, 6e-4, "5e-4")]
+)
+def test_a_narrow_logarithmic_axis_has_ticks(low: float, high: float, labels: str) -> None:
+    ticks = Scale(low, high, log=True).ticks()
+    assert [text for _, text in ticks] == labels.split()
+    assert all(0 <= share <= 1 + 1e-9 for share, _ in ticks)
 
 
 def test_values_and_reasons_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
