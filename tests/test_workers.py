@@ -45,6 +45,17 @@ def test_a_worker_that_is_killed_while_it_reports_is_named(
         run_workers(fail, range(2), 2, nothing)
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_worker_that_was_killed_is_named_not_those_ended_with_it(killed: int) -> None:
+    def work(item: int, progress: Progress) -> None:
+        if item == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(WorkerFailed, match=r"SIGKILL .*lower --workers"):
+        run_workers(work, range(2), 2, nothing)
+
+
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_the_parent_may_be_process_1(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container; a worker whose parent is dead has another parent."""

@@ -101,6 +101,7 @@ def run_workers(
             if any(process.exitcode for process in processes):
                 break
     finally:
+        died = [process for process in processes if process.exitcode]
         for process in processes:
             process.terminate()
         for process in processes:
@@ -108,7 +109,7 @@ def run_workers(
     errors += filter(None, map(_received, readers))
     if errors:
         raise errors[0]
-    for process in processes:
+    for process in [*died, *processes]:  # first those that nobody terminated
         if process.exitcode:
             raise WorkerFailed(_how(process.exitcode))
 
