@@ -45,7 +45,20 @@ from harness.files.records import (
     writing,
 )
 
+_CHECKPOINT = re.compile(r"step-[0-9]{8}")
+
 Outcome = Literal["running", "done", "stopped", "failed", "diverged"]
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the folders named like checkpoints, oldest first, without symlinks."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if _CHECKPOINT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    )
 
 
 class RunFolder:

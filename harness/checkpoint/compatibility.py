@@ -13,7 +13,7 @@ from harness.layout.attention_table import ATTENTIONS
 from harness.plan.batches import open_keys
 from harness.plan.model import with_rows_for
 from harness.plan.plan import Plan
-from harness.runfolder import RunFolder
+from harness.runfolder import RunFolder, checkpoints_in
 
 # Settings that a resumed run may change freely: they affect duration, frequency and layout, but not
 # the training result. All others require resume.allow.
@@ -79,7 +79,7 @@ def run_in_folder(plan: Plan) -> str | None:
     if isinstance(model, dict) and isinstance(rows := model.get("vocab_size"), int):
         plan = with_rows_for(plan, rows)  # a run adds rows once it has read its tokenizer
     problems = resume_problems(saved, {**saved, **plan.to_json()}, allowed)
-    newest = max((path.name for path in folder.checkpoints_dir.glob("step-*")), default="")
+    newest = max((path.name for path in checkpoints_in(folder.checkpoints_dir)), default="")
     if newest and plan.steps is not None:
         problems += too_short(plan.steps, int(newest.removeprefix("step-")))
     if problems:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,8 @@ from harness.checkpoint.reader import Reader
 from harness.checkpoint.tensor_file import TensorReader, sha256_of
 from harness.config.run_config import run_and_step
 from harness.errors import Unusable
+from harness.runfolder import checkpoints_in
 
-_NAME = re.compile(r"step-[0-9]{8}")
 _UNFINISHED = ".unfinished-"
 LATEST = "latest"
 
@@ -59,13 +58,7 @@ class Store:
 
     def all(self) -> list[Path]:
         """Return the folders named like checkpoints, oldest first, without symlinks."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(
-            path
-            for path in self.folder.iterdir()
-            if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-        )
+        return checkpoints_in(self.folder)
 
     def at(self, step: int) -> Path:
         """Return the path of a step's checkpoint, which may not exist."""

@@ -230,8 +230,8 @@ def test_a_dry_run_names_the_run_that_it_would_resume_or_why_it_may_not(tmp_path
     text = run_in_folder(plan_of(*words))
     assert text is not None
     assert text.endswith(", stopped at step 4: no checkpoint, so it starts again")
-    for step in (2, 10):
-        (folder / f"checkpoints/step-{step:08}").mkdir(parents=True)
+    for name in ("step-00000002", "step-00000010", "step-00000010.bak"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
     text = run_in_folder(plan_of(words[0], "train.steps=12"))
     assert text is not None
     assert text.endswith(": it is resumed from step-00000010")
