@@ -296,6 +296,16 @@ def test_a_family_that_is_traced_has_a_page(slug: str) -> None:
     assert any(isinstance(figure, Chart | Bars) for figure in figures)
 
 
+def test_the_command_with_a_json_of_ones_own_is_that_of_the_plan() -> None:
+    words = {"accumulation": "8", "precision": "fp16"}
+    for own_json, steps in (('{"gradient_accumulation_steps": 4}', 4), ("{}", 8)):
+        command = command_of("plan", own_json=own_json, **words)
+        assert "ds_configs/own.json" in command
+        assert [word for word in command if word.startswith("ds.")] == [
+            f"ds.gradient_accumulation_steps={steps}"
+        ]
+
+
 def test_a_json_of_ones_own_is_planned_and_its_mistakes_are_shown() -> None:
     page = BY_SLUG["plan"]
     values = read_values(page.controls, {"own_json": '{"zero_optimization": {"stage": 1}}'})

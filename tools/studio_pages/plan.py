@@ -35,7 +35,10 @@ def figures(values: Values) -> list[Figure]:
     estimate, step = plans.estimate_of(plan), step_time(plan)
     assert step is not None, "every GPU and preset of the page is known"
     events = [event for event in plan.events if "message" in event]
-    json_name = "own" if values["own_json"].strip() else values["json"]
+    run = values
+    if values["own_json"].strip():  # the plan follows its keys, not the controls
+        own = {"json": "own", "accumulation": plan.grad_accum, "precision": plans.PRECISION.default}
+        run = {**values, **own}
     shipped = (plans.ROOT / "ds_configs" / f"{values['json']}.json").read_text(encoding="utf-8")
     return [
         numbers_of(estimate, *_time(step, plan, values["tokens"])),
@@ -47,7 +50,7 @@ def figures(values: Values) -> list[Figure]:
         by_phase(estimate),
         spent(step),
         *([_ranked(values, plan.global_batch)] if values["compare"] == _ALL else []),
-        Code("Train with these settings", plans.train_command({**values, "json": json_name})),
+        Code("Train with these settings", plans.train_command(run)),
         Code("Its DeepSpeed JSON", values["own_json"] or shipped),
         Code("The JSON as DeepSpeed gets it", json.dumps(plan.deepspeed, indent=2)),
         *(Note(event["message"]) for event in events if event["kind"] != NOT_TRAINED),
