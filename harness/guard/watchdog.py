@@ -86,6 +86,8 @@ def hang_report(
     `behind`: if all write, the ranks with less progress. If both are empty, all wait at the same
     point for the network, a device or a disk. `place`: returns text to append to a rank's number.
     """
+    # A heartbeat that is gone or unreadable counts as not written again.
+    after = [now if "tick" in now else then for then, now in zip(before, after, strict=True)]
     silent = _silent(before, after, rank)
     is_silent = {*silent}
     talking = [beat for beat in after if beat["rank"] not in is_silent]

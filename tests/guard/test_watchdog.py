@@ -214,6 +214,13 @@ def test_the_ranks_that_hold_up_the_others_are_named(name: str) -> None:
     assert f"{place} in 'step' of step 5, x" in report["message"]
 
 
+def test_a_rank_whose_heartbeat_is_gone_is_silent() -> None:
+    before = [heartbeat(0, 9, 4), heartbeat(1, 9, 4)]
+    report = hang_report(before, [WAITS[0], {"rank": 1}], "why", 0, lambda rank: "")
+    assert (report["silent"], report["behind"]) == ([1], [])
+    assert "rank 1 on n1 (process 11), in 'step' of step 5: stopped" in report["message"]
+
+
 def test_a_place_is_the_innermost_line_of_the_library_and_what_it_waits_in() -> None:
     from harness.data.batches import load_ahead
 
