@@ -429,7 +429,7 @@ def test_small_data_is_read_where_it_lies(tmp_path: Path) -> None:
 # --- the comparison ---
 
 
-def lines(*losses: float, stopped_at: int = 9) -> list[dict[str, Any]]:
+def lines(*losses: float | str, stopped_at: int = 9) -> list[dict[str, Any]]:
     return [{"step": 0, "attempt": 1, "eval_loss": 9.0}] + [
         {"step": step, "attempt": 1 + (step > stopped_at), "loss": loss, "grad_norm": 1.0}
         for step, loss in enumerate(losses, 1)
@@ -449,7 +449,9 @@ def test_how_far_apart_counts_what_is_no_number() -> None:
     expected = lines(3.0, 2.0, 1.0)
     assert apart(lines(3.0, 2.02, 5.0), expected, [1, 2], "loss") == pytest.approx(0.01)
     assert not apart(lines(3.0), expected, [1, 2], "loss") <= 1e9
-    assert not apart(lines(float("inf"), 2.0), expected, [1], "loss") <= 1e9
+    for loss in ("inf", "nan"):  # as records have them
+        assert not apart(lines(loss, 2.0), expected, [1], "loss") <= 1e9
+        assert not apart(expected, lines(loss, 2.0), [1], "loss") <= 1e9
 
 
 # --- the tool ---

@@ -124,7 +124,9 @@ class Rehearsal:
                 f"{last.get('loss')}: nothing can be compared with it"
             )
         skipped = f", {STEPS - applied} skipped" if applied < STEPS else ""
-        return f"{STEPS} steps{skipped}: loss {lines[1]['loss']:.4f}, then {last['loss']:.4f}"
+        return (
+            f"{STEPS} steps{skipped}: loss {float(lines[1]['loss']):.4f}, then {last['loss']:.4f}"
+        )
 
     def interrupt(self) -> str:
         """Train the same run, stop it, and copy the resulting run folder."""
@@ -286,7 +288,8 @@ def apart(ours: list[Line], expected: list[Line], steps: list[int], key: str) ->
         mine, theirs = (lines.get(step, {}).get(key, math.nan) for lines in (here, there))
         if mine is None and theirs is None:
             continue
-        mine, theirs = (math.nan if value is None else value for value in (mine, theirs))
+        # Records have "inf" and "nan" as text.
+        mine, theirs = (math.nan if value is None else float(value) for value in (mine, theirs))
         if not math.isfinite(mine - theirs):
             return math.nan
         worst = max(worst, abs(mine - theirs) / max(abs(theirs), 1e-30))
