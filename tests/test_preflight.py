@@ -24,7 +24,7 @@ from harness.plan.plan import Plan
 from tests.real_runs import REPOSITORY
 from tools import preflight
 from tools.preflight_checks import network, report
-from tools.preflight_checks.files import Seen, Storage
+from tools.preflight_checks.files import Seen, Storage, token
 from tools.preflight_checks.flight import Facts, judge
 from tools.preflight_checks.machine import Machine, machine_rows
 from tools.preflight_checks.network import (
@@ -269,6 +269,18 @@ def test_room_is_for_one_checkpoint_more_than_are_kept(
 )
 def test_no_more_checkpoints_are_expected_than_a_run_saves(save: dict[str, Any], due: int) -> None:
     assert f"for {due} checkpoint" in row("room", healthy(), save=save).found
+
+
+@pytest.mark.parametrize("folder", ["", "gone"])
+def test_an_error_while_the_token_lies_there_is_not_hidden(folder: str, tmp_path: Path) -> None:
+    def body() -> None:
+        with token(tmp_path / folder) as path:
+            assert Path(path).exists() == (not folder)
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        body()
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_rank_that_does_not_report_is_named() -> None:

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -180,11 +180,14 @@ def token(folder: Path) -> Iterator[str]:
 
     If it cannot be created, yield a path that no rank will see.
     """
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
-            yield file.name
-    except OSError:
-        yield str(folder / ".preflight-could-not-be-made")
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(
+                tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-")
+            ).name
+        except OSError:
+            path = str(folder / ".preflight-could-not-be-made")
+        yield path
 
 
 def measure_storage(plan: Plan, token_path: str, writes: bool) -> Storage:
