@@ -171,13 +171,15 @@ def test_values_axes_and_keys_answer(browser, tmp_path):
 @pytest.mark.gate("pages")
 @needs_browser
 def test_runs_are_shown_and_hidden(browser, tmp_path):
-    folders = [write_run(tmp_path / name) for name in "ab"]
+    folders = [write_run(tmp_path / name / "run") for name in "ab"]
     run_tool("report", *folders, "--out", tmp_path / "both.html")
     page = browser.open((tmp_path / "both.html").as_uri())
-    count = "document.querySelectorAll('#chart-loss path[data-curve=b]:not(.hidden)').length"
-    assert page.evaluate(count) > 0
-    page.click("input[data-run=b]")
-    assert page.evaluate(count) == 0
+    count = "document.querySelectorAll('#chart-loss .on-step path[data-run]:not(.hidden)').length"
+    assert page.evaluate(count) == 2
+    page.click('input[data-run="1"]')
+    assert page.evaluate(count) == 1
+    page.hover("#chart-loss .area")
+    assert page.evaluate("document.querySelectorAll('#chart-loss .tip div').length") == 1
     assert page.errors == []
 
 

@@ -36,7 +36,7 @@
     const [begin, end] = chart.ranges[axis];
     const to = (x) => chart.log ? Math.log(x / begin) / Math.log(end / begin) : (x - begin) / (end - begin);
     const x = chart.log ? begin * (end / begin) ** at : begin + at * (end - begin);
-    const curves = chart.curves.filter((curve) => !hidden.has(curve.label) && curve.y.length);
+    const curves = chart.curves.filter((curve) => !hidden.has(curve.run) && curve.y.length);
     places.set(figure, at);
     if (!curves.length) return;
     const near = curves.map((curve) => curve.x[axis][nearest(curve.x[axis], x)]);
@@ -73,11 +73,11 @@
     if (event.key === "Escape") hide();
   });
   document.addEventListener("change", ({target: box}) => {
-    const name = box.dataset?.run;
-    if (name === undefined) return;
-    if (box.checked) hidden.delete(name); else hidden.add(name);
+    const run = box.dataset?.run;
+    if (run === undefined) return;
+    if (box.checked) hidden.delete(run); else hidden.add(run);
     box.closest("tr").classList.toggle("off", !box.checked);
-    for (const path of document.querySelectorAll("path[data-curve]"))
-      if (path.dataset.curve === name) path.classList.toggle("hidden", !box.checked);
+    for (const path of document.querySelectorAll("path[data-run]"))
+      if (path.dataset.run === run) path.classList.toggle("hidden", !box.checked);
   });
 })();

@@ -88,6 +88,8 @@ class Curve:
     """A name for each point, and the side to write it on: left, right, top or bottom."""
     title: str = ""
     """The text to show while the line is pointed at."""
+    run: str = ""
+    """Id of its run among several, by which a checkbox hides it: names of runs may be equal."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ def data_of(chart: Chart) -> dict[str, Any]:
         "curves": [
             {
                 "label": curve.label,
+                "run": curve.run,
                 "colour": curve.colour,
                 "x": {axis: [rounded(x) for x in xs] for axis, xs in curve.x.items()},
                 "y": [rounded(y) for y in curve.y],
@@ -329,7 +332,9 @@ def labels_of(labels: Iterable[tuple[float, str]], kind: str = "") -> str:
 def _curve(curve: Curve, points: Sequence[tuple[float, float]]) -> str:
     """Return a line, and dots where points are few enough to be told apart."""
     width = f";stroke-width:{curve.width:g}" if curve.width else ""
-    shape = f'style="stroke:{curve.colour}{width}" data-curve="{escaped(curve.label)}"'
+    shape = f'style="stroke:{curve.colour}{width}"'
+    if curve.run:
+        shape += f' data-run="{escaped(curve.run)}"'
     places = [f"{_SIDE * x:.1f} {_SIDE * (1 - y):.1f}" for x, y in points]
     title = f"<title>{escaped(curve.title)}</title>" if curve.title else ""
     drawn = ""

@@ -236,7 +236,7 @@ def _several(
 ) -> list[Curve]:
     """Return one curve for each run."""
     most, smooth = min(MOST_POINTS, 3 * MOST_POINTS // len(runs)), smooth and len(runs) > 1
-    return [
+    curves = [
         curve(
             *(run, key, run.name if len(runs) > 1 else "", colour_of(place)),
             scale=scale,
@@ -245,6 +245,7 @@ def _several(
         )
         for place, run in enumerate(runs)
     ]
+    return [replace(each, run=str(place)) for place, each in enumerate(curves)]
 
 
 def _dotted(curves: list[Curve]) -> list[Curve]:

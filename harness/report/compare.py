@@ -100,7 +100,7 @@ def _row(place: int, run: RunRecord, of_set: str, is_best: bool) -> str:
     swatch = ""
     if place < MOST_DRAWN:
         swatch = (
-            f'<label><input type=checkbox checked data-run="{name}" aria-label="show {name}">'
+            f'<label><input type=checkbox checked data-run="{place}" aria-label="show {name}">'
             f'<i class=swatch style="--c:{colour_of(place)}"></i></label>'
         )
     kind = "silent" if run.is_silent() else run.outcome

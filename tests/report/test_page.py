@@ -283,9 +283,18 @@ def test_runs_are_ranked_and_their_differences_listed(tmp_path):
     runs = [evaluated_at_50(tmp_path / name, loss, plan(lr=rate)) for name, rate, loss in losses]
     page = compare_page_of([*runs, read(write_run(tmp_path / "none", []))], "three")
     assert "b \u2605 best" in page
-    places = [page.index(f'data-run="{name}"') for name in ("b", "a", "none")]
+    places = [page.index(f'aria-label="show {name}"') for name in ("b", "a", "none")]
     assert places == sorted(places)
     assert differences(runs) == [("optim.lr", ["0.0001", "0.0003"])]
+
+
+def test_runs_of_one_name_have_a_checkbox_each(tmp_path):
+    runs = [read(write_run(tmp_path / name / "run")) for name in "ab"]
+    page = compare_page_of(runs, "two")
+    assert re.findall(r'<input [^>]*data-run="(.*?)"', page) == ["0", "1"]
+    assert {*re.findall(r'<path [^>]*data-run="(.*?)"', page)} == {"0", "1"}
+    for chart in values_of(page).values():
+        assert [curve["run"] for curve in chart["curves"]] == ["0", "1"]
 
 
 def test_losses_on_different_held_out_sets_are_not_compared(tmp_path):
