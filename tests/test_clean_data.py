@@ -11,6 +11,8 @@ import shlex
 import signal
 import subprocess
 import time
+from datetime import date, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +149,39 @@ def passed_on(path: Path, text: str | None = None) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("text", "columns"),
+    ("text", "columns", "changed"),
     [
-        (None, {"rank": 7}),
-        (None, {"id": 7, "media": [7], "file_path": 7}),
-        ("content", {"text": "Another column."}),
+        (None, {"rank": 7}, {}),
+        (None, {"id": 7, "media": [7], "file_path": 7}, {}),
+        ("content", {"text": "Another column."}, {}),
+        (None, {"n": 2**64, "s": ["\ud800"]}, {"n": "18446744073709551616", "s": ["\\ud800"]}),
     ],
 )
 def test_columns_beside_the_text_are_passed_on(
-    text: str | None, columns: dict[str, Any], tmp_path: Path
+    text: str | None, columns: dict[str, Any], changed: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(json.dumps({text or "text": "A text.", **columns}))
     (metadata,) = passed_on(path, text)
-    assert metadata == {**columns, "source": f"{path}:1"}
+    assert metadata == {**columns, **changed, "source": f"{path}:1"}
+
+
+def test_parquet_values_that_json_lacks_are_passed_on_as_text(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {
+        "text": ["A text."],
+        "price": [Decimal("1.50")],
+        "length": [timedelta(seconds=90)],
+        "image": [{"bytes": b"\xff", "date": date(2026, 1, 2)}],
+    }
+    path = tmp_path / "corpus.parquet"
+    parquet.write_table(pyarrow.table(columns), path)
+    (metadata,) = passed_on(path)
+    image = {"bytes": None, "date": "2026-01-02"}
+    kept = {"price": "1.50", "length": "0:01:30", "image": image}
+    assert metadata == {**kept, "source": f"{path}:1"}
 
 
 def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:

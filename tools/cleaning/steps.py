@@ -6,10 +6,12 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import regex
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
@@ -133,7 +135,27 @@ def _metadata(part: Part, text_column: str) -> dict[str, Any]:
     nested = record.pop("metadata", None)
     record = {**nested, **record} if isinstance(nested, dict) else record
     source = f"{part.file}:{part.line}" if record else str(part.file)
-    return {**{k: v for k, v in record.items() if k != text_column}, "source": source}
+    metadata = {k: v for k, v in record.items() if k != text_column} | {"source": source}
+    return {_writable(key): _writable(value) for key, value in metadata.items()}
+
+
+def _writable(value: Any) -> Any:
+    """Return a value that datatrove's writer accepts: binary as None, others that it rejects (such
+    as decimals, durations, integers beyond 64 bits and lone surrogates) as text.
+    """
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_writable(item) for item in value]
+    if isinstance(value, bytes):
+        return None
+    if isinstance(value, date):  # datatrove also writes pandas.Timestamp, which orjson rejects
+        return value
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return str(value).encode(errors="backslashreplace").decode()
+    return value
 
 
 def why_no_text(corpus: Corpus) -> str | None:
