@@ -152,6 +152,7 @@ def passed_on(path: Path, text: str | None = None) -> list[dict[str, Any]]:
     ("text", "columns", "changed"),
     [
         (None, {"rank": 7}, {}),
+        (None, {"source": "a site", "language": "en"}, {}),
         (None, {"id": 7, "media": [7], "file_path": 7}, {}),
         ("content", {"text": "Another column."}, {}),
         (None, {"n": 2**64, "s": ["\ud800"]}, {"n": "18446744073709551616", "s": ["\\ud800"]}),
@@ -163,7 +164,23 @@ def test_columns_beside_the_text_are_passed_on(
     path = tmp_path / "corpus.jsonl"
     path.write_text(json.dumps({text or "text": "A text.", **columns}))
     (metadata,) = passed_on(path, text)
-    assert metadata == {**columns, **changed, "source": f"{path}:1"}
+    assert metadata == {**columns, **changed, "read_from": f"{path}:1"}
+
+
+def test_the_detected_language_leaves_a_column_language_alone(tmp_path: Path) -> None:
+    from datatrove.data import Document
+
+    from tools.cleaning.pipeline import _writer
+    from tools.cleaning.recipe import packaged_model
+    from tools.cleaning.steps import Language
+
+    document = Document(prose(1), "1", metadata={"language": "eng", "language_score": 0.5})
+    step = Language(["en"], 0.5, packaged_model(), _writer(tmp_path))
+    assert step.filter(document) is True
+    assert document.metadata.pop("detected_language_score") > 0.5
+    assert document.metadata == {
+        "language": "eng", "language_score": 0.5, "detected_language": "en"
+    }  # fmt: skip
 
 
 def test_parquet_values_that_json_lacks_are_passed_on_as_text(tmp_path: Path) -> None:
@@ -181,7 +198,7 @@ def test_parquet_values_that_json_lacks_are_passed_on_as_text(tmp_path: Path) ->
     (metadata,) = passed_on(path)
     image = {"bytes": None, "date": "2026-01-02"}
     kept = {"price": "1.50", "length": "0:01:30", "image": image}
-    assert metadata == {**kept, "source": f"{path}:1"}
+    assert metadata == {**kept, "read_from": f"{path}:1"}
 
 
 def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:

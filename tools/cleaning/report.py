@@ -122,7 +122,7 @@ def _first(file: Path, count: int) -> Iterator[dict[str, Any]]:
         yield {
             "text": text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}...",
             "reason": metadata.get("filter_reason", ""),
-            "source": metadata.get("source", record.get("id", "")),
+            "source": metadata.get("read_from", record.get("id", "")),
         }
 
 

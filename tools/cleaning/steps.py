@@ -130,12 +130,12 @@ def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
 
 
 def _metadata(part: Part, text_column: str) -> dict[str, Any]:
-    """Return the columns of a record beside its text, and its source."""
+    """Return the columns of a record beside its text, and the file and line they come from."""
     record = dict(part.record) if isinstance(part.record, dict) else {}
     nested = record.pop("metadata", None)
     record = {**nested, **record} if isinstance(nested, dict) else record
-    source = f"{part.file}:{part.line}" if record else str(part.file)
-    metadata = {k: v for k, v in record.items() if k != text_column} | {"source": source}
+    place = f"{part.file}:{part.line}" if record else str(part.file)
+    metadata = {k: v for k, v in record.items() if k != text_column} | {"read_from": place}
     return {_writable(key): _writable(value) for key, value in metadata.items()}
 
 
@@ -282,7 +282,8 @@ class Language(BaseFilter):
             for label, score in zip(labels, scores, strict=True)
         }
         best = max(by_language, key=lambda language: by_language[language])
-        document.metadata |= {"language": best, "language_score": round(by_language[best], 4)}
+        document.metadata["detected_language"] = best
+        document.metadata["detected_language_score"] = round(by_language[best], 4)
         if any(by_language.get(language, 0.0) > self.threshold for language in self.keep):
             return True
         return False, best
