@@ -34,13 +34,15 @@ class Change:
 
 
 def helpful_changes(before: Estimate) -> list[Change]:
-    """Return the changes that save device memory: the best verdict first, then the gentlest."""
+    """Return the changes that save memory of the device, or of the host for ranks on the CPU: the
+    best verdict first, then the gentlest.
+    """
     changes = []
     for text, inputs in _candidates(before):
         if division_problems(inputs):
             continue
         after = estimate_memory(inputs, before.device_bytes)
-        saved = before.worst.peak - after.worst.peak
+        saved = before.worst.occupied - after.worst.occupied
         if saved > 0:
             changes.append(Change(text, after, saved))
     ranking = ("fits", "tight", "does not fit", "unknown device")
@@ -193,7 +195,7 @@ def memory_line(estimate: Estimate) -> str:
 
 def _cpu_line(estimate: Estimate) -> str:
     """Return the host memory of a node and of its fullest rank, including the process itself."""
-    worst = max(estimate.ranks, key=lambda rank: rank.on_cpu)
+    worst = estimate.worst
     largest = _largest(worst.cpu_phase(worst.cpu_peak_phase))
     return (
         f"{as_size(estimate.cpu_bytes_per_node)} of host memory per node; a rank holds "

@@ -160,6 +160,11 @@ class RankTimeline:
         """Peak host memory of a rank that computes on the CPU, including its process."""
         return sum(self.cpu_phase(self.cpu_peak_phase).values())
 
+    @property
+    def occupied(self) -> int:
+        """Peak bytes in the memory that limits the rank: tensors on a GPU, everything on a CPU."""
+        return self.on_cpu if self.inputs.accelerator == "cpu" else self.peak
+
     @cached_property
     def reserved(self) -> Interval:
         """Bytes that torch's allocator takes from the driver.
@@ -208,7 +213,7 @@ class RankTimeline:
         The allocator model runs only if it decides.
         """
         if self.inputs.accelerator == "cpu":  # malloc reuses what it keeps
-            return "fits" if self.peak <= device_bytes else "does not fit"
+            return "fits" if self.on_cpu <= device_bytes else "does not fit"
         sizes = self.peak, unshared(self._with_copies), self.driver
         if decided := verdict_without_allocator(*sizes, device_bytes):
             return decided
@@ -276,8 +281,8 @@ class Estimate:
 
     @cached_property
     def worst(self) -> RankTimeline:
-        """The rank with the largest peak."""
-        return max(self.ranks, key=lambda rank: rank.peak)
+        """The rank that occupies most memory at its peak."""
+        return max(self.ranks, key=lambda rank: rank.occupied)
 
     @property
     def fullest(self) -> list[RankTimeline]:

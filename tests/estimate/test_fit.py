@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,22 @@ def test_cpu_ranks_are_not_told_to_offload_to_the_memory_that_is_full() -> None:
     assert "model.checkpointing=full" in problem
     assert "offload" not in problem
     assert "GPUs" not in problem
+
+
+def test_a_change_makes_cpu_ranks_fit_only_if_their_processes_fit_too() -> None:
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    run = {"model": {"overrides": {**small, "num_key_value_heads": 2}}}
+    zero = {"stage": 1, "reduce_bucket_size": 1_000_000}
+    estimated = estimate({"zero_optimization": zero}, "cpu", **run)
+    tensors, whole = estimated.worst.peak, estimated.worst.on_cpu
+    room = whole - PROCESS_HOST // 2
+    assert fit.helpful_changes(estimated)
+    for change in fit.helpful_changes(replace(estimated, device_bytes=room)):
+        after = change.estimate.worst.on_cpu
+        assert (change.saved_bytes, change.estimate.verdict) == (whole - after, "does not fit")
+    (problem,) = fit.shortages(estimated, None, 2 * room)
+    assert "makes it fit" not in problem
+    assert tensors < room  # which once counted alone
 
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "recurrent_size": 96, "num_hidden_layers": 2}
