@@ -135,6 +135,8 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         parser.error(f"--config is given twice, {both}: use one")
     if not options.dry_run and {options.gpus, options.gpu, options.gpus_per_node} != {None}:
         parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
+    if options.gpus_per_node is not None and options.gpus is None:
+        parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
     values = {key: value for key, value in vars(options).items() if key not in ("keys", "config")}
     config_path = options.config[0] if options.config else None
     return Command(

@@ -61,6 +61,8 @@ UNKNOWN = "unrecognized arguments: "
         ("--config", 2, "\n"),
         ("--config a.toml --config b.toml", 2, "--config is given twice, a.toml and b.toml: use"),
         ("--gpus 4", 2, "add --dry-run"),
+        ("--dry-run --gpus-per-node 4", 2, "--gpus-per-node 4: add --gpus"),
+        ("--dry-run --gpus-per-node 4 --gpu h100-80", 2, "--gpus-per-node 4: add --gpus"),
         ("--deepspeed_config x.json", 2,
          f"{UNKNOWN}--deepspeed_config; did you mean --deepspeed?\n"),
         ("--deepspeed_config=x.json", 2,
