@@ -14,12 +14,16 @@ TRAIN, HELD_OUT, FACTS = "train", "held_out", "facts.json"
 def kept_sample(text: str) -> Path | None:
     """Return the sample folder of the run that data.rehearse names; None if it is not a run.
 
-    Raises ConfigError if the run has kept no sample.
+    Raises ConfigError if the run has kept no sample, or if the folder cannot be read.
     """
     run = Path(text)
-    if (run / FOLDER / FACTS).is_file():
+    try:
+        has_sample, is_run = (run / FOLDER / FACTS).is_file(), (run / "plan.json").is_file()
+    except OSError as error:
+        raise ConfigError(f"data.rehearse: cannot read {text}: {error.strerror}") from None
+    if has_sample:
         return run / FOLDER
-    if (run / "plan.json").is_file():
+    if is_run:
         raise ConfigError(
             f"data.rehearse is {text!r}, a run that kept no sample of its data "
             "(data.reservoir, written from the first checkpoint on): name the path of its data"

@@ -14,14 +14,18 @@ from harness.plan.plan import Draft
 
 
 def check_run_dir(draft: Draft) -> None:
-    """Reject a run.dir that is, or is inside, a file. Reads this machine's disk."""
+    """Reject a run.dir that is, or is inside, a file and, on this machine, one that this user may
+    not enter. Reads this machine's disk.
+    """
     text = draft.config.run.dir
     if text is None:
         return
     path = Path(text).absolute()
     try:
         nearest = next((place for place in (path, *path.parents) if place.exists()), path)
-    except OSError:  # no permission: opening the run reports it
+    except OSError as error:  # no permission, which another machine may give
+        if draft.here:
+            draft.problems.add("run.dir", f"but it cannot be reached: {error.strerror}")
         return
     if nearest.exists() and not nearest.is_dir():
         blocking = "it" if nearest == path else str(nearest)

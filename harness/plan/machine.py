@@ -114,7 +114,11 @@ def remove_left_swap(plan: Plan) -> None:
 
 def _wrong_folder(folder: Path, needed: int) -> list[str]:
     elsewhere = f"set ds.{_KEY}.nvme_path to a folder on a local drive"
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # no permission, or a name that is too long
+        is_folder = False
+    if not is_folder:
         return [f"{_KEY}.nvme_path is {folder}, which is not a folder here: {elsewhere}"]
     if not os.access(folder, os.W_OK | os.X_OK):
         return [f"{_KEY}.nvme_path is {folder}, where this user cannot write: {elsewhere}"]

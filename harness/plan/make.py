@@ -207,7 +207,11 @@ def refuse(ds: DsJson, world: World, problems: Iterable[str]) -> NoReturn:
 
 def _pass_through(passes: tuple[Pass, ...], draft: Draft) -> Problems:
     for make in passes:
-        make(draft)
+        try:
+            make(draft)
+        except PermissionError as error:  # of a path that the user named
+            problem = f"cannot read {error.filename}: {error.strerror}"
+            raise ConfigError([*draft.problems, problem]) from None
     return draft.problems
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,26 @@ def test_texts_of_any_script_are_shown_on_any_terminal(tmp_path: Path) -> None:
     done = subprocess.run(command, env=ascii_alone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert r"the first begins '\u043d\u0430" in done.stdout
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder that this process may not enter."""
+    folder, user = tmp_path / "closed", os.geteuid()
+    folder.mkdir(mode=0)
+    os.seteuid(user or 65534)  # root may enter any folder
+    yield folder
+    os.seteuid(user)
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    "key", ["run.dir", "model.name", "model.init_from", "data.tokenizer", "data.rehearse"]
+)
+def test_a_path_that_this_user_may_not_enter_is_a_problem(key: str, closed: Path) -> None:
+    problems = problems_of(f"{key}={closed / 'x'}")
+    denied = [each for each in problems if str(closed) in each and "Permission denied" in each]
+    assert len(denied) == 1
 
 
 def test_ds_assignments_edit_the_json_and_the_launcher_says_the_ranks() -> None:

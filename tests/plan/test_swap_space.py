@@ -43,9 +43,10 @@ def test_a_folder_that_cannot_hold_the_states_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert swap_problems(plan(tmp_path)) == []
-    (problem,) = swap_problems(plan(tmp_path / "none"))
-    assert f"offload_optimizer.nvme_path is {tmp_path / 'none'}, which is not a folder" in problem
-    assert "set ds.zero_optimization.offload_optimizer.nvme_path to a folder" in problem
+    for none in (tmp_path / "none", tmp_path / ("none" * 99)):
+        (problem,) = swap_problems(plan(none))
+        assert f"offload_optimizer.nvme_path is {none}, which is not a folder" in problem
+        assert "set ds.zero_optimization.offload_optimizer.nvme_path to a folder" in problem
     with monkeypatch.context() as here:
         here.setattr(machine.os, "access", lambda *_: False)  # root may write anywhere
         (problem,) = swap_problems(plan(tmp_path))
