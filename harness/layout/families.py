@@ -375,16 +375,22 @@ def flags_on(keys: Keys, family: Family) -> set[str]:
 def kv_heads(keys: Keys, family: Family, num_heads: int) -> int:
     """Return the number of key heads, even if the config does not specify it."""
     names = family.size_keys("kv_heads")
-    # An explicit null means the attention heads; a missing key means the family's default.
-    absent = not any(name in keys.config for name in names)
-    default = family.default_kv_heads if absent else None
-    named = keys.size(*names, default=default or num_heads)
+    named = keys.size(*names, default=default_kv_heads(keys.config, family) or num_heads)
     on = flags_on(keys, family)
     for rule in family.kv_heads:
         number, _, conditions = rule.partition(" if=")
         if all(holds(condition, on) for condition in conditions.split(",")):
             return num_heads if number == "heads" else int(number)
     return named
+
+
+def default_kv_heads(config: Mapping[str, Any], family: Family) -> int | None:
+    """Return the family's number of key heads, for a config without a key for it.
+
+    None means the attention heads, as does an explicit null.
+    """
+    absent = not any(name in config for name in family.size_keys("kv_heads"))
+    return family.default_kv_heads if absent else None
 
 
 def _sliding_windows(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, ...]:

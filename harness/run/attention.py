@@ -21,7 +21,7 @@ from harness.data.batch import Batch, on_device
 from harness.engine.api import Engine
 from harness.errors import ConfigError
 from harness.layout.attention_table import ATTENTIONS
-from harness.layout.families import Family, family_of
+from harness.layout.families import Family, default_kv_heads, family_of
 from harness.models.attention_sums import AttentionSums
 from harness.models.initialize import materialize
 from harness.models.skeleton import DTYPES, hf_config, skeleton
@@ -145,7 +145,8 @@ def _sizes(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
 
     heads, hidden = size("heads") or 1, size("hidden") or 1
-    kv_heads = size("kv_heads") or heads
+    default = default_kv_heads(config, family)
+    kv_heads = size("kv_heads") or default or heads
     few = min(kv_heads, 2)
     kinds = len({*(config.get("layer_types") or ())})
     sizes = {
@@ -157,6 +158,8 @@ def _sizes(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         "experts": 2,
     }
     small = {key: n for kind, n in sizes.items() for key in family.size_keys(kind) if key in config}
+    if default:
+        small[family.size_keys("kv_heads")[0]] = few
     more = {"vocab_size": _VOCAB_SIZE, "num_experts_per_tok": 2, "moe_intermediate_size": _WIDTH}
     return small | {key: n for key, n in more.items() if key in config}
 

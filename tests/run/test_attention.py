@@ -83,6 +83,13 @@ def test_every_kind_of_family_is_compared(family: str, monkeypatch: pytest.Monke
     assert layers  # both were computed: equality is not identity
 
 
+def test_a_config_without_key_heads_has_those_of_its_family() -> None:
+    config = {"model_type": "mistral", "hidden_size": 512, "num_attention_heads": 32}
+    for key_heads, expected in (({}, (8, 2)), ({"num_key_value_heads": None}, (2, 2))):
+        small = settling.small_config({**config, **key_heads})
+        assert (small["num_attention_heads"], small["num_key_value_heads"]) == expected
+
+
 def broken(*_: Any, **__: Any) -> Any:
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 

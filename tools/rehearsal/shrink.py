@@ -21,7 +21,7 @@ from harness.files.data_format import BadLines
 from harness.files.file_kinds import FORMATS, format_of
 from harness.files.splits import ALL, TO_EVALUATE
 from harness.layout.expert import ExpertPlan
-from harness.layout.families import SIZE_KEYS, Family, family_of
+from harness.layout.families import SIZE_KEYS, Family, default_kv_heads, family_of
 from harness.plan.command import Command
 from harness.plan.model_config import load_model_config
 from harness.plan.plan import Plan
@@ -224,7 +224,8 @@ def _heads(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     `ranks` divide the heads; they divide the key heads, too, or share them.
     """
     heads, hidden = _sizes(config, _HEADS, HIDDEN)
-    key_heads = size_of(config, _KEY_HEADS) or heads
+    default = default_kv_heads(config, _family(config))
+    key_heads = size_of(config, _KEY_HEADS) or default or heads
     if config.get("multi_query"):  # Falcon's and GPTBigCode's key for a single key head
         key_heads = 1
     group = min(heads // key_heads or 1, MOST_HEADS_PER_KEY)
@@ -243,7 +244,7 @@ def _heads(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         str(_key(config, _HEADS)): few,
         str(_key(config, HIDDEN)): max(8, round(few * head_dim * ratio / 8) * 8),
     }
-    if (name := _key(config, _KEY_HEADS)) is not None:
+    if (name := _key(config, _KEY_HEADS) or (_KEY_HEADS[0] if default else None)) is not None:
         values[name] = few_keys
     if config.get("head_dim") or _family(config).head_dim:
         values["head_dim"] = head_dim
