@@ -431,6 +431,15 @@ def test_adapters_are_trained_beside_the_weights_that_a_preset_stands_for(tmp_pa
     assert "name" not in run
 
 
+def test_adapters_are_trained_beside_the_weights_that_the_user_set(tmp_path: Path) -> None:
+    sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    words = ("--lora", 16, f"model.init_from={tmp_path}", "--write", tmp_path / "plan")
+    run_tool("plan_cluster", *JOB, *words)
+    run = tomllib.loads((tmp_path / "plan/run.toml").read_text())["model"]
+    assert run == {"init_from": str(tmp_path), "lora": {"rank": 16}}
+
+
 def test_text_fits_80_columns_and_has_time_cost_and_reasons() -> None:
     text = run_tool("plan_cluster", *JOB, "--data-tokens", "300B", "--price", 2).stdout
     files = ("  ds.json", "  run.toml", "  job.sh", "  sbatch.sh")

@@ -54,7 +54,8 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
         "save.every": question.run.save.every or max(1, every),
     }
     if args.lora:
-        keys |= {"model.lora.rank": args.lora, "model.init_from": _weights_of(args.model)}
+        keys["model.lora.rank"] = args.lora
+        keys.setdefault("model.init_from", _weights_of(args.model))
         del keys["model.name"]  # the weights name the model
     else:
         keys["optim.lr"] = plan_of(args, best.layout).config.optim.lr
