@@ -493,6 +493,12 @@ def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
             "train.micro_batch=3 on any number of data ranks of 4 GPUs does",
         ),
         (("train.epochs=3",), "train.epochs: the planner reads no data: give --data-tokens"),
+        (
+            ("train.global_batch=32",),
+            "train.global_batch: the planner takes it from --",
+        ),
+        (("data.seq_len=512",), "data.seq_len: the planner takes it from --seq-len: change that"),
+        (("--lora", 8, "model.lora.rank=4"), "model.lora.rank: the planner takes it from --lora"),
         (("train.steps=0",), "train.steps=0 trains on nothing: give --data-tokens"),
     ],
 )

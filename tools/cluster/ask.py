@@ -29,6 +29,14 @@ from tools.cluster.count import TOKENS_PER_PARAMETER, Question
 from tools.cluster.layouts import STATES, Layout, State, base_json
 from tools.plan_args import world_of
 
+_FLAGS = {
+    "model": "model.name",
+    "seq-len": "data.seq_len",
+    "global-batch": "train.global_batch",
+    "lora": "model.lora.rank",
+    "quantize": "model.lora.quantize",
+}
+"""Flags of the planner, and the run config keys that they set."""
 _HOST_GIB = 256.0  # per GPU, on a typical node
 _EVALUATIONS = 200
 """Maximum number of evaluations in a job whose config does not set eval.every."""
@@ -37,6 +45,10 @@ _EVALUATIONS = 200
 def question_of(args: argparse.Namespace) -> Question:
     """Return the question that a command line asks. Raises ConfigError, or ValueError for rates."""
     run, world = run_of(args), world_of(args)
+    own = load_run_config(None, args.assignments)
+    for flag, key in _FLAGS.items():
+        if own.is_set(key) and getattr(args, flag.replace("-", "_")):
+            raise ConfigError(f"{key}: the planner takes it from --{flag}: change that instead")
     if args.data_tokens and any(map(run.is_set, LENGTHS)):
         raise ConfigError("--data-tokens and train.steps, train.tokens or train.epochs: keep one")
     if run.train.epochs is not None:
