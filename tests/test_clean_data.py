@@ -154,6 +154,9 @@ def passed_on(path: Path, text: str | None = None) -> list[dict[str, Any]]:
         (None, {"rank": 7}, {}),
         (None, {"source": "a site", "language": "en"}, {}),
         (None, {"id": 7, "media": [7], "file_path": 7}, {}),
+        (None, {"metadata": "a string"}, {}),
+        (None, {"token_count": "12"}, {"token_count": 12}),
+        (None, {"token_count": ["twelve"]}, {"token_count": None}),
         ("content", {"text": "Another column."}, {}),
         (None, {"n": 2**64, "s": ["\ud800"]}, {"n": "18446744073709551616", "s": ["\\ud800"]}),
     ],
@@ -181,6 +184,14 @@ def test_the_detected_language_leaves_a_column_language_alone(tmp_path: Path) ->
     assert document.metadata == {
         "language": "eng", "language_score": 0.5, "detected_language": "en"
     }  # fmt: skip
+
+
+def test_an_address_that_is_no_text_is_no_address(tmp_path: Path) -> None:
+    from datatrove.data import Document
+
+    from tools.cleaning.steps import Urls
+
+    assert Urls().filter(Document("A text.", "1", metadata={"url": ["https://a.org"]})) is True
 
 
 def test_parquet_values_that_json_lacks_are_passed_on_as_text(tmp_path: Path) -> None:

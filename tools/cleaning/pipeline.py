@@ -29,7 +29,7 @@ from tools.cleaning.recipe import Recipe, packaged_model
 from tools.cleaning.steps import HASHES, words_of
 
 _BUFFER = 256  # signatures read ahead per file
-_FORMAT = 4  # increase this if the same corpus and recipe would give different bytes
+_FORMAT = 5  # increase this if the same corpus and recipe would give different bytes
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,13 @@ def _whole(parts: Iterator[Part]) -> Iterator[tuple[list[str], Part]]:
 def _metadata(part: Part, text_column: str) -> dict[str, Any]:
     """Return the columns of a record beside its text, and the file and line they come from."""
     record = dict(part.record) if isinstance(part.record, dict) else {}
-    nested = record.pop("metadata", None)
-    record = {**nested, **record} if isinstance(nested, dict) else record
+    if isinstance(nested := record.get("metadata"), dict):
+        del record["metadata"]
+        record = {**nested, **record}
+    count = record.get("token_count", 0)
+    if not isinstance(count, int | float):  # datatrove adds them up; in CSV, they are text
+        text = str(count)
+        record["token_count"] = int(text) if text.isdecimal() else None
     place = f"{part.file}:{part.line}" if record else str(part.file)
     metadata = {k: v for k, v in record.items() if k != text_column} | {"read_from": place}
     return {_writable(key): _writable(value) for key, value in metadata.items()}
@@ -256,7 +261,8 @@ class Urls(URLFilter):
 
     def filter(self, document: Document) -> bool | tuple[bool, str]:
         """Return True if a document is kept, otherwise False and the reason."""
-        if not document.metadata.get("url"):
+        url = document.metadata.get("url")
+        if not url or not isinstance(url, str):
             self.stat_update("without_url")
             return True
         return super().filter(document)
