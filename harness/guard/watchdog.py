@@ -259,7 +259,7 @@ class Watchdog(threading.Thread):
         try:
             self._dump_stacks(why)
             with contextlib.suppress(OSError):
-                self._write(with_place=True)
+                self._write()
             if self._reports():
                 before = self.all_ranks()
                 time.sleep(self.grace_s)
@@ -306,10 +306,11 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(OSError), self._file(self.rank, "stacks").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    def _write(self, with_place: bool = False) -> None:
+    def _write(self) -> None:
         self._ticks += 1
         if self.folder is not None:
-            text = json.dumps(self._heartbeat(with_place))
+            # In a hang with the place: the heartbeat thread may write once more after this one.
+            text = json.dumps(self._heartbeat(with_place=self.hung))
             # Overwrites without truncating first, because a rank may be stopped in between.
             descriptor = os.open(self._file(self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
             with os.fdopen(descriptor, "w") as file:

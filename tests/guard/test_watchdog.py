@@ -81,6 +81,15 @@ def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
     assert (beat["rank"], beat["phase"], beat["step"], beat["count"]) == (3, "save", 7, 1)
 
 
+def test_a_heartbeat_during_a_hang_still_says_where_the_rank_hangs(tmp_path: Path) -> None:
+    """A rank that notices the hang itself may write once more before it sees the report."""
+    watchdog = Watchdog(Pulse(floor_s=60, factor=10, first_s=60), rank=0, world_size=1)
+    watchdog.write_to(tmp_path, tmp_path / "hang.json", lambda report: None)
+    watchdog.hung = True
+    watchdog.tick()
+    assert json.loads((tmp_path / "rank-00000.json").read_text())["at"]
+
+
 # Opening a pipe for writing waits for a reader, as a lost file server does.
 WRITES_NOWHERE = """
 import os, sys, time
@@ -114,8 +123,8 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
 
     def write() -> None:
         while not is_enough.is_set():
-            for with_place in (True, False):
-                watchdog._write(with_place=with_place)
+            for watchdog.hung in (True, False):
+                watchdog._write()
 
     reader = Watchdog(Pulse(floor_s=1, factor=1, first_s=1), rank=1, world_size=2)
     reader.folder = tmp_path
