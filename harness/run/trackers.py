@@ -83,7 +83,7 @@ class Trackers:
 
 class _TensorBoard:
     def __init__(self, _: bool, folder: RunFolder, plan: dict[str, Any], step: int) -> None:
-        self._folder, self._last = folder.path / "tensorboard", step
+        self._folder, self._last = folder.path / "tensorboard", step - 1
         self._writer = self._open(step + 1)
         self._writer.add_text("plan", f"```\n{json.dumps(plan, indent=2)}\n```", step)
 
@@ -95,7 +95,7 @@ class _TensorBoard:
         return writer(self._folder, purge_step=purge_step, flush_secs=10)
 
     def write(self, values: Values, step: int, unix_time_s: float) -> None:
-        if step < self._last:  # after a rollback
+        if step <= self._last:  # after a rollback
             self._writer.close()
             self._writer = self._open(step)
         self._last = step

@@ -13,7 +13,7 @@ import pytest
 from harness.config.sections import LogConfig
 from harness.run.trackers import Trackers, metrics_of
 from harness.runfolder import RunFolder
-from tests.real_runs import Ended, run_ranks, train_command
+from tests.real_runs import Ended, run_ranks, train_command, wait_for
 from tests.run.test_meter import LINE
 
 Scalars = dict[str, list[tuple[int, float]]]
@@ -71,7 +71,7 @@ def test_tensorboard_shows_steps_once_after_a_rollback(folder: RunFolder) -> Non
     pytest.importorskip("tensorboard")
     trackers = Trackers(lambda kind, message: pytest.fail(message))
     trackers.open(LogConfig(tensorboard=True), folder, {}, 0)
-    for step, loss in [(1, 1.0), (2, 1.0), (3, 9.0), (2, 2.0), (3, 2.0)]:
+    for step, loss in [(1, 1.0), (2, 1.0), (3, 9.0), (2, 2.0), (3, 3.0), (3, 2.0)]:
         trackers.write(line(step, loss))
     trackers.close("done")
     scalars = read_tensorboard(folder.path / "tensorboard")
@@ -145,11 +145,11 @@ def ran(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunF
     asked = [f"run.dir={run.path}", "ds.tensorboard.enabled=true", "eval.every=2"]
     asked += ["log.weights_every=2", "log.attention_every=4", "resume.allow=train.steps"]
     command = train_command(*data, *asked)
-    ended = [
-        run_ranks([*command, f"train.steps={steps}"], there / f"log-{steps}", ranks=1)
-        for steps in (4, 6)
-    ]
-    return run, ended
+    first = run_ranks([*command, "train.steps=4"], there / "log-4", ranks=1)
+    # TensorBoard reads files of the same second in the order of process ids, which may start again.
+    now = int(time.time())
+    wait_for(lambda: int(time.time()) > now, "the next second", 10)
+    return run, [first, run_ranks([*command, "train.steps=6"], there / "log-6", ranks=1)]
 
 
 def test_a_real_run_writes_its_measurements(ran: tuple[RunFolder, list[Ended]]) -> None:
