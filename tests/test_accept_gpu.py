@@ -165,6 +165,27 @@ def test_wrong_arguments_are_refused(words: list[str], problem: str) -> None:
     assert problem in " ".join(run_tool("accept_gpu", *words, code=2).stderr.split())
 
 
+NVIDIA_SMI = "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-01ab)'\n"
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path) -> dict[str, str]:
+    """Return an environment in which a driver tool lists one GPU, which torch cannot see."""
+    (tool := tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    tool.chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DS_ACCELERATOR": "cuda"}
+
+
+def test_one_gpu_takes_more_ranks_only_when_shared(one_gpu: dict[str, str]) -> None:
+    done = run_tool("accept_gpu", "--ranks", "2", code=2, **one_gpu)
+    assert "--ranks 2: it must be 1 to 1 here, and up to 8 with --share" in done.stderr
+    done = run_tool("accept_gpu", "--share", "--ranks", "9", code=2, **one_gpu)
+    assert "--ranks 9: it must be 1 to 8 here" in done.stderr
+    done = run_tool("accept_gpu", "--share", "--only", "speed", code=0, **one_gpu)
+    assert "2 ranks share 1 GPU, nothing is said about speed" in done.stderr
+    assert "skipped: speed" in done.stdout
+
+
 def test_help_has_an_example_and_every_step() -> None:
     text = run_tool("accept_gpu", "--help").stdout
     assert "python tools/accept_gpu.py --ranks 2 --only joining parity" in text

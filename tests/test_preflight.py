@@ -172,6 +172,21 @@ def test_healthy_nodes_are_ready() -> None:
     assert report.table(rows).endswith("preflight: ok to start, no warnings")
 
 
+def test_ranks_that_may_share_a_gpu_are_ready() -> None:
+    world = replace(plan().world, local_world_size=4, ranks_per_gpu=4)
+    one = replace(MACHINE, gpu_id="GPU-0", gpu_free_bytes=79 * GIB // 4)
+    rows = {
+        r.check: r
+        for r in judge(
+            replace(plan(), world=world),
+            ["n1"] * 4,
+            [replace(each, machine=one) for each in healthy()],
+        )
+    }
+    assert rows["GPU of its own"].found == "1 GPUs, each for up to 4 ranks (HARNESS_SHARE_GPU)"
+    assert {rows[name].verdict for name in ("GPU of its own", "GPU memory free")} == {"ok"}
+
+
 def test_a_step_is_predicted_with_the_rates_that_were_measured() -> None:
     text, slow = (
         next(each.found for each in judge(plan(), HOSTS, reports) if each.check == "time of a step")

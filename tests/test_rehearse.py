@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from harness.config.ds_json import read_ds_json
 from harness.config.run_file import load_run_config
 from harness.data.corpus import find_corpus
 from harness.errors import ConfigError
+from harness.launch.ranks import ON_CPU
 from harness.layout.families import FAMILIES
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
@@ -187,12 +188,9 @@ def test_ranks_that_are_no_such_layout_are_refused() -> None:
 @pytest.mark.parametrize(
     ("layout", "micro", "accum", "expected"),
     [
-        (grid_of(1, 4), 2, 1, (grid_of(1, 2), 2)),
-        (grid_of(1, 3), 2, 1, (grid_of(1, 1), 2)),
-        (grid_of(2, 2), 2, 2, (grid_of(2, 1), 2)),
-        (grid_of(1, 2, 2), 2, 2, (grid_of(1, 2), 2)),
-        (grid_of(1, 1, 1, 2), 2, 2, (grid_of(1, 1), 2)),
-        (grid_of(4, 1), 2, 4, (grid_of(2, 1), 2)),
+        (grid_of(1, 4), 2, 1, (Grid(1), 2)),
+        (grid_of(2, 2, 2, 2), 2, 2, (Grid(1), 2)),
+        (grid_of(4, 1), 2, 4, (Grid(1), 2)),
         (grid_of(1, 1), 1, 2, (grid_of(1, 2), 1)),
         (grid_of(1, 1), 2, 1, (grid_of(1, 2), 1)),
         (grid_of(1, 1), 1, 1, None),
@@ -469,6 +467,8 @@ def test_what_cannot_be_planned_is_said_before_anything_runs() -> None:
     assert "GiB of GPU memory, but 79.65 GiB are free" in done.stderr
     done = run_tool("rehearse", "--gpus", "8", "--ranks", "9", code=2)
     assert "--ranks is 9" in done.stderr
+    done = run_tool("rehearse", "--device", "cuda", code=2, CUDA_VISIBLE_DEVICES="")
+    assert "--device cuda: there is no GPU here" in done.stderr
     done = run_tool("rehearse", "--gpus", "8", "data.path=gone.txt", code=2)
     assert "FAILED at plan: data.path: gone.txt does not exist" in done.stdout
 
@@ -488,6 +488,41 @@ def test_dry_run_says_what_would_be_rehearsed() -> None:
     done = run_tool("rehearse", *asked, "train.global_batch=256", "model.name=mixtral-8x7b")
     assert "8 ranks = 4 stages x 2 data, a mixtral of" in done.stdout
     assert "64 GPUs = 4 stages x 16 data, ZeRO 1, bf16, 256 windows per step" in done.stdout
+    assert re.search(r"^it would take about \d+ min .*\(guessed\)$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "ranks"), [(140_000, "8 ranks = 2 stages x 2 data x 2 tensor"), (9_000, None)]
+)
+def test_ranks_that_fit_a_gpu_rehearse_on_it(
+    memory_mib: int, ranks: str | None, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    gpu = "GPU 0: NVIDIA H200 (UUID: GPU-01ab)"
+    tool.write_text(f"#!/bin/sh\ncase $1 in --list*) echo '{gpu}';; *) echo {memory_mib};; esac\n")
+    tool.chmod(0o755)
+    words = ("--device", "cuda", "--dry-run", "--gpus", "16", "--deepspeed", "ds_configs/3d.json")
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = run_tool("rehearse", *words, "model.name=llama-3-8b", code=0 if ranks else 2, PATH=path)
+    if ranks:
+        assert f"rehearsing 3d.json as {ranks}, a llama" in done.stdout
+    else:
+        assert re.search(r"--device cuda: 8 ranks = .* are needed, but \d fit", done.stderr)
+
+
+def test_on_gpus_kernels_and_attention_stay_and_ranks_may_share(tmp_path: Path) -> None:
+    asked = ("model.kernels=liger", "model.attention=flash_attention_2", "model.name=llama-1b")
+    on_cpu = job(*asked)
+    on_gpu = replace(on_cpu, device="cuda")
+    kept = ['model.kernels="liger"', 'model.attention="flash_attention_2"']
+    for made, expected in ((on_cpu, []), (on_gpu, kept)):
+        (tmp_path / made.device).mkdir()
+        arguments = made.write(tmp_path / made.device)
+        assert [word for word in kept if word in arguments] == expected
+    assert {"CUDA", "NCCL"} <= {*on_cpu.not_rehearsed()}
+    assert on_gpu.not_rehearsed()[0] == "links between GPUs"
+    assert not {"CUDA", "NCCL", "model.kernels=liger"} & {*on_gpu.not_rehearsed()}
+    assert stages_of_it.ENVIRONMENTS["cuda"]["HARNESS_SHARE_GPU"] == "1"
 
 
 def test_all_takes_a_mixture_where_a_json_divides_experts() -> None:
@@ -595,8 +630,11 @@ def test_a_rehearsal_of_zero_3_holds(
 
 
 @contextlib.contextmanager
-def forked(command: list[str], ranks: int, cwd: Path, logs: Path) -> Iterator[Group]:
+def forked(
+    command: list[str], ranks: int, cwd: Path, logs: Path, env: Mapping[str, str]
+) -> Iterator[Group]:
     """Start ranks as the rehearsal does, but with everything imported."""
+    assert env == ON_CPU
     group = start(command, cwd, ranks, logs=logs)
     try:
         yield group

@@ -2,6 +2,7 @@
 
     python tools/accept_gpu.py
     python tools/accept_gpu.py --ranks 2 --only joining parity --json accepted.json
+    python tools/accept_gpu.py --share --ranks 4   # several ranks on each GPU, with real NCCL
 
 Each step runs in its own process with a time limit, and ends every process it started. On a GPU a
 step takes one to four minutes, depending on the host. On a machine without GPUs (or with
@@ -27,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
 from harness.launch.ranks import python_path
-from harness.layout.world import find_accelerator, visible_gpus
+from harness.layout.world import SHARES_GPU, find_accelerator, visible_gpus
 from harness.terminal import HelpFormatter, say
 from tools.acceptance import report
 from tools.acceptance.report import Result, Step, readable
@@ -72,20 +73,28 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
     if unknown := [name for name in args.only or () if name not in by_name]:
         parser.error(f"--only {' '.join(unknown)}: the steps are {', '.join(by_name)}")
     accelerator = find_accelerator()
-    most = min(MOST_RANKS, len(visible_gpus())) if accelerator == "cuda" else MOST_RANKS
-    if not most:
+    gpus = min(MOST_RANKS, len(visible_gpus())) if accelerator == "cuda" else MOST_RANKS
+    if not gpus:
         parser.error("there is a driver, but no GPU: check nvidia-smi, or set DS_ACCELERATOR=cpu")
-    ranks = most if accelerator == "cuda" else CPU_RANKS
-    ranks = ranks if args.ranks is None else args.ranks
+    if args.share:
+        os.environ[SHARES_GPU] = "1"  # for the ranks of every step
+    most = MOST_RANKS if args.share else gpus
+    usual = CPU_RANKS if accelerator == "cpu" else max(gpus, 2) if args.share else gpus
+    ranks = usual if args.ranks is None else args.ranks
     if not 1 <= ranks <= most:
-        parser.error(f"--ranks {ranks}: it must be 1 to {most} here")
+        hint = "" if most == MOST_RANKS else f", and up to {MOST_RANKS} with --share"
+        parser.error(f"--ranks {ranks}: it must be 1 to {most} here{hint}")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
     folder = Path(tempfile.mkdtemp(prefix="accept-gpu-"))
     about = {"accelerator": accelerator, "ranks": ranks, "versions": versions()}
     about["machine"] = machine()
     kind = "GPU" if accelerator == "cuda" else "CPU rank"
-    _say(f"{ranks} {kind}{'s' * (ranks > 1)}, {about['versions']}; logs in {folder}")
+    shown = f"{ranks} {kind}{'s' * (ranks > 1)}"
+    if accelerator == "cuda" and ranks > gpus:
+        shown = f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, nothing is said about speed"
+        about["gpus"] = gpus
+    _say(f"{shown}, {about['versions']}; logs in {folder}")
     results: list[Result] = []
     chosen = [step for step in steps if not args.only or step.name in args.only]
     try:
@@ -141,6 +150,7 @@ def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--only", nargs="+", metavar="STEP", help="Run only these steps.")
     add("--ranks", type=int, help="Number of ranks (default: all GPUs of this node, at most 8).")
+    add("--share", action="store_true", help="Let ranks share a GPU: up to 8 ranks on one card.")
     add("--json", type=Path, metavar="FILE", help="Write the results to this file, as JSON.")
     limit = "Time limit per step (default: %(default).0f)."
     add("--limit", type=float, metavar="SECONDS", default=LIMIT_S, help=limit)

@@ -1,9 +1,10 @@
-"""Rehearse a job on this machine before it costs money: the same files, small, on CPU ranks.
+"""Rehearse a job on this machine before it costs money: the same files, small, on CPUs or GPUs.
 
     python tools/rehearse.py --deepspeed ds_configs/zero3.json --gpus 8 model.name=llama-3-8b
     python tools/rehearse.py --deepspeed ds_configs/pipeline4.json --gpus 64 --gpu h100-80 \\
         --config run.toml data.path=corpus.jsonl train.global_batch=256
     python tools/rehearse.py --all --gpus 8 model.name=llama-3-8b
+    python tools/rehearse.py --device cuda --deepspeed ds_configs/3d.json --gpus 8
 
 Takes the arguments of harness/train.py and the number of GPUs of the job. First it plans the real
 job and reports whatever train.py would refuse (code 2). Then a small model of the same
@@ -11,14 +12,16 @@ architecture, with the same JSON, optimizer, guards and data, passes the stages 
 
     train       ten uninterrupted steps: the reference
     interrupt   the same run; one rank gets SIGUSR1, and all save and end with code 75
-    resume      to the end; every step equals the reference's, bit for bit, and none is repeated
+    resume      to the end; every step equals the reference's, bit for bit (on GPUs at least
+                within rounding), and none is repeated
     export      opens in transformers, with the loss that it had in training
-    elsewhere   the checkpoint resumes in another layout, within rounding
+    elsewhere   the checkpoint resumes on one rank (on two, if it was one), within rounding
 
 Exit code 0 if all stages passed; 1 if a stage failed, the small model has no plan or the disk is
 full; 2 for a job that cannot be planned. Adapters (model.lora) stay, on random weights. All
 pipeline stages stay, and up to two tensor and two sequence ranks. Data ranks shrink to four ranks
-in all, or to two per stage: 64 GPUs become 4 ranks, or 8 with 4 stages. For a JSON that divides
+in all, or to two per stage: 64 GPUs become 4 ranks, or 8 with 4 stages. With --device cuda, up to
+8 ranks share this machine's GPUs, if need be a single one, under real NCCL. For a JSON that divides
 experts, --all uses mixtral-8x7b if the job's model has none.
 """
 
@@ -38,23 +41,30 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, is_full_disk
-from harness.estimate.fit import shortages
+from harness.estimate.fit import free_on_gpu, shortages
+from harness.estimate.hardware import known_gpu
+from harness.estimate.host import driver_bytes
+from harness.estimate.memory_item import GIB
 from harness.launch.ranks import REPOSITORY
+from harness.layout.grid import Grid
 from harness.layout.shape import Shape, num_parameters
-from harness.layout.world import World
+from harness.layout.world import World, find_gpu_name, visible_gpus
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.make import takes
 from harness.plan.plan import Plan
 from harness.plan.text import describe
+from harness.report.formatting import duration
 from harness.terminal import HelpFormatter, say
 from tools.made_with import machine, versions
 from tools.plan_args import add_machine_arguments, world_of
 from tools.rehearsal import stages
-from tools.rehearsal.job import STEPS, Job, rehearsed, shown
+from tools.rehearsal.job import MOST_RANKS, STEPS, Job, rehearsed, shown
 from tools.rehearsal.shrink import with_experts
 from tools.rehearsal.stages import Done, Rehearsal, StageFailed, train_command
 from tools.workers import INTERRUPTED, as_ctrl_c
 
+MOST_ON_GPUS = 8
+"""Most ranks on this machine's GPUs, unless --ranks asks for more."""
 STAGES = ("plan", "train", "interrupt", "resume", "export", "elsewhere")
 
 
@@ -84,6 +94,8 @@ def main(argv: list[str], command: stages.Command = train_command) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     asked = parse_command(rest)
+    if args.device == "cuda" and not visible_gpus():
+        parser.error("--device cuda: there is no GPU here; check nvidia-smi, or use --device cpu")
     if args.markdown and not args.all:
         parser.error(f"--markdown {args.markdown}: the table needs --all")
     if args.only and not args.all:
@@ -134,7 +146,12 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
             grid = real.grid
             one = replace(grid, world_size=grid.world_size // grid.data, expert=1)
             ranks = max(ranks, rehearsed(one).world_size)
-        job = result.job = Job.of(real, ranks, asked.trust_remote_code)
+        fitting = ranks_that_fit() if args.device == "cuda" else MOST_RANKS
+        job = Job.of(real, ranks, asked.trust_remote_code, args.device, fitting)
+        result.job = job
+        if args.device == "cuda" and job.layout.world_size > fitting:
+            count = f"{shown(job.layout)} are needed, but {fitting} fit the free memory of the GPUs"
+            raise ConfigError(f"--device cuda: {count}: use --device cpu")
     except ValueError as error:
         aim = "plan" if isinstance(error, ConfigError) else "shrink the model of"
         say(f"cannot {aim} {asked.deepspeed_path}: {error}", sys.stderr)
@@ -142,6 +159,8 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
         return result, int(ExitCode.BAD_CONFIG) if isinstance(error, ConfigError) else 1
     say(f"rehearsing {asked.deepspeed_path.name} as {_rehearsed_as(job)}")
     result.add(Done("plan", time.monotonic() - began, _planned_as(real)))
+    guess = duration(sum(stages.expected_s(job).values()))
+    say(f"{'this takes' if not asked.dry_run else 'it would take'} about {guess} (guessed)")
     if asked.dry_run:
         return result, 0
     return result, _rehearse(result, args, command)
@@ -178,6 +197,15 @@ def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command)
     held = f"all held in {result.seconds:.0f} s. Not rehearsed: {missing}"
     say(held if result.problem is None else f"FAILED at {result.problem}")
     return code
+
+
+def ranks_that_fit() -> int:
+    """Return the number of ranks that share this machine's GPUs: 8, or what their memory holds."""
+    gpus = range(len(visible_gpus()))
+    gpu = known_gpu(find_gpu_name())
+    each = driver_bytes(Grid(MOST_ON_GPUS), gpu and gpu.key).high + GIB // 2  # a small model
+    free = [free_on_gpu(World(local_rank=gpu)) for gpu in gpus]
+    return min(MOST_ON_GPUS, sum(MOST_ON_GPUS if f is None else f // each for f in free))
 
 
 def _planned(asked: Command, world: World) -> Plan:
@@ -264,7 +292,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_machine_arguments(parser)
     add = parser.add_argument
-    add("--ranks", type=int, help="Number of CPU ranks to rehearse on (default: see above).")
+    device = "Where the ranks run (default: %(default)s)."
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=device)
+    add("--ranks", type=int, help="Number of ranks to rehearse on (default: see above).")
     add("--folder", type=Path, metavar="DIR", help="Parent of the temporary folder.")
     add("--keep", action="store_true", help="Keep the temporary folder even if all stages pass.")
     add("--all", action="store_true", help="Rehearse every shipped ds_configs/*.json.")

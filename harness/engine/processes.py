@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from harness.checkpoint import collectives
 from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_full_disk
 from harness.guard.failure_broadcast import Failure, FailureBroadcast, exit_now
-from harness.layout.world import World, is_free, slurm_port
+from harness.layout.world import World, is_free, slurm_port, too_few_gpus
 from harness.plan.machine import ninja_folder
 from harness.terminal import say
 
@@ -31,6 +31,7 @@ _LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
 _alarm: FailureBroadcast | None = None  # global, as torch's default group is
 # Collectives time out this much later than the watchdog, which must still dump stacks and report.
 _BEYOND_THE_WATCHDOG_S = 600.0
+_SAME_GPU = "Duplicate GPU detected"  # in the message with which NCCL rejects ranks that share one
 
 
 def set_environment(world: World) -> None:
@@ -54,6 +55,9 @@ def set_environment(world: World) -> None:
     os.environ["RANK"] = str(world.rank)
     os.environ["WORLD_SIZE"] = str(world.world_size)
     os.environ["LOCAL_RANK"] = str(world.local_rank)
+    if world.ranks_per_gpu > 1:
+        for name, value in shared_gpu_variables(world).items():
+            os.environ.setdefault(name, value)
     if world.accelerator == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for devices and logs it
         # Without it DeepSpeed runs `numactl` at each reduction of ZeRO 3 (CPU_Accelerator).
@@ -62,6 +66,28 @@ def set_environment(world: World) -> None:
             # The ranks of a machine share its cores; torch would give every rank all of them.
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(max(1, cores // world.local_world_size))
+
+
+def shared_gpu_variables(world: World) -> dict[str, str]:
+    """Return the NCCL variables of a rank that shares its GPU with other ranks.
+
+    NCCL rejects two ranks with the same host and GPU (src/init.cc, 2.28.9). NCCL_HOSTID replaces
+    the host's name: each rank becomes a host, and talks to the others over sockets. The driver
+    gives the processes turns of about 2 ms, for which kernels that wait for a peer spin.
+    """
+    variables = {
+        "NCCL_HOSTID": f"{socket.gethostname()}-{world.rank}",
+        "NCCL_NET": "Socket",
+        "NCCL_NET_PLUGIN": "none",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",  # otherwise "hosts" of one NVLink domain are joined again
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_RAS_ENABLE": "0",  # listens on one port per host
+        "NCCL_PROTO": "Simple",  # the others spin for more turns
+        "NCCL_MAX_NCHANNELS": "2",  # fewer blocks that spin, fewer sockets
+    }
+    one_node = world.local_world_size == world.world_size
+    return variables | ({"NCCL_SOCKET_IFNAME": "lo"} if one_node else {})
 
 
 def own_device(world: World) -> torch.device:
@@ -135,7 +161,13 @@ def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
     patience = timedelta(seconds=max(3600.0, hang_first_s) + _BEYOND_THE_WATCHDOG_S)
     say = _say if world.rank == 0 else lambda text: None
     patch_process(Joining(world.accelerator, patience, say))
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=patience)
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=patience)
+    except RuntimeError as error:
+        if _SAME_GPU not in str(error):
+            raise
+        count = f"the ranks of this node have {too_few_gpus(torch.cuda.device_count())}"
+        raise ConfigError(f"{count} (NCCL: {_SAME_GPU.lower()})") from None
     _listen(world)
     atexit.register(_leave_or_end)
     return device

@@ -17,6 +17,7 @@ from harness.estimate.memory_item import GIB, as_size
 from harness.estimate.timeline import Estimate, division_problems, estimate_memory
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import split
+from harness.layout.world import World, visible_gpus
 
 _FEWEST_TOKENS = 256  # shorter samples are not proposed
 _MOST_GPUS = 64  # times the current number
@@ -148,7 +149,7 @@ def shortages(
 ) -> list[str]:
     """Return the memory that this machine lacks, with single changes that would help.
 
-    `free_gpu`: free bytes on this rank's GPU; `free_host`: free bytes of the node, for all its
+    `free_gpu`: free bytes on a GPU for this rank; `free_host`: free bytes of the node, for all its
     ranks; None if unknown.
     """
     ranks = estimate.inputs.gpus_per_node
@@ -162,10 +163,10 @@ def shortages(
 
 
 def shortages_here(
-    estimate: Estimate, local_rank: int, run_dir: str | None, is_possible: IsPossible
+    estimate: Estimate, world: World, run_dir: str | None, is_possible: IsPossible
 ) -> list[str]:
     """Return this machine's shortages: the rank's GPU, host memory, and disk space for the run."""
-    free_gpu = free_on_gpu(local_rank) if estimate.inputs.accelerator == "cuda" else None
+    free_gpu = free_on_gpu(world) if estimate.inputs.accelerator == "cuda" else None
     short = shortages(estimate, free_gpu, free_on_host(), is_possible)
     path = Path(run_dir or RUNS)
     folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
@@ -250,15 +251,19 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def free_on_gpu(local_rank: int, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the free bytes on a rank's GPU, from its driver; None if unknown. Uses no device."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in (visible or "").split(",") if name]
-    name = names[local_rank % len(names)] if names else str(local_rank)
+def free_on_gpu(world: World, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the bytes that a rank may still take on its GPU, from the driver; None if unknown.
+
+    Ranks that share a GPU get equal parts of what is free. Uses no device.
+    """
+    names = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not names and world.ranks_per_gpu > 1:
+        names = visible_gpus(environ)
+    name = names[world.local_rank % len(names)] if names else str(world.local_rank)
     query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", name]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        return int(done.stdout) * 2**20
+        return int(done.stdout) * 2**20 // world.ranks_per_gpu
     except (OSError, ValueError, subprocess.SubprocessError):
         return None  # no nvidia-smi, or a MIG slice that it does not list
 

@@ -1,4 +1,4 @@
-"""Starts process groups of CPU ranks on this machine, for everything that runs the real engine."""
+"""Starts process groups of ranks on this machine, for everything that runs the real engine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ PATIENCE_S = 30.0  # for ranks to end after one has failed
 ENDING_S = 5.0  # for a rank to end after SIGTERM
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 ON_CPU = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+ON_CUDA = {
+    "DS_ACCELERATOR": "cuda",
+    "PYTHONWARNINGS": "ignore",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # makes cuBLAS's products deterministic
+}
 
 
 class Forked:

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+SHARES_GPU = "HARNESS_SHARE_GPU"
+"""Environment variable: 1 lets several ranks of a node share a GPU, to rehearse on one card."""
+_SHARES_BY_HAND = {"NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"}
+"""NCCL's variables with which users have let ranks share a GPU by themselves."""
 _FIRST, _COUNT = 20000, 10000  # below Linux's range for outgoing connections
 _PER_JOB, _PER_RESTART = 101, 13  # so that steps of jobs on the same node use different ports
 
@@ -80,6 +84,8 @@ class World:
     """The installed packages of STATE_KERNELS; on GPUs only."""
     torch: str | None = None
     """The installed torch version; on GPUs only."""
+    ranks_per_gpu: int = 1
+    """More than 1 only if ranks share GPUs (SHARES_GPU): a rehearsal, whose times mean nothing."""
 
     def has_torch(self, *version: int) -> bool:
         """Return True if torch has at least this version; assumed if it is unknown."""
@@ -107,7 +113,7 @@ class World:
 
         Without a launcher, this is the only process. The order matters: inside a Slurm step,
         `deepspeed` sets RANK for its children, which is more specific. Raises ValueError for
-        impossible numbers (rank 3 of 2).
+        impossible numbers (rank 3 of 2), and for more ranks than GPUs unless they may share them.
         """
         launcher, rank, world_size, local_rank, local_world_size = (
             _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
@@ -125,6 +131,7 @@ class World:
             *(launcher, accelerator, gpu, allocators if accelerator == "cuda" else None),
             state_kernels() if accelerator == "cuda" else (),
             torch_version() if accelerator == "cuda" else None,
+            ranks_per_gpu(local_world_size, environ) if accelerator == "cuda" else 1,
         )
 
 
@@ -212,6 +219,31 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     if visible is None:  # nvidia-smi first: a cgroup hides GPUs from it, but not in /proc
         return [str(number) for number, _ in enumerate(listed_gpus() or published_gpus())]
     return [name for name in map(str.strip, visible.split(",")) if name]
+
+
+def ranks_per_gpu(local_world_size: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the largest number of this node's ranks that use the same GPU.
+
+    Raises ValueError if that is more than 1 and the environment does not allow it. Ranks that each
+    see one GPU of several are not counted: if they share it nevertheless, NCCL says so.
+    """
+    asked = environ.get(SHARES_GPU) or "0"
+    if asked not in ("0", "1"):
+        raise ValueError(f"environment variable {SHARES_GPU} is {asked!r}: it must be 0 or 1")
+    gpus = len(visible_gpus(environ) if asked == "1" else published_gpus() or listed_gpus())
+    if not 0 < gpus < local_world_size:
+        return 1
+    if asked == "0" and not _SHARES_BY_HAND & environ.keys():
+        raise ValueError(f"this node has {local_world_size} ranks and {too_few_gpus(gpus)}")
+    return -(-local_world_size // gpus)
+
+
+def too_few_gpus(gpus: int) -> str:
+    """Return the end of a sentence that rejects ranks that share GPUs, and names the way out."""
+    return (
+        f"{gpus} GPU{'s' * (gpus > 1)}: start one rank per GPU, or set {SHARES_GPU}=1 to rehearse "
+        "with several ranks on a GPU, which says nothing about speed"
+    )
 
 
 def published_gpus() -> list[Gpu]:

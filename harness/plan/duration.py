@@ -22,8 +22,8 @@ _SHOWN = 3  # number of terms
 def step_time(
     plan: Plan, rates: Mapping[str, Any] | None = None, seen_tokens: float | None = None
 ) -> StepTime | None:
-    """Return the time of a step. None for CPUs without plan.rates, unknown GPUs, architectures
-    without an estimate, and runs whose steps have different numbers of tokens.
+    """Return the time of a step. None for CPUs without plan.rates, unknown or shared GPUs,
+    architectures without an estimate, and runs whose steps have different numbers of tokens.
 
     `rates`: measured by preflight, used instead of the tables' unless plan.rates is set.
     `seen_tokens`: as in Inputs, if the data is known.
@@ -73,7 +73,7 @@ def _machine(plan: Plan) -> Machine | None:
     if world.accelerator == "cpu":
         return site.machine(None, world.local_world_size) if site else None
     gpu = known_gpu(world.gpu)
-    if gpu is None:
+    if gpu is None or world.ranks_per_gpu > 1:
         return None
     listed = machine_of(gpu.key, world.local_world_size, plan.precision)
     return site.machine(listed, world.local_world_size) if site else listed

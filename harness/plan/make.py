@@ -58,6 +58,7 @@ from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pin
 from harness.plan.parallelism import (
     by_memory,
     check_secondary,
+    check_shared_gpus,
     check_together,
     divide_batch,
     divide_experts,
@@ -97,6 +98,7 @@ JSON_PASSES: tuple[Pass, ...] = (
     decide_precision,
     fill_in_swap_folder,
     check_secondary,
+    check_shared_gpus,
     apply_rules,
 )
 """Passes that need only the JSON and the world. `check_` passes reject settings and `note_` passes

@@ -150,7 +150,8 @@ def estimate(plan: Plan) -> Estimate | None:
         return None
     if problems := division_problems(inputs):
         raise ConfigError(problems)
-    return estimate_memory(inputs, int(gpu.memory_gib * GIB) if gpu else None)
+    share = plan.world.ranks_per_gpu
+    return estimate_memory(inputs, int(gpu.memory_gib * GIB / share) if gpu else None)
 
 
 def gathers_layers(plan: Plan) -> bool:

@@ -21,6 +21,7 @@ from harness.layout.recompute import is_checkpointed
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
 from harness.layout.tensor import GROUPED, TensorPlan, tensor_problems
+from harness.layout.world import SHARES_GPU
 from harness.plan.attention import ATTENTION_DROPOUTS
 from harness.plan.memory import memory_inputs
 from harness.plan.plan import Draft, Plan
@@ -29,6 +30,7 @@ from harness.plan.rotary import rope_types
 _ZERO = "zero_optimization"
 _TENSORS = "tensor_parallel"
 _SECONDARY = f"{_ZERO}.zero_hpz_partition_size"
+_QUANTIZED = f"{_ZERO}.zero_quantized_gradients"
 _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _DIVIDED = ("train.global_batch", "train.micro_batch", "ramp.batch_from", "ramp.batch_step")
@@ -67,6 +69,20 @@ def check_secondary(draft: Draft) -> None:
     if size < 1 or ranks % size:
         use = f'use "auto" for the {draft.world.local_world_size} ranks of a node'
         draft.problems.add(_SECONDARY, f"which does not divide {ranks} ranks", use)
+
+
+def check_shared_gpus(draft: Draft) -> None:
+    """Reject what counts the GPUs of a node if ranks share them, and note what they cannot show."""
+    if draft.world.ranks_per_gpu == 1:
+        return
+    if draft.ds.value(_QUANTIZED) is True:
+        why = f"DeepSpeed takes the GPUs of a node for its ranks, which share them ({SHARES_GPU})"
+        draft.problems.add(_QUANTIZED, why, "set it to false to rehearse")
+    draft.note(
+        "shared_gpu",
+        f"up to {draft.world.ranks_per_gpu} ranks share a GPU ({SHARES_GPU}) and take turns: this "
+        "is a rehearsal, whose times, MFU and links say nothing about the job's",
+    )
 
 
 def divide_batch(draft: Draft) -> None:

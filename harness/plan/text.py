@@ -48,8 +48,8 @@ def describe(plan: Plan, elsewhere: bool = False, run: str | None = None) -> str
         data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
     shortages = []
     if plan.estimate and not elsewhere:
-        where = plan.world.local_rank, plan.config.run.dir
-        shortages = shortages_here(plan.estimate, *where, takes(plan))
+        run_dir = plan.config.run.dir
+        shortages = shortages_here(plan.estimate, plan.world, run_dir, takes(plan))
     shortages += [*([] if elsewhere else swap_problems(plan)), *missing]
     verdict = row("this machine", "; ".join(shortages) or "can hold it")
     if elsewhere:
@@ -162,10 +162,11 @@ def spread(plan: Plan) -> str:
         if (place := offloaded_to(plan.deepspeed, part)) != "none"
     ]
     ranks = f"{grid.world_size} rank{'s' if grid.world_size > 1 else ''}"
+    shared = f" ({sharing} ranks each)" if (sharing := plan.world.ranks_per_gpu) > 1 else ""
     experts = f", experts over {grid.expert} neighbours" if grid.expert > 1 else ""
     return (
         f"ZeRO {plan.zero_stage}, {plan.precision}, {ranks} ({' x '.join(axes)}{experts}) on "
-        f"{device}, offload: {', '.join(offloaded) or 'none'}, {_layers(plan)}"
+        f"{device}{shared}, offload: {', '.join(offloaded) or 'none'}, {_layers(plan)}"
     )
 
 

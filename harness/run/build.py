@@ -237,7 +237,8 @@ def _joined(
 def _start_watchdog(plan: Plan) -> tuple[Pulse, Watchdog]:
     """Return this rank's pulse, and the watchdog that ends the rank if the pulse stops."""
     guard = plan.config.guard
-    pulse = Pulse(floor_s=guard.hang_floor_s, factor=guard.hang_factor, first_s=guard.hang_first_s)
+    floor_s = guard.hang_floor_s * plan.world.ranks_per_gpu  # ranks of a shared GPU take turns
+    pulse = Pulse(floor_s=floor_s, factor=guard.hang_factor, first_s=guard.hang_first_s)
     watchdog = Watchdog(pulse, plan.world.rank, plan.world.world_size, plan.grid.described)
     if guard.hang_floor_s:
         watchdog.start()
@@ -277,5 +278,4 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
 def _shortages(plan: Plan) -> list[str]:
     if plan.estimate is None:
         return []
-    where = plan.world.local_rank, plan.config.run.dir
-    return shortages_here(plan.estimate, *where, takes(plan))
+    return shortages_here(plan.estimate, plan.world, plan.config.run.dir, takes(plan))

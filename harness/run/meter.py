@@ -97,9 +97,9 @@ class Meter:
 
 def _peak_flops(plan: Plan) -> float | None:
     """Return the peak dense FLOP/s of all devices in the run's precision; None if they, or the
-    model's FLOPs, are unknown.
+    model's FLOPs, are unknown, and if ranks share a GPU.
     """
-    gpu = known_gpu(plan.world.gpu) if plan.shape else None
+    gpu = known_gpu(plan.world.gpu) if plan.shape and plan.world.ranks_per_gpu == 1 else None
     tflops = gpu.peak_tflops(plan.precision) if gpu else None
     return tflops * 1e12 * plan.world.world_size if tflops else None
 

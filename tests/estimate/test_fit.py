@@ -178,25 +178,31 @@ def test_free_host_memory_is_what_kernel_and_outer_control_groups_leave(
 
 
 @pytest.mark.parametrize(
-    ("visible", "local_rank", "asked"),
-    [(None, 1, "1"), ("4,5", 1, "5"), ("GPU-aa", 1, "GPU-aa"), ("", 0, "0")],
+    ("visible", "local_rank", "sharing", "asked"),
+    [
+        *((None, 1, 1, "1"), ("4,5", 1, 1, "5"), ("GPU-aa", 1, 1, "GPU-aa"), ("", 0, 1, "0")),
+        *((None, 3, 2, "1"), ("4,5", 3, 2, "5"), ("4", 3, 4, "4")),
+    ],
 )
 def test_the_driver_is_asked_for_the_gpu_of_the_rank(
     visible: str | None,
     local_rank: int,
+    sharing: int,
     asked: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A driver tool that records its arguments stands in: there is no GPU to query."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert fit.free_on_gpu(local_rank, {}) is None  # without the tool
+    monkeypatch.setattr(fit, "visible_gpus", lambda environ: ["0", "1"])
+    world = World(local_rank=local_rank, local_world_size=4, ranks_per_gpu=sharing)
+    assert fit.free_on_gpu(world, {}) is None  # without the tool
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho 1234\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert fit.free_on_gpu(local_rank, environ) == 1234 * 2**20
+    assert fit.free_on_gpu(world, environ) == 1234 * 2**20 // sharing
     assert (tmp_path / "asked").read_text().split()[-1] == asked
 
 

@@ -16,9 +16,13 @@ from typing import Any, cast
 import pytest
 
 from harness.checkpoint.manifest import TrainState
+from harness.config.run_config import RunConfig
 from harness.errors import ExitCode
 from harness.guard import watchdog as module
 from harness.guard.watchdog import Pulse, Watchdog, hang_report, place_of
+from harness.layout.world import World
+from harness.plan.make import make_plan
+from harness.run.build import _start_watchdog
 from harness.run.run import Run
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, wait_for
@@ -48,6 +52,15 @@ def test_limits_are_learned_from_the_longest_of_the_last_times(clock: list[float
     assert pulse.limit_s("step") == 30  # the minimum; the first value is discarded
     assert pulse.limit_s("save") == 30
     assert pulse.longest_s("load") is None
+
+
+def test_ranks_that_share_a_gpu_hang_later() -> None:
+    run = RunConfig.model_validate({"guard": {"hang_floor_s": 10}})
+    pulse, watchdog = _start_watchdog(make_plan(run, {}, World(ranks_per_gpu=4)))
+    watchdog.close()
+    for _ in range(4):
+        pulse("step", 1)
+    assert pulse.limit_s("step") == 40
 
 
 def test_every_beat_counts(clock: list[float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import socket
 
 import pytest
@@ -151,6 +152,37 @@ def test_gpu_name_is_the_drivers_of_the_first_gpu_that_is_visible(tmp_path, monk
     assert visible_gpus({}) == ["0", "1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "4, GPU-02,"}) == ["4", "GPU-02"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+SHARES = {"HARNESS_SHARE_GPU": "1"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "environ", "expected"),
+    [
+        (0, 8, {}, 1),  # the driver names none: nothing is known
+        (8, 8, {}, 1),
+        (8, 8, {"CUDA_VISIBLE_DEVICES": "0"}, 1),  # each rank may see only its own
+        (1, 8, {}, "8 ranks and 1 GPU: start one rank per GPU, or set HARNESS_SHARE_GPU=1 to"),
+        (2, 3, {"HARNESS_SHARE_GPU": "0"}, "3 ranks and 2 GPUs: start"),
+        (1, 8, {"HARNESS_SHARE_GPU": "yes"}, "HARNESS_SHARE_GPU is 'yes': it must be 0 or 1"),
+        (1, 8, {"NCCL_HOSTID": "a"}, 8),
+        (8, 8, SHARES, 1),
+        (1, 8, SHARES, 8),
+        (2, 3, SHARES, 2),
+        (8, 2, {**SHARES, "CUDA_VISIBLE_DEVICES": "5"}, 2),
+    ],
+)
+def test_ranks_share_a_gpu_only_when_asked_to(gpus, ranks, environ, expected, monkeypatch):
+    monkeypatch.setattr(module, "published_gpus", lambda: [module.Gpu("NVIDIA H200", "")] * gpus)
+    monkeypatch.setattr(module, "listed_gpus", module.published_gpus)
+    environ = {**environ, "DS_ACCELERATOR": "cuda", "RANK": "0", "WORLD_SIZE": str(ranks)}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            World.from_environ(environ)
+    else:
+        assert World.from_environ(environ).ranks_per_gpu == expected
+    assert World.from_environ({**environ, "DS_ACCELERATOR": "cpu"}).ranks_per_gpu == 1
 
 
 @pytest.mark.parametrize(

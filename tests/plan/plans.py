@@ -52,9 +52,9 @@ _CAPITALS = ("RANKS", "GPU=", "TORCH=", "EXAMPLES=", "WINDOWS=")
 class Planner:
     """Plans command lines; `$NAME` is the folder of a small model.
 
-    RANKS=4, RANKS_PER_NODE=2, GPU=h100-80 and TORCH=2.11.0 describe the machine, which has CPUs
-    unless it has a GPU; EXAMPLES=294 and WINDOWS=28 the data, once it is counted. The JSON is empty
-    except for the words, unless they name one.
+    RANKS=4, RANKS_PER_NODE=2, GPU=h100-80, RANKS_PER_GPU=2 and TORCH=2.11.0 describe the machine,
+    which has CPUs unless it has a GPU; EXAMPLES=294 and WINDOWS=28 the data, once it is counted.
+    The JSON is empty except for the words, unless they name one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,6 +94,7 @@ class Planner:
                 accelerator="cuda",
                 gpu=gpu,
                 torch=machine.get("TORCH"),
+                ranks_per_gpu=int(machine.get("RANKS_PER_GPU", "1")),
             )
         with ExitStack() as patches:
             if not estimate:

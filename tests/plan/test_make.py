@@ -259,8 +259,9 @@ def test_a_cluster_that_is_too_small_gets_changes_that_help() -> None:
     assert re.search(r"^the cluster    does not fit: \w", text, re.MULTILINE)
 
 
-def test_nobody_guesses_the_time_on_a_cpu(planned: Planner) -> None:
-    plan = planned("")
+@pytest.mark.parametrize("machine", ["", "GPU=h100-80 RANKS=2 RANKS_PER_GPU=2"])
+def test_no_time_is_predicted_for_cpus_and_shared_gpus(machine: str, planned: Planner) -> None:
+    plan = planned(machine)
     assert step_time(plan) is None
     assert "\ntime " not in summary(plan)
 

@@ -155,14 +155,15 @@ def test_without_an_estimate_nothing_is_counted(monkeypatch: pytest.MonkeyPatch)
     assert check.compared == []
 
 
-def test_mfu_is_unknown_where_the_gpu_or_the_models_flops_are() -> None:
+def test_mfu_is_unknown_without_gpu_flops_or_an_own_gpu() -> None:
     plan = make_plan(RunConfig(), {}, World(gpu="NVIDIA H100 80GB HBM3"))
     unknown_gpu = replace(plan, world=World(gpu="another"))
+    shared_gpu = replace(plan, world=replace(plan.world, ranks_per_gpu=2))
     mfus = [
         Meter(a_plan).line(torch.zeros(()), 0.0, 0, {})["mfu"]
-        for a_plan in (plan, unknown_gpu, replace(plan, shape=None))
+        for a_plan in (plan, unknown_gpu, shared_gpu, replace(plan, shape=None))
     ]
-    assert mfus == [0.0, None, None]
+    assert mfus == [0.0, None, None, None]
 
 
 # --- a sample of text ---

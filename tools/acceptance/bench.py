@@ -19,8 +19,8 @@ from typing import Any
 from harness.config.run_config import RunConfig
 from harness.errors import ExitCode
 from harness.launch.fork_server import Outcome, Zygote
-from harness.launch.ranks import REPOSITORY, environment, started
-from harness.layout.world import World
+from harness.launch.ranks import ON_CUDA, REPOSITORY, environment, started
+from harness.layout.world import World, ranks_per_gpu
 from harness.plan.make import make_plan
 from harness.runfolder import RunFolder
 from tools.acceptance.report import Check, readable
@@ -37,11 +37,6 @@ _SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-ON_CUDA = {
-    "PYTHONWARNINGS": "ignore",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # makes cuBLAS's products deterministic
-}
-"""Environment of ranks on GPUs."""
 
 
 class Failed(Exception):
@@ -70,6 +65,11 @@ class Bench:
     def on_cuda(self) -> bool:
         """True on GPUs."""
         return self.accelerator == "cuda"
+
+    @property
+    def sharing(self) -> int:
+        """The most ranks that share a GPU."""
+        return ranks_per_gpu(self.ranks) if self.on_cuda else 1
 
     @property
     def power_of_two(self) -> int:
@@ -110,6 +110,11 @@ class Bench:
         """Raise Skipped on one rank."""
         if self.ranks < 2:
             raise Skipped(NEEDS_TWO)
+
+    def require_own_gpus(self) -> None:
+        """Raise Skipped if ranks share a GPU."""
+        if self.sharing > 1:
+            raise Skipped("needs a GPU for each rank")
 
     def require_time(self, seconds: float) -> None:
         """Raise Skipped if the step has less time left than this."""

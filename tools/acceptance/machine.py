@@ -34,7 +34,8 @@ def look_at(bench: Bench) -> str:
 
 def _flown(bench: Bench, warnings: list[str]) -> str:
     json_path = REPOSITORY / "ds_configs" / "zero1.json"
-    arguments = ["--json", f"--limit-s={_LIMIT_S[bench.accelerator]}", f"--deepspeed={json_path}"]
+    limit_s = _LIMIT_S[bench.accelerator] * bench.sharing
+    arguments = ["--json", f"--limit-s={limit_s}", f"--deepspeed={json_path}"]
     arguments += [*bench.settings, f"run.dir={bench.folder / 'run'}"]
     ended = bench.run("tools.preflight", arguments, "preflight")
     start = ended.outputs[0].find("{")
@@ -64,7 +65,7 @@ def join_ranks(bench: Bench) -> str:
     torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={bench.ranks}", "-m")
     bench.check("torchrun", _launched, bench, "torchrun", *torchrun)
     bench.check("deepspeed", _by_deepspeed, bench)
-    bench.check("as srun, each rank with its own GPU alone", _as_srun, bench)
+    bench.check("as srun, each rank seeing only its GPU", _as_srun, bench)
     joined = sum(check.verdict == "held" for check in bench.checks)
     backend = "nccl and gloo" if bench.on_cuda else "gloo"
     return f"{joined} launchers, {bench.ranks} rank{'s' * (bench.ranks > 1)}, {backend}"
@@ -72,6 +73,7 @@ def join_ranks(bench: Bench) -> str:
 
 def _by_deepspeed(bench: Bench) -> str:
     places = ["--num_accelerators", str(bench.ranks)]
+    bench.require_own_gpus()  # which its launcher requires, too
     if bench.on_cuda:  # with the number alone, it ignores CUDA_VISIBLE_DEVICES
         gpus = visible_gpus()[: bench.ranks]
         if not all(map(str.isdecimal, gpus)):
@@ -123,7 +125,8 @@ def _met(bench: Bench, folder: Path, launcher: str | None) -> str:
         for key, right in expected.items():
             expect(value[key] == right, f"rank {rank}: {key}: {value[key]}, not {right}")
     own = {value["uuid"] for value in seen if value["uuid"]}
-    expect(not bench.on_cuda or len(own) == ranks, f"{ranks} ranks have {len(own)} GPUs")
+    gpus = -(-ranks // bench.sharing)
+    expect(not bench.on_cuda or len(own) >= gpus, f"{ranks} ranks have {len(own)} GPUs")
     return f"{seen[0]['backend']}, {', '.join(value['device'] for value in seen)}"
 
 
@@ -181,7 +184,8 @@ def _become_srun() -> None:
         "SLURM_STEP_TASKS_PER_NODE": ranks,
     }
     if os.environ.get("DS_ACCELERATOR") != "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[int(local_rank)]
+        gpus = visible_gpus()
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(local_rank) % len(gpus)]
 
 
 if __name__ == "__main__":

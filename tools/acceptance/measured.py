@@ -186,6 +186,7 @@ def climb(bench: Bench) -> str:
     def taken(name: str, tried: Case, json: str, env: dict[str, str]) -> str:
         """Measure a case, and compare its losses with the lowest rung's."""
         nonlocal longest_s
+        bench.require_own_gpus()
         began = time.monotonic()
         bench.require_time(longest_s)
         line = measured(tried, DS_CONFIGS / f"{json}.json", bench.ranks, warmup, steps, env=env)

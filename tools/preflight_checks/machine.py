@@ -25,6 +25,7 @@ from harness.engine.processes import own_device
 from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
 from harness.estimate.memory_item import GIB
+from harness.layout.world import SHARES_GPU
 from harness.plan.duration import step_line, step_time
 from harness.plan.make import takes
 from harness.plan.plan import Plan
@@ -100,7 +101,7 @@ def measure_machine(plan: Plan) -> Machine:
     """Measure this rank's machine."""
     # Free memory is read before torch allocates its own.
     on_cuda = plan.world.accelerator == "cuda"
-    free_gpu = free_on_gpu(plan.world.local_rank) if on_cuda else None
+    free_gpu = free_on_gpu(plan.world) if on_cuda else None
     device, host = own_device(plan.world), free_on_host()
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     tflops = matmul_tflops(device, _DTYPES[plan.precision])  # first: all ranks of a node together
@@ -322,7 +323,7 @@ def machine_rows(
     on_cuda = plan.world.accelerator == "cuda"
     step = step_time(plan, rates)  # None for GPUs that are not in the table
     return [
-        *(_gpu_rows(machines, hosts) if on_cuda else []),
+        *(_gpu_rows(machines, hosts, plan.world.ranks_per_gpu) if on_cuda else []),
         _speed(plan, machines, hosts),
         _memory(plan, machines, hosts),
         *([Row("time of a step", "ok", step_line(step))] if step else []),
@@ -333,19 +334,24 @@ def machine_rows(
     ]
 
 
-def _gpu_rows(machines: Machines, hosts: Sequence[str]) -> list[Row]:
+def _gpu_rows(machines: Machines, hosts: Sequence[str], sharing: int) -> list[Row]:
+    """Return the rows about GPUs. `sharing`: ranks that may use the same one."""
     kinds = {
         rank: f"{m.gpu}, {(m.gpu_total_bytes or 0) / GIB:.0f} GiB" for rank, m in machines.items()
     }
     todo = "request one GPU type: the slowest sets the pace, the smallest the micro-batch"
     rows = [same_row("GPU", kinds, hosts, todo, "warn")]
     ranks_of = by_text((rank, machine.gpu_id or str(rank)) for rank, machine in machines.items())
-    own = Row("GPU of its own", "ok", f"{len(ranks_of)} GPUs, one per rank")
-    if shared := [who(ranks, hosts) for ranks in ranks_of.values() if len(ranks) > 1]:
+    each = "one per rank" if sharing == 1 else f"each for up to {sharing} ranks ({SHARES_GPU})"
+    own = Row("GPU of its own", "ok", f"{len(ranks_of)} GPUs, {each}")
+    if shared := [who(ranks, hosts) for ranks in ranks_of.values() if len(ranks) > sharing]:
         todo = "start one rank per GPU, and check CUDA_VISIBLE_DEVICES and --gpus-per-task"
         own = Row("GPU of its own", "FAIL", f"one GPU for {'; for '.join(shared)}", todo)
     free = {rank: m.gpu_free_bytes / GIB for rank, m in machines.items() if m.gpu_free_bytes}
-    taken = [r for r, f in free.items() if f < FREE_PART * (machines[r].gpu_total_bytes or 0) / GIB]
+    least = {
+        rank: FREE_PART * (machines[rank].gpu_total_bytes or 0) / sharing / GIB for rank in free
+    }
+    taken = [rank for rank in free if free[rank] < least[rank]]
     text = span(free.values(), "GiB") if free else "unknown to the driver"
     todo = "nvidia-smi there shows which process holds it: end it, or drain the node"
     rows += [own, named_row("GPU memory free", text, "not all free:", taken, hosts, todo)]

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from harness.config.assignments import assign, flat, value_as_text
 from harness.config.ds_json import AUTO, literal, offloaded_to, value_of
@@ -28,6 +28,7 @@ from tools.rehearsal.shrink import (
     write_weights,
 )
 
+Device = Literal["cpu", "cuda"]
 MOST_RANKS = 4  # unless two data ranks per pipeline stage need more
 
 
@@ -47,18 +48,18 @@ def shown(grid: Grid, noun: str = "rank") -> str:
     return f"{ranks} = {' x '.join(parts)}"
 
 
-def rehearsed(real: Grid, wanted: int | None = None) -> Grid:
+def rehearsed(real: Grid, wanted: int | None = None, most: int = MOST_RANKS) -> Grid:
     """Return the grid in which a job of `real` is rehearsed, with `wanted` ranks if given.
 
     All pipeline stages stay, and up to two tensor and two sequence ranks. Data ranks shrink to fit
-    MOST_RANKS ranks, but never below two if the job has two, so that they exchange data. So 64 GPUs
+    `most` ranks, but never below two if the job has two, so that they exchange data. So 64 GPUs
     become 4 ranks, with 2 stages 2 x 2 and with 4 stages 4 x 2. Raises ConfigError for a number of
     ranks that does not fit.
     """
     stages, tensor, sequence = real.pipeline, min(real.tensor, 2), min(real.sequence, 2)
     each = stages * tensor * sequence
     if wanted is None:
-        return grid_of(stages, min(real.data, max(2, MOST_RANKS // each)), tensor, sequence)
+        return grid_of(stages, min(real.data, max(2, most // each)), tensor, sequence)
     if wanted < 1 or wanted % each or wanted // each > real.data:
         raise ConfigError(
             f"--ranks is {wanted}: it must be a multiple of {each} (pipeline stages {stages}, "
@@ -69,20 +70,14 @@ def rehearsed(real: Grid, wanted: int | None = None) -> Grid:
 
 
 def elsewhere(grid: Grid, micro_batch: int, grad_accum: int) -> tuple[Grid, int] | None:
-    """Return another layout for the same global batch, and its micro-batch.
+    """Return another layout for the same global batch, and its micro-batch: one rank, or two if
+    the layout has one.
 
-    Tensor and sequence parallelism are dropped first. Without them, data ranks are halved; with one
-    data rank, stages are halved (an odd number of either becomes one); with one stage, there are
-    two data ranks. The micro-batch stays if possible, since the balancing loss of experts is not
-    linear in it. None if a step is one sample, which only one rank can take.
+    The micro-batch stays if possible, since the balancing loss of experts is not linear in it.
+    None if a step is one sample, which only one rank can take.
     """
-    stages, data = grid.pipeline, grid.data
-    if grid.tensor * grid.sequence > 1:
-        return grid_of(stages, data), micro_batch
-    if data > 1:
-        return grid_of(stages, 1 if data % 2 else data // 2), micro_batch
-    if stages > 1:
-        return grid_of(1 if stages % 2 else stages // 2, 1), micro_batch
+    if grid.world_size > 1:
+        return Grid(1), micro_batch
     if grad_accum % 2 == 0:
         return grid_of(1, 2), micro_batch
     return (grid_of(1, 2), micro_batch // 2) if micro_batch % 2 == 0 else None
@@ -113,7 +108,7 @@ _SHORTENED = ("train.steps", "optim.warmup_steps", "train.global_batch", "train.
 # Run config keys that make no sense in a rehearsal or get new values.
 _REPLACED = (
     *("model.name", "model.init_from", "model.overrides", "model.context", "model.rope"),
-    *("model.kernels", "data.path", "data.tokenizer"),
+    *("data.path", "data.tokenizer"),
     *("data.mix", "data.eval_path", "data.too_long", "data.min_tokens", "data.max_tokens"),
     *("train.tokens", "train.epochs", "run.dir", "resume.from", "resume.allow"),
     *("ramp", "profile", "optim.groups", "optim.warmup_ratio"),
@@ -134,15 +129,23 @@ class Job:
     model: dict[str, Any]  # Hugging Face config of the small model
     deepspeed: dict[str, Any]
     trust_remote_code: bool = False
+    device: Device = "cpu"
 
     @classmethod
-    def of(cls, real: Plan, ranks: int | None = None, trust_remote_code: bool = False) -> Job:
-        """Return the rehearsal of a job, on `ranks` ranks if given.
+    def of(
+        cls,
+        real: Plan,
+        ranks: int | None = None,
+        trust_remote_code: bool = False,
+        device: Device = "cpu",
+        most: int = MOST_RANKS,
+    ) -> Job:
+        """Return the rehearsal of a job, on `ranks` ranks if given, otherwise on about `most`.
 
         Raises ConfigError for a number of ranks that does not fit, and ValueError for a model that
         cannot be shrunk.
         """
-        layout = rehearsed(real.grid, ranks)
+        layout = rehearsed(real.grid, ranks, most)
         split = _split(real)
         layers = sum(split) if split else _LAYERS_PER_STAGE * layout.pipeline
         # A user's tokenizer, or that of the weights, has its own ids.
@@ -164,6 +167,7 @@ class Job:
             model=model,
             deepspeed=_deepspeed(real, layout, model, split),
             trust_remote_code=trust_remote_code,
+            device=device,
         )
 
     @property
@@ -224,11 +228,13 @@ class Job:
 
     def not_rehearsed(self) -> list[str]:
         """Return the aspects that only the real machines can show."""
-        run, aspects = self.real.config, ["CUDA", "NCCL", "the real size and its memory", "speed"]
+        run, aspects = self.real.config, ["the real size and its memory", "speed"]
+        on_cpu = self.device == "cpu"
+        aspects = (["CUDA", "NCCL"] if on_cpu else ["links between GPUs"]) + aspects
         aspects += ["the weights of model.init_from"] if run.model.init_from else []
         aspects += ["the checkpoint of resume.from"] if run.resume.from_ else []
-        aspects += [run.model.attention] if "flash" in run.model.attention else []
-        aspects += ["model.kernels=liger"] if run.model.kernels == "liger" else []
+        aspects += [run.model.attention] if on_cpu and "flash" in run.model.attention else []
+        aspects += ["model.kernels=liger"] if on_cpu and run.model.kernels == "liger" else []
         ds = self.real.deepspeed_given
         aspects += ["ZeRO++'s quantisation"] if any(value_of(ds, k) for k in _QUANTISED) else []
         aspects += [f"the JSON's {name}" for name in _MONITORS if value_of(ds, f"{name}.enabled")]
@@ -253,7 +259,8 @@ class Job:
     def _kept(self) -> dict[str, Any]:
         """Return the job's settings that the rehearsal keeps."""
         run = self.real.config
-        replaced = tuple(f"{key}." for key in _REPLACED)
+        without = ("model.kernels",) if self.device == "cpu" else ()
+        replaced = tuple(f"{key}." for key in (*_REPLACED, *without))
         if self.real.attention_why and run.model.attention != "varlen":
             replaced += ("model.attention.",)  # "auto" has the same meaning here
         return {
@@ -279,7 +286,7 @@ class Job:
         }
         if run.model.attention_global is not None:
             keys["model.attention_global"] = min(run.model.attention_global, self._seq_len)
-        if "flash" in run.model.attention:
+        if self.device == "cpu" and "flash" in run.model.attention:
             family = family_of(self.model["model_type"])
             keys["model.attention"] = "eager" if family.sdpa_lacks else "sdpa"
         return {**keys, **self._ramp(), **self._groups()}
