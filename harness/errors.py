@@ -52,6 +52,10 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)
 
 
+class JoinRefused(ConfigError):
+    """A problem that ranks find while they join, so that none waits for the others."""
+
+
 def _readable(problem: str) -> str:
     """Return a problem, with the middle elided if it is too long to print."""
     if len(problem) <= _MOST_CHARACTERS:

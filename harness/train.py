@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     with contextlib.closing(StopRequest()) as request:  # before the slow imports
         from harness.checkpoint.compatibility import run_in_folder
-        from harness.errors import ConfigError, RunStopped
+        from harness.errors import ConfigError, JoinRefused, RunStopped
         from harness.layout.world import has_other_nodes
         from harness.plan.command import parse_command, plan_from
         from harness.plan.text import describe
@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
             return int(stop.code)
         except ConfigError as error:
             say(f"cannot train: {error}", sys.stderr)
-            if not command.dry_run and has_other_nodes():
+            joined = isinstance(error, JoinRefused)
+            if not (command.dry_run or joined) and has_other_nodes():
                 from harness.engine.processes import refuse_on_other_nodes
 
                 refuse_on_other_nodes(error)

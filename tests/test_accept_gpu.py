@@ -182,7 +182,7 @@ def test_one_gpu_takes_more_ranks_only_when_shared(one_gpu: dict[str, str]) -> N
     done = run_tool("accept_gpu", "--share", "--ranks", "9", code=2, **one_gpu)
     assert "--ranks 9: it must be 1 to 8 here" in done.stderr
     done = run_tool("accept_gpu", "--share", "--only", "speed", code=0, **one_gpu)
-    assert "2 ranks share 1 GPU, nothing is said about speed" in done.stderr
+    assert "2 ranks share 1 GPU, speed is not measured" in done.stderr
     assert "skipped: speed" in done.stdout
 
 

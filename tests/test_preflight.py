@@ -25,7 +25,7 @@ from tests.real_runs import REPOSITORY
 from tools import preflight
 from tools.preflight_checks import network, report
 from tools.preflight_checks.files import Seen, Storage, token
-from tools.preflight_checks.flight import Facts, judge
+from tools.preflight_checks.flight import Facts, _rates, judge
 from tools.preflight_checks.machine import Machine, machine_rows
 from tools.preflight_checks.network import (
     BETWEEN,
@@ -172,19 +172,17 @@ def test_healthy_nodes_are_ready() -> None:
     assert report.table(rows).endswith("preflight: ok to start, no warnings")
 
 
-def test_ranks_that_may_share_a_gpu_are_ready() -> None:
-    world = replace(plan().world, local_world_size=4, ranks_per_gpu=4)
+def test_ranks_that_may_share_a_gpu_are_ready_and_not_timed() -> None:
+    shared = replace(plan(), world=replace(plan().world, local_world_size=4, ranks_per_gpu=4))
     one = replace(MACHINE, gpu_id="GPU-0", gpu_free_bytes=79 * GIB // 4)
-    rows = {
-        r.check: r
-        for r in judge(
-            replace(plan(), world=world),
-            ["n1"] * 4,
-            [replace(each, machine=one) for each in healthy()],
-        )
-    }
-    assert rows["GPU of its own"].found == "1 GPUs, each for up to 4 ranks (HARNESS_SHARE_GPU)"
+    facts = [replace(each, machine=one) for each in healthy()]
+    facts[0] = replace(facts[0], machine=replace(one, tflops=6.0))
+    rows = {row.check: row for row in judge(shared, ["n1"] * 4, facts)}
+    assert rows["GPU of its own"].found == "1 GPU, each for up to 4 ranks (HARNESS_SHARE_GPU)"
     assert {rows[name].verdict for name in ("GPU of its own", "GPU memory free")} == {"ok"}
+    assert rows["matmul rate"].found.endswith("not judged: ranks share a GPU")
+    rates = _rates(shared, ["n1"] * 4, facts)
+    assert {rates["matmul_tflops"], rates["all_reduce_gb_per_s"]} == {None}
 
 
 def test_a_step_is_predicted_with_the_rates_that_were_measured() -> None:

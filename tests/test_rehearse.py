@@ -492,18 +492,24 @@ def test_dry_run_says_what_would_be_rehearsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory_mib", "ranks"), [(140_000, "8 ranks = 2 stages x 2 data x 2 tensor"), (9_000, None)]
+    ("memory_mib", "more", "ranks"),
+    [
+        (140_000, (), "8 ranks = 2 stages x 2 data x 2 tensor"),
+        (140_000, ("--ranks", "16"), "16 ranks = 2 stages x 4 data x 2 tensor"),
+        (9_000, (), None),
+    ],
 )
 def test_ranks_that_fit_a_gpu_rehearse_on_it(
-    memory_mib: int, ranks: str | None, tmp_path: Path
+    memory_mib: int, more: tuple[str, ...], ranks: str | None, tmp_path: Path
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     gpu = "GPU 0: NVIDIA H200 (UUID: GPU-01ab)"
     tool.write_text(f"#!/bin/sh\ncase $1 in --list*) echo '{gpu}';; *) echo {memory_mib};; esac\n")
     tool.chmod(0o755)
     words = ("--device", "cuda", "--dry-run", "--gpus", "16", "--deepspeed", "ds_configs/3d.json")
+    words += ("model.name=llama-3-8b", *more)
     path = f"{tmp_path}:/usr/bin:/bin"
-    done = run_tool("rehearse", *words, "model.name=llama-3-8b", code=0 if ranks else 2, PATH=path)
+    done = run_tool("rehearse", *words, code=0 if ranks else 2, PATH=path)
     if ranks:
         assert f"rehearsing 3d.json as {ranks}, a llama" in done.stdout
     else:

@@ -76,8 +76,6 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
     gpus = min(MOST_RANKS, len(visible_gpus())) if accelerator == "cuda" else MOST_RANKS
     if not gpus:
         parser.error("there is a driver, but no GPU: check nvidia-smi, or set DS_ACCELERATOR=cpu")
-    if args.share:
-        os.environ[SHARES_GPU] = "1"  # for the ranks of every step
     most = MOST_RANKS if args.share else gpus
     usual = CPU_RANKS if accelerator == "cpu" else max(gpus, 2) if args.share else gpus
     ranks = usual if args.ranks is None else args.ranks
@@ -86,13 +84,15 @@ def main(argv: list[str], steps: Sequence[Step] = STEPS) -> int:
         parser.error(f"--ranks {ranks}: it must be 1 to {most} here{hint}")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+    if ranks > gpus:
+        os.environ[SHARES_GPU] = "1"  # for the ranks of every step
     folder = Path(tempfile.mkdtemp(prefix="accept-gpu-"))
     about = {"accelerator": accelerator, "ranks": ranks, "versions": versions()}
     about["machine"] = machine()
     kind = "GPU" if accelerator == "cuda" else "CPU rank"
     shown = f"{ranks} {kind}{'s' * (ranks > 1)}"
     if accelerator == "cuda" and ranks > gpus:
-        shown = f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, nothing is said about speed"
+        shown = f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, speed is not measured"
         about["gpus"] = gpus
     _say(f"{shown}, {about['versions']}; logs in {folder}")
     results: list[Result] = []
@@ -149,7 +149,11 @@ def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--only", nargs="+", metavar="STEP", help="Run only these steps.")
-    add("--ranks", type=int, help="Number of ranks (default: all GPUs of this node, at most 8).")
+    add(
+        "--ranks",
+        type=int,
+        help="Number of ranks (default: all GPUs of this node, 2 to 8 with --share).",
+    )
     add("--share", action="store_true", help="Let ranks share a GPU: up to 8 ranks on one card.")
     add("--json", type=Path, metavar="FILE", help="Write the results to this file, as JSON.")
     limit = "Time limit per step (default: %(default).0f)."

@@ -146,10 +146,11 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
             grid = real.grid
             one = replace(grid, world_size=grid.world_size // grid.data, expert=1)
             ranks = max(ranks, rehearsed(one).world_size)
-        fitting = ranks_that_fit() if args.device == "cuda" else MOST_RANKS
-        job = Job.of(real, ranks, asked.trust_remote_code, args.device, fitting)
+        fitting = ranks_that_fit() if args.device == "cuda" else sys.maxsize
+        most = MOST_RANKS if args.device == "cpu" else min(MOST_ON_GPUS, fitting)
+        job = Job.of(real, ranks, asked.trust_remote_code, args.device, most)
         result.job = job
-        if args.device == "cuda" and job.layout.world_size > fitting:
+        if job.layout.world_size > fitting:
             count = f"{shown(job.layout)} are needed, but {fitting} fit the free memory of the GPUs"
             raise ConfigError(f"--device cuda: {count}: use --device cpu")
     except ValueError as error:
@@ -200,12 +201,15 @@ def _rehearse(result: Result, args: argparse.Namespace, command: stages.Command)
 
 
 def ranks_that_fit() -> int:
-    """Return the number of ranks that share this machine's GPUs: 8, or what their memory holds."""
+    """Return the number of ranks for which this machine's GPUs have memory; they are dealt out
+    evenly, so that the fullest GPU decides.
+    """
     gpus = range(len(visible_gpus()))
     gpu = known_gpu(find_gpu_name())
     each = driver_bytes(Grid(MOST_ON_GPUS), gpu and gpu.key).high + GIB // 2  # a small model
     free = [free_on_gpu(World(local_rank=gpu)) for gpu in gpus]
-    return min(MOST_ON_GPUS, sum(MOST_ON_GPUS if f is None else f // each for f in free))
+    known = [size // each for size in free if size is not None]
+    return len(gpus) * min(known) if known else MOST_ON_GPUS
 
 
 def _planned(asked: Command, world: World) -> Plan:

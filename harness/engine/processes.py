@@ -21,9 +21,16 @@ import torch
 from torch.distributed import distributed_c10d
 
 from harness.checkpoint import collectives
-from harness.errors import CannotSave, ConfigError, ExitCode, RunStopped, is_full_disk
+from harness.errors import (
+    CannotSave,
+    ConfigError,
+    ExitCode,
+    JoinRefused,
+    RunStopped,
+    is_full_disk,
+)
 from harness.guard.failure_broadcast import Failure, FailureBroadcast, exit_now
-from harness.layout.world import World, is_free, slurm_port, too_few_gpus
+from harness.layout.world import COUNTS_A_NODE, SHARES_GPU, World, is_free, slurm_port
 from harness.plan.machine import ninja_folder
 from harness.terminal import say
 
@@ -31,7 +38,8 @@ _LIBRARY = str(Path(__file__).resolve().parents[1]) + os.sep
 _alarm: FailureBroadcast | None = None  # global, as torch's default group is
 # Collectives time out this much later than the watchdog, which must still dump stacks and report.
 _BEYOND_THE_WATCHDOG_S = 600.0
-_SAME_GPU = "Duplicate GPU detected"  # in the message with which NCCL rejects ranks that share one
+# Parts of the message with which NCCL before and from 2.30 on rejects ranks that share a GPU.
+_SAME_GPU = ("Duplicate GPU detected", "using the same GPU")
 
 
 def set_environment(world: World) -> None:
@@ -56,8 +64,7 @@ def set_environment(world: World) -> None:
     os.environ["WORLD_SIZE"] = str(world.world_size)
     os.environ["LOCAL_RANK"] = str(world.local_rank)
     if world.ranks_per_gpu > 1:
-        for name, value in shared_gpu_variables(world).items():
-            os.environ.setdefault(name, value)
+        os.environ |= shared_gpu_variables(world)
     if world.accelerator == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed probes for devices and logs it
         # Without it DeepSpeed runs `numactl` at each reduction of ZeRO 3 (CPU_Accelerator).
@@ -86,8 +93,8 @@ def shared_gpu_variables(world: World) -> dict[str, str]:
         "NCCL_PROTO": "Simple",  # the others spin for more turns
         "NCCL_MAX_NCHANNELS": "2",  # fewer blocks that spin, fewer sockets
     }
-    one_node = world.local_world_size == world.world_size
-    return variables | ({"NCCL_SOCKET_IFNAME": "lo"} if one_node else {})
+    is_alone = world.launcher in COUNTS_A_NODE  # sharing is for one node
+    return variables | ({"NCCL_SOCKET_IFNAME": "lo"} if is_alone else {})
 
 
 def own_device(world: World) -> torch.device:
@@ -164,10 +171,13 @@ def join(world: World, hang_first_s: float = 3600.0) -> torch.device:
     try:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=patience)
     except RuntimeError as error:
-        if _SAME_GPU not in str(error):
+        if not any(text in str(error) for text in _SAME_GPU):
             raise
-        count = f"the ranks of this node have {too_few_gpus(torch.cuda.device_count())}"
-        raise ConfigError(f"{count} (NCCL: {_SAME_GPU.lower()})") from None
+        raise JoinRefused(
+            f"NCCL finds several ranks of {socket.gethostname()} on the same GPU: start one rank "
+            "per GPU (check CUDA_VISIBLE_DEVICES and --gpus-per-task), or set "
+            f"{SHARES_GPU}=1 to rehearse with several ranks on a GPU"
+        ) from None
     _listen(world)
     atexit.register(_leave_or_end)
     return device

@@ -16,7 +16,9 @@ from typing import Literal
 SHARES_GPU = "HARNESS_SHARE_GPU"
 """Environment variable: 1 lets several ranks of a node share a GPU, to rehearse on one card."""
 _SHARES_BY_HAND = {"NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"}
-"""NCCL's variables with which users have let ranks share a GPU by themselves."""
+"""NCCL's variables with which users let ranks share a GPU by themselves."""
+COUNTS_A_NODE = ("torchrun", "deepspeed")
+"""Launchers that tell each rank the number of ranks on its own node."""
 _FIRST, _COUNT = 20000, 10000  # below Linux's range for outgoing connections
 _PER_JOB, _PER_RESTART = 101, 13  # so that steps of jobs on the same node use different ports
 
@@ -86,6 +88,8 @@ class World:
     """The installed torch version; on GPUs only."""
     ranks_per_gpu: int = 1
     """More than 1 only if ranks share GPUs (SHARES_GPU): a rehearsal, whose times mean nothing."""
+    lacking_gpus: int = 0
+    """Number of this node's GPUs if it has fewer than ranks, which may not share them; else 0."""
 
     def has_torch(self, *version: int) -> bool:
         """Return True if torch has at least this version; assumed if it is unknown."""
@@ -113,11 +117,10 @@ class World:
 
         Without a launcher, this is the only process. The order matters: inside a Slurm step,
         `deepspeed` sets RANK for its children, which is more specific. Raises ValueError for
-        impossible numbers (rank 3 of 2), and for more ranks than GPUs unless they may share them.
+        impossible numbers (rank 3 of 2).
         """
-        launcher, rank, world_size, local_rank, local_world_size = (
-            _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
-        )
+        place = _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
+        launcher, rank, world_size, local_rank, local_world_size = place
         if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
             raise ValueError(
                 f"the {launcher} environment says rank {rank} of {world_size}, local rank "
@@ -132,6 +135,7 @@ class World:
             state_kernels() if accelerator == "cuda" else (),
             torch_version() if accelerator == "cuda" else None,
             ranks_per_gpu(local_world_size, environ) if accelerator == "cuda" else 1,
+            _lacking_gpus(place, environ) if accelerator == "cuda" else 0,
         )
 
 
@@ -222,28 +226,26 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def ranks_per_gpu(local_world_size: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the largest number of this node's ranks that use the same GPU.
-
-    Raises ValueError if that is more than 1 and the environment does not allow it. Ranks that each
-    see one GPU of several are not counted: if they share it nevertheless, NCCL says so.
+    """Return the largest number of this node's ranks that use the same GPU: 1 unless SHARES_GPU
+    allows more.
     """
-    asked = environ.get(SHARES_GPU) or "0"
-    if asked not in ("0", "1"):
-        raise ValueError(f"environment variable {SHARES_GPU} is {asked!r}: it must be 0 or 1")
-    gpus = len(visible_gpus(environ) if asked == "1" else published_gpus() or listed_gpus())
-    if not 0 < gpus < local_world_size:
+    if environ.get(SHARES_GPU, "").lower() not in ("1", "true", "yes"):
         return 1
-    if asked == "0" and not _SHARES_BY_HAND & environ.keys():
-        raise ValueError(f"this node has {local_world_size} ranks and {too_few_gpus(gpus)}")
-    return -(-local_world_size // gpus)
+    return max(1, -(-local_world_size // max(1, len(visible_gpus(environ)))))
 
 
-def too_few_gpus(gpus: int) -> str:
-    """Return the end of a sentence that rejects ranks that share GPUs, and names the way out."""
-    return (
-        f"{gpus} GPU{'s' * (gpus > 1)}: start one rank per GPU, or set {SHARES_GPU}=1 to rehearse "
-        "with several ranks on a GPU, which says nothing about speed"
-    )
+def _lacking_gpus(place: _Place, environ: Mapping[str, str]) -> int:
+    """Return the number of this node's GPUs if it has certainly fewer than ranks, otherwise 0.
+
+    Certain are the ranks of a node under torchrun and deepspeed, and GPUs that the driver lists in
+    /proc. In any other case NCCL decides. Users who set one of _SHARES_BY_HAND know what they do.
+    """
+    launcher, *_, local_world_size = place
+    slices = "MIG-" in environ.get("CUDA_VISIBLE_DEVICES", "")
+    if launcher not in COUNTS_A_NODE or slices or _SHARES_BY_HAND & environ.keys():
+        return 0
+    gpus = len(published_gpus())
+    return gpus if gpus < local_world_size and ranks_per_gpu(local_world_size, environ) == 1 else 0
 
 
 def published_gpus() -> list[Gpu]:

@@ -4,6 +4,7 @@ that the ranks can shard the model.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -72,15 +73,27 @@ def check_secondary(draft: Draft) -> None:
 
 
 def check_shared_gpus(draft: Draft) -> None:
-    """Reject what counts the GPUs of a node if ranks share them, and note what they cannot show."""
-    if draft.world.ranks_per_gpu == 1:
+    """Reject fewer GPUs than ranks. If ranks share GPUs, reject what counts the GPUs of a node or
+    needs several nodes, and note what a rehearsal cannot show.
+    """
+    world = draft.world
+    if world.lacking_gpus:
+        gpus = f"{world.lacking_gpus} GPU{'s' * (world.lacking_gpus > 1)}"
+        draft.problems.say(
+            f"{socket.gethostname()} has {world.local_world_size} ranks, but {gpus} (nvidia-smi): "
+            f"start one rank per GPU, or set {SHARES_GPU}=1 to rehearse with several ranks on a GPU"
+        )
+    if world.ranks_per_gpu == 1:
         return
+    if world.local_world_size < world.world_size:
+        nodes = f"but there are {world.world_size} ranks on several nodes"
+        draft.problems.say(f"{SHARES_GPU}=1 shares the GPUs of one node, {nodes}: unset it")
     if draft.ds.value(_QUANTIZED) is True:
         why = f"DeepSpeed takes the GPUs of a node for its ranks, which share them ({SHARES_GPU})"
         draft.problems.add(_QUANTIZED, why, "set it to false to rehearse")
     draft.note(
         "shared_gpu",
-        f"up to {draft.world.ranks_per_gpu} ranks share a GPU ({SHARES_GPU}) and take turns: this "
+        f"up to {world.ranks_per_gpu} ranks share a GPU ({SHARES_GPU}) and take turns: this "
         "is a rehearsal, whose times, MFU and links say nothing about the job's",
     )
 

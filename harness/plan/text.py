@@ -162,7 +162,7 @@ def spread(plan: Plan) -> str:
         if (place := offloaded_to(plan.deepspeed, part)) != "none"
     ]
     ranks = f"{grid.world_size} rank{'s' if grid.world_size > 1 else ''}"
-    shared = f" ({sharing} ranks each)" if (sharing := plan.world.ranks_per_gpu) > 1 else ""
+    shared = f" (up to {sharing} ranks each)" if (sharing := plan.world.ranks_per_gpu) > 1 else ""
     experts = f", experts over {grid.expert} neighbours" if grid.expert > 1 else ""
     return (
         f"ZeRO {plan.zero_stage}, {plan.precision}, {ranks} ({' x '.join(axes)}{experts}) on "

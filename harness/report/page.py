@@ -96,7 +96,9 @@ def described(run: RunRecord) -> str:
         per_node = number(run.planned("world", "local_world_size")) or world
         nodes = f" on {count(world / per_node)} nodes" if 0 < per_node < world else ""
         plural = "s" if world > 1 and chip.endswith("rank") else ""
-        parts.append(f"{count(world)} x {chip}{plural}{nodes}")
+        shares = f"{count(world)} ranks on " if run.ranks_per_gpu > 1 else ""
+        chips = -(-int(world) // run.ranks_per_gpu)
+        parts.append(f"{shares}{count(chips)} x {chip}{plural}{nodes}")
     grid = run.planned("grid")
     axes = ("pipeline", "tensor", "sequence", "expert")
     split = [f"{axis} {n}" for axis in axes if (n := number(dig(grid, axis))) and n > 1]

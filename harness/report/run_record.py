@@ -65,6 +65,11 @@ class RunRecord:
         return int(steps) if steps else None
 
     @property
+    def ranks_per_gpu(self) -> int:
+        """The most ranks that shared a GPU."""
+        return max(1, int(number(self.planned("world", "ranks_per_gpu")) or 1))
+
+    @property
     def outcome(self) -> str:
         """running | done | stopped | failed | diverged, or unknown."""
         return str(self.status.get("outcome") or "unknown")

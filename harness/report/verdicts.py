@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from harness.config.assignments import NOT_ASKED, value_as_text
 from harness.config.ds_json import AUTO, PREFIX
 from harness.errors import ExitCode
+from harness.layout.world import SHARES_GPU
 from harness.report.events import no_better
 from harness.report.formatting import count, duration, moment, sentence, short
 from harness.report.lines import number
@@ -190,7 +191,7 @@ def _memory(run: RunRecord) -> Verdict | None:
 
 def _speed(run: RunRecord) -> Verdict | None:
     values = _even(run, "step_time_s")
-    if len(values) < 20:
+    if len(values) < 20 or run.ranks_per_gpu > 1:
         return None
     usual = median(values)
     slow = sum(value > 2 * usual for value in values) / len(values)
@@ -383,9 +384,14 @@ def _start(run: RunRecord) -> str:
     if launcher == "torchrun":
         where = f'--nnodes={nodes} --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
         where = where if nodes > 1 else ""
-        return f"torchrun {where}--nproc-per-node={per_node} harness/train.py"
+        shares = f"{SHARES_GPU}=1 " if run.ranks_per_gpu > 1 else ""
+        return f"{shares}torchrun {where}--nproc-per-node={per_node} harness/train.py"
     if launcher == "slurm":
-        gpus = f"--gpus-per-node={per_node} " if run.text("world", "accelerator") == "cuda" else ""
+        gpus = (
+            f"--gpus-per-node={-(-per_node // run.ranks_per_gpu)} "
+            if run.text("world", "accelerator") == "cuda"
+            else ""
+        )
         return f"sbatch --nodes={nodes} {gpus}slurm/train.sbatch"
     return "deepspeed harness/train.py"
 

@@ -125,7 +125,9 @@ def record_time(run: Run, line: dict[str, Any]) -> None:
 def explain_out_of_memory(run: Run) -> None:
     """Report the estimate, the memory in use and changes that help, on the rank that ran out."""
     estimate, device, rank = run.plan.estimate, run.engine.device, run.plan.world.rank
-    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    total = None
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1] // run.plan.world.ranks_per_gpu
     place = run.plan.grid.described(rank)
     lines = [f"rank {rank}{place} ran out of memory after step {run.state.step}"]
     if estimate is not None:

@@ -131,7 +131,7 @@ def _reason_to_skip(run: Run, model: Any) -> str | None:
         return None
     needed, free = bytes_needed(run.plan, model), free_on_host()
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+        free = torch.cuda.mem_get_info(device)[0] // run.plan.world.ranks_per_gpu
     if free is not None and needed > free // 2:
         return f"the undivided model needs {needed / 2**30:.1f} GiB on one rank"
     tokens = run.plan.curriculum.at(0).global_batch * run.plan.config.data.seq_len

@@ -21,7 +21,6 @@ from tests.tiers import rest_in_gate
 # NCCL would be bound to.
 SEES_ONE_GPU = """
 import torch
-DUPLICATE = "Last error: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 19000"
 torch.cuda.device_count = torch.accelerator.device_count = lambda: 1
 torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
 current = []
@@ -124,28 +123,28 @@ def test_deepspeed_counts_ranks_on_the_cpu_without_a_process_for_it(
 
 
 def test_each_rank_of_a_shared_gpu_is_a_host_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_PROTO": "LL"})
+    monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_HOSTID": "of the cluster"})
     world = World(1, 4, 1, 4, "torchrun", accelerator="cuda", ranks_per_gpu=4)
     processes.set_environment(world)
     nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     assert nccl["NCCL_HOSTID"] == f"{socket.gethostname()}-1"
-    assert (nccl["NCCL_SOCKET_IFNAME"], nccl["NCCL_NET"], nccl["NCCL_PROTO"]) == (
-        "lo",
-        "Socket",
-        "LL",
-    )
-    on_two_nodes = replace(world, world_size=8)
-    assert "NCCL_SOCKET_IFNAME" not in processes.shared_gpu_variables(on_two_nodes)
-    assert (
-        processes.shared_gpu_variables(replace(world, rank=2))["NCCL_HOSTID"] != nccl["NCCL_HOSTID"]
-    )
+    assert (nccl["NCCL_SOCKET_IFNAME"], nccl["NCCL_NET"]) == ("lo", "Socket")
+    second = processes.shared_gpu_variables(replace(world, rank=2, launcher="torch"))
+    assert second["NCCL_HOSTID"] != nccl["NCCL_HOSTID"]
+    assert "NCCL_SOCKET_IFNAME" not in second  # maybe on several nodes
 
 
 @pytest.mark.gate("engine")
-def test_ranks_that_see_the_same_gpu_are_told_the_way_out() -> None:
-    """As NCCL rejects them, behind a CUDA_VISIBLE_DEVICES that is the same for all."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 19000",
+        "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1",
+    ],
+)
+def test_ranks_that_see_the_same_gpu_are_told_the_way_out(text: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SEES_ONE_GPU.replace("SystemExit", "RuntimeError(DUPLICATE) #")],
+        [sys.executable, "-c", SEES_ONE_GPU.replace("SystemExit", f'RuntimeError("{text}") #')],
         cwd=REPOSITORY,
         env=environment(DS_ACCELERATOR="cuda", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
         capture_output=True,
@@ -153,7 +152,8 @@ def test_ranks_that_see_the_same_gpu_are_told_the_way_out() -> None:
         check=False,
     )
     last = done.stderr.splitlines()[-1]
-    assert "ConfigError: the ranks of this node have 1 GPU: start one rank per GPU, or" in last
+    assert "JoinRefused: NCCL finds several ranks of" in last
+    assert "or set HARNESS_SHARE_GPU=1 to rehearse" in last
 
 
 def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.MonkeyPatch) -> None:

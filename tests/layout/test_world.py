@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import socket
 
 import pytest
@@ -154,35 +153,35 @@ def test_gpu_name_is_the_drivers_of_the_first_gpu_that_is_visible(tmp_path, monk
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
 
 
-SHARES = {"HARNESS_SHARE_GPU": "1"}
+NODE = "RANK=0 WORLD_SIZE={ranks} LOCAL_RANK=0 LOCAL_WORLD_SIZE={ranks}"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "environ", "expected"),
+    ("gpus", "environ", "sharing", "lacking"),
     [
-        (0, 8, {}, 1),  # the driver names none: nothing is known
-        (8, 8, {}, 1),
-        (8, 8, {"CUDA_VISIBLE_DEVICES": "0"}, 1),  # each rank may see only its own
-        (1, 8, {}, "8 ranks and 1 GPU: start one rank per GPU, or set HARNESS_SHARE_GPU=1 to"),
-        (2, 3, {"HARNESS_SHARE_GPU": "0"}, "3 ranks and 2 GPUs: start"),
-        (1, 8, {"HARNESS_SHARE_GPU": "yes"}, "HARNESS_SHARE_GPU is 'yes': it must be 0 or 1"),
-        (1, 8, {"NCCL_HOSTID": "a"}, 8),
-        (8, 8, SHARES, 1),
-        (1, 8, SHARES, 8),
-        (2, 3, SHARES, 2),
-        (8, 2, {**SHARES, "CUDA_VISIBLE_DEVICES": "5"}, 2),
+        (8, NODE.format(ranks=8), 1, 0),
+        (7, NODE.format(ranks=8), 1, 7),
+        (1, NODE.format(ranks=8).replace("LOCAL_WORLD", "LOCAL"), 1, 1),  # deepspeed
+        # Not certain: NCCL decides.
+        (0, NODE.format(ranks=8), 1, 0),  # a container without /proc/driver
+        (8, "RANK=0 WORLD_SIZE=16 LOCAL_RANK=0", 1, 0),  # two nodes of an unknown launcher
+        (1, "SLURM_STEP_ID=0 SLURM_PROCID=8 SLURM_NTASKS=9 SLURM_STEP_TASKS_PER_NODE=8,1", 1, 0),
+        (1, f"{NODE.format(ranks=2)} CUDA_VISIBLE_DEVICES=MIG-1", 1, 0),
+        (1, f"{NODE.format(ranks=8)} NCCL_HOSTID=a", 1, 0),
+        (1, f"{NODE.format(ranks=8)} HARNESS_SHARE_GPU=0", 1, 1),
+        (1, f"{NODE.format(ranks=8)} HARNESS_SHARE_GPU=1", 8, 0),
+        (2, f"{NODE.format(ranks=3)} HARNESS_SHARE_GPU=true", 2, 0),
+        (8, f"{NODE.format(ranks=8)} HARNESS_SHARE_GPU=1", 1, 0),
+        (8, f"{NODE.format(ranks=2)} HARNESS_SHARE_GPU=1 CUDA_VISIBLE_DEVICES=5", 2, 0),
     ],
 )
-def test_ranks_share_a_gpu_only_when_asked_to(gpus, ranks, environ, expected, monkeypatch):
+def test_ranks_share_a_gpu_only_when_asked_to(gpus, environ, sharing, lacking, monkeypatch):
     monkeypatch.setattr(module, "published_gpus", lambda: [module.Gpu("NVIDIA H200", "")] * gpus)
     monkeypatch.setattr(module, "listed_gpus", module.published_gpus)
-    environ = {**environ, "DS_ACCELERATOR": "cuda", "RANK": "0", "WORLD_SIZE": str(ranks)}
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=re.escape(expected)):
-            World.from_environ(environ)
-    else:
-        assert World.from_environ(environ).ranks_per_gpu == expected
-    assert World.from_environ({**environ, "DS_ACCELERATOR": "cpu"}).ranks_per_gpu == 1
+    world = World.from_environ({**variables(environ), "DS_ACCELERATOR": "cuda"})
+    assert (world.ranks_per_gpu, world.lacking_gpus) == (sharing, lacking)
+    world = World.from_environ({**variables(environ), "DS_ACCELERATOR": "cpu"})
+    assert (world.ranks_per_gpu, world.lacking_gpus) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ _CAPITALS = ("RANKS", "GPU=", "TORCH=", "EXAMPLES=", "WINDOWS=")
 class Planner:
     """Plans command lines; `$NAME` is the folder of a small model.
 
-    RANKS=4, RANKS_PER_NODE=2, GPU=h100-80, RANKS_PER_GPU=2 and TORCH=2.11.0 describe the machine,
-    which has CPUs unless it has a GPU; EXAMPLES=294 and WINDOWS=28 the data, once it is counted.
+    RANKS=4, RANKS_PER_NODE=2, GPU=h100-80, RANKS_PER_GPU=2, RANKS_BUT_GPUS=1 and TORCH=2.11.0
+    describe the machine, which has CPUs unless it has a GPU; EXAMPLES=294 and WINDOWS=28 the data, once it is counted.
     The JSON is empty except for the words, unless they name one.
     """
 
@@ -95,6 +95,7 @@ class Planner:
                 gpu=gpu,
                 torch=machine.get("TORCH"),
                 ranks_per_gpu=int(machine.get("RANKS_PER_GPU", "1")),
+                lacking_gpus=int(machine.get("RANKS_BUT_GPUS", "0")),
             )
         with ExitStack() as patches:
             if not estimate:

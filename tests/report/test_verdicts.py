@@ -10,7 +10,7 @@ import pytest
 from harness.checkpoint.compatibility import resume_problems
 from harness.config.assignments import COUNTED, parse_assignment
 from harness.plan.command import parse_command, plan_from
-from harness.report.page import page_of
+from harness.report.page import described, page_of
 from harness.report.run_record import read
 from harness.report.verdicts import advice, command, ending, verdicts
 from tests.report.runs import line_at, plan, write_run
@@ -90,6 +90,10 @@ def test_a_command_repeats_lists_and_tables(tmp_path):
         ({"launcher": "none", "world_size": 1}, "python harness/train.py"),
         ({"launcher": "torchrun"}, "torchrun --nproc-per-node=8 harness/train.py"),
         (
+            {"launcher": "torchrun", "ranks_per_gpu": 8},
+            "HARNESS_SHARE_GPU=1 torchrun --nproc-per-node=8 harness/train.py",
+        ),
+        (
             {"launcher": "torchrun", "world_size": 16},
             'torchrun --nnodes=2 --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
             "--nproc-per-node=8 harness/train.py",
@@ -104,8 +108,9 @@ def test_a_command_repeats_lists_and_tables(tmp_path):
 def test_a_command_starts_as_the_run_was_started(tmp_path, world, start):
     the_plan = plan()
     the_plan["world"] |= world
-    text = command(read(write_run(tmp_path / "run", the_plan=the_plan)))
-    assert text.startswith(f"{start} --deepspeed ds_configs/zero1.json ")
+    run = read(write_run(tmp_path / "run", the_plan=the_plan))
+    assert command(run).startswith(f"{start} --deepspeed ds_configs/zero1.json ")
+    assert ("8 ranks on 1 x " in described(run)) == ("ranks_per_gpu" in world)
 
 
 def test_verdicts_see_what_went_wrong(tmp_path):

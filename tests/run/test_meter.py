@@ -16,14 +16,16 @@ import pytest
 import torch
 
 from harness.config.run_config import RunConfig
+from harness.estimate.fit import changes_that_help
 from harness.layout.world import World
-from harness.plan.make import make_plan
+from harness.plan.make import make_plan, takes
 from harness.run import live_memory
 from harness.run.data_decisions import _vocabulary
 from harness.run.finish import continued
 from harness.run.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
 from harness.run.meter import Meter, expert_load, monitor_events
 from harness.run.progress import Progress
+from harness.run.reporting import explain_out_of_memory
 from tests.real_runs import REPOSITORY
 
 LINE: dict[str, Any] = {
@@ -164,6 +166,28 @@ def test_mfu_is_unknown_without_gpu_flops_or_an_own_gpu() -> None:
         for a_plan in (plan, unknown_gpu, shared_gpu, replace(plan, shape=None))
     ]
     assert mfus == [0.0, None, None, None]
+
+
+def test_out_of_memory_advice_fits_a_share_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(0, 4, 0, 4, accelerator="cuda", gpu="h100-80", ranks_per_gpu=4)
+    config = RunConfig.model_validate({"model": {"name": "llama-1b"}})
+    plan = make_plan(config, {"zero_optimization": {"stage": 1}}, world)
+    failures: list[str] = []
+    run: Any = SimpleNamespace(
+        plan=plan,
+        engine=SimpleNamespace(device=torch.device("cuda")),
+        state=SimpleNamespace(step=1),
+        folder=SimpleNamespace(append_failure=lambda *_, message, **__: failures.append(message)),
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 79 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda *_, **__: "")
+    explain_out_of_memory(run)
+    assert plan.estimate is not None
+    expected = changes_that_help(plan.estimate, (79 << 30) // 4, takes(plan))
+    assert failures[0].endswith(f"; {expected}")
+    assert expected != changes_that_help(plan.estimate, 79 << 30, takes(plan))
 
 
 # --- a sample of text ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,11 @@ def test_a_run_says_both_times_and_a_site_is_fitted_to_it(
     record = run.read_plan()
     assert record is not None
     assert site_of_run.cores == record["cores"] > 0
+    shared = {**record, "world": {**record["world"], "ranks_per_gpu": 2}}
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "plan.json").write_text(json.dumps(shared))
+    done = run_tool("plan_cluster", "--calibrate", tmp_path / "shared", "--rates", fitted, code=2)
+    assert "its ranks shared GPUs, so its times say nothing about them" in done.stderr
     assert 0 < record["seen_tokens"] < record["run"]["data"]["seq_len"] / 2
 
 

@@ -69,6 +69,8 @@ def _measured(folder: Path) -> tuple[Measured, int]:
     inputs = replace(plan.estimate.inputs, seen_tokens=record.get("seen_tokens"))
     if not has_even_steps(plan):
         raise ValueError("its steps have different numbers of tokens (ramp.*, data.batching)")
+    if (record.get("world") or {}).get("ranks_per_gpu", 1) > 1:
+        raise ValueError("its ranks shared GPUs, so its times say nothing about them")
     if plan.world.accelerator == "cuda" and inputs.gpu is None:
         raise ValueError(f"its GPUs are unknown: {plan.world.gpu}")
     lines = run.read_metrics()

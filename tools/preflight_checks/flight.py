@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from harness.errors import ConfigError, ExitCode
+from harness.estimate.fit import free_on_gpu
 from harness.layout.world import World
 from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
@@ -60,6 +61,8 @@ def fly(command: Command, host: str, in_json: bool, limit_s: float) -> int:
         plan, problems = None, error.problems
     progress.say(f"waiting up to {come_s:.0f} s for {count(world.world_size, 'rank')}")
     meeting = network.meet(world, host, come_s)
+    # Before all ranks have come, none uses its device.
+    free_gpu = free_on_gpu(world) if world.accelerator == "cuda" else None
     meeting.give("here", {"host": host, "problems": problems})
     with ExitStack() as stack:
         if world.rank == 0:
@@ -79,7 +82,7 @@ def fly(command: Command, host: str, in_json: bool, limit_s: float) -> int:
             meeting.part(word["ranks"])
             return int(ExitCode.BAD_CONFIG)
         assert plan is not None
-        facts, ended = _measured(plan, command, meeting, word, clock_s, end_s, progress)
+        facts, ended = _measured(plan, command, meeting, word, clock_s, end_s, progress, free_gpu)
         meeting.give("facts", asdict(facts))
         if world.rank == 0:
             of_ranks = TypeAdapter(list[Facts | None])
@@ -111,7 +114,7 @@ def _refusal(came: Sequence[dict[str, Any]]) -> str | None:
 
 def _measured(
     plan: Plan, command: Command, meeting: Meeting, word: dict[str, Any], clock_s: float,
-    end_s: float, progress: Progress,
+    end_s: float, progress: Progress, free_gpu: int | None,
 ) -> tuple[Facts, bool]:  # fmt: skip
     """Return this rank's facts, and False if the network hangs. Every rank does all parts."""
     hosts, rank = word["hosts"], plan.world.rank
@@ -126,7 +129,7 @@ def _measured(
             "writing to the run folder's storage",
             lambda: files.measure_storage(plan, word["token"], writes=first_of_node),
         ),
-        "machine": ("measuring machines", lambda: machine.measure_machine(plan)),
+        "machine": ("measuring machines", lambda: machine.measure_machine(plan, free_gpu)),
     }
     results: dict[str, Any] = {}
     for name, (title, measure) in parts.items():
@@ -178,7 +181,8 @@ def judge(plan: Plan, hosts: Sequence[str], reports: Sequence[Facts | None]) -> 
     rows.append(_clocks({rank: f.clock_s for rank, f in facts.items()}, hosts))
     rates = _rates(plan, hosts, reports)
     rows += machine.machine_rows(plan, machines, hosts, rates) if machines else []
-    rows += network.network_rows({rank: f.links for rank, f in facts.items()}, hosts)
+    links = {rank: f.links for rank, f in facts.items()}
+    rows += network.network_rows(links, hosts, judges_speed=plan.world.ranks_per_gpu == 1)
     return rows + (files.storage_rows(plan, storage, hosts) if storage else [])
 
 
@@ -219,8 +223,11 @@ def _clocks(clocks_s: dict[int, float], hosts: Sequence[str]) -> Row:
 
 
 def _rates(plan: Plan, hosts: Sequence[str], reports: Iterable[Facts | None]) -> dict[str, Any]:
-    """Return medians for plan_cluster.py --measured, in TFLOP/s and GB/s; None: not measured."""
-    facts = [each for each in reports if each is not None]
+    """Return medians for plan_cluster.py --measured, in TFLOP/s and GB/s; None: not measured, as
+    are ranks that share a GPU.
+    """
+    is_shared = plan.world.ranks_per_gpu > 1
+    facts = [each for each in reports if each is not None and not is_shared]
 
     def median(values: Iterable[float | None]) -> float | None:
         numbers = [value for value in values if value is not None]

@@ -22,7 +22,7 @@ import torch
 
 from harness.config.ds_json import offloaded_to
 from harness.engine.processes import own_device
-from harness.estimate.fit import free_on_gpu, free_on_host, memory_line, shortages
+from harness.estimate.fit import free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
 from harness.estimate.memory_item import GIB
 from harness.layout.world import SHARES_GPU
@@ -32,6 +32,7 @@ from harness.plan.plan import Plan
 from tools.preflight_checks.report import (
     Row,
     by_text,
+    count,
     grouped,
     named_row,
     problem_row,
@@ -97,11 +98,9 @@ class Machine:
     links: str = ""  # its connections to the other GPUs of the node that this rank sees
 
 
-def measure_machine(plan: Plan) -> Machine:
-    """Measure this rank's machine."""
-    # Free memory is read before torch allocates its own.
+def measure_machine(plan: Plan, free_gpu: int | None = None) -> Machine:
+    """Measure this rank's machine. `free_gpu`: bytes for this rank before any rank used its GPU."""
     on_cuda = plan.world.accelerator == "cuda"
-    free_gpu = free_on_gpu(plan.world) if on_cuda else None
     device, host = own_device(plan.world), free_on_host()
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     tflops = matmul_tflops(device, _DTYPES[plan.precision])  # first: all ranks of a node together
@@ -343,7 +342,7 @@ def _gpu_rows(machines: Machines, hosts: Sequence[str], sharing: int) -> list[Ro
     rows = [same_row("GPU", kinds, hosts, todo, "warn")]
     ranks_of = by_text((rank, machine.gpu_id or str(rank)) for rank, machine in machines.items())
     each = "one per rank" if sharing == 1 else f"each for up to {sharing} ranks ({SHARES_GPU})"
-    own = Row("GPU of its own", "ok", f"{len(ranks_of)} GPUs, {each}")
+    own = Row("GPU of its own", "ok", f"{count(len(ranks_of), 'GPU')}, {each}")
     if shared := [who(ranks, hosts) for ranks in ranks_of.values() if len(ranks) > sharing]:
         todo = "start one rank per GPU, and check CUDA_VISIBLE_DEVICES and --gpus-per-task"
         own = Row("GPU of its own", "FAIL", f"one GPU for {'; for '.join(shared)}", todo)
@@ -363,6 +362,8 @@ def _speed(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:
     rates = _each(machines, "tflops")
     unit, scale = ("TFLOP/s", 1.0) if max(rates.values()) >= 1 else ("GFLOP/s", 1e3)
     text = f"{span([scale * rate for rate in rates.values()], unit)} in {plan.precision}"
+    if plan.world.ranks_per_gpu > 1:
+        return Row("matmul rate", "ok", f"{text}, not judged: ranks share a GPU")
     gpu = known_gpu(plan.world.gpu)
     if gpu:
         part = max(rates.values()) / gpu.peak_tflops(plan.precision)

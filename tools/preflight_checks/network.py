@@ -325,7 +325,9 @@ def _row(axis: str, key: str, groups: Sequence[Sequence[int]], hosts: Sequence[s
     return Row(f"{axis} ranks", "warn", text, todo)
 
 
-def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
+def network_rows(
+    links: dict[int, Links], hosts: Sequence[str], *, judges_speed: bool = True
+) -> list[Row]:
     """Return the checks of the network; `links` by rank."""
     if len(hosts) == 1:
         return [Row("all-reduce", "ok", "one rank has no other rank to reduce with")]
@@ -335,7 +337,7 @@ def network_rows(links: dict[int, Links], hosts: Sequence[str]) -> list[Row]:
     rates = [f.all_reduce_gb_per_s for f in links.values() if f.all_reduce_gb_per_s is not None]
     text = f"{span(rates, 'GB/s', '.2f')} of bus bandwidth over {len(hosts)} ranks"
     rows = [Row("all-reduce", "ok", text)]
-    for level in (WITHIN, BETWEEN):
+    for level in (WITHIN, BETWEEN) if judges_speed else ():
         pairs = {
             rank: [rate for name, _, rate in of_rank.pairs if name == level]
             for rank, of_rank in links.items()

@@ -124,7 +124,7 @@ def _rates(plan: Plan, step_s: float) -> dict[str, Any]:
     """
     tokens_per_s = plan.global_batch * plan.config.data.seq_len / step_s / plan.world.world_size
     tflops, mfu, gpu = None, None, known_gpu(plan.world.gpu)
-    if plan.shape is not None:
+    if plan.shape is not None and plan.world.ranks_per_gpu == 1:
         tflops = flops_per_token(plan.shape, plan.config.data.seq_len) * tokens_per_s / 1e12
         peak = gpu and gpu.peak_tflops(plan.precision)
         mfu = tflops / peak if peak else None
