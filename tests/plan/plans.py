@@ -53,8 +53,8 @@ class Planner:
     """Plans command lines; `$NAME` is the folder of a small model.
 
     RANKS=4, RANKS_PER_NODE=2, GPU=h100-80, RANKS_PER_GPU=2, RANKS_BUT_GPUS=1 and TORCH=2.11.0
-    describe the machine, which has CPUs unless it has a GPU; EXAMPLES=294 and WINDOWS=28 the data, once it is counted.
-    The JSON is empty except for the words, unless they name one.
+    describe the machine, which has CPUs unless it has a GPU; EXAMPLES=294 and WINDOWS=28 the data,
+    once it is counted. The JSON is empty except for the words, unless they name one.
     """
 
     def __init__(self, folder: Path) -> None:
