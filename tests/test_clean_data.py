@@ -15,6 +15,7 @@ from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -184,6 +185,22 @@ def test_the_detected_language_leaves_a_column_language_alone(tmp_path: Path) ->
     assert document.metadata == {
         "language": "eng", "language_score": 0.5, "detected_language": "en"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("score", "is_kept"), [(0.7, True), (0.6, False)])
+def test_language_needs_its_threshold(
+    score: float, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datatrove.data import Document
+
+    from tools.cleaning import steps
+    from tools.cleaning.pipeline import _writer
+
+    model = mock.Mock()
+    model.predict.return_value = (["__label__en", "__label__de"], [score, 0.1])
+    monkeypatch.setattr(steps, "language_model", lambda path: model)
+    step = steps.Language(["en"], 0.65, tmp_path, _writer(tmp_path))
+    assert step.filter(Document("A text.", "1")) == (True if is_kept else (False, "en"))
 
 
 def test_an_address_that_is_no_text_is_no_address(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from harness.errors import CannotSave, ConfigError
@@ -113,6 +114,8 @@ def test_without_locks_a_writer_on_this_host_is_refused_while_it_lives(
     folder, lock = RunFolder(tmp_path), tmp_path / "lock"
     with another_writer(tmp_path) as process:
         owner = json.loads(lock.read_text())
+        seconds = psutil.Process(process.pid).create_time() - psutil.boot_time()
+        assert owner["started"] / os.sysconf("SC_CLK_TCK") == pytest.approx(seconds, abs=2)
         if started == "none":  # written by an earlier version
             del owner["started"]
         if started == "another":  # another process had its number before

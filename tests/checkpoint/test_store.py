@@ -115,6 +115,20 @@ def test_records_are_synced_when_a_checkpoint_is_on_disk_and_has_no_name_yet(
     assert seen == [".unfinished-step-00000003"]
 
 
+def test_checkpoint_is_synced_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        "os.fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+    )
+    save(tmp_path, 3)
+    files = ["rank-00000-000.safetensors", "probe.safetensors", "index.json", "manifest.json"]
+    assert synced[-3:] == [".unfinished-step-00000003", tmp_path.name, ".latest"]
+    assert sorted(synced[:-3]) == sorted(files)
+    assert synced[-4] == "manifest.json"
+
+
 def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path: Path) -> None:
     def fails() -> None:
         raise CannotSave("metrics.jsonl cannot be written")

@@ -130,6 +130,16 @@ def test_ids_that_the_tokenizer_lacks_are_kept(opened: Opened, tmp_path: Path) -
     assert int(ids.read(np.arange(len(ids))[None]).max()) == 69_999
 
 
+def test_kept_sample_has_no_duplicates_after_an_epoch(pairs: Opened, tmp_path: Path) -> None:
+    data = pairs(batching="length_grouped")
+    samples = data.train.samples
+    plan = SimpleNamespace(config=RunConfig(), model_config={})
+    state = SimpleNamespace(samples=samples * 3 // 2)
+    run: Any = SimpleNamespace(plan=plan, data=data, state=state)
+    _write(run, tmp_path / "reservoir")
+    assert IndexedTokens(tmp_path / "reservoir" / TRAIN).documents == samples
+
+
 def test_old_data_can_be_a_path(pairs: Opened, new: str) -> None:
     old = pairs().sources[0].corpus.path
     data = pairs(path=new, rehearse=str(old), document_mask=True)

@@ -6,6 +6,7 @@ import pytest
 
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.fit import helpful_changes, with_stage
+from harness.estimate.host import communicators
 from harness.estimate.memory_item import GIB
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.estimate.states import model_states, optimizer_class
@@ -141,6 +142,35 @@ def test_a_save_in_the_background_holds_a_copy_on_the_host():
     (copy,) = [p for p in estimate_memory(more).worst.parts if p.component == "checkpoint copy"]
     assert (copy.bytes, copy.place) == (12 * run.parameters // 4, "host")
     assert estimate_memory(more).host_bytes_per_node > estimate_memory(run).host_bytes_per_node
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_zero_2_holds_its_sums_while_it_accumulates(precision):
+    once, again = (
+        estimate_memory(run_of(precision=precision, stage=2, grad_accum=steps)).worst
+        for steps in (1, 2)
+    )
+    assert "gradients" not in once.phase("forward")
+    sums = again.phase("forward")["gradients"]
+    assert sums == once.phase("gradients_ready")["gradients"]
+    assert again.phase("backward_last")["gradients"] == 2 * sums
+
+
+@pytest.mark.parametrize(
+    ("grid", "secondary_ranks", "count"),
+    [
+        (Grid(1), 1, 1),
+        (Grid(8), 1, 2),
+        (Grid(8), 4, 3),
+        (Grid(8, pipeline=2), 1, 4),
+        (Grid(8, tensor=2), 1, 4),
+        (Grid(8, sequence=2), 1, 4),
+        (Grid(8, expert=2), 1, 4),
+        (Grid(8, tensor=2, pipeline=2), 1, 6),
+    ],
+)
+def test_communicators_are_counted(grid, secondary_ranks, count):
+    assert communicators(grid, secondary_ranks) == count
 
 
 def test_overlap_doubles_the_bucket():

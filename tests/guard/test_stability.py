@@ -131,6 +131,14 @@ def test_before_a_quarter_of_the_window_nothing_is_said() -> None:
     assert detector.see(1e12, 1.0) is not None
 
 
+def test_sigma_is_the_sample_standard_deviation() -> None:
+    detector = SpikeDetector(6.0, 8)
+    assert [detector.see(loss, 1.0) for loss in (1.0, 2.0)] == [None, None]
+    seen = detector.see(99.0, 1.0)
+    assert seen is not None
+    assert (seen.mean, seen.sigma) == (1.5, pytest.approx(0.5**0.5))
+
+
 def test_a_new_level_is_accepted_after_a_quarter_of_a_window() -> None:
     steps = [*curve(500), *((loss + 20, norm) for loss, norm in curve(500))]
     seen = [number for number, _ in spikes(SpikeDetector(6.0, 128), steps)]

@@ -12,7 +12,7 @@ from harness.config.assignments import COUNTED, parse_assignment
 from harness.plan.command import parse_command, plan_from
 from harness.report.page import page_of
 from harness.report.run_record import read
-from harness.report.verdicts import advice, command, ending, verdicts
+from harness.report.verdicts import advice, command, ending, memory_rows, verdicts
 from tests.report.runs import line_at, plan, write_run
 
 
@@ -122,6 +122,32 @@ def test_verdicts_see_what_went_wrong(tmp_path):
     warnings = " ".join(verdict.text for verdict in judged if verdict.kind == "warning")
     for text in ("best at step 100", "norm grows", "1 spike:", "not as predicted", "uneven"):
         assert text in warnings
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "kind", "text"),
+    [
+        ("loss", (2.0, 2.1), "warning", "Training loss rises: 2.000 to 2.100"),
+        ("loss", (2.0, 2.03), "good", "Training loss is level"),
+        ("loss", (2.0, 1.9), "good", "Training loss falls"),
+        ("grad_norm", (1.0, 3.1), "warning", "Gradient norm grows"),
+        ("grad_norm", (1.0, 2.9), "good", "Gradient norm is stable"),
+        ("step_time_s", (1.0, 2.1), "warning", "Speed is uneven"),
+        ("step_time_s", (1.0, 1.9), "good", "Speed is steady"),
+    ],
+)
+def test_verdicts_follow_their_thresholds(tmp_path, key, values, kind, text):
+    """The last tenth (quarter for the norm) of the values differs from those before it."""
+    share = 50 if key == "grad_norm" else 20
+    lines = [line_at(step, **{key: values[step > 200 - share]}) for step in range(1, 201)]
+    judged = verdicts(read(write_run(tmp_path / "run", lines)))
+    assert [v.kind for v in judged if v.text.startswith(text)] == [kind]
+
+
+def test_memory_of_the_worst_rank_is_shown(tmp_path):
+    rows = [{"point": "peak", "predicted": 10, "measured": size} for size in (10, 11, 9)]
+    run = read(write_run(tmp_path / "run", events=[{"kind": "memory", "rows": rows}]))
+    assert memory_rows(run) == [("peak", 10, 11)]
 
 
 def test_speed_is_that_of_evenly_chosen_lines(tmp_path, monkeypatch):

@@ -22,10 +22,12 @@ from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Checkpoint, Retention, Store
 from harness.config.batch import Curriculum
+from harness.config.sections import EvalConfig, GuardConfig
 from harness.engine.groups import Groups, make_groups
-from harness.errors import ConfigError, ExitCode, NoCheckpoint
+from harness.errors import ConfigError, ExitCode, NoCheckpoint, RunStopped
 from harness.guard import watchdog
 from harness.guard.signals import StopGuard, TimeLeft
+from harness.guard.stability import StabilityMonitor
 from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
@@ -40,7 +42,7 @@ from harness.run.resumption import (
 )
 from harness.run.run import Run
 from harness.run.saving import finish_save
-from harness.run.step import end_with_the_data
+from harness.run.step import end_with_the_data, roll_back
 from harness.runfolder import RunFolder
 from harness.steps import Steps
 from tests.checkpoint.small import PROBE, manifest
@@ -126,6 +128,30 @@ def test_a_run_that_skipped_samples_ends_with_its_mixture(length: int | None, to
     end_with_the_data(run)
     assert run.steps.total == total
     assert bool(said) == (total < 20)
+
+
+def test_rollbacks_to_one_checkpoint_are_limited(tmp_path: Path) -> None:
+    """The checkpoint stores a count of 0, which must not reset that of the run."""
+    monitor = StabilityMonitor(GuardConfig(max_rollbacks=2), EvalConfig())
+    saved = replace(manifest(8), watch=monitor.state())
+    checkpoint = Checkpoint(tmp_path / "step-00000008", saved)
+    run = mock.MagicMock(stability=monitor, state=TrainState(step=12, samples=96))
+    run.plan.config.guard.max_rollbacks = 2
+    run.steps.next_slice.samples = [96, 104]
+    run.data.train.tokens_in.return_value = 7
+    for _ in range(2):
+        with mock.patch.multiple(
+            "harness.run.step",
+            finish_save=mock.DEFAULT,
+            load_into=mock.DEFAULT,
+            end_with_the_data=mock.DEFAULT,
+            newest_usable=lambda folder: (checkpoint, []),
+        ):
+            roll_back(run, "a spike")
+        run.steps.move.assert_called_with(TrainState(step=8, samples=104, tokens=519))
+    with pytest.raises(RunStopped, match="2 rollbacks did not help") as stop:
+        roll_back(run, "a spike")
+    assert stop.value.code == ExitCode.DIVERGED
 
 
 @pytest.mark.parametrize(("kind", "total"), [("resumed", 14), ("branched", 14), ("weights", 20)])
