@@ -63,6 +63,8 @@ def test_a_restored_monitor_comes_to_the_same_verdicts() -> None:
     seen.see_skipped("x", is_bad=True)
     for step in (3, 4):
         seen.see_evaluation(1.0, step)
+    assert seen.see_step(99.0, 1.0) is not None
+    seen.rollbacks = 1
     saved = json.loads(json.dumps(seen.state()))
     fresh.restore(saved)
     assert fresh.state() == seen.state()

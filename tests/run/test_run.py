@@ -6,6 +6,7 @@ import functools
 import math
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,11 @@ from harness.engine.groups import Groups, make_groups
 from harness.errors import ConfigError, ExitCode, NoCheckpoint, RunStopped
 from harness.guard import watchdog
 from harness.guard.signals import StopGuard, TimeLeft
-from harness.guard.stability import StabilityMonitor
+from harness.guard.stability import StabilityMonitor, Verdict
 from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
-from harness.run import build
+from harness.run import build, saving
 from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.evaluation import summed
 from harness.run.resumption import (
@@ -152,6 +153,52 @@ def test_rollbacks_to_one_checkpoint_are_limited(tmp_path: Path) -> None:
     with pytest.raises(RunStopped, match="2 rollbacks did not help") as stop:
         roll_back(run, "a spike")
     assert stop.value.code == ExitCode.DIVERGED
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "is_same"),
+    [
+        ("fp32", 1.5, True),
+        ("fp32", 1.5001, False),
+        ("bf16", 1.5001, True),
+        ("bf16", 1.51, False),
+        ("fp32", math.nan, False),
+    ],
+)
+def test_probe_loss_must_be_that_of_the_checkpoint(
+    precision: str, loss: float, is_same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "loss_of", lambda engine, batch: loss)
+    monkeypatch.setattr(saving, "stored_probe", mock.Mock())
+    plan: Any = mock.Mock(precision=precision)
+    plan.config.resume.allow = []
+    checkpoint = Checkpoint(tmp_path / "step-00000008", manifest(8))
+    with nullcontext() if is_same else pytest.raises(NoCheckpoint, match="not the saved model"):
+        saving.check_probe(mock.Mock(), checkpoint, plan)
+    plan.config.resume.allow = ["probe"]
+    saving.check_probe(mock.Mock(), checkpoint, plan)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "step", "is_saved"),
+    [
+        (Verdict(), 8, True),
+        (Verdict(), 9, False),
+        (Verdict("stop", "", ExitCode.STOPPED), 9, True),
+        (Verdict("end early"), 9, True),
+        (Verdict("stop", "", ExitCode.DIVERGED), 8, False),
+        (Verdict("roll back"), 8, False),
+    ],
+)
+def test_save_is_due_unless_the_weights_are_bad(
+    verdict: Verdict, step: int, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("save", "check_replicas", "keep_sample"):
+        monkeypatch.setattr(saving, name, mock.Mock())
+    run = mock.Mock(state=TrainState(step=step))
+    run.plan.config.save.every = 4
+    saving.save_if_due(run, verdict)
+    assert saving.save.called == is_saved
 
 
 @pytest.mark.parametrize(("kind", "total"), [("resumed", 14), ("branched", 14), ("weights", 20)])
