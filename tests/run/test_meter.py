@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.config.batch import Slice
 from harness.config.run_config import RunConfig
 from harness.layout.world import World
 from harness.plan.make import make_plan
@@ -164,6 +165,28 @@ def test_mfu_is_unknown_without_gpu_flops_or_an_own_gpu() -> None:
         for a_plan in (plan, unknown_gpu, shared_gpu, replace(plan, shape=None))
     ]
     assert mfus == [0.0, None, None, None]
+
+
+def test_rates_cover_all_steps_and_gpus_since_the_last_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("harness.run.meter.time.perf_counter", lambda: now[0])
+    plan = make_plan(RunConfig(), {}, World(gpu="NVIDIA H100 80GB HBM3"))
+    step: Any = SimpleNamespace(tokens=96, positions=128, waited_s=0.25, reads=Slice(0, 8))
+    lines = []
+    for ranks in (1, 2):
+        meter = Meter(replace(plan, world=replace(plan.world, world_size=ranks)))
+        now[0] += 60.0
+        meter.restart()  # after an evaluation
+        for _ in range(4):
+            meter.step_done(step)
+        now[0] += 2.0
+        lines.append(meter.line(torch.ones(()), 1.0, 9, {}))
+    rates = {"step_time_s": 0.5, "tokens_per_s": 192.0, "data_wait_share": 0.5}
+    assert all(rates.items() <= line.items() for line in lines)
+    assert lines[0]["mfu"] == pytest.approx(2 * lines[1]["mfu"])
+    assert lines[0]["mfu"] > 0
 
 
 # --- a sample of text ---
