@@ -107,26 +107,17 @@ def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
     assert Store(tmp_path).all() == []
 
 
-def test_records_are_synced_when_a_checkpoint_is_on_disk_and_has_no_name_yet(
-    tmp_path: Path,
+def test_files_records_and_folders_are_synced_around_the_rename(
+    tmp_path: Path, synced: list[Path]
 ) -> None:
-    seen: list[str] = []
-    save(tmp_path, 3, before_publishing=lambda: seen.extend(p.name for p in tmp_path.iterdir()))
-    assert seen == [".unfinished-step-00000003"]
-
-
-def test_checkpoint_is_synced_before_and_after_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
-    monkeypatch.setattr(
-        "os.fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
-    )
-    save(tmp_path, 3)
-    files = ["rank-00000-000.safetensors", "probe.safetensors", "index.json", "manifest.json"]
-    assert synced[-3:] == [".unfinished-step-00000003", tmp_path.name, ".latest"]
-    assert sorted(synced[:-3]) == sorted(files)
-    assert synced[-4] == "manifest.json"
+    """The run's records are synced once the checkpoint is on disk and before it gets its name."""
+    save(tmp_path, 3, before_publishing=lambda: synced.extend(tmp_path.iterdir()))
+    unfinished = tmp_path / ".unfinished-step-00000003"
+    assert synced[-5:] == [
+        *(unfinished / "manifest.json", unfinished, unfinished, tmp_path, tmp_path / ".latest")
+    ]
+    names = ("index.json", "probe.safetensors", "rank-00000-000.safetensors")
+    assert sorted(synced[:-5]) == [unfinished / name for name in names]
 
 
 def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path: Path) -> None:

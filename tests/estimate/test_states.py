@@ -6,7 +6,7 @@ import pytest
 
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.fit import helpful_changes, with_stage
-from harness.estimate.host import communicators
+from harness.estimate.host import checkpoint_bytes, communicators
 from harness.estimate.memory_item import GIB
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.estimate.states import model_states, optimizer_class
@@ -154,6 +154,39 @@ def test_zero_2_holds_its_sums_while_it_accumulates(precision):
     sums = again.phase("forward")["gradients"]
     assert sums == once.phase("gradients_ready")["gradients"]
     assert again.phase("backward_last")["gradients"] == 2 * sums
+
+
+TINY = 5_015_232  # parameters
+
+
+@pytest.mark.parametrize(
+    ("keys", "component", "place", "size"),
+    [
+        ({"stage": 3, "zero_hpz_partition_size": 2, "ranks": 4}, "secondary parameters", "", TINY),
+        ({"stage": 2, "type": "AdamW8bit"}, "scales of a checkpoint", "host", 8 * TINY // 2),
+        ({"accelerator": "cuda"}, "cuBLAS workspaces", "", 2 * 32 * 2**20),
+        (  # four buffers in fp32 of the largest parameter, the embedding
+            {"stage": 3, "device": "nvme", "sub_group_size": 1},
+            *("nvme optimizer buffers", "host", 4 * 4 * 8192 * 256 // 2),
+        ),
+    ],
+)
+def test_optional_parts_are_counted(keys, component, place, size):
+    (part,) = [p for p in estimate_memory(run_of(**keys)).worst.parts if p.component == component]
+    assert (part.bytes, part.place) == (size, place or "device")
+
+
+def test_sums_in_fp32_live_from_the_first_micro_batch_on():
+    keys = {"stage": 2, "grad_accum_dtype": "fp32"}
+    once, again = (estimate_memory(run_of(**keys, grad_accum=n)).worst for n in (1, 2))
+    assert "gradients" not in once.phase("forward")
+    assert again.phase("forward")["gradients"] == 4 * TINY // 2
+
+
+def test_frozen_weights_are_not_in_a_checkpoint_of_adapters():
+    run = replace(run_of(stage=2), adapters=Adapters(4))
+    assert run.frozen == TINY
+    assert checkpoint_bytes(run) == 12 * run.trained
 
 
 @pytest.mark.parametrize(

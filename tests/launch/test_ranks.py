@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.ranks import raise_errors, started
+from harness.launch import ranks
+from harness.launch.ranks import raise_errors, run_module, started
+from tests.real_runs import wait_for
 
 _ONE_FAILS = """
 import os, sys, time
@@ -45,3 +47,26 @@ def test_rank_that_did_not_end_with_0_is_an_error(
     (tmp_path / "1.error").write_text("no memory")
     with pytest.raises(SystemExit, match=r"^no memory$"):
         raise_errors(codes, tmp_path)
+
+
+_DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(600)
+"""
+
+
+def test_rank_that_ignores_sigterm_is_killed_at_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "ENDING_S", 0.1)
+    with started([sys.executable, "-c", _DEAF], 1, logs=tmp_path) as group:
+        wait_for(group.logs[0].read_text, "a rank that ignores SIGTERM", 120)
+        assert group.wait(limit_s=0.0) == [-signal.SIGKILL]
+
+
+def test_errors_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "0.error").write_text("stale")
+    with pytest.raises(SystemExit, match=r"^the process group ended with \[1\]$"):
+        run_module("no_such_module", [], 1, tmp_path)

@@ -138,6 +138,7 @@ def memory(*measured: int) -> dict[str, Any]:
     return {"kind": "memory", "rows": rows}
 
 
+_OFF = memory(125) | {"rows": [*memory(125)["rows"], {**memory(95)["rows"][0], "point": "built"}]}
 BASELINES = {"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}
 
 
@@ -153,6 +154,7 @@ BASELINES = {"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}
         ({}, memory(90), "warning", "Memory is not as predicted: predicted +11.1%"),
         ({}, memory(108), "good", "Memory is as predicted: predicted -7.4%"),
         ({}, memory(100, 115, 90), "warning", "Memory is not as predicted: predicted -13.0%"),
+        ({}, _OFF, "warning", "Memory is not as predicted: predicted -20.0% (peak)"),
         ({}, {"kind": "spike"}, "warning", "1 spike:"),
         ({}, {"kind": "rollback"}, "bad", "1 rollback:"),
         ({}, {"kind": "replicas_differ"}, "bad", "Ranks hold different copies"),
