@@ -167,7 +167,7 @@ TINY = 5_015_232  # parameters
         ({"accelerator": "cuda"}, "cuBLAS workspaces", "", 2 * 32 * 2**20),
         (  # four buffers in fp32 of the largest parameter, the embedding
             {"stage": 3, "device": "nvme", "sub_group_size": 1},
-            *("nvme optimizer buffers", "host", 4 * 4 * 8192 * 256 // 2),
+            *("nvme optimizer buffers", "host", 4 * 4 * 8192 * 192 // 2),
         ),
     ],
 )
