@@ -11,6 +11,7 @@ import torch
 
 from harness.checkpoint import collectives, store
 from harness.checkpoint import manifest as manifests
+from harness.checkpoint import save as saving
 from harness.checkpoint.index import INDEX, WEIGHT, Fragment
 from harness.checkpoint.manifest import PROBE, check_size
 from harness.checkpoint.store import Retention, Store
@@ -126,6 +127,18 @@ def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path:
 
     with pytest.raises(RunStopped, match=r"metrics\.jsonl cannot be written") as stop:
         save(tmp_path, 3, before_publishing=fails)
+    assert stop.value.code == 74
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_needs_room_for_the_files_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has 792 bytes."""
+    monkeypatch.setattr(saving, "gather_objects", lambda own: [own, own])
+    monkeypatch.setattr(Store, "free_bytes", lambda self: 2 * 792 - 1)
+    with pytest.raises(RunStopped, match=r"it needs .*, but only .* are free") as stop:
+        save(tmp_path, 3)
     assert stop.value.code == 74
     assert list(tmp_path.iterdir()) == []
 
