@@ -187,6 +187,11 @@ def test_a_manifest_of_other_types_is_passed_over(newest: Path, key: str, value:
     assert "manifest.json" in passed_over(newest)
 
 
+def test_renamed_checkpoint_is_passed_over(newest: Path) -> None:
+    renamed = newest.rename(newest.with_name("step-00000009"))
+    assert "contains step 2 and should be called step-00000002" in passed_over(renamed)
+
+
 def test_manifest_checksum_is_verified(newest: Path) -> None:
     path = newest / "manifest.json"
     content = json.loads(path.read_text())

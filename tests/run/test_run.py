@@ -131,28 +131,35 @@ def test_a_run_that_skipped_samples_ends_with_its_mixture(length: int | None, to
     assert bool(said) == (total < 20)
 
 
-def test_rollbacks_to_one_checkpoint_are_limited(tmp_path: Path) -> None:
-    """The checkpoint stores a count of 0, which must not reset that of the run."""
+def test_rollbacks_to_one_checkpoint_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint stores a count of 0, which must not reset that of the run. Without a
+    checkpoint, none is possible.
+    """
     monitor = StabilityMonitor(GuardConfig(max_rollbacks=2), EvalConfig())
-    saved = replace(manifest(8), watch=monitor.state())
+    saved = replace(manifest(8, held_out_loss=2.5), watch=monitor.state())
     checkpoint = Checkpoint(tmp_path / "step-00000008", saved)
     run = mock.MagicMock(stability=monitor, state=TrainState(step=12, samples=96))
     run.plan.config.guard.max_rollbacks = 2
     run.steps.next_slice.samples = [96, 104]
     run.data.train.tokens_in.return_value = 7
+    for name in ("finish_save", "load_into", "end_with_the_data"):
+        monkeypatch.setattr(f"harness.run.step.{name}", mock.Mock())
+    newest: list[Checkpoint | None] = [checkpoint]
+    monkeypatch.setattr("harness.run.step.newest_usable", lambda folder: (newest[0], []))
     for _ in range(2):
-        with mock.patch.multiple(
-            "harness.run.step",
-            finish_save=mock.DEFAULT,
-            load_into=mock.DEFAULT,
-            end_with_the_data=mock.DEFAULT,
-            newest_usable=lambda folder: (checkpoint, []),
-        ):
-            roll_back(run, "a spike")
-        run.steps.move.assert_called_with(TrainState(step=8, samples=104, tokens=519))
-    with pytest.raises(RunStopped, match="2 rollbacks did not help") as stop:
+        monitor.ask_to_go_back("a spike")
         roll_back(run, "a spike")
-    assert stop.value.code == ExitCode.DIVERGED
+        run.steps.move.assert_called_with(TrainState(step=8, samples=104, tokens=519))
+        assert run.held_out_nats == 2.5
+        run.meter.restart.assert_called()
+        assert monitor.verdict(8, False, "").kind == "go on"
+    for most, problem in ((2, "2 rollbacks did not help"), (3, "no checkpoint to roll back to")):
+        newest[0], run.plan.config.guard.max_rollbacks = None, most
+        with pytest.raises(RunStopped, match=problem) as stop:
+            roll_back(run, "a spike")
+        assert stop.value.code == ExitCode.DIVERGED
 
 
 @pytest.mark.parametrize(
