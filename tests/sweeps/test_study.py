@@ -71,6 +71,9 @@ def test_a_sweep_that_was_killed_goes_on_with_the_same_trials(method: str, tmp_p
     assert [record.choice for record in again.records()] == [
         record.choice for record in whole.records()
     ]
+    other = Study(sweep_of(tmp_path, f'{settings.replace("7", "8")}\nname = "other"'))
+    finish(other, range(1))
+    assert other.records()[0].choice != whole.records()[0].choice
 
 
 def test_tpe_learns_from_the_trials_before(tmp_path: Path) -> None:
