@@ -324,16 +324,19 @@ def test_an_evaluation_reads_texts_on_and_counts_what_has_a_state(
     assert first.windows.tolist() == [*range(min(8, length))]
 
 
-def test_pools_end_with_the_stream() -> None:
-    """A mixture of one and a half epochs has no sample after its end."""
+def test_pools_end_with_the_stream_an_epoch_and_a_change_of_shares() -> None:
+    """A mixture of one and a half epochs, which changes its shares at sample 17."""
     read: list[int] = []
 
     def lengths(samples: np.ndarray) -> np.ndarray:
         read.extend(samples.tolist())
         return samples % 7
 
-    places = Pools(lengths, 12, 4, epoch=20, end=30, key="").places(np.arange(30))
-    assert sorted(places.tolist()) == sorted(read) == [*range(30)]
+    pools = Pools(lengths, 12, 4, epoch=20, end=30, key="", changes=[17])
+    places = pools.places(np.arange(30)).tolist()
+    assert sorted(read) == [*range(30)]
+    for first, last in ((0, 12), (12, 17), (17, 20), (20, 30)):
+        assert sorted(places[first:last]) == [*range(first, last)]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 2), (2, 3), (3, 1), (1, 6)])
