@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.compatibility import branch_problems, changed_keys, resume_problems
+from harness.checkpoint.compatibility import (
+    branch_problems,
+    changed_keys,
+    resume_problems,
+    too_short,
+)
 from harness.config.run_config import RunConfig
 
 
@@ -94,6 +99,12 @@ def test_branch_keeps_length_and_optimizer(sections: dict[str, Any], problems: l
     found = branch_problems(record(), record(**sections), [])
     assert [problem.partition(",")[0] for problem in found] == problems
     assert branch_problems(record(), record(**sections), ["data.seq_len", "optim.name"]) == []
+
+
+def test_run_may_not_end_before_its_checkpoint() -> None:
+    assert too_short(10, 10) == []
+    (problem,) = too_short(10, 11)
+    assert "raise train.steps" in problem
 
 
 def test_a_run_of_a_quantized_folder_was_never_quantized() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.run import live_memory
 from harness.run.data_decisions import _vocabulary
-from harness.run.finish import continued
+from harness.run.finish import _as_block, continued, question_of
 from harness.run.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
 from harness.run.meter import Meter, expert_load, monitor_events
 from harness.run.progress import Progress
@@ -190,6 +191,14 @@ def test_rates_cover_all_steps_and_gpus_since_the_last_line(
 
 
 # --- a sample of text ---
+
+
+def test_prompts_begin_as_documents_do_and_samples_control_no_terminal() -> None:
+    run: Any = mock.Mock()
+    run.plan.config.sample.prompt, run.data.begin = "why", [1]
+    run.data.tokenizer.return_value = {"input_ids": [5, 6]}
+    assert question_of(run) == [1, 5, 6]
+    assert _as_block("a\x1b[2Jb\nc") == "  | a\\x1b[2Jb\n  | c"
 
 
 def _counting(ids: torch.Tensor) -> torch.Tensor:

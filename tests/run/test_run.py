@@ -24,6 +24,7 @@ from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Checkpoint, Retention, Store
 from harness.config.batch import Curriculum
 from harness.config.sections import EvalConfig, GuardConfig
+from harness.data.batch import Batch
 from harness.engine.groups import Groups, make_groups
 from harness.errors import ConfigError, ExitCode, NoCheckpoint, RunStopped
 from harness.guard import watchdog
@@ -32,7 +33,7 @@ from harness.guard.stability import StabilityMonitor, Verdict
 from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
-from harness.run import build, saving
+from harness.run import build, evaluation, saving
 from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.evaluation import summed
 from harness.run.resumption import (
@@ -184,6 +185,30 @@ def test_probe_loss_must_be_that_of_the_checkpoint(
         saving.check_probe(mock.Mock(), checkpoint, plan)
     plan.config.resume.allow = ["probe"]
     saving.check_probe(mock.Mock(), checkpoint, plan)
+
+
+def test_evaluations_count_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six samples in micro-batches of four: the last two rows repeat others and are masked out."""
+    read: list[Batch] = []
+
+    def noted(batches: list[Batch]) -> torch.Tensor:
+        read.extend(batches)
+        return torch.ones(2)
+
+    def batch(first: int, rows: int) -> Batch:
+        numbers = torch.arange(first, first + rows)[:, None]
+        return Batch(numbers, numbers.clone(), None)
+
+    plan: Any = mock.Mock(micro_batch=4)
+    plan.share.starts = lambda samples, rows: range(0, samples, rows)
+    plan.config.eval.samples, plan.config.data.seq_len = 6, 8
+    stream: Any = mock.Mock(batch=batch, samples=10, at_once=10, seq_len=8)
+    monkeypatch.setattr(evaluation, "summed", lambda run, batches, _: [noted(batches).tolist()])
+    evaluation.mean_losses(mock.Mock(plan=plan), stream)
+    engine: Any = mock.Mock(plan=plan, eval_batch=noted, sum_over_ranks=lambda sums: sums)
+    saving.loss_of(engine, batch(0, 6))
+    targets = [labels for each in read for labels in each.labels.flatten().tolist()]
+    assert targets == 2 * [*range(6), -100, -100]
 
 
 @pytest.mark.parametrize(
