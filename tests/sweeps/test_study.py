@@ -146,6 +146,18 @@ def test_trials_need_gpus_for_all_their_ranks(
     assert len(lane_problems(sweep_of(tmp_path, "trials = 5\nranks = 2\nparallel = 2"))) == problems
 
 
+@pytest.mark.parametrize(("every", "is_refused"), [(0, True), (10, False), (100, True)])
+def test_pruning_needs_evaluations_during_a_trial(
+    every: int, is_refused: bool, tmp_path: Path
+) -> None:
+    problems: list[str] = []
+    settings = "trials = 1\nprune = {after = 0.1, factor = 3}"
+    cost.costs(sweep_of(tmp_path, settings, f"{_SEARCH}\n[eval]\nevery = {every}"), None, problems)
+    assert [f"eval.every is {every}, but sweep.prune" in text for text in problems] == (
+        [True] if is_refused else []
+    )
+
+
 def test_a_trial_starts_if_its_part_before_the_first_decision_fits(tmp_path: Path) -> None:
     limits = "trials = 5\nbudget = {steps = 250, hours = 2}"
     whole = sweep_of(tmp_path, limits)
