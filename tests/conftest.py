@@ -193,6 +193,16 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSlurm]:
 
 
 @pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the paths whose files are given to os.fsync from now on, in order."""
+    paths: list[Path] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: paths.append(Path(f"/proc/self/fd/{fd}").readlink())
+    )
+    return paths
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Yield a file system of 6 MB; a checkpoint of SMALL_MODEL has 1.7 MB."""
     folder = tmp_path / "disk"

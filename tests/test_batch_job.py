@@ -148,6 +148,24 @@ def test_a_job_without_progress_is_requeued_three_times_unless_somebody_stopped_
         assert verdicts(tmp_path, warned, capsys) == answers
 
 
+@pytest.mark.parametrize(
+    ("code", "is_pruned", "answer"),
+    [
+        *((code, False, "requeue") for code in (1, 75, 78, 137)),
+        *((code, False, "") for code in (0, 2, 74, 76, 77)),
+        (75, True, ""),
+    ],
+)
+def test_finished_runs_and_pruned_trials_are_not_requeued(
+    tmp_path: Path, code: int, is_pruned: bool, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, 2, None)
+    if is_pruned:
+        (run.path / batch_job.PRUNED).touch()
+    assert batch_job.main(["verdict", "train.py", str(code), str(run.path), "1"]) == code
+    assert capsys.readouterr().out == f"{answer}\n"
+
+
 def test_the_end_names_the_newest_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -184,6 +185,99 @@ def test_the_detected_language_leaves_a_column_language_alone(tmp_path: Path) ->
     assert document.metadata == {
         "language": "eng", "language_score": 0.5, "detected_language": "en"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("score", "is_kept"), [(0.7, True), (0.6, False)])
+def test_language_needs_its_threshold(
+    score: float, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datatrove.data import Document
+
+    from tools.cleaning import steps
+    from tools.cleaning.pipeline import _writer
+
+    model = mock.Mock()
+    model.predict.return_value = (["__label__en", "__label__de"], [score, 0.1])
+    monkeypatch.setattr(steps, "language_model", lambda path: model)
+    step = steps.Language(["en"], 0.65, tmp_path, _writer(tmp_path))
+    assert step.filter(Document("A text.", "1")) == (True if is_kept else (False, "en"))
+
+
+@pytest.mark.parametrize(
+    ("text", "only_public", "is_replaced"),
+    [
+        ("+49 30 12345", True, True),
+        ("+49 30", True, False),  # too few digits
+        ("+49 30 12345 12345 12345", True, False),  # too many
+        ("2606:4700:4700::1111", True, True),
+        ("fe80::1", True, False),
+        ("fe80::1", False, True),
+        ("12:30:45", True, False),
+    ],
+)
+def test_phones_and_addresses_have_bounds(
+    text: str, only_public: bool, is_replaced: bool, tmp_path: Path
+) -> None:
+    from datatrove.data import Document
+
+    from tools.cleaning.steps import PersonalData
+
+    document = Document(f"Write {text} down.", "1")
+    step = PersonalData(True, True, only_public, True, tmp_path)
+    assert len(step.redact(document)) == is_replaced
+    assert (text not in document.text) == is_replaced
+
+
+def test_c4_removes_documents_without_lines(tmp_path: Path) -> None:
+    from datatrove.data import Document
+
+    from tools.cleaning.pipeline import _writer
+    from tools.cleaning.steps import C4, RegexWords
+
+    options = {"min_num_sentences": 0, "language": RegexWords()}
+    document = Document("no end\n\nno end either", "1")
+    assert C4(_writer(tmp_path), **options).filter(document) == (False, "no_line_left")
+    assert document.text == "no end\n\nno end either"
+
+
+def test_n_grams_of_all_evaluation_documents_are_written(tmp_path: Path) -> None:
+    import numpy as np
+
+    from tools.cleaning.steps import write_n_grams
+
+    lines = [json.dumps({"text": text}) for text in ("one two three", "four five six")]
+    (tmp_path / "eval.jsonl").write_text("\n".join(lines))
+    write_n_grams([str(tmp_path / "eval.jsonl")], 2, "regex", tmp_path)
+    (index,) = tmp_path.glob("*.index.hashes")
+    assert len(np.fromfile(index, dtype="u8")) == 4
+
+
+def test_stages_have_the_numbers_of_the_recipe(tmp_path: Path) -> None:
+    from tools.cleaning.pipeline import Pipeline
+    from tools.cleaning.recipe import read_recipe
+
+    numbers = {"n_grams": 3, "num_buckets": 7, "hashes_per_bucket": 5, "seed": 9}
+    words = [f"near_duplicates.{key}={value}" for key, value in numbers.items()]
+    words += ['decontaminate.files=["eval.jsonl"]', "decontaminate.n_grams=6"]
+    recipe = read_recipe("light", words)
+    pipeline = Pipeline(recipe, mock.Mock(), [], tmp_path, 1, frozenset())
+    stages = {stage.name: stage for stage in pipeline._near_stages(1)}
+    for step in (stages["signatures"].steps[-1], stages["buckets"].steps[0]):
+        assert {key: getattr(step.config, key) for key in numbers} == numbers
+    assert stages["buckets"].tasks == numbers["num_buckets"]
+    assert pipeline._filter("decontaminate").config.n_grams == 6
+
+
+@pytest.mark.parametrize(("rank", "measured"), [(0, 3), (1, 2), (2, 0)])
+def test_one_document_in_three_is_measured(rank: int, measured: int, tmp_path: Path) -> None:
+    from datatrove.data import Document
+
+    from tools.cleaning.steps import Sample
+
+    documents = [Document(prose(n, 2), str(n)) for n in range(7)]
+    step = Sample(tmp_path, 3, frozenset({0, 1}))
+    assert [*step.run(iter(documents), rank)] == documents
+    assert len(records(tmp_path)) == measured
 
 
 def test_an_address_that_is_no_text_is_no_address(tmp_path: Path) -> None:

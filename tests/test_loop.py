@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,10 @@ from harness.runfolder import RunFolder
 from tests.real_runs import (
     REPOSITORY,
     Ended,
-    Group,
     environment,
     events,
     run_ranks,
-    start,
     train_command,
-    wait,
-    wait_for,
 )
 from tests.shipped import DS_CONFIGS
 
@@ -87,42 +80,6 @@ def undisturbed(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ru
     folder = tmp_path_factory.mktemp("undisturbed")
     run_ranks(stochastic(data, folder / "run"), folder).succeeded()
     return RunFolder(folder / "run")
-
-
-@dataclass(frozen=True)
-class Story:
-    """One run, stopped three times before it reached its end."""
-
-    folder: RunFolder
-    attempts: list[Ended]
-    statuses: list[dict[str, Any]]
-
-
-def has_trained(run: RunFolder, attempt: int, group: Group) -> bool:
-    """Return True if this attempt has taken a step, or never will."""
-    return group.ended or any(
-        line["attempt"] == attempt and "loss" in line for line in run.read_metrics()
-    )
-
-
-# (signal, ranks that get it)
-STOPS = ((signal.SIGTERM, (1,)), (signal.SIGUSR1, (0,)), (signal.SIGINT, (0, 1)))
-
-
-@pytest.fixture(scope="module")
-def story(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Story:
-    folder = tmp_path_factory.mktemp("stopped")
-    run = RunFolder(folder / "run")
-    attempts, statuses = [], []
-    for number, stop in enumerate((*STOPS, None), 1):
-        group = start(stochastic(data, run.path), folder)
-        if stop is not None:
-            wait_for(partial(has_trained, run, number, group), "the first step", 900)
-            for rank in stop[1]:
-                group.processes[rank].send_signal(stop[0])
-        attempts.append(wait(group))
-        statuses.append(run.read_status() or {})
-    return Story(run, attempts, statuses)
 
 
 def raw_metrics(folder: RunFolder) -> list[dict[str, Any]]:
@@ -188,35 +145,6 @@ def test_the_export_opens_in_transformers_with_the_loss_of_the_run(
 
 
 # --- stopping and resuming ---
-
-
-def test_any_stop_signal_to_any_rank_gives_every_rank_code_75(story: Story) -> None:
-    assert [attempt.codes for attempt in story.attempts] == [[75, 75]] * 3 + [[0, 0]], (
-        story.attempts[0].output
-    )
-    outcomes = [(status["outcome"], status["code"]) for status in story.statuses]
-    assert outcomes == [("stopped", 75)] * 3 + [("done", 0)]
-
-
-def test_a_resumed_run_repeats_the_undisturbed_curve_bit_for_bit(
-    story: Story, undisturbed: RunFolder
-) -> None:
-    """Each attempt leaves a checkpoint of its last step, and no step is repeated."""
-
-    def curve(folder: RunFolder) -> list[tuple[Any, ...]]:
-        return [
-            (line["step"], line.get("loss"), line.get("grad_norm"), line.get("learning_rate"))
-            for line in folder.read_metrics()
-        ]
-
-    saved = [event["step"] for event in events(story.folder, "saved")]
-    assert saved == [status["step"] for status in story.statuses]
-    assert curve(story.folder) == curve(undisturbed)
-    ends = [run.read_metrics()[-1]["eval_loss"] for run in (story.folder, undisturbed)]
-    assert ends[0] == ends[1]
-    steps = [line["step"] for line in raw_metrics(story.folder) if "loss" in line]
-    assert steps == list(range(1, STEPS + 1))
-    assert [attempt.left_in_shared_memory for attempt in story.attempts] == [[]] * 4
 
 
 def test_another_learning_rate_is_refused_until_it_is_allowed(
@@ -285,22 +213,6 @@ def test_a_length_in_epochs_is_rounded_up_to_steps(overflowing: RunFolder, data:
     assert (overflowing.read_status() or {})["step"] == -(-samples * 5 // (100 * 8))
 
 
-def test_the_minimum_loss_scale_ends_the_run_with_code_76_and_a_diagnosis(
-    data: list[str], tmp_path: Path
-) -> None:
-    scale = (
-        "ds.fp16.initial_scale_power=32",
-        "ds.fp16.hysteresis=1",
-        "ds.fp16.min_loss_scale=4294967296",
-    )
-    ended = one_rank(tmp_path, data, f"--deepspeed={DS_CONFIGS / 'fp16.json'}", *scale)
-    assert ended.codes == [76], ended.output
-    run = RunFolder(tmp_path / "run")
-    status = run.read_status() or {}
-    assert (status["outcome"], status["code"]) == ("diverged", 76)
-    assert "lower optim.lr" in events(run, "diverged")[0]["message"]
-
-
 # --- refusals ---
 
 
@@ -308,16 +220,6 @@ def test_a_wrong_config_gives_code_2_and_no_run_folder(data: list[str], tmp_path
     ended = one_rank(tmp_path, data, "train.stpes=3")
     assert ended.codes == [2]
     assert "train.steps" in ended.output
-    assert not (tmp_path / "run").exists()
-
-
-def test_empty_data_gives_code_2_and_no_run_folder(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    data = [f"data.path={tmp_path / 'empty.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    ended = one_rank(tmp_path, data)
-    assert ended.codes == [2]
-    assert "empty.txt" in ended.output
-    assert "Traceback" not in ended.output
     assert not (tmp_path / "run").exists()
 
 

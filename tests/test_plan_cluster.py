@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +237,28 @@ def test_what_is_quicker_within_the_error_is_not_worth_its_risk(
     for each in answered.ways.values():
         if each.answers and each.has_room(0.05) and risk(each) < risk(best):
             assert each.seconds > most
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (0, 0, False, 0, False, False)),
+        ({"zero": 3}, (0, 0, False, 0, False, True)),
+        ({"offload": "all", "activation_offload": True}, (3, 0, False, 0, False, False)),
+        ({"tensor": 8}, (0, 1, False, 1, True, False)),
+        ({"tensor": 4, "sequence": 4}, (0, 2, True, 2, True, False)),  # 16 ranks on nodes of 8
+        ({"expert": 16}, (0, 0, True, 1, True, False)),
+        ({"pipeline": 4}, (0, 0, False, 1, True, False)),
+        ({"hpz": True}, (0, 0, False, 1, True, False)),
+        ({"mlp_tiles": 4}, (0, 0, False, 0, True, False)),
+        ({"checkpointing": 2}, (0, 0, False, 0, True, False)),
+    ],
+)
+def test_risks_are_counted(changes: dict[str, Any], expected: tuple[int, ...]) -> None:
+    layout = replace(Layout(1, "none", 1, 1, 1, 1, 4, "none"), **changes)
+    question = SimpleNamespace(some=SimpleNamespace(gpus_per_node=8))
+    counted: Any = SimpleNamespace(layout=layout, question=question)
+    assert risk(counted) == expected
 
 
 def test_an_answer_has_a_row_for_each_way_that_an_expert_asks_about() -> None:

@@ -392,3 +392,13 @@ def test_they_are_in_the_preflights_table() -> None:
         ("tensor ranks", "warn")
     ]
     assert neighbour_rows(plan(), HOSTS) == []
+
+
+def test_measurements_start_when_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_FAREWELL_S", 0.0)
+    store = dist.HashStore()
+    meeting = network.Meeting(World(rank=1, world_size=2), store, "n2")
+    with pytest.raises(network.Absent, match="rank 0 sent nothing more"):
+        meeting.together("speed", 0.0, end_s=0.0)
+    store.set("speed", "true")
+    meeting.together("speed", 0.0, end_s=0.0)

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from harness.errors import CannotSave, ConfigError
@@ -98,11 +99,6 @@ def test_a_released_lock_leaves_no_owner(tmp_path: Path) -> None:
         folder.close()
 
 
-def test_two_folders_in_one_process_exclude_each_other(folder: RunFolder) -> None:
-    with pytest.raises(ConfigError, match=f"process {os.getpid()} "):
-        RunFolder(folder.path).open()
-
-
 @pytest.mark.parametrize("started", ["its own", "none", "another"])
 def test_without_locks_a_writer_on_this_host_is_refused_while_it_lives(
     started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +109,8 @@ def test_without_locks_a_writer_on_this_host_is_refused_while_it_lives(
     folder, lock = RunFolder(tmp_path), tmp_path / "lock"
     with another_writer(tmp_path) as process:
         owner = json.loads(lock.read_text())
+        seconds = psutil.Process(process.pid).create_time() - psutil.boot_time()
+        assert owner["started"] / os.sysconf("SC_CLK_TCK") == pytest.approx(seconds, abs=2)
         if started == "none":  # written by an earlier version
             del owner["started"]
         if started == "another":  # another process had its number before
@@ -122,7 +120,7 @@ def test_without_locks_a_writer_on_this_host_is_refused_while_it_lives(
             with pytest.raises(ConfigError, match=rf"by process {process.pid} on"):
                 folder.open()
             process.kill()
-            process.wait()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves a zombie
         assert (folder.open() or "").startswith(f"process {process.pid} on")
     folder.close()
     assert folder.open() is None
@@ -151,20 +149,6 @@ def test_a_requeued_job_takes_over_from_itself_on_another_host(
     stale = "process 1 on elsewhere, Slurm job 17, since 2026-01-01T00:00:00+00:00"
     assert folder.open() == stale
     folder.close()
-
-
-def test_a_filesystem_without_locks_is_written_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    folder = RunFolder(tmp_path)
-    folder.open()
-    folder.append_event("written")
-    folder.close()
-    assert [event["kind"] for event in folder.read_events()] == ["written"]
 
 
 # --- records ---
@@ -373,14 +357,12 @@ def test_any_rank_says_that_the_run_failed_unless_it_has_ended(folder: RunFolder
     assert (folder.read_status() or {})["outcome"] == "running"
 
 
-def test_lines_are_on_disk_after_a_sync(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_and_replaced_files_are_synced(folder: RunFolder, synced: list[Path]) -> None:
     folder.append_metrics({"step": 1})
-    synced: list[str] = []
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
-    )
     folder.sync()
-    assert synced == [str(p) for p in (folder.metrics_path, folder.events_path, folder.path)]
+    assert synced == [folder.metrics_path, folder.events_path, folder.path]
+    folder.write_plan({})
+    assert synced[-1].name.startswith(".plan.json.")
 
 
 def test_a_line_is_on_disk_when_append_returns(tmp_path: Path) -> None:
@@ -419,10 +401,6 @@ def test_any_rank_can_say_why_it_failed(folder: RunFolder) -> None:
     begun, failed, ended = folder.read_events()
     assert (begun["kind"], ended["kind"]) == ("begun", "ended")
     assert (failed["kind"], failed["rank"], failed["step"]) == ("failed", 3, 7)
-
-
-def test_a_failure_that_cannot_be_recorded_hides_nothing(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "not here").append_failure(1, step=2, message="the real reason")
 
 
 def test_a_metrics_line_whose_step_is_no_count_is_left_out(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class Curriculum:
     def samples_after(self, steps: int, samples: int = 0) -> int:
         """Return the samples consumed after `steps` more optimizer steps, starting at `samples`."""
         while steps > 0:
-            taken = int(min(steps, self._steps_at_this_batch(samples)))
+            taken = self._taken_at_once(steps, samples)
             samples, steps = samples + taken * self._batch(samples), steps - taken
         return samples
 
@@ -154,7 +154,7 @@ class Curriculum:
         while consumed < samples:
             batch = self._batch(consumed)
             left = math.ceil((samples - consumed) / batch)
-            taken = int(min(left, self._steps_at_this_batch(consumed)))
+            taken = self._taken_at_once(left, consumed)
             consumed, steps = consumed + taken * batch, steps + taken
         return steps
 
@@ -176,6 +176,12 @@ class Curriculum:
             return self.global_batch
         level = samples * self._levels // self.batch_samples
         return self.batch_from + level * (self.batch_step or self.batch_from)
+
+    def _taken_at_once(self, steps: int, samples: int) -> int:
+        """Return how many of `steps` steps from `samples` on have the same batch, at least one."""
+        taken = int(min(steps, self._steps_at_this_batch(samples)))
+        assert taken > 0, f"no step advances {self} from sample {samples}"
+        return taken
 
     def _steps_at_this_batch(self, samples: int) -> int | float:
         """Return the steps until the batch next grows; infinity if it does not."""

@@ -187,6 +187,19 @@ def test_a_manifest_of_other_types_is_passed_over(newest: Path, key: str, value:
     assert "manifest.json" in passed_over(newest)
 
 
+def test_renamed_checkpoint_is_passed_over(newest: Path) -> None:
+    renamed = newest.rename(newest.with_name("step-00000009"))
+    assert "contains step 2 and should be called step-00000002" in passed_over(renamed)
+
+
+def test_manifest_checksum_is_verified(newest: Path) -> None:
+    path = newest / "manifest.json"
+    content = json.loads(path.read_text())
+    content["state"]["samples"] += 1
+    path.write_text(json.dumps(content))
+    assert "does not match its own checksum" in passed_over(newest)
+
+
 @pytest.mark.parametrize("key", ["state", "engine", "files", "probe_loss"])
 def test_a_manifest_without_a_key_is_passed_over(newest: Path, key: str) -> None:
     sign(newest, lambda content: content.pop(key))

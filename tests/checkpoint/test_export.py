@@ -23,7 +23,7 @@ from harness.checkpoint.export import replacing, sweep, write_adapters, write_mo
 from harness.checkpoint.hub_layout import rewrite_config, rewrite_tokenizer_config
 from harness.checkpoint.index import BUFFER, WEIGHT, Fragment, Index, to_index
 from harness.checkpoint.reader import Reader
-from harness.checkpoint.tensor_file import write_fragments
+from harness.checkpoint.tensor_file import TensorWriter, write_fragments
 from harness.data.tokenizer import load_tokenizer
 from harness.errors import ConfigError
 from harness.layout.box import Part
@@ -150,6 +150,18 @@ def test_an_export_is_what_save_pretrained_writes(
             assert content.items() <= ours[name].items()
         else:
             assert ours[name] == content, name
+
+
+def test_export_is_synced_before_and_after_the_rename(tmp_path: Path, synced: list[Path]) -> None:
+    with replacing(tmp_path / "export") as unfinished:
+        writer = TensorWriter(unfinished / "model.safetensors", {"x": torch.zeros(3)})
+        writer.write("x", 0, torch.ones(3))
+        writer.close()
+        assert synced == [unfinished / "model.safetensors"]
+        (unfinished / "config.json").write_text("{}")
+    files = {unfinished / name for name in ("model.safetensors", "config.json")}
+    assert {*synced[1:-2]} == files
+    assert synced[-2:] == [unfinished, tmp_path]
 
 
 def test_adapters_are_written_without_the_buffers_of_their_base(tmp_path: Path) -> None:

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.compatibility import branch_problems, changed_keys, resume_problems
+from harness.checkpoint.compatibility import (
+    branch_problems,
+    changed_keys,
+    resume_problems,
+    too_short,
+)
 from harness.config.run_config import RunConfig
 
 
@@ -77,8 +82,29 @@ def test_adapters_of_earlier_versions_were_beside_weights_as_they_are() -> None:
 
 @pytest.mark.parametrize("key", ["precision", "model_config", "data_fingerprint"])
 def test_precision_model_and_data_may_not_change(key: str) -> None:
-    (problem,) = resume_problems(record(), {**record(), key: "other"}, [])
-    assert problem.startswith(f"{key} is 'other'")
+    for problems in (resume_problems, branch_problems):
+        (problem,) = problems(record(), {**record(), key: "other"}, [])
+        assert problem.startswith(f"{key} is 'other'")
+
+
+@pytest.mark.parametrize(
+    ("sections", "problems"),
+    [
+        ({"data": {"seq_len": 256}}, ["data.seq_len is 256"]),
+        ({"optim": {"name": "lion"}}, ["optim.name is 'lion'"]),
+        ({"optim": {"lr": 1e-5}, "train": {"seed": 7}}, []),
+    ],
+)
+def test_branch_keeps_length_and_optimizer(sections: dict[str, Any], problems: list[str]) -> None:
+    found = branch_problems(record(), record(**sections), [])
+    assert [problem.partition(",")[0] for problem in found] == problems
+    assert branch_problems(record(), record(**sections), ["data.seq_len", "optim.name"]) == []
+
+
+def test_run_may_not_end_before_its_checkpoint() -> None:
+    assert too_short(10, 10) == []
+    (problem,) = too_short(10, 11)
+    assert "raise train.steps" in problem
 
 
 def test_a_run_of_a_quantized_folder_was_never_quantized() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from harness.checkpoint import collectives, store
 from harness.checkpoint import manifest as manifests
+from harness.checkpoint import save as saving
 from harness.checkpoint.index import INDEX, WEIGHT, Fragment
 from harness.checkpoint.manifest import PROBE, check_size
 from harness.checkpoint.store import Retention, Store
@@ -107,12 +108,17 @@ def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
     assert Store(tmp_path).all() == []
 
 
-def test_records_are_synced_when_a_checkpoint_is_on_disk_and_has_no_name_yet(
-    tmp_path: Path,
+def test_files_records_and_folders_are_synced_around_the_rename(
+    tmp_path: Path, synced: list[Path]
 ) -> None:
-    seen: list[str] = []
-    save(tmp_path, 3, before_publishing=lambda: seen.extend(p.name for p in tmp_path.iterdir()))
-    assert seen == [".unfinished-step-00000003"]
+    """The run's records are synced once the checkpoint is on disk and before it gets its name."""
+    save(tmp_path, 3, before_publishing=lambda: synced.extend(tmp_path.iterdir()))
+    unfinished = tmp_path / ".unfinished-step-00000003"
+    assert synced[-5:] == [
+        *(unfinished / "manifest.json", unfinished, unfinished, tmp_path, tmp_path / ".latest")
+    ]
+    names = ("index.json", "probe.safetensors", "rank-00000-000.safetensors")
+    assert sorted(synced[:-5]) == [unfinished / name for name in names]
 
 
 def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path: Path) -> None:
@@ -121,6 +127,18 @@ def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path:
 
     with pytest.raises(RunStopped, match=r"metrics\.jsonl cannot be written") as stop:
         save(tmp_path, 3, before_publishing=fails)
+    assert stop.value.code == 74
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_needs_room_for_the_files_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has 792 bytes."""
+    monkeypatch.setattr(saving, "gather_objects", lambda own: [own, own])
+    monkeypatch.setattr(Store, "free_bytes", lambda self: 2 * 792 - 1)
+    with pytest.raises(RunStopped, match=r"it needs .*, but only .* are free") as stop:
+        save(tmp_path, 3)
     assert stop.value.code == 74
     assert list(tmp_path.iterdir()) == []
 

@@ -161,6 +161,14 @@ def test_sums_are_those_of_the_steps(curriculum: Curriculum) -> None:
         assert curriculum.steps_for(end - 1) == number + 1
 
 
+def test_ramp_that_does_not_advance_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Curriculum, "_steps_at_this_batch", lambda self, samples: 0)
+    with pytest.raises(AssertionError, match=r"no step advances .* from sample 4"):
+        SMALL.samples_after(1, samples=4)
+    with pytest.raises(AssertionError, match=r"no step advances .* from sample 0"):
+        SMALL.steps_for(1)
+
+
 @pytest.mark.parametrize("curriculum", CURRICULA)
 def test_every_batch_is_a_multiple_of_the_quantum(curriculum: Curriculum) -> None:
     batches = {step.global_batch for step in islice(curriculum.walk(0), 2000)}

@@ -21,6 +21,7 @@ from harness.data.pair import IndexedTokens, Masks, MaskWriter, load_masks, writ
 from harness.data.split import SIDES, load_split, stores_separator, write_splits
 
 EOS, SEQ_LEN, ROWS = 2, 8, 2
+PAD_TO = 3  # does not divide SEQ_LEN
 # Examples are the same in every run, so that a failure means a code change.
 PROPERTY = settings(
     derandomize=True,
@@ -116,7 +117,7 @@ class Corpus:
         """Return single documents in pools of 12 and groups of 4."""
         key = str(self._seed)
         pools = Pools(base.lengths, 12, 4, base.samples, base.length, key)
-        return Padded(base, pools, pad_to=4, by_tokens=by_tokens)
+        return Padded(base, pools, pad_to=PAD_TO, by_tokens=by_tokens)
 
     def mixture(self, *streams: Stream) -> Mixture:
         """Return a mixture in which an epoch contains an epoch of each stream."""
@@ -131,7 +132,7 @@ class Corpus:
 BATCHINGS: dict[str, Callable[[Corpus], Stream]] = {
     "packed": Corpus.stream,
     "whole": lambda corpus: corpus.whole(alone=False),
-    "padded": lambda corpus: Padded(corpus.whole(alone=True), None, pad_to=4),
+    "padded": lambda corpus: Padded(corpus.whole(alone=True), None, pad_to=PAD_TO),
     "length_grouped": lambda corpus: corpus.grouped(corpus.whole(alone=True)),
     "token_budget": lambda corpus: corpus.grouped(corpus.whole(alone=True), by_tokens=True),
     "mixture": lambda corpus: corpus.mixture(corpus.stream(), corpus.whole(SIDES[1], alone=False)),

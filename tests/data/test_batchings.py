@@ -19,7 +19,7 @@ from harness.data.batch import Batch
 from harness.data.batches import Contiguous, HeldOutText, Stream, share_of_rank
 from harness.data.packed_documents import TooLong
 from harness.data.packing import IGNORED
-from harness.data.padded import Padded
+from harness.data.padded import Padded, Pools
 from tests.data.batchings import (
     BATCHINGS,
     DOCUMENTS,
@@ -322,6 +322,21 @@ def test_an_evaluation_reads_texts_on_and_counts_what_has_a_state(
     assert stream.targets_in(0, stream.samples) == counted > 0
     first = stream.first(8)
     assert first.windows.tolist() == [*range(min(8, length))]
+
+
+def test_pools_end_with_the_stream_an_epoch_and_a_change_of_shares() -> None:
+    """A mixture of one and a half epochs, which changes its shares at sample 17."""
+    read: list[int] = []
+
+    def lengths(samples: np.ndarray) -> np.ndarray:
+        read.extend(samples.tolist())
+        return samples % 7
+
+    pools = Pools(lengths, 12, 4, epoch=20, end=30, key="", changes=[17])
+    places = pools.places(np.arange(30)).tolist()
+    assert sorted(read) == [*range(30)]
+    for first, last in ((0, 12), (12, 17), (17, 20), (20, 30)):
+        assert sorted(places[first:last]) == [*range(first, last)]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 2), (2, 3), (3, 1), (1, 6)])

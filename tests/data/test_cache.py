@@ -60,6 +60,12 @@ def test_one_of_many_processes_builds(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial-*"))
 
 
+def test_built_files_are_synced_before_the_rename(tmp_path: Path, synced: list[Path]) -> None:
+    build_once(tmp_path / "made", build_slowly, print)
+    assert sorted(path.name for path in synced) == [f"{part}.txt" for part in range(5)]
+    assert {path.parent.name.partition("-")[0] for path in synced} == {"made.partial"}
+
+
 def test_without_locks_many_build_and_all_find_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from harness.data.pair import IndexedTokens, load_masks
 from harness.data.rendering import set_template
 from harness.data.tokenizer import load_tokenizer
 from harness.data.tokenizer_files import SpecialIds
+from harness.data.turn_places import TurnFinder
 from harness.files.chat import Chat
 from tests.data.chat_tokenizers import STYLES, TOOLS, chats, tokenizer_of, write_chats
 
@@ -237,6 +239,21 @@ def test_a_turn_that_no_prompt_begins_is_refused() -> None:
     other = template.replace("{{- '<|im_start|>assistant", "{{- '<|bot|>")
     with pytest.raises(ValueError, match="does not begin with its generation prompt"):
         encoded(tokenizer_of("chatml", other), Chat(turns[:2]))
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "size"),
+    [
+        ("one<end>two", "one<end>six", 8),  # a whole token belongs to the prefix
+        ("one<end>", "one<ending>", 3),
+        ("one<end", "one<ending>", 3),
+        ("one", "one<end>", 3),
+        ("one<end>", "one<end>", 8),
+    ],
+)
+def test_common_prefix_ends_between_tokens(text: str, other: str, size: int) -> None:
+    finder = TurnFinder(mock.Mock(**{"text.return_value": ""}), ["<end>", "<ending>"])
+    assert finder.same(text, other) == finder.same(other, text) == size
 
 
 def test_a_text_that_a_template_changes_is_counted() -> None:

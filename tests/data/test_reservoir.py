@@ -18,6 +18,7 @@ from harness.data.pair import IndexedTokens, load_masks, write_documents, write_
 from harness.data.tokenizer import tokenizer_hash
 from harness.errors import ConfigError
 from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, masks_of
+from harness.run import resumption
 from harness.run.resumption import _write
 
 Opened, Written = Callable[..., Any], Callable[..., Path]
@@ -128,6 +129,21 @@ def test_ids_that_the_tokenizer_lacks_are_kept(opened: Opened, tmp_path: Path) -
     _write(run, tmp_path / "reservoir")
     ids = IndexedTokens(tmp_path / "reservoir" / TRAIN).ids
     assert int(ids.read(np.arange(len(ids))[None]).max()) == 69_999
+
+
+@pytest.mark.parametrize("most", [None, 10])
+def test_kept_sample_has_no_duplicates_and_a_limit(
+    most: int | None, pairs: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one and a half epochs, and more samples to evaluate than there are."""
+    data, config = pairs(batching="length_grouped"), RunConfig(eval={"samples": 4096})
+    if most is not None:
+        monkeypatch.setattr(resumption, "MOST_TOKENS", most * (config.data.seq_len + 1))
+    state = SimpleNamespace(samples=data.train.samples * 3 // 2)
+    plan = SimpleNamespace(config=config, model_config={})
+    _write(SimpleNamespace(plan=plan, data=data, state=state), tmp_path / "reservoir")  # type: ignore[arg-type]
+    for side, samples in ((TRAIN, data.train.samples), (HELD_OUT, data.held_out.samples)):
+        assert IndexedTokens(tmp_path / "reservoir" / side).documents == (most or samples)
 
 
 def test_old_data_can_be_a_path(pairs: Opened, new: str) -> None:

@@ -135,7 +135,11 @@ def test_documents_of_similar_length_leave_less_padding(opened: Opened) -> None:
     )
     assert fewer < usual == 3 * len(steps)
     same = plain.padding_shares(curriculum, 4, 2, 8)
-    assert same.padding_share == same.plain_padding_share
+    assert same.padding_share == same.plain_padding_share == shares.plain_padding_share
+    positions = 8 * BATCH * 64
+    full = 1 - grouped.tokens_in(0, 8 * BATCH) / positions
+    assert shares.full_padding_share == pytest.approx(full)
+    assert grouped.padding_shares(curriculum, 4, 2, 1) != shares
 
 
 def test_held_out_documents_are_padded_alike(opened: Opened) -> None:

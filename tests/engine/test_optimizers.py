@@ -15,6 +15,7 @@ from harness.checkpoint.index import Index, merged, to_index
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.tensor_file import write_fragments
 from harness.engine.deepspeed_0_19.internals import inner_optimizer
+from harness.engine.optimizers import BUILT_HERE
 from harness.engine.state import set_steps
 from harness.layout.optimizer_table import OPTIMIZERS
 from tests.engine.engines import (
@@ -216,6 +217,25 @@ def test_every_optimizer_is_torchs_in_every_layout(cell: str) -> None:
     assert bool(inner_optimizer(engine.engine).defaults.get("fused")) is layout.endswith("fused")
     assert distance(masters, start) > 1e-3
     assert distance(masters, weights) < (BF16_BITS if name == "muon" else 3e-7)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "lion"])
+def test_own_optimizers_match_their_references(name: str) -> None:
+    """Both are compared in every layout by the gate."""
+    start = {key: torch.linspace(-1, 1, 12) for key in ("embed", "mlp.up_proj", "lm_head")}
+    weights, expected = ({n: w.clone() for n, w in start.items()} for _ in range(2))
+    json_type, settings = OPTIMIZERS[name].json_type, SETTINGS[name]
+    optimizer = BUILT_HERE[json_type](groups(weights), lr=LR, weight_decay=DECAY, **settings)
+    reference = REFERENCES[name](expected)
+    for number in range(STEPS):
+        gradients = {n: torch.sin(5.0 * w + number) for n, w in start.items()}
+        for key, weight in weights.items():
+            weight.grad = gradients[key]
+        optimizer.step()
+        with torch.no_grad():
+            reference(expected, gradients)
+    assert distance(weights, expected) < 1e-6
+    assert distance(weights, start) > 1e-3
 
 
 TRIPS = ["zero1 > zero1", "zero3 > zero3", "zero1 > zero3", "zero3 > zero2 offload"]

@@ -16,54 +16,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.engine import build, reading
-from harness.layout.stages import stage_shape
 from harness.models.skeleton import hf_config
 from harness.models.units import units
-from harness.plan.plan import Plan
-from tests.engine.engines import WORLD, different, drawn_weights, engine_of, folder, gathered
+from tests.engine.engines import WORLD, different, engine_of, folder, gathered
 from tests.engine.small import CONFIGS, MODEL
 from tests.gates.memory.worker import rise
 from tests.ranks import ranks
 
 GATE = pytest.mark.gate("engine")
-
-
-def expected_elements(plan: Plan) -> int:
-    """Return this rank's number of elements by the layout's boxes."""
-    assert plan.shape is not None
-    shape, share, shards = plan.shape, plan.share, 1
-    if plan.stages is not None:
-        shape = stage_shape(shape, plan.stages, plan.grid.coords(share.rank).pipeline)
-    if plan.zero_stage == 3:
-        shards = len(share.ranks("replicas"))
-    parts = (share.part(tensor.name, tensor.shape).numel for tensor in shape.tensors())
-    return sum(-(-part // shards) for part in parts)
-
-
-@GATE
-@pytest.mark.parametrize("zero", [0, 1])
-@ranks(4)
-def test_each_rank_holds_its_part_of_its_stage(zero: int) -> None:
-    engine = engine_of(f"zero{zero} pipeline2 tensor2")
-    assert different(engine.masters(), drawn_weights()) == []
-    described = engine.describe()
-    assert described["elements_held"] == expected_elements(engine.plan)
-    assert gathered(described["pipeline_stage"]) == [0, 0, 1, 1]
-    parts = [p.part for p in engine.stage.parameters()]
-    undivided = gathered(sum(part.numel for part in parts if part.is_whole))
-    whole = sum(p.numel() for p in engine.module.parameters())
-    # Norms are on both ranks of a stage.
-    assert sum(gathered(described["elements_held"])) == whole + undivided[0] + undivided[2]
-
-
-@GATE
-@ranks(4)
-def test_zero_3_shares_out_what_tensor_ranks_hold() -> None:
-    engine = engine_of("zero3 tensor2")
-    elements = engine.describe()["elements_held"]
-    assert elements == expected_elements(engine.plan)
-    undivided = sum(p.part.numel for p in engine.module.parameters() if p.part.is_whole)
-    assert elements == (engine.plan.shape.parameters - undivided) // (2 * 2) + undivided // 2
 
 
 @GATE

@@ -6,6 +6,7 @@ import pytest
 
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.fit import helpful_changes, with_stage
+from harness.estimate.host import checkpoint_bytes, communicators
 from harness.estimate.memory_item import GIB
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.estimate.states import model_states, optimizer_class
@@ -141,6 +142,68 @@ def test_a_save_in_the_background_holds_a_copy_on_the_host():
     (copy,) = [p for p in estimate_memory(more).worst.parts if p.component == "checkpoint copy"]
     assert (copy.bytes, copy.place) == (12 * run.parameters // 4, "host")
     assert estimate_memory(more).host_bytes_per_node > estimate_memory(run).host_bytes_per_node
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_zero_2_holds_its_sums_while_it_accumulates(precision):
+    once, again = (
+        estimate_memory(run_of(precision=precision, stage=2, grad_accum=steps)).worst
+        for steps in (1, 2)
+    )
+    assert "gradients" not in once.phase("forward")
+    sums = again.phase("forward")["gradients"]
+    assert sums == once.phase("gradients_ready")["gradients"]
+    assert again.phase("backward_last")["gradients"] == 2 * sums
+
+
+TINY = 5_015_232  # parameters
+
+
+@pytest.mark.parametrize(
+    ("keys", "component", "place", "size"),
+    [
+        ({"stage": 3, "zero_hpz_partition_size": 2, "ranks": 4}, "secondary parameters", "", TINY),
+        ({"stage": 2, "type": "AdamW8bit"}, "scales of a checkpoint", "host", 8 * TINY // 2),
+        ({"accelerator": "cuda"}, "cuBLAS workspaces", "", 2 * 32 * 2**20),
+        (  # four buffers in fp32 of the largest parameter, the embedding
+            {"stage": 3, "device": "nvme", "sub_group_size": 1},
+            *("nvme optimizer buffers", "host", 4 * 4 * 8192 * 192 // 2),
+        ),
+    ],
+)
+def test_optional_parts_are_counted(keys, component, place, size):
+    (part,) = [p for p in estimate_memory(run_of(**keys)).worst.parts if p.component == component]
+    assert (part.bytes, part.place) == (size, place or "device")
+
+
+def test_sums_in_fp32_live_from_the_first_micro_batch_on():
+    keys = {"stage": 2, "grad_accum_dtype": "fp32"}
+    once, again = (estimate_memory(run_of(**keys, grad_accum=n)).worst for n in (1, 2))
+    assert "gradients" not in once.phase("forward")
+    assert again.phase("forward")["gradients"] == 4 * TINY // 2
+
+
+def test_frozen_weights_are_not_in_a_checkpoint_of_adapters():
+    run = replace(run_of(stage=2), adapters=Adapters(4))
+    assert run.frozen == TINY
+    assert checkpoint_bytes(run) == 12 * run.trained
+
+
+@pytest.mark.parametrize(
+    ("grid", "secondary_ranks", "count"),
+    [
+        (Grid(1), 1, 1),
+        (Grid(8), 1, 2),
+        (Grid(8), 4, 3),
+        (Grid(8, pipeline=2), 1, 4),
+        (Grid(8, tensor=2), 1, 4),
+        (Grid(8, sequence=2), 1, 4),
+        (Grid(8, expert=2), 1, 4),
+        (Grid(8, tensor=2, pipeline=2), 1, 6),
+    ],
+)
+def test_communicators_are_counted(grid, secondary_ranks, count):
+    assert communicators(grid, secondary_ranks) == count
 
 
 def test_overlap_doubles_the_bucket():

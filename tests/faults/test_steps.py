@@ -214,25 +214,6 @@ def test_what_a_step_read_is_shown_past_the_samples_left_out(
 
 
 @pytest.mark.gate("faults")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["save.every=0"], "there is no checkpoint to roll back to"),
-        (["guard.max_rollbacks=0"], "0 rollbacks did not help (guard.max_rollbacks)"),
-    ],
-)
-def test_a_run_that_cannot_go_back_diverges(
-    spoiled: Run, tmp_path: Path, changes: list[str], message: str
-) -> None:
-    spoils = {"loss": {first_sample(9): 1e4}}
-    arguments = (zero(1), *WATCHED, "guard.spikes=rollback", *changes)
-    ended, run = spoiled(tmp_path, spoils, *arguments, ranks=1)
-    assert ended.codes == [76], ended.output
-    (event,) = events(run, "diverged")
-    assert message in event["message"]
-
-
-@pytest.mark.gate("faults")
 def test_the_minimum_loss_scale_is_a_reason_to_go_back(spoiled: Run, tmp_path: Path) -> None:
     scale = ("ds.fp16.initial_scale_power=3", "ds.fp16.hysteresis=1", "ds.fp16.min_loss_scale=8")
     ended, run = spoiled(

@@ -1,4 +1,4 @@
-"""Signals and time limits stop one process; tests/test_loop.py stops several ranks."""
+"""Signals and time limits stop one process; tests/faults/test_saves.py stops several ranks."""
 
 from __future__ import annotations
 

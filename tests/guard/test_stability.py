@@ -63,6 +63,8 @@ def test_a_restored_monitor_comes_to_the_same_verdicts() -> None:
     seen.see_skipped("x", is_bad=True)
     for step in (3, 4):
         seen.see_evaluation(1.0, step)
+    assert seen.see_step(99.0, 1.0) is not None
+    seen.rollbacks = 1
     saved = json.loads(json.dumps(seen.state()))
     fresh.restore(saved)
     assert fresh.state() == seen.state()
@@ -129,6 +131,14 @@ def test_before_a_quarter_of_the_window_nothing_is_said() -> None:
     steps = [*curve(31), (1e6, 1e6)]
     assert list(spikes(detector, steps)) == []
     assert detector.see(1e12, 1.0) is not None
+
+
+def test_sigma_is_the_sample_standard_deviation() -> None:
+    detector = SpikeDetector(6.0, 8)
+    assert [detector.see(loss, 1.0) for loss in (1.0, 2.0)] == [None, None]
+    seen = detector.see(99.0, 1.0)
+    assert seen is not None
+    assert (seen.mean, seen.sigma) == (1.5, pytest.approx(0.5**0.5))
 
 
 def test_a_new_level_is_accepted_after_a_quarter_of_a_window() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -113,20 +114,97 @@ def test_a_command_starts_as_the_run_was_started(tmp_path, world, start):
     assert ("8 ranks on 1 x " in described(run)) == ("ranks_per_gpu" in world)
 
 
-def test_verdicts_see_what_went_wrong(tmp_path):
-    lines = [line_at(step) for step in range(1, 201)]
-    for line in lines[150:]:
-        line |= {"loss": line["loss"] * 1.5, "grad_norm": 9.0, "step_time_s": 3.0}
-    for line, loss in zip(lines[49::50], (5.0, 3.0, 3.4, 3.9), strict=True):
-        line["eval_loss"] = loss
-    events = [
-        {"kind": "spike", "step": 160},
-        {"kind": "memory", "rows": [{"point": "peak", "predicted": 10, "measured": 20}]},
-    ]
-    judged = verdicts(read(write_run(tmp_path / "run", lines, events)))
-    warnings = " ".join(verdict.text for verdict in judged if verdict.kind == "warning")
-    for text in ("best at step 100", "norm grows", "1 spike:", "not as predicted", "uneven"):
-        assert text in warnings
+@pytest.mark.parametrize(
+    ("key", "values", "kind", "text"),
+    [
+        ("loss", (2.0, 2.1), "warning", "Training loss rises: 2.000 to 2.100"),
+        ("loss", (2.0, 2.03), "good", "Training loss is level"),
+        ("loss", (2.0, 1.9), "good", "Training loss falls"),
+        ("grad_norm", (1.0, 3.1), "warning", "Gradient norm grows"),
+        ("grad_norm", (1.0, 2.9), "good", "Gradient norm is stable"),
+        ("step_time_s", (1.0, 2.1), "warning", "Speed is uneven"),
+        ("step_time_s", (1.0, 1.9), "good", "Speed is steady"),
+    ],
+)
+def test_verdicts_follow_their_thresholds(tmp_path, key, values, kind, text):
+    """The last tenth (quarter for the norm) of the values differs from those before it."""
+    share = 50 if key == "grad_norm" else 20
+    lines = [line_at(step, **{key: values[step > 200 - share]}) for step in range(1, 201)]
+    judged = verdicts(read(write_run(tmp_path / "run", lines)))
+    assert [v.kind for v in judged if v.text.startswith(text)] == [kind]
+
+
+def evaluated(*losses: float) -> dict[int, dict[str, float]]:
+    return {50 * n: {"eval_loss": loss} for n, loss in enumerate(losses, 1)}
+
+
+def memory(*measured: int) -> dict[str, Any]:
+    rows = [{"point": "peak", "predicted": 100, "measured": size} for size in measured]
+    return {"kind": "memory", "rows": rows}
+
+
+_OFF = memory(125) | {"rows": [*memory(125)["rows"], {**memory(95)["rows"][0], "point": "built"}]}
+BASELINES = {"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "event", "kind", "text"),
+    [
+        (evaluated(5.0, 3.0, 3.02), {}, "good", "Held-out loss is at its best"),
+        (evaluated(5.0, 3.0, 3.04), {}, "warning", "Held-out loss was best at step 100 (3.000)"),
+        (evaluated(5.5), BASELINES, "warning", "Held-out loss 5.50 is above"),
+        (evaluated(4.5), BASELINES, "good", "Held-out loss 4.50 is between"),
+        (evaluated(3.9), BASELINES, "good", "Held-out loss 3.90 is below"),
+        ({}, memory(92), "good", "Memory is as predicted: predicted +8.7%"),
+        ({}, memory(90), "warning", "Memory is not as predicted: predicted +11.1%"),
+        ({}, memory(108), "good", "Memory is as predicted: predicted -7.4%"),
+        ({}, memory(100, 115, 90), "warning", "Memory is not as predicted: predicted -13.0%"),
+        ({}, _OFF, "warning", "Memory is not as predicted: predicted -20.0% (peak)"),
+        ({}, {"kind": "spike"}, "warning", "1 spike:"),
+        ({}, {"kind": "rollback"}, "bad", "1 rollback:"),
+        ({}, {"kind": "replicas_differ"}, "bad", "Ranks hold different copies"),
+        *(
+            ({1: {"attention_entropy/0": 2.0}, 200: {"attention_entropy/0": last}}, {}, kind, text)
+            for last, kind, text in (
+                (0.19, "warning", "Attention has collapsed in layers 0."),
+                (0.21, "good", "Attention entropy is moderate"),
+            )
+        ),
+    ],
+)
+def test_verdicts_on_evaluations_and_events(tmp_path, changes, event, kind, text):
+    lines = [line_at(step) | changes.get(step, {}) for step in range(1, 201)]
+    judged = verdicts(read(write_run(tmp_path / "run", lines, [event] if event else [])))
+    assert [v.kind for v in judged if v.text.startswith(text)] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("losses", "part"),
+    [
+        ((5.0, 3.0, 2.98), "train longer"),
+        ((5.0, 3.0, 2.99), None),
+        ((5.0, 3.0, 3.02), None),
+        ((5.0, 3.0, 3.04), "The best weights are those of step 100"),
+    ],
+)
+def test_advice_follows_the_last_evaluations(tmp_path, losses, part):
+    changes = evaluated(*losses)
+    lines = [line_at(step) | changes.get(step, {}) for step in range(1, 201)]
+    texts = [item.text for item in advice(read(write_run(tmp_path / "run", lines)))[1:]]
+    assert len(texts) == (part is not None)
+    assert all(part in text for text in texts)
+
+
+def test_running_run_shows_the_time_left(tmp_path):
+    status = {
+        "outcome": "running",
+        "code": None,
+        "step": 100,
+        "time": datetime.now(UTC).isoformat(),
+    }
+    lines = [line_at(step) for step in range(1, 101)]
+    run = read(write_run(tmp_path / "run", lines, **status))
+    assert ending(run).text.startswith("Running: step 100 of 200, 50 s left")
 
 
 def test_speed_is_that_of_evenly_chosen_lines(tmp_path, monkeypatch):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from harness.launch.fork_server import Outcome, Zygote
 from harness.runfolder import RunFolder
@@ -18,16 +15,10 @@ from tests.real_runs import (
     REPOSITORY,
     SHORT_RUN,
     SMALL_MODEL,
-    Group,
     events,
-    run_ranks,
-    start,
-    train_command,
-    wait,
-    wait_for,
 )
-from tests.run.features import Feature, Runs, in_gate
-from tests.run.test_features import assert_alike, lines_of
+from tests.run.features import Runs, in_gate
+from tests.run.test_features import lines_of
 
 Train = Callable[..., tuple[Outcome, RunFolder]]
 SIZES = {
@@ -129,51 +120,3 @@ def test_four_stages_train_where_verification_is_not_wanted(train: Train) -> Non
     (engine,) = events(run, "engine")
     assert [rank["pipeline_stage"] for rank in engine["ranks"]] == [0, 1, 2, 3]
     assert lines_of(run)[4]["loss"] < lines_of(run)[1]["loss"]
-
-
-# --- stopped and killed ---
-
-
-@pytest.mark.gate("runs")
-@pytest.mark.parametrize("data_ranks", [1, 2])
-def test_a_stopped_and_killed_run_goes_on_as_zero_3_and_back(
-    data_ranks: int, data: list[str], tmp_path: Path
-) -> None:
-    """Two stages x data ranks x two tensor ranks give the curve and the export of one rank."""
-    run, alone = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone")
-    divided, zero3 = ("ds.pipeline.stages=2", TENSORS), ("ds.zero_optimization.stage=3",)
-    ranks = 4 * data_ranks
-
-    def command(folder: RunFolder, *more: str) -> list[object]:
-        words = ("train.steps=12", "save.every=2", "save.keep=9", "save.export=true")
-        return train_command(*data, *words, f"run.dir={folder.path}", *more)
-
-    run_ranks(command(alone), tmp_path / "logs", ranks=1).succeeded()
-    for layout, count, end, step in (
-        (divided, ranks, signal.SIGUSR1, 2),
-        (divided, ranks, signal.SIGKILL, 4),
-        (zero3, 2, signal.SIGKILL, 8),
-    ):
-        later = max([step, *(before + 1 for before in saved_steps(run))])
-        group = start(command(run, *layout), tmp_path / "logs", ranks=count)
-        wait_for(partial(has_reached, run, group, later), f"step {later}")
-        group.processes[count - 1].send_signal(end)
-        codes = {*wait(group).codes}
-        assert codes == {75} if end == signal.SIGUSR1 else 0 not in codes
-    run_ranks(command(run, *divided), tmp_path / "logs", ranks=ranks).succeeded()
-    changed = [{c["key"] for c in event["changes"]} for event in events(run, "resumed")]
-    assert ["deepspeed" in keys for keys in changed] == [False, True, True]
-    assert_alike(Feature(), run, alone)
-    ours, theirs = (load_file(each.export_dir / "model.safetensors") for each in (run, alone))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).norm() < 1e-4 * tensor.norm(), name
-
-
-def has_reached(run: RunFolder, group: Group, step: int) -> bool:
-    """Return True once a checkpoint of a step, or a later one, can be resumed."""
-    return group.ended or any(number >= step for number in saved_steps(run))
-
-
-def saved_steps(run: RunFolder) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in run.checkpoints_dir.glob("step-*")]

@@ -11,17 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from harness.config.batch import Slice
 from harness.config.run_config import RunConfig
 from harness.estimate.fit import changes_that_help
 from harness.layout.world import World
 from harness.plan.make import make_plan, takes
 from harness.run import live_memory
 from harness.run.data_decisions import _vocabulary
-from harness.run.finish import continued
+from harness.run.finish import _as_block, continued, question_of
 from harness.run.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
 from harness.run.meter import Meter, expert_load, monitor_events
 from harness.run.progress import Progress
@@ -190,7 +192,37 @@ def test_out_of_memory_advice_fits_a_share_of_the_gpu(
     assert expected != changes_that_help(plan.estimate, 79 << 30, takes(plan))
 
 
+def test_rates_cover_all_steps_and_gpus_since_the_last_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("harness.run.meter.time.perf_counter", lambda: now[0])
+    plan = make_plan(RunConfig(), {}, World(gpu="NVIDIA H100 80GB HBM3"))
+    step: Any = SimpleNamespace(tokens=96, positions=128, waited_s=0.25, reads=Slice(0, 8))
+    lines = []
+    for ranks in (1, 2):
+        meter = Meter(replace(plan, world=replace(plan.world, world_size=ranks)))
+        now[0] += 60.0
+        meter.restart()  # after an evaluation
+        for _ in range(4):
+            meter.step_done(step)
+        now[0] += 2.0
+        lines.append(meter.line(torch.ones(()), 1.0, 9, {}))
+    rates = {"step_time_s": 0.5, "tokens_per_s": 192.0, "data_wait_share": 0.5}
+    assert all(rates.items() <= line.items() for line in lines)
+    assert lines[0]["mfu"] == pytest.approx(2 * lines[1]["mfu"])
+    assert lines[0]["mfu"] > 0
+
+
 # --- a sample of text ---
+
+
+def test_prompts_begin_as_documents_do_and_samples_control_no_terminal() -> None:
+    run: Any = mock.Mock()
+    run.plan.config.sample.prompt, run.data.begin = "why", [1]
+    run.data.tokenizer.return_value = {"input_ids": [5, 6]}
+    assert question_of(run) == [1, 5, 6]
+    assert _as_block("a\x1b[2Jb\nc") == "  | a\\x1b[2Jb\n  | c"
 
 
 def _counting(ids: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import functools
 import math
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +23,17 @@ from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Checkpoint, Retention, Store
 from harness.config.batch import Curriculum
+from harness.config.sections import EvalConfig, GuardConfig
+from harness.data.batch import Batch
 from harness.engine.groups import Groups, make_groups
-from harness.errors import ConfigError, ExitCode, NoCheckpoint
+from harness.errors import ConfigError, ExitCode, NoCheckpoint, RunStopped
 from harness.guard import watchdog
 from harness.guard.signals import StopGuard, TimeLeft
+from harness.guard.stability import StabilityMonitor, Verdict
 from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
-from harness.run import build
+from harness.run import build, evaluation, saving
 from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.evaluation import summed
 from harness.run.resumption import (
@@ -40,7 +44,7 @@ from harness.run.resumption import (
 )
 from harness.run.run import Run
 from harness.run.saving import finish_save
-from harness.run.step import end_with_the_data
+from harness.run.step import end_with_the_data, roll_back
 from harness.runfolder import RunFolder
 from harness.steps import Steps
 from tests.checkpoint.small import PROBE, manifest
@@ -126,6 +130,108 @@ def test_a_run_that_skipped_samples_ends_with_its_mixture(length: int | None, to
     end_with_the_data(run)
     assert run.steps.total == total
     assert bool(said) == (total < 20)
+
+
+def test_rollbacks_to_one_checkpoint_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint stores a count of 0, which must not reset that of the run. Without a
+    checkpoint, none is possible.
+    """
+    monitor = StabilityMonitor(GuardConfig(max_rollbacks=2), EvalConfig())
+    saved = replace(manifest(8, held_out_loss=2.5), watch=monitor.state())
+    checkpoint = Checkpoint(tmp_path / "step-00000008", saved)
+    run = mock.MagicMock(stability=monitor, state=TrainState(step=12, samples=96))
+    run.plan.config.guard.max_rollbacks = 2
+    run.steps.next_slice.samples = [96, 104]
+    run.data.train.tokens_in.return_value = 7
+    for name in ("finish_save", "load_into", "end_with_the_data"):
+        monkeypatch.setattr(f"harness.run.step.{name}", mock.Mock())
+    newest: list[Checkpoint | None] = [checkpoint]
+    monkeypatch.setattr("harness.run.step.newest_usable", lambda folder: (newest[0], []))
+    for _ in range(2):
+        monitor.ask_to_go_back("a spike")
+        roll_back(run, "a spike")
+        run.steps.move.assert_called_with(TrainState(step=8, samples=104, tokens=519))
+        assert run.held_out_nats == 2.5
+        run.meter.restart.assert_called()
+        assert monitor.verdict(8, False, "").kind == "go on"
+    for most, problem in ((2, "2 rollbacks did not help"), (3, "no checkpoint to roll back to")):
+        newest[0], run.plan.config.guard.max_rollbacks = None, most
+        with pytest.raises(RunStopped, match=problem) as stop:
+            roll_back(run, "a spike")
+        assert stop.value.code == ExitCode.DIVERGED
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "is_same"),
+    [
+        ("fp32", 1.5, True),
+        ("fp32", 1.5001, False),
+        ("bf16", 1.5001, True),
+        ("bf16", 1.51, False),
+        ("fp32", math.nan, False),
+    ],
+)
+def test_probe_loss_must_be_that_of_the_checkpoint(
+    precision: str, loss: float, is_same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "loss_of", lambda engine, batch: loss)
+    monkeypatch.setattr(saving, "stored_probe", mock.Mock())
+    plan: Any = mock.Mock(precision=precision)
+    plan.config.resume.allow = []
+    checkpoint = Checkpoint(tmp_path / "step-00000008", manifest(8))
+    with nullcontext() if is_same else pytest.raises(NoCheckpoint, match="not the saved model"):
+        saving.check_probe(mock.Mock(), checkpoint, plan)
+    plan.config.resume.allow = ["probe"]
+    saving.check_probe(mock.Mock(), checkpoint, plan)
+
+
+def test_evaluations_count_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six samples in micro-batches of four: the last two rows repeat others and are masked out."""
+    read: list[Batch] = []
+
+    def noted(batches: list[Batch]) -> torch.Tensor:
+        read.extend(batches)
+        return torch.ones(2)
+
+    def batch(first: int, rows: int) -> Batch:
+        numbers = torch.arange(first, first + rows)[:, None]
+        return Batch(numbers, numbers.clone(), None)
+
+    plan: Any = mock.Mock(micro_batch=4)
+    plan.share.starts = lambda samples, rows: range(0, samples, rows)
+    plan.config.eval.samples, plan.config.data.seq_len = 6, 8
+    stream: Any = mock.Mock(batch=batch, samples=10, at_once=10, seq_len=8)
+    monkeypatch.setattr(evaluation, "summed", lambda run, batches, _: [noted(batches).tolist()])
+    evaluation.mean_losses(mock.Mock(plan=plan), stream)
+    engine: Any = mock.Mock(plan=plan, eval_batch=noted, sum_over_ranks=lambda sums: sums)
+    saving.loss_of(engine, batch(0, 6))
+    targets = [labels for each in read for labels in each.labels.flatten().tolist()]
+    assert targets == 2 * [*range(6), -100, -100]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "step", "is_saved"),
+    [
+        (Verdict(), 8, True),
+        (Verdict(), 9, False),
+        (Verdict("stop", "", ExitCode.STOPPED), 9, True),
+        (Verdict("end early"), 9, True),
+        (Verdict("stop", "", ExitCode.DIVERGED), 8, False),
+        (Verdict("roll back"), 8, False),
+    ],
+)
+def test_save_is_due_unless_the_weights_are_bad(
+    verdict: Verdict, step: int, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = mock.Mock()
+    for name in ("save", "check_replicas", "keep_sample"):
+        monkeypatch.setattr(saving, name, save if name == "save" else mock.Mock())
+    run: Any = mock.Mock(state=TrainState(step=step))
+    run.plan.config.save.every = 4
+    saving.save_if_due(run, verdict)
+    assert save.called == is_saved
 
 
 @pytest.mark.parametrize(("kind", "total"), [("resumed", 14), ("branched", 14), ("weights", 20)])

@@ -13,7 +13,8 @@ pytest.importorskip("optuna")
 
 from harness.errors import ConfigError
 from harness.launch.ranks import Ranks
-from tools.sweeps.cost import Budget, Record, Used
+from tools.sweeps import cost
+from tools.sweeps.cost import Budget, Record, Used, lane_problems
 from tools.sweeps.running import Queue, _lane_environment
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
@@ -71,6 +72,9 @@ def test_a_sweep_that_was_killed_goes_on_with_the_same_trials(method: str, tmp_p
     assert [record.choice for record in again.records()] == [
         record.choice for record in whole.records()
     ]
+    other = Study(sweep_of(tmp_path, f'{settings.replace("7", "8")}\nname = "other"'))
+    finish(other, range(1))
+    assert other.records()[0].choice != whole.records()[0].choice
 
 
 def test_tpe_learns_from_the_trials_before(tmp_path: Path) -> None:
@@ -129,6 +133,29 @@ def test_trials_share_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert _lane_environment(ranks=2, parallel=2, lane=1) == {"OMP_NUM_THREADS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpus", "problems"), [("cuda", 4, 0), ("cuda", 3, 1), ("cpu", 0, 0)]
+)
+def test_trials_need_gpus_for_all_their_ranks(
+    accelerator: str, gpus: int, problems: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "find_accelerator", lambda: accelerator)
+    monkeypatch.setattr(cost, "visible_gpus", lambda: [*range(gpus)])
+    assert len(lane_problems(sweep_of(tmp_path, "trials = 5\nranks = 2\nparallel = 2"))) == problems
+
+
+@pytest.mark.parametrize(("every", "is_refused"), [(0, True), (10, False), (100, True)])
+def test_pruning_needs_evaluations_during_a_trial(
+    every: int, is_refused: bool, tmp_path: Path
+) -> None:
+    problems: list[str] = []
+    settings = "trials = 1\nprune = {after = 0.1, factor = 3}"
+    cost.costs(sweep_of(tmp_path, settings, f"{_SEARCH}\n[eval]\nevery = {every}"), None, problems)
+    assert [f"eval.every is {every}, but sweep.prune" in text for text in problems] == (
+        [True] if is_refused else []
+    )
 
 
 def test_a_trial_starts_if_its_part_before_the_first_decision_fits(tmp_path: Path) -> None:

@@ -150,6 +150,18 @@ def test_a_pipeline_waits_for_its_fill() -> None:
     assert few.terms["bubble"] / few.seconds > 3 * many.terms["bubble"] / many.seconds
 
 
+def test_optimizer_waits_for_the_share_that_is_offloaded_and_for_its_drive() -> None:
+    zero = replace(run().zero, offload_optimizer="host")
+    whole, half, on_drive = (
+        optimizer_seconds(replace(run(), zero=replace(zero, **changes)), MACHINE)
+        for changes in ({}, {"offload_ratio": 0.5}, {"offload_optimizer": "nvme"})
+    )
+    elements = run().sharded_parameters
+    assert whole - half == pytest.approx(elements * 30 / MACHINE.host_memory_rate / 2)
+    slower = elements * (24 / MACHINE.nvme_rate - 30 / MACHINE.host_memory_rate)
+    assert on_drive - whole == pytest.approx(slower)
+
+
 def test_offloaded_states_step_at_the_hosts_pace() -> None:
     base = run(stage=2)
     offloaded = replace(base, zero=replace(base.zero, offload_optimizer="host"))
