@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         from harness.errors import ConfigError, JoinRefused, RunStopped
         from harness.layout.world import has_other_nodes
         from harness.plan.command import parse_command, plan_from
-        from harness.plan.text import describe
+        from harness.run.dry_run import describe, without_torch
         from harness.terminal import say
 
         command = parse_command(argv)
@@ -32,7 +32,9 @@ def main(argv: list[str]) -> int:
             elsewhere = command.elsewhere()
             plan = plan_from(command, world=elsewhere)
             if command.dry_run:
-                say(describe(plan, elsewhere is not None, run_in_folder(plan)))
+                without_torch()
+                run = run_in_folder(plan)
+                say(describe(plan, elsewhere is not None, run, command.trust_remote_code))
                 return 0
             from harness.engine.processes import ending_together  # torch and DeepSpeed from here on
             from harness.loop import build, train

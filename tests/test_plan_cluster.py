@@ -26,7 +26,7 @@ from harness.estimate.timeline import estimate_memory
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.duration import job_of, step_time
 from harness.plan.machine import cluster
-from harness.plan.text import describe
+from harness.run.dry_run import describe
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.cluster import search

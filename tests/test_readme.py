@@ -19,7 +19,7 @@ from harness.errors import ConfigError
 from harness.launch.ranks import free_port
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
-from harness.plan.text import describe
+from harness.run.dry_run import describe
 from tests.real_runs import TRAIN, run_ranks
 from tests.run_tools import run_tool
 

@@ -52,8 +52,8 @@ from harness.layout.world import World, find_gpu_name, visible_gpus
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.make import takes
 from harness.plan.plan import Plan
-from harness.plan.text import describe
 from harness.report.formatting import duration
+from harness.run.dry_run import describe
 from harness.terminal import HelpFormatter, say
 from tools.made_with import machine, versions
 from tools.plan_args import add_machine_arguments, world_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -417,3 +418,25 @@ def _mix_problems(data: DataConfig) -> Iterator[str]:
         yield f"data.mix_until is {data.mix_until:g}: above 1 it must be a whole number of steps"
     if (then is None) != (data.mix_until is None):
         yield "data.mix_until and the share `then` of each source of data.mix must be set together"
+
+
+@dataclass(frozen=True)
+class TokenBounds:
+    """Minimum and maximum length of the documents that are read, in tokens with the separator."""
+
+    least: int | None = None
+    most: int | None = None
+
+    def text(self) -> str:
+        """Return the bounds as text; "" if there are none."""
+        bounds = {"data.min_tokens": self.least, "data.max_tokens": self.most}
+        return ", ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)
+
+    def left_out(self, shorter: int, longer: int) -> str:
+        """Return counts of documents that are not read, as text; "" if all are read."""
+        parts = [f"{shorter:,} shorter than {self.least:,} tokens"] if shorter else []
+        parts += [f"{longer:,} longer than {self.most:,} tokens"] if longer else []
+        return " and ".join(parts)
+
+
+ANY_LENGTH = TokenBounds()

@@ -20,7 +20,7 @@ from harness.data.rendering import (
 from harness.data.tokenizer import encode_with_offsets, with_full_spans
 from harness.data.turn_places import NotFound, Place, TurnFinder
 from harness.errors import ConfigError
-from harness.files.chat import Chat
+from harness.files.chat import NO_TEMPLATE, Chat
 from harness.files.notes import Note
 from harness.files.pieces import Spans
 from harness.files.turns import THOUGHT
@@ -78,10 +78,7 @@ class ChatEncoder:
         """`day` is the date that the template writes; None: today."""
         self._tokenizer, self._learn = tokenizer, learn
         if not tokenizer.chat_template:
-            raise ConfigError(
-                "data.path holds conversations, but the tokenizer has no chat template: set "
-                "data.template=chatml, or another name or .jinja file"
-            )
+            raise ConfigError(NO_TEMPLATE)
         if not tokenizer.is_fast:
             raise ConfigError(
                 f"data.tokenizer: {type(tokenizer).__name__} gives no character offsets, so the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -53,6 +53,15 @@ class Part:
 
 
 @dataclass(frozen=True)
+class ReadLimit:
+    """Where a dry run stops reading: enough to see what a run would reject at once."""
+
+    records: int = 1000
+    """Records, or documents of files without records."""
+    characters: int = 1 << 19
+
+
+@dataclass(frozen=True)
 class Corpus(CorpusFiles):
     """Corpus files and their documents."""
 
@@ -67,6 +76,8 @@ class Corpus(CorpusFiles):
     leading: tuple[str, str] | None = None
     """For a part of a corpus: kind and location of the whole corpus's first document. None: these
     files contain the first document."""
+    limit: ReadLimit | None = None
+    """Where `parts` stops; None: at the end."""
 
     def identity(self) -> list[object]:
         """Return names, sizes and modification times, which change whenever documents do."""
@@ -89,6 +100,23 @@ class Corpus(CorpusFiles):
         return BadLines(limit=self.bad_rows_limit)
 
     def parts(self, bad_lines: BadLines) -> Iterator[Part]:
+        """Yield every document in order, as all_parts does; with a `limit`, the first ones."""
+        if self.limit is None:
+            yield from self.all_parts(bad_lines)
+            return
+        characters = documents = 0
+        for part in self.all_parts(bad_lines):
+            characters += part.num_characters
+            documents += part.is_last
+            bad_lines.is_cut = characters >= self.limit.characters
+            if bad_lines.is_cut and isinstance(part.document, Piece):
+                part = replace(part, document=replace(part.document, is_last=True))
+            yield part
+            if bad_lines.is_cut or max(documents, bad_lines.seen) >= self.limit.records:
+                bad_lines.is_cut = True
+                return
+
+    def all_parts(self, bad_lines: BadLines) -> Iterator[Part]:
         """Yield every document in order, as pieces or as a conversation, and collect bad lines.
 
         Documents of another kind than the first are bad lines: otherwise a README in the folder
@@ -179,13 +207,10 @@ class Corpus(CorpusFiles):
             if isinstance(part.document, Chat):
                 yield from pieces_of("\n".join(turn["content"] for turn in part.document.messages))
             elif isinstance(part.document, Ids):
-                raise ConfigError(
-                    f"data.path: {part.file}:{part.line} holds token ids: set data.tokenizer to "
-                    "the one that wrote them"
-                )
+                raise ConfigError(holds_ids(f"{part.file}:{part.line}"))
             else:
                 yield from part.document.divided()
-        bad_lines.require_none()
+        bad_lines.require_good_rows()
 
     def name_of(self, document: int) -> str:
         """Return the file of a document, or "" if finding it would mean reading all files."""
@@ -201,6 +226,7 @@ def find_corpus(
     where: Mapping[str, str] | None = None,
     split: str | None = None,
     bad_rows_limit: float | None = None,
+    limit: ReadLimit | None = None,
 ) -> Corpus:
     """Return the corpus that data.path names. Raises ConfigError as find_files does."""
     files = find_files(path, format, split=split)
@@ -211,7 +237,13 @@ def find_corpus(
         columns=columns or {},
         where=where or {},
         bad_rows_limit=bad_rows_limit if files.kind == "text" else None,
+        limit=limit,
     )
+
+
+def holds_ids(path: Path | str) -> str:
+    """Return the problem with token ids at a path for a run without a tokenizer."""
+    return f"data.path: {path} holds token ids: set data.tokenizer to the one that wrote them"
 
 
 def _library_file(file: Path) -> Iterator[Piece]:

@@ -196,3 +196,20 @@ class Packed:
                 f"{self._vocab_size} (model.overrides.vocab_size)"
             )
         return ids
+
+
+def require_contiguous(packed: Packed, rows: int) -> None:
+    """Raise ConfigError if windows cannot be read as `rows` contiguous streams: there are too few,
+    or they hold whole documents.
+    """
+    if packed.holds_whole_documents:
+        raise ConfigError(
+            "train.carry_state is true, but windows hold whole documents (data.packing, the "
+            "default if prompts are masked): set data.packing=stream, or train.carry_state=false"
+        )
+    if rows > packed.num_windows:
+        raise ConfigError(
+            f"train.carry_state is true, but {packed.num_windows} windows are too few for {rows} "
+            "streams of text (train.global_batch): lower train.global_batch or data.seq_len, or "
+            "add text"
+        )

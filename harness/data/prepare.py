@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from harness.config.data_section import ANY_LENGTH, TokenBounds
 from harness.data.cache import Report, cached_json
 from harness.data.corpus import Corpus
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.pair import BLOCK, NO_MASKS, IndexedTokens, Masks, MaskWriter, write_indexed
 from harness.data.split import stores_separator, write_splits
-from harness.data.token_files import ANY_LENGTH, TokenBounds, TokenFile
+from harness.data.token_files import TokenFile
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, shortened
 from harness.files.data_format import BadLines
@@ -146,6 +147,8 @@ def read_notes(folder: Path) -> Notes:
 def require_text(corpus: Corpus, counts: Counts, bad_lines: BadLines) -> None:
     """Raise ConfigError with all bad lines, or if there is no text, or nothing to train on."""
     bad_lines.require_good_rows()
+    if bad_lines.is_cut:  # the rest may have what is missing
+        return
     if not counts.characters:
         raise ConfigError(f"data.path: {corpus.path} holds no text ({counts.documents} documents)")
     if not counts.learned:

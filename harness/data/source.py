@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harness.config.data_section import DataConfig
-from harness.data.batches import Stream
+from harness.config.data_section import ANY_LENGTH, DataConfig, TokenBounds
 from harness.data.cache import Report, build_once, cache_key
-from harness.data.corpus import Corpus, find_corpus
+from harness.data.corpus import Corpus
 from harness.data.encoding import HowEncoded
 from harness.data.packed_documents import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.data.packing import Packed
@@ -25,7 +24,6 @@ from harness.data.prepare import (
     SPLIT_FORMAT,
     TOKENS,
     SplitFacts,
-    order_key,
     read_facts,
     read_notes,
     read_skipped,
@@ -34,9 +32,8 @@ from harness.data.prepare import (
     write_tokens,
 )
 from harness.data.rendering import writes_date
-from harness.data.spec import DataSpec
+from harness.data.spec import DataSpec, corpus_of
 from harness.data.split import SIDES, load_split
-from harness.data.token_files import ANY_LENGTH, TokenBounds
 from harness.data.tokenizer import added_at_begin, tokenizer_hash, trims_spans, vocab_size
 from harness.data.turn_places import WITHOUT_END
 from harness.errors import ConfigError
@@ -86,11 +83,6 @@ class Source:
     def is_masked(self) -> bool:
         """True if the loss mask excludes some tokens."""
         return any(packed.split.is_masked for packed in self.sides.values())
-
-    def stream(self, side: str, seed: int, *, document_mask: bool) -> Stream:
-        """Return the samples of one side of the split, in the order of a seed."""
-        order = order_key(self.facts.fingerprint)
-        return Stream(self.sides[side], seed, order, document_mask=document_mask)
 
     @property
     def _of_other_length(self) -> str:
@@ -324,24 +316,6 @@ def cached_fingerprint_of(
     """Return the fingerprint of a source if it is cached, otherwise None."""
     folder = _split_folder(cache, tokens_key(corpus_of(spec), tokenizer, spec), spec)
     return read_facts(folder).fingerprint if (folder / SPLIT_FACTS).is_file() else None
-
-
-def corpus_of(spec: DataSpec) -> Corpus:
-    """Return the corpus of one source. Raises ConfigError if it cannot be read."""
-    try:
-        config = spec.config
-        corpus = find_corpus(
-            config.path,
-            config.format,
-            config.columns,
-            config.where,
-            config.split,
-            config.most_bad_rows,
-        )
-        corpus.identity()
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
-    return corpus
 
 
 def _held_out(spec: DataSpec) -> float | None:

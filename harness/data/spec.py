@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from harness.config.data_section import REHEARSED, DataConfig
+from harness.config.data_section import REHEARSED, DataConfig, TokenBounds
 from harness.config.run_config import RunConfig, run_and_step
-from harness.data.token_files import TokenBounds
+from harness.data.corpus import Corpus, ReadLimit, find_corpus
 from harness.errors import ConfigError
 from harness.files.kept_sample import HELD_OUT, kept_facts, kept_sample, side_of_sample
 from harness.runfolder import RunFolder
@@ -43,6 +44,8 @@ class DataSpec:
     """Sample length of Data.long_held_out; None: no such samples."""
     eval_samples: int | None = None
     """Held-out samples per evaluation, for which contiguous streams are cut; None: all."""
+    limit: ReadLimit | None = None
+    """Where reading stops, for a dry run; None: at the end."""
     adds_rows: bool = False
     """True if the model gets extra rows for tokenizer ids beyond its vocabulary."""
 
@@ -164,3 +167,57 @@ def _until_sample(run: RunConfig) -> int | None:
         assert steps is not None, "the plan refuses a fraction of epochs"
         until = round(until * steps)
     return run.curriculum.samples_after(int(until))
+
+
+def corpus_of(spec: DataSpec) -> Corpus:
+    """Return the corpus of one source. Raises ConfigError if it cannot be read."""
+    try:
+        config = spec.config
+        corpus = find_corpus(
+            config.path,
+            config.format,
+            config.columns,
+            config.where,
+            config.split,
+            config.most_bad_rows,
+            spec.limit,
+        )
+        corpus.identity()
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+    return corpus
+
+
+def corpora_of(spec: DataSpec) -> list[Corpus]:
+    """Return the corpora of the sources. Raises ConfigError, also for the held-out sets."""
+    parts, corpora, problems = spec.sources(), [], []
+    for part in [*parts.values(), *spec.eval_sets().values()]:
+        try:
+            corpora.append(corpus_of(part))
+        except ConfigError as error:
+            problems += error.problems
+    if not problems:
+        named = zip(parts, corpora, strict=False)  # without the held-out sets
+        problems += _overlaps({name: corpus for name, corpus in named if parts[name].splits})
+    if problems:
+        raise ConfigError(problems)
+    return corpora[: len(parts)]
+
+
+def _overlaps(corpora: Mapping[str, Corpus]) -> Iterator[str]:
+    """Yield a problem for each pair of sources that would each train on documents that the other
+    holds out: they share files but number their documents differently, and the number decides which
+    documents are held out.
+    """
+    files = {name: [file.resolve() for file in corpus.files] for name, corpus in corpora.items()}
+    for one, other in combinations(corpora, 2):
+        where, other_where = corpora[one].where, corpora[other].where
+        is_apart = any(where[key] != other_where[key] for key in where.keys() & other_where.keys())
+        is_alike = where == other_where and files[one] == files[other]
+        if is_apart or is_alike or {*files[one]}.isdisjoint(files[other]):
+            continue
+        yield (
+            f"data.mix: {one} and {other} share documents of {corpora[one].path}, and each would "
+            "train on documents that the other holds out: set data.eval_path, or name files or "
+            "values of where that do not overlap"
+        )

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.config.data_section import ANY_LENGTH, TokenBounds
 from harness.data.cache import cached_array
 from harness.data.order import mix
 from harness.data.pair import BLOCK, IndexedTokens, Masks
-from harness.data.token_files import ANY_LENGTH, ArrayFile, TokenBounds
+from harness.data.token_files import ArrayFile
 from harness.errors import ConfigError
 
 SIDES = ("train", "held_out")
@@ -152,7 +153,8 @@ def _blocks(
         for number, is_moved in moved.items():
             is_held_out[numbers == number] = is_moved
         lengths = np.diff(starts) + separator
-        shorter, longer = bounds.outside(lengths)
+        shorter = lengths < (bounds.least or 0)
+        longer = lengths > (np.inf if bounds.most is None else bounds.most)
         inside = ~(shorter | longer)
         if tokens.documents == 1 and share is not None:
             cut = starts[1] - max(1, round(int(starts[1]) * share))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -128,36 +127,6 @@ class TokenFile:
                 f"bytes, but had {self.num_bytes} when it was opened; restore it and restart the "
                 "run"
             )
-
-
-@dataclass(frozen=True)
-class TokenBounds:
-    """Minimum and maximum length of the documents that are read, in tokens with the separator."""
-
-    least: int | None = None
-    most: int | None = None
-
-    def outside(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two masks: documents that are too short, and documents that are too long."""
-        none = np.zeros(len(lengths), dtype=bool)
-        return (
-            none if self.least is None else lengths < self.least,
-            none if self.most is None else lengths > self.most,
-        )
-
-    def text(self) -> str:
-        """Return the bounds as text; "" if there are none."""
-        bounds = {"data.min_tokens": self.least, "data.max_tokens": self.most}
-        return ", ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)
-
-    def left_out(self, shorter: int, longer: int) -> str:
-        """Return counts of documents that are not read, as text; "" if all are read."""
-        parts = [f"{shorter:,} shorter than {self.least:,} tokens"] if shorter else []
-        parts += [f"{longer:,} longer than {self.most:,} tokens"] if longer else []
-        return " and ".join(parts)
-
-
-ANY_LENGTH = TokenBounds()
 
 
 _MOST_OPEN = 128  # shells usually allow 1024 open files per process

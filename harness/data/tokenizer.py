@@ -37,6 +37,11 @@ TRAINING_CHARS = 48_000_000
 _SENTENCE_CHARS = 2000
 SPACE = "\u2581"  # SentencePiece writes every space as this character
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
+_OF_TOKENIZERS = re.compile(r"token|tekken|vocab|merges|spiece|sentencepiece|\.model$")
+
+
+class NoTokenizer(ConfigError):
+    """A tokenizer is not on this machine."""
 
 
 def train_tokenizer(corpora: Sequence[Corpus], folder: Path, vocab_size: int) -> None:
@@ -182,6 +187,10 @@ def load_tokenizer(
     if str(source).startswith("~"):  # anything else may be a hub id
         source = user_path("data.tokenizer", str(source))
     is_folder = Path(source).is_dir()
+    if is_folder and not any(_OF_TOKENIZERS.search(path.name) for path in Path(source).iterdir()):
+        raise NoTokenizer(
+            f"data.tokenizer: {source} holds no tokenizer: set data.tokenizer to a folder that does"
+        )
     offline = {} if is_folder or hub_answers() else {"local_files_only": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -191,7 +200,7 @@ def load_tokenizer(
         is_path = str(source).startswith((".", "/")) or str(source).count("/") > 1
         if not is_folder and (offline or is_path):
             reached = ", and the hub cannot be reached from here" if offline else ""
-            raise ConfigError(
+            raise NoTokenizer(
                 f"data.tokenizer is {str(source)!r}: there is no such folder, and it is not in "
                 f"the hub's local cache{reached}: set data.tokenizer=FOLDER"
             ) from None

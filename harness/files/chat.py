@@ -26,6 +26,10 @@ from harness.files.turns import (
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "templates"
 _MOST_BYTES = 1 << 20
+NO_TEMPLATE = (
+    "data.path holds conversations, but the tokenizer has no chat template: set "
+    "data.template=chatml, or another name or .jinja file"
+)
 
 
 def read_template(template: str) -> str:

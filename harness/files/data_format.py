@@ -48,6 +48,8 @@ class BadLines:
     by_problem: dict[str, _Problem] = field(default_factory=dict)
     limit: float | None = None
     """Maximum number of lines to skip, or below 1 a share of those read; None: skip none."""
+    is_cut: bool = False
+    """True if reading stopped before the end, as in a dry run."""
 
     def add(self, file: Path, message: str, line: int = 0, count: int = 1) -> None:
         """Add a problem at a line, or 0 for the whole file; `count` lines share it."""
@@ -110,7 +112,7 @@ class BadLines:
         if self.limit is None:
             raise ConfigError(self.problems())
         most = self.limit if self.limit >= 1 else Fraction(repr(self.limit)) * self.seen
-        if self.count > most:
+        if self.count > most and not self.is_cut:  # the rest may be good
             over = f"data.bad_rows_limit is {self.limit:g}, but {self._counted()} rows are bad"
             over += ": fix them, or raise it; the first of each kind:"
             raise ConfigError([over, *self.problems()[:MAX_PROBLEMS]])

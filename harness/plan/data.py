@@ -14,7 +14,7 @@ from typing import Any
 from harness.config.data_section import NEW, REHEARSED, DataConfig
 from harness.config.run_config import RunConfig
 from harness.config.sections import NAME_PATTERN
-from harness.errors import ConfigError, shortened
+from harness.errors import ConfigError, Unusable, shortened
 from harness.files.chat import read_template
 from harness.files.corpus_files import find_files, splits_in
 from harness.files.data_format import BadLines
@@ -23,11 +23,12 @@ from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import value_of
 from harness.files.rows import rows_of
 from harness.files.splits import ALL
+from harness.files.token_index import read_header
 from harness.plan.folder import recorded_data
-from harness.plan.glances import look_for
 from harness.plan.plan import Draft
 
 _FILE_OF_TEMPLATE = ".jinja"
+_MOST_FILES = 20_000  # of a folder, to see quickly that there is data
 
 
 def keep_split(draft: Draft) -> None:
@@ -124,9 +125,21 @@ def missing_here(data: DataConfig) -> list[str]:
     parts = {keys.get(name, f"data.mix {name}"): part for name, part in sources.items()}
     parts |= {f"data.eval_path {name}".strip(): part for name, part in data.eval_sets().items()}
     for key, part in parts.items():
-        missing = _problems_of(partial(look_for, part))
+        missing = _problems_of(partial(_look_for, part))
         problems += [text.replace("data.path: ", f"{key}: ", 1) for text in missing]
     return problems
+
+
+def _look_for(data: DataConfig) -> None:
+    """Raise ConfigError if files of a source are missing, or headers of pairs cannot be read."""
+    corpus = find_files(data.path, data.format, _MOST_FILES, data.split)
+    try:
+        for prefix in corpus.pairs:
+            read_header(Path(f"{prefix}.idx"))
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+    except Unusable as error:
+        raise ConfigError(f"data.path: {error}") from error
 
 
 def _problems_of(read: Callable[[], object]) -> list[str]:

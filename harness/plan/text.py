@@ -1,13 +1,12 @@
-"""The Plan as text: the output of --dry-run."""
+"""The Plan as text."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from harness.config.ds_json import Event, offloaded_to
-from harness.estimate.fit import changes_that_help, memory_line, shortages_here
+from harness.estimate.fit import changes_that_help, memory_line
 from harness.layout.adapters import linear_weights
 from harness.layout.attention_table import WITHOUT_ATTENTION
 from harness.layout.optimizer_table import is_frozen
@@ -20,48 +19,12 @@ from harness.plan.batches import (
     open_keys,
     repetition_events,
     steps_of,
-    with_counts,
 )
-from harness.plan.data import missing_here
 from harness.plan.duration import step_time, time_line
-from harness.plan.glances import glances
-from harness.plan.machine import swap_problems
 from harness.plan.make import takes
 from harness.plan.plan import Plan
 
 _LABEL_WIDTH = 15
-
-
-def describe(plan: Plan, elsewhere: bool = False, run: str | None = None) -> str:
-    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines. `run`:
-    the state of the run that it resumes.
-
-    Raises ConfigError if data that is on this machine cannot be read or has wrong rows.
-    """
-    counts, data, notes = None, ["not readable here"], list[str]()
-    missing = missing_here(plan.config.data)  # not an error: the run may be elsewhere
-    if not missing:
-        seen = glances(plan.config.data, plan.config.model.init_from)
-        counts = seen.counts()
-        plan = with_counts(plan, counts)
-        notes = seen.notes()
-        data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
-    shortages = []
-    if plan.estimate and not elsewhere:
-        run_dir = plan.config.run.dir
-        shortages = shortages_here(plan.estimate, plan.world, run_dir, takes(plan))
-    shortages += [*([] if elsewhere else swap_problems(plan)), *missing]
-    verdict = row("this machine", "; ".join(shortages) or "can hold it")
-    if elsewhere:
-        verdict = row("the cluster", "; ".join([_verdict(plan), *shortages]))
-    title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
-    rows = [summary(plan, counts), *(row("data", line) for line in data)]
-    rows += [
-        *(row("note", line) for line in notes),
-        *([row("run.dir", run)] if run else []),
-        verdict,
-    ]
-    return "\n".join([*rows, "", title, json.dumps(plan.deepspeed, indent=2)])
 
 
 def summary(plan: Plan, counts: Counts | None = None) -> str:
@@ -272,7 +235,8 @@ def _rates(plan: Plan, steps: int | None) -> str:
     return f"{optim.schedule}: {rates}"
 
 
-def _verdict(plan: Plan) -> str:
+def verdict(plan: Plan) -> str:
+    """Return whether the GPUs can hold the run, and what would help."""
     estimate = plan.estimate
     if estimate is None:
         return "not estimated"

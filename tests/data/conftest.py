@@ -11,6 +11,8 @@ from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data
 from harness.data.corpus import find_corpus
+from harness.data.data import Data
+from harness.data.glance import glances
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import train_tokenizer
 from harness.errors import ConfigError
@@ -45,9 +47,26 @@ def opened(tmp_path: Path, tokenizer_dir: str) -> Callable[..., Any]:
         section = {"seq_len": 16, "held_out": 0.2, "tokenizer": tokenizer_dir}
         section |= {"cache_dir": str(tmp_path / "cache"), "path": path and str(path), **options}
         spec = {key: section.pop(key) for key in own & section.keys()}
-        return build_data(DataSpec(DataConfig(**section), **spec))
+        return built(DataSpec(DataConfig(**section), **spec))
 
     return build
+
+
+def problems_of(read: Callable[[DataSpec], object], spec: DataSpec) -> list[str]:
+    """Return the problems for which the data is rejected; empty if there are none."""
+    try:
+        read(spec)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def built(spec: DataSpec) -> Data:
+    """Return build_data(spec). A dry run must agree: reject it in the same words, or accept it."""
+    of_run, of_dry_run = problems_of(build_data, spec), problems_of(glances, spec)
+    # A dry run does not use the cache, which may be damaged.
+    assert of_run == of_dry_run or of_run[0].startswith("data.cache_dir: ")
+    return build_data(spec)
 
 
 @pytest.fixture
@@ -67,7 +86,7 @@ def spec_of_run(tmp_path: Path, tokenizer_dir: str) -> Callable[..., DataSpec]:
 @pytest.fixture
 def opened_run(spec_of_run: Callable[..., DataSpec]) -> Callable[..., Any]:
     """Return a function that opens the data of a run config, given as key=value."""
-    return lambda *words: build_data(spec_of_run(*words))
+    return lambda *words: built(spec_of_run(*words))
 
 
 @pytest.fixture

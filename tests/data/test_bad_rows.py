@@ -14,7 +14,7 @@ from harness.data.prepare import SKIPPED
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.plan.data import balanced
-from harness.plan.glances import glance
+from tests.data.glancing import glance
 from tests.data.test_chats import BOT, USER
 from tests.files.test_contents import as_parquet
 from tests.report.runs import write_run

@@ -17,8 +17,8 @@ from harness.config.data_section import DataConfig
 from harness.data.corpus import find_corpus
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.pair import MaskWriter, write_indexed
-from harness.data.source import corpus_of, tokens_key
-from harness.data.spec import DataSpec
+from harness.data.source import tokens_key
+from harness.data.spec import DataSpec, corpus_of
 from harness.data.tokenizer import added_at_begin, tokenizer_hash
 from harness.errors import ConfigError
 from harness.files import pieces as pieces_module

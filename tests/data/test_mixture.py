@@ -13,7 +13,8 @@ import torch
 
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
-from harness.data.build import build_tokenizer, cached_fingerprint
+from harness.data.build import cached_fingerprint
+from harness.data.run_tokenizer import build_tokenizer
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 

@@ -21,7 +21,7 @@ from harness.data.data import Data
 from harness.data.pair import IndexedTokens, join_indexed, write_indexed
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
-from harness.plan.glances import glances
+from tests.data.glancing import glances
 from tests.data.number_tokenizer import write_number_tokenizer
 
 Opened = Callable[..., Any]
@@ -181,7 +181,7 @@ def test_documents_of_other_lengths_are_on_neither_side(
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
 def test_long_documents_are_sampled_more_often(
-    opened_run: Opened, pair_path: Path, batching: str
+    opened_run: Opened, pair_path: Path, tokenizer_dir: str, batching: str
 ) -> None:
     path = json.dumps(str(pair_path))
     mix = f"data.mix=[{{path={path}, share=0.5}}, {{path={path}, share=0.5, min_tokens={LONG}}}]"
@@ -192,7 +192,8 @@ def test_long_documents_are_sampled_more_often(
     assert not held_out & (numbers(data, "train") | numbers(data, "train", 1))
     read = [span.document for sample in range(200) for span in data.train.sample(sample).spans]
     assert sum(not number % 10 for number in read) > 0.4 * len(read)
-    text = glances(load_run_config(None, [mix]).data).lines(100)
+    words = [mix, f"data.tokenizer={tokenizer_dir}", "data.seq_len=16", "data.held_out=0.2"]
+    text = glances(load_run_config(None, words).data).lines(100)
     assert "; only those with min_tokens=40 are read; share 50.00%" in text[1]
 
 

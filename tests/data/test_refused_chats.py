@@ -19,8 +19,8 @@ from harness.data.rendering import ChatTemplate
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.data_format import BadLines
-from harness.plan.glances import glance
 from tests.data.chat_tokenizers import tokenizer_of
+from tests.data.glancing import glance
 from tests.data.test_chats import BOT, CALLS, PROMPT, USER, without_marks
 
 Refused = Callable[..., list[str]]

@@ -176,7 +176,7 @@ def test_other_tokenizers_are_called_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_or_its_eos_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be opened as a tokenizer"):
+    with pytest.raises(ConfigError, match="holds no tokenizer: set data"):
         load_tokenizer(tmp_path)
     backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -19,7 +19,7 @@ from harness.models.tracing import Request, shape_of, trace, trace_whole
 from harness.plan import memory
 from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
-from harness.plan.text import describe
+from harness.run.dry_run import describe
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.estimate_memory import traced_saved

@@ -23,7 +23,7 @@ from harness.files.chat import Chat
 from harness.files.corpus_files import find_files
 from harness.files.data_format import MAX_PROBLEMS, BadLines
 from harness.files.file_kinds import format_of, kind_of
-from harness.plan.glances import glance
+from tests.data.glancing import glance
 
 TEXTS = [f'line {n}, "quoted"\nand é' + " word" * n for n in range(40)]
 RECORDS = [{"text": text, "id": n} for n, text in enumerate(TEXTS)]

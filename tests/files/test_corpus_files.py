@@ -26,7 +26,7 @@ from harness.files.corpus_files import find_files
 from harness.files.data_format import BadLines
 from harness.files.folder_lock import make_folder, remove_left_over
 from harness.files.paths import expanded_path, option_path, user_path
-from harness.plan.glances import glance
+from tests.data.glancing import glance
 from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
 from tests.real_runs import REPOSITORY
 
@@ -212,10 +212,10 @@ def test_a_pair_has_a_prefix_or_either_name_and_is_glanced_at_by_its_header(tmp_
 def test_a_large_file_of_lines_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.plan.glances._MOST_BYTES", 100)
+    monkeypatch.setattr("harness.data.glance._MOST_BYTES", 100)
     path = tmp_path / "a.jsonl"
-    path.write_text(LINES * 100)
-    assert ": at least 5 documents" in glance(DataConfig(path=str(path))).text
+    path.write_text(LINES * 1000)
+    assert ": at least 1,000 documents" in glance(DataConfig(path=str(path))).text
 
 
 def test_a_line_that_is_no_document_is_refused_as_in_a_run(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from harness.errors import ConfigError
 from harness.files.corpus_files import find_files, splits_in
 from harness.files.splits import TO_EVALUATE, is_card, matches, splits_of, subsets_of
 from harness.layout.world import World
-from harness.plan.glances import glance
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
+from tests.data.glancing import glance
 from tests.files.test_contents import LINES, POINTER, TURNS, documents, lines
 
 CARD = """---

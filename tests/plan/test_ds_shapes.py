@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.launch.fork_server import Zygote
-from harness.plan.text import describe
+from harness.run.dry_run import describe
 from harness.runfolder import RunFolder
 from tests.engine.small import MODEL
 from tests.plan.conftest import Packages

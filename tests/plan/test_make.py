@@ -18,7 +18,8 @@ from harness.plan import resolve_auto
 from harness.plan.command import DEFAULT_DS_JSON, Command, parse_command, plan_from
 from harness.plan.duration import beside_of, job_of, length, step_time
 from harness.plan.machine import cluster
-from harness.plan.text import describe, summary
+from harness.plan.text import summary
+from harness.run.dry_run import describe
 from tests.plan.plans import Planner
 from tests.plan.test_ds_shapes import PASS
 from tests.real_runs import TRAIN, environment
@@ -283,7 +284,7 @@ def test_a_plan_needs_no_torch() -> None:
     code = """
 import sys
 from harness.plan.command import parse_command, plan_from
-from harness.plan.text import describe
+from harness.run.dry_run import describe
 describe(plan_from(parse_command([]), {"DS_ACCELERATOR": "cpu"}))
 command = parse_command(["--dry-run", "--gpus", "8", "--gpu", "a100-80", "model.name=llama-1b"])
 text = describe(plan_from(command, world=command.elsewhere()), True)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from harness.plan.text import describe
+from harness.run.dry_run import describe
 from tests.plan.plans import Planner
 
 FOLDER = Path(__file__).parent
@@ -64,7 +64,8 @@ def test_a_plan_notes_what_its_user_may_not_expect(
 def test_a_dry_run_shows_the_rows_of_its_line(
     line: str, patterns: list[str], planned: Planner
 ) -> None:
-    shown = describe(planned(line)).splitlines()
+    elsewhere = "model.init_from=$small" in line  # with its tokenizer
+    shown = describe(planned(line), elsewhere).splitlines()
     assert [text for text in patterns if not any(is_like(row, text) for row in shown)] == [], shown
 
 

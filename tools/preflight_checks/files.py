@@ -23,8 +23,7 @@ from harness.checkpoint.store import Store
 from harness.config.run_config import run_and_step
 from harness.data.build import cached_fingerprint
 from harness.data.corpus import Corpus
-from harness.data.source import corpus_of
-from harness.data.spec import DataSpec
+from harness.data.spec import DataSpec, corpus_of
 from harness.errors import ConfigError
 from harness.estimate.fit import RUNS
 from harness.estimate.memory_item import GIB

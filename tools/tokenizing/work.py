@@ -10,15 +10,15 @@ from datetime import date
 from pathlib import Path
 
 from harness.config.run_config import RunConfig
-from harness.data.build import build_tokenizer, cache_of
 from harness.data.cache import Report, locked
 from harness.data.corpus import Corpus
 from harness.data.pair import IndexedTokens
 from harness.data.prepare import TOKENS, read_skipped
 from harness.data.rendering import writes_date
+from harness.data.run_tokenizer import build_tokenizer, cache_of
 from harness.data.shards import ShardedTokens
-from harness.data.source import corpus_of, how_encoded, open_source, tokens_folder, tokens_key
-from harness.data.spec import DataSpec
+from harness.data.source import how_encoded, open_source, tokens_folder, tokens_key
+from harness.data.spec import DataSpec, corpus_of
 from harness.data.tokenizer import added_at_begin
 from harness.errors import ConfigError
 from harness.files.chat import Chat

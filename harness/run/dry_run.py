@@ -1,0 +1,61 @@
+"""The dry run: the plan, and the first records of its data as the run itself would read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from harness.data.glance import glances
+from harness.data.spec import DataSpec
+from harness.estimate.fit import shortages_here
+from harness.plan.batches import steps_of, with_counts
+from harness.plan.data import missing_here
+from harness.plan.machine import swap_problems
+from harness.plan.make import takes
+from harness.plan.plan import Plan
+from harness.plan.text import row, summary, verdict
+
+
+def without_torch() -> None:
+    """Keep transformers from importing torch, which takes seconds and which tokenizers do not need.
+    Only for a process that ends with the dry run.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that it is missing
+        sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def describe(
+    plan: Plan, elsewhere: bool = False, run: str | None = None, trust_remote_code: bool = False
+) -> str:
+    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines. `run`:
+    the state of the run that it resumes.
+
+    Raises ConfigError if the run would reject the first records of data that is on this machine.
+    """
+    counts, data, notes = None, ["not readable here"], list[str]()
+    missing = missing_here(plan.config.data)  # not an error: the run may be elsewhere
+    if not missing:
+        spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
+        seen = glances(spec, elsewhere=elsewhere)
+        counts = seen.counts()
+        plan = with_counts(plan, counts)
+        notes = seen.notes()
+        data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
+    shortages = []
+    if plan.estimate and not elsewhere:
+        run_dir = plan.config.run.dir
+        shortages = shortages_here(plan.estimate, plan.world, run_dir, takes(plan))
+    shortages += [*([] if elsewhere else swap_problems(plan)), *missing]
+    last = row("this machine", "; ".join(shortages) or "can hold it")
+    if elsewhere:
+        last = row("the cluster", "; ".join([verdict(plan), *shortages]))
+    title = f"DeepSpeed JSON as resolved from {plan.deepspeed_source}:"
+    rows = [summary(plan, counts), *(row("data", line) for line in data)]
+    rows += [
+        *(row("note", line) for line in notes),
+        *([row("run.dir", run)] if run else []),
+        last,
+    ]
+    return "\n".join([*rows, "", title, json.dumps(plan.deepspeed, indent=2)])
