@@ -69,11 +69,3 @@ def test_ranks_of_srun_share_a_folder_and_one_of_them_reports(
     assert _temporary(World.from_environ()).name == f"find-lr-{os.getuid()}-{slurm_port()}"
     assert main(["--steps=3"]) == 2
     assert ("--steps is 3" in capsys.readouterr().err) == (rank == "0")
-
-
-def test_bad_arguments_are_one_report(tmp_path: Path) -> None:
-    stderr = look("--from", "1", "--to", "0.1", "--steps", "3", "--plot", "x.gif", code=2).stderr
-    for said in ("must be above 0", "at least 10", ".svg or .png"):
-        assert said in stderr
-    assert "optim.nmae" in look("optim.nmae=sgd", code=2).stderr
-    assert not [*tmp_path.iterdir()]

@@ -236,13 +236,6 @@ def test_layout_estimate_and_files_need_nothing_but_the_standard_library() -> No
     assert run_python("-S", "-c", f"import {modules}; print('whole')") == "whole\n"
 
 
-def test_a_plan_is_made_without_torch_transformers_or_deepspeed() -> None:
-    heavy = {"torch", "transformers", "deepspeed", "accelerate", "numpy", "tokenizers", "jinja2"}
-    code = f"import harness.plan.text, sys; print(sorted({heavy} & sys.modules.keys()))"
-    code = f"import harness.plan.command; {code}"
-    assert run_python("-c", code) == "[]\n"
-
-
 @pytest.mark.gate("tools")
 def test_deepspeed_is_met_only_once_the_device_is_known() -> None:
     """If imported earlier, it searches for devices itself and prints it."""

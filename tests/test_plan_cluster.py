@@ -478,36 +478,6 @@ def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:
     assert any("for the host memory of a node" in row["why_not"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--gpu", "h9000"), "--gpu: unknown GPU 'h9000'"),
-        (("--gpus", 12), "--gpus 12 is not a multiple of 8 GPUs per node"),
-        (("--model", "no/such"), "no/such"),
-        (("--global-batch", 3, "--seq-len", 1023, "--lora", 8), "--global-batch 3 is not divis"),
-        (("--quantize", "nf4"), "--quantize nf4: it needs adapters: add --lora 16"),
-        (("optim.lrr=3",), "optim.lr"),
-        (("optim.name=adafactor",), "optim.name is 'adafactor' (command line): it keeps means"),
-        (
-            ("train.micro_batch=3",),
-            "train.micro_batch=3 on any number of data ranks of 4 GPUs does",
-        ),
-        (("train.epochs=3",), "train.epochs: the planner reads no data: give --data-tokens"),
-        (
-            ("train.global_batch=32",),
-            "train.global_batch: the planner takes it from --",
-        ),
-        (("data.seq_len=512",), "data.seq_len: the planner takes it from --seq-len: change that"),
-        (("--lora", 8, "model.lora.rank=4"), "model.lora.rank: the planner takes it from --lora"),
-        (("train.steps=0",), "train.steps=0 trains on nothing: give --data-tokens"),
-    ],
-)
-def test_wrong_arguments_are_one_message(words: tuple[object, ...], message: str) -> None:
-    done = run_tool("plan_cluster", *JOB, *words, code=2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 ONE_CARD = (
     *("--model", "llama-1b", "--gpus", 1, "--gpu", "rtx-4090", "--seq-len", 2048),
     *("--global-batch", 32, "--host-memory", 64),

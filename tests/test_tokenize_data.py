@@ -26,7 +26,6 @@ from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.data.test_chats import BOT, CLOCK, USER
 from tests.real_runs import REPOSITORY, wait_for
-from tests.run_tools import printed
 from tools.tokenize_data import main
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
@@ -286,11 +285,3 @@ def test_all_problems_come_at_once(
     assert "remove data.eval_path, data.rehearse" in capsys.readouterr().err
     assert main([f"data.path={tmp_path / 'lost'}", cache]) == ExitCode.BAD_CONFIG
     assert "does not exist" in capsys.readouterr().err
-
-
-def test_help_and_refusals_need_no_torch() -> None:
-    code = (
-        "import sys; from tools.tokenize_data import main; main(['--workers=0'])\n"
-        "print({'torch', 'transformers', 'numpy'} & sys.modules.keys())"
-    )
-    assert printed(code).endswith("set()\n")

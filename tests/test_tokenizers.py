@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from harness.data.tokenizer import encode, load_tokenizer
 from harness.errors import ExitCode
-from tests.run_tools import printed
 from tools.compare_tokenizers import main as compare
 from tools.train_tokenizer import main as train
 
@@ -173,11 +172,3 @@ def test_all_problems_come_at_once(
         assert part in report
     assert compare([lost, str(tmp_path), "--data", str(corpus)]) == ExitCode.BAD_CONFIG
     assert "2 problems" in capsys.readouterr().err
-
-
-def test_help_needs_no_torch() -> None:
-    code = (
-        "import sys; import tools.train_tokenizer, tools.compare_tokenizers\n"
-        "print({'torch', 'transformers', 'numpy', 'matplotlib'} & sys.modules.keys())"
-    )
-    assert printed(code).endswith("set()\n")

@@ -29,7 +29,6 @@ ZERO_1 = "ds.zero_optimization.stage=1"
 ON_H100 = f"GPU=h100-80 ds.bf16.enabled=true {ZERO_1}"
 DOCUMENTS = "data.document_mask=true"
 WINDOW = "model.overrides.model_type=mistral model.overrides.sliding_window"
-NO_SDPA = ("eager", "transformers has no sdpa for mamba models")
 SOFT_CAPS = "sdpa has no soft-capped attention scores, which gemma2 models have"
 
 

@@ -7,7 +7,6 @@ import itertools
 import pkgutil
 import re
 import shlex
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -533,28 +532,4 @@ def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert number(figures_of("hybrid"), "A step") == f"{step_time(plans[0]).seconds:,.2f} s"
 
 
-LIMIT_S = 0.2  # in which a page follows its sliders
 # These compute with the planner alone; the others train, round or tokenize at first.
-PLANNED = ("memory", "plan", "checkpointing", "zero", "hybrid", "pipeline", "schedules", "sizes")
-
-
-@pytest.mark.gate("pages")
-@pytest.mark.parametrize("slug", PLANNED)
-def test_an_update_takes_less_than_200_ms_of_cpu(slug: str) -> None:
-    page = BY_SLUG[slug]
-    for control in page.controls:
-        if not isinstance(control, Slider | Choice):
-            continue
-        options = [*(control.values if isinstance(control, Slider) else control.options)]
-        for value in (options[0], options[-1]):
-            values = {**read_values(page.controls, {}), control.name: value}
-            update_s(page, values)  # trains or traces what it keeps
-            assert min(update_s(page, values) for _ in range(3)) < LIMIT_S, (control.name, value)
-
-
-def update_s(page: Page, values: dict[str, Any]) -> float:
-    """Return the CPU seconds of computing a page's figures as HTML: other load does not count."""
-    begin = time.process_time()
-    for figure in shown_by(page, values):
-        html_of(figure)
-    return time.process_time() - begin
