@@ -33,7 +33,7 @@ look = functools.partial(run_tool, "find_lr")
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_it_finds_the_best_rate_within_a_factor_of_two(name: str, data: list[str]) -> None:
+def test_find_lr_is_within_a_factor_of_two_of_the_best_rate(name: str, data: list[str]) -> None:
     shown = look(*SMALL_MODEL, *data, *RUN, f"optim.name={name}", "--json").stdout
     found = json.loads(shown.splitlines()[-1])  # DeepSpeed prints warnings before it
     assert BEST / 2 < found["suggested"] < 2 * BEST

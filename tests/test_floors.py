@@ -230,7 +230,7 @@ def run_python(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def test_layout_estimate_and_files_need_nothing_but_the_standard_library() -> None:
+def test_stdlib_suffices_for_layout_estimate_and_files() -> None:
     """They are imported by an interpreter without any site-packages."""
     modules = ", ".join(modules_of("layout") + modules_of("estimate") + modules_of("files"))
     assert run_python("-S", "-c", f"import {modules}; print('whole')") == "whole\n"

@@ -56,9 +56,7 @@ def write_owner(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe", "link"])
-def test_heartbeats_that_are_no_folder_are_refused_before_anything_is_written(
-    kind: str, tmp_path: Path
-) -> None:
+def test_heartbeats_that_are_no_folder_are_rejected(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "heartbeats"
     make = {"file": path.touch, "pipe": lambda: os.mkfifo(path)}
     make.get(kind, lambda: path.symlink_to("nowhere"))()
@@ -104,7 +102,7 @@ def test_two_folders_in_one_process_exclude_each_other(folder: RunFolder) -> Non
 
 
 @pytest.mark.parametrize("started", ["its own", "none", "another"])
-def test_without_locks_a_writer_on_this_host_is_refused_while_it_lives(
+def test_without_flock_a_living_writer_is_rejected(
     started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lustre has no such locks unless it is mounted with -o flock."""
@@ -155,7 +153,7 @@ def test_lock_of_another_host_is_taken_over_by_its_own_job_only(
 # --- records ---
 
 
-def test_records_come_back(folder: RunFolder) -> None:
+def test_run_records_round_trip(folder: RunFolder) -> None:
     folder.write_plan({"steps": 2})
     folder.append_metrics({"step": 1, "loss": 3.5, "mfu": None})
     folder.append_event("overflow", step=1, scale=2.0)
@@ -193,7 +191,7 @@ def test_a_reader_creates_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_writing_needs_the_lock(tmp_path: Path) -> None:
+def test_run_folder_writes_need_the_lock(tmp_path: Path) -> None:
     writes: list[Callable[[RunFolder], None]] = [
         lambda folder: folder.write_plan({}),
         lambda folder: folder.write_status("done", 0, 1),
@@ -224,7 +222,7 @@ def test_non_finite_numbers_stay_visible_and_the_file_stays_json(folder: RunFold
     assert line == {"attempt": 1, "step": 1, "loss": "nan", "all": ["inf", ["-inf", {"x": 1.0}]]}
 
 
-def test_a_half_written_line_is_skipped_by_readers_and_cut_at_reopening(tmp_path: Path) -> None:
+def test_half_written_line_is_skipped_and_cut_at_reopening(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open()
     folder.append_metrics({"step": 1})
@@ -309,7 +307,7 @@ def test_a_record_that_is_no_file_is_named_and_nothing_written(name: str, tmp_pa
         (run / name).rmdir() if (run / name).is_dir() else (run / name).unlink()
 
 
-def test_a_file_that_takes_no_more_is_named(folder: RunFolder) -> None:
+def test_full_record_file_is_named(folder: RunFolder) -> None:
     for path, write in (
         (folder.metrics_path, lambda: folder.append_metrics({"step": 1})),
         (folder.events_path, lambda: folder.append_event("kind")),
@@ -322,7 +320,7 @@ def test_a_file_that_takes_no_more_is_named(folder: RunFolder) -> None:
     folder.append_failure(1, message="has been suppressed where it could not be written")
 
 
-def test_a_status_is_written_over_the_old_one_where_there_is_no_room_for_another(
+def test_full_disk_status_overwrites_the_old_one(
     small_disk: Path,
 ) -> None:
     folder = RunFolder(small_disk / "run")

@@ -75,7 +75,7 @@ def test_the_run_only_opens_what_was_tokenised(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_held_out_splits_and_rows_that_are_left_out_are_those_of_the_run(
+def test_tokenised_held_out_and_skipped_rows_equal_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "data"
@@ -137,7 +137,7 @@ def _waits_for_a_lock(process: int) -> bool:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_pair_is_the_same_data(
+def test_token_pair_equals_the_data_it_was_made_from(
     tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus, out = write_jsonl(*records(200)), tmp_path / "tokens"
@@ -261,7 +261,7 @@ def test_the_whole_command_is_killed_in_both_phases(
     assert tree("killed") == tree("whole")
 
 
-def test_all_problems_come_at_once(
+def test_tokenize_data_reports_all_problems_at_once(
     tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
