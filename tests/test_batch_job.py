@@ -92,7 +92,7 @@ def test_what_an_earlier_attempt_left_says_nothing(tmp_path: Path, code: int) ->
 @pytest.mark.parametrize(
     ("code", "warned", "expected"), [(137, False, 2), (2, False, 2), (1, False, 1), (138, True, 75)]
 )
-def test_a_rank_killed_in_the_preflight_is_no_reason_to_try_again(
+def test_rank_killed_in_preflight_is_not_requeued(
     tmp_path: Path, code: int, warned: bool, expected: int
 ) -> None:
     run = RunFolder(tmp_path / "run")
@@ -132,7 +132,7 @@ def verdicts(folder: Path, warned: bool, capsys: pytest.CaptureFixture[str]) -> 
         (True, None, 3),  # an unknown limit may be too short, too
     ],
 )
-def test_a_job_without_progress_is_requeued_three_times_unless_somebody_stopped_it(
+def test_job_without_progress_is_requeued_three_times(
     tmp_path: Path,
     warned: bool,
     left_s: float | None,

@@ -233,7 +233,7 @@ def test_a_case_ends_at_its_limit() -> None:
 
 
 @pytest.mark.gate("tools")
-def test_a_rung_that_this_machine_lacks_is_skipped_with_the_reason(
+def test_unavailable_benchmark_rung_is_skipped_with_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: list[str]
 ) -> None:
     rungs = {name: LADDER[name] for name in ("eager", "flash", "checkpointing")}

@@ -368,7 +368,7 @@ def test_killed_at_any_point_it_ends_with_the_same_bytes(
 
 
 @pytest.mark.gate("data")
-def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
+def test_cleaned_text_is_tokenised_directly_and_resumes(
     cleaned: tuple[Path, Path],
     tmp_path: Path,
     tokenizer_dir: str,
@@ -418,7 +418,7 @@ def test_the_cleaned_text_is_tokenised_straight_after_and_goes_on(
 
 
 @pytest.mark.gate("data")
-def test_texts_just_above_the_threshold_of_similarity_are_near_duplicates(tmp_path: Path) -> None:
+def test_near_duplicates_start_at_the_similarity_threshold(tmp_path: Path) -> None:
     """Of 60 pairs with a Jaccard similarity of 0.8, 97.5 % are expected (docs/cleaning.md)."""
     originals = [prose(seed) for seed in range(1000, 1060)]
     texts = originals + [near_duplicate(seed, text) for seed, text in enumerate(originals)]

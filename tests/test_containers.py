@@ -20,7 +20,7 @@ FOLDER = REPOSITORY / "slurm/containers"
 VALUES = {"NAME": "train", "NODES": "2", "WORKERS": "1", "GPUS": "8", "ARGUMENTS": "a=1 b=2"}
 
 
-def test_the_image_and_its_definition_for_apptainer_hold_the_same() -> None:
+def test_docker_image_and_apptainer_definition_agree() -> None:
     docker, apptainer = ((FOLDER / name).read_text() for name in ("Dockerfile", "harness.def"))
     base = re.search(r"^FROM (\S+)$", docker, re.MULTILINE)
     assert base

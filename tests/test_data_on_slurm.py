@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus.jsonl"
 
 
-def test_cleaning(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
+def test_clean_data_runs_on_slurm(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
     words = [str(corpus), str(tmp_path / "there"), "near_duplicates.num_buckets=3"]
     command = [sys.executable, "tools/clean_data.py", *words, "--slurm", "slurm.mem_per_cpu_gb=1"]
     done = subprocess.run(
@@ -39,7 +39,7 @@ def test_cleaning(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
     assert tree(tmp_path / "there") == tree(tmp_path / "here")
 
 
-def test_tokenising(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
+def test_tokenize_data_runs_on_slurm(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
     from harness.data.corpus import find_corpus
 
     assert len(shards_of(find_corpus(str(corpus)))) >= 2

@@ -19,7 +19,7 @@ def test_several_problems_are_numbered():
     assert error.code == ExitCode.BAD_CONFIG == 2
 
 
-def test_survives_the_way_to_another_process():
+def test_config_error_survives_pickling():
     problems = ["lr is nan", "steps is -1"]
     assert pickle.loads(pickle.dumps(ConfigError(problems))).problems == problems
 

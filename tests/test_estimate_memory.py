@@ -14,8 +14,7 @@ import pytest
 
 from harness.estimate.memory_item import PHASES
 from harness.report.palette import COMPONENTS
-from tests.run_tools import printed, run_tool
-from tests.tiers import rest_in_gate
+from tests.run_tools import run_tool
 from tools.plan_args import add_kernels, add_plan_arguments, plan_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -209,42 +208,6 @@ def test_a_pipe_that_closes_ends_it_without_a_traceback():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    rest_in_gate(
-        "memory",
-        [
-            (("--model", "lama-1b"), "llama-1b"),
-            (("--gpu", "h10"), "unknown GPU 'h10'"),
-            (("--gpus", "0"), "--gpus is 0"),
-            (("--micro-batch", "0"), "train.micro_batch"),
-            (("data.seqlen=3", "--gpus", "2", "ds.tensor_parallel.autotp_size=2"), "data.seq_len"),
-            (("--sweep", "layers=1..3"), "--sweep layers=1..3"),
-            (("--sweep", "gpus=2..4", "train.steps=3"), "any other key=value goes before --sweep"),
-            (("--plot", "memory.gif"), ".svg or .png"),
-            (("--gpus", "3", "ds.pipeline.stages=2"), "pipeline"),
-            (
-                ("--gpus", "8", "ds.tensor_parallel.autotp_size=3"),
-                "must be a multiple of it: use 6 or 9 ranks",
-            ),
-            (
-                ("--model", "gpt2-124m", "--gpus", "5", "ds.tensor_parallel.autotp_size=5"),
-                "12 attention heads cannot be divided over 5",
-            ),
-            (
-                ("--gpus", "5", "--seq-len", "101", "ds.sequence_parallel_size=5"),
-                "sequence_parallel_size is 5: 101 tokens cannot be divided over 5 ranks",
-            ),
-        ],
-        3,
-    ),
-)
-def test_bad_input_is_one_report_and_code_2(arguments, message):
-    report = run(*arguments, code=2).stderr
-    assert message in report
-    assert "problems" not in report
-
-
 @pytest.mark.gate("memory")
 def test_a_trace_of_8b_agrees_within_4_gib():
     """The loss takes the vocabulary in chunks: 26.601 GiB minus 4 bytes for each logit."""
@@ -257,18 +220,6 @@ def test_a_trace_of_8b_agrees_within_4_gib():
     assert after.ru_maxrss < 4 * 2**20  # KiB
 
 
-def test_needs_no_heavy_library():
-    code = (
-        "import runpy, sys; sys.argv = sys.argv[1:]\n"
-        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'deepspeed', 'accelerate', 'numpy', 'matplotlib'}\n"
-        "print('loaded', sorted(heavy & sys.modules.keys()))"
-    )
-    text = printed(code, str(TOOL), *LARGE, "--gpu", "h100-80")
-    assert text.splitlines()[-1] == "loaded []"
-
-
 PIPELINED = ("--model", "gpt2-124m", "--gpus", "8", "ds.pipeline.stages=4")
 
 
@@ -278,10 +229,6 @@ def test_pipeline_stages_are_listed_with_their_fullest_rank():
     assert re.search(r"stage 1 +4 layers +28,351,488 parameters +3 in flight ", text)
     assert text.count("rejected under pipeline stages") == 2
     assert {rank["pipeline_stage"] for rank in estimated(*PIPELINED)["ranks"]} == {0, 1, 2, 3}
-
-
-def test_a_sweep_over_ranks_that_stages_do_not_divide():
-    assert "2 ranks cannot be split" in run(*PIPELINED, "--sweep", "gpus=2..8", code=2).stderr
 
 
 @pytest.mark.gate("memory")

@@ -272,7 +272,7 @@ def test_an_emptied_plan_is_named(
     assert f"{tmp_path / 'plan.json'} is damaged" in capsys.readouterr().err
 
 
-def test_sizes() -> None:
+def test_shard_size_is_parsed() -> None:
     for text in ("0", "0.5", "9" * 400, "four"):
         with pytest.raises(ArgumentTypeError, match="is not a size"):
             _bytes(text)

@@ -148,7 +148,7 @@ def imported(new: Path, capsys: pytest.CaptureFixture[str]) -> Imported:
 
 
 @pytest.mark.parametrize(("file", "key", "value"), ODD)
-def test_a_harmless_dict_of_another_make_is_named_by_file_and_key(
+def test_foreign_dict_is_rejected_with_file_and_key(
     file: str, key: str, value: object, source: Path, new: Path, imported: Imported
 ) -> None:
     change(source / file, key, value)
@@ -210,7 +210,9 @@ def test_a_config_of_another_make_is_named(text: str, source: Path, imported: Im
 
 
 @pytest.mark.parametrize(("file", "code"), [(OPTIM, 77), (MODEL_FILE, 77), ("config.json", 2)])
-def test_nobody_waits_for_a_pipe(file: str, code: int, source: Path, imported: Imported) -> None:
+def test_import_rejects_a_pipe_without_blocking(
+    file: str, code: int, source: Path, imported: Imported
+) -> None:
     (source / file).unlink()
     os.mkfifo(source / file)
     ended, error = imported(source)
@@ -244,7 +246,7 @@ def test_a_small_one_is_imported_whole(source: Path, new: Path, imported: Import
         ({"optimizer_state_dict": None}, "in an unknown format"),
     ],
 )
-def test_what_is_not_whole_is_refused(
+def test_incomplete_deepspeed_checkpoint_is_rejected(
     optimizer: dict[str, Any], said: str, tmp_path: Path, new: Path, imported: Imported
 ) -> None:
     code, error = imported(_checkpoint(tmp_path / "source", **optimizer))

@@ -115,14 +115,14 @@ def test_a_run_learns_and_says_how_it_ended(undisturbed: RunFolder) -> None:
     assert (status["outcome"], status["code"], status["step"]) == ("done", 0, STEPS)
 
 
-def test_each_rank_says_what_really_ran(undisturbed: RunFolder) -> None:
+def test_ranks_report_the_engine_that_really_ran(undisturbed: RunFolder) -> None:
     (event,) = events(undisturbed, "engine")
     assert event["step"] == 1
     assert [rank["zero_stage"] for rank in event["ranks"]] == [2, 2]
     assert all(rank.keys() >= {"engine", "optimizer", "elements_held"} for rank in event["ranks"])
 
 
-def test_what_is_held_is_what_was_predicted(undisturbed: RunFolder) -> None:
+def test_memory_in_use_equals_the_estimate(undisturbed: RunFolder) -> None:
     (event,) = events(undisturbed, "memory")
     assert event["step"] == 3
     assert [(row["rank"], row["point"]) for row in event["rows"]] == [
@@ -133,7 +133,7 @@ def test_what_is_held_is_what_was_predicted(undisturbed: RunFolder) -> None:
     assert (undisturbed.read_plan() or {})["estimate"]["peak_phase"]
 
 
-def test_the_export_opens_in_transformers_with_the_loss_of_the_run(
+def test_export_opens_in_transformers_with_the_run_loss(
     undisturbed: RunFolder, data: list[str]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(undisturbed.export_dir, dtype=torch.float32).eval()
@@ -236,7 +236,7 @@ TOO_LONG = (
 
 
 @pytest.mark.gate("runs")
-def test_what_cannot_fit_is_refused_and_forced_it_runs_out_with_the_same_advice(
+def test_oom_forecast_blocks_unless_forced(
     tmp_path: Path,
 ) -> None:
     cache = [f"data.cache_dir={tmp_path / 'cache'}"]

@@ -198,7 +198,7 @@ def test_a_step_is_predicted_with_the_rates_that_were_measured() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_a_ring_meets_every_neighbour_once_in_at_most_three_rounds(count: int) -> None:
+def test_ring_tests_each_neighbour_once_in_three_rounds(count: int) -> None:
     rounds = ring_rounds(count)
     assert len(rounds) <= 3
     met = [frozenset(pair) for pairs in rounds for pair in pairs]
@@ -210,7 +210,7 @@ def test_a_ring_meets_every_neighbour_once_in_at_most_three_rounds(count: int) -
         assert len(busy) == len(set(busy))
 
 
-def test_ranks_meet_within_their_node_and_their_likes_in_the_next() -> None:
+def test_network_tests_cover_node_and_peers_in_next_node() -> None:
     rounds = pair_rounds(["a", "a", "b", "b", "c"])
     assert all(partner[partner[rank]] == rank for _, partner in rounds for rank in partner)
     met = {(rank, other) for _, partner in rounds for rank, other in partner.items()}
@@ -223,7 +223,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     assert bus_gb_per_s(8 * 10**9, 2.0, 8) == pytest.approx(4.0 * 2 * 7 / 8)
 
 
-def test_the_node_that_is_slow_with_both_neighbours_is_named_and_they_are_not() -> None:
+def test_slow_node_is_named_and_its_neighbours_are_not() -> None:
     reports = healthy()
     for rank, rank_report in enumerate(reports):
         rank_report.links.pairs[:] = [
@@ -235,7 +235,7 @@ def test_the_node_that_is_slow_with_both_neighbours_is_named_and_they_are_not() 
     assert named.found.endswith("slow: n3 (rank 2)")
 
 
-def test_a_network_that_hangs_names_those_that_others_wait_for_first() -> None:
+def test_hanging_network_names_ranks_that_others_wait_for() -> None:
     reports = healthy()
     for number, rank_report in enumerate(reports):
         rank_report.links.problem = "not finished after 60 s"
@@ -313,7 +313,7 @@ def test_a_library_that_torch_lacks_is_named(tmp_path: Path) -> None:
     assert done.stderr == f"{sys.executable} cannot import torch: OSError: {problem}\n"
 
 
-def test_what_is_looked_for_is_what_is_installed() -> None:
+def test_preflight_packages_are_declared_dependencies() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     declared = {re.split("[<>=]", line)[0] for line in project["dependencies"]}
     assert set(preflight.NEEDED) - declared == {"tomllib"}
@@ -326,7 +326,7 @@ def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:
     assert report.who(range(64), hosts).endswith("n3 (ranks 24-31), and 4 more nodes")
 
 
-def test_a_network_that_fails_is_reported_and_its_group_left_behind(
+def test_network_failure_is_reported_and_its_group_abandoned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Destroying it could wait forever, and would hide the failure."""
@@ -386,7 +386,7 @@ def test_ranks_that_share_a_core_are_named(cores: list[tuple[int, ...]], verdict
     assert ("n2 (ranks 2-3)" in found.found) == (verdict != "ok")
 
 
-def test_they_are_in_the_preflights_table() -> None:
+def test_shared_core_findings_are_in_the_preflight_table() -> None:
     rows = judge(plan({"tensor": 2}), HOSTS, healthy())
     assert [(r.check, r.verdict) for r in rows if r.check == "tensor ranks"] == [
         ("tensor ranks", "warn")

@@ -69,7 +69,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> checks.Driver:
     return checks.ask_driver("GPU-0")
 
 
-def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_queries_the_gpu_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     ecc = "Enabled, 0 uncorrected errors"
     expected = checks.Driver("550.127.05", "12.4", "0000:06:00", 16, ecc)
     assert asked(monkeypatch) == expected
@@ -80,7 +80,7 @@ def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(monkeypatch, **silent) == checks.Driver()
 
 
-def test_the_real_package_has_what_is_asked() -> None:
+def test_pynvml_has_every_function_used() -> None:
     nvml = pytest.importorskip("pynvml")
     assert [name for name in vars(fake_nvml()) if not hasattr(nvml, name)] == []
 

@@ -47,7 +47,7 @@ def long_run(tmp_path_factory) -> Path:
 
 
 @pytest.mark.gate("pages")
-def test_a_million_lines_are_a_page_in_seconds_that_loses_no_spike(long_run):
+def test_report_of_a_million_lines_is_fast_and_keeps_spikes(long_run):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_tool("report", long_run)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -107,7 +107,7 @@ def test_without_a_name_all_runs_are_shown(tmp_path):
     assert (tmp_path / "runs/report.html").read_text().count("data-run=") >= 2
 
 
-def test_what_is_no_run_is_an_error(tmp_path):
+def test_report_of_a_folder_that_is_no_run_is_an_error(tmp_path):
     done = run_tool("report", tmp_path, tmp_path / "nothing", code=2)
     assert "2 problems" in done.stderr
     folder = write_run(tmp_path / "run")
@@ -185,7 +185,7 @@ def test_runs_are_shown_and_hidden(browser, tmp_path):
 
 @pytest.mark.gate("pages")
 @needs_browser
-def test_nothing_hostile_is_executed(browser, tmp_path):
+def test_report_escapes_hostile_text(browser, tmp_path):
     bad = plan(name=HOSTILE)
     bad["deepspeed_source"] = HOSTILE
     events = [{"kind": HOSTILE, "message": HOSTILE}, {"kind": "sample", "text": HOSTILE}]

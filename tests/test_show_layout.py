@@ -11,7 +11,7 @@ import pytest
 
 from harness.layout.grid import Grid
 from harness.layout.stages import bubble, in_flight, schedule
-from tests.run_tools import printed, run_tool
+from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.layout.schedules import SCHEDULES, moments, most_kept, spans, waiting
 
@@ -209,24 +209,3 @@ def test_a_known_gpu_has_a_verdict(model: str, verdict: str) -> None:
     assert f"On GPUs of 80 GiB {verdict}" in text
     assert re.search(r"^Time: .* s per step \(", text, re.MULTILINE)
     assert "On GPUs of" not in run("--model", model, "--gpus", "8")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--plot", "schedule.gif", "ds.pipeline.stages=2"), "must end in .svg or .png"),
-        (("ds.pipeline.stages=3",), "8 ranks cannot be split into pipeline 3"),
-        (("ds.pipeline.stages=2", "ds.pipeline.partition=[9,7]"), "holds 16 decoder layers of 12"),
-        (("ds.pipeline=2",), "pipeline is 2 (command line): it must be an object"),
-    ],
-)
-def test_what_cannot_be_shown_is_said(arguments: tuple[str, ...], expected: str) -> None:
-    assert expected in run(*GPT2, *arguments, code=2)
-
-
-def test_no_torch_is_needed() -> None:
-    code = (
-        "import sys, tools.show_layout as tool;"
-        f"tool.main({[*GPT2, 'ds.pipeline.stages=2']!r}); print('torch' in sys.modules)"
-    )
-    assert printed(code).splitlines()[-1] == "False"

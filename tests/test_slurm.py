@@ -217,7 +217,7 @@ def submit_contained(slurm: PrivateSlurm, folder: Path, tool: str) -> Job:
 
 
 @pytest.mark.gate("slurm")
-def test_signals_end_an_attempt_and_only_a_users_cancellation_ends_the_job(
+def test_only_user_cancellation_ends_a_slurm_job(
     slurm: PrivateSlurm, tmp_path: Path, jobs: dict[str, Job]
 ) -> None:
     """A TERM lets the ranks save; a warning kills ranks that are still starting. `jobs` go on
@@ -256,7 +256,7 @@ def test_a_job_finds_its_run_folder_and_a_free_port(jobs: dict[str, Job]) -> Non
 
 
 @pytest.mark.gate("slurm")
-def test_the_time_limit_is_seen_coming(jobs: dict[str, Job]) -> None:
+def test_slurm_time_limit_ends_an_attempt_with_code_75(jobs: dict[str, Job]) -> None:
     assert jobs["limited"].codes() == [75, 0], jobs["limited"].output
 
 
@@ -287,7 +287,7 @@ def test_a_job_runs_in_the_container_that_the_site_names(jobs: dict[str, Job], t
 
 
 @pytest.mark.gate("slurm")
-def test_a_node_without_the_environment_is_named_and_nobody_waits(
+def test_node_without_environment_is_named_without_waiting(
     slurm: PrivateSlurm, tmp_path: Path
 ) -> None:
     (tmp_path / "python").write_text(BARE_NODE)

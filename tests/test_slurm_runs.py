@@ -81,7 +81,7 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
 
 
 @pytest.mark.gate("slurm")
-def test_fine_tuning_outlives_a_hang_a_kill_and_a_lost_node_and_branches_off(
+def test_fine_tuning_survives_hang_kill_and_lost_node(
     slurm: PrivateSlurm, fine_tuning: list[str], tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
@@ -128,7 +128,7 @@ def goes_on(run: RunFolder, attempt: int) -> bool:
 
 @pytest.mark.slow("a whole story of one job")
 @pytest.mark.parametrize(("nodes", "preflight"), rest_in_gate("slurm", [(1, False), (2, True)]))
-def test_a_job_that_is_warned_saves_requeues_itself_and_finishes_as_if_undisturbed(
+def test_warned_job_saves_requeues_and_equals_undisturbed_run(
     nodes: int, preflight: bool, slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
 ) -> None:
     """A warning during the preflight requeues it as it is."""
@@ -175,7 +175,7 @@ def test_a_wrong_config_is_not_requeued(
 
 
 @pytest.mark.gate("slurm")
-def test_a_sweep_is_one_array_whose_tasks_are_stopped_early_and_requeued(
+def test_sweep_array_stops_early_and_requeues_tasks(
     slurm: PrivateSlurm, data: list[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("optuna")

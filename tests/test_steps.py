@@ -96,7 +96,7 @@ def test_a_seed_is_a_function_of_seed_step_and_rank() -> None:
 
 
 @pytest.mark.parametrize("total", [0, 3])
-def test_none_are_left_at_the_end(total: int) -> None:
+def test_steps_end_at_the_total(total: int) -> None:
     short = steps()
     short.total = total
     assert len(taken(short)) == total

@@ -36,7 +36,7 @@ def lines_of(trial: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def test_random_rates_with_early_stopping_come_near_a_grid_at_a_third_of_its_steps(
+def test_early_stopped_random_sweep_nears_grid_at_a_third(
     data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exhaustive = write_sweep(tmp_path, "grid", "method = 'grid'\nparallel = 2", RATES, data)
@@ -69,7 +69,7 @@ def _page_shows(path: Path, trials: list[Record]) -> None:
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", page)
 
 
-def test_killed_and_interrupted_it_finishes_the_same_set(
+def test_killed_sweep_finishes_the_same_trials(
     data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = "method = 'tpe'\ntrials = 4\nprune = {after = 0.5}"

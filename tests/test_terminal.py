@@ -140,7 +140,7 @@ steps:
           that takes many words"""
 
 
-def test_help_is_filled_to_the_width_and_its_commands_can_be_pasted() -> None:
+def test_help_is_wrapped_and_its_commands_can_be_pasted() -> None:
     assert HelpFormatter("tool.py")._fill_text(HELP, 36, "") == FILLED
 
 
@@ -204,7 +204,7 @@ def test_pipes_get_no_colour_and_no_breaks() -> None:
     os.close(read)
 
 
-def test_a_reader_that_is_gone_ends_nothing() -> None:
+def test_closed_output_pipe_does_not_end_a_command() -> None:
     said = "from harness.terminal import say; import sys; [say('a' * 9999) for _ in range(99)]"
     command = [sys.executable, "-c", f"{said}; say('went on', sys.stderr)"]
     with subprocess.Popen(
@@ -252,7 +252,7 @@ def live_lines(progress: Progress, monkeypatch: pytest.MonkeyPatch, lines: Any) 
     return written
 
 
-def test_the_width_is_asked_at_each_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_width_is_read_at_each_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with _Stream(200) as wide:
         progress = Progress(True, wide.stream)
         progress.total_steps = 100

@@ -26,7 +26,6 @@ from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.data.test_chats import BOT, CLOCK, USER
 from tests.real_runs import REPOSITORY, wait_for
-from tests.run_tools import printed
 from tools.tokenize_data import main
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
@@ -76,7 +75,7 @@ def test_the_run_only_opens_what_was_tokenised(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_held_out_splits_and_rows_that_are_left_out_are_those_of_the_run(
+def test_tokenised_held_out_and_skipped_rows_equal_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "data"
@@ -138,7 +137,7 @@ def _waits_for_a_lock(process: int) -> bool:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_pair_is_the_same_data(
+def test_token_pair_equals_the_data_it_was_made_from(
     tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus, out = write_jsonl(*records(200)), tmp_path / "tokens"
@@ -262,7 +261,7 @@ def test_the_whole_command_is_killed_in_both_phases(
     assert tree("killed") == tree("whole")
 
 
-def test_all_problems_come_at_once(
+def test_tokenize_data_reports_all_problems_at_once(
     tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -286,11 +285,3 @@ def test_all_problems_come_at_once(
     assert "remove data.eval_path, data.rehearse" in capsys.readouterr().err
     assert main([f"data.path={tmp_path / 'lost'}", cache]) == ExitCode.BAD_CONFIG
     assert "does not exist" in capsys.readouterr().err
-
-
-def test_help_and_refusals_need_no_torch() -> None:
-    code = (
-        "import sys; from tools.tokenize_data import main; main(['--workers=0'])\n"
-        "print({'torch', 'transformers', 'numpy'} & sys.modules.keys())"
-    )
-    assert printed(code).endswith("set()\n")

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from harness.data.tokenizer import encode, load_tokenizer
 from harness.errors import ExitCode
-from tests.run_tools import printed
 from tools.compare_tokenizers import main as compare
 from tools.train_tokenizer import main as train
 
@@ -54,7 +53,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "byte_bpe"])
-def test_any_text_survives(kind: str, trained: dict[str, Path]) -> None:
+def test_trained_tokenizer_round_trips_any_text(kind: str, trained: dict[str, Path]) -> None:
     tokenizer = load_tokenizer(trained[kind])
     for text in HARD:
         (ids,) = encode(tokenizer, [text])
@@ -64,7 +63,7 @@ def test_any_text_survives(kind: str, trained: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_the_ids_are_sentencepieces(kind: str, trained: dict[str, Path]) -> None:
+def test_trained_tokenizer_ids_equal_sentencepiece(kind: str, trained: dict[str, Path]) -> None:
     tokenizer = load_tokenizer(trained[kind])
     model = sentencepiece.SentencePieceProcessor(model_file=str(trained[kind] / "tokenizer.model"))
     for text in [*TEXTS, "unseen words, über alles 123"]:
@@ -111,7 +110,7 @@ def words(tmp_path: Path) -> Path:
     return tmp_path / "words"
 
 
-def test_the_numbers_are_those_of_the_texts(
+def test_compared_tokenizer_numbers_match_the_texts(
     words: Path,
     trained: dict[str, Path],
     write_jsonl: Callable[..., Path],
@@ -155,7 +154,7 @@ def test_code_and_languages_are_told_apart(
     assert texts == {"all": 3, "de": 1, "en": 1, "code": 1}
 
 
-def test_all_problems_come_at_once(
+def test_tokenizer_tools_report_all_problems_at_once(
     tmp_path: Path, corpus: Path, trained: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, there = str(tmp_path / "lost"), str(trained["bpe"])
@@ -173,11 +172,3 @@ def test_all_problems_come_at_once(
         assert part in report
     assert compare([lost, str(tmp_path), "--data", str(corpus)]) == ExitCode.BAD_CONFIG
     assert "2 problems" in capsys.readouterr().err
-
-
-def test_help_needs_no_torch() -> None:
-    code = (
-        "import sys; import tools.train_tokenizer, tools.compare_tokenizers\n"
-        "print({'torch', 'transformers', 'numpy', 'matplotlib'} & sys.modules.keys())"
-    )
-    assert printed(code).endswith("set()\n")

@@ -46,7 +46,7 @@ def test_a_worker_that_is_killed_while_it_reports_is_named(
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_worker_that_was_killed_is_named_not_those_ended_with_it(killed: int) -> None:
+def test_killed_worker_is_named_not_those_ended_with_it(killed: int) -> None:
     def work(item: int, progress: Progress) -> None:
         if item == killed:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -24,7 +24,7 @@ from harness.errors import Unusable
 from tests.checkpoint.small import manifest, put, save, weights
 
 
-def test_the_newest_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_newest_checkpoint_loads_as_saved(tmp_path: Path) -> None:
     save(tmp_path, 9)
     path = save(tmp_path, 10, held_out_loss=2.25).path
     newest, problems = newest_usable(tmp_path)
@@ -76,7 +76,7 @@ def test_a_missing_or_truncated_file_is_named(
 
 
 @pytest.mark.parametrize("pointer", [None, "", "garbage\n", "step-00000099\n", "../../x\n"])
-def test_nobody_believes_the_pointer(tmp_path: Path, pointer: str | None) -> None:
+def test_latest_pointer_is_not_trusted(tmp_path: Path, pointer: str | None) -> None:
     newest = save(tmp_path, 2).path
     (tmp_path / "latest").unlink()
     if pointer is not None:
@@ -100,9 +100,7 @@ def test_a_run_and_a_step_name_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_file_that_cannot_be_read_for_a_moment_discards_nothing(
-    tmp_path: Path, file: str
-) -> None:
+def test_unreadable_file_raises_and_discards_no_checkpoint(tmp_path: Path, file: str) -> None:
     save(tmp_path, 1)
     path, open_ = save(tmp_path, 2).path, os.open
 
@@ -118,7 +116,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_discards_nothing(
     assert (newest.path, problems) == (path, [])
 
 
-def test_a_file_that_cannot_be_looked_up_is_not_called_missing(tmp_path: Path) -> None:
+def test_io_error_of_lstat_is_not_reported_as_missing_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     with mock.patch.object(Path, "lstat", side_effect=error), pytest.raises(OSError, match="error"):
@@ -245,7 +243,7 @@ FILE = "rank-00000-000.safetensors"
         (None, "not an array"),
     ],
 )
-def test_an_index_that_does_not_cover_a_parameter_once_is_passed_over(
+def test_index_with_gaps_or_overlaps_is_passed_over(
     newest: Path, pieces: object, reason: str
 ) -> None:
     index = json.loads((newest / "index.json").read_bytes())

@@ -177,7 +177,7 @@ def test_adapters_are_written_without_the_buffers_of_their_base(tmp_path: Path) 
         assert [*file.keys()] == ["base_model.model.lora_A"]
 
 
-def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_export_folder_appears_atomically(tmp_path: Path) -> None:
     folder = tmp_path / "export"
     for text in ("first", "second"):
         with replacing(folder) as unfinished:
@@ -216,7 +216,7 @@ def writing(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.gate("checkpoints")
-def test_leftovers_of_a_killed_export_go_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+def test_leftovers_of_killed_exports_only_are_removed(tmp_path: Path) -> None:
     folder, other = tmp_path / "export", tmp_path / "export-step-1"
     with writing(folder), writing(other):
         (mine,) = (p for p in tmp_path.iterdir() if "step" not in p.name)
@@ -230,7 +230,7 @@ def test_leftovers_of_a_killed_export_go_and_those_of_a_living_one_stay(tmp_path
 
 
 @pytest.mark.gate("checkpoints")
-def test_an_export_that_was_out_of_the_way_at_a_kill_gets_its_name_back(tmp_path: Path) -> None:
+def test_export_moved_aside_before_a_kill_is_restored(tmp_path: Path) -> None:
     folder = tmp_path / "export"
     with writing(folder):
         (place,) = tmp_path.iterdir()
@@ -246,7 +246,7 @@ def test_an_export_that_was_out_of_the_way_at_a_kill_gets_its_name_back(tmp_path
     [("", "not an exported model"), ("thesis.tex", "not an exported model")]
     + [(place, "cannot be created") for place in ("thesis.tex/x", "thesis.tex/x/y")],
 )
-def test_what_the_user_wrote_is_not_replaced(place: str, problem: str, tmp_path: Path) -> None:
+def test_export_replaces_no_file_of_the_user(place: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     path = tmp_path / place
     with pytest.raises(ConfigError, match=f"{path} .*{problem}"), replacing(path):
@@ -295,7 +295,7 @@ LARGE = {
 
 @pytest.mark.gate("checkpoints")
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_memory_stays_below_a_third_more_than_a_shard(kind: str, tmp_path: Path) -> None:
+def test_export_memory_stays_below_a_third_more_than_a_shard(kind: str, tmp_path: Path) -> None:
     """For more than 300 MB of bf16 weights, exported from fp32."""
     shard_bytes, sizes = 64 * 10**6, {"hidden_size": 1024, "vocab_size": 16384, **LARGE[kind]}
     config = json.dumps({**MODEL, "model_type": kind, "num_attention_heads": 8, **sizes})
@@ -357,14 +357,14 @@ def rewritten(folder: Path, config: Config) -> Config:
         ({"quantization_config": {"quant_method": "fp8"}}, {"quantization_config": "not there"}),
     ],
 )  # fmt: skip
-def test_version_4_finds_what_version_5_moved(
+def test_export_has_the_config_keys_of_transformers_4(
     config: Config, expected: Config, tmp_path: Path
 ) -> None:
     values = rewritten(tmp_path, {**MODEL, **config})
     assert {key: values.get(key, "not there") for key in expected} == expected
 
 
-def test_numbers_that_json_lacks_are_left_to_the_class(tmp_path: Path) -> None:
+def test_export_omits_nonfinite_config_values(tmp_path: Path) -> None:
     values = rewritten(tmp_path, {"model_type": "mamba2"})
     assert "time_step_limit" not in values
     assert hf_config(values).time_step_limit == hf_config({"model_type": "mamba2"}).time_step_limit
@@ -394,7 +394,7 @@ def test_a_tokenizers_config_is_that_of_version_4(
     assert isinstance(values.get("extra_special_tokens", {}), dict)
 
 
-def test_version_5_opens_the_rewritten_tokenizer_as_before(tmp_path: Path) -> None:
+def test_rewritten_tokenizer_opens_in_transformers_5(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_number_tokenizer(tmp_path))
     tokenizer.add_special_tokens({"extra_special_tokens": ["<x>"]})
     tokenizer.save_pretrained(tmp_path)

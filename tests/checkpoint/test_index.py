@@ -75,7 +75,9 @@ def written(folder: Path, parts: list[Part], shards: int = 2) -> dict[str, Any]:
 
 @pytest.mark.parametrize("after", CUTS)
 @pytest.mark.parametrize("before", CUTS)
-def test_any_cut_is_read_from_any_other(tmp_path: Path, before: str, after: str) -> None:
+def test_sharded_parameter_is_read_as_any_other_sharding(
+    tmp_path: Path, before: str, after: str
+) -> None:
     reader = Reader(tmp_path, Index(written(tmp_path, CUTS[before])))
     draw = random.Random(0)
     for part in CUTS[after]:
@@ -89,7 +91,7 @@ def test_any_cut_is_read_from_any_other(tmp_path: Path, before: str, after: str)
     assert torch.equal(reader.whole("w", "weight"), weights())
 
 
-def test_another_dtype_is_read_from_a_cut(tmp_path: Path) -> None:
+def test_sharded_parameter_is_read_in_another_dtype(tmp_path: Path) -> None:
     reader = Reader(tmp_path, Index(written(tmp_path, by_columns(2))))
     half = torch.empty(120, dtype=torch.bfloat16)
     reader.fill("w", "weight", 0, half)
@@ -140,7 +142,7 @@ def test_a_buffer_that_several_ranks_have_is_there_once() -> None:
     assert index["w"]["at"] == [(0, 8, "rank-00000-000.safetensors")]
 
 
-def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
+def test_index_with_missing_elements_is_not_published(tmp_path: Path) -> None:
     """What is missing is noticed before the checkpoint gets its name, not when it is needed."""
     half = Fragment("w", Part.of(SHAPE).cut(0, ((0, 6),)), 0, {"weight": torch.zeros(60)})
     saver = Saver(Store(tmp_path), 0, Retention())
@@ -208,7 +210,7 @@ def test_a_checkpoint_of_format_1_is_read_to_the_last_bit() -> None:
             assert torch.equal(reader.whole(name, kind), expected), (name, kind)
 
 
-def test_what_is_not_cut_is_written_as_format_1(tmp_path: Path) -> None:
+def test_unsharded_index_is_written_as_format_1(tmp_path: Path) -> None:
     """Byte for byte, so that earlier versions can read it."""
     assert read_manifest(FORMAT_1).to_bytes() == (FORMAT_1 / MANIFEST).read_bytes()
     content = json.loads((FORMAT_1 / INDEX).read_bytes())

@@ -36,7 +36,7 @@ def record(**sections: dict[str, Any]) -> dict[str, Any]:
         {"guard": {"spikes": "rollback"}},
     ],
 )
-def test_length_and_reporting_may_change(change: dict[str, Any]) -> None:
+def test_resume_accepts_changed_length_and_reporting(change: dict[str, Any]) -> None:
     assert resume_problems(record(), record(**change), []) == []
 
 
@@ -53,7 +53,9 @@ def test_length_and_reporting_may_change(change: dict[str, Any]) -> None:
         ({"model": {"lora": {"rank": 4, "quantize": "nf4"}}}, "model.lora"),
     ],
 )
-def test_what_is_learned_may_not_change_unless_allowed(change: dict[str, Any], key: str) -> None:
+def test_resume_rejects_changed_training_keys_unless_allowed(
+    change: dict[str, Any], key: str
+) -> None:
     (problem,) = resume_problems(record(), record(**change), [])
     assert problem.startswith(f"{key} is ")
     assert f"resume.allow={key}" in problem
@@ -71,7 +73,7 @@ def test_pairs_of_a_folder_that_have_changed_are_named() -> None:
     assert "; b.bin removed; d.bin new; c.bin resized: restore" in problem
 
 
-def test_adapters_of_earlier_versions_were_beside_weights_as_they_are() -> None:
+def test_adapter_record_of_earlier_version_is_unquantized() -> None:
     saved = record(model={"lora": {"rank": 4}})
     for key in ("quantize", "double_quantize"):
         del saved["run"]["model"]["lora"][key]
@@ -115,7 +117,7 @@ def test_a_run_of_a_quantized_folder_was_never_quantized() -> None:
     assert changed_keys(saved, record()) == []
 
 
-def test_of_two_tables_the_difference_is_shown() -> None:
+def test_resume_error_shows_the_difference_of_two_tables() -> None:
     planned = record()
     planned["model_config"] |= {f"same_{number}": number for number in range(20)}
     saved = {**planned, "model_config": {**planned["model_config"], "hidden_size": 32, "more": 1}}
@@ -138,7 +140,7 @@ def test_of_two_tables_the_difference_is_shown() -> None:
         (None, "ids-layout", False),
     ],
 )
-def test_fingerprints_of_earlier_versions_say_less(
+def test_fingerprint_of_earlier_version_is_compared_in_part(
     saved: str | None, planned: str, same: bool
 ) -> None:
     planned_record = {**record(), "data_fingerprint": planned}
@@ -155,6 +157,6 @@ def test_states_in_bf16_are_another_precision() -> None:
         assert resume_problems(saved, planned, ["precision"]) == []
 
 
-def test_every_difference_is_in_the_report() -> None:
+def test_resume_error_lists_every_difference() -> None:
     problems = resume_problems(record(), record(optim={"lr": 0.5, "momentum": 0.5}), [])
     assert len(problems) == 2

@@ -30,7 +30,7 @@ def steps(folder: Path) -> list[int]:
     return [int(name.removeprefix("step-")) for name in names(folder)]
 
 
-def test_the_newest_are_kept_and_named(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
     for step in (9, 10, 11):
         removed = save(tmp_path, step, Retention(last=2)).removed
     assert steps(tmp_path) == [10, 11]
@@ -39,7 +39,7 @@ def test_the_newest_are_kept_and_named(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *names(tmp_path)]
 
 
-def test_multiples_and_the_best_stay(tmp_path: Path) -> None:
+def test_retention_keeps_multiples_and_best_checkpoint(tmp_path: Path) -> None:
     keep = Retention(last=1, every=4, best=True)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, None), (6, 2.0)):
         save(tmp_path, step, keep, loss)
@@ -56,7 +56,7 @@ def test_a_damaged_checkpoint_counts_for_nothing_and_stays(tmp_path: Path) -> No
     assert steps(tmp_path) == [2, 3, 4]
 
 
-def test_a_checkpoint_that_cannot_be_read_for_a_moment_ends_no_save(tmp_path: Path) -> None:
+def test_unreadable_old_checkpoint_does_not_end_a_save(tmp_path: Path) -> None:
     keep = Retention(last=1)
     save(tmp_path, 1, keep)
     error = OSError(errno.EIO, "Input/output error")
@@ -65,7 +65,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_ends_no_save(tmp_path: Pa
     assert steps(tmp_path) == [1, 2]
 
 
-def test_what_the_run_fell_back_from_displaces_nothing(tmp_path: Path) -> None:
+def test_rolled_back_checkpoints_displace_no_others(tmp_path: Path) -> None:
     """Its sizes may be correct although its bytes are not."""
     for step in (1, 2, 4):
         save(tmp_path, step)
@@ -82,7 +82,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
-def test_what_killed_saves_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-step-00000007").mkdir(parents=True)
     (tmp_path / ".unfinished-step-00000007" / "rank-00000-000.safetensors").write_text("half")
     save(tmp_path, 8)
@@ -102,7 +102,7 @@ def test_a_leftover_that_cannot_be_removed_ends_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["step-1", "step-00000001x", "step-0000000\u0661", ".step-00000001"]
 )
-def test_other_names_are_no_checkpoints(tmp_path: Path, name: str) -> None:
+def test_store_ignores_folders_of_other_names(tmp_path: Path, name: str) -> None:
     assert Store(tmp_path / "none").all() == []
     (tmp_path / name).mkdir()
     assert Store(tmp_path).all() == []
@@ -121,7 +121,7 @@ def test_files_records_and_folders_are_synced_around_the_rename(
     assert sorted(synced[:-5]) == [unfinished / name for name in names]
 
 
-def test_records_that_cannot_be_synced_keep_a_checkpoint_from_its_name(tmp_path: Path) -> None:
+def test_checkpoint_gets_no_name_if_records_cannot_be_synced(tmp_path: Path) -> None:
     def fails() -> None:
         raise CannotSave("metrics.jsonl cannot be written")
 
@@ -200,7 +200,7 @@ def test_every_rank_checks_what_it_wrote_and_rank_0_the_index(checkpoint: Path) 
     assert looked_at(checkpoint, 3) == [of_rank_0, of_rank_1, set()]
 
 
-def test_what_one_rank_finds_is_a_problem_of_all(checkpoint: Path) -> None:
+def test_verification_error_of_one_rank_reaches_all_ranks(checkpoint: Path) -> None:
     (checkpoint / "rank-00001-000.safetensors").unlink()
 
     def problem(rank: int) -> str:

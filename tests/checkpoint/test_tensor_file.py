@@ -42,7 +42,7 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_tensor_file_round_trips_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
     _, entries = write_fragments(tmp_path, 0, [Fragment("b", Part.of((5,)), 0, {"buffer": tensor})])
     assert torch.equal(Reader(tmp_path, Index(to_index(entries))).whole("b", "buffer"), tensor)
@@ -78,7 +78,7 @@ def test_any_range_is_read_from_whatever_pieces(tmp_path: Path) -> None:
             assert torch.equal(out, whole[start:end])
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_tensor_error_names_the_tensor(tmp_path: Path) -> None:
     half = Fragment("w", Part.of((8,)), 0, {"weight": torch.zeros(4)})
     _, entries = write_fragments(tmp_path, 0, [half])
     reader = Reader(tmp_path, Index(to_index(entries)))
@@ -91,7 +91,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 5, 16])
-def test_shares_are_the_whole_once(shares: int) -> None:
+def test_reading_shares_of_ranks_cover_a_file_once(shares: int) -> None:
     fragment = Fragment("w", Part.of((13,)), 0, {"weight": torch.arange(13)})
     parts = [fragment.share(index, shares) for index in range(shares)]
     joined = torch.cat([part.tensors["weight"] for part in parts if part is not None])
@@ -132,7 +132,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def test_a_save_from_an_accelerator_has_the_bytes_of_one_from_the_host(
+def test_save_from_gpu_and_from_cpu_writes_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = save(tmp_path / "host", 1)
@@ -145,7 +145,7 @@ def test_a_save_from_an_accelerator_has_the_bytes_of_one_from_the_host(
     assert device.sizes == [2 * PART_BYTES]  # one buffer, which is kept
 
 
-def test_a_half_is_filled_while_the_other_is_hashed(device: Device) -> None:
+def test_save_hashes_one_buffer_half_while_filling_the_other(device: Device) -> None:
     staging, log = Staging(), []
     parts = staging.on_host(torch.arange(40, dtype=torch.int64))  # five parts
     for number, part in enumerate(parts):
@@ -159,9 +159,7 @@ def test_a_half_is_filled_while_the_other_is_hashed(device: Device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_file_is_read_while_what_was_read_is_sent(
-    tmp_path: Path, device: Device, dtype: torch.dtype
-) -> None:
+def test_load_reads_ahead_while_sending(tmp_path: Path, device: Device, dtype: torch.dtype) -> None:
     values = torch.arange(70, dtype=torch.float32)
     path = tmp_path / "values.safetensors"
     writer = tensor_file.TensorWriter(path, {"x": values})
@@ -193,7 +191,7 @@ def test_a_copy_does_not_follow_the_live_memory() -> None:
     assert torch.equal(copy.tensors["weight"], torch.zeros(3))
 
 
-def test_what_is_on_the_host_takes_no_buffer_and_no_wait(
+def test_cpu_tensor_save_copies_without_waiting(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_file, "is_remote", lambda tensor: False)
@@ -230,7 +228,7 @@ def test_every_dtype_lies_where_it_can_be_read(dtype: torch.dtype, device: Devic
         assert torch.equal(copy.tensors[kind], tensor)
 
 
-def test_files_from_the_buffer_are_those_of_a_save_in_the_foreground(
+def test_background_and_foreground_save_write_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = save(tmp_path / "foreground", 1)
@@ -246,7 +244,7 @@ def test_files_from_the_buffer_are_those_of_a_save_in_the_foreground(
         assert (saved.path / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_memory_that_cannot_be_pinned_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpinnable_host_memory_falls_back_to_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def refuse(*args: int, pin_memory: bool = False, **kwargs: torch.dtype) -> torch.Tensor:

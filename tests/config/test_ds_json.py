@@ -44,7 +44,7 @@ def check(ds: DsJson) -> list[str]:
 # The file.
 
 
-def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
+def test_ds_json_is_read_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"a": [1, {"b": 2e3}], "c": {"d": null}}')
     assert read_ds_json(path) == {"a": [1, {"b": 2000.0}], "c": {"d": None}}
@@ -66,7 +66,7 @@ def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
           for key in ("enabled", "fp16", "a")]),
     ],
 )  # fmt: skip
-def test_what_is_no_json_object_is_reported_with_its_place(
+def test_invalid_ds_json_is_reported_with_its_position(
     text: str | None, expected: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "ds.json"
@@ -78,12 +78,12 @@ def test_what_is_no_json_object_is_reported_with_its_place(
         assert part in problem
 
 
-def test_a_folder_cannot_be_read(tmp_path: Path) -> None:
+def test_folder_as_ds_json_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_ds_json(tmp_path)
 
 
-def test_assignments_take_the_place_of_the_files_values_under_any_name(tmp_path: Path) -> None:
+def test_ds_assignment_overrides_the_file_under_any_alias(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"bfloat16": {"enabled": false}, "train_batch_size": 8}')
     ds, problems = load_ds_json(path, ["bf16.enabled=true", "a"])
@@ -99,7 +99,7 @@ def test_assignments_take_the_place_of_the_files_values_under_any_name(tmp_path:
 # Its keys.
 
 
-def test_literal_and_value() -> None:
+def test_ds_json_distinguishes_literals_from_auto() -> None:
     ds = {"fp16": {"enabled": "auto", "loss_scale": 8}, "gradient_clipping": None}
     assert (literal(ds, "fp16.enabled"), value_of(ds, "fp16.enabled")) == (None, False)
     assert (literal(ds, "fp16.loss_scale"), value_of(ds, "fp16.loss_scale")) == (8, 8)
@@ -237,7 +237,7 @@ def test_what_a_file_alone_can_get_wrong(tree: dict[str, Any], start: str, end: 
     assert problem.endswith(end)
 
 
-def test_what_is_wrong_is_taken_out_and_the_rest_stays() -> None:
+def test_invalid_ds_keys_are_removed_and_the_rest_is_kept() -> None:
     tree = {"fp16": {"enabled": 1, "loss_scale": 8}, "zero_optimization": {"stage": 2}, "x": 1}
     ds = DsJson(tree, "ds.json", {STAGE: 2})
     first, *more = check(ds)
@@ -259,7 +259,7 @@ def test_whole_numbers_become_integers_in_a_copy() -> None:
 
 
 @pytest.mark.parametrize("tree", [{"zero_optimization": {"stage": 0}}, {}])
-def test_a_value_set_instead_of_another_or_of_a_default_is_an_event(tree: dict[str, Any]) -> None:
+def test_ds_value_that_replaces_another_is_an_event(tree: dict[str, Any]) -> None:
     ds = DsJson(tree, "ds.json")
     ds.set(STAGE, 1, "0 is wrong")
     message = f"{STAGE} is 1, not 0 (ds.json): 0 is wrong"
@@ -276,7 +276,7 @@ def test_a_value_filled_in_for_auto_or_nothing_is_no_event(tree: dict[str, Any])
     assert (ds.literal("train_batch_size"), ds.events) == (8, [])
 
 
-def test_every_literal_that_a_filled_in_section_changes_is_an_event() -> None:
+def test_event_lists_every_literal_replaced_in_a_ds_section() -> None:
     ds = ds_json(optimizer={"type": "Adam", "params": {"lr": "auto", "eps": 1, "foreach": True}})
     ds.fill("optimizer", {"type": "AdamW", "params": {"lr": 2, "eps": 1}}, "ours")
     assert [event["message"] for event in ds.events] == [
@@ -293,13 +293,13 @@ def test_keys_left_out_for_one_reason_share_a_note() -> None:
     assert ds.tree == {"fp16": {"enabled": True}}
 
 
-def test_a_key_with_a_dot_in_its_name_is_not_the_key_that_it_looks_like() -> None:
+def test_ds_key_that_contains_a_dot_is_not_split() -> None:
     ds = DsJson({STAGE: 2, "zero_optimization": {"stage": 3}}, "ds.json")
     ds.reject(STAGE)
     assert ds.tree == {"zero_optimization": {"stage": 3}}
 
 
-def test_auto() -> None:
+def test_ds_auto_values_are_resolved() -> None:
     ds = ds_json(fp16="auto", bf16={"enabled": "auto"}, train_batch_size=1)
     keys = ("fp16", "fp16.enabled", "bf16.enabled", "train_batch_size", "steps_per_print")
     assert [ds.is_auto(key) for key in keys] == [True, False, True, False, False]
@@ -307,13 +307,13 @@ def test_auto() -> None:
     assert (ds.tree["bf16"], ds.events) == ({}, [])
 
 
-def test_the_resolved_copy_is_nobody_elses() -> None:
+def test_resolving_a_ds_json_changes_no_input() -> None:
     ds = ds_json(fp16={"enabled": True})
     ds.resolved()["fp16"]["enabled"] = False
     assert ds.value("fp16.enabled") is True
 
 
-def test_every_rule_of_refusal_is_about_keys_that_deepspeed_knows() -> None:
+def test_ds_rejection_rules_name_keys_that_deepspeed_knows() -> None:
     for rule in rules():
         assert rule.keys() <= {"key", "why", "when", "unless", "on", "instead", "left_out"}
         conditions = {**rule.get("when", {}), **rule.get("unless", {})}

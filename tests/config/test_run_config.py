@@ -79,12 +79,12 @@ def test_value_is_toml_or_the_word_itself(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", "train.=3", "--steps"])
-def test_what_is_no_assignment_says_so(text: str) -> None:
+def test_malformed_assignment_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="is not key=value"):
         parse_assignment(text)
 
 
-def test_assign_makes_the_tables_on_the_way_and_replaces_no_value() -> None:
+def test_assign_creates_missing_tables_and_replaces_no_value() -> None:
     tree = {"a": {"x": 1}}
     assign(tree, "a.b.c", 2)
     assert tree == {"a": {"x": 1, "b": {"c": 2}}}
@@ -113,7 +113,7 @@ def test_every_mistake_is_told_and_the_rest_is_assigned() -> None:
         *(("one_of_three_batch", None), ("optim.qqq", None), ("qqq", None)),
     ],
 )
-def test_nearest_name(word: str, meant: str | None) -> None:
+def test_unknown_key_suggests_nearest_name(word: str, meant: str | None) -> None:
     names = ["train.steps", "train.seed", "optim.lr", "optim.name", "optim.eps", "model.name"]
     names += ["train.global_batch", "train.micro_batch"]
     assert did_you_mean(word, names) == (f"; did you mean {meant}?" if meant else "")
@@ -142,7 +142,7 @@ def nested(depth: int) -> Any:
         ({"a": "x\0"}, "a has a null character"),
     ],
 )
-def test_what_is_beyond_the_bounds_of_a_config(tree: Any, beyond: str | None) -> None:
+def test_config_values_out_of_bounds_are_rejected(tree: Any, beyond: str | None) -> None:
     assert beyond_bounds(tree) == beyond
 
 
@@ -211,7 +211,7 @@ def test_a_deep_file_is_refused(tmp_path: Path, depth: int) -> None:
     assert "deep" in report_of(f"model.name={tmp_path}")
 
 
-def test_thousands_of_digits_in_a_file(tmp_path: Path) -> None:
+def test_toml_integer_of_thousands_of_digits_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[train]\nsteps = " + "9" * 5000)
     (tmp_path / "a.json").write_text('{"train_batch_size": ' + "9" * 5000 + "}")
     assert "cannot be read" in report_of("--config", str(tmp_path / "a.toml"))
@@ -236,7 +236,7 @@ def test_a_model_folder_of_a_run_without_its_model(tmp_path: Path) -> None:
         ["optim.schedule=cosine_restarts", "optim.cycles=10000"],
     ],
 )
-def test_what_is_large_but_possible_is_planned_in_no_time(words: list[str]) -> None:
+def test_config_of_huge_valid_values_is_planned_quickly(words: list[str]) -> None:
     plan = plan_from(parse_command(words), CPU)
     recorded = json.loads(json.dumps(plan.to_json()))
     assert recorded["run_set"].keys() >= {word.split("=")[0] for word in words}
@@ -245,7 +245,7 @@ def test_what_is_large_but_possible_is_planned_in_no_time(words: list[str]) -> N
 # The file and the command line.
 
 
-def test_a_value_knows_where_it_came_from(toml: Callable[[str], Path]) -> None:
+def test_config_value_records_its_origin(toml: Callable[[str], Path]) -> None:
     path = toml("# a comment\ntrain.seed = 0\n[optim]\nlr = 1e-3\nwarmup_steps = 5\n[data]\n")
     run = load_run_config(path, ["optim.lr=5e-4", "model.overrides.num_hidden_layers=2"])
     assert (run.optim.lr, run.optim.warmup_steps, run.optim.weight_decay) == (5e-4, 5, 0.1)
@@ -271,7 +271,7 @@ def test_a_key_from_the_command_line_displaces_the_files_length(
         load_run_config(None, ["train.steps=7", "train=1"])
 
 
-def test_clipping_by_value_excludes_only_a_norm_that_the_user_set(
+def test_value_clipping_conflicts_only_with_a_norm_the_user_set(
     toml: Callable[[str], Path],
 ) -> None:
     assert load_run_config(None, ["optim.clip_value=0.5"]).optim.clip_value == 0.5

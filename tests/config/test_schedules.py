@@ -24,7 +24,7 @@ def schedule_of(
 
 
 @pytest.mark.parametrize("name", DECAYS)
-def test_warmup_is_linear_from_the_first_step_and_ends_at_the_maximum(name: str) -> None:
+def test_linear_warmup_starts_at_step_1_and_ends_at_the_maximum(name: str) -> None:
     schedule = schedule_of(name, 1e-3, total_steps=100, warmup_steps=10)
     assert [schedule.lr(step) for step in range(1, 11)] == pytest.approx(
         [1e-4 * step for step in range(1, 11)]
@@ -53,7 +53,7 @@ def test_decays_fall_to_the_floor_at_the_last_step_and_stay(name: str) -> None:
     assert schedule.lr(1000) == pytest.approx(1e-4)
 
 
-def test_middles() -> None:
+def test_schedule_values_halfway() -> None:
     assert schedule_of("constant", 1e-3, total_steps=10).lr(10) == 1e-3
     assert schedule_of("linear", 1e-3, 110, 10, min_lr_ratio=0.0).lr(60) == pytest.approx(5e-4)
     assert schedule_of("cosine", 1e-3, 110, 10, min_lr_ratio=0.0).lr(35) == pytest.approx(
@@ -74,7 +74,7 @@ def test_polynomials_fall_by_their_power() -> None:
     assert [first_power.lr(s) for s in (10, 50)] == [linear.lr(s) for s in (10, 50)]
 
 
-def test_inverse_square_roots_fall_with_the_step_however_long_the_run() -> None:
+def test_inverse_sqrt_decay_ignores_run_length() -> None:
     for total in (100, 10**6):
         schedule = schedule_of("inverse_sqrt", 1e-3, total, warmup_steps=16, min_lr_ratio=0.01)
         assert [schedule.lr(step) for step in (8, 16, 64, 1600)] == pytest.approx(
@@ -118,7 +118,7 @@ def test_steps_count_from_1() -> None:
         schedule_of("cosine", 1e-3, 10).lr(0)
 
 
-def test_logarithmic_warmup_is_steep_first_and_ends_at_the_maximum_too() -> None:
+def test_log_warmup_is_steep_first_and_ends_at_the_maximum() -> None:
     schedule = schedule_of("constant", 1e-3, 100, warmup_steps=9, warmup_type="log")
     assert schedule.lr(1) == pytest.approx(1e-3 * math.log(2) / math.log(10))
     assert [schedule.lr(step) for step in (9, 10, 100)] == pytest.approx([1e-3] * 3)
@@ -127,7 +127,7 @@ def test_logarithmic_warmup_is_steep_first_and_ends_at_the_maximum_too() -> None
     assert all(0 < later < earlier for earlier, later in pairwise(gains))
 
 
-def test_a_run_without_one_has_equal_steps() -> None:
+def test_run_without_ramp_has_equal_steps() -> None:
     plain = Curriculum(48)
     assert list(islice(plain.walk(96), 2)) == [Slice(96, 48), Slice(144, 48)]
     assert (plain.samples_after(7), plain.steps_for(7 * 48 + 1)) == (7 * 48, 8)
@@ -149,7 +149,7 @@ def test_gpt3s_ramp_begins_and_ends_where_the_paper_says() -> None:
 
 
 @pytest.mark.parametrize("curriculum", CURRICULA)
-def test_sums_are_those_of_the_steps(curriculum: Curriculum) -> None:
+def test_token_sums_of_ramp_equal_the_sums_over_steps(curriculum: Curriculum) -> None:
     steps = 3000
     walked = list(islice(curriculum.walk(0), steps))
     for count in (0, 1, 2, 5, 100, steps - 1):

@@ -72,7 +72,7 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
         assert caught.value.problems == refused(path, **limits)
 
 
-def test_above_the_limit_the_run_is_refused_with_the_first_of_each(
+def test_too_many_bad_rows_reject_the_run_with_examples(
     opened: Opened, refused: Refused, tmp_path: Path
 ) -> None:
     path = spoilt_lines(tmp_path / "a.jsonl")
@@ -163,7 +163,7 @@ def test_rows_of_every_format_are_left_out(
         ("a.txt", b"fine\n" * 1000 + b"\xff", "codec can't decode"),
     ],
 )
-def test_the_rest_of_a_file_is_no_row(
+def test_unclosed_csv_quote_is_not_counted_as_a_bad_row(
     refused: Refused, tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -172,9 +172,7 @@ def test_the_rest_of_a_file_is_no_row(
     assert "bad_rows" not in problem
 
 
-def test_a_tokenizer_is_trained_and_sources_are_balanced_without_them(
-    opened: Opened, tmp_path: Path
-) -> None:
+def test_tokenizer_training_and_balancing_skip_bad_rows(opened: Opened, tmp_path: Path) -> None:
     path = spoilt_lines(tmp_path / "a.jsonl")
     config = DataConfig(path=str(path), **SKIPS, balance="l")
     mix, message = balanced(config)
@@ -185,7 +183,7 @@ def test_a_tokenizer_is_trained_and_sources_are_balanced_without_them(
     assert opened(path, tokenizer=None, **SKIPS).documents == 35
 
 
-def test_reading_ends_where_nothing_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corpus_without_good_rows_ends_reading_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.files.data_format._MAX_LINES", 10)
     bad_lines = BadLines(limit=0.5)
     for number in range(10):
@@ -200,7 +198,7 @@ def test_reading_ends_where_nothing_is_good(monkeypatch: pytest.MonkeyPatch) -> 
     assert many.count == 1000
 
 
-def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
+def test_bad_rows_are_in_the_report(tmp_path: Path) -> None:
     from harness.report.run_record import read
     from harness.report.verdicts import verdicts
 

@@ -39,7 +39,7 @@ def test_bounds_count_documents_over_rows_end_to_end() -> None:
     assert (pieces.bounds.places.tolist(), pieces.bounds.longest) == ([0, 2, 3, 6], 3)
 
 
-def test_only_attention_without_a_mask_is_given_bounds() -> None:
+def test_document_bounds_are_given_only_to_maskless_attention() -> None:
     ids, cpu = torch.zeros(1, 4, dtype=torch.int64), torch.device("cpu")
     batch = Batch(ids, ids, None)
     assert batch.keywords("sdpa", cpu) == batch.keywords("eager", cpu) == {}
@@ -54,7 +54,7 @@ def loaders() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_items_come_in_order_and_at_most_depth_ahead(depth: int) -> None:
+def test_prefetch_keeps_order_and_depth(depth: int) -> None:
     loaded: list[int] = []
     items = load_ahead(lambda n: loaded.append(n) or n * n, depth)
     assert [next(items) for _ in range(20)] == [n * n for n in range(20)]
@@ -65,7 +65,7 @@ def test_items_come_in_order_and_at_most_depth_ahead(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_an_error_is_raised_at_its_place(depth: int) -> None:
+def test_prefetch_error_is_raised_at_its_batch(depth: int) -> None:
     def load(number: int) -> int:
         if number == 3:
             raise ValueError("the third")
@@ -79,7 +79,7 @@ def test_an_error_is_raised_at_its_place(depth: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "forget"])
-def test_closing_or_forgetting_ends_the_thread(end: str) -> None:
+def test_prefetch_thread_ends_when_closed_or_collected(end: str) -> None:
     items = load_ahead(lambda n: n, 2)
     next(items)
     assert loaders()

@@ -274,7 +274,7 @@ def test_a_sample_that_is_cut_is_what_shorter_samples_are(
         assert cut.position_ids.tolist() == read.positions.tolist()
 
 
-def test_the_share_of_a_rank_is_as_documented() -> None:
+def test_batch_share_of_a_rank_is_as_documented() -> None:
     assert share_of_rank(100, 12, 2, 1, 3).tolist() == [[102, 103], [108, 109]]
     with pytest.raises(AssertionError, match="global_batch 10 is not a multiple of 3 ranks x 2"):
         share_of_rank(0, 10, 2, 0, 3)
@@ -298,7 +298,7 @@ def test_each_row_of_a_contiguous_stream_reads_on(
 
 @PROPERTY
 @given(documents=DOCUMENTS, asked=st.integers(1, 300))
-def test_an_evaluation_reads_texts_on_and_counts_what_has_a_state(
+def test_contiguous_evaluation_counts_targets_that_have_a_state(
     documents: Documents, asked: int, folders: Iterator[Path]
 ) -> None:
     packed = corpus_of(folders, documents).packed()
@@ -324,7 +324,7 @@ def test_an_evaluation_reads_texts_on_and_counts_what_has_a_state(
     assert first.windows.tolist() == [*range(min(8, length))]
 
 
-def test_pools_end_with_the_stream_an_epoch_and_a_change_of_shares() -> None:
+def test_pools_end_with_stream_epoch_and_change_of_shares() -> None:
     """A mixture of one and a half epochs, which changes its shares at sample 17."""
     read: list[int] = []
 
@@ -340,7 +340,7 @@ def test_pools_end_with_the_stream_an_epoch_and_a_change_of_shares() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 2), (2, 3), (3, 1), (1, 6)])
-def test_a_contiguous_row_stays_on_its_rank_and_in_its_micro_batch(
+def test_contiguous_row_stays_on_its_rank_and_micro_batch(
     ranks: int, micro_batch: int, folders: Iterator[Path]
 ) -> None:
     stream = Contiguous(Corpus(next(folders), Documents.drawn([12] * 40, 0)).packed(), 6)

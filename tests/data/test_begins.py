@@ -147,7 +147,7 @@ def test_spaces_outside_a_tokenizers_spans_are_read_and_learned(
 
 
 @every
-def test_text_begins_as_the_tokenizer_begins_it(write_jsonl: Written, name: str) -> None:
+def test_text_gets_the_bos_of_its_tokenizer(write_jsonl: Written, name: str) -> None:
     tokenizer = tokenizer_of(name)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     path = write_jsonl({"text": "the word"}, {"text": "<s>the word"}, {"text": ""})
@@ -167,7 +167,7 @@ def test_text_begins_as_the_tokenizer_begins_it(write_jsonl: Written, name: str)
 @every
 @pytest.mark.parametrize("separator", [" ", ""])
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "pair"])
-def test_a_long_document_has_no_marks_at_its_cuts(
+def test_long_document_gets_no_bos_at_chunk_boundaries(
     tmp_path: Path,
     write_jsonl: Written,
     monkeypatch: pytest.MonkeyPatch,
@@ -304,7 +304,7 @@ class SlowTokenizer(PreTrainedTokenizerFast):
     is_fast = property(lambda self: False)  # type: ignore[assignment]
 
 
-def test_a_tokenizer_without_places_divides_a_pair_where_its_ids_differ(
+def test_tokenizer_without_offsets_splits_pairs_where_ids_differ(
     write_jsonl: Written,
 ) -> None:
     fast = tokenizer_of("bytes")

@@ -80,7 +80,7 @@ def test_text_files_lines_and_pairs_give_the_same_batches(
     assert torch.equal(others[0].train.batch(0, 9).labels, whole.train.batch(0, 9).labels)
 
 
-def test_only_completions_are_learned(opened: Opened, write_jsonl: Written) -> None:
+def test_loss_covers_only_completions(opened: Opened, write_jsonl: Written) -> None:
     pairs = [(text(n, 5 + n % 9), f" answer {n}" * (n % 3)) for n in range(60)]
     path = write_jsonl(*({"prompt": p, "completion": c} for p, c in pairs))
     data = opened(path, seq_len=12, packing="stream")
@@ -118,7 +118,7 @@ def test_the_tokenizer_is_trained_on_the_users_text(opened: Opened, tmp_path: Pa
     assert data.held_out.tokens / data.train.tokens == pytest.approx(0.25, rel=0.01)
 
 
-def test_the_library_is_as_the_readme_says_and_a_second_start_only_opens_it(
+def test_standard_library_corpus_is_cached_as_the_readme_says(
     library: Data, cache_dir: Path
 ) -> None:
     assert library.vocab_size == 8192
@@ -213,7 +213,7 @@ def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
     return prefix
 
 
-def test_ids_outside_the_vocabulary_are_refused_before_the_first_step(
+def test_out_of_vocabulary_ids_are_rejected_before_step_1(
     opened: Opened, refused: Refused, tmp_path: Path
 ) -> None:
     """They are in the last document, which no window of the first steps contains."""
@@ -284,7 +284,7 @@ def test_baselines_count_ids_that_the_tokenizer_lacks(opened: Opened, tmp_path: 
     assert 0 < data.bigram_nats < data.unigram_nats
 
 
-def test_runs_with_prompts_keep_the_fingerprint_of_earlier_versions(
+def test_prompt_data_keeps_the_fingerprint_of_earlier_versions(
     opened: Opened, tmp_path: Path, write_jsonl: Written
 ) -> None:
     """They stored the number of prompt tokens per document, and must resume with the same data."""
@@ -302,7 +302,7 @@ def test_runs_with_prompts_keep_the_fingerprint_of_earlier_versions(
     assert data.fingerprint == f"{whole}-{layout.hexdigest()}"
 
 
-def test_a_held_out_split_that_is_too_small_says_how_to_go_on_without(
+def test_too_small_held_out_split_advises_how_to_disable_it(
     tmp_path: Path, tokenizer_dir: str
 ) -> None:
     for name, count in (("train", 50), ("test", 1)):

@@ -46,7 +46,7 @@ def one_of_many(folder: Path, results: multiprocessing.Queue) -> None:
     results.put(sorted(file.name for file in folder.iterdir()))
 
 
-def test_one_of_many_processes_builds(tmp_path: Path) -> None:
+def test_cache_is_built_by_one_of_many_processes(tmp_path: Path) -> None:
     results, count = FORKED.Queue(), 4
     arguments = (tmp_path / "made", results)
     processes = [FORKED.Process(target=one_of_many, args=arguments) for _ in range(count)]
@@ -97,7 +97,7 @@ def test_a_builder_on_a_machine_with_a_longer_name_is_left_alone(
     assert [path.name for path in tmp_path.glob("*.partial-*")] == ["made.partial-node1-a-7"]
 
 
-def test_those_who_wait_say_so_and_build_when_the_builder_is_killed(tmp_path: Path) -> None:
+def test_cache_waiters_take_over_from_a_killed_builder(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     builder = FORKED.Process(target=build_once, args=(folder, build_forever, print))
     builder.start()
@@ -164,7 +164,7 @@ def test_a_full_disk_is_named_whoever_writes(small_disk: Path) -> None:
     assert sorted(file.name for file in small_disk.iterdir()) == ["filler", "made.lock"]
 
 
-def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+def test_cache_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     folder = tmp_path / "split"
     folder.mkdir()
     for path in (folder / "train.npy", folder / "split.json", tmp_path / "made.lock"):
@@ -190,7 +190,7 @@ def test_damaged_facts_of_a_split_are_named(tmp_path: Path) -> None:
         read_facts(tmp_path)
 
 
-def test_keys_tell_everything_apart() -> None:
+def test_cache_keys_distinguish_all_settings() -> None:
     keys = {cache_key(a=a, b=b) for a in (1, "1", None) for b in (0.1, [1, "x"], [[1], "x"])}
     assert len(keys) == 9
     assert cache_key(a=1, b=2) == cache_key(b=2, a=1)

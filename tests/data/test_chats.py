@@ -231,7 +231,7 @@ def test_turns_are_learned_as_a_template_writes_them(name: str) -> None:
     assert tokenizer.decode(ids).rstrip().endswith("<|im_end|>")  # it ends the document
 
 
-def test_a_turn_that_no_prompt_begins_is_refused() -> None:
+def test_turn_without_generation_prompt_is_rejected() -> None:
     template, turns = thinking("yes")
     assert learned_text(tokenizer_of("chatml", template), Chat(turns), "last") == (
         "<think>so</think>yes<|im_end|>"
@@ -284,7 +284,7 @@ def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
         assert learned_text(masked, Chat(messages, prompt=4), "all") == everything
 
 
-def test_what_a_template_leaves_out_is_counted_and_said(
+def test_content_dropped_by_a_template_is_counted_and_reported(
     opened: Opened, tmp_path: Path, write_jsonl: Written, chatml_dir: str
 ) -> None:
     own = tmp_path / "own.jinja"
@@ -365,7 +365,7 @@ def test_control_tokens_are_found_behind_a_chat_that_is_skipped() -> None:
     assert [*divided_control_tokens(tokenizer, chats)] == ["<|im_start|>"]
 
 
-def test_the_line_break_of_a_template_is_learned_where_the_separator_ends_the_answer(
+def test_separator_line_break_that_ends_an_answer_is_learned(
     tokenizer_dir: str,
 ) -> None:
     """A tokenizer without <|im_end|>: generation stops at the separator, or not at all."""
@@ -457,7 +457,7 @@ RAISING = "{{ raise_exception('no ' + messages[0].role + ' here') }}"
         ([USER, BOT], RAISING, "/tokenizer: TemplateError: no user here"),
     ],
 )
-def test_bad_conversations_are_one_line_with_a_count_and_leave_nothing(
+def test_bad_conversations_are_one_line_with_a_count(
     refused: Refused,
     tmp_path: Path,
     write_jsonl: Written,

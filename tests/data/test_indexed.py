@@ -59,7 +59,7 @@ def test_we_read_what_deepspeed_writes(tmp_path: Path, dtype: type) -> None:
     assert read(prefix) == [[1, 2, 3], [4, 5, 6], [], [7] * 9]
 
 
-def test_code_8_is_uint16_as_in_megatron_lm(tmp_path: Path) -> None:
+def test_indexed_dtype_code_8_is_uint16_as_in_megatron_lm(tmp_path: Path) -> None:
     prefix = write(tmp_path / "ours")
     idx = bytearray(Path(f"{prefix}.idx").read_bytes())
     assert idx[17] == 6
@@ -172,7 +172,7 @@ def file_of(tmp_path: Path, ids: np.ndarray = IDS) -> TokenFile:
         np.sort(ANYWHERE),
     ],
 )
-def test_any_places_are_read(tmp_path: Path, places: list[list[int]]) -> None:
+def test_indexed_tokens_are_read_at_any_offsets(tmp_path: Path, places: list[list[int]]) -> None:
     wanted = np.array(places)
     ids = file_of(tmp_path).read(wanted)
     assert ids.dtype == np.int64
@@ -180,9 +180,7 @@ def test_any_places_are_read(tmp_path: Path, places: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 50_000, 200_000])
-def test_a_file_that_changes_its_size_is_an_error_with_both_sizes(
-    tmp_path: Path, num_bytes: int
-) -> None:
+def test_indexed_file_of_changed_size_names_both_sizes(tmp_path: Path, num_bytes: int) -> None:
     """Even if the position to read still exists, so that all ranks end at the same step."""
     file = file_of(tmp_path)
     os.truncate(file.path, num_bytes)
@@ -199,7 +197,7 @@ def test_a_file_that_is_cut_within_a_read(tmp_path: Path, monkeypatch: pytest.Mo
         file.read(np.array([[24_999, 25_000, 25_001]]))
 
 
-def test_every_id_is_in_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indexed_digest_covers_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_files, "BLOCK_BYTES", 1 << 12)
     before = survey(file_of(tmp_path), 1, print)
     assert (before.lowest, before.highest) == (0, int(IDS.max()))

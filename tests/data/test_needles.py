@@ -101,7 +101,7 @@ def probabilities(built: Data, nats: Callable[[list[int], int], list[float]]) ->
     return evaluate_needles(run)  # type: ignore[arg-type]
 
 
-def test_who_finds_the_needle_scores_one_and_who_knows_nothing_is_at_chance(built: Data) -> None:
+def test_needle_score_is_one_if_found_and_chance_otherwise(built: Data) -> None:
     asked = len(built.tokenizer("\nThe number of abcdef is", add_special_tokens=False)["input_ids"])
 
     def finds(ids: list[int], length: int) -> list[float]:

@@ -38,7 +38,7 @@ def test_any_size_has_permutations(size: int) -> None:
     assert np.array_equal(np.sort(images), np.arange(size))
 
 
-def test_golden_values() -> None:
+def test_sample_orders_match_recorded_values() -> None:
     """A run that is resumed years later, with another numpy, must read the same samples."""
     first_epoch = window_of(np.arange(8), 1000, seed=0, fingerprint="abc")
     assert first_epoch.tolist() == [150, 682, 883, 963, 764, 992, 32, 474]
@@ -52,7 +52,7 @@ def test_golden_values() -> None:
     assert huge.tolist() == [424531519484, 222880761245, 51453860463]
 
 
-def test_neighbours_are_spread() -> None:
+def test_shuffle_separates_neighbouring_windows() -> None:
     """As in a random permutation: no runs, no drift, all residues, little serial correlation."""
     size = 100_003
     images = permute(np.arange(size), size, round_keys("spread"))
@@ -251,7 +251,7 @@ def test_bins_are_those_of_best_fit_decreasing(at_once: int, sizes: list[int], r
     assert filled == item_by_item(sizes, capacity)
 
 
-def test_bins_of_many_items_are_nearly_full_and_take_equal_ones_in_order() -> None:
+def test_best_fit_bins_are_nearly_full_and_keep_ties_in_order() -> None:
     """Chats of 20 to 4,096 tokens, in a tenth of a second on one core."""
     assert bins_of([3, 5, 3, 3, 5], 8) == [[1, 0], [4, 2], [3]]
     sizes = np.random.default_rng(0).lognormal(5.5, 1.0, 100_000).astype(np.int64).clip(20, 4096)
@@ -270,7 +270,7 @@ def test_a_reservoir_keeps_every_sample_as_often() -> None:
     assert np.abs(counts - 200).max() < 5 * np.sqrt(2000 * 0.1 * 0.9)
 
 
-def test_a_reservoir_keeps_what_it_has_or_replaces_it_by_later_samples() -> None:
+def test_reservoir_replaces_only_by_later_samples() -> None:
     before = set(reservoir(64, 1000, "a").tolist())
     for seen in range(1001, 2000):
         after = set(reservoir(64, seen, "a").tolist())

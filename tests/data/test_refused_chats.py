@@ -139,7 +139,7 @@ def test_the_last_turn_alone_is_advised_where_it_is_found(is_first: bool) -> Non
         assert ChatEncoder(tokenizer, "last").render(chat).learned
 
 
-def test_a_template_that_refuses_the_beginning_of_a_conversation_is_named() -> None:
+def test_template_that_rejects_a_conversation_prefix_is_named() -> None:
     tokenizer = without_marks(tokenizer_of("chatml"))
     even = "{% if messages | length == 2 %}{{ raise_exception('too short') }}{% endif %}"
     tokenizer.chat_template = even + tokenizer.chat_template

@@ -146,13 +146,13 @@ def test_kept_sample_has_no_duplicates_and_a_limit(
         assert IndexedTokens(tmp_path / "reservoir" / side).documents == (most or samples)
 
 
-def test_old_data_can_be_a_path(pairs: Opened, new: str) -> None:
+def test_rehearsal_data_can_be_a_path(pairs: Opened, new: str) -> None:
     old = pairs().sources[0].corpus.path
     data = pairs(path=new, rehearse=str(old), document_mask=True)
     assert data.old.documents == pairs().held_out.documents
 
 
-def test_a_run_without_a_sample_or_with_another_tokenizer_is_refused(
+def test_rehearsal_rejects_run_without_sample_or_other_tokenizer(
     pairs: Opened, tmp_path: Path
 ) -> None:
     (tmp_path / "none").mkdir()

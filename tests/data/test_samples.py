@@ -49,9 +49,7 @@ def opened(opened: Opened, tmp_path: Path, write_jsonl: Callable[..., Path]) -> 
     return build
 
 
-def test_documents_that_are_too_long_are_refused_with_their_number(
-    opened: Opened, tmp_path: Path
-) -> None:
+def test_too_long_documents_are_rejected_with_their_number(opened: Opened, tmp_path: Path) -> None:
     message = (
         r"of \d+ documents are longer than data.seq_len = 48 tokens \(the first is document \d+,"
     )
@@ -76,7 +74,7 @@ def test_documents_that_are_too_long_are_refused_with_their_number(
     )
 
 
-def test_counts_are_those_of_what_is_trained_on(opened: Opened) -> None:
+def test_sample_counts_equal_those_trained_on(opened: Opened) -> None:
     for too_long in ("cut", "drop"):
         data = opened(too_long=too_long)
         train = data.train
@@ -92,7 +90,7 @@ def test_counts_are_those_of_what_is_trained_on(opened: Opened) -> None:
         assert event["message"].partition(": ")[2].startswith(f"{untrained} documents have no")
 
 
-def test_pairs_are_packed_whole_and_text_is_joined_unless_asked_otherwise(opened: Opened) -> None:
+def test_pairs_are_packed_whole_and_text_is_joined_by_default(opened: Opened) -> None:
     assert opened().train.holds_whole_documents
     joined = opened(packing="stream").train
     assert not joined.holds_whole_documents
@@ -104,9 +102,7 @@ def test_pairs_are_packed_whole_and_text_is_joined_unless_asked_otherwise(opened
     assert sum(len(stream.sample(n).spans) for n in range(stream.samples)) == stream.documents
 
 
-def test_windows_are_made_once_and_their_damaged_counts_are_named(
-    opened: Opened, tmp_path: Path
-) -> None:
+def test_windows_are_cached_and_damaged_counts_are_named(opened: Opened, tmp_path: Path) -> None:
     first = opened()
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")}
     again = opened()

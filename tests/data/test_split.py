@@ -41,7 +41,7 @@ def test_every_document_is_on_one_side(tmp_path: Path) -> None:
     assert (held_out.offsets == 2 * held_out.numbers)[:-1].all()
 
 
-def test_the_choice_does_not_depend_on_the_content_and_only_grows(tmp_path: Path) -> None:
+def test_held_out_choice_ignores_content_and_only_grows(tmp_path: Path) -> None:
     """A larger held-out share keeps the documents held out before, so results stay comparable."""
     tokens = indexed(tmp_path, [[n] * (1 + n % 7) for n in range(500)])
     small, large = (set(documents(split(tmp_path, tokens, f)[1])) for f in (0.05, 0.2))
@@ -88,7 +88,7 @@ def test_stored_separators_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0, 0.1, 0.9, 1])
-def test_runs_are_a_value_per_token(tmp_path: Path, share: float) -> None:
+def test_split_runs_hold_a_value_per_token(tmp_path: Path, share: float) -> None:
     chooser = random.Random(0)
     writer, tokens = MaskWriter(), []
     for _ in range(200):

@@ -78,7 +78,7 @@ def random_unicode(count: int) -> list[str]:
     return ["".join(chooser.choices(alphabet, k=chooser.randrange(40))) for _ in range(count)]
 
 
-def test_any_text_comes_back(library: Data) -> None:
+def test_tokenizer_round_trips_any_text(library: Data) -> None:
     tokenizer = library.tokenizer
     texts = [*texts_of(library, 200), *NASTY, *random_unicode(200)]
     for text, ids in zip(texts, encode(tokenizer, texts), strict=True):
@@ -120,7 +120,7 @@ def test_a_document_read_in_pieces_has_the_same_ids(
 
 
 @pytest.mark.parametrize("text", ["a", "tiny text", "日本語 " * 50, " ", "▁"])
-def test_little_text_is_enough(text: str, tmp_path: Path) -> None:
+def test_tokenizer_trains_on_little_text(text: str, tmp_path: Path) -> None:
     (tmp_path / "little.txt").write_text(text)
     corpus = find_corpus(str(tmp_path / "little.txt"))
     train_tokenizer([corpus], tmp_path / "tokenizer", DEFAULT_VOCAB_SIZE)
@@ -213,9 +213,7 @@ def kept(library: Data, tmp_path: Path) -> Path:
     return tmp_path / "kept"
 
 
-def test_sentencepiece_opens_its_own_model_and_gives_the_same_ids(
-    library: Data, kept: Path
-) -> None:
+def test_sentencepiece_opens_its_model_with_the_same_ids(library: Data, kept: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(kept)
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(kept / "tokenizer.model"))
     assert len(theirs) == len(tokenizer) == 8192

@@ -203,7 +203,7 @@ def variant_by_peft(variant: str, base: str) -> Trained:
 
 @pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "whole", "fp4")))
 @ranks(2)
-def test_variants_are_those_of_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
+def test_lora_variants_equal_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
     """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions,
     bitsandbytes repacks weights at the first evaluation, which ends their gradients.
     """
@@ -249,7 +249,7 @@ FROZEN = ("zero0", "zero1", "zero2", "zero3", "zero2 offload", "zero1 bf16")
 
 @pytest.mark.parametrize("layout", cells(FROZEN, ("zero3",)))
 @ranks(2)
-def test_frozen_parameters_stay_and_the_others_train_as_in_a_plain_loop(layout: str) -> None:
+def test_frozen_parameters_stay_and_adapters_train_as_plain_loop(layout: str) -> None:
     model = skeleton(hf_config(MODEL), torch.float32)
     materialize(model, 0, torch.device("cpu"))
     for name, parameter in model.named_parameters():

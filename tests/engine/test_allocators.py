@@ -26,7 +26,7 @@ print(torch._C._accelerator_getAllocatorSettings())
 
 
 @pytest.mark.gate("engine")
-def test_torch_takes_the_settings() -> None:
+def test_allocator_settings_are_accepted_by_torch() -> None:
     """In a separate process, since torch keeps its settings."""
     message = f"torch's allocators are set to {OURS} (PYTORCH_ALLOC_CONF)"
     assert printed(SETS).splitlines() == [message, OURS]
@@ -40,7 +40,7 @@ def test_torch_takes_the_settings() -> None:
         ("PYTORCH_ALLOC_CONF=x:1", "", "PYTORCH_ALLOC_CONF=x:1 is set by the user and left"),
     ],
 )
-def test_an_older_torch_gets_what_it_knows_and_the_users_settings_stay(
+def test_older_torch_gets_known_allocator_settings_only(
     of_user: str | None, unknown: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settle(settings: str) -> None:

@@ -223,7 +223,7 @@ def test_weights_that_are_still_being_gathered_are_not_compared() -> None:
     assert not [*engine.replicated()]
 
 
-def test_what_is_replaced_comes_back() -> None:
+def test_replaced_attributes_are_restored() -> None:
     class Thing:
         def step(self) -> str:
             return "own"

@@ -45,7 +45,7 @@ from tests.shipped import DS_CONFIGS
 
 
 @ranks(2)
-def test_zero3_never_holds_more_than_one_piece_in_full_and_leaves_half() -> None:
+def test_zero_3_build_holds_one_full_layer_at_most() -> None:
     """Count the whole parameter elements on this rank before and after each piece is divided."""
     before: list[int] = []
     after: list[int] = []
@@ -141,7 +141,7 @@ class _Model:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_alone_shows_a_bar_of_the_weights_that_it_reads(rank: int) -> None:
+def test_weight_loading_bar_is_shown_by_rank_0_only(rank: int) -> None:
     logging.enable_progress_bar()
     sdpa: dict[str, Any] = {"attention": "sdpa", "attention_sizes": {}}
     model = SimpleNamespace(init_from="weights", name="tiny", **sdpa)
@@ -164,7 +164,7 @@ def test_the_first_rank_alone_shows_a_bar_of_the_weights_that_it_reads(rank: int
         ({"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 128}, None),
     ],
 )
-def test_a_model_that_ignores_document_boundaries_is_refused_where_they_matter(
+def test_document_mask_is_required_where_boundaries_matter(
     model: dict[str, Any], problem: str | None, tmp_path: Path
 ) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -236,7 +236,7 @@ def test_what_transformers_cannot_build_is_one_report(word: str, said: str) -> N
 
 @pytest.mark.gate("engine")
 @pytest.mark.parametrize(("value", "precision"), [("1", "TF32"), (None, "fp32")])
-def test_an_event_says_whether_fp32_is_tf32(
+def test_tf32_use_is_an_event(
     value: str | None, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
@@ -268,13 +268,13 @@ def halves() -> list[Halves]:
     return [Halves(Share(grid, rank, {"tensor": by_rows})) for rank in range(2)]
 
 
-def test_a_parameter_is_all_of_the_models_or_the_part_that_was_left_on_it() -> None:
+def test_parameter_is_whole_or_the_shard_left_on_it() -> None:
     for rank, module in enumerate(halves()):
         assert part_of(module.norm) == Part.of((3,))
         assert part_of(module.cut).ranges[0] == ((2 * rank, 2 * rank + 2),)
 
 
-def test_what_is_not_cut_is_the_first_ranks() -> None:
+def test_unsharded_parameter_is_saved_by_the_first_rank() -> None:
     assert [[is_copy(m.cut), is_copy(m.norm)] for m in halves()] == [[False, False], [False, True]]
 
 
@@ -287,7 +287,7 @@ def test_squares_of_all_ranks_add_up_to_those_of_the_whole() -> None:
     assert squares == pytest.approx(4 * (8 + 3), rel=1e-6)
 
 
-def test_without_such_an_axis_nothing_is_a_copy() -> None:
+def test_no_parameter_is_a_replica_without_a_sharing_axis() -> None:
     module = nn.Linear(2, 3)
     note_copies(module, Share(Grid(4, pipeline=2), 3))
     assert not any(map(is_copy, module.parameters()))

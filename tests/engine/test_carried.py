@@ -200,7 +200,7 @@ def begun(states: CarriedStates, number: int, rows: Batch) -> list[float]:
     return values[:, 0].tolist()
 
 
-def test_a_row_goes_on_in_its_own_text_alone(states: Any) -> None:
+def test_carried_state_stays_within_its_row(states: Any) -> None:
     own = states()
     assert begun(own, 0, batch([5, 9])) == [0, 0]
     own.keep(0, batch([5, 9]), behind(3.0))
@@ -211,14 +211,14 @@ def test_a_row_goes_on_in_its_own_text_alone(states: Any) -> None:
     assert begun(own, 0, batch([6, 10])) == [3, 3]
 
 
-def test_a_state_that_is_not_finite_is_none(states: Any) -> None:
+def test_nonfinite_carried_state_is_dropped(states: Any) -> None:
     own, spoiled = states(), behind(2.0)
     spoiled.after[1, 50] = torch.inf
     own.keep(0, batch([0, 9]), spoiled)
     assert begun(own, 0, batch([1, 10])) == [2, 0]
 
 
-def test_checkpoints_keep_them_by_row(states: Any) -> None:
+def test_carried_states_are_saved_by_row(states: Any) -> None:
     saved: dict[tuple[str, str], torch.Tensor] = {}
     for rank in range(2):
         own = states(rank)
@@ -312,7 +312,7 @@ def by_loop(cell: str) -> tuple[list[float], dict[str, Any]]:
 
 @pytest.mark.parametrize("cell", cells(CELLS, ("lstm-zero2",)))
 @ranks(2)
-def test_every_layout_learns_as_a_loop(
+def test_carried_state_layouts_learn_as_a_plain_loop(
     cell: str, by_loop: tuple[list[float], dict[str, Any]]
 ) -> None:
     """An evaluation runs between two steps."""
@@ -395,7 +395,7 @@ def test_evaluations_carry_states_over_held_out_text(kind: str) -> None:
 
 
 @ranks(2)
-def test_a_step_that_fp16_skips_was_read() -> None:
+def test_carried_state_advances_on_a_skipped_fp16_step() -> None:
     engine = carrying(fp16())
     windows: list[int] = []
     for step in range(2):

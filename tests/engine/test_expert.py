@@ -197,7 +197,7 @@ def test_given_weights_are_read_and_divided() -> None:
 
 
 @ranks(2)
-def test_every_token_is_counted() -> None:
+def test_expert_load_counts_every_token() -> None:
     engine = mixture(EXPERTS)
     batches, targets = share_of(engine)
     engine.eval_batch(batches)

@@ -39,7 +39,7 @@ def count_gathers(engine: Any) -> int:
 
 
 @ranks(2)
-def test_chunks_gather_no_more_and_evaluate_the_same_under_zero_3() -> None:
+def test_chunked_loss_under_zero_3_gathers_no_more() -> None:
     values, gathers = [], []
     for chunk in (0, CHUNK):
         engine = engine_of("zero3", model={"loss_chunk": chunk})
@@ -103,7 +103,7 @@ def apply(model: Any, *, rope: bool, fused_linear_cross_entropy: bool) -> None:
 
 
 @ranks(2)
-def test_zero_3_gathers_the_heads_weight_that_is_read_outside_the_head() -> None:
+def test_zero_3_gathers_head_weight_read_outside_the_head() -> None:
     """The head's gradient is summed in fp32 over chunks of tokens, as requested."""
     package: Any = ModuleType("liger_kernel.transformers.monkey_patch")
     package._apply_liger_kernel_to_instance = apply

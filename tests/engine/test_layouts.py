@@ -76,7 +76,7 @@ CLIPPED = (*(f"zero{n}" for n in STAGES), "zero0 pipeline2", "zero1 pipeline2")
 
 @pytest.mark.parametrize("layout", CLIPPED)
 @ranks(2)
-def test_clipping_by_value_clamps_every_element_and_reports_the_norm_before(layout: str) -> None:
+def test_value_clipping_clamps_elements_and_reports_prior_norm(layout: str) -> None:
     """One SGD step with rate 1 moves every weight by its clamped gradient."""
     limit = 1e-3
     engine = engine_of(layout, optim={**SGD, "clip_value": limit})
@@ -105,7 +105,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
 
 @pytest.mark.parametrize("name", cells(SHIPPED, ("zero1", "zero2_offload")))
 @ranks(2)
-def test_a_shipped_config_trains(name: str) -> None:
+def test_shipped_ds_json_trains(name: str) -> None:
     """Offload runs the optimizer that steps on the CPU."""
     engine = engine_of(read_ds_json(DS_CONFIGS / f"{name}.json"))
     falling = losses(engine, 12)
@@ -136,7 +136,7 @@ def undivided_outputs(has_experts: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["zero1 experts2", "zero1 pipeline2"])
 @ranks(2)
-def test_the_undivided_model_leaves_out_padding_as_the_divided_one(layout: str) -> None:
+def test_undivided_model_masks_padding_as_the_sharded_one(layout: str) -> None:
     engine = engine_of(layout, **mixture())
     assert engine.undivided().gets_padding is False
     engine.module.gets_padding = True
@@ -187,7 +187,7 @@ def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
 
 
 @ranks(2)
-def test_each_tensor_rank_draws_dropout_for_its_own_heads_and_all_else_alike() -> None:
+def test_tensor_ranks_draw_dropout_per_head_and_share_the_rest() -> None:
     """A layer that is recomputed in the backward pass draws the same dropout."""
     model = {"attention": "eager", "attention_dropout": 0.5, "checkpointing": "full"}
     engine = engine_of("zero1 tensor2", model=model)
@@ -228,7 +228,7 @@ def test_shorter_rows_at_the_start_of_a_ramp_are_divided_too() -> None:
 
 
 @ranks(2)
-def test_tokens_attend_within_their_document_across_sequence_ranks() -> None:
+def test_sequence_ranks_attend_within_documents() -> None:
     """The first half of the previous document is on another rank."""
     engine = engine_of("zero1 sequence2")
     ids = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) % 24

@@ -111,7 +111,7 @@ def test_weights_in_8_bits_are_trained_as_what_they_stand_for(number: int, tmp_p
         torch.testing.assert_close(tensor, weights[name], rtol=1e-2, atol=1e-5)
 
 
-def test_a_rank_asks_for_no_config_of_the_files_once_it_has_a_plan(tmp_path: Path) -> None:
+def test_rank_with_a_plan_reads_no_model_config(tmp_path: Path) -> None:
     """A rank that failed there would leave the others waiting."""
     write_fp8(tmp_path / "fp8")
     words = [

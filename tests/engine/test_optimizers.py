@@ -267,7 +267,7 @@ def most_apart(name: str) -> float:
     cells(RESUMES, ("lion: zero3 > zero2 offload",)),
 )
 @ranks(2)
-def test_every_optimizer_resumes(cell: str) -> None:
+def test_every_optimizer_resumes_exactly(cell: str) -> None:
     """In the same layout, bit for bit."""
     name, _, trip = cell.partition(": ")
     layout, other = trip.split(" > ")

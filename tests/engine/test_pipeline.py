@@ -100,7 +100,7 @@ def test_batches_with_and_without_positions_take_turns() -> None:
 
 
 @ranks(2)
-def test_activation_checkpointing_changes_nothing() -> None:
+def test_pipeline_checkpointing_changes_no_value() -> None:
     curves = []
     for checkpointing in ("none", "full"):
         engine = engine_of(STAGES, model={"checkpointing": checkpointing})
@@ -179,7 +179,7 @@ def undivided_steps(is_odd: bool) -> dict[str, Any]:
 @GATE
 @pytest.mark.parametrize("name", SPLIT)
 @ranks(4)
-def test_evaluation_texts_losses_and_norms_are_the_undivided_models(name: str) -> None:
+def test_pipeline_evaluation_and_losses_equal_undivided_model(name: str) -> None:
     """Stages send parts of states, unless the parts would be uneven."""
     clipped = {"optim": {**SGD, "clip_value": 1e-3}} if name == "clipped by value" else {}
     model = {"model": model_with(**ODD)} if name == "odd" else {}
@@ -220,7 +220,7 @@ def test_deepspeed_puts_no_uneven_parts_together() -> None:
 @GATE
 @pytest.mark.parametrize("zero", [0, 1])
 @ranks(4)
-def test_the_norm_that_clips_counts_everything_once(zero: int) -> None:
+def test_pipeline_grad_norm_counts_every_parameter_once(zero: int) -> None:
     """A tied weight is on both stages, norms are on both ranks of one."""
     tied = model_with(tie_word_embeddings=True)
     engine = engine_of(

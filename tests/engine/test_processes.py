@@ -68,16 +68,14 @@ leave()
         ([("a", {0})] * 3, [1] * 3),
     ],
 )
-def test_the_cores_that_ranks_may_use_are_divided_among_those_that_share_them(
+def test_cpu_cores_are_divided_among_ranks_that_share_them(
     cores: list[tuple[str, set[int]]], threads: list[int]
 ) -> None:
     assert processes.threads_for(cores) == threads
 
 
 @pytest.mark.parametrize("variable", rest_in_gate("engine", ["1", None], 0))
-def test_openmp_takes_the_share_of_a_rank_whatever_the_launcher_set(
-    variable: str | None, tmp_path: Path
-) -> None:
+def test_openmp_threads_are_the_rank_share_of_cores(variable: str | None, tmp_path: Path) -> None:
     """torchrun and accelerate set 1; DeepSpeed's CPU Adam runs in torch's OpenMP."""
     env = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": variable}
     done = run_ranks([sys.executable, "-c", SHARES], tmp_path, ranks=1, env=env).succeeded()
@@ -110,7 +108,7 @@ def test_every_group_waits_longer_than_the_watchdog(
     assert ended.output.splitlines()[-1] == f"{patience_s} {patience_s}"
 
 
-def test_deepspeed_counts_ranks_on_the_cpu_without_a_process_for_it(
+def test_deepspeed_counts_cpu_ranks_without_a_subprocess(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -184,7 +182,7 @@ def test_a_ninja_of_another_environment_is_found(
     ("nodelist", "host"),
     [("gpu[07-09,12],cpu1", "gpu07"), ("node1,node2", "node1"), ("a-b.c", "a-b.c"), ("", "")],
 )
-def test_the_first_host_of_slurms_list(nodelist: str, host: str) -> None:
+def test_master_address_is_first_host_of_slurm_nodelist(nodelist: str, host: str) -> None:
     assert processes.first_host(nodelist) == host
 
 

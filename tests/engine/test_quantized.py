@@ -135,7 +135,7 @@ class Dequantized(TorchDispatchMode):
         return output
 
 
-def test_one_weight_at_a_time_is_dequantized_with_the_estimated_bytes() -> None:
+def test_dequantization_holds_one_weight_at_a_time() -> None:
     own = base_model().state_dict()
     empty, quantization = skeleton(hf_config(MODEL), torch.float32), Quantization("nf4")
     cut = quantize_linear_maps(empty, quantization)
@@ -163,7 +163,7 @@ def stepped() -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
     return optimizer, flat
 
 
-def test_tensors_that_bitsandbytes_cannot_count_are_updated_in_slices(
+def test_adam8bit_steps_oversized_tensors_in_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(eight_bit, "SLICE", 2 * BLOCK)
@@ -194,7 +194,7 @@ def filled_from(
     return filled
 
 
-def test_the_same_blocks_come_back_bit_for_bit_without_their_padding() -> None:
+def test_quantized_blocks_round_trip_without_padding() -> None:
     optimizer, flat = stepped()
     state = optimizer.state[flat]
     filled = blank(flat)

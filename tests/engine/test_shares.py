@@ -99,7 +99,7 @@ def check_given_weights(layout: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "deepseek_v3"])
 @ranks(2)
-def test_given_weights_are_read_exactly(name: str) -> None:
+def test_initial_weights_are_loaded_bit_exactly(name: str) -> None:
     check_given_weights("zero3 tensor2", name)
 
 
@@ -112,7 +112,7 @@ def test_given_weights_are_read_exactly(name: str) -> None:
     ],
 )
 @ranks(4)
-def test_given_weights_are_read_exactly_by_four_ranks(layout: str, name: str) -> None:
+def test_initial_weights_are_loaded_bit_exactly_by_four_ranks(layout: str, name: str) -> None:
     check_given_weights(layout, name)
 
 
@@ -184,7 +184,7 @@ def _measured(function: Any, peaks: list[int], mapped: int) -> Any:
 
 @pytest.mark.parametrize("way", ["drawn", "given"])
 @ranks(2)
-def test_no_rank_builds_with_more_than_its_share_and_two_layers(way: str) -> None:
+def test_building_a_rank_needs_its_share_and_two_layers(way: str) -> None:
     check_peak("zero1 tensor2", way)
 
 
@@ -192,5 +192,5 @@ def test_no_rank_builds_with_more_than_its_share_and_two_layers(way: str) -> Non
 @pytest.mark.parametrize("way", ["drawn", "given"])
 @pytest.mark.parametrize("layout", BUILT)
 @ranks(4)
-def test_none_of_four_ranks_builds_with_more_than_its_share(layout: str, way: str) -> None:
+def test_building_four_ranks_needs_the_share_of_each(layout: str, way: str) -> None:
     check_peak(layout, way)

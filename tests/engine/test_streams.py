@@ -70,7 +70,7 @@ def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", cells(CASES, ("zero3 clipped",)))
 @ranks(2)
-def test_no_stream_and_no_host_overtakes_another(name: str) -> None:
+def test_simulated_streams_have_no_race(name: str) -> None:
     """Our own code never makes the host wait; DeepSpeed's waits are counted."""
     facts = seen(name)
     assert facts["races"] == {}
@@ -86,7 +86,7 @@ def files(race: str) -> str:
 
 @pytest.mark.parametrize("name", cells(OVERTAKES, ("offload2 clipped",)))
 @ranks(2)
-def test_without_the_waits_the_simulation_finds_races(name: str) -> None:
+def test_stream_simulation_finds_races_of_removed_waits(name: str) -> None:
     """DeepSpeed does not wait for the whole device either, except when it offloads.
 
     Clamping races with the copy that it does not wait for, and so does the norm: the same number of

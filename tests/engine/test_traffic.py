@@ -99,7 +99,7 @@ def test_ranks_of_a_row_exchange_heads_and_are_data_ranks() -> None:
 
 
 @ranks(2)
-def test_experts_ranks_exchange_every_chosen_token_and_share_all_else() -> None:
+def test_expert_ranks_exchange_each_chosen_token() -> None:
     """The tokens that return from a rank depend on the load; only their mean is known."""
     seen, inputs = sent("zero1 experts2", name=written("mixtral", MIXTURES["mixtral"]))
     counts = 8 * inputs.shape.num_experts * inputs.shape.num_layers  # tokens per expert, int64
@@ -119,7 +119,7 @@ def test_stages_send_hidden_states_and_their_gradients() -> None:
 
 @pytest.mark.gate("engine")
 @ranks(4)
-def test_a_micro_batch_of_divided_stages_sends_what_the_documents_say() -> None:
+def test_pipeline_traffic_per_micro_batch_is_as_documented() -> None:
     """As in docs/layouts.md: a part of the hidden states to the other stage; within a stage, the
     states four times per layer and once more at either end, gathered once in the forward pass and
     twice in the backward pass.

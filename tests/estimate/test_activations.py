@@ -217,7 +217,7 @@ def test_compiled_layers_save_what_fused_kernels_would(family):
     assert saved_for_backward(replace(run, compiled=True)) == pytest.approx(saved, rel=0.01)
 
 
-def test_says_how_well_a_family_is_known():
+def test_activation_estimate_states_its_evidence():
     assert activation_evidence(inputs_of(FAMILIES["llama"], *WAYS[0])) == "traced"
     falcon = {**_DECODER, "model_type": "falcon"}
     assert activation_evidence(inputs_of(falcon, *WAYS[0])) == "guessed"
@@ -322,7 +322,7 @@ def peaks_are_predicted(run: Inputs, head: HeadAlone) -> None:
 
 @pytest.mark.parametrize("precision", rest_in_gate("memory", ["bf16", "fp32"]))
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_peaks_in_training_and_evaluation(family: str, precision: str) -> None:
+def test_activation_peaks_in_training_and_evaluation(family: str, precision: str) -> None:
     run = chunked(family, precision)
     peaks_are_predicted(run, head_of(run, family))
 
@@ -356,7 +356,7 @@ def test_divisions_that_cannot_be_run_are_named() -> None:
     assert not division_problems(run_of(FAMILIES["llama"], grid=Grid(4, tensor=2, sequence=2)))
 
 
-def test_a_rank_reads_the_whole_model_or_a_piece_at_a_time_of_what_it_divides() -> None:
+def test_rank_loads_whole_model_or_one_piece_of_sharded_weights() -> None:
     whole = run_of(FAMILIES["llama"], grid=Grid(1), loads_weights=True, stage=1)
     made, divided = (
         estimate_memory(run).worst.phase("build", "host")["weights being made"]

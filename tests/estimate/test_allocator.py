@@ -58,7 +58,7 @@ def test_the_smallest_block_that_is_large_enough_is_split() -> None:
     assert allocator.reserved == 160 * MIB
 
 
-def test_a_stream_gets_nothing_that_another_has_left() -> None:
+def test_allocator_shares_no_block_between_streams() -> None:
     allocator = Allocator()
     allocator.free(allocator.allocate(64 * MIB, "gathers"))
     allocator.allocate(64 * MIB)
@@ -109,7 +109,7 @@ def estimated(
 LONG = {"data": {"seq_len": 8192}, "train": {"micro_batch": 4, "global_batch": 32}}
 
 
-def test_reserved_is_between_what_is_allocated_and_what_nothing_shares() -> None:
+def test_reserved_memory_is_between_allocated_and_unshared_sum() -> None:
     conf = "PYTORCH_ALLOC_CONF=x"
     ours, plain = (estimated("h100-80", how, **LONG).worst for how in (None, conf))
     for rank in (ours, plain):
@@ -150,7 +150,7 @@ def test_fits_is_said_of_the_upper_end_and_tight_between() -> None:
     assert verdicts == ["fits", "tight", "tight", "does not fit"]
 
 
-def test_the_json_names_all_of_it() -> None:
+def test_driver_memory_json_has_every_part() -> None:
     estimate = estimated("h100-80", **LONG)
     report, rank = estimate.to_json(), estimate.worst
     assert report["allocated_gib"] == pytest.approx(rank.peak / GIB, abs=1e-3)

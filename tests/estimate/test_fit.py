@@ -73,7 +73,7 @@ def test_disk_must_have_room_for_a_checkpoint(
     assert all(f"are free in {tmp_path}: free space" in text for text in short)
 
 
-def test_a_gpu_that_is_too_small_names_need_and_changes_that_make_it_fit() -> None:
+def test_too_small_gpu_lists_need_and_fixes_that_fit() -> None:
     estimated = estimate(STAGE_1, **LLAMA)
     (problem,) = fit.shortages(estimated, 24 * GIB, 500 * GIB)
     assert f"the run needs {estimated.needed / GIB:.2f} GiB" in problem
@@ -105,7 +105,7 @@ def test_a_process_on_a_gpu_holds_cudas_memory_of_the_host_too() -> None:
     assert sizes == {"cuda": PROCESS_HOST + CUDA_HOST, "cpu": PROCESS_HOST}
 
 
-def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_allocators() -> None:
+def test_pinned_blocks_follow_the_user_allocator_settings() -> None:
     exact = plan(OFFLOADED, **LLAMA)  # DeepSpeed pins memory unless told otherwise
     rounded = plan(OFFLOADED, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA)
     notes = [event["message"] for event in rounded.events if event["kind"] == "pinned_memory"]
@@ -123,7 +123,7 @@ def test_pinned_blocks_count_as_torch_rounds_them_if_the_user_has_set_its_alloca
     assert pageable.host_bytes_per_node == exact.estimate.host_bytes_per_node
 
 
-def test_pinned_blocks_count_as_a_torch_rounds_them_that_has_no_setting_against_it() -> None:
+def test_older_torch_rounds_pinned_blocks_up() -> None:
     by_user = plan(OFFLOADED, allocators="PYTORCH_ALLOC_CONF=max_split_size_mb:512", **LLAMA)
     old = plan(OFFLOADED, torch="2.11.0", **LLAMA)
     assert old.estimate.host_bytes_per_node == by_user.estimate.host_bytes_per_node
@@ -132,7 +132,7 @@ def test_pinned_blocks_count_as_a_torch_rounds_them_that_has_no_setting_against_
     assert not plan(STAGE_1, torch="2.11.0", **LLAMA).events
 
 
-def test_activations_on_the_host_are_kept_between_steps_in_pinned_blocks_of_a_layer() -> None:
+def test_offloaded_activations_stay_in_pinned_layer_blocks() -> None:
     kept = {"checkpointing": "full", "activation_offload": True, "name": "llama-1b"}
     run = {"model": kept, "data": {"seq_len": 1536}, "train": {"micro_batch": 1}}
     exact, rounded = plan(STAGE_1, **run), plan(STAGE_1, torch="2.12.0", **run)
@@ -153,7 +153,7 @@ def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:
     assert len(fit.shortages(estimated, None, needed - 1)) == 1
 
 
-def test_the_line_of_a_cpu_counts_its_process_and_contradicts_itself_nowhere() -> None:
+def test_cpu_memory_line_includes_the_process() -> None:
     tiny = estimate({"zero_optimization": {"stage": 1}}, "cpu")
     line, worst = fit.memory_line(tiny), tiny.worst
     assert line.startswith(f"{as_size(2 * worst.on_cpu)} of host memory per node; a rank holds ")
@@ -181,7 +181,7 @@ def limit(folder: Path, most: str, anonymous: int) -> None:
     (folder / "memory.stat").write_text(f"anon {anonymous}\nfile 77\n")
 
 
-def test_free_host_memory_is_what_kernel_and_outer_control_groups_leave(
+def test_free_host_memory_respects_outer_cgroups(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert fit.free_on_host() == 8000 * 1024
@@ -222,7 +222,7 @@ def test_the_driver_is_asked_for_the_gpu_of_the_rank(
     assert (tmp_path / "asked").read_text().split()[-1] == asked
 
 
-def test_cpu_ranks_are_not_told_to_offload_to_the_memory_that_is_full() -> None:
+def test_cpu_ranks_get_no_advice_to_offload() -> None:
     estimated = estimate({"zero_optimization": {"stage": 1}}, "cpu", **LLAMA)
     (problem,) = fit.shortages(estimated, None, 2 * GIB)
     assert "model.checkpointing=full" in problem
@@ -230,7 +230,7 @@ def test_cpu_ranks_are_not_told_to_offload_to_the_memory_that_is_full() -> None:
     assert "GPUs" not in problem
 
 
-def test_a_change_makes_cpu_ranks_fit_only_if_their_processes_fit_too() -> None:
+def test_fix_for_cpu_ranks_fits_with_their_processes() -> None:
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     run = {"model": {"overrides": {**small, "num_key_value_heads": 2}}}
     zero = {"stage": 1, "reduce_bucket_size": 1_000_000}

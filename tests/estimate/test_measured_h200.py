@@ -30,7 +30,7 @@ def estimate_of(run: dict[str, Any]) -> Estimate:
 
 
 @pytest.mark.parametrize("run", LARGE, ids=lambda run: run["name"])
-def test_memory_is_as_measured(run: dict[str, Any]) -> None:
+def test_memory_estimate_matches_h200_measurements(run: dict[str, Any]) -> None:
     estimate = estimate_of(run)
     allocated = estimate.worst.peak / GIB + run.get("unexplained_gib", 0)
     assert allocated == pytest.approx(run["allocated_gib"], rel=0.004)
@@ -40,7 +40,7 @@ def test_memory_is_as_measured(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
-def test_seconds_are_as_measured(run: dict[str, Any]) -> None:
+def test_step_time_estimate_matches_h200_measurements(run: dict[str, Any]) -> None:
     inputs = estimate_of(run).inputs
     if run.get("module_by_module"):
         inputs = replace(inputs, zero=replace(inputs.zero, has_leaves=True))

@@ -86,7 +86,7 @@ def llama_3_8b(**keys: Any) -> Inputs:
     return inputs(config, (0, 9, 18, 27, 34), grad_accum_dtype="fp32", **run)
 
 
-def test_earlier_stages_hold_the_activations_of_more_micro_batches():
+def test_pipeline_stage_holds_activations_in_flight():
     """Calculated as layers x micro-batches in flight x bytes per layer."""
     run = llama_3_8b()
     layer = layer_activations(run, 0)
@@ -97,7 +97,7 @@ def test_earlier_stages_hold_the_activations_of_more_micro_batches():
     assert few["activations: mlp"] == 8 * 2 * layer.mlp
 
 
-def test_gradients_are_there_before_the_peak_only_if_more_follow_than_are_in_flight():
+def test_stage_gradients_exist_at_peak_if_more_batches_follow():
     assert "gradients" in rank_timeline(llama_3_8b(), 0).phase("forward")
     assert "gradients" not in rank_timeline(llama_3_8b(grad_accum=4), 0).phase("forward")
     assert "gradients" in rank_timeline(llama_3_8b(grad_accum=4), 12).phase("forward")

@@ -141,7 +141,7 @@ def test_rows_are_told_apart_and_of_known_gpus() -> None:
     assert all(("gib" in row) != ("ran" in row) for row in ROWS)
 
 
-def test_what_is_wrong_is_noticed() -> None:
+def test_published_memory_check_notices_wrong_estimates() -> None:
     assert Card({"gib": 20.0}, Interval(0, int(19.4 * GIB)), "fits").is_above
     assert Card({"ran": False}, Interval(0, 0), "fits").is_false_fit
 
@@ -174,7 +174,7 @@ def test_zero_2_without_overlap_saves_a_bucket() -> None:
     assert saved == pytest.approx(954, rel=0.001)
 
 
-def test_zero_2_with_a_bucket_of_1e8_saves_two_times_what_it_is_smaller() -> None:
+def test_published_zero_2_bucket_of_1e8_saves_its_double() -> None:
     """DeepSpeed#1302, indices 0 and 3: 21,152 and 19,625 MiB. The copy that is reduced also
     shrinks; DeepSpeed did not make it at that time.
     """
@@ -190,7 +190,7 @@ def test_zero_2_with_a_bucket_of_1e8_saves_two_times_what_it_is_smaller() -> Non
 @pytest.mark.parametrize(
     ("half", "resident", "peak"), [(False, 25.74, 31.38), (True, 16.17, 18.93)]
 )
-def test_zero_3_on_four_gpus_with_fp32_and_with_16_bit_master_weights(
+def test_published_zero_3_on_four_gpus_by_master_dtype(
     half: bool, resident: float, peak: float
 ) -> None:
     """DeepSpeedExamples, training/bf16_master_weight: 6.86B parameters, one sample of 512 tokens,

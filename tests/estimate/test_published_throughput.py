@@ -245,7 +245,7 @@ def kind_of(inputs: Inputs) -> str:
     return "offload" if inputs.zero.offload_optimizer != "device" else "ZeRO"
 
 
-def test_the_planners_errors_are_those_of_published_runs_of_each_kind(
+def test_published_errors_by_kind_match_the_planner(
     estimated: list[tuple[Row, float]],
 ) -> None:
     errors: dict[str, list[float]] = {}
@@ -262,7 +262,7 @@ def test_the_planners_errors_are_those_of_published_runs_of_each_kind(
         assert 0 <= kept.nine - quantile(some, 0.9) <= 0.012, (kind, quantile(some, 0.9))
 
 
-def test_two_kinds_of_layout_of_one_job_are_told_apart_beyond_five_percent(
+def test_layouts_over_5_percent_apart_are_ordered_correctly(
     estimated: list[tuple[Row, float]],
 ) -> None:
     """Pairs of published runs of one model on the same GPUs; below that, one in five is ordered
@@ -287,7 +287,7 @@ def test_two_kinds_of_layout_of_one_job_are_told_apart_beyond_five_percent(
 
 
 @pytest.mark.parametrize(("gpu", "rows"), [("h100-sxm", 60), ("a100-80", 9)])
-def test_products_of_every_shape_follow_tables_that_others_measured(gpu: str, rows: int) -> None:
+def test_matmul_times_follow_published_tables(gpu: str, rows: int) -> None:
     measured = [product for product in products() if product.gpu == gpu]
     errors = [product.error(fitted_share(measured)) for product in measured]
     assert len(errors) >= rows
@@ -304,7 +304,7 @@ def test_what_more_gpus_cost_is_near_what_was_published(
     assert 1 - many[1] / few[1] == pytest.approx(lost, abs=0.02)
 
 
-def test_five_jobs_that_ran_in_many_layouts_are_ranked_as_published(
+def test_published_layouts_of_five_jobs_keep_their_ranking(
     estimated: list[tuple[Row, float]],
 ) -> None:
     jobs: dict[tuple[object, ...], list[tuple[float, float]]] = {}

@@ -19,7 +19,7 @@ from tools.memory.text import paper_bytes
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_the_papers_table_one(stage, gigabytes):
+def test_states_match_table_1_of_the_zero_paper(stage, gigabytes):
     """arXiv 1910.02054, table 1: 7.5B parameters on 64 GPUs, decimal gigabytes."""
     assert paper_bytes(7_500_000_000, stage, 64) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
@@ -93,7 +93,7 @@ def test_the_class_that_deepspeed_uses(precision, stage, sums, offload, expected
         assert optimizer_class(run) == optimizer_class(run.of_stage(1)) == in_pipeline
 
 
-def test_a_flat_group_is_padded_and_cut_even_if_a_rank_then_holds_only_padding():
+def test_flat_group_is_padded_and_split_even_to_pure_padding():
     flat = Flat((5, 4, 2), shards=2)
     assert (flat.shard, flat.padded) == (6, 12)
     assert flat.whole == (9, 6)  # the second parameter is on both sides of the cut
@@ -130,7 +130,7 @@ def test_llama_3_8b_saves_what_was_traced(checkpointing, gibibytes):
     ("precision", "stage", "bounds"),
     [("fp32", 0, None), ("bf16", 1, (0, 9, 18)), ("bf16", 3, None), ("fp16", 2, None)],
 )
-def test_a_checkpoint_has_twelve_bytes_per_parameter_in_every_layout(precision, stage, bounds):
+def test_checkpoint_is_12_bytes_per_parameter_in_all_layouts(precision, stage, bounds):
     """tests/test_loop.py compares this with files on disk."""
     run = run_of("llama-1b", precision, stage=stage, bounds=bounds)
     assert estimate_memory(run).checkpoint_bytes == 12 * run.parameters
@@ -226,7 +226,7 @@ def test_overlap_doubles_the_bucket():
         ({"bounds": (0, 17, 34)}, ("offload", "zero_optimization.stage")),
     ],
 )
-def test_changes_save_what_they_say_and_none_is_proposed_that_cannot_be_run(layout, never):
+def test_suggested_changes_save_as_stated_and_can_run(layout, never):
     run = run_of("llama-3-8b", ranks=8, seq_len=8192, stage=1, **layout)
     before = estimate_memory(run, 40 * GIB)
     assert before.verdict == "does not fit"
@@ -239,7 +239,7 @@ def test_changes_save_what_they_say_and_none_is_proposed_that_cannot_be_run(layo
         assert change.saved_bytes == before.worst.peak - change.estimate.worst.peak > 0
 
 
-def test_a_rank_alone_gathers_nothing_and_has_no_second_copy_of_what_persists():
+def test_single_rank_gathers_nothing_and_keeps_no_second_copy():
     names = [
         {part.component for part in estimate_memory(run_of(ranks=ranks, stage=3)).worst.parts}
         for ranks in (1, 2)
@@ -285,7 +285,7 @@ def test_sgd_has_a_moment_only_with_momentum(stage, sums, momentum, bytes_per_el
     assert moment_bytes == pytest.approx(bytes_per_element * shard, rel=0.01)
 
 
-def test_a_recorded_phase_of_a_cpu_rank_has_no_bucket_larger_than_all_gradients() -> None:
+def test_cpu_rank_bucket_is_at_most_all_gradients() -> None:
     size = {}
     for accelerator in ("cpu", "cuda"):
         estimate = estimate_memory(run_of(stage=2, accelerator=accelerator))

@@ -66,9 +66,7 @@ def plan_of(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("model_type", rest_in_gate("memory", UNKNOWN, 0))
-def test_every_parameter_is_counted_and_what_is_saved_is_what_was_traced(
-    model_type: str, plan_of: Any
-) -> None:
+def test_trace_counts_every_parameter_and_saved_tensor(model_type: str, plan_of: Any) -> None:
     plan = plan_of({"model_type": model_type, **SIZES}, "train.global_batch=8")
     assert plan.shape is None
     estimate = plan.estimate
@@ -131,7 +129,7 @@ def test_a_fused_layer_of_mamba_keeps_what_its_source_says() -> None:
 
 
 @pytest.mark.gate("memory")
-def test_attention_is_the_runs_and_its_dropout_takes_no_other_path() -> None:
+def test_traced_attention_is_that_of_the_run() -> None:
     config = {"model_type": "stablelm", **SIZES}
     sdpa, eager = (trace(Request(config, None, "bf16", a, 2, 128)) for a in ("sdpa", "eager"))
     assert eager.bytes > sdpa.bytes
@@ -154,7 +152,7 @@ def test_a_known_family_comes_to_the_same_either_way(way: str, plan_of: Any) -> 
 
 
 @pytest.mark.gate("memory")
-def test_a_trace_is_kept(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_is_cached(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "glm", **SIZES, "num_hidden_layers": 3}
     first = plan_of(config, "train.global_batch=8").estimate.to_json()
     monkeypatch.setattr(memory, "_asked", lambda text: pytest.fail("traced again"))
@@ -178,7 +176,7 @@ def test_a_trace_is_read_where_no_file_can_be_written(monkeypatch: pytest.Monkey
     assert memory._kept("") is None
 
 
-def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+def test_nonfinite_config_values_are_read_as_in_transformers(tmp_path: Path) -> None:
     AutoConfig.for_model("mamba2", num_hidden_layers=2).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["time_step_limit"][1] == {"__float__": "Infinity"}
@@ -220,7 +218,7 @@ def test_layers_are_told_apart_by_how_tokens_see_each_other(
     assert mixers == kinds
 
 
-def test_windows_of_a_traced_model_are_those_that_its_config_lists() -> None:
+def test_traced_model_windows_are_those_of_its_config() -> None:
     config = {"model_type": "gemma3_text", **SIZES, "num_hidden_layers": 6, "sliding_window": 64}
     sizes = shape_of(Request(config, None, "bf16", "sdpa", 1, 16))["sizes"]
     assert sizes["sliding_windows"] == [64, 64, 64, 64, 64, None]

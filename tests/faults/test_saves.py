@@ -12,7 +12,7 @@ from tests.real_runs import events
 from tests.tiers import rest_in_gate
 
 
-def test_every_place_exists() -> None:
+def test_every_fault_location_exists() -> None:
     from tests.faults.plant import PLACES  # imports the engine, which takes seconds
 
     assert "in an evaluation" in PLACES
@@ -107,7 +107,7 @@ def test_a_failure_of_one_rank_ends_all(place: str, nth: int, rank: int, trial: 
 
 
 @pytest.mark.gate("faults")
-def test_while_a_run_trains_its_status_names_the_newest_checkpoint(trial: Trial) -> None:
+def test_status_names_the_newest_checkpoint_during_training(trial: Trial) -> None:
     fault = {"rank": 0, "at": "before a save", "nth": 3, "do": "kill"}
     ended = trial.zygote.run(arguments(trial.path, trial.data), trial.logs, fault, ranks=1)
     assert ended.codes == [-9], ended.output

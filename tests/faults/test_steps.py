@@ -53,7 +53,7 @@ def first_sample(step: int) -> str:
     return str((step - 1) * BATCH)
 
 
-def test_nan_k_times_in_a_row_ends_the_run_with_code_76_and_a_diagnosis(
+def test_repeated_nan_losses_exit_with_code_76_and_a_diagnosis(
     spoiled: Run, tmp_path: Path
 ) -> None:
     spoils = {"loss": {first_sample(step): "nan" for step in (2, 4, 5, 6)}}
@@ -73,9 +73,7 @@ def test_nan_k_times_in_a_row_ends_the_run_with_code_76_and_a_diagnosis(
 
 
 @pytest.mark.gate("faults")
-def test_a_held_out_loss_that_is_no_number_ends_the_run_with_code_76(
-    spoiled: Run, tmp_path: Path
-) -> None:
+def test_nonfinite_held_out_loss_exits_with_code_76(spoiled: Run, tmp_path: Path) -> None:
     ended, run = spoiled(tmp_path, {"ruin": 2}, zero(0), "train.steps=4", ranks=1)
     assert ended.codes == [76], ended.output
     (event,) = events(run, "diverged")
@@ -108,7 +106,7 @@ def skipping(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Run
 
 
 @pytest.mark.gate("faults")
-def test_a_spike_is_skipped(skipping: list[RunFolder]) -> None:
+def test_spike_step_is_skipped(skipping: list[RunFolder]) -> None:
     whole, _ = skipping
     (spike,) = events(whole, "spike")
     (skipped,) = events(whole, "skipped_step")
@@ -158,7 +156,7 @@ def rolled_back(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.gate("faults")
-def test_a_run_goes_back_to_its_checkpoint_and_past_the_samples_since(
+def test_rollback_restores_checkpoint_and_skips_read_samples(
     rolled_back: list[RunFolder],
 ) -> None:
     run = rolled_back[0]

@@ -35,7 +35,7 @@ def nest(path: Path) -> None:
     ("file", "damage"),
     rest_in_gate("faults", [("rank-00001-000.safetensors", flip), ("manifest.json", nest)]),
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(
     file: str, damage: Callable[[Path], None], finished: Trial, undisturbed: RunFolder
 ) -> None:
     damaged = newest(finished.run)
@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 @pytest.mark.gate("faults")
-def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(finished: Trial) -> None:
+def test_run_with_only_damaged_checkpoints_never_restarts(finished: Trial) -> None:
     run = finished.run
     for path in run.checkpoints_dir.glob("step-*"):
         flip(path / "index.json")
@@ -89,7 +89,9 @@ def test_a_disk_that_fills_up_during_a_save(
 
 
 @pytest.mark.gate("faults")
-def test_a_read_only_file_system(small_disk: Path, trial: Trial, undisturbed: RunFolder) -> None:
+def test_read_only_file_system_is_reported(
+    small_disk: Path, trial: Trial, undisturbed: RunFolder
+) -> None:
     trial.path.mkdir()
     trial.run.checkpoints_dir.symlink_to(small_disk)  # the lock is held open elsewhere
     fault = {"at": "before a save", "do": "readonly", "mount": str(small_disk)}
@@ -140,7 +142,7 @@ def test_token_ids_that_are_replaced_in_place_are_refused(pair: Path, trial: Tri
 
 
 @pytest.mark.gate("faults")
-def test_held_out_samples_without_a_target_are_refused_before_anything_is_written(
+def test_held_out_set_without_targets_is_rejected_at_start(
     trial: Trial, write_jsonl: Callable[..., Path]
 ) -> None:
     """One prompt fills everything that an evaluation reads."""

@@ -37,7 +37,7 @@ def refused(path: Path | str, **options: object) -> list[str]:
     return caught.value.problems
 
 
-def test_the_library_is_this_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_library_corpus_is_of_this_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages installed beside it are not searched."""
     entered = []
     scandir = os.scandir
@@ -67,7 +67,7 @@ def documents_of_library() -> list[str]:
     return texts
 
 
-def test_its_identity_changes_with_the_files(tmp_path: Path) -> None:
+def test_standard_library_identity_follows_its_files(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
     before = find_corpus(str(path)).identity()
@@ -124,7 +124,7 @@ def test_a_long_line_is_read_in_pieces(
         assert all(piece.text.startswith((" word", f"{keys[0]} 0")) for piece in pieces)
 
 
-def test_a_folder_is_read_but_for_what_is_no_text_which_is_counted(tmp_path: Path) -> None:
+def test_folder_corpus_skips_and_counts_files_without_text(tmp_path: Path) -> None:
     for name in ("b.txt", "sub/a.md", "README", ".git/config", ".hidden"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -158,7 +158,7 @@ def test_a_folder_with_data_that_would_not_be_read_is_refused(tmp_path: Path) ->
     assert len(find_files(str(tmp_path), "text").files) == 4
 
 
-def test_a_folder_of_pairs_is_one_corpus_in_the_order_of_the_names(tmp_path: Path) -> None:
+def test_folder_of_token_pairs_is_one_corpus_in_name_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.1", "a", "sub/c"):
         write_indexed(tmp_path / name, 8192, [([1, 2, 3], True), ([4], True)])
@@ -200,7 +200,7 @@ def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path) -> None:
     assert find_files(str(tmp_path)).left_out == "2 pipes, devices or broken links"
 
 
-def test_a_pair_has_a_prefix_or_either_name_and_is_glanced_at_by_its_header(tmp_path: Path) -> None:
+def test_token_pair_is_named_by_prefix_or_file(tmp_path: Path) -> None:
     pair = tmp_path / "my.pair"
     write_indexed(pair, 8192, [([1, 2, 3], True), ([4], False), ([5], True)])
     for suffix in ("", ".bin", ".idx"):
@@ -305,7 +305,7 @@ def test_a_path_is_expanded_and_a_name_stays(monkeypatch):
         ("a\0b", "NUL character"),
     ],
 )
-def test_a_path_that_no_file_can_have(text, message):
+def test_corpus_path_that_no_file_can_have_is_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         expanded_path(text)
 

@@ -88,7 +88,7 @@ def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
     assert bad == "data.path: bad.psv:101: has a second column"
 
 
-def test_every_file_is_a_format_of_its_own_and_no_two_claim_a_suffix() -> None:
+def test_formats_have_one_file_each_and_disjoint_suffixes() -> None:
     files = {path.stem for path in Path(formats.__path__[0]).glob("*.py")} - {"__init__"}
     assert len(FORMATS) == len(files)
     assert next(iter(FORMATS)) == "text"  # first in errors; used for names without a suffix

@@ -270,7 +270,7 @@ def test_token_ids_are_read_as_they_are() -> None:
     assert read({"tokens": "[5, 6]"}, columns)[0] == Ids([5, 6], [(0, 2)])
 
 
-def test_what_is_not_read_is_named() -> None:
+def test_unread_row_keys_are_named() -> None:
     row = {
         **messages(Q, {**A, "weight": 1}, {**Q2, "train": True}, A2, chosen="x", tools=[]),
         "rejected": [A],

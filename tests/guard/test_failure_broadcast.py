@@ -11,7 +11,7 @@ from harness.guard import failure_broadcast
 from harness.guard.failure_broadcast import Failure, FailureBroadcast
 
 
-def test_every_rank_ends_with_the_code_of_the_first_failure_and_is_waited_for(
+def test_all_ranks_exit_with_the_code_of_the_first_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     codes: list[int] = []

@@ -52,7 +52,7 @@ def test_the_largest_difference_of_copies_is_told() -> None:
 
 
 @ranks(3)
-def test_slices_that_some_tensor_ranks_share_may_differ_by_rounding_on_gpus() -> None:
+def test_slices_shared_by_tensor_ranks_may_round_apart_on_gpus() -> None:
     rank, grid = dist.get_rank(), Grid(3, tensor=3)
     pair, weight = dist.new_group([0, 1]), torch.tensor([4.0, 1.0 + rank / 2**20])
     replica = Replica("k", weight, (0, 1), pair) if rank < 2 else Replica("k", weight, (2,), None)
@@ -74,7 +74,7 @@ def test_slices_that_some_tensor_ranks_share_may_differ_by_rounding_on_gpus() ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_single_bit_counts(dtype: torch.dtype) -> None:
+def test_replica_checksum_detects_every_single_bit(dtype: torch.dtype) -> None:
     weight = torch.randn(5, generator=torch.Generator().manual_seed(0)).to(dtype)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     before = checksum(weight)

@@ -138,7 +138,7 @@ def test_what_ignores_sighup_outlives_its_terminal() -> None:
         3,
     ),
 )
-def test_a_process_that_only_starts_ends_by_the_second_ctrl_c_or_where_no_rank_comes(
+def test_starting_process_ends_on_second_ctrl_c_or_lost_rank(
     then: str, numbers: list[signal.Signals], code: int
 ) -> None:
     with subprocess.Popen(
@@ -163,7 +163,7 @@ def test_a_process_that_only_starts_ends_by_the_second_ctrl_c_or_where_no_rank_c
         *(("UNLIMITED", None), ("NOT_SET", None), ("", None)),
     ],
 )
-def test_what_slurm_writes(text: str, seconds: float | None) -> None:
+def test_slurm_end_time_is_parsed(text: str, seconds: float | None) -> None:
     assert as_seconds(text) == seconds
 
 

@@ -23,7 +23,7 @@ def kind(monitor: StabilityMonitor, step: int = 9, is_last: bool = False) -> str
     return monitor.verdict(step, is_last, "runs/x").kind
 
 
-def test_bad_steps_in_a_row_are_divergence_and_a_good_one_between_is_not() -> None:
+def test_consecutive_bad_steps_are_divergence() -> None:
     seen = monitor()
     seen.see_step(2.0, 1.0)
     seen.see_evaluation(2.0, 5)
@@ -39,7 +39,7 @@ def test_bad_steps_in_a_row_are_divergence_and_a_good_one_between_is_not() -> No
         assert text in verdict.message
 
 
-def test_a_held_out_loss_that_is_no_number_is_divergence_after_step_0() -> None:
+def test_nonfinite_held_out_loss_after_step_0_is_divergence() -> None:
     seen = monitor()
     seen.see_evaluation(math.nan, 0)
     assert kind(seen, 0) == "go on"
@@ -147,7 +147,7 @@ def test_a_new_level_is_accepted_after_a_quarter_of_a_window() -> None:
     assert seen == list(range(500, 532))
 
 
-def test_what_is_not_finite_is_neither_judged_nor_remembered() -> None:
+def test_nonfinite_losses_do_not_enter_the_spike_window() -> None:
     detector = SpikeDetector(6.0, 128)
     list(spikes(detector, curve(200)))
     before = detector.state()

@@ -63,7 +63,7 @@ def test_ranks_that_share_a_gpu_hang_later() -> None:
     assert pulse.limit_s("step") == 40
 
 
-def test_every_beat_counts(clock: list[float]) -> None:
+def test_watchdog_counts_every_heartbeat(clock: list[float]) -> None:
     pulse = Pulse(floor_s=1, factor=1, first_s=1)
     before = pulse.beat
     clock[0] = 5
@@ -94,7 +94,7 @@ def test_a_rank_writes_where_it_is_and_takes_that_away(tmp_path: Path) -> None:
     assert (beat["rank"], beat["phase"], beat["step"], beat["count"]) == (3, "save", 7, 1)
 
 
-def test_a_heartbeat_during_a_hang_still_says_where_the_rank_hangs(tmp_path: Path) -> None:
+def test_heartbeat_during_a_hang_keeps_its_place(tmp_path: Path) -> None:
     """A rank that notices the hang itself may write once more before it sees the report."""
     watchdog = Watchdog(Pulse(floor_s=60, factor=10, first_s=60), rank=0, world_size=1)
     watchdog.write_to(tmp_path, tmp_path / "hang.json", lambda report: None)
@@ -155,7 +155,7 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
         writer.join()
 
 
-def test_a_hang_of_a_rank_left_over_from_an_earlier_attempt_ends_no_other(tmp_path: Path) -> None:
+def test_hang_of_an_earlier_attempt_ends_no_other_rank(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.open()
     old, new, other = (
@@ -243,7 +243,7 @@ def test_a_rank_whose_heartbeat_is_gone_is_silent() -> None:
     assert "rank 1 on n1 (process 11), in 'step' of step 5: stopped" in report["message"]
 
 
-def test_a_place_is_the_innermost_line_of_the_library_and_what_it_waits_in() -> None:
+def test_hang_place_is_innermost_library_line_and_wait() -> None:
     from harness.data.batches import load_ahead
 
     release = threading.Event()

@@ -144,7 +144,7 @@ def test_parts_that_are_equal_compare_equal() -> None:
 @pytest.mark.parametrize(
     "ranges", [((0, 7),), ((2, 1),), ((0, 3), (2, 4)), ((3, 4), (0, 1)), ((-1, 2),)], ids=str
 )
-def test_ranges_that_cannot_be_are_refused(ranges: tuple[Range, ...]) -> None:
+def test_invalid_box_ranges_are_rejected(ranges: tuple[Range, ...]) -> None:
     with pytest.raises(ValueError, match="are not ranges of dimension 0 of"):
         Part((6,), (ranges,))
     with pytest.raises(ValueError, match="ranges of 1 dimensions for"):

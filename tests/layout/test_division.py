@@ -114,13 +114,11 @@ def test_fewer_key_heads_than_ranks_are_shared() -> None:
         (shape(intermediate_size=249), 2, "249 elements of dimension 0 cannot be divided over 2"),
     ],
 )
-def test_what_cannot_be_divided_is_said_with_what_can(
-    model: Shape, ranks: int, problem: str
-) -> None:
+def test_indivisible_layer_error_names_valid_sizes(model: Shape, ranks: int, problem: str) -> None:
     assert problem in tensor_problems(model, ranks)[0]
 
 
-def test_a_multi_query_falcons_only_key_head_is_known_without_its_shape() -> None:
+def test_multi_query_falcon_has_one_key_head_without_its_shape() -> None:
     config = {"model_type": "falcon", "num_attention_heads": 8, "vocab_size": 64}
     assert TensorPlan.of(config).num_kv_heads == 1
     assert TensorPlan.of({**config, "multi_query": False}).num_kv_heads == 8
@@ -138,7 +136,7 @@ def test_a_multi_query_falcons_only_key_head_is_known_without_its_shape() -> Non
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ],
 )
-def test_the_ranks_have_every_parameter_once_and_the_first_has_what_is_counted(
+def test_tensor_ranks_cover_every_parameter_once(
     model_type: str, config: dict[str, Any], ranks: int
 ) -> None:
     whole = shape(model_type, **{"num_attention_heads": 8, "intermediate_size": 252, **config})
@@ -156,7 +154,7 @@ def test_the_ranks_have_every_parameter_once_and_the_first_has_what_is_counted(
         )
 
 
-def test_a_trained_activation_in_a_divided_mlp_has_its_gradient_added_up() -> None:
+def test_trained_activation_in_sharded_mlp_sums_its_gradient() -> None:
     plan = TensorPlan.make("apertus", 4, 2, 96)
     assert plan.style_of("model.layers.0.mlp.act_fn") == SUMMED
 

@@ -36,7 +36,7 @@ def small_model(model_type: str, **config: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("model_type", TABLES)
-def test_dropouts_and_special_tokens_are_those_of_the_config_class(model_type: str) -> None:
+def test_dropouts_and_special_tokens_match_config_class(model_type: str) -> None:
     heads_only = {"classifier_dropout", "summary_first_dropout"}  # not part of a causal LM
     table, config = TABLES[model_type], AutoConfig.for_model(model_type)
     dropouts = {key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))}
@@ -67,7 +67,7 @@ def test_the_activation_is_the_config_class_s(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_torchs_attention_is_refused_where_transformers_refuses_it(model_type: str) -> None:
+def test_sdpa_is_rejected_where_transformers_rejects_it(model_type: str) -> None:
     supported = type(small_model(model_type))._supports_sdpa
     if model_type == "gemma2" and is_older((5, 21)):
         supported = False  # it accepted Gemma 2, and ignored the cap

@@ -39,7 +39,7 @@ def test_order_of_axes_is_deepspeeds(pipeline: int, data: int, tensor: int) -> N
     assert [list(group) for group in grid.groups("data")] == topology.get_axis_comm_lists("data")
 
 
-def test_tensor_peers_are_neighbours_and_sequence_peers_stride_over_them() -> None:
+def test_tensor_peers_are_adjacent_and_sequence_peers_strided() -> None:
     grid = Grid(16, pipeline=2, tensor=2, sequence=2)
     assert grid.data == 2
     assert grid.group("tensor", 4) == (4, 5)
@@ -49,7 +49,7 @@ def test_tensor_peers_are_neighbours_and_sequence_peers_stride_over_them() -> No
     assert grid.coords(15) == Coords(pipeline=1, data=1, sequence=1, tensor=1)
 
 
-def test_a_world_that_does_not_divide_is_refused_with_the_numbers() -> None:
+def test_indivisible_world_size_is_rejected_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"6 ranks .* pipeline 2 x tensor 2 x sequence 1 = 4"):
         Grid(6, pipeline=2, tensor=2)
     with pytest.raises(ValueError, match="tensor must be at least 1, not 0"):
@@ -58,7 +58,7 @@ def test_a_world_that_does_not_divide_is_refused_with_the_numbers() -> None:
         Grid(8).coords(8)
 
 
-def test_a_rank_says_its_place_on_every_axis_that_divides_the_model() -> None:
+def test_grid_text_gives_rank_coordinates_on_model_axes() -> None:
     grid = Grid(8, pipeline=2, tensor=2)
     assert grid.described(0) == " (data 0, pipeline 0, tensor 0)"
     assert grid.described(6) == " (data 1, pipeline 1, tensor 0)"
@@ -95,7 +95,7 @@ def test_groups_of_a_purpose_split_the_world(grid: Grid, purpose: Purpose) -> No
     assert len({len(group) for group in groups}) == 1
 
 
-def test_groups_of_all_axes() -> None:
+def test_grid_groups_over_all_axes() -> None:
     grid = Grid(16, pipeline=2, tensor=2, sequence=2)
     share = Share(grid, 7)  # stage 0, data 1, sequence 1, tensor 1
     assert share.ranks("loss") == tuple(range(1, 16, 2))
@@ -152,7 +152,7 @@ def test_key_heads_that_ranks_share_are_counted_once() -> None:
     assert [share.is_first("key", (8, 5)) for share in ranks] == [True, False, True, False]
 
 
-def test_those_that_hold_the_same_are_found_over_all_axes_but_stages() -> None:
+def test_replicas_are_found_over_all_axes_but_stages() -> None:
     grid = Grid(16, pipeline=2, tensor=4)
     share = Share(grid, 5, {"tensor": halves})  # stage 0, data 1, tensor 1
     assert share.alike("norm", (8,)) == tuple(range(8))

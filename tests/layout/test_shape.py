@@ -164,7 +164,7 @@ def test_keys_of_other_families_mean_nothing(model_type: str, config: dict[str, 
     assert shape == Shape.from_hf({"model_type": model_type, **config})
 
 
-def test_parts_add_up() -> None:
+def test_shape_parameter_parts_sum_to_the_total() -> None:
     shape = Shape.from_hf({"model_type": "qwen3_moe", **TINY, **GQA, **QWEN_MOE, "head_dim": 8})
     parts = (shape.body.before, *shape.body.layers, shape.body.after)
     assert sum(tensor.numel for part in parts for tensor in part) == num_parameters(shape)
@@ -172,7 +172,7 @@ def test_parts_add_up() -> None:
     assert parameters_by_kind(shape)["router"] == 3 * 4 * 48
 
 
-def test_sliding_windows() -> None:
+def test_shape_reads_sliding_windows() -> None:
     def windows(model_type: str, **config: Any) -> tuple[int | None, ...]:
         keys = {"model_type": model_type, **TINY, **GQA, **config}
         return Shape.from_hf(keys).sliding_windows
@@ -210,7 +210,7 @@ def test_flops_count_chosen_experts_and_windows_only() -> None:
     assert flops_per_token(sliding, 8) == flops_per_token(shape, 8)
 
 
-def test_unknown_architecture() -> None:
+def test_unknown_architecture_is_rejected() -> None:
     with pytest.raises(UnknownArchitecture, match=r"no table for model_type 'mamba'"):
         Shape.from_hf({"model_type": "mamba", **TINY})
 

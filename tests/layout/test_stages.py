@@ -92,7 +92,7 @@ def test_units_cost_what_the_model_costs() -> None:
         assert sum(flops_per_unit(shape, 16)) == flops_per_token(shape, 16)
 
 
-def test_a_published_model() -> None:
+def test_stage_split_of_a_published_model() -> None:
     """Llama-3-8B's head has 525,336,576 weights, each of its layers 218,112,000."""
     config = {
         "model_type": "llama",
@@ -127,7 +127,9 @@ def test_a_published_model() -> None:
         (5, 1, (5,)),
     ],
 )
-def test_an_even_split(num_layers: int, stages: int, expected: tuple[int, ...]) -> None:
+def test_stage_split_of_equal_layers_is_even(
+    num_layers: int, stages: int, expected: tuple[int, ...]
+) -> None:
     assert layers_per_stage(split_evenly(num_layers, stages)) == expected
 
 

@@ -48,7 +48,7 @@ def variables(text: str) -> dict[str, str]:
         (TORCH_IN_SRUN, ("torch", 1, 2, 1, 2)),
     ],
 )
-def test_launchers(environ, expected):
+def test_world_is_read_from_each_launcher(environ, expected):
     world = World.from_environ({**variables(environ), "DS_ACCELERATOR": "cpu"})
     place = (world.launcher, world.rank, world.world_size, world.local_rank)
     assert (*place, world.local_world_size) == expected
@@ -63,7 +63,7 @@ def test_launchers(environ, expected):
         ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_SIZE=2", "local rank 3"),
     ],
 )
-def test_an_impossible_environment(environ, expected):
+def test_impossible_rank_environment_is_rejected(environ, expected):
     with pytest.raises(ValueError, match=expected):
         World.from_environ(variables(environ))
 
@@ -96,7 +96,7 @@ def test_the_users_allocators_are_read(environ, rounds, monkeypatch):
     assert World.from_environ({**environ, "DS_ACCELERATOR": "cpu"}).allocators is None
 
 
-def test_pinned_memory_is_rounded_by_a_torch_that_knows_no_setting_against_it(monkeypatch):
+def test_pinned_memory_is_rounded_unless_torch_has_a_setting(monkeypatch):
     ours, users = {"DS_ACCELERATOR": "cuda"}, {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:64"}
     for version, rounds in (("2.10.0a0+b4", True), ("2.12.1", True), ("2.13.0+cu130", False)):
         monkeypatch.setattr(importlib.metadata, "version", lambda name, v=version: v)
@@ -131,7 +131,7 @@ FIRST, SECOND = "NVIDIA H200", "NVIDIA L4"
 
 
 @pytest.mark.parametrize("source", ["/proc", "nvidia-smi"])
-def test_gpu_name_is_the_drivers_of_the_first_gpu_that_is_visible(tmp_path, monkeypatch, source):
+def test_gpu_name_is_that_of_the_first_visible_gpu(tmp_path, monkeypatch, source):
     """Containers and WSL may lack /proc/driver/nvidia."""
     monkeypatch.setattr(module, "NVIDIA_PROC", tmp_path / "gpus")
     monkeypatch.setenv("PATH", str(tmp_path))

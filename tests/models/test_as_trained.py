@@ -133,7 +133,7 @@ def test_the_harness_opens_it_as_it_was_trained(
     assert "auto_map" not in as_plain(values)
 
 
-def test_without_its_code_attention_is_exact_and_streams_are_refused(tmp_path: Path) -> None:
+def test_attention_without_custom_code_is_exact_or_rejected(tmp_path: Path) -> None:
     for name, config in (("attention", {}), ("streams", {"reversible": True})):
         exported(tmp_path / name, KINDS_OF["performer"], **config)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "attention")

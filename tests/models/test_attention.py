@@ -121,7 +121,7 @@ def test_documents_are_numbered_as_transformers_numbers_them() -> None:
     assert masking_utils.find_packed_sequence_indices is theirs
 
 
-def test_rows_of_one_document_each_have_no_positions_on_the_device() -> None:
+def test_single_document_rows_need_no_positions_on_device() -> None:
     ids = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
     assert Batch(ids, ids, PACKED).on(CPU)[2] is PACKED
     assert Batch(ids, ids, PACKED[:1].repeat(2, 1)).on(CPU)[2] is None

@@ -148,7 +148,7 @@ def test_the_backward_pass_goes_through_the_models_output_first(family: str) -> 
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "gemma2", "granite", "phi"])
-def test_in_bf16_they_are_as_far_from_the_truth(family: str) -> None:
+def test_chunked_loss_in_bf16_is_as_accurate_as_whole_logits(family: str) -> None:
     _, truth = loss_and_gradients(built(family, chunk=0))
     expected, whole = loss_and_gradients(built(family, "bf16", chunk=0))
     loss, chunked = loss_and_gradients(built(family, "bf16"))
@@ -211,7 +211,7 @@ def operations_with(change: Any) -> Operations:
     return operations_on_logits(model)
 
 
-def test_logits_that_depend_on_one_another_are_not_computed_in_parts() -> None:
+def test_logits_that_depend_on_each_other_are_not_chunked() -> None:
     assert [len(o.args) for o in operations_with(lambda x: torch.tanh(x / 3).double())] == [1, 0, 0]
     for change in (
         lambda x: x.log_softmax(-1),
@@ -227,7 +227,7 @@ def test_logits_that_depend_on_one_another_are_not_computed_in_parts() -> None:
         operations_with(lambda x: torch.empty(1, 4, 128, device="meta"))
 
 
-def test_other_heads_are_named() -> None:
+def test_chunked_loss_names_unsupported_heads() -> None:
     model = skeleton(hf_config(LEARNED["llama"]), torch.float32)
     model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))
     with pytest.raises(ValueError, match=r"output head of LlamaForCausalLM is not an nn\.Linear"):
@@ -258,7 +258,7 @@ def test_the_peak_of_8192_tokens_and_a_vocabulary_of_128256() -> None:
 
 
 @pytest.mark.gate("models")
-def test_live_bytes_on_a_cpu() -> None:
+def test_chunked_loss_live_bytes_on_a_cpu() -> None:
     """An eighth of the sizes above."""
     tokens, hidden, vocab = 1024, 512, 16_032
     head = HeadAlone(tokens, hidden, vocab, 1024)

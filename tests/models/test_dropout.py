@@ -27,7 +27,7 @@ def test_layers_are_left_out_of_training_alone(family: str) -> None:
     assert not torch.equal(model(input_ids=ids).logits, whole)
 
 
-def test_a_layer_is_there_as_often_as_it_says_and_as_strong_on_average() -> None:
+def test_layer_drop_keeps_rate_and_mean() -> None:
     model = built(MODEL)
     _, layers = decoder_layers(model)
     drop_layers(model, RATE)

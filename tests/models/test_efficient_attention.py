@@ -62,7 +62,7 @@ def gradients(output: torch.Tensor, qkv: list[torch.Tensor]) -> tuple[torch.Tens
     return torch.autograd.grad(output, qkv, weights)
 
 
-def test_every_kind_is_a_row() -> None:
+def test_every_attention_kind_has_a_row_in_the_docs() -> None:
     assert {name for name, row in ATTENTIONS.items() if not row.is_exact} == {*KINDS}
     assert {*SMALL} == {*KINDS}
 
@@ -193,7 +193,7 @@ def _softmax_over(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
     return torch.einsum("hk,hkd->hd", weights, values)
 
 
-def test_the_error_of_random_features_falls_with_the_root_of_their_number() -> None:
+def test_performer_error_falls_as_root_of_features() -> None:
     with torch.no_grad():
         qkv = [state / 2 for state in states(150)]
         expected = exact(*qkv)
@@ -217,7 +217,7 @@ def test_draws_are_a_function_of_seed_and_layer() -> None:
         assert not torch.equal(first, other)
 
 
-def test_weights_that_were_not_computed_are_neither_summed_nor_reported() -> None:
+def test_uncomputed_attention_weights_are_not_reported() -> None:
     """On a GPU, their functions get document bounds on the host, unlike those that are summed."""
     sums = AttentionSums(1, torch.ones(1, dtype=torch.bool))
     for name, is_summed in (("sdpa", True), (function_name("strided", SMALL["strided"], 0), False)):
@@ -237,7 +237,7 @@ def test_large_and_small_keys_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_is_rounded_fp32(kind: str) -> None:
+def test_attention_in_bf16_is_rounded_fp32(kind: str) -> None:
     if kind == "reformer":
         pytest.skip("rounded states have other hashes")
     halves = states(200, torch.bfloat16)

@@ -54,7 +54,7 @@ def pooled(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 2))
-def test_weights_have_the_distribution_that_transformers_gives_them(family: str) -> None:
+def test_initial_weights_follow_transformers_distribution(family: str) -> None:
     ours, theirs = pooled(drawn(family)), pooled(transformers_own(family))
     assert ours.keys() == theirs.keys()
     for kind, expected in theirs.items():
@@ -99,7 +99,7 @@ def test_a_weight_is_a_function_of_seed_and_name() -> None:
     assert not torch.equal(first, second)
 
 
-def test_a_parameter_that_the_class_leaves_uninitialised_is_refused_by_name() -> None:
+def test_uninitialised_parameter_is_rejected_by_name() -> None:
     model = empty("llama")
     model.model.norm.extra = nn.Parameter(torch.empty(3, device="meta"))
     with pytest.raises(ValueError, match=r"model\.norm\.extra uninitialised"):

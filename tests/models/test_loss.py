@@ -23,7 +23,7 @@ def test_the_loss_is_taken_in_fp32() -> None:
     assert token_losses(logits, torch.tensor([[1, 2]])).dtype == torch.float32
 
 
-def test_token_and_balancing_loss_add_up_to_what_transformers_computes() -> None:
+def test_token_and_balancing_loss_sum_as_in_transformers() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config(MIXTRAL)).eval()
     ids = torch.randint(0, 64, (2, 9))
@@ -67,7 +67,7 @@ def test_documents_do_not_see_each_other_where_positions_restart() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_is_summed_over_targets_which_may_be_mixed_with_all_tokens(
+def test_loss_sums_over_targets_or_mixes_in_all_tokens(
     smoothing: float,
 ) -> None:
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))

@@ -37,7 +37,7 @@ def test_what_is_computed_again_is_bit_for_bit_the_same(config, precision, check
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_layers_left_out_and_own_draws_are_the_same_the_second_time():
+def test_layer_drop_and_dropout_repeat_in_recomputation():
     models = [built(_GPT2), built(_GPT2)]
     for model in models:
         draw_by_place(model, 1)
@@ -56,7 +56,7 @@ def counts_of(checkpointing: Any, attention: str = "sdpa") -> Counted:
     return counted
 
 
-def test_selective_runs_no_product_twice_and_full_all_but_the_last_of_a_layer():
+def test_selective_recompute_runs_no_matmul_twice():
     counts = {}
     for checkpointing in ("none", "selective", "full", 2):
         counted = counts_of(checkpointing)
@@ -77,7 +77,7 @@ def test_scores_that_are_written_out_are_computed_again():
     assert after["aten::bmm"] == before["aten::bmm"] + 2 * _LAYERS
 
 
-def test_a_result_that_is_changed_in_place_afterwards_is_computed_again():
+def test_in_place_changed_result_is_recomputed():
     """ZeRO 3 adds a bias in this way to a product whose sum is secretly a view."""
     results = deque[Any]()
     x, weight = torch.randn(2, 3, 4), torch.randn(4, 5)
@@ -110,7 +110,7 @@ def test_offloaded_inputs_are_copies():
     assert torch.equal(layer.weight.grad, expected)
 
 
-def test_host_memory_of_copies_is_used_again_and_none_that_is_in_use():
+def test_offload_host_memory_is_reused_when_free():
     """If it is page-locked, a GPU waits for it; its smaller blocks serve shorter sequences."""
     buffers = Buffers()
     sizes: list[tuple[int, int]] = [(4, 6), (2, 3), (4, 6)]
@@ -139,7 +139,7 @@ def test_host_memory_of_copies_is_used_again_and_none_that_is_in_use():
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("tiles", [2, 5])
 @pytest.mark.parametrize("config", [_LLAMA, _BLOOM], ids=["llama", "bloom"])
-def test_tiles_add_up_to_the_whole_mlp(config, tiles, checkpointing):
+def test_mlp_tiles_sum_to_the_whole_mlp(config, tiles, checkpointing):
     expected, model = loss_and_gradients(built(config)), built(config)
     checkpoint_layers(model, checkpointing)
     tile_mlps(model, tiles)

@@ -70,7 +70,7 @@ def begin(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_windows_are_one_long_window(kind: str) -> None:
+def test_recurrent_windows_with_state_equal_one_long_window(kind: str) -> None:
     model, ids = model_of(kind), text()
     states, parts = begin(model), []
     for ids_of_window in ids.split(7, dim=1):  # which no chunk of a scan divides
@@ -139,7 +139,7 @@ def test_labels_give_the_loss_that_other_models_give() -> None:
     torch.testing.assert_close(answer.loss, nn.functional.cross_entropy(logits, targets))
 
 
-def test_it_generates_from_rows_without_padding() -> None:
+def test_recurrent_model_generates_from_unpadded_rows() -> None:
     model, ids = model_of("gru").eval(), text()
     mask = torch.ones_like(ids)
     longer = model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)

@@ -69,7 +69,7 @@ def test_tied_weights_of_a_model_with_its_own_code(
         hf_config(config, str(folder))
 
 
-def test_auto_does_not_assume_that_a_models_own_code_supports_sdpa() -> None:
+def test_auto_attention_assumes_no_sdpa_for_custom_code() -> None:
     config = {**LLAMA, "model_type": "own", "auto_map": {"AutoConfig": "code.OwnConfig"}}
     needs = AttentionNeeds(World(), "bf16", config, None, 128, documents=False)
     assert needs.chosen()[0] == "eager"

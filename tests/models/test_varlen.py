@@ -57,7 +57,7 @@ def apart(family: str, attention: str = "varlen", **changed: Any) -> float:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_neox", "gpt2", "phi3"])
-def test_documents_windows_caps_and_shared_heads_are_those_of_the_mask(family: str) -> None:
+def test_varlen_equals_mask_for_documents_windows_caps_and_gqa(family: str) -> None:
     assert apart(family) < 5e-6
 
 

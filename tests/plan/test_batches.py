@@ -210,7 +210,7 @@ LARGE = (
 )
 
 
-def test_a_ramp_is_counted(planned: Planner) -> None:
+def test_batch_ramp_is_counted_in_the_plan(planned: Planner) -> None:
     tokens = f"train.tokens={128 * 8 * 10}"
     assert planned(tokens, estimate=False).steps == 2
     assert planned(f"{tokens} {RAMP}", estimate=False).steps == 10

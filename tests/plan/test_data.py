@@ -78,7 +78,7 @@ def test_a_plan_for_elsewhere_keeps_the_key(uneven: Path) -> None:
         (["data.path=PATH", "data.balance=l", "data.where.l=fr"], "no record to read"),
     ],
 )
-def test_problems_are_named(
+def test_data_problems_are_named(
     words: list[str], message: str, write_jsonl: Callable[..., Path]
 ) -> None:
     path = write_jsonl(*({"text": "a", "l": "de", "n": number} for number in range(100)))
@@ -220,7 +220,7 @@ def test_another_value_takes_the_users_word(
     assert resume_problems(record, plan, [key]) == []
 
 
-def test_a_dry_run_names_the_run_that_it_would_resume_or_why_it_may_not(tmp_path: Path) -> None:
+def test_dry_run_names_resumable_run_or_the_obstacle(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = (f"run.dir={folder}", "train.steps=9")
     assert run_in_folder(plan_of(*words)) is None
@@ -257,7 +257,7 @@ def test_a_damaged_record_is_no_packing(tmp_path: Path) -> None:
         assert plan_of(f"run.dir={folder}").config.data.packing is None
 
 
-def test_a_record_may_hold_the_default_of_a_key_that_another_excludes(tmp_path: Path) -> None:
+def test_record_may_hold_the_default_of_an_excluded_key(tmp_path: Path) -> None:
     words = ("optim.warmup_ratio=0.03", "optim.clip_value=1.0")
     record = plan_of(f"run.dir={tmp_path / 'run'}", *words).to_json()
     optim = recorded_run(record["run"]).optim
@@ -265,7 +265,7 @@ def test_a_record_may_hold_the_default_of_a_key_that_another_excludes(tmp_path: 
     assert optim.warmup(200) == 6
 
 
-def test_a_run_of_an_earlier_version_keeps_an_override_without_effect(tmp_path: Path) -> None:
+def test_earlier_version_run_keeps_override_without_effect(tmp_path: Path) -> None:
     word = "model.overrides.sliding_window=64"
     record: Any = begun(tmp_path / "run")
     record["run"]["model"]["overrides"] |= {"sliding_window": 64}

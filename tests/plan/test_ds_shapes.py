@@ -261,7 +261,7 @@ def test_stage_0_in_bf16_is_stage_1_and_an_event(
 
 
 @pytest.mark.parametrize("mistake", ["a value that transformers refuses", "a pointer for weights"])
-def test_what_only_a_run_finds_is_one_report_on_every_rank_before_anything_is_built(
+def test_late_ds_problems_are_one_report_before_building(
     mistake: str, zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
     words = [*data, *SMALL_MODEL, *SHORT_RUN, f"run.dir={tmp_path / 'run'}"]

@@ -29,7 +29,6 @@ ZERO_1 = "ds.zero_optimization.stage=1"
 ON_H100 = f"GPU=h100-80 ds.bf16.enabled=true {ZERO_1}"
 DOCUMENTS = "data.document_mask=true"
 WINDOW = "model.overrides.model_type=mistral model.overrides.sliding_window"
-NO_SDPA = ("eager", "transformers has no sdpa for mamba models")
 SOFT_CAPS = "sdpa has no soft-capped attention scores, which gemma2 models have"
 
 
@@ -90,7 +89,7 @@ def test_layer_inputs_may_be_kept_in_host_memory(planned: Planner) -> None:
     assert "activations: layer inputs" in estimate.worst.phase("loss", "host")
 
 
-def test_operations_that_are_repeated() -> None:
+def test_recomputed_operations_are_counted() -> None:
     shape = Shape.from_hf(find_model_config("llama-3-8b")[0])
     layer = flops_per_unit(shape, 4096)[1]
     mlp = 2 * 3 * 4096 * 14336
@@ -141,7 +140,7 @@ def test_weights_of_another_function_are_refused(planned: Planner) -> None:
 
 
 @pytest.mark.gate("plan")
-def test_a_run_goes_on_compiled_with_the_curve_of_one_that_is_not(
+def test_run_resumes_compiled_with_the_uncompiled_curve(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
     words = [

@@ -88,7 +88,7 @@ def test_an_estimate_of_what_is_not_built_is_refused_too() -> None:
         make_plan(load_run_config(None), ds, World(0, 4, 0, 4), estimating=True)
 
 
-def test_a_vocabulary_that_does_not_divide_costs_what_the_next_size_saves(planned: Planner) -> None:
+def test_indivisible_vocabulary_note_names_next_size_and_gain(planned: Planner) -> None:
     line = f"RANKS=2 model.name=gpt2-124m train.global_batch=8 {TENSORS}"
     whole, divided = planned(line), planned(f"{line} model.overrides.vocab_size=50258")
     (event,) = whole.events
@@ -105,7 +105,7 @@ def layers(made: Plan) -> tuple[int, ...]:
     return layers_per_stage(made.stages)
 
 
-def test_stages_balanced_by_memory_need_least_on_the_fullest_rank(planned: Planner) -> None:
+def test_stages_balanced_by_memory_minimise_the_fullest_rank(planned: Planner) -> None:
     def peak(partition: str) -> int:
         batch = "train.micro_batch=2 train.global_batch=16"
         line = f"RANKS=6 {GPT2} ds.pipeline.stages=3 {batch} 'ds.pipeline.partition={partition}'"

@@ -96,7 +96,7 @@ def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
     assert "; did you mean gpt2-124m" in problem
 
 
-def test_weights_that_are_not_there_are_not_sought_among_the_presets(
+def test_missing_weights_folder_is_not_taken_for_a_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Presets have no weights."""
@@ -159,7 +159,7 @@ def test_overrides_change_add_merge_and_take_away(folder: Path) -> None:
     assert config["sliding_window"] == 4096
 
 
-def test_values_of_each_layer_are_as_many_as_the_layers_of_an_override(tmp_path: Path) -> None:
+def test_per_layer_lists_match_the_overridden_layer_count(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     config = {"model_type": "gemma3_text", "num_hidden_layers": 3, "layer_types": kinds}
     two = load_from(tmp_path, config, "model.overrides.num_hidden_layers=2")

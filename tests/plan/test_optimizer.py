@@ -55,7 +55,7 @@ def test_every_optimizer_has_a_plan(name: str, planned: Planner) -> None:
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["adamw", "adam", "muon", "sgd"])
-def test_torchs_adam_steps_fused_on_gpus_and_deepspeeds_only_on_the_host(
+def test_adam_is_fused_torch_on_gpu_and_deepspeed_on_host(
     accelerator: Any, offload: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No compiler is needed unless an optimizer is offloaded."""
@@ -181,7 +181,7 @@ def test_a_missing_package_is_named_with_the_command(planned: Planner, packages:
     assert "pip install bitsandbytes" in problem
 
 
-def test_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
+def test_plan_of_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
     def gib(plan: Plan, component: str) -> float:
         parts = [part for part in plan.estimate.worst.parts if part.component == component]
         return sum(part.bytes for part in parts) / 2**30

@@ -59,7 +59,7 @@ def problem_of(folder: Path, config: Config, *overrides: str, words: tuple[str, 
         ("rope_scaling=null", {"rope_type": "default", "rope_theta": 1e6}),
     ],
 )  # fmt: skip
-def test_a_rotary_override_reaches_the_model_wherever_the_config_has_its_settings(
+def test_rotary_override_reaches_model_in_any_config_style(
     config: Config, word: str, expected: Config, tmp_path: Path
 ) -> None:
     assert hf_config(load(tmp_path, config, word)).rope_parameters == expected
@@ -101,7 +101,7 @@ def test_every_class_that_rotates_takes_an_override_in_its_table(tmp_path: Path)
     assert len(tried) > 80
 
 
-def test_another_scaling_replaces_the_one_before_and_the_same_is_merged(tmp_path: Path) -> None:
+def test_rope_override_replaces_other_type_and_merges_same(tmp_path: Path) -> None:
     linear = {"rope_type": "linear", "factor": 8.0}
     for config in ({"rope_parameters": {**linear, **OLD}}, {**OLD, "rope_scaling": linear}):
         other = load(tmp_path, config, f"rope_scaling={YARN}")
@@ -171,7 +171,7 @@ def test_a_rotary_setting_that_its_type_does_not_read_or_lacks(
         assert expected in str(refused.value)
 
 
-def test_a_size_is_overridden_under_each_name_that_the_config_has(tmp_path: Path) -> None:
+def test_size_override_works_under_each_config_name(tmp_path: Path) -> None:
     experts = {"model_type": "qwen3_moe", "num_experts_per_tok": 1, "moe_intermediate_size": 8}
     for names in (["num_local_experts"], ["num_experts"], ["num_experts", "num_local_experts"]):
         config = {**experts, **dict.fromkeys(names, 4)}

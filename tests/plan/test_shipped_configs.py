@@ -134,7 +134,7 @@ print(json.dumps(read))
 
 
 @pytest.mark.gate("plan")
-def test_deepspeed_itself_accepts_and_understands_every_resolved_json() -> None:
+def test_deepspeed_accepts_every_resolved_json() -> None:
     resolved, expected = {}, {}
     for name in EXPECTED:
         plan = shipped(name)

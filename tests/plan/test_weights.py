@@ -25,7 +25,7 @@ def put_index(folder: Path, *files: object, **changes: Any) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def test_whole_files_are_taken(tmp_path: Path) -> None:
+def test_whole_safetensors_files_are_accepted(tmp_path: Path) -> None:
     (tmp_path / ONE).write_bytes(WHOLE)
     assert weight_file_problems(str(tmp_path)) == []
     (tmp_path / ONE).rename(tmp_path / "a.safetensors")

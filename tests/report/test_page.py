@@ -62,7 +62,7 @@ def test_a_page_shows_what_was_measured(tmp_path):
     assert "8 x H100 \u00b7 ZeRO 1, tensor 2 \u00b7 bf16" in page
 
 
-def test_a_page_needs_no_network_and_no_class_without_a_style_or_a_use(tmp_path):
+def test_report_page_needs_no_network_and_styles_every_class(tmp_path):
     run = read(write_run(tmp_path / "run"))
     for page in (page_of(run), compare_page_of([run, run], "two")):
         elements = Elements(page)
@@ -116,7 +116,7 @@ RECORDS = ("status.json", "plan.json", "metrics.jsonl", "events.jsonl")
         {"status.json": '{"outcome": [], "attempt": 1, "step": 1, "time": "yesterday"}'},
     ],
 )
-def test_any_folder_gives_a_page(tmp_path, records):
+def test_report_is_written_for_any_folder(tmp_path, records):
     folder = tmp_path / "run"
     folder.mkdir()
     for name, text in records.items():
@@ -165,7 +165,7 @@ def test_steps_taken_again_replace_those_before(tmp_path, monkeypatch, every, is
     assert training == pytest.approx(1200 * 0.5, abs=0.5 * every)
 
 
-def test_an_evaluation_after_a_stop_or_a_kill_completes_its_line_and_repeats_no_step(tmp_path):
+def test_late_evaluation_completes_its_metrics_line(tmp_path):
     evaluated = {"attempt": 2, "step": 50, "eval_loss": 4.0}
     run = read(write_run(tmp_path / "stopped", [line_at(40), line_at(50), evaluated]))
     assert run.lines[-1]["loss"] == line_at(50)["loss"]
@@ -182,7 +182,7 @@ def test_a_held_out_loss_from_before_training_is_called_that(tmp_path):
     assert "before training" not in page_of(read(write_run(tmp_path / "b", [before, later])))
 
 
-def test_events_lie_on_the_axis(tmp_path):
+def test_report_places_events_on_the_axis(tmp_path):
     events = [
         {"kind": "spike", "step": 77, "loss": 9.0},
         {"kind": "rollback", "from_step": 80, "to_step": 60},
@@ -209,7 +209,7 @@ def test_time_is_accounted_for(tmp_path):
     assert parts["saving"] == 3.0
 
 
-def test_a_running_run_loads_itself_again_and_a_silent_one_may_be_gone(tmp_path):
+def test_report_of_running_run_reloads_and_notes_silence(tmp_path):
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     running = read(write_run(tmp_path / "running", outcome="running", time=now))
     assert "http-equiv=refresh" in page_of(running)
@@ -259,7 +259,7 @@ def test_needles_are_a_heat_map_of_lengths_and_depths(tmp_path):
     assert [*re.findall(r"<th>(\d+) %", card)] == ["0", "25", "50", "75", "100"]
 
 
-def test_the_length_of_training_samples_is_marked_where_longer_ones_are_evaluated(tmp_path):
+def test_training_length_is_marked_if_longer_are_evaluated(tmp_path):
     lines = [line_at(step) for step in range(1, 51)]
     lines[-1]["loss_by_position"] = [4.0, 3.5, 3.2, 6.0]
     record = plan()

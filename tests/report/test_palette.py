@@ -68,7 +68,7 @@ def test_stacked_components_are_told_apart(surface, eye):
 
 
 @pytest.mark.parametrize("surface", ["light", "dark"])
-def test_words_are_readable(surface):
+def test_palette_text_contrast_is_readable(surface):
     for colour in (INK, MUTED, *VERDICTS.values()):
         ratio = contrast(getattr(colour, surface), getattr(SURFACE, surface))
         assert ratio >= 4.5, (colour, ratio)

@@ -39,9 +39,7 @@ def test_every_end_says_how_and_what_to_do(tmp_path, status, events, text, part)
     ("outcome", "attempt", "is_reason"),
     [("failed", 2, True), ("failed", 3, False), ("done", 2, False), ("stopped", 3, False)],
 )
-def test_memory_is_the_reason_only_if_the_last_attempt_ran_out_of_it(
-    tmp_path, outcome, attempt, is_reason
-):
+def test_memory_verdict_needs_oom_in_the_last_attempt(tmp_path, outcome, attempt, is_reason):
     memory = {"kind": "out_of_memory", "attempt": 2, "message": "rank 1; it helps to X"}
     run = read(write_run(tmp_path / "run", events=[memory], outcome=outcome, attempt=attempt))
     assert ("It ran out of memory. it helps to X" in advice(run)[0].text) == is_reason

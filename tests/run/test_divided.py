@@ -78,9 +78,7 @@ def test_stages_that_compute_something_else_are_refused(train: Train) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, in_gate(2)])
-def test_a_plan_that_forgets_a_weight_is_refused_after_the_first_backward_pass(
-    stages: int, train: Train
-) -> None:
+def test_tensor_plan_that_omits_a_weight_is_rejected_at_step_1(stages: int, train: Train) -> None:
     words = ("layout.verify=false", f"ds.pipeline.stages={stages}", TENSORS)
     model = {**SIZES, "model_type": "qwen3", "vocab_size": 512}
     ended, run = train(
@@ -102,7 +100,7 @@ def test_tied_weights_of_a_family_with_dropout_keys_are_compared(train: Train) -
 
 
 @pytest.mark.gate("runs")
-def test_weights_that_cannot_be_drawn_are_refused_by_all_data_ranks(train: Train) -> None:
+def test_underivable_weights_are_rejected_by_all_data_ranks(train: Train) -> None:
     """Of two ranks of a stage, one draws the weights and finds out; the other waits for them."""
     model = {**SIZES, "model_type": "apertus", "vocab_size": 8192, "pad_token_id": 0}
     ended, _ = train(model=model, ranks=4)

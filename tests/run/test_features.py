@@ -220,9 +220,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["lora", in_gate("nf4")])
-def test_adapters_alone_are_kept_and_merged_weights_compute_the_same(
-    name: str, runs: Runs, tmp_path: Path
-) -> None:
+def test_adapters_are_saved_alone_and_merge_exactly(name: str, runs: Runs, tmp_path: Path) -> None:
     run, alone, merged = runs.whole(name), tmp_path / "alone", tmp_path / "merged"
     index = json.loads((run.checkpoints_dir / "step-00000004" / "index.json").read_text())
     assert index
@@ -246,7 +244,7 @@ def test_adapters_alone_are_kept_and_merged_weights_compute_the_same(
 
 
 @pytest.mark.gate("runs")
-def test_another_base_is_another_model(runs: Runs, tmp_path: Path) -> None:
+def test_resume_rejects_another_adapter_base(runs: Runs, tmp_path: Path) -> None:
     """Weights outside the checkpoint must be those of its training."""
     base, other = runs.whole("plain").export_dir, tmp_path / "other"
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -265,7 +263,7 @@ def test_another_base_is_another_model(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.gate("runs")
 @pytest.mark.parametrize("name", ["lora", "nf4"])
-def test_one_talks_to_adapters_before_and_after(name: str, runs: Runs) -> None:
+def test_chat_works_before_and_after_adapter_training(name: str, runs: Runs) -> None:
     words = ("--prompt", "the model reads", "--tokens", "6", "--before")
     answers = {run_tool("chat", runs.whole(name).path, *words).stdout for _ in range(2)}
     (answer,) = answers  # the same one twice
@@ -363,7 +361,7 @@ def test_every_step_has_the_load_of_the_experts(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", ["smoothing", "depth"])
-def test_regularisation_is_in_the_loss_and_not_in_the_held_out_loss(name: str, runs: Runs) -> None:
+def test_regularisation_is_in_training_loss_only(name: str, runs: Runs) -> None:
     ours, theirs = lines_of(runs.whole(name)), lines_of(runs.whole("plain"))
     assert ours[0]["eval_loss"] == pytest.approx(theirs[0]["eval_loss"], rel=1e-6)
     assert ours[1]["loss"] != pytest.approx(theirs[1]["loss"], rel=1e-5)

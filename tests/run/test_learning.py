@@ -32,7 +32,7 @@ FP32 = REPOSITORY / "ds_configs" / "fp32.json"
 
 
 @pytest.mark.gate("runs")
-def test_the_default_job_learns_and_on_shuffled_targets_it_does_not(tmp_path: Path) -> None:
+def test_default_job_learns_but_not_shuffled_targets(tmp_path: Path) -> None:
     jobs = []
     for name, (program, steps) in JOBS.items():  # each has one thread; they share the machine
         words = [f"--deepspeed={FP32}", f"run.dir={tmp_path / name}", f"train.steps={steps}"]
@@ -66,7 +66,7 @@ def test_the_demo_is_below_a_bigram_model_and_writes_python(tmp_path: Path) -> N
 
 
 @pytest.mark.gate("runs")
-def test_held_out_loss_follows_the_training_loss_of_a_carried_state(tmp_path: Path) -> None:
+def test_held_out_loss_follows_training_with_carried_state(tmp_path: Path) -> None:
     """A GRU remembers a number for ten tokens, in windows of eight. After these steps the held-out
     loss was 0.67 if every window began from zeros, and 0.21 in training.
     """

@@ -57,7 +57,7 @@ def shown(stream: io.StringIO, *lines: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
-def test_a_step_is_a_plain_line_and_on_a_terminal_one_line_that_changes() -> None:
+def test_step_line_is_plain_or_updates_on_a_terminal() -> None:
     later = {**LINE, "step": 6}
     plain, live = shown(io.StringIO(), LINE, later), shown(_Terminal(), LINE, later)
     assert (plain.count("\n"), plain.count("\r")) == (2, 0)
@@ -81,7 +81,7 @@ def test_a_line_tells_what_is_known(line: dict[str, Any], parts: Any, others: st
     assert [word for word in others.split() if word in text] == []
 
 
-def test_other_ranks_say_nothing() -> None:
+def test_only_rank_0_logs() -> None:
     stream = io.StringIO()
     Progress(enabled=False, stream=stream).say("text")
     assert stream.getvalue() == ""
@@ -116,7 +116,7 @@ def test_a_console_that_is_gone_does_not_end_a_run() -> None:
         ([[0, 0]], 0.0, 0.0),
     ],
 )
-def test_the_load_of_experts(tokens: list[list[int]], largest: float, entropy: float) -> None:
+def test_expert_load_is_logged(tokens: list[list[int]], largest: float, entropy: float) -> None:
     load = {name: float(value) for name, value in expert_load(torch.tensor(tokens)).items()}
     assert load == pytest.approx({"expert_load_max": largest, "expert_load_entropy": entropy})
     assert expert_load(None) == {}
@@ -125,7 +125,7 @@ def test_the_load_of_experts(tokens: list[list[int]], largest: float, entropy: f
 # --- live memory ---
 
 
-def test_live_storages_are_those_of_tensors_and_gradients_each_once() -> None:
+def test_live_storages_count_tensors_and_gradients_once() -> None:
     before = live_storages()
     tensor, sparse = torch.zeros(1000), torch.eye(3).to_sparse()
     view, empty = tensor[10:], torch.empty(10**9, device="meta")
@@ -145,7 +145,7 @@ def test_running_out_of_memory_is_told_from_other_errors() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
 
 
-def test_more_than_a_tenth_off_is_marked_and_what_rounds_to_nothing_has_no_sign() -> None:
+def test_estimate_error_above_10_percent_is_marked() -> None:
     assert ["(!)" in str(Compared("peak", 100, n)) for n in (100, 91, 90)] == [False, False, True]
     assert str(Compared("built", 99_999, 100_000)) == "built 0.000 GiB, predicted +0.0%"
 
@@ -217,7 +217,7 @@ def test_rates_cover_all_steps_and_gpus_since_the_last_line(
 # --- a sample of text ---
 
 
-def test_prompts_begin_as_documents_do_and_samples_control_no_terminal() -> None:
+def test_prompts_begin_as_documents_and_samples_are_printable() -> None:
     run: Any = mock.Mock()
     run.plan.config.sample.prompt, run.data.begin = "why", [1]
     run.data.tokenizer.return_value = {"input_ids": [5, 6]}
@@ -237,7 +237,7 @@ def _text(stops: set[int], tokens: int = 8, up_after: int = 99) -> list[int]:
     return continued(_counting, [1], 10, stops, tokens, 4, 0, lambda: next(asked) >= up_after)
 
 
-def test_a_sample_ends_at_its_length_a_stop_its_time_and_with_a_ruined_model() -> None:
+def test_sample_ends_at_length_stop_time_or_nonfinite_logits() -> None:
     assert _text(set()) == [2, 3, 4, 5, 6, 7, 8, 9]
     assert _text(set(), tokens=2) == [2, 3]
     assert _text({5}) == [2, 3, 4]

@@ -72,7 +72,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         in_gate("pipeline2", "pairs"),
     ],
 )
-def test_a_run_is_a_plain_loop(
+def test_run_equals_a_plain_training_loop(
     layout: str,
     kind: str,
     request: pytest.FixtureRequest,

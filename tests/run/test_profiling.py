@@ -70,13 +70,13 @@ def written(run: RunFolder) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["10", "3:3", "5:3", "0:3", "a:b", "3:", "3-5", "1:2:3"])
-def test_what_is_no_window_is_refused(text: str) -> None:
+def test_invalid_profile_window_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"profile\.steps is .* A:B, 1 <= A < B"):
         load_run_config(None, [f'profile.steps="{text}"'])
 
 
 @pytest.mark.parametrize(("steps", "refused"), [("9:11", True), ("9:10", False), ("1:2", False)])
-def test_a_window_past_the_end_is_refused(steps: str, refused: bool) -> None:
+def test_profile_window_past_the_run_is_rejected(steps: str, refused: bool) -> None:
     run = load_run_config(None, ["train.steps=10", f"profile.steps={steps}"])
     if not refused:
         assert make_plan(run, {}, World()).config.profile.window
@@ -86,9 +86,7 @@ def test_a_window_past_the_end_is_refused(steps: str, refused: bool) -> None:
 
 
 @pytest.mark.gate("runs")
-def test_a_window_past_the_end_of_an_epoch_is_refused_once_that_is_known(
-    train: Train, tmp_path: Path
-) -> None:
+def test_profile_window_past_the_epoch_is_rejected_when_known(train: Train, tmp_path: Path) -> None:
     ended, run = train(tmp_path / "run", "train.epochs=0.01", "profile.steps=998:999")
     assert ended.codes == [2, 2], ended.output
     assert "profile.steps is '998:999', but the run ends with step" in ended.output
@@ -101,7 +99,7 @@ COLLECTIVES = {"zero1": "all_reduce", "zero3": "reduce_scatter", "pipeline2": "s
 
 
 @pytest.mark.parametrize("layout", [*map(in_gate, ("zero3", "zero1", "pipeline2"))])
-def test_profiling_shows_the_steps_of_its_window_and_changes_nothing(
+def test_profile_shows_its_window_and_changes_nothing(
     layout: str, train: Train, tmp_path: Path
 ) -> None:
     ended, run = train(tmp_path / "profiled", layout, WINDOW)
@@ -159,9 +157,7 @@ def test_the_loop_is_told_which_steps_were_followed_by_writing() -> None:
 
 
 @pytest.mark.gate("runs")
-def test_a_stop_in_the_window_writes_what_was_traced_and_the_resumed_run_the_rest(
-    train: Train, tmp_path: Path
-) -> None:
+def test_profile_window_interrupted_by_a_stop_is_completed(train: Train, tmp_path: Path) -> None:
     stop = {"rank": 1, "at": "in a step", "nth": 3, "do": "term"}
     ended, run = train(tmp_path / "run", WINDOW, fault=stop)
     assert ended.codes == [75, 75], ended.output
@@ -175,9 +171,7 @@ def test_a_stop_in_the_window_writes_what_was_traced_and_the_resumed_run_the_res
 
 
 @pytest.mark.gate("runs")
-def test_a_run_killed_in_the_window_traces_it_again_and_one_past_it_does_not(
-    train: Train, tmp_path: Path
-) -> None:
+def test_profile_window_is_repeated_after_a_kill_within_it(train: Train, tmp_path: Path) -> None:
     kill = {"rank": 0, "at": "in a step", "nth": 6, "do": "kill"}
     ended, run = train(tmp_path / "run", WINDOW, fault=kill)
     assert ended.codes[0] == -9, ended.output

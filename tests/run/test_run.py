@@ -68,7 +68,7 @@ from tests.real_runs import run_ranks, train_command
         (3, 1, False, 1.0, 2 * 20 + 4.5),
     ],
 )
-def test_the_time_limit_leaves_time_for_all_steps_and_saves_that_may_follow(
+def test_time_limit_reserves_pending_steps_and_saves(
     step: int, delay: int, is_busy: bool, longest_save_s: float, seconds: float
 ) -> None:
     asked: list[str] = []
@@ -89,7 +89,7 @@ def test_the_time_limit_leaves_time_for_all_steps_and_saves_that_may_follow(
         assert Run.stop_asked(run) == answer
 
 
-def test_a_save_in_the_foreground_may_take_as_long_as_those_in_the_background(
+def test_foreground_save_timeout_equals_background_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Training waits a second for the copies, and none for the files, which take 100 s."""
@@ -235,7 +235,7 @@ def test_save_is_due_unless_the_weights_are_bad(
 
 
 @pytest.mark.parametrize(("kind", "total"), [("resumed", 14), ("branched", 14), ("weights", 20)])
-def test_a_run_that_skipped_samples_ends_with_its_mixture_when_resumed(
+def test_resumed_run_with_skipped_samples_keeps_its_mixture(
     kind: str, total: int, tmp_path: Path
 ) -> None:
     saved = replace(manifest(8), state=TrainState(step=8, samples=96))
@@ -253,7 +253,7 @@ def test_a_run_that_skipped_samples_ends_with_its_mixture_when_resumed(
 
 
 @ranks(2)
-def test_a_checkpoint_that_is_published_before_the_folder_is_locked_is_resumed(
+def test_checkpoint_published_before_the_lock_is_resumed(
     tmp_path: Path,
 ) -> None:
     run = RunFolder(tmp_path / "run")
@@ -340,7 +340,7 @@ def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> No
 
 
 @ranks(2)
-def test_tensor_ranks_that_round_differently_agree_on_the_held_out_loss() -> None:
+def test_tensor_ranks_agree_on_held_out_loss_despite_rounding() -> None:
     rank = dist.get_rank()
     share = Share(Grid(2, tensor=2), rank)
     sums = torch.tensor([math.nextafter(2.5, 5 * rank), 4.0], dtype=torch.float64)
@@ -378,7 +378,7 @@ def test_ranks_that_read_other_token_ids_are_refused_on_all() -> None:
 
 
 @ranks(2)
-def test_ranks_that_were_started_with_other_settings_are_refused_on_all() -> None:
+def test_ranks_with_other_settings_are_rejected_on_all() -> None:
     rank = dist.get_rank()
     environ = {"DS_ACCELERATOR": "cpu", "RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 

@@ -62,7 +62,7 @@ def test_a_run_that_learns_nothing_more_ends(
 
 
 @pytest.mark.gate("runs")
-def test_given_weights_are_sampled_before_training_only_where_they_are_asked(
+def test_initial_sample_of_given_weights_needs_a_request(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
     """With ZeRO 3, each token gathers all weights: a start must not wait for unrequested text."""
@@ -186,7 +186,7 @@ TRAINED, LONGER = 128, 256  # tokens
 
 
 @pytest.mark.gate("runs")
-def test_what_lies_beyond_the_training_length_is_what_plain_transformers_has(
+def test_long_context_losses_equal_plain_transformers(
     zygote: Zygote, data: list[str], tmp_path: Path
 ) -> None:
     """Two steps of 64 positions, then six from their export, with 32 to 128 tokens."""

@@ -116,7 +116,7 @@ def test_a_tracker_that_fails_is_an_event_and_the_run_goes_on(folder: RunFolder)
     assert problem.startswith("log.tensorboard is disabled from now on: ")
 
 
-def test_names_of_a_line() -> None:
+def test_tracker_metric_names() -> None:
     values = metrics_of(
         {
             **LINE,

@@ -91,7 +91,7 @@ def test_nothing_is_framed_or_read_by_others(studio: Studio) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_it_only_reads(studio: Studio, method: str) -> None:
+def test_studio_server_accepts_only_reads(studio: Studio, method: str) -> None:
     assert ask(studio.port, PAGE, method)[0] == 405
 
 
@@ -110,7 +110,7 @@ def test_it_only_reads(studio: Studio, method: str) -> None:
         "/openapi.json",
     ],
 )
-def test_no_path_leads_out(studio: Studio, path: str) -> None:
+def test_studio_serves_no_path_outside_its_folders(studio: Studio, path: str) -> None:
     status, _, body = ask(studio.port, path)
     assert status == 404, body[:200]
     assert "root:x:" not in body

@@ -57,7 +57,7 @@ def write_report(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_no_folder_is_no_runs(runs: Path) -> None:
+def test_missing_run_folder_lists_no_runs(runs: Path) -> None:
     runs.rmdir()
     assert names() == []
     (note,) = figures_of("runs")
@@ -102,7 +102,7 @@ OUTSIDE = ("..", "../secret", "/etc", "first/..", "first/../../secret", "")
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_no_name_leads_out(runs: Path, name: str) -> None:
+def test_run_name_cannot_escape_the_root(runs: Path, name: str) -> None:
     for folder in (runs / "first", runs.parent / "secret"):
         write_run(folder)
         write_report(folder)
@@ -115,7 +115,7 @@ def test_no_name_leads_out(runs: Path, name: str) -> None:
     assert number(shown, "Documents kept") == number(figures_of("cleaning"), "Documents kept")
 
 
-def test_no_link_leads_out(runs: Path) -> None:
+def test_run_link_cannot_escape_the_root(runs: Path) -> None:
     write_run(runs / "first")
     secret = runs.parent / "secret"
     write_run(secret, loss=77.0)

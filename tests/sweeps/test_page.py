@@ -59,7 +59,7 @@ def written(folder: Path) -> Path:
     return write_sweep_page(sweep, records).resolve()
 
 
-def test_losses_on_different_held_out_sets_are_not_ranked_silently(
+def test_sweep_page_ranks_no_losses_of_different_held_out_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -119,7 +119,7 @@ def test_a_torn_line_of_the_journal_is_cut(tmp_path: Path) -> None:
     finish(Study(sweep), range(2, 3))
 
 
-def test_more_trials_and_another_budget_go_on_another_search_does_not(tmp_path: Path) -> None:
+def test_study_resumes_with_more_trials_but_not_another_search(tmp_path: Path) -> None:
     keep_file(sweep_of(tmp_path, "trials = 3"))
     keep_file(sweep_of(tmp_path, "trials = 5\nbudget = {steps = 10}\nparallel = 2"))
     with pytest.raises(ConfigError) as error:
@@ -158,7 +158,7 @@ def test_pruning_needs_evaluations_during_a_trial(
     )
 
 
-def test_a_trial_starts_if_its_part_before_the_first_decision_fits(tmp_path: Path) -> None:
+def test_trial_starts_if_first_decision_is_within_budget(tmp_path: Path) -> None:
     limits = "trials = 5\nbudget = {steps = 250, hours = 2}"
     whole = sweep_of(tmp_path, limits)
     choice = next(iter(whole.examples()))

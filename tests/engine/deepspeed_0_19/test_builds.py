@@ -50,7 +50,7 @@ def source(folder: Path) -> Path:
 
 @pytest.mark.gate("engine")
 @pytest.mark.slow
-def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
+def test_op_build_is_taken_over_from_a_killed_builder(tmp_path: Path) -> None:
     started, real = tmp_path / "started", shutil.which("c++")
     waits = f'case " $* " in *" -c "*) touch {started}; sleep 300;; esac; exec {real} "$@"'
     command = [sys.executable, "-c", BUILDS, str(source(tmp_path))]
@@ -77,7 +77,7 @@ def test_who_waits_for_a_builder_that_is_killed_builds(tmp_path: Path) -> None:
     assert said[3] == "loaded"
 
 
-def test_who_waits_locks_what_others_see(tmp_path: Path) -> None:
+def test_op_build_waits_on_the_lock_of_others(tmp_path: Path) -> None:
     """The last holder removes the file: a lock on the removed file would exclude nobody."""
     path = tmp_path / "lock"
     first, second, waits = _BuildLock(str(path)), _BuildLock(str(path)), threading.Event()
@@ -94,7 +94,7 @@ def test_who_waits_locks_what_others_see(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_without_locks_the_file_itself_is_one(
+def test_op_build_without_locks_uses_the_lock_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: object) -> None:
@@ -141,9 +141,7 @@ def test_a_broken_compiler_ends_a_run_with_code_2(tmp_path: Path, data: list[str
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_there_already_is_loaded_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_built_op_is_loaded_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another installation may have built it: then it is rebuilt, with a message."""
     monkeypatch.setattr(builds, "PATIENCE_S", 0.05)
     (tmp_path / "there.so").touch()

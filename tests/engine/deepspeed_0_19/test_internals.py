@@ -273,7 +273,7 @@ OF_TORCH = {
 @pytest.mark.slow("the first engine on two ranks imports everything")
 @pytest.mark.parametrize("layout", cells(CONTRACT, ("zero1 dynamic_fp16", "zero3")))
 @ranks(2)
-def test_the_names_are_what_they_were(layout: str) -> None:
+def test_private_deepspeed_names_keep_their_contracts(layout: str) -> None:
     """Check the names read from the engine of a layout that has its gradients ready."""
     engine = engine_of(layout)
     engine.train_batch(*share_of(engine), 1e-3)

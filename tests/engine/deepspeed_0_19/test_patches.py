@@ -151,7 +151,7 @@ BF16 = "zero1 bf16 fp32_sums"  # BF16_Optimizer
 STAGES = "zero1 pipeline2"
 
 
-def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
+def test_deepspeed_calls_adam_compatible_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -165,7 +165,7 @@ def test_deepspeed_says_its_adam_can_be_built_without_looking_for_a_compiler(
 
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
-def test_deepspeed_builds_its_shared_memory_operator_to_join_and_we_do_not(tmp_path: Path) -> None:
+def test_deepspeed_builds_shared_memory_op_on_join_ours_does_not(tmp_path: Path) -> None:
     builds = {}
     for who in ("deepspeed", "ours"):
         command = [sys.executable, "-c", JOINS, who]
@@ -182,7 +182,7 @@ def test_deepspeeds_muon_loads_the_compiler_and_ours_does_not(who: str, loads: b
 
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
-def test_zero_3_gathers_twice_after_an_early_evaluation_and_ours_once(tmp_path: Path) -> None:
+def test_zero_3_gathers_twice_after_early_evaluation_ours_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COUNTS_RELEASES]
     env = {"PYTHONPATH": str(REPOSITORY)}
     ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
@@ -200,7 +200,7 @@ def test_deepspeed_keeps_no_norm_of_stage_0_in_fp32() -> None:
 
 
 @ranks(2)
-def test_deepspeed_raises_a_bare_exception_at_the_minimum_loss_scale() -> None:
+def test_deepspeed_raises_bare_exception_at_minimum_loss_scale() -> None:
     """Our engine ends the run with a diagnosis."""
     engine = engine_of(fp16(min_loss_scale=2**32))
     engine.accumulate(*share_of(engine))
@@ -248,7 +248,7 @@ def printed_by_an_engine(layout: str) -> str:
 
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
-def test_deepspeeds_resumed_cpu_adam_rounds_differently_and_ours_does_not() -> None:
+def test_deepspeed_resumed_cpu_adam_rounds_differently() -> None:
     """As on CPU ranks, in a process that looks for no other device."""
     command = [sys.executable, "-c", RESUMES_ADAM]
     env = environment(PYTHONPATH=str(REPOSITORY))
@@ -257,7 +257,7 @@ def test_deepspeeds_resumed_cpu_adam_rounds_differently_and_ours_does_not() -> N
 
 
 @ranks(2)
-def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage() -> None:
+def test_deepspeed_clips_stage_0_by_norm_of_first_pipeline_stage() -> None:
     """One SGD step with rate 1 moves the weights by the limit only with our patch."""
     limit = 0.05
     moved = {}
@@ -275,7 +275,7 @@ def test_deepspeed_clips_stage_0_by_the_norm_of_the_first_pipeline_stage() -> No
 
 
 @ranks(2)
-def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once() -> None:
+def test_zero_1_sums_norm_per_group_over_stages_and_ours_once() -> None:
     """A stage still waits for the other one as often."""
     groups = [{"pattern": "lm_head", "lr_multiplier": 0.5}]
     engine = engine_of(STAGES, optim={"groups": groups})
@@ -293,7 +293,7 @@ def test_zero_1_sums_the_norm_over_stages_group_by_group_and_ours_once() -> None
 
 
 @ranks(2)
-def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine() -> None:
+def test_deepspeed_keeps_grid_and_groups_of_destroyed_engine() -> None:
     from deepspeed.utils import groups
 
     from tests.gates.engines import process_groups
@@ -309,7 +309,7 @@ def test_deepspeed_keeps_the_grid_and_the_groups_of_a_destroyed_engine() -> None
 
 
 @ranks(2)
-def test_deepspeed_keeps_the_group_of_the_second_copy_of_a_destroyed_engine() -> None:
+def test_deepspeed_keeps_hpz_group_of_destroyed_engine() -> None:
     from deepspeed.utils import groups
 
     from tests.gates.engines import forget_nodes
@@ -322,7 +322,7 @@ def test_deepspeed_keeps_the_group_of_the_second_copy_of_a_destroyed_engine() ->
 
 
 @ranks(2)
-def test_deepspeed_packs_flat_gradients_to_reduce_them_and_we_do_not() -> None:
+def test_deepspeed_packs_flat_gradients_and_ours_does_not() -> None:
     engine, packed = engine_of(BF16), []
     flatten = engine.engine.flatten
     engine.engine.flatten = lambda tensors: packed.append(len(tensors)) or flatten(tensors)
@@ -335,7 +335,7 @@ def test_deepspeed_packs_flat_gradients_to_reduce_them_and_we_do_not() -> None:
 
 
 @ranks(2)
-def test_deepspeed_looks_for_experts_only_beside_a_module_of_its_own_class() -> None:
+def test_deepspeed_finds_experts_only_beside_its_own_moe_class() -> None:
     from harness.engine.deepspeed_0_19 import experts
 
     model = {"name": written("mixtral", MIXTURES["mixtral"])}
@@ -369,7 +369,7 @@ def test_zero_0_in_fp32_steps_with_nan() -> None:
 @pytest.mark.gate("engine")
 @pytest.mark.parametrize("bf16", [False, True])
 @ranks(8)
-def test_deepspeeds_tied_ends_drift_over_four_data_ranks_and_ours_do_not(bf16: bool) -> None:
+def test_deepspeed_tied_ends_drift_over_four_data_ranks(bf16: bool) -> None:
     """Two summands have one sum; four have several, by their order."""
     layout = f"{STAGES} bf16" if bf16 else STAGES
     tied = written("tied", {**MODEL, "tie_word_embeddings": True, "vocab_size": 5000})
@@ -390,7 +390,7 @@ def test_deepspeeds_tied_ends_drift_over_four_data_ranks_and_ours_do_not(bf16: b
 
 @pytest.mark.slow("DeepSpeed's CPU Adam may have to be compiled")
 @ranks(2)
-def test_the_offloading_optimizer_keeps_the_gradients_of_a_skipped_step() -> None:
+def test_offload_optimizer_keeps_gradients_of_a_skipped_step() -> None:
     """Without our workaround, the step after one with NaN is also skipped."""
     from harness.engine.deepspeed_0_19 import gradients
 
@@ -434,7 +434,7 @@ def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
     assert not patches.is_there("deepspeed.no_such_module.name")
 
 
-def test_a_newer_deepspeed_runs_with_a_line_or_is_refused_with_the_name_that_it_lacks(
+def test_newer_deepspeed_runs_or_names_the_missing_private_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []

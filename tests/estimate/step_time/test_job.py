@@ -27,7 +27,7 @@ from tests.estimate.runs import run_of
 from tests.estimate.step_time.test_step import MACHINE, run, timed
 
 
-def test_evaluations_are_as_many_and_as_long_as_the_run_config_says() -> None:
+def test_evaluation_time_follows_the_run_config() -> None:
     step = timed()  # micro-batch 4 on 8 ranks
     assert 0.2 < forward_seconds(step) * step.inputs.grad_accum / step.seconds < 0.4
     few, many = (EvalAndSaveTime.of(step, 1000, (50, samples, 1), 0) for samples in (32, 320))
@@ -39,7 +39,7 @@ def test_evaluations_are_as_many_and_as_long_as_the_run_config_says() -> None:
     assert EvalAndSaveTime.of(step, 1000, (0, 96, 1), 0).evaluating == 0
 
 
-def test_a_save_waits_for_its_bytes_and_a_background_save_for_the_host() -> None:
+def test_save_time_is_bytes_or_host_copy_in_background() -> None:
     step = timed()
     one = EvalAndSaveTime.of(step, 1000, (0, 96, 1), 100, disk_gb_per_s=2.0)
     assert one.saves == 10
@@ -49,7 +49,7 @@ def test_a_save_waits_for_its_bytes_and_a_background_save_for_the_host() -> None
     assert EvalAndSaveTime.of(there, 1000, (0, 96, 1), 100).save_seconds < 0.1 * one.save_seconds
 
 
-def test_a_job_saves_as_often_as_asked_and_costs_its_hours_and_energy() -> None:
+def test_job_estimate_counts_saves_hours_and_energy() -> None:
     best, asked = (Job(1e6, 1024, 700, 60, saves=saves) for saves in (0, 1000))
     assert asked.save_every_seconds == 1000
     assert asked.days_with_failures > best.days_with_failures
@@ -58,7 +58,7 @@ def test_a_job_saves_as_often_as_asked_and_costs_its_hours_and_energy() -> None:
     assert 160 < job.cost(2.0) < 170  # saves and failures are minor for eight GPUs
 
 
-def test_failures_are_as_frequent_as_those_of_llama_3_and_no_other_interval_loses_less() -> None:
+def test_optimal_save_interval_at_llama_3_failure_rate() -> None:
     """419 unexpected failures in 54 days (arXiv 2407.21783)."""
     job = Job(seconds=54 * DAY, gpus=16_384, watts=700)
     assert job.seconds / job.failure_seconds == pytest.approx(419, rel=0.02)
@@ -90,7 +90,7 @@ def runs(site: dict[str, float], disturbed: int = 0) -> list[Measured]:
     return [replace(run, seconds=3 * run.seconds) for run in made[:disturbed]] + made[disturbed:]
 
 
-def test_a_machine_is_known_again_from_its_steps() -> None:
+def test_site_factors_are_recovered_from_step_times() -> None:
     site = calibrated(runs(FACTORS), 2)
     assert site.median_error < 0.03
     other = inputs(2, 3, 4, 512)
@@ -109,7 +109,7 @@ def test_steps_that_were_disturbed_do_not_decide() -> None:
         assert estimate_time(row.inputs, machine).seconds == pytest.approx(row.seconds, rel=0.1)
 
 
-def test_what_is_as_listed_stays_so() -> None:
+def test_site_fit_keeps_listed_rates_of_a_normal_machine() -> None:
     site = calibrated(runs({}), 2)
     assert site.factors == {}
     assert site.median_error == 0
@@ -129,7 +129,7 @@ def test_rates_are_those_of_one_gpu_in_one_precision() -> None:
         assert "measured on a100-80 in bf16, but this is" in str(site.problem(*other))
 
 
-def test_numbers_that_a_machine_has_none_of_are_not_fitted() -> None:
+def test_site_fit_skips_rates_a_machine_lacks() -> None:
     machine = machine_of("a100-80", 1, "bf16")
     assert machine.step_seconds == 0
     run = replace(inputs(1, 0, 2, 64), accelerator="cuda", gpu="a100-80", precision="bf16")

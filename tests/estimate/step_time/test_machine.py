@@ -26,7 +26,7 @@ def test_every_gpu_and_no_other_has_rates() -> None:
         assert all(0 < rates[name] < 1 for name in ("products", "attention", "streaming", "links"))
 
 
-def test_a_network_that_is_given_is_taken() -> None:
+def test_given_network_rate_is_used() -> None:
     usual = machine_of("h100-80", 8, "bf16")
     slow = machine_of("h100-80", 8, "bf16", network_gb_per_s=1.25)
     assert slow == replace(usual, network_rate=usual.network_rate / 40)
@@ -112,7 +112,7 @@ def test_groups_know_their_nodes_and_neighbours() -> None:
     assert Group.of(4, 2, 8) == Group(4, nodes=1, sharing=1)
 
 
-def test_a_ring_sends_all_but_its_own_part_and_one_rank_talks_to_nobody() -> None:
+def test_ring_sends_all_but_the_own_shard() -> None:
     alone = Group.of(1, 1, 8)
     assert alone.gather(1e9, MACHINE) == alone.exchange(1e9, MACHINE) == 0.0
     group = Group.of(8, 1, 8)

@@ -47,14 +47,14 @@ def timed(**changes: Any) -> StepTime:
     return estimate_time(run(**changes), MACHINE)
 
 
-def test_terms_add_up_and_have_names() -> None:
+def test_step_time_terms_sum_to_the_step() -> None:
     step = timed()
     assert [*step.terms] == [*TERMS]
     assert step.seconds == pytest.approx(sum(step.terms.values()))
     assert step.bound == "products"
 
 
-def test_utilisation_is_that_of_the_products_where_nothing_else_takes_time() -> None:
+def test_mfu_is_that_of_matmuls_if_nothing_else_takes_time() -> None:
     step = timed()
     seconds = step.seconds * step.mfu * MACHINE.peak_flops
     flops = flops_per_token(step.inputs.shape, 2048) * step.tokens / 8
@@ -62,7 +62,7 @@ def test_utilisation_is_that_of_the_products_where_nothing_else_takes_time() -> 
     assert 0.3 < step.mfu < MACHINE.products
 
 
-def test_twice_the_micro_batches_take_twice_as_long_but_for_what_comes_once() -> None:
+def test_twice_the_micro_batches_doubles_all_but_fixed_costs() -> None:
     one, two = timed(), timed(grad_accum=8)
     for term in ("products", "attention", "elements", "weights"):
         assert two.terms[term] == pytest.approx(2 * one.terms[term])
@@ -80,7 +80,7 @@ def test_recomputation_costs_a_forward_pass() -> None:
 
 
 @pytest.mark.parametrize("way", ["none", "selective", "full", 2, "reversible"])
-def test_tiles_run_again_as_the_layout_counts_and_move_the_same_bytes(way: Checkpointing) -> None:
+def test_mlp_tiles_recompute_and_move_the_same_bytes(way: Checkpointing) -> None:
     whole = run(checkpointing=way)
     tiled = replace(whole, mlp_tiles=8)
     one, eight = (estimate_time(each, MACHINE).terms for each in (whole, tiled))
@@ -141,7 +141,7 @@ def test_tensor_ranks_divide_products_and_add_sums() -> None:
     assert far.terms["tensor"] > 2 * four.terms["tensor"]
 
 
-def test_a_pipeline_waits_for_its_fill() -> None:
+def test_pipeline_step_time_includes_the_bubble() -> None:
     base = run(stage=1, grad_accum=8)
     layers = base.shape.num_layers
     staged = replace(base, grid=Grid(8, pipeline=4), bounds=split_evenly(layers, 4))
@@ -150,7 +150,7 @@ def test_a_pipeline_waits_for_its_fill() -> None:
     assert few.terms["bubble"] / few.seconds > 3 * many.terms["bubble"] / many.seconds
 
 
-def test_optimizer_waits_for_the_share_that_is_offloaded_and_for_its_drive() -> None:
+def test_offloaded_optimizer_waits_for_its_share_and_drive() -> None:
     zero = replace(run().zero, offload_optimizer="host")
     whole, half, on_drive = (
         optimizer_seconds(replace(run(), zero=replace(zero, **changes)), MACHINE)
@@ -193,7 +193,7 @@ def test_the_optimizer_reads_and_writes_the_states_that_it_has(
     assert moved / (inputs.trained / 8) == pytest.approx(expected, rel=1e-3)
 
 
-def test_experts_are_reduced_and_stepped_by_the_ranks_that_have_them() -> None:
+def test_expert_gradients_are_reduced_by_their_own_ranks() -> None:
     """8 GPUs hold each expert once; 16 twice, on different nodes whose groups share the network."""
     machine = replace(MACHINE, link_latency=0.0, network_latency=0.0)
     for ranks in (8, 16):
@@ -221,7 +221,7 @@ def test_a_slow_network_shows_in_the_weights_of_zero_3() -> None:
     assert usual.terms["products"] == waiting.terms["products"]
 
 
-def test_layouts_that_differ_in_zero_alone_share_what_is_computed() -> None:
+def test_zero_stages_share_the_compute_time() -> None:
     one, three = timed(stage=1), timed(stage=3)
     for term in ("products", "attention", "elements"):
         assert one.terms[term] == three.terms[term]
@@ -258,7 +258,7 @@ def traced(layer: tuple[Tensor, ...], **changes: Any) -> Inputs:
     return replace(run(**changes), shape=shape_of(layer, **sizes), trace=trace)
 
 
-def test_a_recurrent_layer_has_no_attention_but_a_step_for_each_token() -> None:
+def test_recurrent_layer_time_is_per_token_without_attention() -> None:
     short, long = (
         estimate_time(traced(LSTM, micro_batch=1, seq_len=length), MACHINE)
         for length in (1024, 8192)
@@ -285,7 +285,7 @@ def test_a_state_costs_no_more_than_its_kernels_move() -> None:
     assert reference.evidence == "guessed"
 
 
-def test_tokens_are_multiplied_by_the_experts_of_a_traced_layer_that_they_chose() -> None:
+def test_expert_flops_count_chosen_experts_of_traced_layers() -> None:
     experts = (Tensor("mlp.experts.up", (64, 4096, 1024), "mlp"),)
     two, all_ = (
         estimate_time(traced(experts, sizes={"experts_per_token": k}), MACHINE) for k in (2, 64)
@@ -306,7 +306,7 @@ def test_attention_of_a_latent_vector_is_as_wide_as_its_heads() -> None:
 
 
 @pytest.mark.parametrize("attention", ["longformer", "performer", "reformer"])
-def test_linear_attention_grows_with_the_length_and_exact_attention_with_its_square(
+def test_attention_time_is_linear_or_quadratic_in_length(
     attention: str,
 ) -> None:
     def seconds(attention: str, length: int) -> float:
