@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.checkpoint.compatibility import recorded_run, same_data
+from harness.checkpoint.compatibility import recorded_run
 from harness.config.run_config import RunConfig
 from harness.data.build import build_data
 from harness.data.data import Data
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         spec = DataSpec.of_run(run, model_config, trust_remote_code=trust)
         data = build_data(spec, lambda line: print(line, file=sys.stderr))
         planned = plan.get("data_fingerprint", data.fingerprint)
-        if not same_data(planned, data.fingerprint):
+        if planned != data.fingerprint:
             raise ConfigError(
                 "the data has changed since the run: fingerprint "
                 f"{data.fingerprint[:16]}, planned with {planned[:16]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.config.model_section import LoraConfig
 from harness.config.run_config import RunConfig
 from harness.errors import ConfigError
 from harness.files.records import Unreadable
@@ -26,14 +25,6 @@ FREE_KEYS = (
     *("model.kernels", "model.compile"),
     *("data.cache_dir", "data.prefetch", "data.tokens_per_batch", "data.reservoir"),
 )
-
-# Keys added in later versions, with the behaviour of runs without them.
-_ADDED = {
-    "data.packing": "stream",
-    "data.batching": "packed",
-    "data.bos": "off",
-    "train.carry_state": False,
-}
 
 # Keys of optim.* that exclude another key, for which a saved plan holds the default.
 _EXCLUDE = {"warmup_ratio": "warmup_steps", "clip_value": "clip_norm"}
@@ -136,43 +127,27 @@ def _differences(
     saved: Mapping[str, Any], planned: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     for section, values in planned["run"].items():
-        saved_values = saved["run"].get(section, {})  # earlier versions lack newer keys
+        saved_values = saved["run"].get(section, {})
         for name, new in values.items():
             key = f"{section}.{name}"
-            if saved_values and (name in saved_values or key in _ADDED):
-                old = saved_values.get(name, _ADDED.get(key))
-                if key == "model.lora" and isinstance(old, dict):
-                    old = {**LoraConfig().model_dump(), **old}
+            if name in saved_values:
+                old = saved_values[name]
                 if old != new:
                     yield key, old, new
     for key in ("precision", "model_config", "data_fingerprint", "data_mixture"):
         old, new = _value(saved, key), _value(planned, key)
-        if old != new and not (key == "data_fingerprint" and same_data(old, new)):
+        if old != new:
             yield key, old, new
 
 
 def recorded_run(sections: Mapping[str, Any]) -> RunConfig:
     """Return the run config of a plan.json. Raises ValueError if it is damaged."""
     completed = {name: {**values} for name, values in sections.items()}
-    for key, value in _ADDED.items():
-        section, _, name = key.partition(".")
-        completed.setdefault(section, {}).setdefault(name, value)
     optim = completed.get("optim", {})
     for key, other in _EXCLUDE.items():  # a saved plan has all keys, including defaults
         if optim.get(key) is not None:
             optim.pop(other, None)
     return RunConfig.model_validate(completed)
-
-
-def same_data(saved: Any, planned: Any) -> bool:
-    """Return True if two data fingerprints (IDS-LAYOUT) agree in the parts that both have.
-
-    Runs of earlier versions have only the LAYOUT: the positions of documents, without token ids.
-    """
-    if saved == planned:
-        return True
-    is_earlier = isinstance(saved, str) and "-" not in saved
-    return is_earlier and str(planned).endswith(f"-{saved}")
 
 
 def _is_exact(attention: str) -> bool:
@@ -219,9 +194,6 @@ def _value(plan: Mapping[str, Any], key: str) -> Any:
     fp32.
     """
     value = plan.get(key)
-    if key == "model_config" and isinstance(value, Mapping):
-        # In runs of earlier versions it may contain that of the initial weights' files.
-        return {name: item for name, item in value.items() if name != "quantization_config"}
     halves = plan.get("deepspeed", {}).get("bf16", {}).get("bf16_optimizer_states")
     return f"{value} states" if key == "precision" and halves else value
 

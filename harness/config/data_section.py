@@ -104,7 +104,7 @@ class EvalSet(ReadAs):
 
     @model_serializer(mode="wrap")
     def _as_written(self, whole: SerializerFunctionWrapHandler) -> Any:
-        """Return just the path if nothing else is set, as earlier versions wrote it."""
+        """Return just the path if nothing else is set."""
         values = {key: value for key, value in whole(self).items() if value is not None}
         return self.path if [*values] == ["path"] else values
 

@@ -307,7 +307,7 @@ def require_ids_of(tokens: IndexedTokens, facts: SplitFacts, vocab_size: int) ->
 
 def order_key(fingerprint: str) -> str:
     """Return the part of a fingerprint that determines the sample order: its second hash, or all of
-    it if it is an old run's, which has only one.
+    it if it has only one.
     """
     return fingerprint.rpartition("-")[2]
 

@@ -22,7 +22,6 @@ from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import value_of
 from harness.files.rows import rows_of
-from harness.files.splits import ALL
 from harness.files.token_index import read_header
 from harness.plan.folder import recorded_data
 from harness.plan.plan import Draft
@@ -32,16 +31,14 @@ _MOST_FILES = 20_000  # of a folder, to see quickly that there is data
 
 
 def keep_split(draft: Draft) -> None:
-    """Keep the split of the run being continued; versions without data.split read whole folders."""
+    """Keep the split of the run being continued."""
     config, recorded = draft.config, recorded_data(draft)
     if recorded is None or config.is_set("data.split"):
         return
     paths = _paths(config.data.model_dump())
-    split = recorded.get("split", ALL)
+    split = recorded.get("split")
     if not paths or paths != _paths(recorded) or not isinstance(split, str | None):
         return
-    if "split" not in recorded and with_eval_splits(config)[1]:
-        draft.note("kept", f"data.split is {ALL}, because the resumed run read the entire folder")
     draft.config = config.changed({"data.split": split})
 
 

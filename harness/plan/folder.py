@@ -35,25 +35,19 @@ def check_run_dir(draft: Draft) -> None:
 def keep_packing(draft: Draft) -> None:
     """Pack documents as in the run being resumed or branched from, unless data.packing is set.
 
-    Versions without data.packing packed all data as streams. Reads this machine's disk.
+    Reads this machine's disk.
     """
     config = draft.config
     if config.is_set("data.packing") or config.data.batching != "packed":
         return
     recorded = recorded_data(draft)
-    if recorded is None or (packing := recorded.get("packing", "stream")) is None:
-        return
-    draft.config = config.changed({"data.packing": packing})
-    if "packing" not in recorded:
-        draft.note(
-            "kept", "data.packing is stream, because the resumed run's data is packed that way"
-        )
+    if recorded is not None and (packing := recorded.get("packing")) is not None:
+        draft.config = config.changed({"data.packing": packing})
 
 
 def keep_rendering(draft: Draft) -> None:
     """In chats, use the date of the run being resumed or branched from, unless the user set one. A
-    new run uses today's date in UTC, which is the same on every node. Versions without data.bos
-    added no token to text.
+    new run uses today's date in UTC, which is the same on every node.
     """
     today = datetime.now(UTC).date().isoformat()
     config, kept = draft.config, dict[str, str]()
@@ -61,18 +55,12 @@ def keep_rendering(draft: Draft) -> None:
     if config.data.date is None:
         kept["date"] = (recorded or {}).get("date") or today
     if recorded is not None and not config.is_set("data.bos"):
-        kept["bos"] = recorded.get("bos", "off")
+        kept["bos"] = recorded.get("bos", "auto")
     try:
         DataConfig.model_validate(kept)
     except ValueError:  # the record is damaged
         kept = {"date": today}
     draft.config = config.model_copy(update={"data": config.data.model_copy(update=kept)})
-
-
-def recorded_model(draft: Draft) -> dict[str, Any]:
-    """Return the model config of the run being continued; {} for a new run."""
-    config = (recorded_plan(draft) or {}).get("model_config")
-    return config if isinstance(config, dict) else {}
 
 
 def recorded_data(draft: Draft) -> dict[str, Any] | None:

@@ -18,7 +18,6 @@ from harness.layout.families import SIZE_KEYS, UnknownArchitecture, given_size
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.tensor import divides_vocabulary, tensor_shard
-from harness.plan.folder import recorded_model
 from harness.plan.memory import estimate
 from harness.plan.model_config import find_model_config, load_model_config
 from harness.plan.optimizer import check_groups
@@ -105,9 +104,7 @@ def find_model(draft: Draft) -> None:
     """Read the model's config, count its parameters, and check the run against both."""
     run, problems = draft.config, draft.problems
     try:
-        draft.model_config, draft.model_source = load_model_config(
-            run, recorded_model(draft), draft.note
-        )
+        draft.model_config, draft.model_source = load_model_config(run, draft.note)
         stored = dict[str, Any]()
         if (source := run.model.init_from) is not None and not refuses_preset(draft):
             named = draft.model_config.get("transformers_weights")

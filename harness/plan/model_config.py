@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from functools import cache
 from math import log
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from harness.config.assignments import IMPLIED, MAX_FILE_BYTES, beyond_bounds, listed
@@ -68,11 +67,10 @@ def preset_rate(source: str) -> tuple[float, str] | None:
 
 def load_model_config(
     run_config: RunConfig,
-    recorded: Mapping[str, Any] = MappingProxyType({}),
     note: Callable[[str, str], None] = lambda kind, message: None,
 ) -> tuple[dict[str, Any], str]:
     """Return the config of `model.name`, with overrides and dropout applied, and its source.
-    `recorded`, `note`: as in `overridden`.
+    `note`: as in `overridden`.
 
     The source is "preset NAME", or the folder, file or hub id of the config (which transformers
     needs for architectures with their own code). Raises ConfigError.
@@ -84,7 +82,7 @@ def load_model_config(
     if not isinstance(config.get("model_type"), str):
         name = run_config.model.name
         raise ConfigError(f"model.name is {name!r}, but {source} has no model_type")
-    merged = overridden(config, run_config, source, recorded, note)
+    merged = overridden(config, run_config, source, note)
     config = _of_its_layers(config, merged, run_config)
     config.pop("quantization_config", None)  # describes the files; training is not quantized
     config = extended(config, run_config) | _dropouts(config, run_config)
@@ -108,7 +106,6 @@ def find_model_config(
         config, source = saved.get("model_config"), saved.get("model_source")
         if not (isinstance(config, dict) and isinstance(source, str)):
             raise ConfigError(f"{key} is {name!r} ({origin}): {run_plan} holds no model")
-        config.pop("quantization_config", None)  # from earlier versions; no checkpoint is quantized
         return config, source
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)

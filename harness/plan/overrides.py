@@ -1,12 +1,11 @@
 """`model.overrides`: keys of a config.json that a run changes.
 
-An override that would have no effect on the model is rejected, with advice. In a run that is
-continued it stays: earlier versions accepted it, and a run keeps what it was trained with.
+An override that would have no effect on the model is rejected, with advice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from harness.config.assignments import did_you_mean
@@ -105,77 +104,51 @@ _SERVED = ("use_cache", True)
 
 
 def overridden(
-    config: Mapping[str, Any],
-    run: RunConfig,
-    source: str,
-    recorded: Mapping[str, Any],
-    note: Callable[[str, str], None],
+    config: Mapping[str, Any], run: RunConfig, source: str, note: Callable[[str, str], None]
 ) -> dict[str, Any]:
-    """Return a model config with model.overrides applied. `recorded`: the model config of the run
-    being continued, which keeps its overrides. `note` receives kind and message of an event about
-    overrides without effect.
+    """Return a model config with model.overrides applied. `note` receives kind and message of an
+    event about overrides that set what the config has.
 
-    Raises ConfigError with the problems of all other overrides that are unknown or have no effect.
+    Raises ConfigError with the problems of overrides that are unknown or have no effect.
     """
     overrides = run.model.overrides
     model_type = overrides.get("model_type", config["model_type"])
     if not isinstance(model_type, str):  # everything below looks it up
         place = override_named("model_type", run)
         raise ConfigError(f"{place} is {shortened(model_type)}: it must be a name")
-    written = merged(config, overrides)
-    kept = {key for key in overrides if key in recorded and recorded[key] == written[key]}
-    said = set[str]()
-
-    def check(problems: Iterator[tuple[Collection[str], str]]) -> None:
-        idle = [(keys, text) for keys, text in problems if not said.issuperset(keys)]
-        if others := [text for keys, text in idle if not kept.issuperset(keys)]:
-            raise ConfigError(others)
-        for keys, text in idle:
-            said.update(keys)
-            note("kept", f"{text}; it stays, because the resumed run has it")
-
-    check(_unread(config, model_type, run, source))
+    if problems := [*_unread(config, model_type, run, source)]:
+        raise ConfigError(problems)
     rotary = {key: value for key, value in overrides.items() if key in ROTARY and value != "null"}
     if problems := [*value_problems({"model_type": model_type, **rotary}, run, source)]:
         raise ConfigError(problems)
-    superseded = {key for key in kept & ROTARY - {TABLE} if config.get(TABLE)}
-    result = _applied(config, overrides, run, superseded)
-    check(_without_effect(config, result, run, superseded))
-    if problems := [*rotary_problems(result, run)]:
+    result = _applied(config, overrides, run)
+    if problems := [*_without_effect(config, result, run)] or [*rotary_problems(result, run)]:
         raise ConfigError(problems)
-    if same := already_so(config, run, superseded):
+    if same := already_so(config, run):
         names = ", ".join(f"model.overrides.{key}" for key in same)
         has, values = ("have", "these values") if len(same) > 1 else ("has", "this value")
         note("idle_overrides", f"{names} {has} no effect: {source} already has {values}")
     return result
 
 
-def already_so(
-    config: Mapping[str, Any], run: RunConfig, superseded: Collection[str] = ()
-) -> list[str]:
+def already_so(config: Mapping[str, Any], run: RunConfig) -> list[str]:
     """Return the overrides whose values the model config already has."""
     overrides = run.model.overrides
-    result = _applied(config, overrides, run, superseded)
+    result = _applied(config, overrides, run)
 
     def without(key: str) -> dict[str, Any]:
         others = {other: value for other, value in overrides.items() if other != key}
-        return _applied(config, others, run, superseded)
+        return _applied(config, others, run)
 
     return [key for key in overrides if without(key) == result]
 
 
 def _applied(
-    config: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    run: RunConfig,
-    superseded: Collection[str],
+    config: Mapping[str, Any], overrides: Mapping[str, Any], run: RunConfig
 ) -> dict[str, Any]:
-    """Return a config with overrides applied; the rotary ones in `superseded` are merely stored
-    under their keys.
-    """
-    into = {k: v for k, v in overrides.items() if k in ROTARY and k not in superseded}
-    others = {key: value for key, value in overrides.items() if key not in into}
-    rotary = {key: None if value == "null" else value for key, value in into.items()}
+    """Return a config with overrides applied."""
+    others = {key: value for key, value in overrides.items() if key not in ROTARY}
+    rotary = {k: None if v == "null" else v for k, v in overrides.items() if k in ROTARY}
     return with_rotary(merged(config, _under_all_names(config, others)), rotary, run)
 
 
@@ -196,8 +169,8 @@ def _under_all_names(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
 
 def _unread(
     config: Mapping[str, Any], model_type: str, run: RunConfig, source: str
-) -> Iterator[tuple[Collection[str], str]]:
-    """Yield overrides that no model of this type reads, each with its problem."""
+) -> Iterator[str]:
+    """Yield a problem for each override that no model of this type reads."""
     own = keys_read(model_type) if "auto_map" not in config else None
     known = {*config, *every_key()}
     read = {"model_type", *family_of(model_type).dropouts, *(known if own is None else own)}
@@ -207,35 +180,30 @@ def _unread(
     for key, value in run.model.overrides.items():
         named = override_named(key, run)
         if key in _ELSEWHERE and (key, value) != _SERVED:
-            yield (key,), f"{named} changes nothing: {_ELSEWHERE[key]}"
+            yield f"{named} changes nothing: {_ELSEWHERE[key]}"
         elif key in read:
             continue
         elif own is None or key not in known:
             near = did_you_mean(key, known if own is None else {*config, *own})
-            yield (key,), f"{named} is not a config key of {source}{near}"
+            yield f"{named} is not a config key of {source}{near}"
         else:
             advice = did_you_mean(key, own)
             if rotates and key in ROTARY - {PARTIAL}:
                 advice = f": set model.overrides.{TABLE}"
-            yield (key,), f"{named} changes nothing: {model_type} models do not read it{advice}"
+            yield f"{named} changes nothing: {model_type} models do not read it{advice}"
 
 
 def _without_effect(
-    config: Mapping[str, Any],
-    result: Mapping[str, Any],
-    run: RunConfig,
-    superseded: Collection[str],
-) -> Iterator[tuple[Collection[str], str]]:
-    """Yield overrides that other values of the config keep from having an effect, with the problem.
-    `superseded`: overrides that rope_parameters supersedes.
-    """
+    config: Mapping[str, Any], result: Mapping[str, Any], run: RunConfig
+) -> Iterator[str]:
+    """Yield a problem for each override that has no effect because of other values."""
     overrides = run.model.overrides
     windows = [key for key in _WINDOWS if key in overrides and overrides[key] != config.get(key)]
     if windows and _is_idle_window(config, result):
         verb = "changes" if len(windows) == 1 else "change"
         named = " and ".join(override_named(key, run) for key in windows)
-        yield windows, f"{named} {verb} nothing: {_why_no_window(result)}"
-    reasons = dict.fromkeys(sorted(superseded), f": the model reads {TABLE}")
+        yield f"{named} {verb} nothing: {_why_no_window(result)}"
+    reasons = dict[str, str]()
     if not result.get("output_router_logits"):
         use = "set model.overrides.output_router_logits=true, too"
         reasons["router_aux_loss_coef"] = f" without the router's loss: {use}"
@@ -243,7 +211,7 @@ def _without_effect(
         reasons["initializer_range"] = ": the weights come from model.init_from"
     for key, why in reasons.items():
         if key in overrides:
-            yield (key,), f"{override_named(key, run)} changes nothing{why}"
+            yield f"{override_named(key, run)} changes nothing{why}"
 
 
 def _is_idle_window(config: Mapping[str, Any], result: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -109,12 +108,7 @@ class RunRecord:
         """Identity of what the held-out loss is measured on; "" if unknown. Losses on different
         sets, or by different tokenizers, cannot be compared.
         """
-        if recorded := self.text("held_out_set"):
-            return recorded
-        keys = ("held_out", "eval_path", "seq_len", "packing", "batching")
-        parts = [self.planned("run", "data", key) for key in keys]  # of an earlier version
-        parts += [self.planned("data_fingerprint"), self.planned("run", "eval", "samples")]
-        return json.dumps(parts) if any(part is not None for part in parts) else ""
+        return self.text("held_out_set")
 
     @cached_property
     def seconds(self) -> list[float]:

@@ -356,7 +356,7 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
         value = run.planned("run", *key.split("."))
         if value is not None and key not in ("run.dir", *replaced) and origin not in NOT_ASKED:
             values[key] = value
-    assigned = run.planned("deepspeed_set")  # missing in runs of earlier versions
+    assigned = run.planned("deepspeed_set")
     if isinstance(assigned, dict):
         values |= {f"{PREFIX}{key}": value for key, value in assigned.items()}
     for json_key in (name for key in changes for name in _SAME.get(key, ())):
@@ -372,9 +372,7 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
 
 
 def _start(run: RunRecord) -> str:
-    """Return the command without its arguments, for the launcher that started the run. Records of
-    earlier versions do not distinguish deepspeed from torchrun.
-    """
+    """Return the command without its arguments, for the launcher that started the run."""
     launcher = run.text("world", "launcher")
     ranks = max(1, int(number(run.planned("world", "world_size")) or 1))
     per_node = max(1, int(number(run.planned("world", "local_world_size")) or ranks))

@@ -78,7 +78,7 @@ def division(plan: Plan) -> dict[str, int]:
 
 
 def _ranks(about: Mapping[str, Any]) -> str:
-    """Return the division in a manifest as text; earlier versions recorded only a part of it."""
+    """Return the division in a manifest as text."""
     ranks, stage = about.get("world_size"), about.get("zero_stage")
     axes = ("pipeline_stages", "tensor_ranks", "sequence_ranks", "expert_ranks")
     sizes = [f"{about[key]} {key.replace('_', ' ')}" for key in axes if about.get(key, 1) != 1]

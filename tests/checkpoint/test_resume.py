@@ -8,7 +8,6 @@ import pytest
 
 from harness.checkpoint.compatibility import (
     branch_problems,
-    changed_keys,
     resume_problems,
     too_short,
 )
@@ -73,15 +72,6 @@ def test_pairs_of_a_folder_that_have_changed_are_named() -> None:
     assert "; b.bin removed; d.bin new; c.bin resized: restore" in problem
 
 
-def test_adapter_record_of_earlier_version_is_unquantized() -> None:
-    saved = record(model={"lora": {"rank": 4}})
-    for key in ("quantize", "double_quantize"):
-        del saved["run"]["model"]["lora"][key]
-    assert resume_problems(saved, record(model={"lora": {"rank": 4}}), []) == []
-    planned = record(model={"lora": {"rank": 4, "quantize": "nf4"}})
-    assert len(resume_problems(saved, planned, [])) == 1
-
-
 @pytest.mark.parametrize("key", ["precision", "model_config", "data_fingerprint"])
 def test_precision_model_and_data_may_not_change(key: str) -> None:
     for problems in (resume_problems, branch_problems):
@@ -109,14 +99,6 @@ def test_run_may_not_end_before_its_checkpoint() -> None:
     assert "raise train.steps" in problem
 
 
-def test_a_run_of_a_quantized_folder_was_never_quantized() -> None:
-    """Earlier versions recorded the quantization_config of the files."""
-    saved = record()
-    saved["model_config"]["quantization_config"] = {"quant_method": "fp8"}
-    assert resume_problems(saved, record(), []) == branch_problems(saved, record(), []) == []
-    assert changed_keys(saved, record()) == []
-
-
 def test_resume_error_shows_the_difference_of_two_tables() -> None:
     planned = record()
     planned["model_config"] |= {f"same_{number}": number for number in range(20)}
@@ -126,27 +108,6 @@ def test_resume_error_shows_the_difference_of_two_tables() -> None:
         "model_config is {'hidden_size': 64}, but the run in this folder has {'hidden_size': 32, "
         "'more': 1}: "
     )
-
-
-@pytest.mark.parametrize(
-    ("saved", "planned", "same"),
-    [
-        ("ids-layout", "ids-layout", True),
-        ("ids-layout", "other-layout", False),
-        ("ids-layout", "ids-other", False),
-        ("layout", "ids-layout", True),  # of an earlier version, which did not hash ids
-        ("layout", "ids-other", False),
-        ("ids-layout", "layout", False),
-        (None, "ids-layout", False),
-    ],
-)
-def test_fingerprint_of_earlier_version_is_compared_in_part(
-    saved: str | None, planned: str, same: bool
-) -> None:
-    planned_record = {**record(), "data_fingerprint": planned}
-    problems = resume_problems({**record(), "data_fingerprint": saved}, planned_record, [])
-    assert (not problems) == same
-    assert all("resume.allow=data_fingerprint" in problem for problem in problems)
 
 
 def test_states_in_bf16_are_another_precision() -> None:

@@ -222,6 +222,5 @@ def test_a_held_out_set_is_read_as_it_says(
     assert (own.facts.documents, own.facts.shorter) == (30, 0)
     assert (pair.facts.documents, pair.facts.shorter) == (200, 0)
     assert data.sources[0].facts.shorter == 180
-    # A run of an earlier version, which recorded only a path, resumes.
     recorded = DataConfig(eval_path="e").model_dump(mode="json")["eval_path"]
     assert recorded == {"": "e"}

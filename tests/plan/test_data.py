@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -161,11 +160,9 @@ def test_a_dry_run_counts_texts_roughly_as_the_run_does(
         assert seen.tokens == build_data(DataSpec(config)).tokens
 
 
-def begun(folder: Path, *words: str, earlier: bool = False) -> dict[str, object]:
-    """Write the plan.json of a run; an `earlier` version lacks data.packing and others."""
+def begun(folder: Path, *words: str) -> dict[str, object]:
+    """Write the plan.json of a run."""
     record = plan_of(*words).to_json()
-    for key in ("packing", "too_long", "date", "bos") if earlier else ():
-        del record["run"]["data"][key]
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(record))
     return record
@@ -175,24 +172,20 @@ def begun(folder: Path, *words: str, earlier: bool = False) -> dict[str, object]
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (None, "packing", "stream"),
         (["data.packing=whole"], "packing", "whole"),
         (["data.packing=stream"], "packing", "stream"),
         ([], "packing", None),
         (["data.date=2024-07-26"], "date", "2024-07-26"),
-        (None, "bos", "off"),
+        (["data.bos=off"], "bos", "off"),
     ],
 )
 def test_a_run_keeps_what_decides_its_tokens(
-    how: str, words: list[str] | None, key: str, value: str | None, tmp_path: Path
+    how: str, words: list[str], key: str, value: str | None, tmp_path: Path
 ) -> None:
-    """Words of None stand for an earlier version, which had no such keys."""
-    record = begun(tmp_path / "run", *(words or ()), earlier=words is None)
+    record = begun(tmp_path / "run", *words)
     plan = plan_of(f"{how}={tmp_path / 'run'}")
     assert getattr(plan.config.data, key) == value
     assert plan.config.origin(f"data.{key}") == "default"
-    notes = [event["message"] for event in plan.events if event["kind"] == "kept"]
-    assert ["data.packing is stream" in note for note in notes] == [True] * (words is None)
     assert resume_problems(record, plan.to_json(), []) == []
     assert getattr(recorded_run(record["run"]).data, key) == value
 
@@ -204,16 +197,15 @@ def test_sections_that_may_change_exist() -> None:
 @pytest.mark.parametrize(
     ("words", "other", "before"),
     [
-        (None, "data.packing=whole", "stream"),
         (["data.packing=stream"], "data.packing=whole", "stream"),
         (["data.date=2024-07-26"], "data.date=2024-07-27T09:30", "2024-07-26"),
-        (None, "data.bos=auto", "off"),
+        (["data.bos=off"], "data.bos=auto", "off"),
     ],
 )
 def test_another_value_takes_the_users_word(
-    words: list[str] | None, other: str, before: str, tmp_path: Path
+    words: list[str], other: str, before: str, tmp_path: Path
 ) -> None:
-    record = begun(tmp_path / "run", *(words or ()), earlier=words is None)
+    record = begun(tmp_path / "run", *words)
     plan = plan_of(f"run.dir={tmp_path / 'run'}", other).to_json()
     (problem,), (key, _, value) = resume_problems(record, plan, []), other.partition("=")
     assert f"{key} is {value!r}, but the run in this folder has {before!r}: keep its" in problem
@@ -263,18 +255,3 @@ def test_record_may_hold_the_default_of_an_excluded_key(tmp_path: Path) -> None:
     optim = recorded_run(record["run"]).optim
     assert (optim.warmup_ratio, optim.clip_value) == (0.03, 1.0)
     assert optim.warmup(200) == 6
-
-
-def test_earlier_version_run_keeps_override_without_effect(tmp_path: Path) -> None:
-    word = "model.overrides.sliding_window=64"
-    record: Any = begun(tmp_path / "run")
-    record["run"]["model"]["overrides"] |= {"sliding_window": 64}
-    record["model_config"]["sliding_window"] = 64
-    (tmp_path / "run" / "plan.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="changes nothing: llama models do not read it"):
-        plan_of(word)
-    plan = plan_of(f"run.dir={tmp_path / 'run'}", word)
-    assert "the resumed run has it" in next(
-        e["message"] for e in plan.events if e["kind"] == "kept"
-    )
-    assert resume_problems(record, plan.to_json(), []) == []

@@ -57,14 +57,6 @@ def test_a_preset_a_folder_and_a_file(folder: Path) -> None:
         assert load(f"model.name={path}") == (LLAMA, str(path))
 
 
-def test_the_checkpoints_of_a_run_are_not_quantized(tmp_path: Path) -> None:
-    """Earlier versions recorded the quantization_config of the weights' files."""
-    recorded = {**LLAMA, "quantization_config": {"quant_method": "fp8"}}
-    plan = {"model_config": recorded, "model_source": "preset tiny"}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    assert find_model_config(str(tmp_path)) == (LLAMA, "preset tiny")
-
-
 @pytest.mark.parametrize("name", ["org/decoder", "org/llama-1b", "gpt2", "gpt2-xl"])
 def test_a_hub_id_is_asked_last(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []

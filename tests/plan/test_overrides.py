@@ -214,36 +214,6 @@ def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words", "why"),
-    [
-        ({}, ["initializer_range=0.5", "INIT"], "the weights come from model.init_from"),
-        ({}, ["sliding_window=64"], "llama models do not read it"),
-        ({"torch_dtype": "float32"}, ["torch_dtype=bfloat16"], "set bf16.enabled or fp16.enabled"),
-        (QWEN, ["use_sliding_window=true", "sliding_window=8"], "of 3 layers, only those from"),
-        (NEW, ["rope_theta=5e6"], "the model reads rope_parameters"),
-        ({"model_type": "gemma3_text", "rope_parameters": LAYERS}, ["rope_theta=5e6"],
-         "the model reads rope_parameters"),
-    ],
-)  # fmt: skip
-def test_a_run_keeps_the_overrides_without_effect_that_it_has(
-    config: Config, words: list[str], why: str, tmp_path: Path
-) -> None:
-    """Earlier versions merged overrides into the config unchecked."""
-    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **config}))
-    named = [f"model.overrides.{word}" for word in words if word != "INIT"]
-    named += [f"model.init_from={tmp_path}"] if "INIT" in words else []
-    run = load_run_config(None, [f"model.name={tmp_path}", *named])
-    recorded = {**MODEL, **config, **run.model.overrides}
-    notes: list[tuple[str, str]] = []
-    loaded, _ = load_model_config(run, recorded, lambda *note: notes.append(note))
-    assert loaded == recorded
-    ((kind, message),) = notes
-    assert kind == "kept"
-    assert why in message
-    assert message.endswith("; it stays, because the resumed run has it")
-
-
-@pytest.mark.parametrize(
     ("config", "word"),
     [
         ({}, "tie_word_embeddings=true"),

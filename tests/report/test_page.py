@@ -312,12 +312,6 @@ def test_losses_on_different_held_out_sets_are_not_compared(tmp_path):
     alike = compare_page_of([runs[0], runs[2]], "two")
     assert "a \u2605 best<" in alike
     assert "<th>set" not in alike
-    # From an earlier version: its planned values.
-    old = [
-        read(write_run(tmp_path / name, the_plan=plan() | {"data_fingerprint": name}))
-        for name in "ef"
-    ]
-    assert "on 2 held-out sets" in compare_page_of(old, "two")
 
 
 def test_the_page_comes_to_the_folder_at_once_or_not_at_all(tmp_path):

@@ -77,10 +77,6 @@ def _measured(folder: Path) -> tuple[Measured, int]:
     seconds = [float(line["step_time_s"]) for line in lines if line.get("step_time_s")]
     if len(seconds) < _LEAST:
         raise ValueError(f"{len(seconds)} metrics lines: at least {_LEAST} are needed (log.every)")
-    if "cores" not in record:
-        raise ValueError(
-            "its plan.json, from an earlier version, does not state the cores per node"
-        )
     cores = record["cores"] if inputs.gpu is None else 0
     return Measured(inputs, median(seconds[1:])), cores
 
