@@ -22,7 +22,7 @@ from harness.models.units import units
 from harness.plan.plan import Plan
 from tests.engine.engines import WORLD, different, drawn_weights, engine_of, folder, gathered
 from tests.engine.small import CONFIGS, MODEL
-from tests.gates.memory.worker import rise
+from tests.gates.hold import rise
 from tests.ranks import ranks
 
 GATE = pytest.mark.gate("engine")

@@ -264,7 +264,7 @@ MIXTURE = "mixtral_divided"
 SAVED: dict[str, Config] = {
     "llama": {**_ODD, "tie_word_embeddings": False},
     EVERYWHERE: {**_ODD, "tie_word_embeddings": True},
-    # Two untrained weights and two buffers of the model: see checkpoints/cells.py.
+    # Two untrained weights and two buffers of the model: see resume.py.
     FROZEN: {**_ODD, "tie_word_embeddings": True},
     "mixtral": {
         **_ODD,
@@ -300,20 +300,23 @@ SAVED: dict[str, Config] = {
 }
 """Models of the round trips."""
 
-MEASURED: Config = {
+MEASURED_AS = ("measured", "measured_mixture")
+"""Models of the memory gate: dense, and with divided experts."""
+_MEASURED: Config = {
     "model_type": "llama",
     "vocab_size": 1000,
     **_sizes(96, 250, 3, 6, 2, 16),
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-"""Model of the memory gate."""
-MEASURED_MIXTURE: Config = {
-    **MEASURED,
-    "model_type": "mixtral",
-    "intermediate_size": 128,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "router_jitter_noise": 0.0,
+MEASURED: dict[str, Config] = {
+    "measured": _MEASURED,
+    "measured_mixture": {
+        **_MEASURED,
+        "model_type": "mixtral",
+        "intermediate_size": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+    },
 }
-"""Model of the memory gate with divided experts."""

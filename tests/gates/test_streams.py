@@ -13,6 +13,7 @@ import torch
 
 from harness.launch.fork_server import Zygote
 from tests.gates.check_streams import markdown
+from tests.gates.defects import UNSYNCHRONIZED
 from tests.gates.streams.cells import CONTROLS, Cell, all_cells, covering_cells
 from tests.gates.streams.device import Event, Stream
 from tests.gates.streams.run import Row, Seen, Wait, prepare, seen
@@ -149,7 +150,7 @@ def test_the_committed_page_is_of_every_run_and_names_what_decides() -> None:
 def test_names_of_cells_are_their_own() -> None:
     names = [cell.name for cell in all_cells()]
     assert len({*names}) == len(names)
-    assert {*CONTROLS} <= {*names}
+    assert {cell.name for cell in CONTROLS} <= {*names}
     assert [cell for cell in covering_cells() if cell.is_plain]
 
 
@@ -177,5 +178,5 @@ def test_a_run_has_no_race_and_the_harness_does_not_wait(
 
 @pytest.mark.gate("streams")
 def test_races_show_where_nobody_waits_for_the_device(folder: Path, zygote: Zygote) -> None:
-    cell = next(cell for cell in all_cells() if cell.name == CONTROLS[0])
-    assert Row(cell, seen(zygote, cell, folder, synchronizes=False)).races
+    cell = CONTROLS[0]
+    assert Row(cell, seen(zygote, cell, folder, UNSYNCHRONIZED)).races

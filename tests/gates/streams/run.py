@@ -50,8 +50,7 @@ class Job:
     measured: int
     """The step whose waits are counted."""
     discards: bool
-    synchronizes: bool
-    """False if nothing waits for the whole device or its gradients (gradients.py)."""
+    defect: str | None
     out: str
 
     def write(self) -> Path:
@@ -179,12 +178,12 @@ class Failed(Exception):
     """A run did not end with code 0; the message has its output."""
 
 
-def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) -> list[Seen]:
+def seen(zygote: Zygote, cell: Cell, folder: Path, defect: str | None = None) -> list[Seen]:
     """Run a cell, unless `folder` holds its results; return each rank's observations.
 
     Raises Failed.
     """
-    out = folder / (cell.name if synchronizes else f"{cell.name}-control")
+    out = folder / f"{cell.name}{'-control' if defect else ''}"
     results = [Path(f"{out}.{rank}.json") for rank in range(cell.ranks)]
     if all(path.exists() for path in results):
         return [Seen.read(path) for path in results]
@@ -195,7 +194,7 @@ def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) ->
     for before in (0, STEPS) if cell.resumes else (0,):
         arguments = [*cell.command(folder, before + STEPS), run_dir]
         measured = before + MEASURED
-        job = Job(arguments, measured, cell.discards, synchronizes, str(out))
+        job = Job(arguments, measured, cell.discards, defect, str(out))
         ended = zygote.run(
             [str(job.write())],
             folder / f"{out.name}-logs",
@@ -214,11 +213,12 @@ def main(argv: list[str]) -> int:
     """Train in the simulator; return the run's exit code."""
     job = Job(**json.loads(Path(argv[0]).read_text()))
     from harness import loop, train
-    from harness.engine.deepspeed_0_19 import gradients
     from harness.engine.pipeline import PipelineEngine
     from harness.engine.zero import ZeroEngine
     from harness.guard.stability import Spike
+    from harness.layout.world import World
     from harness.run import build, reporting, step
+    from tests.gates.defects import planted
     from tests.gates.streams.simulated import Device, simulated
 
     devices: list[Device] = []
@@ -228,7 +228,7 @@ def main(argv: list[str]) -> int:
 
     def joined(*args: Any) -> Any:
         place = join(*args)
-        devices.append(stack.enter_context(simulated(job.synchronizes)))
+        devices.append(stack.enter_context(simulated()))
         return place
 
     def next_step(run: Any) -> Any:
@@ -259,8 +259,7 @@ def main(argv: list[str]) -> int:
         stack.enter_context(mock.patch.object(build, "join", joined))
         stack.enter_context(mock.patch.object(loop, "next_step", next_step))
         stack.enter_context(mock.patch.object(step, "look_for_spike", judged))
-        if not job.synchronizes:
-            stack.enter_context(mock.patch.object(gradients, "settle_gradients"))
+        stack.enter_context(planted(job.defect, World.from_environ()))
         for owner, name, phase in (
             (loop, "take_step", "step"),
             (ZeroEngine, "accumulate", "micro-batches"),

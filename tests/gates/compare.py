@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from tests.gates.cells import GLOBAL_BATCH
+from tests.gates.cell import GLOBAL_BATCH, Cell
 from tests.gates.models import DROPPING, LEARNED
-from tests.gates.parity.cells import Cell
-from tests.gates.parity.measure import Difference, Trajectory, difference, worst_relative
-from tests.gates.parity.model import Split, Way
-from tests.gates.parity.reference import GATE, Sum, gradients, kept_spreads, trained
+from tests.gates.plain_model import Split, Way
+from tests.gates.reference import GATE, Sum, gradients, kept_spreads, trained
+from tests.gates.trajectory import Difference, Trajectory, difference, worst_relative
 
 LEAST_FALL = 0.2  # relative fall of the loss in the gate; without learning, it proves little
 
