@@ -20,8 +20,8 @@ from pathlib import Path
 from harness.launch.fork_server import Zygote
 from tests.gates.defects import STREAMS, UNSYNCHRONIZED
 from tests.gates.matrix import chosen, matrix_arguments, results
-from tests.gates.streams.cells import Cell, all_cells, covering_cells
-from tests.gates.streams.run import DECIDES, Failed, Row, hot, impossible, prepare, seen
+from tests.gates.streams.cells import all_cells, covering_cells
+from tests.gates.streams.run import DECIDES, Row, hot, prepare, row_of
 from tools.made_with import versions
 
 
@@ -38,7 +38,7 @@ def main() -> int:
         prepare(folder)
         rows = []
         for cell in cells:
-            rows.append(_tried(zygote, cell, folder, defect))
+            rows.append(row_of(zygote, cell, folder, defect))
             print(terminal_line(rows[-1]), flush=True)
     if defect:
         missed = [row.cell.name for row in rows if not row.races]
@@ -49,15 +49,6 @@ def main() -> int:
     failed = [row for row in rows if row.problems]
     print(f"{len(rows)} runs, {len(failed)} with races or waits of the harness")
     return 1 if failed else 0
-
-
-def _tried(zygote: Zygote, cell: Cell, folder: Path, defect: str | None) -> Row:
-    if problem := impossible(cell):
-        return Row(cell, skipped=problem)
-    try:
-        return Row(cell, seen(zygote, cell, folder, defect))
-    except Failed as failed:
-        return Row(cell, failure=str(failed))
 
 
 _PAGE = """\

@@ -134,7 +134,7 @@ def spreads(way: Way, task: Task = GATE) -> Iterator[Difference]:
     """
     distances = []
     for number in range(orders_of(way)):
-        distances.append(distance(way, number, task))
+        distances.append(_kept(way, number) if task is GATE else distance(way, number, task))
         yield Difference.largest(distances)
 
 
@@ -177,22 +177,21 @@ def _orders(count: int) -> list[Split]:
 FOLDER = REPOSITORY / "build" / "spread"
 
 
-def kept_spreads(way: Way) -> Iterator[Difference]:
-    """Yield the spreads of `way` as `spreads` does; use earlier measurements on this kind of
-    machine by the same code and packages, if there are any.
+def _kept(way: Way, number: int) -> Difference:
+    """Return the distance in one order, as measured before on this kind of machine by the same code
+    and packages, or now.
     """
     path = FOLDER / f"{_kind(way.device)}-{_digest(json.dumps(asdict(way)))}.json"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for number in range(orders_of(way)):
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # gate and self-test run concurrently
-            kept = json.loads(path.read_text()) if path.exists() else []
-            if len(kept) == number:
-                kept.append(asdict(distance(way, number)))
-                partial = path.with_suffix(f".{os.getpid()}")
-                partial.write_text(json.dumps(kept))
-                partial.replace(path)
-        yield Difference.largest([Difference(**values) for values in kept[: number + 1]])
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # gate and self-test run concurrently
+        kept = json.loads(path.read_text()) if path.exists() else []
+        if len(kept) == number:
+            kept.append(asdict(distance(way, number)))
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(kept))
+            partial.replace(path)
+    return Difference(**kept[number])
 
 
 @functools.cache

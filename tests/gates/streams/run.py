@@ -169,24 +169,16 @@ def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
     train_tokenizer([find_corpus(str(corpus))], folder, VOCAB_SIZE)
 
 
-def impossible(cell: Cell) -> str:
-    """Return the reason why a cell cannot run on this machine; "" if it can."""
-    return "; ".join(libaio_problems()) if cell.needs_libaio else ""
-
-
-class Failed(Exception):
-    """A run did not end with code 0; the message has its output."""
-
-
-def seen(zygote: Zygote, cell: Cell, folder: Path, defect: str | None = None) -> list[Seen]:
-    """Run a cell, unless `folder` holds its results; return each rank's observations.
-
-    Raises Failed.
+def row_of(zygote: Zygote, cell: Cell, folder: Path, defect: str | None = None) -> Row:
+    """Run a cell with a planted defect or none, unless `folder` holds its results or this machine
+    cannot.
     """
+    if cell.needs_libaio and (problems := libaio_problems()):
+        return Row(cell, skipped="; ".join(problems))
     out = folder / f"{cell.name}{'-control' if defect else ''}"
     results = [Path(f"{out}.{rank}.json") for rank in range(cell.ranks)]
     if all(path.exists() for path in results):
-        return [Seen.read(path) for path in results]
+        return Row(cell, [Seen.read(path) for path in results])
     run_dir = f"run.dir={out}-run"
     shutil.rmtree(f"{out}-run", ignore_errors=True)  # left by a run that was ended
     # Twice the steps, so that the measured step has the same position between saves, evaluations
@@ -204,9 +196,9 @@ def seen(zygote: Zygote, cell: Cell, folder: Path, defect: str | None = None) ->
             patience_s=30.0,
         )
         if any(code != 0 for code in ended.codes):  # None: it was ended at its limit
-            raise Failed(f"{cell.name} ended with {ended.codes}\n{ended.output}")
+            return Row(cell, failure=f"{cell.name} ended with {ended.codes}\n{ended.output}")
     shutil.rmtree(f"{out}-run")
-    return [Seen.read(path) for path in results]
+    return Row(cell, [Seen.read(path) for path in results])
 
 
 def main(argv: list[str]) -> int:
