@@ -59,11 +59,9 @@ _AGAIN = f"{{{','.join(RECOMPUTED)}}}"
 _APPROXIMATE = f"{{{','.join(KINDS)}}}"
 _BY_ROWS = "{tensor,sequence}2_zero{1,3}"
 Ways = tuple[tuple[int, int], ...]
-ROUNDS: Ways = ((4, 2),)
-"""Micro-batches per rank, and ranks."""
-PAIRS: Ways = ((2, 4),)
-
-
+"""Pairs of micro-batches per rank, and ranks."""
+ON_TWO: Ways = ((4, 2),)
+ON_FOUR: Ways = ((2, 4),)
 Names = str | Iterable[str]
 """Names, or patterns of names."""
 
@@ -77,31 +75,31 @@ def _of(architectures: Names, layouts: Names, precisions: Names, ways: Ways) -> 
 def _parity() -> Iterator[Iterable[Cell]]:
     """Yield the cells of each kind of layout."""
     yield _of(FLAT, ZERO, PRECISIONS, ((1, 2), (1, 1), (4, 2), (4, 1)))
-    yield _of(PRESETS, "zero{2,0,1,3,2_offload,3_offload}", PRECISIONS, ROUNDS)
+    yield _of(PRESETS, "zero{2,0,1,3,2_offload,3_offload}", PRECISIONS, ON_TWO)
     # Two micro-batches on each of four ranks.
-    yield _of(FLAT, "zeropp compiled_zero{3,1}", PRECISIONS, PAIRS)
+    yield _of(FLAT, "zeropp compiled_zero{3,1}", PRECISIONS, ON_FOUR)
     yield _of(FLAT, "zero{2,3}_bf16_states", "bf16", ((2, 2),))
     yield _of(WIDE, NVME, PRECISIONS, ((2, 2), (2, 1)))
-    yield _of("llama", f"compiled_{_BY_ROWS}", PRECISIONS, PAIRS)
+    yield _of("llama", f"compiled_{_BY_ROWS}", PRECISIONS, ON_FOUR)
     # One and two micro-batches per stage, and 2 x 2 ranks.
     for architecture in PIPELINED:
         yield _of(architecture, "pipe2_zero{0,1}", PRECISIONS, ((2, 2), (4, 2), (2, 4)))
         yield _of(architecture, "pipe4_zero{0,1}", PRECISIONS, ((4, 4), (8, 4)))
     # Tensors over both ranks, over pairs of four, and over all four.
     for architecture, stage in product(FLAT, range(4)):
-        yield _of(architecture, f"tensor2_zero{stage}", PRECISIONS, ROUNDS + PAIRS)
-        yield _of(architecture, f"tensor4_zero{stage}", PRECISIONS, PAIRS)
-    yield _of(DIVIDED, "tensor2_zero{1,3}", TWO, ROUNDS)
+        yield _of(architecture, f"tensor2_zero{stage}", PRECISIONS, ON_TWO + ON_FOUR)
+        yield _of(architecture, f"tensor4_zero{stage}", PRECISIONS, ON_FOUR)
+    yield _of(DIVIDED, "tensor2_zero{1,3}", TWO, ON_TWO)
     # One data rank, whose dropout the plain loop draws.
-    yield _of(DROPPING, "tensor2_zero{1,3}", "fp32", ROUNDS)
+    yield _of(DROPPING, "tensor2_zero{1,3}", "fp32", ON_TWO)
     # Rows in the same ways, with several documents each; over all four ranks, with half as many
     # key heads.
-    yield _of(FLAT, "sequence2_zero{1,2,3}", PRECISIONS, ROUNDS + PAIRS)
-    yield _of(FLAT, "sequence4_zero{1,2,3}", PRECISIONS, PAIRS)
-    yield _of(FLAT, "sequence2_zero0", "fp32", ROUNDS)
-    yield _of(FLAT, "tensor2_sequence2_zero{1,3}", PRECISIONS, PAIRS)
-    yield _of(ROWS, "sequence2_zero{1,3}", TWO, ROUNDS)
-    yield _of(MIXTURES, "sequence2_expert2_zero{1,3}", PRECISIONS, PAIRS)
+    yield _of(FLAT, "sequence2_zero{1,2,3}", PRECISIONS, ON_TWO + ON_FOUR)
+    yield _of(FLAT, "sequence4_zero{1,2,3}", PRECISIONS, ON_FOUR)
+    yield _of(FLAT, "sequence2_zero0", "fp32", ON_TWO)
+    yield _of(FLAT, "tensor2_sequence2_zero{1,3}", PRECISIONS, ON_FOUR)
+    yield _of(ROWS, "sequence2_zero{1,3}", TWO, ON_TWO)
+    yield _of(MIXTURES, "sequence2_expert2_zero{1,3}", PRECISIONS, ON_FOUR)
     # Documents separated by bounds; also several sequences in a micro-batch.
     yield _of(DOCUMENTS, "varlen_zero{0,1,2,3}", PRECISIONS, ((1, 2), (4, 2)))
     yield _of("mistral llama_deep", "varlen_pipe2_zero1", TWO, ((2, 2),))
@@ -110,26 +108,26 @@ def _parity() -> Iterator[Iterable[Cell]]:
     yield _of("llama", f"{_APPROXIMATE}_{divided}", TWO, ((2, 2),))
     yield _of("llama_deep", f"{_APPROXIMATE}_pipe2_zero1", TWO, ((2, 2),))
     # The loss in chunks: untied and tied, capped, with a balancing loss.
-    yield _of("llama gpt2 mixtral gemma2", "chunked_zero{0,1,2,3}", PRECISIONS, ROUNDS)
-    yield _of("llama_tied gemma2", "chunked_pipe2_zero{0,1}", PRECISIONS, ROUNDS)
-    yield _of("llama gemma2", f"chunked_{_BY_ROWS}", TWO, ROUNDS)
+    yield _of("llama gpt2 mixtral gemma2", "chunked_zero{0,1,2,3}", PRECISIONS, ON_TWO)
+    yield _of("llama_tied gemma2", "chunked_pipe2_zero{0,1}", PRECISIONS, ON_TWO)
+    yield _of("llama gemma2", f"chunked_{_BY_ROWS}", TWO, ON_TWO)
     # Recomputed layers and MLPs, and offloaded inputs. Only dense MLPs are computed in tiles.
-    yield _of("llama", f"{_AGAIN}_zero{{0,1,2,3}} {_AGAIN}_{_BY_ROWS}", PRECISIONS, ROUNDS)
-    yield _of("llama_tied", f"{_AGAIN}_pipe2_zero1", PRECISIONS, ROUNDS)
+    yield _of("llama", f"{_AGAIN}_zero{{0,1,2,3}} {_AGAIN}_{_BY_ROWS}", PRECISIONS, ON_TWO)
+    yield _of("llama_tied", f"{_AGAIN}_pipe2_zero1", PRECISIONS, ON_TWO)
     yield _of("gpt2 qwen3", f"{_AGAIN}_zero{{1,3}}", TWO, ((2, 2),))
     yield _of("mixtral", "{full,every2,selective,offloaded}_zero{1,3}", TWO, ((2, 2),))
-    yield _of("llama", "reversible_zero{0,1,2,3}", PRECISIONS, ROUNDS)
+    yield _of("llama", "reversible_zero{0,1,2,3}", PRECISIONS, ON_TWO)
     yield _of("gpt2", "reversible_zero{0,1,2,3}", PRECISIONS, ((2, 2),))
-    yield _of("llama", f"reversible_{_BY_ROWS}", PRECISIONS, ROUNDS)
-    yield _of(RECURRENT, (*ZERO, *STAGES[:2], "full_zero3"), PRECISIONS, ROUNDS)
+    yield _of("llama", f"reversible_{_BY_ROWS}", PRECISIONS, ON_TWO)
+    yield _of(RECURRENT, (*ZERO, *STAGES[:2], "full_zero3"), PRECISIONS, ON_TWO)
     # Divided stages: one model on four ranks, two data ranks on eight.
-    families, ways = "llama_deep llama_tied gpt2_deep", (*PAIRS, (4, 4), (2, 8))
+    families, ways = "llama_deep llama_tied gpt2_deep", (*ON_FOUR, (4, 4), (2, 8))
     yield _of(families, DIVIDED_STAGES, PRECISIONS, ways)
-    yield _of("qwen3_deep mixtral_deep", "pipe2_tensor2_zero1", PRECISIONS, PAIRS)
-    yield _of(MIXTURES, "expert2_zero{1,2,3}", PRECISIONS, ROUNDS + PAIRS)
+    yield _of("qwen3_deep mixtral_deep", "pipe2_tensor2_zero1", PRECISIONS, ON_FOUR)
+    yield _of(MIXTURES, "expert2_zero{1,2,3}", PRECISIONS, ON_TWO + ON_FOUR)
     yield _of(MIXTURES, "expert4_zero{1,2,3}", PRECISIONS, ((1, 4),))
-    yield _of(MIXTURES, "tensor2_expert2_zero{1,2,3}", PRECISIONS, PAIRS)
-    yield _of(HEAVY, "tensor2_expert2_zero1", "bf16", PAIRS)
+    yield _of(MIXTURES, "tensor2_expert2_zero{1,2,3}", PRECISIONS, ON_FOUR)
+    yield _of(HEAVY, "tensor2_expert2_zero1", "bf16", ON_FOUR)
     yield _of("mixtral", "tensor2_sequence2_expert2_zero{1,3}", "fp32", ((2, 8),))
 
 
@@ -303,22 +301,22 @@ def _around(own: list[str], others: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def covering_trips() -> list[Trip]:
-    """Return a small set of round trips that covers all properties of `covered`, without NVMe."""
-    return covering([trip for trip in trips() if trip.architecture != WIDE], covered)
+    """Return a small set that covers all properties of `trip_covers`, without NVMe."""
+    return covering([trip for trip in trips() if trip.architecture != WIDE], trip_covers)
 
 
-def covered(trip: Trip) -> set[tuple[Any, ...]]:
+def trip_covers(trip: Trip) -> set[tuple[Any, ...]]:
     """Return the properties that a trip covers: a layout left or reached in a precision, or resumed
     unchanged; an architecture in fp32 or bf16; a change of the number of ranks. Divided stages,
     experts and rows count separately: in pairs with all of these they would take a dozen trips.
     """
     precision, (source, target) = trip.precision, trip.layouts
     if {*DIVIDED_STAGES} & {source, target}:
-        return _covered_stages(trip)
+        return _stages_cover(trip)
     if NARROW_EXPERTS in (source, target):
         return set()
     if {*EXPERT_SIDES} & {source, target}:
-        return _covered_experts(trip)
+        return _experts_cover(trip)
     if rows := {*ROW_SIDES} & {source, target}:
         return {("rows", "same" if trip.same else "moved", *sorted(rows))}
     shown: set[tuple[Any, ...]] = {("architecture", trip.architecture)}
@@ -337,7 +335,7 @@ def covered(trip: Trip) -> set[tuple[Any, ...]]:
     return shown | {("from", precision, source), ("to", precision, target)}
 
 
-def _covered_stages(trip: Trip) -> set[tuple[Any, ...]]:
+def _stages_cover(trip: Trip) -> set[tuple[Any, ...]]:
     """Return the properties of divided stages: left for ZeRO 3 in bf16, reached from it in fp32, in
     fp16, resumed unchanged.
     """
@@ -350,7 +348,7 @@ def _covered_stages(trip: Trip) -> set[tuple[Any, ...]]:
     return {(kind, trip.precision)} if other == "zero3" else set()
 
 
-def _covered_experts(trip: Trip) -> set[tuple[Any, ...]]:
+def _experts_cover(trip: Trip) -> set[tuple[Any, ...]]:
     """Return the properties of divided experts: resumed unchanged at each stage, each precision,
     left for and reached from every other layout.
     """

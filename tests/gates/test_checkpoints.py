@@ -22,9 +22,9 @@ from tests.gates.cells import (
     PRECISIONS,
     ROW_SIDES,
     SIDES,
-    covered,
     covering_trips,
     sound_sides,
+    trip_covers,
     trips,
 )
 from tests.gates.models import WIDE
@@ -57,9 +57,9 @@ def test_every_planted_defect_is_caught() -> None:
 def test_the_covering_set_is_small_and_covers_all() -> None:
     chosen = covering_trips()
     assert len(chosen) <= 61
-    possible = set().union(*(covered(cell) for cell in trips() if cell.architecture != WIDE))
+    possible = set().union(*(trip_covers(cell) for cell in trips() if cell.architecture != WIDE))
     assert len(possible) == 118  # with fewer, the set would promise less
-    assert set().union(*map(covered, chosen)) == possible
+    assert set().union(*map(trip_covers, chosen)) == possible
 
 
 def test_every_sound_layout_is_left_and_reached_in_every_precision() -> None:
