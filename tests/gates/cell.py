@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from harness.layout.grid import Axis
 from tests.gates.layouts import Json, Layout, Sizes
@@ -250,13 +250,6 @@ class Case(Cell):
         return self.is_divided or bool(self.how.model or chunked)
 
 
-class Group(NamedTuple):
-    """Jobs that one process group can do; groups run in this order."""
-
-    place: int
-    ranks: int
-
-
 @dataclass(frozen=True)
 class Job:
     """What worker.py does with a cell, optionally with a planted defect."""
@@ -296,12 +289,14 @@ class Job:
         return f"{self.verb} {self.result.removeprefix(f'{self.folder}/')}{planted}"
 
     @property
-    def group(self) -> Group:
-        """Saves come before they are loaded, on any number of ranks. Live bytes of divided tensors
-        are counted last: DeepSpeed keeps state about tensor parallelism in globals.
+    def group(self) -> tuple[int, int]:
+        """The jobs that one process group can do, in this order: (place, ranks).
+
+        Saves come before they are loaded, on any number of ranks. Live bytes of divided tensors are
+        counted last: DeepSpeed keeps state about tensor parallelism in globals.
         """
         is_late = self.verb == "resume" or (self.verb == "hold" and self.cell.how.tensor > 1)
-        return Group(int(is_late), self.cell.ranks)
+        return int(is_late), self.cell.ranks
 
 
 def covering(candidates: Iterable[C], covers: Callable[[C], set[Any]]) -> list[C]:

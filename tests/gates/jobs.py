@@ -45,10 +45,10 @@ def run_jobs(
         raise SystemExit("\n".join(problems))
     group_of = attrgetter("group")
     with nullcontext(zygote) if env is not None or zygote else Zygote() as zygote:
-        for group, members in groupby(sorted(missing, key=group_of), group_of):
+        for (_, ranks), members in groupby(sorted(missing, key=group_of), group_of):
             todo = list(members)
             for start in range(0, len(todo), PER_LAUNCH):
-                _launch(zygote, todo[start : start + PER_LAUNCH], out, group.ranks, env)
+                _launch(zygote, todo[start : start + PER_LAUNCH], out, ranks, env)
 
 
 def _launch(
