@@ -20,8 +20,7 @@ import torch
 from harness.engine import processes
 from harness.launch.ranks import python_path
 from tests.gates import check_parity
-from tests.gates.memory.cases import all_cases
-from tests.gates.parity.cells import all_cells
+from tests.gates.cells import memory_cases, parity_cells
 from tests.real_runs import REPOSITORY, environment, wait_for
 from tests.run_tools import run_tool
 from tools import accept_gpu
@@ -269,8 +268,8 @@ def test_parity_is_read_off_the_lines_of_the_gate(tmp_path: Path) -> None:
 
 
 def test_cells_and_cases_are_those_of_the_gates() -> None:
-    assert {cell_of(*names, ranks=2) for names in parity._CELLS} <= {c.name for c in all_cells()}
-    assert {*measured_steps._CPU_CASES} <= {case.name for case in all_cases()}
+    assert {cell_of(*names, ranks=2) for names in parity._CELLS} <= {c.name for c in parity_cells()}
+    assert {*measured_steps._CPU_CASES} <= {case.name for case in memory_cases()}
     for ranks in (1, 4, 8):
         assert check_parity._all_cells([cell_of(*CELL, ranks=ranks)])[-1].ranks == ranks
 

@@ -20,7 +20,7 @@ from harness.models.skeleton import hf_config
 from harness.models.units import units
 from tests.engine.engines import WORLD, different, engine_of, folder, gathered
 from tests.engine.small import CONFIGS, MODEL
-from tests.gates.memory.worker import rise
+from tests.gates.hold import rise
 from tests.ranks import ranks
 
 GATE = pytest.mark.gate("engine")

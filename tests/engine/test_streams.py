@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -45,6 +46,7 @@ OVERTAKES = {
 
 def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
     """Return races, reuses and waits in four steps, one judged a spike; waits of the last."""
+    from tests.gates.streams.device import Timeline
     from tests.gates.streams.simulated import simulated  # imports DeepSpeed
 
     ds, sections = CASES[name]
@@ -54,7 +56,9 @@ def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
         judged.append(len(judged) == 2 or not torch.stack([share, norm]).isfinite().all())
         return judged[-1]
 
-    with simulated(synchronizes) as device:
+    with simulated() as device, contextlib.ExitStack() as stack:
+        if not synchronizes:
+            stack.enter_context(mock.patch.object(Timeline, "synchronize"))
         engine = engine_of(ds, **sections)
         for number in range(4):
             device.timeline.waits.clear()

@@ -39,7 +39,7 @@ def plant(fault: dict[str, Any], rank: int) -> None:
     if fault.get("do") == "hup":
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes ranks ignore it
     if "defect" in fault:
-        from tests.gates.parity.defects import planted
+        from tests.gates.defects import planted
 
         _PLANTED.enter_context(planted(fault["defect"], World()))
         return

@@ -1,250 +1,438 @@
-"""The layouts, precisions, accumulation and ranks from which every gate draws its cells."""
+"""The cells of the parity, checkpoint and memory gates, and small sets that cover all their
+properties.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import product
+from typing import Any
 
-from harness.layout.grid import axes_json
+from tests.gates.cell import Case, Cell, Side, Trip, covering
+from tests.gates.layouts import AXES, KINDS, RECOMPUTED, Layout, names
+from tests.gates.models import (
+    DIVIDED,
+    DROPOUT,
+    DROPPING,
+    EVERYWHERE,
+    FLAT,
+    FROZEN,
+    HEAVY,
+    MIXTURE,
+    MIXTURES,
+    NOT_IN_FP16,
+    PIPELINED,
+    PLANTED,
+    PRESETS,
+    RECURRENT,
+    ROWS,
+    SHARED,
+    WIDE,
+)
 
-GLOBAL_BATCH = 8  # samples
+PRECISIONS = ("fp32", "bf16", "fp16")
+TWO = PRECISIONS[:2]
 
-Json = dict[str, Any]
-C = TypeVar("C")
+# The parity gate.
+
+ZERO = tuple(names("zero{0,1,2,3,2_offload,3_offload}"))
+"""Layouts that are combined with every other value."""
+FEW = tuple(names("zeropp zero{2,3}_bf16_states compiled_zero{3,1}"))
+"""Layouts in few combinations; in the covering set, each counts as a separate kind."""
+COVERED_KINDS = ("longformer_zero3", "performer_zero3")
+"""Approximate attention in the covering set: one kind that works in blocks, and one with sums."""
+NVME = ("zero3_nvme",)
+"""Layouts outside the covering set."""
+STAGES = tuple(names("pipe{2,4}_zero{0,1}"))
+DIVIDED_STAGES = tuple(names("pipe2_tensor2_zero{0,1}"))
+OTHER_ATTENTION = ("mistral", "gemma2", "phi3", "gpt_neox")
+"""Families whose attention has features that FLAT lacks: windows, caps, fused projections."""
+DOCUMENTS = ("llama", "mistral", "gemma2", "gpt_neox")
+"""Families whose documents are separated by bounds: shared key heads, windows, soft-capped scores,
+fused projections.
+"""
+AXIS_NAMES = tuple(AXES.values())
+_AGAIN = f"{{{','.join(RECOMPUTED)}}}"
+_APPROXIMATE = f"{{{','.join(KINDS)}}}"
+_BY_ROWS = "{tensor,sequence}2_zero{1,3}"
+Ways = tuple[tuple[int, int], ...]
+"""Pairs of micro-batches per rank, and ranks."""
+ON_TWO: Ways = ((4, 2),)
+ON_FOUR: Ways = ((2, 4),)
+Names = str | Iterable[str]
+"""Names, or patterns of names."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Buckets and thresholds in elements, scaled down with the model, so that a step has several
-    buckets, some parameters exceed a bucket, and ZeRO 3 really partitions, as in a large run.
+def _of(architectures: Names, layouts: Names, precisions: Names, ways: Ways) -> Iterator[Cell]:
+    several = (names(x) if isinstance(x, str) else x for x in (architectures, layouts, precisions))
+    for *made, way in product(*several, ways):
+        yield Cell(*made, *way)
+
+
+def _parity() -> Iterator[Iterable[Cell]]:
+    """Yield the cells of each kind of layout."""
+    yield _of(FLAT, ZERO, PRECISIONS, ((1, 2), (1, 1), (4, 2), (4, 1)))
+    yield _of(PRESETS, "zero{2,0,1,3,2_offload,3_offload}", PRECISIONS, ON_TWO)
+    # Two micro-batches on each of four ranks.
+    yield _of(FLAT, "zeropp compiled_zero{3,1}", PRECISIONS, ON_FOUR)
+    yield _of(FLAT, "zero{2,3}_bf16_states", "bf16", ((2, 2),))
+    yield _of(WIDE, NVME, PRECISIONS, ((2, 2), (2, 1)))
+    yield _of("llama", f"compiled_{_BY_ROWS}", PRECISIONS, ON_FOUR)
+    # One and two micro-batches per stage, and 2 x 2 ranks.
+    for architecture in PIPELINED:
+        yield _of(architecture, "pipe2_zero{0,1}", PRECISIONS, ((2, 2), (4, 2), (2, 4)))
+        yield _of(architecture, "pipe4_zero{0,1}", PRECISIONS, ((4, 4), (8, 4)))
+    # Tensors over both ranks, over pairs of four, and over all four.
+    for architecture, stage in product(FLAT, range(4)):
+        yield _of(architecture, f"tensor2_zero{stage}", PRECISIONS, ON_TWO + ON_FOUR)
+        yield _of(architecture, f"tensor4_zero{stage}", PRECISIONS, ON_FOUR)
+    yield _of(DIVIDED, "tensor2_zero{1,3}", TWO, ON_TWO)
+    # One data rank, whose dropout the plain loop draws.
+    yield _of(DROPPING, "tensor2_zero{1,3}", "fp32", ON_TWO)
+    # Rows in the same ways, with several documents each; over all four ranks, with half as many
+    # key heads.
+    yield _of(FLAT, "sequence2_zero{1,2,3}", PRECISIONS, ON_TWO + ON_FOUR)
+    yield _of(FLAT, "sequence4_zero{1,2,3}", PRECISIONS, ON_FOUR)
+    yield _of(FLAT, "sequence2_zero0", "fp32", ON_TWO)
+    yield _of(FLAT, "tensor2_sequence2_zero{1,3}", PRECISIONS, ON_FOUR)
+    yield _of(ROWS, "sequence2_zero{1,3}", TWO, ON_TWO)
+    yield _of(MIXTURES, "sequence2_expert2_zero{1,3}", PRECISIONS, ON_FOUR)
+    # Documents separated by bounds; also several sequences in a micro-batch.
+    yield _of(DOCUMENTS, "varlen_zero{0,1,2,3}", PRECISIONS, ((1, 2), (4, 2)))
+    yield _of("mistral llama_deep", "varlen_pipe2_zero1", TWO, ((2, 2),))
+    yield _of("mistral llama", "varlen_{tensor,sequence}2_zero1", TWO, ((2, 2),))
+    divided = "{zero3,tensor2_zero1,sequence2_zero1}"
+    yield _of("llama", f"{_APPROXIMATE}_{divided}", TWO, ((2, 2),))
+    yield _of("llama_deep", f"{_APPROXIMATE}_pipe2_zero1", TWO, ((2, 2),))
+    # The loss in chunks: untied and tied, capped, with a balancing loss.
+    yield _of("llama gpt2 mixtral gemma2", "chunked_zero{0,1,2,3}", PRECISIONS, ON_TWO)
+    yield _of("llama_tied gemma2", "chunked_pipe2_zero{0,1}", PRECISIONS, ON_TWO)
+    yield _of("llama gemma2", f"chunked_{_BY_ROWS}", TWO, ON_TWO)
+    # Recomputed layers and MLPs, and offloaded inputs. Only dense MLPs are computed in tiles.
+    yield _of("llama", f"{_AGAIN}_zero{{0,1,2,3}} {_AGAIN}_{_BY_ROWS}", PRECISIONS, ON_TWO)
+    yield _of("llama_tied", f"{_AGAIN}_pipe2_zero1", PRECISIONS, ON_TWO)
+    yield _of("gpt2 qwen3", f"{_AGAIN}_zero{{1,3}}", TWO, ((2, 2),))
+    yield _of("mixtral", "{full,every2,selective,offloaded}_zero{1,3}", TWO, ((2, 2),))
+    yield _of("llama", "reversible_zero{0,1,2,3}", PRECISIONS, ON_TWO)
+    yield _of("gpt2", "reversible_zero{0,1,2,3}", PRECISIONS, ((2, 2),))
+    yield _of("llama", f"reversible_{_BY_ROWS}", PRECISIONS, ON_TWO)
+    yield _of(RECURRENT, (*ZERO, *STAGES[:2], "full_zero3"), PRECISIONS, ON_TWO)
+    # Divided stages: one model on four ranks, two data ranks on eight.
+    families, ways = "llama_deep llama_tied gpt2_deep", (*ON_FOUR, (4, 4), (2, 8))
+    yield _of(families, DIVIDED_STAGES, PRECISIONS, ways)
+    yield _of("qwen3_deep mixtral_deep", "pipe2_tensor2_zero1", PRECISIONS, ON_FOUR)
+    yield _of(MIXTURES, "expert2_zero{1,2,3}", PRECISIONS, ON_TWO + ON_FOUR)
+    yield _of(MIXTURES, "expert4_zero{1,2,3}", PRECISIONS, ((1, 4),))
+    yield _of(MIXTURES, "tensor2_expert2_zero{1,2,3}", PRECISIONS, ON_FOUR)
+    yield _of(HEAVY, "tensor2_expert2_zero1", "bf16", ON_FOUR)
+    yield _of("mixtral", "tensor2_sequence2_expert2_zero{1,3}", "fp32", ((2, 8),))
+
+
+@functools.cache
+def parity_cells() -> tuple[Cell, ...]:
+    """Return every combination except those that transformers' own model cannot train.
+
+    If several cells cover equally many pairs, the covering set takes the first.
     """
-
-    bucket: int
-    live: int
-    sub_group: int
-    persistence: int
-    """Smallest number of elements of a parameter that ZeRO 3 partitions."""
-
-    def section(self, stage: int) -> Json:
-        """Return the keys of a stage's `zero_optimization` that depend on the model's size."""
-        if stage == 0:
-            return {}
-        keys = {"reduce_bucket_size": self.bucket, "allgather_bucket_size": self.bucket}
-        if stage == 3:
-            keys |= {
-                "stage3_param_persistence_threshold": self.persistence,
-                "stage3_prefetch_bucket_size": self.bucket,
-                "stage3_max_live_parameters": self.live,
-                "stage3_max_reuse_distance": self.live,
-                "sub_group_size": self.sub_group,
-            }
-        return keys
+    every = dict.fromkeys(itertools.chain.from_iterable(_parity()))
+    return tuple(c for c in every if c.precision != "fp16" or c.architecture not in NOT_IN_FP16)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The distribution of a model over ranks, with its options."""
-
-    stage: int
-    """ZeRO stage."""
-    pipeline: int = 1
-    """Number of pipeline stages."""
-    tensor: int = 1
-    """Ranks that share every weight."""
-    sequence: int = 1
-    """Ranks that share every row of tokens."""
-    expert: int = 1
-    """Data ranks that share the experts."""
-    more: Json = field(default_factory=dict)
-    """Additional keys of `zero_optimization`."""
-    sized: bool = True
-    """False keeps DeepSpeed's own buckets and thresholds."""
-    has_bf16_states: bool = False
-    """True if master weights and moments are in bf16."""
-    bf16_sums: bool = False
-    """True if bf16 gradients are summed in bf16."""
-    compiled: bool = False
-    """True if every decoder layer is compiled."""
-    varlen: bool = False
-    """True if document bounds separate documents instead of a mask."""
-    loss_chunk: int = 0
-    """Vocabulary entries whose logits the loss holds at a time; 0 for all."""
-    model: Json = field(default_factory=dict)
-    """Additional keys of the run config's model section."""
-
-    @property
-    def kind(self) -> str:
-        """Name of an approximate attention; "" for exact attention."""
-        return str(self.model.get("attention", ""))
-
-    def json(self, precision: str, sizes: Sizes, scaling: Json) -> Json:
-        """Return the DeepSpeed JSON before it is resolved; `scaling` is fp16's loss scale."""
-        zero = {"stage": self.stage, **(sizes.section(self.stage) if self.sized else {})}
-        axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)
-        sections = {**axes, **precision_sections(precision, scaling)}
-        return {"zero_optimization": {**zero, **self.more}, **sections}
-
-    def sums_of(self, precision: str) -> str:
-        """Return the precision in which a rank sums the gradients of its micro-batches."""
-        if self.pipeline > 1 and self.stage == 0:  # DeepSpeed supports no other here
-            return precision
-        return "fp32" if precision == "bf16" and not self.bf16_sums else precision
-
-    def full_precision(self, precision: str) -> str:
-        """Return `precision` with its sums and states, as a key of `precision_sections`."""
-        if precision != "bf16":
-            return precision
-        sums = "_fp32_sums" if self.sums_of(precision) == "fp32" else ""
-        return ("bf16_states" if self.has_bf16_states else "bf16") + sums
-
-
-def precision_sections(precision: str, scaling: Json) -> Json:
-    """Return the JSON's sections for fp32, bf16, bf16_states or fp16, each also with
-    `_fp32_sums`.
+def covering_cells() -> list[Cell]:
+    """Return a small set in which every possible pair of values occurs. In pipelined cells and
+    PRESETS an architecture counts separately, and so does a layout of FEW: pairs would take dozens
+    more cells.
     """
-    kind = precision.removesuffix("_fp32_sums")
-    dtype = kind.removesuffix("_states")
-    keys: Json = {"enabled": True, **(scaling if dtype == "fp16" else {})}
-    if kind == "bf16_states":
-        keys |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    sums = {} if kind == precision else {"data_types": {"grad_accum_dtype": "fp32"}}
-    return sums | ({} if dtype == "fp32" else {dtype: keys})
+    return covering([cell for cell in parity_cells() if cell.layout not in NVME], covers)
 
 
-_CPU = {"device": "cpu", "pin_memory": False}
-_STATES = {"offload_optimizer": _CPU}
-_ALL = {**_STATES, "offload_param": _CPU}
-_SECOND_COPY = {"zero_hpz_partition_size": 2}
-_ON_NVME = {
-    "stage3_param_persistence_threshold": 64,
-    "sub_group_size": 300_000,  # on two ranks, all sub-groups but the last fill a file
-    "offload_optimizer": {"device": "nvme", "nvme_path": "auto", "pin_memory": False},
-    "offload_param": _CPU,
-}
-RECOMPUTED: dict[str, Json] = {
-    "full": {"checkpointing": "full"},
-    "every2": {"checkpointing": 2},
-    "selective": {"checkpointing": "selective"},
-    "offloaded": {"checkpointing": "full", "activation_offload": True},
-    "tiled": {"mlp_tiles": 3},
-    "all": {"checkpointing": "selective", "activation_offload": True, "mlp_tiles": 2},
-}
-"""Recomputed or host-offloaded activations, by the first word of a layout."""
-_REVERSIBLE: Json = {"reversible": True}
-KINDS: dict[str, Json] = {
-    "longformer": {"attention_window": 6, "attention_global": 2},
-    "strided": {"attention_window": 4},
-    "linformer": {"attention_window": 6, "attention_features": 2},
-    "performer": {"attention_features": 16},
-    "reformer": {"attention_buckets": 4, "attention_window": 4},
-}
-"""Approximate kinds of attention, by the first word of a layout."""
-LAYOUTS: dict[str, Layout] = {
-    **{f"zero{stage}": Layout(stage) for stage in range(4)},
-    "zero1_offload": Layout(1, more=_STATES),
-    "zero2_offload": Layout(2, more=_STATES),
-    "zero3_offload_states": Layout(3, more=_STATES),
-    "zero3_offload": Layout(3, more=_ALL),
-    # Each node of two ranks has a second copy of the weights.
-    "zeropp": Layout(3, more=_SECOND_COPY),
-    "zero3_default": Layout(3, sized=False),  # so small that all stays whole on every rank
-    "zero1_bf16_sums": Layout(1, bf16_sums=True),
-    "zero3_bf16_sums": Layout(3, bf16_sums=True),
-    "zero2_bf16_states": Layout(2, has_bf16_states=True),
-    "zero3_bf16_states": Layout(3, has_bf16_states=True),
-    "compiled_zero3": Layout(3, compiled=True),
-    "compiled_zero1": Layout(1, compiled=True),
-    **{f"varlen_zero{stage}": Layout(stage, varlen=True) for stage in range(4)},
-    "varlen_pipe2_zero1": Layout(1, 2, varlen=True),
-    "varlen_tensor2_zero1": Layout(1, tensor=2, varlen=True),
-    "varlen_sequence2_zero1": Layout(1, sequence=2, varlen=True),
-    # Only if DeepSpeed's asynchronous I/O (libaio) can be compiled.
-    "zero3_nvme": Layout(3, more=_ON_NVME),
-    **{f"pipe{n}_zero{stage}": Layout(stage, n) for n in (2, 4) for stage in (0, 1)},
-    **{f"tensor{n}_zero{stage}": Layout(stage, tensor=n) for n in (2, 4) for stage in range(4)},
-    "tensor2_tied_zero1": Layout(1, tensor=2),
-    **{f"compiled_tensor2_zero{s}": Layout(s, tensor=2, compiled=True) for s in (1, 3)},
-    **{f"compiled_sequence2_zero{s}": Layout(s, sequence=2, compiled=True) for s in (1, 3)},
-    **{f"pipe2_tensor2_zero{stage}": Layout(stage, 2, tensor=2) for stage in (0, 1)},
-    **{f"tensor2_expert2_zero{stage}": Layout(stage, tensor=2, expert=2) for stage in (1, 2, 3)},
-    **{
-        f"tensor2_sequence2_expert2_zero{stage}": Layout(stage, tensor=2, sequence=2, expert=2)
-        for stage in (1, 3)
-    },
-    **{f"expert{n}_zero{stage}": Layout(stage, expert=n) for n in (2, 4) for stage in (1, 2, 3)},
-    **{f"sequence{n}_zero{stage}": Layout(stage, sequence=n) for n in (2, 4) for stage in range(4)},
-    **{f"sequence2_expert2_zero{s}": Layout(s, sequence=2, expert=2) for s in (1, 3)},
-    **{f"tensor2_sequence2_zero{stage}": Layout(stage, tensor=2, sequence=2) for stage in (1, 3)},
-    # The loss in chunks that do not divide the vocabulary evenly.
-    **{f"chunked_zero{stage}": Layout(stage, loss_chunk=48) for stage in range(4)},
-    **{f"chunked_pipe2_zero{stage}": Layout(stage, 2, loss_chunk=48) for stage in (0, 1)},
-    **{f"chunked_tensor2_zero{s}": Layout(s, tensor=2, loss_chunk=48) for s in (1, 3)},
-    **{f"chunked_sequence2_zero{s}": Layout(s, sequence=2, loss_chunk=48) for s in (1, 3)},
-    **{
-        f"{name}_zero{stage}": Layout(stage, model=keys)
-        for name, keys in RECOMPUTED.items()
-        for stage in range(4)
-    },
-    **{f"{name}_pipe2_zero1": Layout(1, 2, model=keys) for name, keys in RECOMPUTED.items()},
-    **{
-        f"{name}{way}": replace(layout, model={"attention": name, **sizes})
-        for name, sizes in KINDS.items()
-        for way, layout in {
-            "_zero3": Layout(3),
-            "_pipe2_zero1": Layout(1, 2),
-            "_tensor2_zero1": Layout(1, tensor=2),
-            "_sequence2_zero1": Layout(1, sequence=2),
-        }.items()
-    },
-    **{
-        f"{name}_{axis}2_zero{stage}": Layout(stage, **{axis: 2}, model=keys)  # type: ignore[arg-type]
-        for name, keys in RECOMPUTED.items()
-        for axis in ("tensor", "sequence")
-        for stage in (1, 3)
-    },
-    **{f"reversible_zero{stage}": Layout(stage, model=_REVERSIBLE) for stage in range(4)},
-    **{
-        f"reversible_{axis}2_zero{stage}": Layout(stage, **{axis: 2}, model=_REVERSIBLE)  # type: ignore[arg-type]
-        for axis in ("tensor", "sequence")
-        for stage in (1, 3)
-    },
-}
-
-
-class Divided:
-    """A global batch, divided over a layout's ranks."""
-
-    layout: str
-    ranks: int
-    accumulation: int
-
-    @property
-    def how(self) -> Layout:
-        """The layout that the name stands for."""
-        return LAYOUTS[self.layout]
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks that read different samples."""
-        return self.ranks // (self.how.pipeline * self.how.tensor * self.how.sequence)
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples in one micro-batch."""
-        return GLOBAL_BATCH // (self.accumulation * self.data_ranks)
-
-
-def covering(candidates: Iterable[C], covers: Callable[[C], set[Any]]) -> list[C]:
-    """Return a small set of cells that covers everything that the candidates cover.
-
-    Greedy: repeatedly take the cell that covers most of the uncovered properties.
+def brief_cells() -> list[Cell]:
+    """Return a few cells on two ranks, trained on every change: each pair of precision and ZeRO
+    stage from 1 on, each parallel axis, and offload occur once. Few families need few plain loops.
     """
-    covered_by = {cell: covers(cell) for cell in candidates}
-    uncovered = set().union(*covered_by.values())
-    chosen = []
-    while uncovered:
-        best = max(covered_by, key=lambda cell: len(covered_by[cell] & uncovered))
-        chosen.append(best)
-        uncovered -= covered_by[best]
-    return chosen
+    families = {"pipeline": "llama_tied", "expert": "mixtral"}
+
+    def is_one(cell: Cell) -> bool:
+        axis = next((axis for axis in families if getattr(cell.how, axis) > 1), None)
+        return cell.ranks == 2 and cell.architecture == families.get(axis or "", "llama")
+
+    return covering(
+        [cell for cell in parity_cells() if is_one(cell) and cell.layout not in NVME], _occurs
+    )
+
+
+def _occurs(cell: Cell) -> set[tuple[str, object]]:
+    how = cell.how
+    axes = {name for name in AXIS_NAMES if getattr(how, name) > 1} or {"data"}
+    if "offload" in cell.layout:
+        axes = {"offload"}
+    covered: set[tuple[str, object]] = {("axis", axis) for axis in axes}
+    return covered | ({("precision, stage", (cell.precision, how.stage))} if how.stage else set())
+
+
+def covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
+    """Return the properties that the covering set no longer needs once it has this cell."""
+    how, own = cell.how, asdict(cell)
+    values: dict[str, Any] = own | {name: getattr(how, name) for name in (*AXIS_NAMES, "stage")}
+
+    def each(kind: str, *names: str) -> set[tuple[tuple[str, Any], ...]]:
+        return {((f"{kind} {name}", values[name]),) for name in names}
+
+    if cell.architecture in PLANTED:
+        return set()
+    if cell.architecture in RECURRENT:
+        return each("recurrent", "architecture", "precision", "pipeline")
+    if cell.layout in FEW:
+        kind = "bf16_states" if how.has_bf16_states else cell.layout.partition("_zero")[0]
+        return {(("layout", kind),)}
+    if how.kind:
+        return each("kind", "layout") if cell.layout in COVERED_KINDS else set()
+    if how.varlen:
+        return each("varlen", "architecture", "layout", "precision", "accumulation")
+    if cell.layout in DIVIDED_STAGES:
+        return each("divided stages", "layout", "precision", "ranks")
+    if how.loss_chunk:
+        axes = ("pipeline", "tensor", "sequence")
+        return each("chunked", "architecture", "precision", "stage", *axes)
+    if how.model:
+        values["how"], _, rest = cell.layout.partition("_")
+        values["axis"] = rest.rpartition("_")[0] or "data"
+        return each("recomputed", "how", "axis", "stage", "precision")
+    if how.compiled and how.sequence * how.tensor > 1:
+        return set()  # each spends a minute on compilation
+    if how.sequence > 1:  # only attention differs: not needed for every family with llama's
+        is_alike = cell.architecture in ROWS and cell.architecture not in OTHER_ATTENTION
+        names = () if is_alike else ("architecture",)
+        return each("sequence", *names, "precision", "stage", "sequence", "tensor", "expert")
+    if how.expert > 1:
+        return each("expert", "architecture", "precision", "stage", "expert", "tensor")
+    if how.tensor > 1:
+        return each("tensor", "architecture", "layout", "precision")
+    alone = set()
+    if cell.layout in STAGES or cell.architecture in PRESETS:
+        alone = {(("architecture", own.pop("architecture")),)}
+    return alone | set(itertools.combinations(own.items(), 2))
+
+
+# The checkpoint gate: pairs of sides, LAYOUTxRANKS.
+
+SIDES = tuple(
+    names(
+        "zero{0,1,2,3,2_offload,3_offload} zeropp zero3_default pipe2_zero{0,1} zero{1,3}_bf16_sums"
+    )
+)
+"""Layouts of the tied Llama, each of which is left for and reached from every other."""
+# They continue bit-equal only with themselves; between them and others a checkpoint is rounded.
+BF16_STATES = tuple(names("zero{2,3}_bf16_states"))
+DIVIDED_SIDES = tuple(names("tensor2_zero{1,3}"))
+ROW_SIDES = tuple(names("sequence2_zero{1,3}"))
+EXPERT_SIDES = tuple(names("expert2_zero{1,3}"))
+NARROW_EXPERTS = "tensor2_expert2_zero3"
+"""Divided by number and by width; only in the full table."""
+Pairs = Iterable[tuple[str, str]]
+
+
+def sound_sides(precision: str) -> list[str]:
+    """Return all sides that train correctly; in 16 bits, only a few of them on one rank."""
+    alone = SIDES if precision == "fp32" else ("zero1", "zero3")
+    every = (
+        f"{layout}x{ranks}"
+        for layout, ranks in product(SIDES, (1, 2))
+        if ranks == 2 or (layout in alone and layout not in (*STAGES, "zeropp"))
+    )
+    return [side for side in every if _is_sound(precision, side)]
+
+
+def _is_sound(precision: str, side: str) -> bool:
+    return Side.of(precision, EVERYWHERE, side).is_sound
+
+
+@functools.cache
+def trips() -> tuple[Trip, ...]:
+    """Return all round trips: a tied Llama between all layouts, other models where they may behave
+    differently.
+    """
+    made = [trip for precision in PRECISIONS for trip in _trips(precision)]
+    # Optimizer states in files.
+    of_files = [*_around(["zero3_nvmex2"], ["zero1x2"]), ("zero3_nvmex2", "zero3_nvmex1")]
+    made += [Trip.of(p, WIDE, *pair) for p, pair in product(PRECISIONS, of_files)]
+    return tuple(dict.fromkeys(made))
+
+
+def _trips(precision: str) -> Iterator[Trip]:
+    every, few = sound_sides(precision), names("zero{1,3}x2 pipe2_zero1x2 zero3x1")
+    others = names("zero3x2 zero1x1 pipe2_zero1x2 tensor2_zero3x2")
+    stages = names("pipe2_tensor2_zero{0,1}x4 pipe2_tensor2_zero1x8")
+    stages = [side for side in stages if _is_sound(precision, side)]
+    pairs: dict[str, Pairs] = {EVERYWHERE: product(every, every)}
+    circle = [*zip(few, few, strict=True), *zip(few, few[1:] + few[:1], strict=True)]
+    pairs |= dict.fromkeys(("llama", "mixtral", FROZEN), circle)
+    for architecture, of_it in pairs.items():
+        yield from (Trip.of(precision, architecture, *pair) for pair in of_it)
+    if precision == "fp32":  # the second copy of untrained parameters
+        yield Trip.of(precision, FROZEN, few[0], "zeroppx2")
+    if precision == "bf16":
+        yield from (Trip.of(precision, EVERYWHERE, f"{n}x2", f"{n}x2") for n in BF16_STATES)
+    pairs = {
+        SHARED: [
+            *_around(names("tensor2_zero{1,3}x2"), few),
+            *_around(stages, others),
+            *_around(["sequence2_zero1x2"], ["zero3x2"]),
+            *_around(["sequence2_zero3x2"], ["zero1x1", "tensor2_zero1x2"]),
+        ],
+        MIXTURE: [
+            *_around(names("expert2_zero{1,3}x{2,4}"), others),
+            *_around([f"{NARROW_EXPERTS}x4"], ["zero3x2"]),
+        ],
+        DROPOUT: zip(every, every, strict=True),  # another layout draws other masks
+    }
+    for architecture, of_it in pairs.items():
+        yield from (Trip.of(precision, architecture, *pair) for pair in of_it)
+
+
+def _around(own: list[str], others: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of `own` sides, then each left for each of the others and reached from it."""
+    yield from product(own, own)
+    for here, there in product(own, others):
+        yield from ((here, there), (there, here))
+
+
+def covering_trips() -> list[Trip]:
+    """Return a small set that covers all properties of `trip_covers`, without NVMe."""
+    return covering([trip for trip in trips() if trip.architecture != WIDE], trip_covers)
+
+
+def trip_covers(trip: Trip) -> set[tuple[Any, ...]]:
+    """Return the properties that a trip covers: a layout left or reached in a precision, or resumed
+    unchanged; an architecture in fp32 or bf16; a change of the number of ranks. Divided stages,
+    experts and rows count separately: in pairs with all of these they would take a dozen trips.
+    """
+    precision, (source, target) = trip.precision, trip.layouts
+    if {*DIVIDED_STAGES} & {source, target}:
+        return _stages_cover(trip)
+    if NARROW_EXPERTS in (source, target):
+        return set()
+    if {*EXPERT_SIDES} & {source, target}:
+        return _experts_cover(trip)
+    if rows := {*ROW_SIDES} & {source, target}:
+        return {("rows", "same" if trip.same else "moved", *sorted(rows))}
+    shown: set[tuple[Any, ...]] = {("architecture", trip.architecture)}
+    if precision != "fp16":
+        shown |= {("architecture", precision, trip.architecture)}
+    if trip.same and source in BF16_STATES:
+        return shown | {("same", "bf16_states")}
+    if trip.same:
+        # zeropp continues in the same way as zero3.
+        return shown | {("same", source)} - {("same", "zeropp")}
+    shown |= {("ranks", trip.source.ranks, trip.target.ranks)}
+    if target == "zeropp":
+        shown |= {("second copy", trip.architecture == FROZEN)} - {("second copy", False)}
+    if source == target:
+        return shown
+    return shown | {("from", precision, source), ("to", precision, target)}
+
+
+def _stages_cover(trip: Trip) -> set[tuple[Any, ...]]:
+    """Return the properties of divided stages: left for ZeRO 3 in bf16, reached from it in fp32, in
+    fp16, resumed unchanged.
+    """
+    kind, (source, target) = "divided stages", trip.layouts
+    if trip.same:
+        return {(kind, "same")} if source == "pipe2_tensor2_zero1" else set()
+    if trip.precision == "fp16":
+        return {(kind, "fp16")}
+    other = {"bf16": target, "fp32": source}[trip.precision]
+    return {(kind, trip.precision)} if other == "zero3" else set()
+
+
+def _experts_cover(trip: Trip) -> set[tuple[Any, ...]]:
+    """Return the properties of divided experts: resumed unchanged at each stage, each precision,
+    left for and reached from every other layout.
+    """
+    kind = "experts"
+    if trip.same:
+        return {(kind, "same", trip.source.layout)}
+    ways = zip(("reached", "left"), trip.layouts, strict=True)
+    return {(kind, trip.precision)} | {(kind, way) for way, it in ways if it not in EXPERT_SIDES}
+
+
+# The memory gate. Most of stage 0 in half precision is left out, since it runs as stage 1.
+
+_SUMS = "bf16 bf16_fp32_sums"
+_ALL = f"fp32 {_SUMS} fp16 fp16_fp32_sums bf16_states bf16_states_fp32_sums"
+_HELD = {  # layouts: precisions
+    "zero0 tensor2_zero0": "fp32",
+    "zero1": _ALL.removesuffix(" bf16_states_fp32_sums"),
+    "zero2 zero3 zeropp": _ALL,
+    "zero{1_offload,2_offload,3_offload_states,3_offload}": f"fp32 {_SUMS} fp16 fp16_fp32_sums",
+    "{tensor2,tensor2_tied}_zero1 tensor2_zero{2,3} sequence2_zero{1,2,3}": "fp32 bf16",
+    "pipe2_zero0 pipe2_tensor2_zero0 tensor2_expert2_zero{1,3}": "fp32 bf16",
+    "pipe2_zero1": f"fp32 {_SUMS} fp16",
+    "pipe2_tensor2_zero1 expert2_zero{1,2,3}": f"fp32 {_SUMS}",
+    "varlen_{tensor,sequence}2_zero1 chunked_zero{1,3}": "fp32 bf16",
+    "chunked_{pipe,tensor,sequence}2_zero1": "fp32 bf16",
+    f"{_AGAIN}_zero{{1,2,3}} reversible_zero{{1,2,3}}": "fp32 bf16",
+}
+_OPTIMIZERS = [
+    Case.of("zero0", "fp32", 1, "adafactor"),
+    Case.of("zero1", "bf16_fp32_sums", 1, "muon"),
+    Case.of("zero2", "fp32", 4, "adagrad"),
+    Case.of("zero2_offload", "bf16", 1, "lion"),
+    Case.of("zero3", "fp32", 1, "muon"),
+    Case.of("zero3", "bf16_fp32_sums", 1, "lion"),
+    Case.of("zero1", "fp32", 1, "momentum"),
+    Case.of("zero2", "bf16", 1, "sgd"),
+    Case.of("zero2", "bf16", 1, "adam8bit"),
+]
+
+
+def memory_cases() -> list[Case]:
+    """Return every combination that the harness runs."""
+    return [
+        Case.of(layout, precision, accumulation)
+        for layouts, precisions in _HELD.items()
+        for layout, precision in product(names(layouts), precisions.split())
+        for accumulation in (1, 4)
+    ] + _OPTIMIZERS
+
+
+_COVERING = """
+    zero0-fp32-4 zero1-fp32-1 zero1-bf16_fp32_sums-4 zero1-fp16_fp32_sums-1 zero2-bf16-4
+    zero2-fp16_fp32_sums-4 zero3-fp32-4 zero3-bf16_fp32_sums-1 zero1_offload-bf16_fp32_sums-1
+    zero2_offload-bf16-4 zero3_offload_states-fp16-1 zero3_offload-bf16-4 zeropp-fp16-4
+    zero2-bf16_states_fp32_sums-4 zero3-bf16_states-1 tensor2_zero0-fp32-1 tensor2_zero1-bf16-4
+    tensor2_zero2-bf16-1 tensor2_tied_zero1-fp32-1 tensor2_zero3-bf16-1 sequence2_zero1-bf16-1
+    sequence2_zero2-fp32-4 sequence2_zero3-bf16-4 varlen_tensor2_zero1-bf16-1
+    varlen_sequence2_zero1-fp32-4 expert2_zero1-bf16-1 expert2_zero2-fp32-4 expert2_zero3-bf16-1
+    tensor2_expert2_zero1-bf16-1 tensor2_expert2_zero3-fp32-1 chunked_zero1-bf16-4
+    chunked_zero3-bf16-1 chunked_pipe2_zero1-fp32-4 chunked_tensor2_zero1-fp32-1
+    chunked_sequence2_zero1-bf16-1 pipe2_zero0-bf16-4 pipe2_zero1-fp32-1
+    pipe2_zero1-bf16_fp32_sums-4 pipe2_tensor2_zero0-bf16-4 pipe2_tensor2_zero1-fp32-1
+    pipe2_tensor2_zero1-bf16_fp32_sums-4 full_zero1-bf16-4 full_zero2-fp32-1 full_zero3-bf16-4
+    every2_zero1-fp32-1 every2_zero2-bf16-4 every2_zero3-fp32-1 selective_zero1-bf16-4
+    selective_zero2-fp32-1 selective_zero3-bf16-1 offloaded_zero1-fp32-1 offloaded_zero2-bf16-4
+    offloaded_zero3-bf16-1 tiled_zero1-bf16-1 tiled_zero2-fp32-4 tiled_zero3-bf16-4
+    reversible_zero1-fp32-4 reversible_zero2-bf16-1 reversible_zero3-bf16-4 all_zero1-fp32-4
+    all_zero2-bf16-1 all_zero3-fp32-4
+"""
+
+
+def covering_cases() -> list[Case]:
+    """Return a small set with every layout, precision, accumulation and optimizer class."""
+    by_name = {case.name: case for case in memory_cases()}
+    optimizers = [case for case in _OPTIMIZERS if case.optimizer in ("adagrad", "muon")]
+    return [by_name[name] for name in _COVERING.split()] + optimizers
+
+
+LAYOUTS = {
+    cell.layout: Layout.named(cell.layout)
+    for cell in (
+        *parity_cells(),
+        *(side for trip in trips() for side in (trip.source, trip.target)),
+        *memory_cases(),
+    )
+}
+"""Every layout of a cell."""

@@ -18,23 +18,23 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.gates.checkpoints.cells import Cell, Side, all_cells, covering_cells
-from tests.gates.checkpoints.compare import Apart, apart
-from tests.gates.checkpoints.defects import DEFECTS
-from tests.gates.checkpoints.worker import Job
-from tests.gates.jobs import Group, run_jobs
-from tests.gates.matrix import chosen, is_missed, matrix_arguments, same_versions, self_test_result
+from tests.gates.cell import Job, Side, Trip
+from tests.gates.cells import covering_trips, trips
+from tests.gates.defects import CHECKPOINTS
+from tests.gates.jobs import run_jobs
+from tests.gates.matrix import Trial, chosen, matrix_arguments, results, self_test
 from tests.gates.models import EVERYWHERE, MIXTURE, SAVED, SHARED, WIDE
+from tests.gates.trajectory import Apart, Trajectory, apart
 from tools.made_with import versions
 
 TOLERANCE_FACTOR = 5.0
 ROUNDING = 2.0**-23  # fp32's last place; two correct sums may differ by it
-YARDSTICK = Side("zero1", 1)
+YARDSTICK = "zero1x1"
 OTHER_SPLITS = (8, 1)  # samples per micro-batch; the yardstick has 4
 
 
@@ -42,7 +42,7 @@ OTHER_SPLITS = (8, 1)  # samples per micro-batch; the yardstick has 4
 class Row:
     """The verdict on one cell."""
 
-    cell: Cell
+    cell: Trip
     lost: list[str]
     """Differences between the two checkpoints, and tensors missing from both."""
     apart: Apart
@@ -65,47 +65,45 @@ class Row:
 def main() -> int:
     """Run the command; return its exit code."""
     args = matrix_arguments(__doc__, "checkpoints and losses")
-    with tempfile.TemporaryDirectory() as scratch:
-        out = args.out or Path(scratch)
-        _prepare(out)
+    with results(args.out, "checkpoints", "safetensors") as out:
+        for name, config in SAVED.items():
+            (out / f"{name}.config.json").write_text(json.dumps(config))
         if args.self_test:
-            return _self_test(out)
-        rows = check(chosen(args, all_cells(), covering_cells()), out)
+            return self_test(
+                {name: defect.cells for name, defect in CHECKPOINTS.items()},
+                lambda trials: compared(trials, out),
+            )
+        cells = chosen(args, trips(), covering_trips())
+        rows = []
+        for row in compared([Trial(cell, None, ".") for cell in cells], out):
+            rows.append(row)
+            print(row.line(), flush=True)
     print(summary(rows))
     print(_tolerances(rows))
     print(versions())
     return 1 if any(row.failures for row in rows) else 0
 
 
-def check(cells: list[Cell], out: Path) -> list[Row]:
-    """Run the jobs missing in `out`, compare everything, print a line per cell."""
-    _do([_load(cell) for cell in cells] + _yardsticks(cells), out)
-    rows = [_compared(cell, _load(cell), out) for cell in cells]
-    for row in rows:
-        print(row.line(), flush=True)
-    return rows
-
-
-def _do(loads: list[Job], out: Path) -> None:
-    """Run the missing jobs. All saves that are loaded later come first, on any number of ranks."""
-    saves = [Job(job.precision, job.architecture, job.source) for job in loads]
-    every = dict.fromkeys((*saves, *loads))
-    missing = [job for job in every if not (out / job.result).exists()]
-    run_jobs("checkpoints", missing, out, lambda job: Group(int(bool(job.target)), job.side.ranks))
-
-
-def _load(cell: Cell, defect: str | None = None) -> Job:
-    return Job(cell.precision, cell.architecture, cell.source, cell.target, defect=defect)
-
-
-def _yardsticks(cells: list[Cell]) -> list[Job]:
-    """Return the jobs that measure the effect of the order of sums, for cells that change
-    layout.
-    """
+def compared(trials: list[Trial], out: Path) -> Iterator[Row]:
+    """Run the jobs missing in `out`; yield the verdict on each trial."""
+    loads = [_load(*trial) for trial in trials]
+    # The effect of the order of sums, for cells that change their layout.
     moved = dict.fromkeys(
-        (cell.precision, _yardstick(cell.architecture)) for cell in cells if not cell.same
+        (trial.cell.precision, _yardstick(trial.cell.architecture))
+        for trial in trials
+        if not trial.cell.same
     )
-    return [job for precision, model in moved for job in _splits(precision, model)]
+    loads += [job for precision, model in moved for job in _splits(precision, model)]
+    run_jobs([*(_save(job.source) for job in loads if job.source), *loads], out)
+    return (_compared(trial, out) for trial in trials)
+
+
+def _save(side: Side) -> Job:
+    return Job(side, verb="save")
+
+
+def _load(cell: Trip, defect: str | None = None, folder: str = ".", micro_batch: int = 0) -> Job:
+    return Job(cell.target, defect, folder, "resume", cell.source, micro_batch)
 
 
 def _yardstick(architecture: str) -> str:
@@ -117,57 +115,38 @@ def _yardstick(architecture: str) -> str:
 
 def _splits(precision: str, model: str) -> list[Job]:
     """Return jobs with the same steps and checkpoint, but other orders of sums."""
-    made = (precision, model, YARDSTICK)
-    jobs = [Job(*made, YARDSTICK, micro) for micro in OTHER_SPLITS]
+    ways = [(YARDSTICK, YARDSTICK, micro) for micro in OTHER_SPLITS]
     if precision == "bf16":
-        jobs += [Job(*made, Side("zero1_bf16_sums", 1), micro) for micro in (4, 2)]
+        ways += [(YARDSTICK, "zero1_bf16_sumsx1", micro) for micro in (4, 2)]
     if model == MIXTURE:  # some of its 16-bit gradients are almost zero, which Adam amplifies
-        undivided = (precision, model, Side("zero3", 2), Side("zero3", 1))
-        jobs += [Job(*undivided, micro) for micro in (*OTHER_SPLITS, 2)]
-    return jobs
-
-
-def _limit(cell: Cell, out: Path) -> Apart:
-    if cell.same:
-        return Apart(0.0, 0.0)
-    return _spread(cell.precision, _yardstick(cell.architecture), out)
+        ways += [("zero3x2", "zero3x1", micro) for micro in (*OTHER_SPLITS, 2)]
+    return [_load(Trip.of(precision, model, *sides), micro_batch=micro) for *sides, micro in ways]
 
 
 @cache
 def _spread(precision: str, model: str, out: Path) -> Apart:
     distances = [
-        apart(_read(out, job), _read(out, Job(precision, model, job.source)))
+        apart(_read(out, job), _read(out, _save(job.source)))
         for job in _splits(precision, model)
+        if job.source
     ]
-    worst = Apart.worst([Apart(ROUNDING, ROUNDING), *distances])
-    return Apart(TOLERANCE_FACTOR * worst.loss, TOLERANCE_FACTOR * worst.norm)
+    return Apart.largest([Apart(ROUNDING, ROUNDING), *distances]).scaled(TOLERANCE_FACTOR)
 
 
-def _compared(cell: Cell, job: Job, out: Path) -> Row:
-    source = _read(out, Job(cell.precision, cell.architecture, cell.source))
-    target = _read(out, job)
-    lost = [*source["differences"], *target["differences"]]
-    if source["scales"] != target["scales"]:
-        lost.append(f"loss scales {source['scales']}, then {target['scales']}")
-    return Row(cell, lost, apart(target, source, across=not cell.same), _limit(cell, out))
+def _compared(trial: Trial, out: Path) -> Row:
+    cell: Trip = trial.cell
+    source, target = _read(out, _save(cell.source)), _read(out, _load(*trial))
+    lost = [*source.differences, *target.differences]
+    if source.scales != target.scales:
+        lost.append(f"loss scales {source.scales}, then {target.scales}")
+    limit = Apart(0.0, 0.0)
+    if not cell.same:
+        limit = _spread(cell.precision, _yardstick(cell.architecture), out)
+    return Row(cell, lost, apart(target, source, across=not cell.same), limit)
 
 
-def _self_test(out: Path) -> int:
-    """Plant each defect in turn; return 0 if all were caught and there was no false alarm."""
-    whole = list(dict.fromkeys(cell for _, cell in DEFECTS.values()))
-    trials = [(cell, None) for cell in whole] + [(c, name) for name, (_, c) in DEFECTS.items()]
-    _do([_load(cell, defect) for cell, defect in trials] + _yardsticks(whole), out)
-    missed: list[str] = []
-    for cell, defect in trials:
-        row = _compared(cell, _load(cell, defect), out)
-        print(f"planted: {defect or 'nothing'}\n  {row.line()}")
-        missed += is_missed(row.failures, defect, cell)
-    return self_test_result(missed, f"{len(DEFECTS)} defects planted")
-
-
-def _read(out: Path, job: Job) -> dict[str, list[str]]:
-    trip: dict[str, list[str]] = json.loads((out / job.result).read_text())
-    return trip
+def _read(out: Path, job: Job) -> Trajectory:
+    return Trajectory.load(out / job.result)
 
 
 def summary(rows: list[Row]) -> str:
@@ -189,14 +168,6 @@ def _tolerances(rows: list[Row]) -> str:
         if not row.cell.same and _yardstick(row.cell.architecture) == EVERYWHERE
     }
     return f"between layouts losses and norms of the tied Llama may differ by {allowed}"
-
-
-def _prepare(out: Path) -> None:
-    """Prepare `out`; its kept results must be of these versions."""
-    (out / "saved").mkdir(parents=True, exist_ok=True)
-    same_versions(out, "checkpoints", "safetensors")
-    for name, config in SAVED.items():
-        (out / f"{name}.config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

@@ -22,26 +22,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from harness.launch.fork_server import Zygote
-from tests.gates.jobs import Group, compute_alike, run_jobs
-from tests.gates.matrix import (
-    chosen,
-    is_missed,
-    matrix_arguments,
-    refuse,
-    same_versions,
-    self_test_result,
-)
+from tests.gates.cell import Cell, Job
+from tests.gates.cells import brief_cells, covering_cells, parity_cells
+from tests.gates.compare import Row, compare
+from tests.gates.defects import BRIEF, PARITY
+from tests.gates.jobs import compute_alike, run_jobs
+from tests.gates.matrix import Trial, chosen, matrix_arguments, refuse, results, self_test
 from tests.gates.models import LEARNED, learned
-from tests.gates.parity.cells import Cell, Job, all_cells, brief_cells, covering_cells
-from tests.gates.parity.compare import Row, compare
-from tests.gates.parity.defects import BRIEF, DEFECTS
 from tools.made_with import versions
 
 TOLERANCE_FACTOR = 5.0
@@ -52,10 +45,7 @@ def main(argv: list[str] | None = None, zygote: Zygote | None = None) -> int:
     forked.
     """
     args = matrix_arguments(__doc__, "the trajectories", _add_arguments, argv)
-    with tempfile.TemporaryDirectory() as scratch:
-        out = args.out or Path(scratch)
-        out.mkdir(parents=True, exist_ok=True)
-        same_versions(out, "trajectories")
+    with results(args.out, "trajectories") as out:
         if args.self_test:
             return _self_test(out, args.brief, args.defects, zygote)
         covering = brief_cells() if args.brief else covering_cells()
@@ -76,7 +66,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _all_cells(names: Iterable[str]) -> list[Cell]:
     """Return all cells, and those named that differ from them in accumulation and ranks alone."""
-    cells = all_cells()
+    cells = parity_cells()
     kinds = {cell.name.rsplit("-", 2)[0] for cell in cells}
     return [*cells, *(Cell.named(name) for name in names if name.rsplit("-", 2)[0] in kinds)]
 
@@ -94,48 +84,38 @@ def check(
     loop then also runs.
     """
     train([Job(cell) for cell in cells], out, env, zygote)
-    return _compared(cells, out, whole, _device(env))
+    rows = []
+    for cell in cells:
+        rows.append(_compared(cell, out, whole, _device(env)))
+        print(rows[-1].line(), flush=True)
+    return rows
 
 
 def _device(env: Mapping[str, str | None] | None) -> str:
     return "cpu" if env is None else "cuda"
 
 
-def _compared(
-    cells: Iterable[Cell], out: Path, whole: bool = False, device: str = "cpu"
-) -> list[Row]:
+def _compared(cell: Cell, folder: Path, whole: bool = False, device: str = "cpu") -> Row:
     torch.set_num_threads(1)  # matrices are tiny: more threads would only wait for each other
-    rows = []
-    for cell in cells:
-        rows.append(compare(cell, out, TOLERANCE_FACTOR, whole, device))
-        print(rows[-1].line(), flush=True)
-    return rows
+    return compare(cell, folder, TOLERANCE_FACTOR, whole, device)
 
 
 def _self_test(out: Path, brief: bool, names: list[str] | None, zygote: Zygote | None) -> int:
-    """Plant each defect in turn; return 0 if all were caught and there was no false alarm.
-
-    `brief`: each defect only in its first cell. `names`: only these; None for all (with `brief`,
-    BRIEF).
+    """Plant defects. `brief`: each only in its first cell. `names`: only these; None for all (with
+    `brief`, BRIEF).
     """
-    if unknown := [name for name in names or () if name not in DEFECTS]:
-        refuse(f"--defects: no such defect: {', '.join(unknown)}; there are {', '.join(DEFECTS)}")
-    trials: dict[str | None, tuple[Cell, ...]] = {
-        name: DEFECTS[name].cells[: 1 if brief else None]
-        for name in names or (BRIEF if brief else DEFECTS)
+    if unknown := [name for name in names or () if name not in PARITY]:
+        refuse(f"--defects: no such defect: {', '.join(unknown)}; there are {', '.join(PARITY)}")
+    defects = {
+        name: PARITY[name].cells[: 1 if brief else None]
+        for name in names or (BRIEF if brief else PARITY)
     }
-    cells = tuple(dict.fromkeys(cell for cells in trials.values() for cell in cells))
-    trials = {None: cells, **trials}  # without a defect, nothing may show
-    folders = {defect: f"defect-{number}" for number, defect in enumerate(trials)}
-    jobs = [Job(cell, defect, folders[defect]) for defect in trials for cell in trials[defect]]
-    train(jobs, out, zygote=zygote)
-    missed = []
-    for defect, cells in trials.items():
-        print(f"planted: {defect or 'nothing'}")
-        for row in _compared(cells, out / folders[defect]):
-            missed += is_missed(row.failures, defect, row.cell)
-    summary = f"{len(trials) - 1} defects planted in {len(jobs) - len(trials[None])} cells"
-    return self_test_result(missed, summary)
+
+    def compared(trials: list[Trial]) -> Iterator[Row]:
+        train([Job(*trial) for trial in trials], out, zygote=zygote)
+        return (_compared(trial.cell, out / trial.folder) for trial in trials)
+
+    return self_test(defects, compared)
 
 
 def train(
@@ -148,8 +128,7 @@ def train(
     for name in LEARNED:
         config = learned(name, _device(env))
         (out / f"{name}.config.json").write_text(json.dumps(config))
-    missing = [job for job in jobs if not (out / job.folder / f"{job.cell.name}.json").exists()]
-    run_jobs("parity", missing, out, lambda job: Group(0, job.cell.ranks), env, zygote)
+    run_jobs(jobs, out, env, zygote)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ if the harness waits in a step without need.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from harness.launch.fork_server import Zygote
-from tests.gates.matrix import chosen, matrix_arguments, same_versions, self_test_result
-from tests.gates.streams.cells import CONTROLS, Cell, all_cells, covering_cells
-from tests.gates.streams.run import DECIDES, Failed, Row, hot, impossible, prepare, seen
+from tests.gates.defects import STREAMS, UNSYNCHRONIZED
+from tests.gates.matrix import chosen, matrix_arguments, results
+from tests.gates.streams.cells import all_cells, covering_cells
+from tests.gates.streams.run import DECIDES, Row, hot, prepare, row_of
 from tools.made_with import versions
 
 
@@ -31,36 +31,24 @@ def main() -> int:
         __doc__, "the runs", lambda parser: parser.add_argument("--markdown", type=Path)
     )
     cells = chosen(args, all_cells(), covering_cells())
-    if args.self_test:
-        cells = [cell for cell in all_cells() if cell.name in CONTROLS]
-    with tempfile.TemporaryDirectory() as scratch, Zygote() as zygote:
-        folder = args.out or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        same_versions(folder, "runs")
+    defect = UNSYNCHRONIZED if args.self_test else None
+    if defect:
+        cells = [*STREAMS[defect].cells]
+    with results(args.out, "runs") as folder, Zygote() as zygote:
         prepare(folder)
         rows = []
         for cell in cells:
-            rows.append(_tried(zygote, cell, folder, synchronizes=not args.self_test))
+            rows.append(row_of(zygote, cell, folder, defect))
             print(terminal_line(rows[-1]), flush=True)
-    if args.self_test:
-        missed = [
-            f"no race without synchronize(): {row.cell.name}" for row in rows if not row.races
-        ]
-        return self_test_result(missed, f"{len(rows)} runs whose device is never waited for")
+    if defect:
+        missed = [row.cell.name for row in rows if not row.races]
+        print(f"{len(rows)} runs whose device is never waited for, {len(missed)} missed", *missed)
+        return 1 if missed else 0
     if args.markdown:
         args.markdown.write_text(markdown(rows))
     failed = [row for row in rows if row.problems]
     print(f"{len(rows)} runs, {len(failed)} with races or waits of the harness")
     return 1 if failed else 0
-
-
-def _tried(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool) -> Row:
-    if problem := impossible(cell):
-        return Row(cell, skipped=problem)
-    try:
-        return Row(cell, seen(zygote, cell, folder, synchronizes))
-    except Failed as failed:
-        return Row(cell, failure=str(failed))
 
 
 _PAGE = """\

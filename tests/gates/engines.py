@@ -6,6 +6,7 @@ DeepSpeed keeps groups of ranks in globals of its module and uses them for the n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,8 +14,14 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
+from harness.data import batches
+from harness.data.batch import Batch
 from harness.engine import build
 from harness.plan.plan import Plan
+from harness.steps import dropout_seed
+from tests.gates.cell import GLOBAL_BATCH
+from tests.gates.recipe import SEED, global_batch, rows, targets
+from tests.gates.trajectory import Trajectory
 
 
 def build_engine(plan: Plan, device: torch.device, **options: Any) -> Any:
@@ -59,3 +66,26 @@ def forget_nodes() -> None:
     group, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, None
     if group is not None:
         dist.destroy_process_group(group)
+
+
+def take_steps(
+    engine: Any, numbers: Iterable[int], rate: Callable[[int], float], trajectory: Trajectory
+) -> None:
+    """Train on the recipe's batches, distributed as in every run, and record the results.
+
+    `rate` returns the learning rate of a step.
+    """
+    for number in numbers:
+        batch = global_batch(number)
+        torch.manual_seed(dropout_seed(SEED, number, engine.plan.share.dropout_rank))
+        done = engine.train_batch(share_of(engine.plan, batch), targets(batch), rate(number))
+        trajectory.losses.append(float(engine.sum_over_ranks(done.loss_share)))
+        trajectory.norms.append(float(done.grad_norm))
+        trajectory.scales.append(engine.loss_scale)
+
+
+def share_of(plan: Plan, batch: Batch) -> list[Batch]:
+    """Return this rank's micro-batches of a global batch."""
+    data_rank, data_ranks = plan.grid.coords(plan.world.rank).data, plan.grid.data
+    share = batches.share_of_rank(0, GLOBAL_BATCH, plan.micro_batch, data_rank, data_ranks)
+    return [rows(batch, samples.tolist()) for samples in share]

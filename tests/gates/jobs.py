@@ -1,84 +1,68 @@
-"""The gates' worker: one rank of a process group that does one job after another with the real
-engine.
+"""The gates' jobs, done by ranks of a process group, one after another, with the real engine.
 
-`run_jobs` starts the ranks as forks of one process that has imported everything. Each gate's
-worker.py has `do(job, world, device, out)`, which does one job and writes its result to `out`.
+`run_jobs` starts the ranks as forks of one process that has imported everything; worker.py does
+the jobs.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
 import math
+import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from harness.launch.fork_server import Zygote
 from harness.launch.ranks import PATIENCE_S, raise_errors, run_module
 from harness.plan.machine import libaio_problems
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    J = TypeVar("J", bound=DataclassInstance)
+from tests.gates.cell import Job
 
 PER_LAUNCH = 40  # engines do not release everything: threads accumulate
 
 
-class Group(NamedTuple):
-    """Jobs that one process group can do; groups run in this order."""
-
-    place: int
-    ranks: int
-
-
 def run_jobs(
-    gate: str,
-    jobs: Sequence[J],
+    jobs: Sequence[Job],
     out: Path,
-    group_of: Callable[[J], Group],
     env: Mapping[str, str | None] | None = None,
     zygote: Zygote | None = None,
 ) -> None:
-    """Do `jobs`, in groups. Raises SystemExit with a rank's output if it fails, and before any job
-    if this machine lacks something that one needs.
+    """Do the jobs whose results `out` lacks, in groups. Raises SystemExit with a rank's output if
+    it fails, and before any job if this machine lacks something that one needs.
 
     `env`: environment changes for ranks on GPUs, which are new processes, since CUDA does not
     survive a fork. `zygote`: the process from which ranks are forked; a new one by default.
     """
-    if not jobs:
+    missing = [job for job in dict.fromkeys(jobs) if not (out / f"{job.result}.json").exists()]
+    if not missing:
         return
-    if any("nvme" in str(job) for job in jobs) and (problems := libaio_problems()):
+    if any("nvme" in job.label for job in missing) and (problems := libaio_problems()):
         raise SystemExit("\n".join(problems))
+    group_of = attrgetter("group")
     with nullcontext(zygote) if env is not None or zygote else Zygote() as zygote:
-        for group, members in groupby(sorted(jobs, key=group_of), group_of):
+        for (_, ranks), members in groupby(sorted(missing, key=group_of), group_of):
             todo = list(members)
             for start in range(0, len(todo), PER_LAUNCH):
-                part = todo[start : start + PER_LAUNCH]
-                _launch(zygote, gate, part, out, group.ranks, env)
+                _launch(zygote, todo[start : start + PER_LAUNCH], out, ranks, env)
 
 
 def _launch(
     zygote: Zygote | None,
-    gate: str,
-    jobs: Sequence[J],
+    jobs: Sequence[Job],
     out: Path,
     ranks: int,
     env: Mapping[str, str | None] | None,
 ) -> None:
     for stale in out.glob("*.error"):
         stale.unlink()
-    path = out / f"todo-{ranks}.json"
-    path.write_text(json.dumps([asdict(job) for job in jobs]))
-    arguments = [gate, f"--jobs={path}", f"--out={out}"]
+    path = out / f"todo-{ranks}.pickle"
+    path.write_bytes(pickle.dumps(jobs))
+    arguments = [f"--jobs={path}", f"--out={out}"]
     if zygote is None:
         run_module("tests.gates.jobs", arguments, ranks, out, env or {})
         return
@@ -99,14 +83,13 @@ def main(argv: list[str]) -> int:
     """
     from harness.engine.processes import ending_together, join
     from harness.layout.world import World
+    from tests.gates import worker
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gate", help="parity, checkpoints or memory")
-    parser.add_argument("--jobs", type=Path, required=True, help="JSON list of jobs")
-    parser.add_argument("--out", type=Path, required=True, help="folder of what they give")
+    parser.add_argument("--jobs", type=Path, required=True, help="pickled list of jobs")
+    parser.add_argument("--out", type=Path, required=True, help="folder of their results")
     args = parser.parse_args(argv)
-    worker: Any = importlib.import_module(f"tests.gates.{args.gate}.worker")
-    jobs = [worker.Job.from_json(values) for values in json.loads(args.jobs.read_text())]
+    jobs: list[Job] = pickle.loads(args.jobs.read_bytes())
     world = World.from_environ()
     device = join(world)
     with ending_together():

@@ -5,14 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from harness.errors import ExitCode
 from harness.terminal import HelpFormatter
 from tools.made_with import PACKAGES
+
+
+class Row(Protocol):
+    """The verdict on one cell."""
+
+    @property
+    def failures(self) -> list[str]:
+        """What differs by more than is allowed."""
+        ...
+
+    def line(self) -> str:
+        """Return a line about it."""
+        ...
 
 
 class Named(Protocol):
@@ -47,12 +62,12 @@ def matrix_arguments(
     return parser.parse_args(argv)
 
 
-def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[C]:
+def chosen(args: argparse.Namespace, every: Sequence[C], covering: Sequence[C]) -> list[C]:
     """Return the requested cells. Exits with code 2 for a cell that does not exist."""
     if args.full:
-        return every
+        return [*every]
     if not args.cells:
-        return covering
+        return [*covering]
     by_name = {cell.name: cell for cell in every}
     unknown = [name for name in args.cells if name not in by_name]
     if unknown:
@@ -60,13 +75,20 @@ def chosen(args: argparse.Namespace, every: list[C], covering: list[C]) -> list[
     return [by_name[name] for name in args.cells]
 
 
-def same_versions(out: Path, kept: str, *more: str) -> None:
-    """Exit with code 2 unless the results in `out` are of these packages' versions."""
-    made = {name: version(name) for name in (*PACKAGES, *more)}
-    path = out / "made-with.json"
-    if path.exists() and json.loads(path.read_text()) != made:
-        refuse(f"--out: {out} holds {kept} of other versions: remove it, or name another")
-    path.write_text(json.dumps(made))
+@contextmanager
+def results(out: Path | None, kept: str, *packages: str) -> Iterator[Path]:
+    """Yield the folder of --out, or a temporary one. Exit with code 2 unless the results that are
+    kept there are of these packages' versions.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = out or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        made = {name: version(name) for name in (*PACKAGES, *packages)}
+        path = folder / "made-with.json"
+        if path.exists() and json.loads(path.read_text()) != made:
+            refuse(f"--out: {folder} holds {kept} of other versions: remove it, or name another")
+        path.write_text(json.dumps(made))
+        yield folder
 
 
 def refuse(problem: str) -> NoReturn:
@@ -75,15 +97,36 @@ def refuse(problem: str) -> NoReturn:
     raise SystemExit(int(ExitCode.BAD_CONFIG))
 
 
-def self_test_result(missed: list[str], planted: str) -> int:
-    """Print the missed defects and the number planted; return the exit code."""
+class Trial(NamedTuple):
+    """A cell with a planted defect or none, and the folder of its result."""
+
+    cell: Any
+    defect: str | None
+    folder: str
+
+
+def self_test(
+    defects: Mapping[str, Sequence[Any]], compared: Callable[[list[Trial]], Iterable[Row]]
+) -> int:
+    """Plant each defect in its cells, and nothing in all of them; return 0 if all defects showed in
+    every cell and there was no false alarm.
+
+    `compared` returns the row of each trial.
+    """
+    cells = dict.fromkeys(cell for several in defects.values() for cell in several)
+    planted = [(None, [*cells]), *defects.items()]
+    trials = [
+        Trial(cell, defect, f"defect-{number}")
+        for number, (defect, several) in enumerate(planted)
+        for cell in several
+    ]
+    missed = []
+    for trial, row in zip(trials, compared(trials), strict=True):
+        print(f"planted: {trial.defect or 'nothing'}\n  {row.line()}", flush=True)
+        if bool(row.failures) != bool(trial.defect):
+            missed.append(f"{trial.defect or 'a difference without any defect'}: {trial.cell.name}")
     print(*missed, sep="\n", end="\n" if missed else "")
-    print(f"{planted}, {len(missed)} missed")
+    print(
+        f"{len(defects)} defects planted in {len(trials) - len(cells)} cells, {len(missed)} missed"
+    )
     return 1 if missed else 0
-
-
-def is_missed(failures: list[str], defect: str | None, cell: Named) -> list[str]:
-    """Return a self-test's failures of one cell: an undetected defect, or a false alarm."""
-    if bool(failures) == bool(defect):
-        return []
-    return [f"{defect or 'a difference without any defect'}: {cell.name}"]

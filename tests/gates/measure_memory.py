@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +29,12 @@ from harness.estimate.timeline import rank_timeline
 from harness.layout.world import World
 from harness.plan.memory import memory_inputs
 from harness.terminal import HelpFormatter
-from tests.gates.jobs import Group, run_jobs
-from tests.gates.matrix import chosen
-from tests.gates.memory.cases import Case, all_cases, covering_cases
-from tests.gates.memory.gpu import GPU_CASES, measure_gpu, no_gpu, verdict_of
-from tests.gates.models import MEASURED, MEASURED_MIXTURE
+from tests.gates.cell import Case, Job
+from tests.gates.cells import covering_cases, memory_cases
+from tests.gates.gpu_memory import GPU_CASES, measure_gpu, no_gpu, verdict_of
+from tests.gates.jobs import run_jobs
+from tests.gates.matrix import chosen, results
+from tests.gates.models import MEASURED
 from tools.made_with import versions
 
 TOLERANCE = 0.01
@@ -71,14 +71,12 @@ class Row:
         )
 
 
-def predicted_bytes(case: Case, rank: int, model: Path) -> dict[str, int]:
+def predicted_bytes(case: Case, rank: int, configs: Path) -> dict[str, int]:
     """Return a rank's estimated bytes at each point, and its peaks. On a CPU, device and host share
     one memory.
     """
-    from tests.gates.memory.worker import plan_of
-
     world = World(rank, case.ranks, rank, case.ranks, launcher="torch")
-    inputs = memory_inputs(plan_of(case, world, model))
+    inputs = memory_inputs(case.plan(world, configs, {"name": case.optimizer}))
     assert inputs is not None, "the model's family is known"
     timeline = rank_timeline(inputs, rank)
 
@@ -98,15 +96,15 @@ def predicted_bytes(case: Case, rank: int, model: Path) -> dict[str, int]:
 def compare(case: Case, folder: Path) -> list[Row]:
     """Return the rows of a case that was measured into `folder`."""
     rows = []
-    for rank in range(case.ranks):
-        results = json.loads((folder / f"{case.name}.rank{rank}.json").read_text())
-        predicted = predicted_bytes(case, rank, folder / case.model)
+    by_rank = json.loads((folder / f"{_job(case).result}.json").read_text())
+    for rank, held in enumerate(by_rank):
+        predicted = predicted_bytes(case, rank, folder)
         for point in (*POINTS, *PEAKS, SAVED):
-            exact = results["points"].get(point)
+            exact = held["points"].get(point)
             if point == SAVED and exact is None:
                 continue
-            measured = exact["bytes"] if exact else results["peaks"][point]
-            rows.append(Row(case, results["optimizer"], rank, point, measured, predicted[point]))
+            measured = exact["bytes"] if exact else held["peaks"][point]
+            rows.append(Row(case, held["optimizer"], rank, point, measured, predicted[point]))
     return rows
 
 
@@ -115,9 +113,9 @@ def main() -> int:
     args = _arguments()
     if args.gpu:
         return _on_gpu(args)
-    cases = chosen(args, all_cases(), covering_cases())
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = measure(cases, args.out or Path(scratch))
+    cases = chosen(args, memory_cases(), covering_cases())
+    with results(args.out, "measurements") as out:
+        rows = measure(cases, out)
     print(*(row.line() for row in rows), sep="\n")
     errors = [abs(row.error) for row in rows if row.point not in PEAKS]
     off = [error for error in errors if error > TOLERANCE]
@@ -131,8 +129,8 @@ def _on_gpu(args: argparse.Namespace) -> int:
         print(why, file=sys.stderr)
         return 2
     cases, rows = chosen(args, GPU_CASES, GPU_CASES), []
-    with tempfile.TemporaryDirectory() as scratch:
-        for row in measure_gpu(cases, args.out or Path(scratch), args.ranks):
+    with results(args.out, "measurements") as out:
+        for row in measure_gpu(cases, out, args.ranks):
             rows.append(row)
             print(f"{len(rows)}/{len(cases)} {json.dumps(row)}", flush=True)
     text, as_aimed = verdict_of(rows)
@@ -142,16 +140,14 @@ def _on_gpu(args: argparse.Namespace) -> int:
 
 def measure(cases: list[Case], out: Path) -> list[Row]:
     """Run the cases missing in `out` on CPU ranks, and compare everything."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(MEASURED))
-    (out / "mixture.json").write_text(json.dumps(MEASURED_MIXTURE))
-    missing = [
-        case for case in cases if not (out / f"{case.name}.rank{case.ranks - 1}.json").exists()
-    ]
-    # DeepSpeed keeps state about tensor parallelism in globals.
-    place = {"tensor": 1}
-    run_jobs("memory", missing, out, lambda case: Group(place.get(case.axis, 0), case.ranks))
+    for name, config in MEASURED.items():
+        (out / f"{name}.config.json").write_text(json.dumps(config))
+    run_jobs([_job(case) for case in cases], out)
     return [row for case in cases for row in compare(case, out)]
+
+
+def _job(case: Case) -> Job:
+    return Job(case, verb="hold")
 
 
 def _arguments() -> argparse.Namespace:

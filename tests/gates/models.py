@@ -50,6 +50,12 @@ _DECODER = {
     "rms_norm_eps": 1e-3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }
+
+
+def _decoder(model_type: str, **own: Any) -> Config:
+    return {**_DECODER, "model_type": model_type, **own}
+
+
 # Llama 3's, for an original length of eight tokens, so that most frequencies are changed.
 _SCALED_ROTATION = {
     "rope_type": "llama3",
@@ -60,77 +66,51 @@ _SCALED_ROTATION = {
     "original_max_position_embeddings": 8,
 }
 _BALANCING = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+_FOUR_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 LEARNED: dict[str, Config] = {
-    "llama": {**_DECODER, "model_type": "llama", "rope_parameters": _SCALED_ROTATION},
+    "llama": _decoder("llama", rope_parameters=_SCALED_ROTATION),
     # Tied embeddings, biases, learned positions.
     "gpt2": {
         **_gpt2(VOCAB_SIZE, 48, 4, 0.0),
         "activation_function": "gelu",
         "layer_norm_epsilon": 1e-3,
     },
-    "qwen3": {**_DECODER, "model_type": "qwen3"},
-    "mixtral": {  # experts, and a balancing loss that is not linear in the micro-batch
-        **_DECODER,
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.0,
-        **_BALANCING,
-    },
+    "qwen3": _decoder("qwen3"),
+    # Experts, and a balancing loss that is not linear in the micro-batch.
+    "mixtral": _decoder("mixtral", **_FOUR_EXPERTS, **_BALANCING),
 }
 """Models of the parity gate."""
 FLAT = tuple(LEARNED)
 """Models of the parity gate that every layout without stages trains."""
 # States of less than a megabyte stay in memory; this model is wide enough that some are in files.
 WIDE = "llama_wide"
-LEARNED[WIDE] = {
-    **LEARNED["llama"],
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "head_dim": 64,
-}
+LEARNED[WIDE] = {**LEARNED["llama"], "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 # Models for pipeline stages: five layers, which neither two nor four stages share evenly.
-_DEEP = {**_DECODER, "num_hidden_layers": 5}
+_DEEP = {"num_hidden_layers": 5}
+_TIED: Config = {"tie_word_embeddings": True}
 PIPELINED: dict[str, Config] = {
-    "llama_deep": {**_DEEP, "model_type": "llama"},
-    "llama_tied": {
-        **_DEEP,
-        "model_type": "llama",
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "hidden_act": "gelu",
-    },
-    "qwen2": {**_DEEP, "model_type": "qwen2"},
-    "qwen3_deep": {**_DEEP, "model_type": "qwen3"},
-    "mistral": {**_DEEP, "model_type": "mistral", "sliding_window": 8},
+    "llama_deep": _decoder("llama", **_DEEP),
+    "llama_tied": _decoder(
+        "llama", **_DEEP, **_TIED, attention_bias=True, mlp_bias=True, hidden_act="gelu"
+    ),
+    "qwen2": _decoder("qwen2", **_DEEP),
+    "qwen3_deep": _decoder("qwen3", **_DEEP),
+    "mistral": _decoder("mistral", **_DEEP, sliding_window=8),
     "gpt2_deep": {**LEARNED["gpt2"], "n_layer": 5},
-    "mixtral_deep": {**LEARNED["mixtral"], "num_hidden_layers": 5},
-    "gemma2": {  # scaled embeddings, soft-capped logits and scores, every other layer slides
-        **_DEEP,
-        "model_type": "gemma2",
-        "sliding_window": 8,
-        "query_pre_attn_scalar": 12,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    },
-    "olmo2": {**_DEEP, "model_type": "olmo2", "pad_token_id": 0},
+    "mixtral_deep": {**LEARNED["mixtral"], **_DEEP},
+    # Scaled embeddings, soft-capped logits and scores, every other layer slides.
+    "gemma2": _decoder(
+        "gemma2", **_DEEP, **_TIED, sliding_window=8, query_pre_attn_scalar=12, pad_token_id=0
+    ),
+    "olmo2": _decoder("olmo2", **_DEEP, pad_token_id=0),
 }
 LEARNED |= PIPELINED
 # The architectures of the other presets, without stages: on two ranks, four micro-batches each.
 PRESETS = ("gemma2", "olmo2", "qwen3_moe")
-LEARNED["qwen3_moe"] = {
-    **_DECODER,
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    **_BALANCING,
-}
-_FALCON = {
+_EIGHT_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LEARNED["qwen3_moe"] = _decoder("qwen3_moe", **_EIGHT_EXPERTS, norm_topk_prob=True, **_BALANCING)
+_NARROW = {
     **_small(VOCAB_SIZE),
-    "model_type": "falcon",
     "hidden_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -138,26 +118,20 @@ _FALCON = {
 # More families under tensor parallelism: fused projections, transposed weights, biases that are
 # added once, an embedding with its own width.
 LEARNED |= {
-    "phi3": {**_DECODER, "model_type": "phi3", "pad_token_id": 0},
+    "phi3": _decoder("phi3", pad_token_id=0),
     "opt": {
-        **_small(VOCAB_SIZE),
+        **_NARROW,
         "model_type": "opt",
-        "hidden_size": 48,
         "ffn_dim": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
         "word_embed_proj_dim": 48,
         "enable_bias": False,  # a key bias has no gradient: only noise would be compared
         "dropout": 0.0,
         "pad_token_id": 1,
     },
     "gpt_neox": {
-        **_small(VOCAB_SIZE),
+        **_NARROW,
         "model_type": "gpt_neox",
-        "hidden_size": 48,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
         "tie_word_embeddings": False,
     },
     # Queries, keys and values interleaved by head; ALiBi.
@@ -169,13 +143,15 @@ LEARNED |= {
         "n_head": 4,
     },
     "falcon": {  # two key heads for four query heads
-        **_FALCON,
+        **_NARROW,
+        "model_type": "falcon",
         "new_decoder_architecture": True,
         "num_kv_heads": 2,
         "bias": True,
     },
     "falcon_alibi": {
-        **_FALCON,
+        **_NARROW,
+        "model_type": "falcon",
         "multi_query": False,
         "parallel_attn": False,
         "alibi": True,
@@ -253,6 +229,9 @@ NOT_IN_FP16 = {"gemma2", "olmo2"}
 ATTENTION = {"gemma2": "eager", "bloom": "eager"}
 
 # Odd sizes: nothing divides by two ranks, so every share ends in padding or within a row.
+_UNTIED = {"tie_word_embeddings": False}
+# The balancing loss is not a sum over samples: another split would give another loss.
+_UNBALANCED = {"model_type": "mixtral", **_FOUR_EXPERTS, "output_router_logits": False}
 _ODD = {**_small(513), "model_type": "llama", **_sizes(45, 111, 2, 3, 1, 10)}
 EVERYWHERE = "llama_tied"
 """Saved and loaded between all layouts; pipeline stages hold its tied weight twice."""
@@ -262,58 +241,49 @@ SHARED = "llama_shared"
 MIXTURE = "mixtral_divided"
 """Saved and loaded between expert parallelism and other layouts."""
 SAVED: dict[str, Config] = {
-    "llama": {**_ODD, "tie_word_embeddings": False},
-    EVERYWHERE: {**_ODD, "tie_word_embeddings": True},
-    # Two untrained weights and two buffers of the model: see checkpoints/cells.py.
-    FROZEN: {**_ODD, "tie_word_embeddings": True},
+    "llama": {**_ODD, **_UNTIED},
+    EVERYWHERE: {**_ODD, **_TIED},
+    # Two untrained weights and two buffers of the model: see resume.py.
+    FROZEN: {**_ODD, **_TIED},
     "mixtral": {
         **_ODD,
-        "model_type": "mixtral",
+        **_UNTIED,
+        **_UNBALANCED,
+        "num_local_experts": 3,
         "hidden_size": 48,  # torch multiplies groups in rows of 16 bytes
         "intermediate_size": 104,
-        "tie_word_embeddings": False,
-        "num_local_experts": 3,
-        "num_experts_per_tok": 2,
-        # The balancing loss is not a sum over samples: another split would give another loss.
-        "output_router_logits": False,
-        "router_jitter_noise": 0.0,
     },
-    MIXTURE: {
-        **_small(514),
-        "model_type": "mixtral",
-        **_sizes(48, 112, 2, 4, 2, 10),  # rows of 16 bytes for each of two tensor ranks
-        "tie_word_embeddings": False,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "output_router_logits": False,
-        "router_jitter_noise": 0.0,
-    },
+    # Rows of 16 bytes for each of two tensor ranks.
+    MIXTURE: {**_small(514), **_sizes(48, 112, 2, 4, 2, 10), **_UNTIED, **_UNBALANCED},
     SHARED: {
         **_small(514),
         "model_type": "llama",
         **_sizes(44, 110, 2, 4, 1, 10),
-        "tie_word_embeddings": True,
+        **_TIED,
         "attention_bias": True,
     },
     DROPOUT: _gpt2(513, 45, 3, 0.1),
-    WIDE: {**_ODD, **_sizes(270, 555, 2, 3, 1, 90), "tie_word_embeddings": True},
+    WIDE: {**_ODD, **_sizes(270, 555, 2, 3, 1, 90), **_TIED},
 }
 """Models of the round trips."""
 
-MEASURED: Config = {
+MEASURED_AS = ("measured", "measured_mixture")
+"""Models of the memory gate: dense, and with divided experts."""
+_MEASURED: Config = {
     "model_type": "llama",
     "vocab_size": 1000,
     **_sizes(96, 250, 3, 6, 2, 16),
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-"""Model of the memory gate."""
-MEASURED_MIXTURE: Config = {
-    **MEASURED,
-    "model_type": "mixtral",
-    "intermediate_size": 128,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "router_jitter_noise": 0.0,
+MEASURED: dict[str, Config] = {
+    "measured": _MEASURED,
+    "measured_mixture": {
+        **_MEASURED,
+        "model_type": "mixtral",
+        "intermediate_size": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+    },
 }
-"""Model of the memory gate with divided experts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,35 +14,35 @@ from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import Checkpoint
 from harness.checkpoint.tensor_file import write_fragments
 from harness.layout.box import Part
-from tests.gates.checkpoints.cells import (
-    DIVIDED,
+from tests.gates.cell import Trip
+from tests.gates.cells import (
+    DIVIDED_SIDES,
     DIVIDED_STAGES,
-    EXPERTS,
-    LAYOUTS,
+    EXPERT_SIDES,
     PRECISIONS,
-    ROWS,
-    Cell,
-    Side,
-    all_cells,
-    covering_cells,
-    covers,
-    sides,
+    ROW_SIDES,
+    SIDES,
+    covering_trips,
+    sound_sides,
+    trip_covers,
+    trips,
 )
-from tests.gates.checkpoints.compare import Apart, apart, differences
 from tests.gates.models import WIDE
+from tests.gates.resume import differences
+from tests.gates.trajectory import Apart, Trajectory, apart
 from tests.real_runs import REPOSITORY
 from tests.run_tools import run_tool
 
 
-def trajectory(*losses: float) -> dict[str, list[str]]:
-    ones = [(1.0).hex()] * len(losses)
-    return {"losses": [loss.hex() for loss in losses], "norms": ones, "scales": ones}
+def trajectory(*losses: float) -> Trajectory:
+    ones = [1.0] * len(losses)
+    return Trajectory([*losses], ones, scales=ones)
 
 
 @pytest.mark.gate("checkpoints")
 def test_nothing_is_lost_between_layouts() -> None:
     done = run_tool("check_checkpoints")
-    cells = covering_cells()
+    cells = covering_trips()
     same = sum(cell.same for cell in cells)
     assert f"{len(cells)} cells: every tensor equal in {len(cells)}" in done.stdout
     assert f"bit-equal in {same} of {same} on the same layout; 0 differ" in done.stdout
@@ -50,22 +51,26 @@ def test_nothing_is_lost_between_layouts() -> None:
 @pytest.mark.gate("checkpoints")
 def test_every_planted_defect_is_caught() -> None:
     done = run_tool("check_checkpoints", "--self-test")
-    assert "10 defects planted, 0 missed" in done.stdout
+    assert "10 defects planted in 10 cells, 0 missed" in done.stdout
 
 
 def test_the_covering_set_is_small_and_covers_all() -> None:
-    chosen = covering_cells()
+    chosen = covering_trips()
     assert len(chosen) <= 61
-    possible = set().union(*(covers(cell) for cell in all_cells() if cell.architecture != WIDE))
+    possible = set().union(*(trip_covers(cell) for cell in trips() if cell.architecture != WIDE))
     assert len(possible) == 118  # with fewer, the set would promise less
-    assert set().union(*map(covers, chosen)) == possible
+    assert set().union(*map(trip_covers, chosen)) == possible
 
 
 def test_every_sound_layout_is_left_and_reached_in_every_precision() -> None:
-    few = {*DIVIDED_STAGES, *EXPERTS, *ROWS}  # cells that are not combined with all others
-    cells = [c for c in covering_cells() if not few & {c.source.layout, c.target.layout}]
+    few = {
+        *DIVIDED_STAGES,
+        *EXPERT_SIDES,
+        *ROW_SIDES,
+    }  # cells that are not combined with all others
+    cells = [c for c in covering_trips() if not few & {c.source.layout, c.target.layout}]
     for precision in PRECISIONS:
-        sound = {side.layout for side in sides(precision)} | {*DIVIDED}
+        sound = {side.rpartition("x")[0] for side in sound_sides(precision)} | {*DIVIDED_SIDES}
         moved = [
             cell
             for cell in cells
@@ -74,11 +79,11 @@ def test_every_sound_layout_is_left_and_reached_in_every_precision() -> None:
         assert {cell.source.layout for cell in moved} == sound
         assert {cell.target.layout for cell in moved} == sound
     same = {cell.source.layout for cell in cells if cell.same}
-    assert same == {*LAYOUTS, *DIVIDED, "zero2_bf16_states"} - {"zeropp"}
+    assert same == {*SIDES, *DIVIDED_SIDES, "zero2_bf16_states"} - {"zeropp"}
 
 
 def test_the_full_table_has_as_many_cells_as_the_evidence_says() -> None:
-    names = {cell.name for cell in all_cells()}
+    names = {cell.name for cell in trips()}
     assert f"| {len(names)} pairs of layouts" in (REPOSITORY / "docs/evidence.md").read_text()
 
 
@@ -89,8 +94,8 @@ def test_an_unknown_cell_is_refused_by_name() -> None:
 
 
 def test_the_same_layout_on_other_ranks_is_another_one() -> None:
-    assert Cell("fp32", "llama", Side("zero1", 1), Side("zero1", 1)).same
-    assert not Cell("fp32", "llama", Side("zero1", 1), Side("zero1", 2)).same
+    assert Trip.of("fp32", "llama", "zero1x1", "zero1x1").same
+    assert not Trip.of("fp32", "llama", "zero1x1", "zero1x2").same
 
 
 def test_one_bit_of_a_loss_or_no_number_is_a_difference() -> None:
@@ -101,11 +106,11 @@ def test_one_bit_of_a_loss_or_no_number_is_a_difference() -> None:
 
 
 def test_a_norm_counts_across_layouts_but_where_the_scale_grew() -> None:
-    base = {**trajectory(3.0, 2.0, 1.0), "scales": ["0x1p+0", "0x1p+1", "0x1p+1"]}
+    base = replace(trajectory(3.0, 2.0, 1.0), scales=[1.0, 2.0, 2.0])
     for step, counts in enumerate((True, False, True)):
-        norms = [(0.5 if i == step else 1.0).hex() for i in range(3)]
-        assert apart({**base, "norms": norms}, base).norm == 0.5
-        assert (apart({**base, "norms": norms}, base, across=True).norm > 0) == counts
+        other = replace(base, norms=[0.5 if i == step else 1.0 for i in range(3)])
+        assert apart(other, base).norm == 0.5
+        assert (apart(other, base, across=True).norm > 0) == counts
 
 
 class Held(Checkpoint):

@@ -11,13 +11,13 @@ import pytest
 from harness.layout.shape import num_parameters
 from harness.layout.world import World
 from harness.plan.command import Command, plan_from
-from tests.gates.memory.cases import all_cases, covering_cases
-from tests.gates.memory.gpu import GPU_CASES, GpuCase, error_of, measure_gpu, verdict_of
+from tests.gates.cells import covering_cases, memory_cases
+from tests.gates.gpu_memory import GPU_CASES, GpuCase, error_of, measure_gpu, verdict_of
 from tests.run_tools import run_tool
 
 
 def test_the_covering_set_covers() -> None:
-    chosen, every = covering_cases(), all_cases()
+    chosen, every = covering_cases(), memory_cases()
     assert set(chosen) <= set(every)
     for field in ("layout", "precision", "accumulation"):
         assert {getattr(case, field) for case in chosen} == {getattr(c, field) for c in every}

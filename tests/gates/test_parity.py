@@ -16,25 +16,16 @@ from harness.launch.ranks import ON_CPU
 from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.attention import AttentionNeeds
-from tests.gates import check_parity
-from tests.gates.jobs import Group, run_jobs
+from tests.gates import check_parity, reference
+from tests.gates.cell import Cell, Job
+from tests.gates.cells import NVME, brief_cells, covering_cells, covers, parity_cells
+from tests.gates.compare import LEAST_FALL, judge
+from tests.gates.defects import PARITY, planted
+from tests.gates.jobs import run_jobs
 from tests.gates.models import LEARNED, RECURRENT, learned
-from tests.gates.parity import reference
-from tests.gates.parity.cells import (
-    NVME,
-    Cell,
-    Job,
-    all_cells,
-    brief_cells,
-    covering_cells,
-    covers,
-    nvme_cells,
-)
-from tests.gates.parity.compare import LEAST_FALL, judge
-from tests.gates.parity.defects import DEFECTS, planted
-from tests.gates.parity.measure import Difference, Trajectory, difference, unit_of
-from tests.gates.parity.model import PlainModel, Split, Way
-from tests.gates.parity.reference import GATE, spreads, train
+from tests.gates.plain_model import PlainModel, Split, Way
+from tests.gates.reference import GATE, spreads, train
+from tests.gates.trajectory import Difference, Trajectory, difference, unit_of
 from tests.real_runs import REPOSITORY
 from tests.run_tools import run_tool
 
@@ -68,9 +59,9 @@ def test_three_planted_defects_are_caught(
     assert "3 defects planted in 3 cells, 0 missed" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", PARITY)
 def test_a_defect_finds_what_it_replaces(name: str) -> None:
-    assert {*DEFECTS[name].cells} <= {*all_cells()}
+    assert {*PARITY[name].cells} <= {*parity_cells()}
     with planted(name, World()):
         pass
 
@@ -85,7 +76,7 @@ def half_of(values: Iterable[str], half: int) -> list[str]:
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.gate("defects")
 def test_every_planted_defect_is_caught(half: int) -> None:
-    by_cell = {f"{defect.cells[0].name} {name}": name for name, defect in DEFECTS.items()}
+    by_cell = {f"{defect.cells[0].name} {name}": name for name, defect in PARITY.items()}
     names = [by_cell[key] for key in half_of(by_cell, half)]
     done = run_tool("check_parity", "--self-test", "--brief", "--defects", *names)
     assert f"{len(names)} defects planted in {len(names)} cells, 0 missed" in done.stdout
@@ -101,7 +92,7 @@ def test_no_pair_of_values_changes_what_is_learned(half: int) -> None:
 
 def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> None:
     brief = brief_cells()
-    assert set(brief) < set(all_cells())
+    assert set(brief) < set(parity_cells())
     assert {cell.ranks for cell in brief} == {2}
     precisions, stages = ("fp32", "bf16", "fp16"), (1, 2, 3)
     assert {(cell.precision, cell.how.stage) for cell in brief} >= {
@@ -113,14 +104,14 @@ def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> No
 
 
 def test_the_covering_set_is_small_and_holds_every_pair_that_can_occur() -> None:
-    possible = set().union(*(covers(cell) for cell in all_cells() if cell.layout not in NVME))
+    possible = set().union(*(covers(cell) for cell in parity_cells() if cell.layout not in NVME))
     assert len(possible) == 292  # with fewer, the set would promise less
     assert set().union(*map(covers, covering_cells())) == possible
     assert len(covering_cells()) <= 99
 
 
 def test_the_full_table_has_as_many_cells_as_the_evidence_says() -> None:
-    names = {cell.name for cell in all_cells()}
+    names = {cell.name for cell in parity_cells()}
     assert f"| {len(names):,} cells of model" in (REPOSITORY / "docs/evidence.md").read_text()
 
 
@@ -248,9 +239,9 @@ def test_jobs_that_this_machine_cannot_do_end_with_its_lack_before_any_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/bin/false")
-    jobs = [Job(cell) for cell in nvme_cells()]
+    jobs = [Job(cell) for cell in parity_cells() if cell.layout in NVME]
     with pytest.raises(SystemExit, match="apt install libaio-dev"):
-        run_jobs("parity", jobs, tmp_path, lambda job: Group(0, job.cell.ranks))
+        run_jobs(jobs, tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
@@ -262,9 +253,10 @@ def test_ranks_of_their_own_do_what_forks_do(tmp_path: Path) -> None:
         out = tmp_path / name
         out.mkdir()
         (out / "llama.config.json").write_text(json.dumps(LEARNED["llama"]))
-        run_jobs("parity", [job], out, lambda job: Group(0, job.cell.ranks), env)
+        run_jobs([job], out, env)
     forked, own = (Trajectory.load(tmp_path / name / job.cell.name) for name in ("forked", "own"))
     assert own.losses == forked.losses
-    (tmp_path / "own" / "llama.config.json").unlink()
+    for file in (tmp_path / "own").glob("llama*.json"):  # the model, and the result
+        file.unlink()
     with pytest.raises(SystemExit, match=r"llama\.config\.json"):
-        run_jobs("parity", [job], tmp_path / "own", lambda job: Group(0, 1), ON_CPU)
+        run_jobs([job], tmp_path / "own", ON_CPU)

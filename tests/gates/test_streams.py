@@ -13,9 +13,10 @@ import torch
 
 from harness.launch.fork_server import Zygote
 from tests.gates.check_streams import markdown
+from tests.gates.defects import UNSYNCHRONIZED
 from tests.gates.streams.cells import CONTROLS, Cell, all_cells, covering_cells
 from tests.gates.streams.device import Event, Stream
-from tests.gates.streams.run import Row, Seen, Wait, prepare, seen
+from tests.gates.streams.run import Row, Seen, Wait, prepare, row_of
 from tests.gates.streams.simulated import Device, simulated
 from tests.real_runs import REPOSITORY
 
@@ -110,7 +111,7 @@ def test_waits_are_counted_by_phase_line_and_kind(device: Device) -> None:
     assert all(place.startswith("tests/gates/") for _, place, _ in device.timeline.waits)
 
 
-def row_of(*waits: Wait, **races: int) -> Row:
+def made(*waits: Wait, **races: int) -> Row:
     return Row(all_cells()[0], [Seen(races, {}, [*waits], 2, "Optimizer")])
 
 
@@ -122,16 +123,16 @@ def test_what_has_to_hold() -> None:
         Wait("micro-batches", "harness/engine/expert.py:1", "values", 8),
         Wait("save", "harness/checkpoint/save.py:1", "value", 5),
     ]
-    assert row_of(*allowed).problems == []
+    assert made(*allowed).problems == []
     for wait in (
         Wait("micro-batches", "harness/engine/zero.py:1", "value", 1),
         Wait("step", "harness/engine/skip.py:1", "value", 2),
         Wait("verdict", "harness/guard/signals.py:1", "values", 1),
         Wait("log", "harness/run/meter.py:1", "values", 2),
     ):
-        assert len(row_of(wait).problems) == 1, wait
-    assert row_of(**{"a.py:1 -> b.py:2": 3}).problems == ["race: a.py:1 -> b.py:2"]
-    page = markdown([row_of(*allowed), Row(all_cells()[1], skipped="no libaio")])
+        assert len(made(wait).problems) == 1, wait
+    assert made(**{"a.py:1 -> b.py:2": 3}).problems == ["race: a.py:1 -> b.py:2"]
+    page = markdown([made(*allowed), Row(all_cells()[1], skipped="no libaio")])
     assert "| 6.5 | 1 | 1 | 0 |" in page
     assert "`deepspeed/runtime/engine.py:1`" in page
 
@@ -149,7 +150,7 @@ def test_the_committed_page_is_of_every_run_and_names_what_decides() -> None:
 def test_names_of_cells_are_their_own() -> None:
     names = [cell.name for cell in all_cells()]
     assert len({*names}) == len(names)
-    assert {*CONTROLS} <= {*names}
+    assert {cell.name for cell in CONTROLS} <= {*names}
     assert [cell for cell in covering_cells() if cell.is_plain]
 
 
@@ -171,11 +172,9 @@ def zygote() -> Iterator[Zygote]:
 def test_a_run_has_no_race_and_the_harness_does_not_wait(
     cell: Cell, folder: Path, zygote: Zygote
 ) -> None:
-    row = Row(cell, seen(zygote, cell, folder))
-    assert row.problems == []
+    assert row_of(zygote, cell, folder).problems == []
 
 
 @pytest.mark.gate("streams")
 def test_races_show_where_nobody_waits_for_the_device(folder: Path, zygote: Zygote) -> None:
-    cell = next(cell for cell in all_cells() if cell.name == CONTROLS[0])
-    assert Row(cell, seen(zygote, cell, folder, synchronizes=False)).races
+    assert row_of(zygote, CONTROLS[0], folder, UNSYNCHRONIZED).races

@@ -18,7 +18,7 @@ from harness.models.chunked_loss import ChunkedLoss, Operations, operations_on_l
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from harness.models.token_losses import recording
-from tests.gates.memory.worker import rise
+from tests.gates.hold import rise
 from tests.gates.models import LEARNED
 from tests.models import small
 from tests.models.small import gradients_of

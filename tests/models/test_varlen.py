@@ -22,7 +22,7 @@ from harness.models.attention import attend_with
 from harness.models.loss import forward
 from harness.models.recompute import checkpoint_layers
 from tests.gates.models import LEARNED
-from tests.gates.parity.recipe import global_batch
+from tests.gates.recipe import global_batch
 from tests.models.small import CPU, attention_of, built, gradients_of
 
 in_turn = varlen._in_turn

@@ -17,12 +17,12 @@ from harness.data.build import build_data
 from harness.data.spec import DataSpec
 from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
-from tests.gates.cells import GLOBAL_BATCH
+from tests.gates import recipe
+from tests.gates.cell import GLOBAL_BATCH
 from tests.gates.models import LEARNED
-from tests.gates.parity import recipe
-from tests.gates.parity.measure import Trajectory, difference
-from tests.gates.parity.model import Split, Way
-from tests.gates.parity.reference import Task, spreads, trained
+from tests.gates.plain_model import Split, Way
+from tests.gates.reference import Task, spreads, trained
+from tests.gates.trajectory import Trajectory, difference
 from tests.real_runs import SMALL_MODEL
 from tests.run.features import in_gate, sentence, train, write_lines
 

@@ -50,8 +50,7 @@ class Job:
     measured: int
     """The step whose waits are counted."""
     discards: bool
-    synchronizes: bool
-    """False if nothing waits for the whole device or its gradients (gradients.py)."""
+    defect: str | None
     out: str
 
     def write(self) -> Path:
@@ -170,24 +169,16 @@ def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
     train_tokenizer([find_corpus(str(corpus))], folder, VOCAB_SIZE)
 
 
-def impossible(cell: Cell) -> str:
-    """Return the reason why a cell cannot run on this machine; "" if it can."""
-    return "; ".join(libaio_problems()) if cell.needs_libaio else ""
-
-
-class Failed(Exception):
-    """A run did not end with code 0; the message has its output."""
-
-
-def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) -> list[Seen]:
-    """Run a cell, unless `folder` holds its results; return each rank's observations.
-
-    Raises Failed.
+def row_of(zygote: Zygote, cell: Cell, folder: Path, defect: str | None = None) -> Row:
+    """Run a cell with a planted defect or none, unless `folder` holds its results or this machine
+    cannot.
     """
-    out = folder / (cell.name if synchronizes else f"{cell.name}-control")
+    if cell.needs_libaio and (problems := libaio_problems()):
+        return Row(cell, skipped="; ".join(problems))
+    out = folder / f"{cell.name}{'-control' if defect else ''}"
     results = [Path(f"{out}.{rank}.json") for rank in range(cell.ranks)]
     if all(path.exists() for path in results):
-        return [Seen.read(path) for path in results]
+        return Row(cell, [Seen.read(path) for path in results])
     run_dir = f"run.dir={out}-run"
     shutil.rmtree(f"{out}-run", ignore_errors=True)  # left by a run that was ended
     # Twice the steps, so that the measured step has the same position between saves, evaluations
@@ -195,7 +186,7 @@ def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) ->
     for before in (0, STEPS) if cell.resumes else (0,):
         arguments = [*cell.command(folder, before + STEPS), run_dir]
         measured = before + MEASURED
-        job = Job(arguments, measured, cell.discards, synchronizes, str(out))
+        job = Job(arguments, measured, cell.discards, defect, str(out))
         ended = zygote.run(
             [str(job.write())],
             folder / f"{out.name}-logs",
@@ -205,20 +196,21 @@ def seen(zygote: Zygote, cell: Cell, folder: Path, synchronizes: bool = True) ->
             patience_s=30.0,
         )
         if any(code != 0 for code in ended.codes):  # None: it was ended at its limit
-            raise Failed(f"{cell.name} ended with {ended.codes}\n{ended.output}")
+            return Row(cell, failure=f"{cell.name} ended with {ended.codes}\n{ended.output}")
     shutil.rmtree(f"{out}-run")
-    return [Seen.read(path) for path in results]
+    return Row(cell, [Seen.read(path) for path in results])
 
 
 def main(argv: list[str]) -> int:
     """Train in the simulator; return the run's exit code."""
     job = Job(**json.loads(Path(argv[0]).read_text()))
     from harness import loop, train
-    from harness.engine.deepspeed_0_19 import gradients
     from harness.engine.pipeline import PipelineEngine
     from harness.engine.zero import ZeroEngine
     from harness.guard.stability import Spike
+    from harness.layout.world import World
     from harness.run import build, reporting, step
+    from tests.gates.defects import planted
     from tests.gates.streams.simulated import Device, simulated
 
     devices: list[Device] = []
@@ -228,7 +220,7 @@ def main(argv: list[str]) -> int:
 
     def joined(*args: Any) -> Any:
         place = join(*args)
-        devices.append(stack.enter_context(simulated(job.synchronizes)))
+        devices.append(stack.enter_context(simulated()))
         return place
 
     def next_step(run: Any) -> Any:
@@ -259,8 +251,7 @@ def main(argv: list[str]) -> int:
         stack.enter_context(mock.patch.object(build, "join", joined))
         stack.enter_context(mock.patch.object(loop, "next_step", next_step))
         stack.enter_context(mock.patch.object(step, "look_for_spike", judged))
-        if not job.synchronizes:
-            stack.enter_context(mock.patch.object(gradients, "settle_gradients"))
+        stack.enter_context(planted(job.defect, World.from_environ()))
         for owner, name, phase in (
             (loop, "take_step", "step"),
             (ZeroEngine, "accumulate", "micro-batches"),

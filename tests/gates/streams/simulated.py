@@ -276,11 +276,8 @@ def _sent(device: Device, original: Callable[..., Any], always: bool) -> Callabl
 
 
 @contextlib.contextmanager
-def simulated(synchronizes: bool = True) -> Iterator[Device]:
-    """Yield the CPU as a device with streams; the engine must also be built in the body.
-
-    With `synchronizes` False, the accelerator's synchronize() does nothing. Ranks meet before it.
-    """
+def simulated() -> Iterator[Device]:
+    """Yield the CPU as a device with streams; the engine must also be built in the body."""
     from deepspeed.comm.comm import cdb
 
     from harness.data.batch import on_device
@@ -293,7 +290,7 @@ def simulated(synchronizes: bool = True) -> Iterator[Device]:
         "resolves_data_dependency": lambda self: False,
         "handles_memory_backpressure": lambda self: False,
         "use_host_timers": lambda self: True,
-        "synchronize": lambda self, index=None: timeline.synchronize() if synchronizes else None,
+        "synchronize": lambda self, index=None: timeline.synchronize(),
         "Stream": property(lambda self: partial(Stream, timeline)),
         "Event": property(lambda self: partial(Event, timeline)),
         "stream": lambda self, stream: timeline.on(stream),

@@ -24,11 +24,12 @@ from harness.data.batch import Batch
 from harness.launch.ranks import REPOSITORY
 from harness.models.skeleton import DTYPES
 from harness.steps import dropout_seed
-from tests.gates.cells import GLOBAL_BATCH
+from tests.gates import recipe
+from tests.gates.cell import GLOBAL_BATCH, STEPS
 from tests.gates.models import LEARNED
-from tests.gates.parity import recipe
-from tests.gates.parity.cells import STEPS
-from tests.gates.parity.measure import (
+from tests.gates.plain_model import Gradients, PlainModel, Split, Way
+from tests.gates.recipe import global_batch, held_out
+from tests.gates.trajectory import (
     Difference,
     Trajectory,
     difference,
@@ -36,8 +37,6 @@ from tests.gates.parity.measure import (
     unit_of,
     worst_relative,
 )
-from tests.gates.parity.model import Gradients, PlainModel, Split, Way
-from tests.gates.parity.recipe import global_batch, held_out
 from tools.made_with import machine, versions
 
 ORDERS = 8
@@ -135,7 +134,7 @@ def spreads(way: Way, task: Task = GATE) -> Iterator[Difference]:
     """
     distances = []
     for number in range(orders_of(way)):
-        distances.append(distance(way, number, task))
+        distances.append(_kept(way, number) if task is GATE else distance(way, number, task))
         yield Difference.largest(distances)
 
 
@@ -178,22 +177,21 @@ def _orders(count: int) -> list[Split]:
 FOLDER = REPOSITORY / "build" / "spread"
 
 
-def kept_spreads(way: Way) -> Iterator[Difference]:
-    """Yield the spreads of `way` as `spreads` does; use earlier measurements on this kind of
-    machine by the same code and packages, if there are any.
+def _kept(way: Way, number: int) -> Difference:
+    """Return the distance in one order, as measured before on this kind of machine by the same code
+    and packages, or now.
     """
     path = FOLDER / f"{_kind(way.device)}-{_digest(json.dumps(asdict(way)))}.json"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for number in range(orders_of(way)):
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # gate and self-test run concurrently
-            kept = json.loads(path.read_text()) if path.exists() else []
-            if len(kept) == number:
-                kept.append(asdict(distance(way, number)))
-                partial = path.with_suffix(f".{os.getpid()}")
-                partial.write_text(json.dumps(kept))
-                partial.replace(path)
-        yield Difference.largest([Difference(**values) for values in kept[: number + 1]])
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # gate and self-test run concurrently
+        kept = json.loads(path.read_text()) if path.exists() else []
+        if len(kept) == number:
+            kept.append(asdict(distance(way, number)))
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(kept))
+            partial.replace(path)
+    return Difference(**kept[number])
 
 
 @functools.cache
@@ -201,15 +199,14 @@ def _kind(device: str) -> str:
     """Return a name for everything that rounding depends on: processor, kernels, packages, our
     code.
     """
-    here = Path(__file__).parent
-    files = [here.parent / "cells.py", here.parent / "models.py", *sorted(here.glob("*.py"))]
-    source = b"".join(path.read_bytes() for path in files)
+    source = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _CODE)
     environment = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_ROUNDING))
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
     parts = (machine(), versions(), torch.backends.cpu.get_cpu_capability(), gpu, *environment)
     return _digest("".join(parts), source)
 
 
+_CODE = ("cell", "layouts", "models", "plain_model", "recipe", "reference", "trajectory")
 _ROUNDING = ("ATEN_", "CUBLAS_", "MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_")
 
 

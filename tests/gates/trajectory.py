@@ -1,4 +1,4 @@
-"""A trajectory, and the distance between two of them."""
+"""Trajectories of losses, norms and weights, and the distances between two of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,27 +25,54 @@ class Trajectory:
     sgd_changes: dict[str, torch.Tensor] = field(default_factory=dict)  # after one SGD step
     units: dict[str, torch.Tensor] = field(default_factory=dict)
     """One unit in the last place of each changed fp32 weight; only for the plain loop."""
+    scales: list[float] = field(default_factory=list)
+    """Loss scale of each step; only for round trips."""
+    differences: list[str] = field(default_factory=list)
+    """Differences between two checkpoints of a round trip."""
 
     def save(self, path: Path) -> None:
-        """Write to `path`.json and `path`.safetensors."""
-        tensors = {f"gradient/{n}": t for n, t in self.gradients.items()}
-        tensors |= {f"change/{n}": t for n, t in self.sgd_changes.items()}
-        save_file({n: t.contiguous() for n, t in tensors.items()}, f"{path}.safetensors")
-        numbers = {"losses": self.losses, "norms": self.norms, "held_out": self.held_out}
+        """Write to `path`.json and, if there are tensors, to `path`.safetensors. JSON keeps every
+        bit of a number.
+        """
+        tensors = {f"gradient/{n}": t.contiguous() for n, t in self.gradients.items()}
+        tensors |= {f"change/{n}": t.contiguous() for n, t in self.sgd_changes.items()}
+        if tensors:
+            save_file(tensors, f"{path}.safetensors")
+        numbers = {key: value for key, value in vars(self).items() if not isinstance(value, dict)}
         Path(f"{path}.json").write_text(json.dumps(numbers))
 
     @classmethod
     def load(cls, path: Path) -> Trajectory:
         """Return the trajectory that `save` wrote."""
         result = cls(**json.loads(Path(f"{path}.json").read_text()))
-        for key, tensor in load_file(f"{path}.safetensors").items():
+        kept = Path(f"{path}.safetensors")
+        for key, tensor in (load_file(kept) if kept.exists() else {}).items():
             kind, _, name = key.partition("/")
             (result.gradients if kind == "gradient" else result.sgd_changes)[name] = tensor
         return result
 
 
+class Distance:
+    """Quantities in which two trajectories differ: the fields of a dataclass."""
+
+    def exceeds(self, tolerance: Self) -> list[str]:
+        """Return the quantities that exceed the tolerance or are not numbers."""
+        return [name for name in vars(self) if not getattr(self, name) <= getattr(tolerance, name)]
+
+    def scaled(self, factor: float) -> Self:
+        """Return every quantity times `factor`."""
+        return type(self)(*(value * factor for value in vars(self).values()))
+
+    @classmethod
+    def largest(cls, several: list[Self]) -> Self:
+        """Return the largest value of each quantity."""
+        return cls(
+            *(_worst(values) for values in zip(*(vars(d).values() for d in several), strict=True))
+        )
+
+
 @dataclass(frozen=True)
-class Difference:
+class Difference(Distance):
     """Distance of two trajectories; all are relative except the losses (nats)."""
 
     initial_loss: float
@@ -53,20 +82,13 @@ class Difference:
     norm: float
     held_out: float
 
-    def exceeds(self, tolerance: Difference) -> list[str]:
-        """Return the quantities that exceed the tolerance or are not numbers."""
-        return [name for name in vars(self) if not getattr(self, name) <= getattr(tolerance, name)]
 
-    def scaled(self, factor: float) -> Difference:
-        """Return every quantity times `factor`."""
-        return Difference(*(value * factor for value in vars(self).values()))
+@dataclass(frozen=True)
+class Apart(Distance):
+    """Relative difference of two trajectories at the worst step; 0 only if bit-equal."""
 
-    @classmethod
-    def largest(cls, several: list[Difference]) -> Difference:
-        """Return the largest value of each quantity."""
-        return cls(
-            *(_worst(values) for values in zip(*(vars(d).values() for d in several), strict=True))
-        )
+    loss: float
+    norm: float
 
 
 def rounding(reference: Trajectory) -> Difference:
@@ -98,6 +120,24 @@ def difference(trajectory: Trajectory, reference: Trajectory) -> Difference:
         norm=_worst(abs(trajectory.norms[i] / reference.norms[i] - 1) for i in steps),
         held_out=abs(trajectory.held_out - reference.held_out),
     )
+
+
+def apart(trajectory: Trajectory, reference: Trajectory, across: bool = False) -> Apart:
+    """Return the relative difference of losses and gradient norms of two trajectories.
+
+    `across` layouts, norms of steps that doubled fp16's loss scale are ignored: DeepSpeed's ZeRO 3
+    already divides by the new scale and reports half the norm.
+    """
+    assert len(trajectory.losses) == len(reference.losses) > 0
+    grown = {i for i, (was, now) in enumerate(pairwise(reference.scales), 1) if was != now}
+    kept = [i for i in range(len(reference.norms)) if not (across and i in grown)]
+    norms = ([each.norms[i] for i in kept] for each in (trajectory, reference))
+    return Apart(_relative(trajectory.losses, reference.losses), _relative(*norms))
+
+
+def _relative(some: list[float], others: list[float]) -> float:
+    pairs = zip(some, others, strict=True)
+    return _worst(0.0 if a == b else abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
 
 
 def unit_of(*weights: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import functools
 import torch
 
 from harness.data.batch import Batch
-from tests.gates.cells import GLOBAL_BATCH
+from tests.gates.cell import GLOBAL_BATCH, HELD_OUT_SAMPLES
 from tests.gates.models import SEQ_LEN, VOCAB_SIZE
 
 SEED = 0
@@ -18,6 +18,14 @@ BETAS = (0.8, 0.97)
 EPS = 1e-5
 WEIGHT_DECAY = 0.1
 CLIP_NORM = 0.5  # below most of the norms, so that most steps are clipped
+ADAMW = {
+    "name": "adamw",
+    "lr": LR,
+    "betas": BETAS,
+    "eps": EPS,
+    "weight_decay": WEIGHT_DECAY,
+    "clip_norm": CLIP_NORM,
+}
 # One step that is large compared with the weights: after a small one, the change of a norm's weight
 # would only be known to the last place of 1.0.
 SGD_LR = 64.0
@@ -25,7 +33,6 @@ SGD_LR = 64.0
 GROUP_PATTERN = "attn|attention[.]"
 GROUP_LR_MULTIPLIER = 0.5
 GROUP_WEIGHT_DECAY = 0.3
-HELD_OUT_SAMPLES = 13  # not divisible by any split into micro-batches and ranks
 
 DOCUMENT_TOKENS = 11  # does not divide SEQ_LEN: documents end within samples
 

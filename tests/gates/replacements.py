@@ -9,12 +9,13 @@ from unittest import mock
 
 import torch
 
+from harness.checkpoint.index import BUFFER, WEIGHT
 from harness.layout.world import World
 from harness.models.units import decoder_layers
-from tests.gates.cells import GLOBAL_BATCH
+from tests.gates import recipe
+from tests.gates.cell import GLOBAL_BATCH
 from tests.gates.models import SEQ_LEN
-from tests.gates.parity import recipe
-from tests.gates.parity.recipe import global_batch, targets
+from tests.gates.recipe import global_batch, targets
 
 # Samples, and sums of their losses.
 
@@ -256,3 +257,21 @@ def padding_learned(embedding: Any, world: World) -> Any:
             module.padding_idx = padding
 
     return without
+
+
+# Checkpoints.
+
+SWAPPED_MOMENTS = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+
+
+def masters_rounded(fill: Any, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
+    fill(name, kind, offset, out)
+    if kind == WEIGHT:
+        out.copy_(out.bfloat16())
+
+
+def buffers_left_out(fill: Any, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
+    if kind == BUFFER:
+        out.zero_()
+    else:
+        fill(name, kind, offset, out)

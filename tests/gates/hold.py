@@ -1,8 +1,7 @@
-"""Measures the model states of a case on one rank."""
+"""Counts the live bytes of a case on one rank."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from harness.config.run_config import RunConfig
 from harness.data.batch import Batch
 from harness.layout.world import World
 from harness.models.recompute import saved_by
-from harness.plan.make import make_plan
-from harness.plan.plan import Plan
 from harness.run.live_memory import live_storages
-from tests.gates.memory.cases import SEQ_LEN, Case
+from tests.gates.cell import Case, Job
+from tests.gates.engines import build_engine
 
 
 def load_evenly(engine: Any) -> None:
@@ -66,39 +64,21 @@ def rise(mapped: int = 0) -> Iterator[Rise]:
         highest.bytes = max(highest.bytes, now)
 
 
-Job = Case
-
-
-def plan_of(case: Case, world: World, model: Path) -> Plan:
-    """Return the plan of one case, made in the same way as for every run."""
-    run = RunConfig.model_validate(
-        {
-            "model": {
-                "name": str(model),
-                "attention": "varlen" if case.how.varlen else "auto",
-                **case.model_keys,
-            },
-            "data": {"seq_len": SEQ_LEN},
-            "train": {
-                "global_batch": case.accumulation * case.data_ranks,
-                "micro_batch": 1,
-                "steps": 2,
-            },
-            "optim": {"name": case.optimizer, "warmup_steps": 0},
-        }
-    )
-    return make_plan(run, case.deepspeed, world, estimating=True)
-
-
-def measure(case: Case, world: World, device: torch.device, model: Path) -> dict[str, Any]:
-    """Return the bytes of live storages once built, with gradients ready and between steps, and the
-    peaks.
+def hold(job: Job, world: World, device: torch.device, out: Path) -> list[dict[str, Any]]:
+    """Return the bytes of every rank's live storages once built, with gradients ready and between
+    steps, and the peaks.
 
     If tensors or sequences are divided, activations recomputed or the loss chunked, also return the
-    bytes saved for the backward pass.
+    bytes saved for the backward pass. Collective.
     """
-    from tests.gates.engines import build_engine
+    torch.manual_seed(0)
+    assert isinstance(job.cell, Case)
+    by_rank: list[Any] = [None] * world.world_size
+    dist.all_gather_object(by_rank, _held(job.cell, world, device, out))
+    return by_rank
 
+
+def _held(case: Case, world: World, device: torch.device, out: Path) -> dict[str, Any]:
     before = live_storages()
     points: dict[str, Any] = {}
 
@@ -107,21 +87,20 @@ def measure(case: Case, world: World, device: torch.device, model: Path) -> dict
         sizes = sorted(((s.nbytes(), str(dtype)) for s, dtype in storages.values()), reverse=True)
         points[point] = {"bytes": sum(size for size, _ in sizes), "largest": sizes[:60]}
 
-    plan = plan_of(case, world, model)
-    divided = case.is_divided
+    plan = case.plan(world, out, {"name": case.optimizer})
     engine = build_engine(plan, device)
     if case.counts_saved:
         _count_saved(engine)
-    if case.is_mixture:
+    if case.how.expert > 1:
         load_evenly(engine)
     count("built")
     vocab_size = plan.model_config["vocab_size"]
     data_rank = plan.share.data_rank if plan.grid.tensor > 1 else world.rank
-    generator = torch.Generator().manual_seed(0 if divided else data_rank)
-    ids = torch.randint(0, vocab_size, (1, SEQ_LEN), generator=generator)
+    generator = torch.Generator().manual_seed(0 if case.is_divided else data_rank)
+    ids = torch.randint(0, vocab_size, (1, case.seq_len), generator=generator)
     # Distinct objects: the engine recognizes the last micro-batch by identity.
     batches = [Batch(ids, ids.clone(), None) for _ in range(plan.grad_accum)]
-    tokens = SEQ_LEN * plan.global_batch
+    tokens = case.seq_len * plan.global_batch
     for _ in range(2):  # Adam allocates its moments in step 1, ZeRO 3 has its trace after it
         engine.accumulate(batches, tokens)
         engine.apply(1e-4)
@@ -153,10 +132,3 @@ def _count_saved(engine: Any) -> None:
         return outputs
 
     engine.forward.in_training = forward
-
-
-def do(case: Case, world: World, device: torch.device, out: Path) -> None:
-    """Measure one case; every rank writes its result."""
-    torch.manual_seed(0)
-    measured = measure(case, world, device, out / case.model)
-    (out / f"{case.name}.rank{world.rank}.json").write_text(json.dumps(measured))

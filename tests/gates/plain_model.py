@@ -24,10 +24,11 @@ from harness.models.efficient_attention.kinds import function_name
 from harness.models.initialize import materialize
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.models.units import decoder_layers
-from tests.gates.cells import GLOBAL_BATCH, KINDS
+from tests.gates import recipe
+from tests.gates.cell import GLOBAL_BATCH
+from tests.gates.layouts import KINDS
 from tests.gates.models import ATTENTION, learned
-from tests.gates.parity import recipe
-from tests.gates.parity.recipe import rows, targets
+from tests.gates.recipe import rows, targets
 
 _NAMES = {
     "llama": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),

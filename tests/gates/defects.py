@@ -1,4 +1,4 @@
-"""Defects that the gate must catch, planted one at a time in the real engine.
+"""Defects that the gates must catch, planted one at a time in the real engine.
 
 `change(original, world)` returns the replacement of each target on a rank.
 """
@@ -16,10 +16,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from harness.checkpoint.index import BUFFER, WEIGHT
 from harness.layout.world import World
-from tests.gates.parity import recipe
-from tests.gates.parity import replacements as new
-from tests.gates.parity.cells import Cell
+from tests.gates import recipe
+from tests.gates import replacements as new
+from tests.gates.cell import Cell, Trip
+from tests.gates.models import FROZEN
+from tests.gates.streams.cells import CONTROLS
 
 Change = Callable[[Any, World], Any]
 
@@ -49,11 +52,13 @@ class Defect:
 
     targets: str
     change: Change
-    names: tuple[str, ...]
+    shows_in: tuple[Any, ...]
+    """Cells, or names of parity cells; empty for EVERY."""
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
-        return tuple(map(Cell.named, self.names or EVERY))
+    def cells(self) -> tuple[Any, ...]:
+        places = self.shows_in or EVERY
+        return tuple(Cell.named(place) if isinstance(place, str) else place for place in places)
 
     @contextlib.contextmanager
     def planted(self, world: World) -> Iterator[None]:
@@ -180,7 +185,7 @@ _ADAMS = (
     "torch.optim.AdamW",
 )
 # fmt: off
-DEFECTS = {
+PARITY = {
     "gradients x2": _gradients_times(2.0),
     "gradients x1.00001": _gradients_times(1.00001),
     "Adam's step off by one": _at(
@@ -339,7 +344,97 @@ BRIEF = (
 )
 """Planted on every change."""
 
+# Checkpoints.
+
+ZERO1_TO_3 = Trip.of("fp32", "llama", "zero1x2", "zero3x2")
+BF16_SAME = Trip.of("bf16", "llama_tied", "zero1x2", "zero1x2")
+FROZEN_TO_3 = Trip.of("fp32", FROZEN, "zero1x2", "zero3x2")
+
+
+def _filling(change: Callable[..., object], trip: Trip) -> Defect:
+    """Change how a tensor is read: change(fill, name, kind, offset, out)."""
+
+    def wrap(original: Any, world: World) -> Any:
+        def fill(self: Any, name: str, kind: str, offset: int, out: Any, *part: Any) -> None:
+            change(lambda *args: original(self, *args, *part), name, kind, offset, out)
+
+        return fill
+
+    return Defect("harness.checkpoint.reader.Reader.fill", wrap, (trip,))
+
+
+def _restoring(trip: Trip, **sections: dict[str, Any]) -> Defect:
+    """Replace sections of the restored scalars."""
+    return Defect(
+        "harness.engine.state.restore_scalars",
+        lambda restore, _: lambda engine, saved: restore(engine, {**saved, **sections}),
+        (trip,),
+    )
+
+
+def _loading_without(left_out: Callable[[Any], bool], trip: Trip) -> Defect:
+    """Leave out some parameters in loading, but not in saving."""
+
+    def wrap(restore: Any, world: World) -> Any:
+        from harness.engine import state
+
+        original = state.pieces
+
+        def places(*args: Any) -> Iterator[Any]:
+            return (place for place in original(*args) if not left_out(place.parameter))
+
+        def restoring(*args: Any) -> None:
+            with mock.patch.object(state, "pieces", places):
+                restore(*args)
+
+        return restoring
+
+    return Defect("harness.engine.state.restore", wrap, (trip,))
+
+
+# fmt: off
+CHECKPOINTS = {
+    # Fragments that do not begin a parameter are read one element too early.
+    "a fragment's offset off by one": _filling(
+        lambda fill, name, kind, offset, out: fill(name, kind, max(0, offset - 1), out),
+        ZERO1_TO_3),
+    "moments not loaded": _filling(
+        lambda fill, name, kind, *rest: kind in (WEIGHT, BUFFER) and fill(name, kind, *rest),
+        ZERO1_TO_3),
+    "moments swapped": _filling(
+        lambda fill, name, kind, *rest: fill(name, new.SWAPPED_MOMENTS.get(kind, kind), *rest),
+        ZERO1_TO_3),
+    "Adam's step not restored": _restoring(ZERO1_TO_3, optimizer={"step": 0.0}),
+    "masters read from bf16 weights": _filling(new.masters_rounded, BF16_SAME),
+    # The model computes its first loss with its previous weights.
+    "weights not refreshed from the masters": Defect(
+        "harness.engine.state.refresh_weights", lambda *_: lambda *_, **__: None, (BF16_SAME,)),
+    "the loss scale not restored": _restoring(
+        Trip.of("fp16", "llama", "zero1x2", "zero3x2"), loss_scaling={}),
+    # No layout saves it.
+    "the tied copy of a pipeline not loaded": _loading_without(
+        lambda parameter: getattr(parameter, "ds_pipe_replicated", False),
+        Trip.of("fp32", "llama_tied", "zero1x2", "pipe2_zero1x2")),
+    "frozen weights not loaded": _loading_without(
+        lambda parameter: not parameter.requires_grad, FROZEN_TO_3),
+    "buffers not loaded": _filling(new.buffers_left_out, FROZEN_TO_3),
+}
+# fmt: on
+
+# Streams.
+
+UNSYNCHRONIZED = "nothing waits for the device"
+STREAMS = {
+    UNSYNCHRONIZED: Defect(
+        "harness.engine.deepspeed_0_19.gradients.settle_gradients "
+        "tests.gates.streams.device.Timeline.synchronize",
+        lambda *_: lambda *_, **__: None,
+        CONTROLS,
+    )
+}
+
 
 def planted(defect: str | None, world: World) -> contextlib.AbstractContextManager[None]:
     """Return the context in which a defect is active; None plants nothing."""
-    return DEFECTS[defect].planted(world) if defect else contextlib.nullcontext()
+    every = {**PARITY, **CHECKPOINTS, **STREAMS}
+    return every[defect].planted(world) if defect else contextlib.nullcontext()

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from tests.gates.cells import GLOBAL_BATCH
+from tests.gates.cell import GLOBAL_BATCH, Cell
 from tests.gates.models import DROPPING, LEARNED
-from tests.gates.parity.cells import Cell
-from tests.gates.parity.measure import Difference, Trajectory, difference, worst_relative
-from tests.gates.parity.model import Split, Way
-from tests.gates.parity.reference import GATE, Sum, gradients, kept_spreads, trained
+from tests.gates.plain_model import Split, Way
+from tests.gates.reference import GATE, Sum, gradients, spreads, trained
+from tests.gates.trajectory import Difference, Trajectory, difference, worst_relative
 
 LEAST_FALL = 0.2  # relative fall of the loss in the gate; without learning, it proves little
 
@@ -83,7 +82,7 @@ def _against(
     how = cell.how
     if cell.architecture == DROPPING:  # another order would drop other states
         way = replace(way, architecture="gpt2")
-    spreads = kept_spreads(way)
+    allowed: Iterable[Difference] = spreads(way)
     distance = difference(trajectory, reference)
     # Sums of bf16 states depend on their order. Tensor and sequence parallelism add the gradients
     # of each part, expert parallelism adds those of several ranks' tokens, and a chunked loss adds
@@ -101,8 +100,8 @@ def _against(
         same, order = _gradients(way, by)
         distance = replace(distance, gradient=worst_relative(trajectory.gradients, same))
         least = max(order, torch.finfo(torch.float32).eps)
-        spreads = (replace(spread, gradient=least) for spread in spreads)
-    return judge(cell, distance, (spread.scaled(factor) for spread in spreads), whole)
+        allowed = (replace(spread, gradient=least) for spread in allowed)
+    return judge(cell, distance, (spread.scaled(factor) for spread in allowed), whole)
 
 
 def judge(cell: Cell, distance: Difference, tolerances: Iterable[Difference], whole: bool) -> Row:

@@ -1,0 +1,188 @@
+"""Layouts: how a model is distributed over ranks, named by words such as `varlen_tensor2_zero1`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.layout.grid import axes_json
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Buckets and thresholds in elements, scaled down with the model, so that a step has several
+    buckets, some parameters exceed a bucket, and ZeRO 3 really partitions, as in a large run.
+    """
+
+    bucket: int
+    live: int
+    sub_group: int
+    persistence: int
+    """Smallest number of elements of a parameter that ZeRO 3 partitions."""
+
+    def section(self, stage: int) -> Json:
+        """Return the keys of a stage's `zero_optimization` that depend on the model's size."""
+        if stage == 0:
+            return {}
+        keys = {"reduce_bucket_size": self.bucket, "allgather_bucket_size": self.bucket}
+        if stage == 3:
+            keys |= {
+                "stage3_param_persistence_threshold": self.persistence,
+                "stage3_prefetch_bucket_size": self.bucket,
+                "stage3_max_live_parameters": self.live,
+                "stage3_max_reuse_distance": self.live,
+                "sub_group_size": self.sub_group,
+            }
+        return keys
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The distribution of a model over ranks, with its options."""
+
+    stage: int
+    """ZeRO stage."""
+    pipeline: int = 1
+    """Number of pipeline stages."""
+    tensor: int = 1
+    """Ranks that share every weight."""
+    sequence: int = 1
+    """Ranks that share every row of tokens."""
+    expert: int = 1
+    """Data ranks that share the experts."""
+    more: Json = field(default_factory=dict)
+    """Additional keys of `zero_optimization`."""
+    sized: bool = True
+    """False keeps DeepSpeed's own buckets and thresholds."""
+    has_bf16_states: bool = False
+    """True if master weights and moments are in bf16."""
+    bf16_sums: bool = False
+    """True if bf16 gradients are summed in bf16."""
+    compiled: bool = False
+    """True if every decoder layer is compiled."""
+    varlen: bool = False
+    """True if document bounds separate documents instead of a mask."""
+    loss_chunk: int = 0
+    """Vocabulary entries whose logits the loss holds at a time; 0 for all."""
+    model: Json = field(default_factory=dict)
+    """Additional keys of the run config's model section."""
+
+    @staticmethod
+    @functools.cache
+    def named(name: str) -> Layout:
+        """Return the layout of a name: words of HOW, axes with their sizes, then a key of ENDS.
+
+        Raises KeyError for any other word.
+        """
+        head, _, tail = name.partition("zero")
+        fields: Json = dict(ENDS[f"zero{tail}"])
+        for word in filter(None, head.split("_")):
+            axis = AXES.get(word[:-1])
+            fields |= {axis: int(word[-1])} if axis else HOW[word]
+        return Layout(**fields)
+
+    @property
+    def kind(self) -> str:
+        """Name of an approximate attention; "" for exact attention."""
+        return str(self.model.get("attention", ""))
+
+    def json(self, precision: str, sizes: Sizes, scaling: Json) -> Json:
+        """Return the DeepSpeed JSON before it is resolved; `scaling` is fp16's loss scale."""
+        zero = {"stage": self.stage, **(sizes.section(self.stage) if self.sized else {})}
+        axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)
+        sections = {**axes, **precision_sections(precision, scaling)}
+        return {"zero_optimization": {**zero, **self.more}, **sections}
+
+    def sums_of(self, precision: str) -> str:
+        """Return the precision in which a rank sums the gradients of its micro-batches."""
+        if self.pipeline > 1 and self.stage == 0:  # DeepSpeed supports no other here
+            return precision
+        return "fp32" if precision == "bf16" and not self.bf16_sums else precision
+
+    def full_precision(self, precision: str) -> str:
+        """Return `precision` with its sums and states, as a key of `precision_sections`."""
+        if precision != "bf16":
+            return precision
+        sums = "_fp32_sums" if self.sums_of(precision) == "fp32" else ""
+        return ("bf16_states" if self.has_bf16_states else "bf16") + sums
+
+
+def precision_sections(precision: str, scaling: Json) -> Json:
+    """Return the JSON's sections for fp32, bf16, bf16_states or fp16, each also with
+    `_fp32_sums`.
+    """
+    kind = precision.removesuffix("_fp32_sums")
+    dtype = kind.removesuffix("_states")
+    keys: Json = {"enabled": True, **(scaling if dtype == "fp16" else {})}
+    if kind == "bf16_states":
+        keys |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    sums = {} if kind == precision else {"data_types": {"grad_accum_dtype": "fp32"}}
+    return sums | ({} if dtype == "fp32" else {dtype: keys})
+
+
+def names(patterns: str) -> list[str]:
+    """Return names from patterns: "tensor{2,4}_zero1 zeropp" stands for three."""
+    split = (re.split(r"[{}]", pattern) for pattern in patterns.split())
+    return ["".join(name) for parts in split for name in itertools.product(*map(_choices, parts))]
+
+
+def _choices(part: str) -> list[str]:
+    return part.split(",")
+
+
+AXES = {"pipe": "pipeline", "tensor": "tensor", "sequence": "sequence", "expert": "expert"}
+RECOMPUTED: dict[str, Json] = {
+    "full": {"checkpointing": "full"},
+    "every2": {"checkpointing": 2},
+    "selective": {"checkpointing": "selective"},
+    "offloaded": {"checkpointing": "full", "activation_offload": True},
+    "tiled": {"mlp_tiles": 3},
+    "all": {"checkpointing": "selective", "activation_offload": True, "mlp_tiles": 2},
+}
+"""Recomputed or host-offloaded activations."""
+KINDS: dict[str, Json] = {
+    "longformer": {"attention_window": 6, "attention_global": 2},
+    "strided": {"attention_window": 4},
+    "linformer": {"attention_window": 6, "attention_features": 2},
+    "performer": {"attention_features": 16},
+    "reformer": {"attention_buckets": 4, "attention_window": 4},
+}
+"""Approximate kinds of attention."""
+HOW: dict[str, Json] = {
+    "compiled": {"compiled": True},
+    "varlen": {"varlen": True},
+    "chunked": {"loss_chunk": 48},  # does not divide the vocabulary evenly
+    "reversible": {"model": {"reversible": True}},
+    "tied": {"model": {"overrides": {"tie_word_embeddings": True}}},
+    **{name: {"model": keys} for name, keys in RECOMPUTED.items()},
+    **{name: {"model": {"attention": name, **sizes}} for name, sizes in KINDS.items()},
+}
+"""Words of a name that change what each rank computes."""
+_CPU = {"device": "cpu", "pin_memory": False}
+_STATES = {"offload_optimizer": _CPU}
+_ON_NVME = {
+    "stage3_param_persistence_threshold": 64,
+    "sub_group_size": 300_000,  # on two ranks, all sub-groups but the last fill a file
+    "offload_optimizer": {"device": "nvme", "nvme_path": "auto", "pin_memory": False},
+    "offload_param": _CPU,
+}
+ENDS: dict[str, Json] = {
+    **{f"zero{stage}": {"stage": stage} for stage in range(4)},
+    "zero1_offload": {"stage": 1, "more": _STATES},
+    "zero2_offload": {"stage": 2, "more": _STATES},
+    "zero3_offload_states": {"stage": 3, "more": _STATES},
+    "zero3_offload": {"stage": 3, "more": {**_STATES, "offload_param": _CPU}},
+    # Each node of two ranks has a second copy of the weights.
+    "zeropp": {"stage": 3, "more": {"zero_hpz_partition_size": 2}},
+    "zero3_default": {"stage": 3, "sized": False},  # so small that every rank keeps all of it whole
+    **{f"zero{stage}_bf16_sums": {"stage": stage, "bf16_sums": True} for stage in (1, 3)},
+    **{f"zero{stage}_bf16_states": {"stage": stage, "has_bf16_states": True} for stage in (2, 3)},
+    # Only if DeepSpeed's asynchronous I/O (libaio) can be compiled.
+    "zero3_nvme": {"stage": 3, "more": _ON_NVME},
+}
+"""ZeRO's stages with their options."""
