@@ -4,9 +4,9 @@
     python -m tests.gates.mutants --survivors  # those that survived run again
     python -m tests.gates.mutants --rooms harness/data tools/cluster
 
-The changes are made in a copy, build/mutants/tree. The tests that execute the changed line run, those
-of its own folder first, until one fails. A survivor needs a test, or a row of equivalent.toml that
-states why nobody could notice. The exit code is 1 below 90 % caught, or 80 % in a room.
+The changes are made in a copy, build/mutants/tree. The tests that execute the changed line run,
+those of its folder first, until one fails. A survivor needs a test, or a row of equivalent.toml
+that states why nobody could notice. The exit code is 1 below 90 % caught, or 80 % in a room.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HOME = REPOSITORY / "build" / "mutants"
 TREE = HOME / "tree"
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 GOAL, ROOM_GOAL = 0.9, 0.8
-# Seconds of tests per change, as they took when they were traced; then the longer ones are left out.
+# Seconds of tests per change, as they took when traced; the longer ones are left out.
 MOST_TEST_S = 60.0
 LIMIT_S = 300  # a change that never ends counts as caught
 _MOST_BYTES = 8 * 2**30
@@ -164,7 +164,9 @@ def run_tests(tests: list[str], output: Path) -> int | None:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch)}
+        # DeepSpeed rebuilds its operators for every path of an environment.
+        operators = {"TORCH_EXTENSIONS_DIR": str(HOME / "operators")}
+        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch), **operators}
         sys.dont_write_bytecode = True
         resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
         for name in [n for n in sys.modules if n.split(".")[0] in ("tests", "harness", "tools")]:
@@ -221,7 +223,6 @@ def run(chosen: list[Room], share: dict[str, int], seed: int) -> dict[str, WorkR
         done = {item.job_id: result for item, result in session.completed_work_items}
         for change in turns:
             name = name_of(change)
-            file = str(change.module_path.relative_to(TREE))
             result = done.get(name)
             if not result:
                 began = time.monotonic()

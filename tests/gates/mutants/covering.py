@@ -1,8 +1,8 @@
 """Which tests execute a line: coverage.py, a context per test, in its subprocesses and ranks, too.
 
 Tests are traced a folder at a time (`trace`), and a finished folder is kept. As a plugin of pytest,
-this module names the running test: to coverage.py in this process, and in ranks that wait for calls.
-The lines of other processes belong to the test during which they ended.
+this module names the running test: to coverage.py in this process, and in ranks that wait for
+calls. The lines of other processes belong to the test during which they ended.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ OPERATORS = [
     "core/ExceptionReplacer",
     *(f"own/{name}" for name in _OWN),
 ]
-# Beside texts and annotations: what asserts a belief (strict zips, frozen dataclasses), and signatures,
-# whose `*` and `/` are no operators.
+# Beside texts and annotations: beliefs (strict zips, frozen dataclasses), and signatures, whose `*`
+# and `/` are no operators.
 _LEFT_OUT = re.compile(
     r"TYPE_CHECKING|__name__ ==|\bprint\(|\b(log|logger|logging|warnings)\.|add_argument|Literal\[|"
     r"^def |^ +def |^ +\w+: .*, \*, |strict=True|@dataclass\(frozen=True\)"
