@@ -29,7 +29,7 @@ from harness.guard.signals import StopGuard, TimeLeft
 from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
-from harness.run import build
+from harness.run import build, evaluation
 from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.evaluation import summed
 from harness.run.resumption import (
@@ -286,3 +286,19 @@ def test_ranks_that_were_started_with_other_settings_are_refused_on_all() -> Non
         key = words[0].partition("=")[0]
         with pytest.raises(ConfigError, match=f"rank 1 has other settings than rank 0: .*{key} is"):
             require_same_settings(plan(*words))
+
+
+def test_losses_by_position_are_those_of_the_longer_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"held out": (2.0, [2.5]), "longer": (9.0, [3.0, 1.0]), "stopped": (None, [None])}
+    monkeypatch.setattr(evaluation, "mean_losses", lambda run, rows, *_: losses[rows])
+
+    def by_position(held_out: str, longer: str | None) -> object:
+        config = SimpleNamespace(data=SimpleNamespace(seq_len=2))
+        data = SimpleNamespace(held_out=held_out, long_held_out=longer)
+        return evaluation.evaluate_by_position(
+            SimpleNamespace(data=data, plan=SimpleNamespace(config=config))
+        )
+
+    assert by_position("held out", "longer") == (2.0, [3.0, 1.0])
+    assert by_position("held out", None) == (2.0, [2.5])
+    assert by_position("stopped", "longer") == (None, [None])
