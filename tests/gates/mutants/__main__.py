@@ -62,6 +62,8 @@ def refresh_tree() -> set[str]:
     wanted, changed = _listed(REPOSITORY), set()
     if not (TREE / ".git").exists():
         subprocess.run(["git", "init", "--quiet"], cwd=TREE, check=True)
+    if not (TREE / ".venv").exists() and (REPOSITORY / ".venv").exists():
+        (TREE / ".venv").symlink_to((REPOSITORY / ".venv").resolve())
     for name in {*_listed(TREE)} - {*wanted, ".venv"}:
         (TREE / name).unlink()
         changed.add(name)
