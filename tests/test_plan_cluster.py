@@ -29,7 +29,7 @@ from harness.plan.machine import cluster
 from harness.run.dry_run import describe
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
-from tools.cluster import search
+from tools.cluster import choose, search
 from tools.cluster.ask import plan_of, question_of
 from tools.cluster.choose import ASKED, Answer, answer_of, risk, seconds_within, way_of, why_not
 from tools.cluster.count import Question
@@ -518,3 +518,15 @@ def test_numbers_of_gpus_that_are_slower_and_dearer_are_left_out() -> None:
     cheap, quick = Spent(8, 10, 100, "a"), Spent(32, 3, 120, "b")
     worse = Spent(16, 11, 110, "c")
     assert front_of([quick, worse, cheap]) == [cheap, quick]
+
+
+def test_layout_that_is_unusable_sets_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "seconds_within", lambda each: (0.0, each.seconds + 1))
+    monkeypatch.setattr(choose, "risk", lambda each: 0)
+
+    def candidate(seconds: float, usable: bool) -> SimpleNamespace:
+        asked = dict.fromkeys(("has_room", "may_have_room"), lambda share: True)
+        return SimpleNamespace(seconds=seconds, is_usable=lambda: usable, **asked)
+
+    quick, slow = candidate(1.0, False), candidate(9.0, True)
+    assert choose.recommended([quick, slow]) is slow

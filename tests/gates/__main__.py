@@ -1,6 +1,6 @@
 """Run the gates in one session of tests, and print one table of results.
 
-    python -m tests.gates                  # all but oldest and newest; continues where it stopped
+    python -m tests.gates                  # all but those run only by name; continues where stopped
     python -m tests.gates faults slurm     # only these
     python -m tests.gates --again parity   # even if a result is kept
 

@@ -8,7 +8,9 @@ import fcntl
 import os
 import re
 import subprocess
+import sys
 import tomllib
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,39 @@ def test_tests_pass_with_other_packages(name: str, half: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.gate("mutants")
+def test_small_changes_are_caught() -> None:
+    command = [sys.executable, "-m", "tests.gates.mutants"]
+    done = subprocess.run(command, cwd=gates.REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5000:]
+
+
+def test_drawn_changes_are_small_and_the_same_for_a_seed(tmp_path: Path) -> None:
+    draw = pytest.importorskip("tests.gates.mutants.draw")
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "a.py").write_text(SMALL)
+    [room] = draw.rooms(tmp_path, ["harness/a.py"])
+    drawn = [list(islice(draw.draw(tmp_path, room, seed), 9)) for seed in (0, 0, 1)]  # all
+    assert drawn[0] == drawn[1] != drawn[2]
+    changed = set()
+    for change in drawn[0]:
+        operator = draw.get_operator(change.operator_name)()
+        code = draw.mutate_code(SMALL, operator, change.occurrence).splitlines()
+        pairs = zip(SMALL.splitlines(), code, strict=True)
+        changed |= {after.strip() for before, after in pairs if before != after}
+    assert changed == {
+        "if not a > 1:", "if a >= 1:", "if a <= 1:", "if a > 2:", "if a > 0:",
+        "pass", "send(a)", "return (a)", "return (b)",
+    }  # fmt: skip
+
+
+SMALL = '''"""A text of 1 + 1."""
+def f(a: int, b: int) -> int:
+    if a > 1:
+        raise ValueError(f"{a + 1}")
+    send(a, to=b)
+    print(a - b)
+    return min(a, b)
+'''

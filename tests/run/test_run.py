@@ -392,3 +392,19 @@ def test_ranks_with_other_settings_are_rejected_on_all() -> None:
         key = words[0].partition("=")[0]
         with pytest.raises(ConfigError, match=f"rank 1 has other settings than rank 0: .*{key} is"):
             require_same_settings(plan(*words))
+
+
+def test_losses_by_position_are_those_of_the_longer_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"held out": (2.0, [2.5]), "longer": (9.0, [3.0, 1.0]), "stopped": (None, [None])}
+    monkeypatch.setattr(evaluation, "mean_losses", lambda run, rows, *_: losses[rows])
+
+    def by_position(held_out: str, longer: str | None) -> object:
+        config = SimpleNamespace(data=SimpleNamespace(seq_len=2))
+        data = SimpleNamespace(held_out=held_out, long_held_out=longer)
+        return evaluation.evaluate_by_position(
+            SimpleNamespace(data=data, plan=SimpleNamespace(config=config))
+        )
+
+    assert by_position("held out", "longer") == (2.0, [3.0, 1.0])
+    assert by_position("held out", None) == (2.0, [2.5])
+    assert by_position("stopped", "longer") == (None, [None])
