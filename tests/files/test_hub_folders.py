@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -314,27 +313,21 @@ def test_held_out_splits_evaluate_unless_the_user_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["run.dir", "resume.from"])
 def test_a_run_goes_on_with_the_split_that_it_read(how: str, tmp_path: Path) -> None:
-    """Versions without data.split read whole folders."""
     folder = fill(tmp_path / "data", "train.jsonl", "test.jsonl")
     path, run = f"data.path={folder}", f"{how}={tmp_path / 'run'}"
     (tmp_path / "run").mkdir()
 
-    def goes_on_from(record: dict[str, Any], *words: str) -> tuple[Plan, list[str]]:
+    def goes_on_from(plan: Plan, *words: str) -> Plan:
+        record = plan.to_json()
         (tmp_path / "run" / "plan.json").write_text(json.dumps(record))
-        plan = plan_of(run, path, *words)
-        assert resume_problems(record, plan.to_json(), []) == []
-        return plan, [event["message"] for event in plan.events if event["kind"] == "kept"]
+        resumed = plan_of(run, path, *words)
+        allowed = ["data.split"] if words else []  # the user's setting has priority
+        assert resume_problems(record, resumed.to_json(), allowed) == []
+        return resumed
 
-    earlier = plan_of(path, "data.split=all").to_json()
-    del earlier["run"]["data"]["split"]
-    plan, notes = goes_on_from(earlier)
-    assert (plan.config.data.split, plan.config.data.eval_path) == ("all", {})
-    assert notes == ["data.split is all, because the resumed run read the entire folder"]
-    plan, notes = goes_on_from(plan.to_json())  # once more, as this version recorded it
-    assert (plan.config.data.split, notes) == ("all", [])
-    plan, notes = goes_on_from(plan_of(path).to_json())
-    assert [*plan.config.data.eval_path] == ["test"]
-    del earlier["run"]["data"]["eval_path"]  # the user's setting has priority
-    assert goes_on_from(earlier, "data.split=test")[0].config.data.split == "test"
+    whole = goes_on_from(plan_of(path, "data.split=all"))
+    assert (whole.config.data.split, whole.config.data.eval_path) == ("all", {})
+    assert [*goes_on_from(plan_of(path)).config.data.eval_path] == ["test"]
+    assert goes_on_from(whole, "data.split=test").config.data.split == "test"
     other = plan_of(run, f"data.path={fill(tmp_path / 'b', 'train.jsonl', 'dev.jsonl')}")
     assert [*other.config.data.eval_path] == ["validation"]
