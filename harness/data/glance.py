@@ -6,6 +6,7 @@ tokens are counted from the number of bytes.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -140,7 +141,11 @@ def glances(spec: DataSpec, *, elsewhere: bool = False) -> Glances:
 
 
 def _tokenizer_here(spec: DataSpec, elsewhere: bool) -> Any:
-    """Return the run's tokenizer; None if this machine lacks it and the run is for another one."""
+    """Return the run's tokenizer; None if this machine lacks it and the run is for another one, or
+    if transformers is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:  # a laptop that only plans
+        return None
     from harness.data.run_tokenizer import build_tokenizer
     from harness.data.tokenizer import NoTokenizer, tokenizer_hash
 

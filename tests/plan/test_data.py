@@ -160,6 +160,18 @@ def test_a_dry_run_counts_texts_roughly_as_the_run_does(
         assert seen.tokens == build_data(DataSpec(config)).tokens
 
 
+def test_dry_run_without_transformers_counts_bytes(
+    uneven: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (f"data.path={uneven}", f"data.tokenizer={tokenizer_dir}", "data.seq_len=16")
+    config = load_run_config(None, [*words]).data
+    exact = glances(config).lines(10)[0]
+    monkeypatch.setattr("harness.data.glance.importlib.util.find_spec", lambda name: None)
+    rough = glances(config).lines(10)[0]
+    assert "roughly" in rough
+    assert "roughly" not in exact
+
+
 def begun(folder: Path, *words: str) -> dict[str, object]:
     """Write the plan.json of a run."""
     record = plan_of(*words).to_json()
