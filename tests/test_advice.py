@@ -190,6 +190,7 @@ NOT_FOLLOWED = {
         "data/cache.py",
         "data/pair.py",
         "data/tokenizer.py: has no eos_token",
+        "data/tokenizer.py: holds no tokenizer",
         "run/resumption.py",
     ),
     "of the machine or its network: disks, memory, compilers, the hub, GPUs": (
