@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,8 @@ from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
 from harness.estimate.memory_item import GIB
 from harness.files.folder_lock import remove_left_over
-from harness.layout.world import World
-from harness.plan.plan import Plan
+from harness.layout.world import SHARES_GPU, World
+from harness.plan.plan import Draft, Plan
 
 
 def missing_for_cpu_adam() -> str | None:
@@ -87,6 +88,35 @@ def cluster(
         accelerator="cuda",
         gpu=gpu,
         kernels=tuple(kernels),
+    )
+
+
+_QUANTIZED = "zero_optimization.zero_quantized_gradients"
+
+
+def check_shared_gpus(draft: Draft) -> None:
+    """Reject fewer GPUs than ranks. If ranks share GPUs, reject what counts the GPUs of a node or
+    needs several nodes, and note what a rehearsal cannot show.
+    """
+    world = draft.world
+    if world.lacking_gpus:
+        gpus = f"{world.lacking_gpus} GPU{'s' * (world.lacking_gpus > 1)}"
+        draft.problems.say(
+            f"{socket.gethostname()} has {world.local_world_size} ranks, but {gpus} (nvidia-smi): "
+            f"start one rank per GPU, or set {SHARES_GPU}=1 to rehearse with several ranks on a GPU"
+        )
+    if world.ranks_per_gpu == 1:
+        return
+    if world.local_world_size < world.world_size:
+        nodes = f"but there are {world.world_size} ranks on several nodes"
+        draft.problems.say(f"{SHARES_GPU}=1 shares the GPUs of one node, {nodes}: unset it")
+    if draft.ds.value(_QUANTIZED) is True:
+        why = f"DeepSpeed takes the GPUs of a node for its ranks, which share them ({SHARES_GPU})"
+        draft.problems.add(_QUANTIZED, why, "set it to false to rehearse")
+    draft.note(
+        "shared_gpu",
+        f"up to {world.ranks_per_gpu} ranks share a GPU ({SHARES_GPU}) and take turns: this "
+        "is a rehearsal, whose times, MFU and links say nothing about the job's",
     )
 
 

@@ -52,13 +52,13 @@ from harness.plan.layers import (
     check_skipped,
     note_kernels,
 )
+from harness.plan.machine import check_shared_gpus
 from harness.plan.merge_settings import merge_settings
 from harness.plan.model import check_experts, estimated, find_model
 from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
 from harness.plan.parallelism import (
     by_memory,
     check_secondary,
-    check_shared_gpus,
     check_together,
     divide_batch,
     divide_experts,

@@ -4,7 +4,6 @@ that the ranks can shard the model.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -22,7 +21,6 @@ from harness.layout.recompute import is_checkpointed
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
 from harness.layout.tensor import GROUPED, TensorPlan, tensor_problems
-from harness.layout.world import SHARES_GPU
 from harness.plan.attention import ATTENTION_DROPOUTS
 from harness.plan.memory import memory_inputs
 from harness.plan.plan import Draft, Plan
@@ -31,7 +29,6 @@ from harness.plan.rotary import rope_types
 _ZERO = "zero_optimization"
 _TENSORS = "tensor_parallel"
 _SECONDARY = f"{_ZERO}.zero_hpz_partition_size"
-_QUANTIZED = f"{_ZERO}.zero_quantized_gradients"
 _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _DIVIDED = ("train.global_batch", "train.micro_batch", "ramp.batch_from", "ramp.batch_step")
@@ -70,32 +67,6 @@ def check_secondary(draft: Draft) -> None:
     if size < 1 or ranks % size:
         use = f'use "auto" for the {draft.world.local_world_size} ranks of a node'
         draft.problems.add(_SECONDARY, f"which does not divide {ranks} ranks", use)
-
-
-def check_shared_gpus(draft: Draft) -> None:
-    """Reject fewer GPUs than ranks. If ranks share GPUs, reject what counts the GPUs of a node or
-    needs several nodes, and note what a rehearsal cannot show.
-    """
-    world = draft.world
-    if world.lacking_gpus:
-        gpus = f"{world.lacking_gpus} GPU{'s' * (world.lacking_gpus > 1)}"
-        draft.problems.say(
-            f"{socket.gethostname()} has {world.local_world_size} ranks, but {gpus} (nvidia-smi): "
-            f"start one rank per GPU, or set {SHARES_GPU}=1 to rehearse with several ranks on a GPU"
-        )
-    if world.ranks_per_gpu == 1:
-        return
-    if world.local_world_size < world.world_size:
-        nodes = f"but there are {world.world_size} ranks on several nodes"
-        draft.problems.say(f"{SHARES_GPU}=1 shares the GPUs of one node, {nodes}: unset it")
-    if draft.ds.value(_QUANTIZED) is True:
-        why = f"DeepSpeed takes the GPUs of a node for its ranks, which share them ({SHARES_GPU})"
-        draft.problems.add(_QUANTIZED, why, "set it to false to rehearse")
-    draft.note(
-        "shared_gpu",
-        f"up to {world.ranks_per_gpu} ranks share a GPU ({SHARES_GPU}) and take turns: this "
-        "is a rehearsal, whose times, MFU and links say nothing about the job's",
-    )
 
 
 def divide_batch(draft: Draft) -> None:
