@@ -18,7 +18,7 @@ from typing import Any
 from harness.config.data_section import DataConfig, MixSource
 from harness.data.corpus import Corpus, ReadLimit, holds_ids
 from harness.data.spec import DataSpec, corpora_of, corpus_of
-from harness.errors import ConfigError
+from harness.errors import ConfigError, Unusable
 from harness.files.chat import NO_TEMPLATE, Chat
 from harness.files.corpus_files import TOPICS
 from harness.files.data_format import BadLines
@@ -164,7 +164,12 @@ def glance(spec: DataSpec, tokenizer: Any = None, name: str = "") -> Glance:
     spec = replace(spec, limit=spec.limit or ReadLimit())
     corpus = corpus_of(spec)
     read = _pairs if corpus.kind == "indexed" else _text
-    seen = read(corpus, spec, tokenizer, name)
+    try:
+        seen = read(corpus, spec, tokenizer, name)
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+    except Unusable as error:
+        raise ConfigError(f"data.path: {error}") from error
     config = spec.config
     bounds = {"min_tokens": config.min_tokens, "max_tokens": config.max_tokens}
     limits = " and ".join(f"{key}={value}" for key, value in bounds.items() if value is not None)

@@ -186,9 +186,6 @@ class DataFormat:
     """Value of data.format."""
     suffixes: frozenset[str]
     """Lower-case suffixes that name the format, such as ".jsonl" or ".jsonl.gz"; "": no suffix."""
-    begin: Callable[[Path], str] | None = None
-    """Returns how the first document begins, worded as begins() does; None: its first record tells.
-    Raises Unusable."""
     pieces: Callable[[Path, BadLines], Iterator[Piece]] | None = None
     """Yields the documents and adds unreadable lines to the BadLines. Raises UnicodeDecodeError."""
     records: Callable[[Path, BadLines], Records] | None = None

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.files.data_format import BadLines, DataFormat
-from harness.files.first_bytes import first_line
-from harness.files.pieces import Piece, begins, pieces_read
+from harness.files.pieces import Piece, pieces_read
 
 _PROSE = """
 txt text md markdown mdx rst adoc asciidoc org tex ltx sty cls bib html htm xhtml xml svg
@@ -32,5 +31,4 @@ FORMAT = DataFormat(
     name="text",
     suffixes=frozenset({"", *(f".{suffix}" for suffix in f"{_PROSE} {_CODE}".split())}),
     pieces=_pieces,
-    begin=lambda file: begins(first_line(file)),
 )
