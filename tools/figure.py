@@ -95,7 +95,7 @@ def titles(plan: Plan, batch: bool = True) -> tuple[str, str]:
     recomputed = (
         f", {way} recomputation" if way not in ("none", 0) and not recomputed else recomputed
     )
-    samples = f", micro-batch {plan.micro_batch:,} x {plan.config.data.seq_len:,} tokens"
+    samples = f", micro-batch {plan.micro_batch:,} x {plan.seq_len:,} tokens"
     accumulated = f", {plan.grad_accum:,} accumulated" if plan.grad_accum > 1 else ""
     return (
         f"{model.name}{size}, {world.world_size:,} x {device}{on_nodes}",

@@ -80,7 +80,7 @@ Point = tuple[int, int, float, int, int]
 
 def schedule_of(plan: Plan, steps: int) -> list[Point]:
     """Return a point for every step; beyond _EACH steps for every n-th and the last."""
-    seq_len, schedule = plan.config.data.seq_len, plan.schedule(steps)
+    seq_len, schedule = plan.seq_len, plan.schedule(steps)
     points: list[Point] = []
     number, samples, apart = 1, 0, 1
     while number <= steps:

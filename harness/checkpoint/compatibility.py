@@ -10,8 +10,8 @@ from harness.errors import ConfigError
 from harness.files.records import Unreadable
 from harness.layout.attention_table import ATTENTIONS
 from harness.plan.batches import open_keys
-from harness.plan.model import with_rows_for
-from harness.plan.plan import Plan
+from harness.plan.make import with_facts
+from harness.plan.plan import Facts, Plan
 from harness.runfolder import RunFolder, checkpoints_in
 
 # Settings that a resumed run may change freely: they affect duration, frequency and layout, but not
@@ -65,10 +65,10 @@ def run_in_folder(plan: Plan) -> str | None:
         return None
     if not (saved and status and has_sections(saved)):
         return None
-    allowed = [*plan.config.resume.allow, *open_keys(plan)]
+    allowed = [*plan.config.resume.allow, *open_keys(plan.config)]
     model = saved.get("model_config")
     if isinstance(model, dict) and isinstance(rows := model.get("vocab_size"), int):
-        plan = with_rows_for(plan, rows)  # a run adds rows once it has read its tokenizer
+        plan = with_facts(plan, Facts(ids=rows))  # the run added rows for its tokenizer
     problems = resume_problems(saved, {**saved, **plan.to_json()}, allowed)
     newest = max((path.name for path in checkpoints_in(folder.checkpoints_dir)), default="")
     if newest and plan.steps is not None:

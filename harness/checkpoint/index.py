@@ -165,11 +165,6 @@ class Index:
             files |= {file for _, _, file, _ in pieces}
         return files
 
-    @property
-    def is_divided(self) -> bool:
-        """True if any parameter is sliced."""
-        return any("parts" in record for record in self._parameters.values())
-
     def __iter__(self) -> Iterator[str]:
         """Yield the names of all parameters."""
         return iter(self._parameters)

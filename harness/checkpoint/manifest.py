@@ -20,9 +20,7 @@ from harness.errors import Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
 
-# Formats: an index of whole parameters, and one with slices. WHOLE is used wherever possible,
-# because earlier versions read only that.
-WHOLE, DIVIDED = 1, 2
+FORMAT = 1
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 PRECISIONS = ("fp32", "bf16", "fp16")
 _WEIGHTS = re.compile(r"rank-[0-9]{5}-[0-9]{3}\.safetensors")
@@ -70,7 +68,6 @@ class Manifest:
     files: list[Written] = field(default_factory=list)
     checksum: str = ""
     """SHA-256 of the other fields; a resumed run records it."""
-    format: int = WHOLE
 
     @property
     def bytes(self) -> int:
@@ -79,10 +76,7 @@ class Manifest:
 
     def to_bytes(self) -> builtins.bytes:
         """Return the content of the file, including its checksum."""
-        content = {"format": self.format, **asdict(self), "checksum": ""}
-        for key in ("adapters", "quantization"):
-            if not content[key]:  # omitted if empty, as earlier versions expect
-                del content[key]
+        content = {"format": FORMAT, **asdict(self), "checksum": ""}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
@@ -128,8 +122,6 @@ def check_index(folder: Path, manifest: Manifest) -> None:
     """Check that the index is complete and that its files are in the manifest. Raises Unusable."""
     path, index = folder / INDEX, read_index(folder)
     files = index.check()
-    if index.is_divided and manifest.format != DIVIDED:
-        raise Unusable(f"{path} has sliced parameters, but format {manifest.format} has none")
     listed = {file.name for file in manifest.files if _WEIGHTS.fullmatch(file.name)}
     if strange := files - listed:
         raise Unusable(f"{path} names {min(strange)!r}, which the manifest does not list")
@@ -137,16 +129,15 @@ def check_index(folder: Path, manifest: Manifest) -> None:
 
 def _manifest(content: Table) -> Manifest:
     """Return the manifest, after checking the types of its values."""
-    if type(version := content.get("format")) is not int or version not in (WHOLE, DIVIDED):
+    if type(version := content.get("format")) is not int or version != FORMAT:
         raise Unusable(
-            f"{content.file} has format {version!r:.60}, but this version reads {WHOLE} and "
-            f"{DIVIDED}"
+            f"{content.file} has format {version!r:.60}, but this version reads {FORMAT}"
         )
     checksum = content.text("checksum")
     if checksum != _checksum({**content.values, "checksum": ""}):
         raise Unusable(f"{content.file} does not match its own checksum")
     state, engine = content.table("state"), content.table("engine")
-    watch = content.table("watch") if "watch" in content else Table({}, content.file)
+    watch = content.table("watch")
     for section in ("counters", "loss_scaling", "optimizer"):
         engine.all_numbers(section)
     _check_watch(watch)
@@ -168,11 +159,10 @@ def _manifest(content: Table) -> Manifest:
         held_out_loss=content.loss("held_out_loss"),
         about=content.table("about").as_json(),
         watch=watch.as_json(),
-        adapters=content.table("adapters").as_json() if "adapters" in content else {},
-        quantization=content.table("quantization").as_json() if "quantization" in content else {},
+        adapters=content.table("adapters").as_json(),
+        quantization=content.table("quantization").as_json(),
         files=files,
         checksum=checksum,
-        format=version,
     )
 
 

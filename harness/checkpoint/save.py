@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from harness.checkpoint.collectives import broadcast_object, gather_objects
-from harness.checkpoint.index import INDEX, Fragment, Index, merged, to_index
-from harness.checkpoint.manifest import DIVIDED, MANIFEST, PROBE, Manifest
+from harness.checkpoint.index import INDEX, Fragment, merged, to_index
+from harness.checkpoint.manifest import MANIFEST, PROBE, Manifest
 from harness.checkpoint.store import Retention, Store
 from harness.checkpoint.tensor_file import (
     HostCopies,
@@ -187,8 +187,6 @@ class Saver:
         index = merged(index for _, index, _ in reports)
         files.append(write_bytes(folder / INDEX, json.dumps(index).encode()))
         whole = replace(manifest, files=files)
-        if Index(index).is_divided:
-            whole = replace(whole, format=DIVIDED)
         write_bytes(folder / MANIFEST, whole.to_bytes())
         self.before_publishing()
         self.store.publish(step)

@@ -72,9 +72,11 @@ IMPLIED = "default with model.init_from"
 BY_SIZE = "default by size"
 BY_RANKS = "default, rounded up for the ranks"
 COUNTED = "follows from the data"
+CHOSEN = "default for this model, data and machine"
+TODAY = "the day on which the run began"
 KEPT = "as the run began"
-NOT_ASKED = (IMPLIED, BY_SIZE, BY_RANKS, COUNTED, KEPT)
-"""Origins of values that the user did not set."""
+DECIDED = (IMPLIED, BY_SIZE, BY_RANKS, COUNTED, CHOSEN, TODAY, KEPT)
+"""Origins of values that the user left open and the plan decided."""
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

@@ -33,15 +33,14 @@ from harness.files.notes import Notes
 # Increase this if the same text would give different tokens.
 FORMAT = 5
 # Increase this if the files of the split change.
-SPLIT_FORMAT = 3
+SPLIT_FORMAT = 4
 TOKENS, MASKS, NOTES, SPLIT_FACTS = "tokens", "masks.npy", "notes.json", "split.json"
 SKIPPED = "skipped.json"
 _REPORT_EVERY_CHARS = 1 << 26
-_OF_BOUNDS = ("shorter", "longer")
 _FACT_TYPES: dict[str, type] = {
     "fingerprint": str,
     "add_separator": bool,
-    **dict.fromkeys(("documents", "lowest_id", "highest_id", *_OF_BOUNDS), int),
+    **dict.fromkeys(("documents", "lowest_id", "highest_id", "shorter", "longer"), int),
 }
 _NO_TOKEN_ID = 1 << 24  # no vocabulary is this large
 # Files up to this size are hashed whole, about as fast as they are read. For larger files the hash
@@ -248,12 +247,10 @@ def write_split(
     ids = survey(tokens.ids, modified, report)
     both = hashlib.sha256(f"{layout.hexdigest()}:{ids.digest}".encode()).hexdigest()
     fingerprint = f"{both}-{layout.hexdigest()}"
-    written = asdict(
-        SplitFacts(fingerprint, add_separator, tokens.documents, ids.lowest, ids.highest, *left_out)
+    facts = SplitFacts(
+        fingerprint, add_separator, tokens.documents, ids.lowest, ids.highest, *left_out
     )
-    if bounds == ANY_LENGTH:  # the format that earlier versions write and read
-        written = {key: value for key, value in written.items() if key not in _OF_BOUNDS}
-    (folder / SPLIT_FACTS).write_text(json.dumps(written))
+    (folder / SPLIT_FACTS).write_text(json.dumps(asdict(facts)))
 
 
 def _layout(tokens: IndexedTokens, masks: Masks, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -268,8 +265,7 @@ def _layout(tokens: IndexedTokens, masks: Masks, tokenizer: PreTrainedTokenizerB
         runs = masks.starts[first:last]
         whole_runs = whole_runs and bool((starts[np.searchsorted(starts, runs)] == runs).all())
     if not whole_runs:
-        # Counts fully describe prompts at the start of documents. Leaving out their runs keeps the
-        # fingerprint of earlier versions, so their runs can resume.
+        # Prompts elsewhere than at the start of a document, which their counts do not describe.
         for column in (masks.starts, masks.stops):
             for at in range(0, len(column), BLOCK):
                 layout.update(column[at : at + BLOCK].tobytes())
@@ -283,7 +279,7 @@ def read_facts(folder: Path) -> SplitFacts:
 
 def _facts_of(values: Any) -> SplitFacts:
     types = {key: type(value) for key, value in values.items()} if type(values) is dict else {}
-    if dict.fromkeys(_OF_BOUNDS, int) | types != _FACT_TYPES:
+    if types != _FACT_TYPES:
         raise ValueError(f"it holds {shortened(values)}")
     return SplitFacts(**values)
 

@@ -172,7 +172,7 @@ class ForwardPass:
         """Return a context in which token losses and targets are added to `sums` (buckets, 2)."""
         if sums is None:
             return contextlib.nullcontext()
-        length = max(self._plan.config.data.seq_len, batch.labels.shape[1])
+        length = max(self._plan.seq_len, batch.labels.shape[1])
         buckets = self._own(batch.buckets(len(sums), length))
         targets = buckets[self._own(batch.labels) != -100].bincount(minlength=len(sums))
         sums[:, 1] += on_device(targets, self._device)

@@ -193,7 +193,7 @@ def bytes_needed(plan: Plan, empty: PreTrainedModel) -> int:
     vocab_size, hidden_size = embedding.shape
     layers = int(empty.config.get_text_config(decoder=True).num_hidden_layers)
     per_token = (layers + 32) * hidden_size * empty.dtype.itemsize + 16 * vocab_size
-    return states + plan.micro_batch * plan.config.data.seq_len * per_token
+    return states + plan.micro_batch * plan.seq_len * per_token
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

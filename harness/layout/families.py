@@ -27,7 +27,7 @@ SIZE_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 _FILE = Path(__file__).with_name("families.toml")
-_NOT_INHERITED = {"like", "compared"}  # comparisons apply to one family only
+_NOT_INHERITED = {"like", "compared", "even_heads"}  # true of one family only
 _COMPARISONS = {"activations", "divided activations", "divided experts", "liger", "halves"}
 _WINDOW_RULES = {"every", "even", "asked", "upper"}
 
@@ -61,6 +61,7 @@ class Family:
     tied: bool = False
     head_dim: int | None = None
     default_kv_heads: int | None = None
+    even_heads: bool = False
     sliding_window: int | None = None
     slides: str | None = None
     mlp_ratio: int | None = None
@@ -332,7 +333,7 @@ def read_sizes(keys: Keys) -> Sizes:
             f"num_key_value_heads = {num_kv_heads}"
         )
     assumed = all(keys.config.get(key, family.head_dim) is None for key in head_keys)
-    if hidden_size % num_heads and assumed:
+    if hidden_size % num_heads and (assumed or family.even_heads):
         keys.problems.append(
             f"hidden size {hidden_size} is not a multiple of {num_heads} attention heads"
         )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from harness.config.assignments import CHOSEN, KEPT
 from harness.estimate.hardware import Precision, known_gpu
 from harness.layout.attention_table import ATTENTIONS, SIZES, WITHOUT_ATTENTION
 from harness.layout.families import family_of
 from harness.layout.shape import Shape
 from harness.layout.tensor import without_sdpa
 from harness.layout.world import World
-from harness.plan.memory import estimate
 from harness.plan.plan import Draft, Plan
 
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
@@ -35,7 +35,7 @@ class AttentionNeeds:
     """True if it runs on this machine, whose packages are then checked."""
 
     @classmethod
-    def by(cls, source: Draft | Plan, documents: bool) -> AttentionNeeds:
+    def by(cls, source: Draft | Plan) -> AttentionNeeds:
         """Return a plan's requirements on attention."""
         return cls(
             source.world,
@@ -43,7 +43,7 @@ class AttentionNeeds:
             source.model_config,
             source.shape,
             source.config.data.seq_len,
-            documents,
+            bool(source.config.data.document_mask) or source.facts.has_documents,
             source.here if isinstance(source, Draft) else True,
         )
 
@@ -145,14 +145,19 @@ def decide_attention(draft: Draft) -> None:
     run, attention = draft.config, draft.config.model.attention
     if not draft.model_config:  # already reported
         return
-    needs = AttentionNeeds.by(draft, bool(run.data.document_mask))
+    needs = AttentionNeeds.by(draft)
     _check_sizes(draft)
-    if attention != "auto":
-        for why in needs.problems(attention):
+    problems = [] if attention == "auto" else needs.problems(attention)
+    is_kept = run.origin("model.attention") == KEPT
+    if attention != "auto" and not is_kept:
+        for why in problems:
             draft.problems.add("model.attention", why, f'use "auto" or "{needs.masked}"')
         return
-    attention, draft.attention_why = needs.chosen()
-    draft.config = run.changed({"model.attention": attention})
+    chosen = attention, "as at the start of the run"
+    if not is_kept or problems or not ATTENTIONS[attention].is_exact:
+        chosen = needs.chosen()
+    attention, draft.attention_why = draft.facts.attention or chosen
+    draft.decide({"model.attention": attention}, CHOSEN)
 
 
 def _check_sizes(draft: Draft) -> None:
@@ -179,10 +184,3 @@ def _check_sizes(draft: Draft) -> None:
             f"model.attention_window={sizes['window']} is not a multiple of "
             f"model.attention_features={sizes['features']}, linformer's summaries of a block"
         )
-
-
-def with_attention(plan: Plan, attention: str, why: str) -> Plan:
-    """Return the plan with another implementation for "auto", and a new estimate."""
-    config = plan.config.changed({"model.attention": attention})
-    changed = replace(plan, config=config, attention_why=why)
-    return replace(changed, estimate=estimate(changed))

@@ -5,18 +5,15 @@ from pretrained weights derives from its data once it is counted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 from harness.config.assignments import COUNTED, IMPLIED
-from harness.config.batch import BatchSizes, Curriculum
-from harness.config.ds_json import Event, literal
+from harness.config.batch import Curriculum
+from harness.config.ds_json import Event
 from harness.config.run_config import RunConfig
 from harness.config.sections import TrainConfig
 from harness.layout.families import given_size
 from harness.plan.fine_tuning import DOCS, batch_is_open, batch_unit
-from harness.plan.model import estimated
-from harness.plan.parallelism import BUBBLE, bubble_events, by_memory
-from harness.plan.plan import Draft, Plan
+from harness.plan.plan import Counts, Draft, Plan
 from harness.plan.rotary import or_longer, positions_of
 
 _KEY = "data.batching"
@@ -233,7 +230,7 @@ def length_text(plan: Plan, steps: int | None, counts: Counts | None) -> str:
     train, data = plan.config.train, plan.config.data
     if steps is None:
         passes = "1 epoch" if train.epochs == 1 else f"{train.epochs:g} epochs"
-        about = "about " * ("train.epochs" in open_keys(plan))
+        about = "about " * ("train.epochs" in open_keys(plan.config))
         return f"{about}{passes}; the number of steps is known once the data is counted"
     samples = plan.curriculum.samples_after(steps)
     read = f"{samples:,} examples"
@@ -273,67 +270,51 @@ MOST_EPOCHS = 15
 _DEFAULT = TrainConfig().global_batch
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Size of the data that a run trains on."""
-
-    examples: int
-    """Rows of the user's data: conversations, pairs or documents."""
-    windows: int
-    """Rows that steps read: windows of data.seq_len packed tokens, or examples (data.batching)."""
-    is_masked: bool
-    """True if prompts are masked from the loss."""
-    most_windows: int | None = None
-    """Maximum number of windows of a run, if the sources of a mixture run out; None: unlimited."""
-    is_rough: bool = False
-    """True if the data has not been tokenized yet."""
-
-    @property
-    def usual_epochs(self) -> int:
-        """Epochs if the batch gives enough steps; text without prompts is read once."""
-        if not self.is_masked:
-            return 1
-        return max(1, min(USUAL_EPOCHS, MOST_EXAMPLES // max(self.examples, 1)))
-
-
-def open_keys(plan: Plan) -> set[str]:
+def open_keys(config: RunConfig) -> set[str]:
     """Return the keys that the user left open and that, with pretrained weights, the data
     determines.
     """
-    keys = {"train.global_batch"} if batch_is_open(plan.config) else set()
-    if plan.config.origin("train.epochs") == IMPLIED:
+    keys = {"train.global_batch"} if batch_is_open(config) else set()
+    if config.origin("train.epochs") == IMPLIED:
         keys.add("train.epochs")
     return keys
 
 
-def with_counts(plan: Plan, counts: Counts) -> Plan:
-    """Return the plan with the batch and epochs that follow from its data, and an event.
+SMALLEST = Counts(LEAST_EXAMPLES, 1, is_masked=True)
+"""Data that leads to the smallest batch."""
 
-    All ranks count the same data, so they arrive at the same plan.
+
+def follow_data(draft: Draft) -> None:
+    """Set the batch and epochs that the user left open and that, with pretrained weights, follow
+    from the data, once it is counted. All ranks count the same data.
     """
-    keys = open_keys(plan)
-    if not keys or not counts.windows:
-        return plan
-    epochs, batch = plan.config.train.epochs, plan.global_batch
+    config, counts = draft.config, draft.facts.counts
+    keys = open_keys(config)
+    if not keys or counts is None or not counts.windows:
+        return
+    epochs, batch = config.train.epochs, config.train.global_batch
     if "train.epochs" in keys:
-        epochs = float(counts.usual_epochs)
+        epochs = float(_usual_epochs(counts))
     if "train.global_batch" in keys:
-        batch = _batch(plan, counts, _read(plan, counts, epochs))
-    why = _why(plan, counts, epochs, batch)
+        batch = _batch(draft, counts, _read(config, counts, epochs))
+    why = _why(draft, counts, epochs, batch)
     if "train.epochs" in keys:
         epochs = _epochs(counts, batch)
     values = {"train.global_batch": batch, "train.epochs": epochs}
-    settled = _with_batch(plan, batch)
-    shown = {key: values[key] for key in values if key in keys}
-    origins = plan.config.origins() | dict.fromkeys(keys, COUNTED)
-    config = settled.config.changed(shown).with_origins(origins)
+    values = {key: value for key, value in values.items() if key in keys}
+    draft.decide(values, COUNTED)
     if batch == _DEFAULT:
-        shown.pop("train.global_batch", None)
-    events = settled.events
-    if shown:
-        text = ", ".join(f"{key}={value:g}" for key, value in shown.items())
-        events = (*events, {"kind": "follows_data", "message": f"{text}: {why}"})
-    return replace(settled, config=config, events=events)
+        values.pop("train.global_batch", None)
+    if values:
+        text = ", ".join(f"{key}={value:g}" for key, value in values.items())
+        draft.note("follows_data", f"{text}: {why}")
+
+
+def _usual_epochs(counts: Counts) -> int:
+    """Return the epochs if the batch gives enough steps; text without prompts is read once."""
+    if not counts.is_masked:
+        return 1
+    return max(1, min(USUAL_EPOCHS, MOST_EXAMPLES // max(counts.examples, 1)))
 
 
 def _epochs(counts: Counts, batch: int) -> float:
@@ -341,7 +322,7 @@ def _epochs(counts: Counts, batch: int) -> float:
     many as `counts.most_windows` allows.
     """
     wanted = math.ceil(LEAST_STEPS * batch / counts.windows)
-    epochs = float(max(min(wanted, MOST_EPOCHS), counts.usual_epochs))
+    epochs = float(max(min(wanted, MOST_EPOCHS), _usual_epochs(counts)))
     whole_steps = (counts.most_windows or 0) // batch * batch
     if not whole_steps:
         return epochs
@@ -349,23 +330,17 @@ def _epochs(counts: Counts, batch: int) -> float:
     return min(epochs, math.floor(whole_steps / counts.windows * 1e6) / 1e6)
 
 
-def with_least_batch(plan: Plan) -> Plan:
-    """Return the plan with the smallest batch that any data could lead to."""
-    return _with_batch(plan, _unit(plan)) if "train.global_batch" in open_keys(plan) else plan
-
-
-def _read(plan: Plan, counts: Counts, epochs: float | None) -> float:
+def _read(config: RunConfig, counts: Counts, epochs: float | None) -> float:
     """Return the number of windows that the run reads; with train.steps, the number in its usual
     epochs.
     """
-    train, data = plan.config.train, plan.config.data
-    if train.tokens is not None:
-        return train.tokens / data.seq_len
-    windows = (counts.usual_epochs if epochs is None else epochs) * counts.windows
+    if config.train.tokens is not None:
+        return config.train.tokens / config.data.seq_len
+    windows = (_usual_epochs(counts) if epochs is None else epochs) * counts.windows
     return windows if counts.most_windows is None else min(windows, counts.most_windows)
 
 
-def _batch(plan: Plan, counts: Counts, read: float) -> int:
+def _batch(draft: Draft, counts: Counts, read: float) -> int:
     """Return the largest usual batch that gives LEAST_STEPS steps, but no fewer than LEAST_EXAMPLES
     examples per step, rounded up to a multiple that the ranks can divide.
     """
@@ -373,48 +348,23 @@ def _batch(plan: Plan, counts: Counts, read: float) -> int:
     sizes = (_DEFAULT, *BATCHES)
     enough = next((size for size in sizes if read >= LEAST_STEPS * size), 1)
     least = next(size for size in reversed(sizes) if size * per_window >= LEAST_EXAMPLES)
-    unit = _unit(plan)
+    unit = _unit(draft)
     return math.ceil(max(enough, least) / unit) * unit
 
 
-def _unit(plan: Plan) -> int:
-    return batch_unit(plan.grid, plan.config.train, plan.deepspeed_given)
+def _unit(draft: Draft) -> int:
+    return batch_unit(draft.grid, draft.config.train, draft.ds.tree)
 
 
-def _with_batch(plan: Plan, windows: int) -> Plan:
-    """Return the plan with another batch, divided over its ranks."""
-    if windows == plan.global_batch:
-        return plan
-    accum = literal(plan.deepspeed_given, "gradient_accumulation_steps")
-    batch = BatchSizes.divided(windows, plan.grid.data, plan.config.train.micro_batch, accum)
-    deepspeed = {
-        **plan.deepspeed,
-        "train_batch_size": windows * plan.grid.sequence,
-        "train_micro_batch_size_per_gpu": batch.micro_batch,
-        "gradient_accumulation_steps": batch.grad_accum,
-    }
-    events = [event for event in plan.events if event["kind"] != BUBBLE]
-    changed = replace(
-        plan,
-        config=plan.config.changed({"train.global_batch": windows}),
-        deepspeed=deepspeed,
-        global_batch=windows,
-        micro_batch=batch.micro_batch,
-        grad_accum=batch.grad_accum,
-        events=(*events, *bubble_events(plan.grid.pipeline, batch.grad_accum)),
-    )
-    return estimated(by_memory(changed))
-
-
-def _why(plan: Plan, counts: Counts, epochs: float | None, batch: int) -> str:
+def _why(draft: Draft, counts: Counts, epochs: float | None, batch: int) -> str:
     """Return the reason for the chosen batch and epochs. `epochs`: how often the data would be read
     by default.
     """
-    steps = math.ceil(_read(plan, counts, epochs) / _DEFAULT)
-    passes = "" if plan.config.train.tokens else f" of {epochs or counts.usual_epochs:g} epochs"
+    steps = math.ceil(_read(draft.config, counts, epochs) / _DEFAULT)
+    passes = "" if draft.config.train.tokens else f" of {epochs or _usual_epochs(counts):g} epochs"
     why = f"{_DEFAULT} windows per step would make {steps:,} steps{passes}"
     if steps < LEAST_STEPS:
         why += f", fewer than {LEAST_STEPS}"
-    if (unit := _unit(plan)) > 1 and batch == unit:
+    if (unit := _unit(draft)) > 1 and batch == unit:
         why += f"; the ranks need at least {unit} windows per step"
     return f"{why} ({DOCS})"

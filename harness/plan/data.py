@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 from harness.config.data_section import NEW, REHEARSED, DataConfig
 from harness.config.run_config import RunConfig
@@ -23,23 +22,10 @@ from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import value_of
 from harness.files.rows import rows_of
 from harness.files.token_index import read_header
-from harness.plan.folder import recorded_data
 from harness.plan.plan import Draft
 
 _FILE_OF_TEMPLATE = ".jinja"
 _MOST_FILES = 20_000  # of a folder, to see quickly that there is data
-
-
-def keep_split(draft: Draft) -> None:
-    """Keep the split of the run being continued."""
-    config, recorded = draft.config, recorded_data(draft)
-    if recorded is None or config.is_set("data.split"):
-        return
-    paths = _paths(config.data.model_dump())
-    split = recorded.get("split")
-    if not paths or paths != _paths(recorded) or not isinstance(split, str | None):
-        return
-    draft.config = config.changed({"data.split": split})
 
 
 def evaluate_splits(draft: Draft) -> None:
@@ -72,14 +58,6 @@ def with_eval_splits(run: RunConfig) -> tuple[RunConfig, str]:
         f"(data.eval_path); data.held_out={data.held_out:g} splits documents off instead"
     )
     return run.model_copy(update={"data": DataConfig.model_validate(tree)}), message
-
-
-def _paths(data: Mapping[str, Any]) -> set[str]:
-    """Return the paths that a data section trains on; empty for Python's own library."""
-    mix = data.get("mix")
-    sources = [data, *(mix if isinstance(mix, list) else ())]
-    paths = (source.get("path") for source in sources if isinstance(source, Mapping))
-    return {path for path in paths if isinstance(path, str)}
 
 
 def check_mix(draft: Draft) -> None:

@@ -7,22 +7,18 @@ docs/models.md#fine-tuning lists all of them with their sources.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.assignments import BY_RANKS, BY_SIZE, IMPLIED, KEPT, NOT_ASKED
+from harness.config.assignments import BY_RANKS, BY_SIZE, IMPLIED
 from harness.config.ds_json import literal
 from harness.config.optim_and_schedule import OptimConfig
 from harness.config.run_config import RunConfig
-from harness.config.run_file import with_values
 from harness.config.sections import LENGTHS, MAX_SAMPLES, TrainConfig
-from harness.errors import ConfigError
 from harness.layout.families import given_size
 from harness.layout.grid import Grid
 from harness.layout.shape import active_parameters
-from harness.plan.folder import recorded_plan
 from harness.plan.memory import traced_shape
 from harness.plan.model_config import preset_rate
 from harness.plan.plan import Draft
@@ -41,31 +37,7 @@ EPOCHS = 3.0
 """Epochs to assume until the data is counted: the usual number for data with masked prompts."""
 _OF_ADAMS_SIZE = ("adamw", "adam", "adam8bit", "muon")
 """Optimizers that use the same learning rates as Adam."""
-_WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
-_SETTLED = ("optim.lr", *_WARMUP, "train.global_batch", "train.epochs")
-"""Keys that a run from pretrained weights determines itself if the user left them open; with random
-weights only the batch."""
-
-
-def keep_settled(draft: Draft) -> None:
-    """Keep what the run being continued determined itself, unless the user sets it now."""
-    config, recorded = draft.config, recorded_plan(draft)
-    if recorded is None:
-        return
-    keys = _SETTLED if config.model.init_from is not None else ("train.global_batch",)
-    origins = recorded.get("run_set")
-    origins = origins if isinstance(origins, dict) else {}
-    own = [key for key in keys if origins.get(key, KEPT) in NOT_ASKED and not config.is_set(key)]
-    values = {key: value for key in own if (value := _recorded(recorded, key)) is not None}
-    sets_warmup = any(map(config.is_set, _WARMUP))
-    if sets_warmup or "optim.warmup_ratio" in values:
-        values.pop("optim.warmup_steps", None)
-    if sets_warmup:
-        values.pop("optim.warmup_ratio", None)
-    if any(map(config.is_set, LENGTHS)):
-        values.pop("train.epochs", None)
-    with contextlib.suppress(ConfigError):  # the record is damaged
-        _set(draft, values, KEPT)
+WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
 
 
 def default_to_fine_tuning(draft: Draft) -> None:
@@ -76,13 +48,13 @@ def default_to_fine_tuning(draft: Draft) -> None:
         return
     if not config.is_set("model.name"):
         defaults["model.name"] = source
-    if not any(map(config.is_set, _WARMUP)):
+    if not any(map(config.is_set, WARMUP)):
         defaults["optim.warmup_ratio"] = WARMUP_RATIO
     if not any(map(config.is_set, LENGTHS)):
         defaults["train.epochs"] = EPOCHS
     if not defaults:
         return
-    _set(draft, defaults, IMPLIED)
+    draft.decide(defaults, IMPLIED)
     shown = ", ".join(f"{key}={value}" for key, value in defaults.items() if key != "train.epochs")
     if shown:
         message = f"{shown}: the defaults of a run with pretrained weights ({DOCS})"
@@ -99,7 +71,7 @@ def default_to_divisible_batch(draft: Draft) -> None:
     unit, default = batch_unit(draft.grid, config.train, ds.tree), config.train.global_batch
     batch, chosen, hint = math.ceil(default / unit) * unit, "its default", ""
     if default != batch <= MAX_SAMPLES:
-        _set(draft, {key: batch}, BY_RANKS)
+        draft.decide({key: batch}, BY_RANKS)
         chosen += f" of {default} rounded up to data ranks x micro-batch x accumulation"
     if ds.literal("train_micro_batch_size_per_gpu") and batch != unit:
         hint = f"; DeepSpeed alone would take {unit}"
@@ -139,7 +111,7 @@ def default_to_their_rate(draft: Draft) -> None:
         why = f"{rate:g} x {WIDTH} / {width}, the rate for {kind} at this width"
         rate = rate * WIDTH / width
     lr = float(f"{min(rate, MOST_LR):.2g}")
-    _set(draft, {"optim.lr": lr}, IMPLIED)
+    draft.decide({"optim.lr": lr}, IMPLIED)
     draft.note("fine_tuning", f"optim.lr={lr:g}: {why}")
 
 
@@ -159,7 +131,7 @@ FAR_OFF = 5.0
 
 def default_to_published_rate(draft: Draft) -> None:
     """Set the peak learning rate of random weights, if the user left it open, to a published one of
-    their size or to the one that the run began with. Note a rate that is far off.
+    their size. Note a rate that is far off.
     """
     config = draft.config
     if config.model.init_from is not None or config.optim.name not in _OF_ADAMS_SIZE:
@@ -176,20 +148,16 @@ def default_to_published_rate(draft: Draft) -> None:
                 f"{rate:g} that is usual at this size ({source})",
             )
         return
-    recorded = _recorded(recorded_plan(draft) or {}, "optim.lr")
-    if isinstance(recorded, float):
-        rate = recorded
-    elif usual is not None:
-        rate, _ = usual
-    else:
+    if usual is None:
         draft.note(
             "learning_rate",
             f"optim.lr is {config.optim.lr:g}, the default of small models: the size of this one "
             "is unknown, because its class cannot be traced",
         )
         return
+    rate, _ = usual
     if rate != config.optim.lr:
-        _set(draft, {"optim.lr": rate}, BY_SIZE if recorded is None else KEPT)
+        draft.decide({"optim.lr": rate}, BY_SIZE)
 
 
 def published_rate(draft: Draft) -> tuple[float, str] | None:
@@ -208,16 +176,3 @@ def published_rate(draft: Draft) -> tuple[float, str] | None:
     rate = rates[after - 1] * (rates[after] / rates[after - 1]) ** share
     near = sources[after if share > 1 / 2 else after - 1]
     return float(f"{rate:.2g}"), f"by size, near {near}"
-
-
-def _recorded(plan: Mapping[str, Any], key: str) -> Any:
-    """Return a value of the run config in a plan.json; None if it is missing."""
-    value: Any = plan.get("run")
-    for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _set(draft: Draft, values: Mapping[str, Any], origin: str) -> None:
-    """Set keys of the run config. Raises ConfigError for invalid values."""
-    draft.config = with_values(draft.config, values, dict.fromkeys(values, origin))

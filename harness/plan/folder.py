@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.config.data_section import DataConfig
-from harness.config.run_config import run_and_step
-from harness.files.records import Unreadable, read_object
 from harness.plan.plan import Draft
 
 
@@ -30,62 +26,6 @@ def check_run_dir(draft: Draft) -> None:
     if nearest.exists() and not nearest.is_dir():
         blocking = "it" if nearest == path else str(nearest)
         draft.problems.add("run.dir", f"but {blocking} is not a folder")
-
-
-def keep_packing(draft: Draft) -> None:
-    """Pack documents as in the run being resumed or branched from, unless data.packing is set.
-
-    Reads this machine's disk.
-    """
-    config = draft.config
-    if config.is_set("data.packing") or config.data.batching != "packed":
-        return
-    recorded = recorded_data(draft)
-    if recorded is not None and (packing := recorded.get("packing")) is not None:
-        draft.config = config.changed({"data.packing": packing})
-
-
-def keep_rendering(draft: Draft) -> None:
-    """In chats, use the date of the run being resumed or branched from, unless the user set one. A
-    new run uses today's date in UTC, which is the same on every node.
-    """
-    today = datetime.now(UTC).date().isoformat()
-    config, kept = draft.config, dict[str, str]()
-    recorded = recorded_data(draft)
-    if config.data.date is None:
-        kept["date"] = (recorded or {}).get("date") or today
-    if recorded is not None and not config.is_set("data.bos"):
-        kept["bos"] = recorded.get("bos", "auto")
-    try:
-        DataConfig.model_validate(kept)
-    except ValueError:  # the record is damaged
-        kept = {"date": today}
-    draft.config = config.model_copy(update={"data": config.data.model_copy(update=kept)})
-
-
-def recorded_data(draft: Draft) -> dict[str, Any] | None:
-    """Return the data section of the run being continued; None for a new run."""
-    plan = recorded_plan(draft)
-    return None if plan is None else plan["run"]["data"]
-
-
-def recorded_plan(draft: Draft) -> dict[str, Any] | None:
-    """Return the plan.json of the run being continued; None for a new run."""
-    config = draft.config
-    folders = [Path(config.run.dir)] if config.run.dir is not None else []
-    folders += [run_and_step(config.resume.from_)[0]] if config.resume.from_ is not None else []
-    return next((plan for folder in folders if (plan := _plan_in(folder))), None)
-
-
-def _plan_in(folder: Path) -> dict[str, Any] | None:
-    """Return a run's plan.json; None if it is missing or unreadable."""
-    try:
-        plan = read_object(folder / "plan.json") or {}
-        data = plan["run"]["data"]
-    except (Unreadable, OSError, LookupError, TypeError):
-        return None
-    is_data = isinstance(data, dict) and data.get("packing") in (None, "whole", "stream")
-    return plan if is_data else None
 
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}

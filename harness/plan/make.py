@@ -22,27 +22,21 @@ from harness.plan.attention import decide_attention
 from harness.plan.batches import (
     check_evaluation,
     decide_batching,
+    follow_data,
     mark_padding,
     note_length,
     note_unfinished_ramp,
     ramp,
 )
-from harness.plan.data import balance, check_data, check_mix, evaluate_splits, keep_split
+from harness.plan.data import balance, check_data, check_mix, evaluate_splits
 from harness.plan.duration import check_rates
 from harness.plan.fine_tuning import (
     default_to_divisible_batch,
     default_to_fine_tuning,
     default_to_published_rate,
     default_to_their_rate,
-    keep_settled,
 )
-from harness.plan.folder import (
-    adopt_monitors,
-    check_run_dir,
-    check_trackers,
-    keep_packing,
-    keep_rendering,
-)
+from harness.plan.folder import adopt_monitors, check_run_dir, check_trackers
 from harness.plan.layers import (
     check_adapters,
     check_carried,
@@ -69,8 +63,9 @@ from harness.plan.parallelism import (
     note_pipeline,
     split_stages,
 )
-from harness.plan.plan import Draft, Plan
+from harness.plan.plan import Draft, Facts, Plan
 from harness.plan.resolve_auto import decide_precision, fill_in_swap_folder, resolve_auto
+from harness.plan.settled import date_chats, read_settled
 
 Pass = Callable[[Draft], None]
 
@@ -104,26 +99,28 @@ JSON_PASSES: tuple[Pass, ...] = (
 """Passes that need only the JSON and the world. `check_` passes reject settings and `note_` passes
 add events; the others change the run config or, if config/ds_json.py names their file, the JSON.
 """
-PASSES: tuple[Pass, ...] = (
+FIRST_PASSES: tuple[Pass, ...] = (
     *JSON_PASSES,
     divide_ranks,
-    keep_split,
     evaluate_splits,
     balance,
     merge_settings,
-    keep_packing,
-    keep_rendering,
-    keep_settled,
+    read_settled,
+    date_chats,
+    check_data,
+    check_mix,
+    check_run_dir,
+)
+"""Passes that also read data, run folder and clock. Facts change none of their results."""
+PASSES: tuple[Pass, ...] = (
     default_to_fine_tuning,
     decide_batching,
+    follow_data,
     default_to_divisible_batch,
     ramp,
     divide_batch,
     check_profile,
-    check_data,
-    check_mix,
     check_optimizer,
-    check_run_dir,
     find_model,
     default_to_their_rate,
     check_evaluation,
@@ -173,6 +170,20 @@ def make_plan(
     then be events. `here`: it is for this machine. Raises one ConfigError with every problem.
     """
     draft = Draft(run, ds if isinstance(ds, DsJson) else DsJson(ds), world, estimating, here)
+    _pass_through(FIRST_PASSES, draft)
+    return _completed(draft, run, Facts())
+
+
+def with_facts(plan: Plan, facts: Facts) -> Plan:
+    """Return the plan made again with what the data and the device tell. Raises ConfigError."""
+    assert plan.draft is not None, "made by make_plan"
+    return _completed(plan.draft, plan.asked, facts)
+
+
+def _completed(first: Draft, asked: RunConfig, facts: Facts) -> Plan:
+    """Return the plan of a draft after its first passes, which is not changed."""
+    draft = copy.deepcopy(first)
+    draft.facts = facts
     _pass_through(PASSES, draft).raise_any()
     _pass_through(LAST_PASSES, draft)
     assert draft.batch is not None, "a batch that does not divide is a problem"
@@ -197,7 +208,9 @@ def make_plan(
         site=draft.site,
         stored=draft.stored,
         events=(*draft.ds.events, *draft.events),
-        asked=run,
+        asked=asked,
+        facts=facts,
+        draft=first,
     )
     return estimated(by_memory(plan))
 
@@ -248,6 +261,7 @@ def _refusals(plan: Plan, change: str = "") -> Iterator[str]:
             else:
                 run = with_values(run, {key: value}, {key: COMMAND_LINE})
         ds = DsJson(tree, plan.deepspeed_source, assigned)
-        yield from _pass_through(PASSES, Draft(run, ds, plan.world))
+        draft = Draft(run, ds, plan.world, facts=plan.facts)
+        yield from _pass_through((*FIRST_PASSES, *PASSES), draft)
     except (ConfigError, ValueError) as error:
         yield str(error)

@@ -191,7 +191,7 @@ def traced_inputs(plan: Plan) -> Inputs:
     whole = traced(_request(plan, plan.micro_batch))
     inputs = memory_inputs(replace(plan, shape=whole.shape))
     assert inputs is not None, "it has a shape"
-    tokens = plan.micro_batch * plan.config.data.seq_len
+    tokens = plan.micro_batch * plan.seq_len
     layers, selective = (
         tuple(size / tokens for size in sizes) for sizes in (whole.layers, whole.selective)
     )

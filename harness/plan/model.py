@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from harness.config.assignments import multiples_near
-from harness.config.ds_json import Event
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError
 from harness.estimate.memory_item import GIB
@@ -31,57 +31,12 @@ from harness.plan.weights import (
     weight_file_problems,
 )
 
-_WHOLE = "whole_vocabulary"
-
-
-def with_rows_for(plan: Plan, ids: int) -> Plan:
-    """Return the plan for a tokenizer of `ids` ids; pretrained weights with fewer vocabulary rows
-    get new ones.
-    """
-    rows = plan.model_config.get("vocab_size")
-    if plan.config.model.init_from is None or not isinstance(rows, int) or ids <= rows:
-        return plan
-    config = {**plan.model_config, "vocab_size": ids}
-    shape = None if plan.shape is None else Shape.from_hf(config)
-    events = (*plan.events, _new_rows_event(plan.config, shape, rows, ids))
-    return estimated(replace(plan, model_config=config, shape=shape, events=events))
-
-
-def _new_rows_event(run: RunConfig, shape: Shape | None, before: int, now: int) -> Event:
-    """Return the event for new vocabulary rows in pretrained weights. `shape`: the model's, if
-    known. Raises ConfigError for a run's checkpoints, which are read unchanged.
-    """
-    source = run.model.init_from or ""
-    if has_checkpoints(source):
-        raise ConfigError(
-            f"model.init_from is {source!r} ({run.origin('model.init_from')}), whose checkpoints "
-            f"have {before:,} vocabulary rows, but {now:,} are needed: set "
-            f"model.init_from={run_and_step(source)[0]}/export"
-        )
-    tensors = [] if shape is None else [*shape.tensors()]
-    lora = run.model.lora
-    message = (
-        f"the vocabulary grows from {before:,} to {now:,} rows; each new row is the mean of the "
-        "existing ones"
-    )
-    if lora.rank is not None and lora.modules_to_save:
-        message += f"; {', '.join(lora.modules_to_save)} are trained (model.lora.modules_to_save)"
-    elif lora.rank is not None:
-        names = [module_of(t.name) for t in tensors if t.kind in ("embedding", "head")]
-        named = json.dumps(names) if names else "the names of embedding and head"
-        message += (
-            "; with LoRA the new rows stay frozen: to train them set model.lora.modules_to_save="
-            f"'{named}'"
-        )
-    return {"kind": "new_rows", "message": message, "before": before, "rows": now}
-
 
 def estimated(plan: Plan) -> Plan:
     """Return the plan with its memory estimate, and with an event if embedding, head and logits are
     replicated on every rank.
     """
-    events = tuple(event for event in plan.events if event["kind"] != _WHOLE)
-    plan = replace(plan, estimate=estimate(plan), events=events)
+    plan = replace(plan, estimate=estimate(plan))
     shape, whole, places = plan.shape, plan.estimate, plan.grid.tensor
     if shape is None or whole is None or places == 1 or divides_vocabulary(shape, places):
         return plan
@@ -94,7 +49,8 @@ def estimated(plan: Plan) -> Plan:
         f"which adds {own - fewer:,} parameters and {peak:,} bytes ({peak / GIB:.2f} GiB) to its "
         "peak"
     )
-    return replace(plan, events=(*events, {"kind": _WHOLE, "message": message, "bytes": peak}))
+    event = {"kind": "whole_vocabulary", "message": message, "bytes": peak}
+    return replace(plan, events=(*plan.events, event))
 
 
 _STORED = ("vocab_size", "quantization_config")
@@ -119,6 +75,10 @@ def find_model(draft: Draft) -> None:
                 "(model.context)",
             )
         _check_positions(draft)
+        rows = draft.model_config.get("vocab_size")
+        if source is not None and isinstance(rows, int) and rows < draft.facts.ids:
+            draft.model_config = {**draft.model_config, "vocab_size": draft.facts.ids}
+        stored = _with_new_rows(draft, stored)
         draft.shape = Shape.from_hf(draft.model_config)
         check_groups(draft)
         if source is not None and stored:
@@ -155,7 +115,7 @@ def _check_weights(
 ) -> None:
     """Reject weights whose names or shapes differ from this model's."""
     run = draft.config
-    stored_shape = Shape.from_hf(_with_new_rows(draft, source_config))
+    stored_shape = Shape.from_hf(source_config)
     stored = {tensor.name: tensor.shape for tensor in stored_shape.tensors()}
     needed = {tensor.name: tensor.shape for tensor in shape.tensors()}
     if source_config.get(REVERSIBLE) != draft.model_config.get(REVERSIBLE):
@@ -186,14 +146,39 @@ def _as_stored(run: RunConfig, source: str) -> str:
     return f"set model.name={source}{f' without {named}' if named else ''}"
 
 
-def _with_new_rows(draft: Draft, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of pretrained weights with the vocabulary rows that the run config adds,
-    which are noted as an event.
+def _with_new_rows(draft: Draft, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of pretrained weights with the vocabulary rows that the run adds, which are
+    noted as an event. Raises ConfigError for a run's checkpoints, which are read unchanged.
     """
     before, now = stored.get("vocab_size"), draft.model_config.get("vocab_size")
     if not (isinstance(before, int) and isinstance(now, int) and before < now):
         return stored
-    draft.events.append(_new_rows_event(draft.config, draft.shape, before, now))
+    run, lora = draft.config, draft.config.model.lora
+    source = run.model.init_from or ""
+    if has_checkpoints(source):
+        raise ConfigError(
+            f"model.init_from is {source!r} ({run.origin('model.init_from')}), whose checkpoints "
+            f"have {before:,} vocabulary rows, but {now:,} are needed: set "
+            f"model.init_from={run_and_step(source)[0]}/export"
+        )
+    message = (
+        f"the vocabulary grows from {before:,} to {now:,} rows; each new row is the mean of the "
+        "existing ones"
+    )
+    if lora.rank is not None and lora.modules_to_save:
+        message += f"; {', '.join(lora.modules_to_save)} are trained (model.lora.modules_to_save)"
+    elif lora.rank is not None:
+        named = "the names of embedding and head"
+        with contextlib.suppress(UnknownArchitecture):
+            tensors = Shape.from_hf(draft.model_config).tensors()
+            named = json.dumps(
+                [module_of(t.name) for t in tensors if t.kind in ("embedding", "head")]
+            )
+        message += (
+            "; with LoRA the new rows stay frozen: to train them set model.lora.modules_to_save="
+            f"'{named}'"
+        )
+    draft.events.append({"kind": "new_rows", "message": message, "before": before, "rows": now})
     return {**stored, "vocab_size": now}
 
 

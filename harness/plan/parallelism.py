@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.config.assignments import flat
 from harness.config.batch import BatchSizes
-from harness.config.ds_json import AUTO, DsJson, Event, default_of, literal, offloaded_to, value_of
+from harness.config.ds_json import AUTO, DsJson, default_of, literal, offloaded_to, value_of
 from harness.estimate.timeline import rank_timeline
 from harness.layout.exclusions import KEYS, incompatible_axes, sequence_problems
 from harness.layout.expert import ExpertPlan
@@ -336,7 +336,6 @@ def _sequence_problems(draft: Draft, places: int) -> Iterator[str]:
         yield f"sequence parallelism does not support {model_type}: use 1"
 
 
-BUBBLE = "pipeline_bubble"
 _STAGES, _PARTITION = KEYS["pipeline"], "pipeline.partition"
 _BALANCES = ("time", "memory", "best")  # "best" is DeepSpeed's default and means "time"
 
@@ -371,19 +370,14 @@ def note_pipeline(draft: Draft) -> None:
         )
         draft.note("even_split", message)
     if draft.batch:
-        draft.events += bubble_events(stages, draft.batch.grad_accum)
-
-
-def bubble_events(stages: int, accum: int) -> list[Event]:
-    """Return an event if a step has fewer micro-batches than there are stages."""
-    if accum >= stages:
-        return []
-    message = (
-        f"{stages} pipeline stages wait {bubble(stages, accum):.0%} of each step with {accum} "
-        "micro-batches per step: for more of them lower train.micro_batch or raise "
-        "train.global_batch"
-    )
-    return [{"kind": BUBBLE, "message": message}]
+        accum = draft.batch.grad_accum
+    if draft.batch and accum < stages:
+        message = (
+            f"{stages} pipeline stages wait {bubble(stages, accum):.0%} of each step with {accum} "
+            "micro-batches per step: for more of them lower train.micro_batch or raise "
+            "train.global_batch"
+        )
+        draft.note("pipeline_bubble", message)
 
 
 def by_memory(plan: Plan) -> Plan:

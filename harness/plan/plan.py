@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from harness.config.assignments import BY_RANKS, DECIDED
 from harness.config.batch import BatchSizes, Curriculum
 from harness.config.ds_json import DsJson, Event
 from harness.config.optim_and_schedule import Schedule
 from harness.config.run_config import RunConfig, known_keys
+from harness.config.run_file import with_values
 from harness.errors import Problems
 from harness.estimate.hardware import Precision
 from harness.estimate.step_time.calibration import Site
@@ -23,8 +25,39 @@ from harness.layout.stages import Bounds
 from harness.layout.tensor import TensorPlan
 from harness.layout.world import World
 
+FLOATING = ("model.name",)
+"""Decided keys that are decided anew at each start."""
 NOT_TRAINED = "not_trained"
 """Kind of the event that says why train.py would reject a plan made for its estimate."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Size of the data that a run trains on."""
+
+    examples: int
+    """Rows of the user's data: conversations, pairs or documents."""
+    windows: int
+    """Rows that steps read: windows of data.seq_len packed tokens, or examples (data.batching)."""
+    is_masked: bool
+    """True if prompts are masked from the loss."""
+    most_windows: int | None = None
+    """Maximum number of windows of a run, if the sources of a mixture run out; None: unlimited."""
+    is_rough: bool = False
+    """True if the data has not been tokenized yet."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan depends on that only the data and the device tell (`make.with_facts`)."""
+
+    counts: Counts | None = None
+    ids: int = 0
+    """Token ids of the tokenizer; pretrained weights with fewer vocabulary rows get new ones."""
+    has_documents: bool = False
+    """True if batches hold the starts of documents."""
+    attention: tuple[str, str] | None = None
+    """The implementation for "auto" and why, if the planned one fails on this device."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +105,9 @@ class Plan:
     """The run config as the user wrote it."""
     estimate: Estimate | None = None
     """Memory estimate; None for an architecture that can be neither counted nor traced."""
+    facts: Facts = field(default_factory=Facts)
+    draft: Draft | None = field(default=None, repr=False, compare=False)
+    """Both configs as this machine's files complete them: the plan's source if facts change."""
 
     @cached_property
     def share(self) -> Share:
@@ -89,8 +125,17 @@ class Plan:
         vocab_size, places = self.model_config.get("vocab_size") or 0, self.grid.tensor
         if places > 1 and TensorPlan.of(self.model_config).divides_vocabulary(places):
             vocab_size //= places
-        tokens = self.micro_batch * self.config.data.seq_len // self.grid.sequence
+        tokens = self.micro_batch * self.seq_len // self.grid.sequence
         return loss_chunk(self.config.model.loss_chunk, vocab_size, tokens)
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """Keys that the user left open, with the values that were decided, for plan.json: they hold
+        whenever the run goes on (plan/settled.py).
+        """
+        origins = {"train.global_batch": BY_RANKS, **self.config.origins()}  # other ranks round it
+        decided = (key for key, origin in origins.items() if origin in DECIDED)
+        return {key: self.config.get(key) for key in decided if key not in FLOATING}
 
     @property
     def checkpointing(self) -> Checkpointing:
@@ -99,9 +144,14 @@ class Plan:
         return REVERSIBLE if is_reversible else self.config.model.checkpointing
 
     @property
+    def seq_len(self) -> int:
+        """Tokens of a window (data.seq_len)."""
+        return self.config.data.seq_len
+
+    @property
     def steps(self) -> int | None:
         """Optimizer steps of the run; None with train.epochs, until the data is counted."""
-        return self.config.train.num_steps(self.curriculum, self.config.data.seq_len)
+        return self.config.train.num_steps(self.curriculum, self.seq_len)
 
     @cached_property
     def curriculum(self) -> Curriculum:
@@ -118,11 +168,12 @@ class Plan:
             **{
                 f.name: getattr(self, f.name)
                 for f in fields(self)
-                if f.name not in ("config", "asked", "shape")
+                if f.name not in ("config", "asked", "shape", "facts", "draft")
             },
             "estimate": None if self.estimate is None else self.estimate.to_json(),
             "run": self.config.model_dump(mode="json"),
             "run_set": self.config.origins(),
+            "settled": self.settled,
             "world": asdict(self.world),
             "site": None if self.site is None else asdict(self.site),
             "grid": {**asdict(self.grid), "data": self.grid.data},
@@ -147,6 +198,7 @@ class Draft:
     """True if the plan is made only for its memory estimate."""
     here: bool = False
     """True if the plan is for this machine; its compilers, packages and data are then checked."""
+    facts: Facts = field(default_factory=Facts)
     precision: Precision = "fp32"
     grid: Grid = field(init=False)
     curriculum: Curriculum = field(init=False)
@@ -168,6 +220,10 @@ class Draft:
         self.grid = Grid(self.world.world_size)
         self.curriculum = Curriculum(self.config.train.global_batch)
         self.problems = Problems(self._look_up)
+
+    def decide(self, values: Mapping[str, Any], origin: str) -> None:
+        """Set keys of the run config that the user left open. Raises ConfigError."""
+        self.config = with_values(self.config, values, dict.fromkeys(values, origin))
 
     def note(self, kind: str, message: str) -> None:
         """Add an event."""

@@ -13,7 +13,6 @@ from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
 from harness.plan.batches import (
-    Counts,
     length_events,
     length_text,
     open_keys,
@@ -22,7 +21,7 @@ from harness.plan.batches import (
 )
 from harness.plan.duration import step_time, time_line
 from harness.plan.make import takes
-from harness.plan.plan import Plan
+from harness.plan.plan import Counts, Plan
 
 _LABEL_WIDTH = 15
 
@@ -165,7 +164,7 @@ def _stages(plan: Plan) -> str:
 
 def _batch(plan: Plan) -> str:
     default = ""
-    if "train.global_batch" in open_keys(plan):
+    if "train.global_batch" in open_keys(plan.config):
         default = "; fewer if the data is small, as reported once it is counted"
     return (
         f"{rows_of_a_step(plan, plan.global_batch)} per step = micro-batch {plan.micro_batch} x "
@@ -195,7 +194,7 @@ def _lengths(plan: Plan) -> str:
 
 
 def _ramp(plan: Plan) -> str:
-    ramp, seq_len, rises = plan.config.ramp, plan.config.data.seq_len, []
+    ramp, seq_len, rises = plan.config.ramp, plan.seq_len, []
     if ramp.batch_from is not None:
         rises.append(
             f"from {rows_of_a_step(plan, ramp.batch_from)} per step by "

@@ -6,7 +6,7 @@ import shlex
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from harness.config.assignments import NOT_ASKED, value_as_text
+from harness.config.assignments import DECIDED, value_as_text
 from harness.config.ds_json import AUTO, PREFIX
 from harness.errors import ExitCode
 from harness.layout.world import SHARES_GPU
@@ -354,7 +354,7 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
     replaced = LENGTHS if any(key in LENGTHS for key in changes) else ()
     for key, origin in origins.items() if isinstance(origins, dict) else ():
         value = run.planned("run", *key.split("."))
-        if value is not None and key not in ("run.dir", *replaced) and origin not in NOT_ASKED:
+        if value is not None and key not in ("run.dir", *replaced) and origin not in DECIDED:
             values[key] = value
     assigned = run.planned("deepspeed_set")
     if isinstance(assigned, dict):

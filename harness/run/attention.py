@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from harness.layout.families import Family, default_kv_heads, family_of
 from harness.models.attention_sums import AttentionSums
 from harness.models.initialize import materialize
 from harness.models.skeleton import DTYPES, hf_config, skeleton
-from harness.plan.attention import AttentionNeeds, with_attention
+from harness.plan.attention import AttentionNeeds
+from harness.plan.make import with_facts
 from harness.plan.plan import Plan
-from harness.run.resumption import saved_plan
 from harness.run.run import Run
 
 MEASURED_SAMPLES = 4
@@ -201,26 +202,14 @@ def _measured(
     return measured
 
 
-def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple[Plan, list[Event]]:
-    """Return the plan with the attention that the run uses, and events. Collective.
+def verify_attention(plan: Plan, device: torch.device) -> tuple[Plan, list[Event]]:
+    """Return the plan with the attention that works on this device, and events. Collective.
 
-    `documents`: the batches have document boundaries, which planning may not have known. Raises
-    ConfigError if the implementation that the user chose differs from the one with a mask.
+    Raises ConfigError if the implementation that the user chose differs from the one with a mask.
     """
-    events: list[Event] = []
-    options, is_free = AttentionNeeds.by(plan, documents), bool(plan.attention_why)
-    if is_free:
-        attention, why = options.chosen()
-        before = _before(plan)
-        is_exact = before in ATTENTIONS and ATTENTIONS[before].is_exact
-        if before and is_exact and before != attention and not options.problems(before):
-            attention, why = before, "as at the start of the run"
-        if attention != plan.config.model.attention:
-            plan = with_attention(plan, attention, why)
-            events.append(_event("attention", attention, why))
-    attention = plan.config.model.attention
+    options, attention = AttentionNeeds.by(plan), plan.config.model.attention
     if not (ATTENTIONS[attention].takes_bounds and ATTENTIONS[attention].is_exact):
-        return plan, events
+        return plan, []
     different, unknown = None, None
     try:
         compare(plan, attention, options.masked, device)
@@ -231,24 +220,17 @@ def settle_attention(plan: Plan, documents: bool, device: torch.device) -> tuple
     different, unknown = first_problem(different), first_problem(unknown)
     problem = different or unknown
     if problem is None:
-        return plan, events
+        return plan, []
     why = f"{attention} did not match {options.masked} on this device: {problem}"
-    if is_free:
-        return (
-            with_attention(plan, options.masked, why),
-            [*events, _event("fallback", options.masked, why)],
-        )
+    if plan.attention_why:  # the user left it open
+        plan = with_facts(plan, replace(plan.facts, attention=(options.masked, why)))
+        return plan, [attention_event(plan, "fallback")]
     if different:
         raise ConfigError(f"model.attention={attention}: {why}; use {options.masked}, or auto")
-    return plan, [*events, {"kind": "not_compared", "message": f"{attention}: {unknown}"}]
+    return plan, [{"kind": "not_compared", "message": f"{attention}: {unknown}"}]
 
 
-def _before(plan: Plan) -> str | None:
-    """Return the attention of the run in run.dir; None for a new run."""
-    saved = saved_plan(plan)
-    name = saved and saved["run"].get("model", {}).get("attention")
-    return name if isinstance(name, str) else None
-
-
-def _event(kind: str, attention: str, why: str) -> Event:
-    return {"kind": kind, "message": f"model.attention={attention}: {why}"}
+def attention_event(plan: Plan, kind: str = "attention") -> Event:
+    """Return the event for a choice of attention."""
+    chosen = plan.config.model.attention
+    return {"kind": kind, "message": f"model.attention={chosen}: {plan.attention_why}"}

@@ -19,6 +19,7 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
 from harness.data.tokenizer_files import save_generation, save_tokenizer
+from harness.engine.meta_model import empty_model
 from harness.engine.processes import alarm, join
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.fit import shortages_here
@@ -28,12 +29,11 @@ from harness.guard.signals import StopGuard, TimeLeft, slurm_seconds_left
 from harness.guard.stability import StabilityMonitor
 from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.watchdog import Pulse, Watchdog
-from harness.plan.batches import with_least_batch
+from harness.plan.batches import SMALLEST
 from harness.plan.machine import remove_left_swap, swap_problems
-from harness.plan.make import takes
-from harness.plan.model import with_rows_for
-from harness.plan.plan import Plan
-from harness.plan.text import row, summary
+from harness.plan.make import takes, with_facts
+from harness.plan.plan import Facts, Plan
+from harness.plan.text import summary
 from harness.run.data_decisions import decide_from_data, require_same_settings
 from harness.run.finish import question_of, show_sample
 from harness.run.live_memory import MemoryCheck
@@ -151,12 +151,10 @@ def build(
     if problems := [*swap_problems(plan), *_foreign_export(plan)]:
         raise ConfigError(problems)
     _check_fit(plan)
+    if data is None:  # tokenizing takes longer
+        empty_model(plan, trust_remote_code)
     data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
     require_same_settings(plan)
-    before, plan = plan.events, with_rows_for(plan, data.vocab_size)
-    for event in plan.events:
-        if event not in before:
-            progress.say(row("note", event["message"]))
     plan, total_steps, from_data = decide_from_data(plan, data, device, progress)
     forced = _check_fit(plan)
     record = plan_record(plan, data, total_steps)
@@ -269,7 +267,9 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     """Raise ConfigError if this machine's memory is too small even for the smallest batch that the
     data may allow; with plan.force, return events instead.
     """
-    problems = _shortages(plan) and _shortages(with_least_batch(plan))
+    problems = _shortages(plan)
+    if problems and plan.facts.counts is None:
+        problems = _shortages(with_facts(plan, Facts(SMALLEST)))
     if problems and not plan.config.plan.force:
         raise ConfigError(problems)
     return [{"kind": "forced", "message": problem} for problem in problems]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from harness.checkpoint.collectives import broadcast_object
-from harness.config.assignments import flat
+from harness.config.assignments import DECIDED, flat
 from harness.config.data_section import REHEARSED
 from harness.config.sections import LENGTHS
 from harness.data.data import Data
@@ -18,10 +18,11 @@ from harness.data.spec import tokenizer_of
 from harness.data.tokenizer_files import has_tokenizer
 from harness.engine.processes import raise_together
 from harness.errors import ConfigError
-from harness.plan.batches import Counts, length_events, repetition_events, steps_of, with_counts
-from harness.plan.plan import Plan
+from harness.plan.batches import length_events, repetition_events, steps_of
+from harness.plan.make import with_facts
+from harness.plan.plan import Counts, Facts, Plan
 from harness.plan.text import row, settled
-from harness.run.attention import settle_attention
+from harness.run.attention import attention_event, verify_attention
 from harness.run.progress import Progress
 
 
@@ -39,7 +40,7 @@ def decide_from_data(
     _require_same_data(plan.world.rank, data)
     before, train = plan, data.train
     counts = Counts(train.documents, train.samples, train.is_masked, train.length)
-    plan = with_counts(plan, counts)
+    plan = with_facts(plan, Facts(counts, data.vocab_size, data.document_mask))
     total_steps = steps_of(plan, counts)
     progress.say(settled(plan, counts, before))
     if problems := plan.config.profile.problems(total_steps):
@@ -52,8 +53,10 @@ def decide_from_data(
             "contain whole documents (data.packing, the default if prompts are masked): remove "
             "ramp.length_from, or set data.packing=stream"
         )
-    plan, attention = settle_attention(plan, data.document_mask, device)
-    for event in attention:
+    is_new = plan.config.model.attention != before.config.model.attention
+    chosen = [attention_event(plan)] if is_new else []
+    plan, verified = verify_attention(plan, device)
+    for event in (attention := [*chosen, *verified]):
         progress.say(row("attention", event["message"]))
     for line in data.shares(_samples_of(plan, data, total_steps)):
         progress.say(row("mixture", line))
@@ -115,7 +118,7 @@ def _require_same_data(rank: int, data: Data) -> None:
 def _require_date_is_written(plan: Plan, data: Data) -> None:
     """Raise ConfigError if the user set a date that no chat template uses."""
     sources = (*data.sources, *data.set_sources)
-    is_users = plan.config.origin("data.date") != "default"
+    is_users = plan.config.origin("data.date") not in DECIDED
     if is_users and not any(source.day for source in sources):
         has_chats = any(source.corpus.holds_chats for source in sources)
         other = ", or set data.template to one that does" if has_chats else ""

@@ -9,11 +9,11 @@ import sys
 from harness.data.glance import glances
 from harness.data.spec import DataSpec
 from harness.estimate.fit import shortages_here
-from harness.plan.batches import steps_of, with_counts
+from harness.plan.batches import steps_of
 from harness.plan.data import missing_here
 from harness.plan.machine import swap_problems
-from harness.plan.make import takes
-from harness.plan.plan import Plan
+from harness.plan.make import takes, with_facts
+from harness.plan.plan import Facts, Plan
 from harness.plan.text import row, summary, verdict
 
 
@@ -40,7 +40,7 @@ def describe(
         spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
         seen = glances(spec, elsewhere=elsewhere)
         counts = seen.counts()
-        plan = with_counts(plan, counts)
+        plan = with_facts(plan, Facts(counts))
         notes = seen.notes()
         data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
     shortages = []

@@ -27,7 +27,7 @@ def evaluate_by_position(run: Run) -> tuple[float | None, list[float | None]]:
     to eval.seq_len, in order of increasing context. Collective.
     """
     longer = run.data.long_held_out
-    buckets = min(POSITIONS, run.plan.config.data.seq_len)
+    buckets = min(POSITIONS, run.plan.seq_len)
     nats, by_position = mean_losses(run, run.data.held_out, 0 if longer else buckets)
     if longer is not None and nats is not None:
         by_position = mean_losses(run, longer, buckets)[1]
@@ -80,7 +80,7 @@ def mean_losses(
     """
     plan, batches, at_once = run.plan, list[Batch](), stream.at_once
     rows = rows_of(run, stream.seq_len)
-    tokens = plan.config.eval.samples * plan.config.data.seq_len
+    tokens = plan.config.eval.samples * plan.seq_len
     samples = min(-(-tokens // stream.seq_len), stream.samples)
     at_once = min(at_once, samples)
     # All ranks run the same number of passes (ZeRO-3 gathers are collective): padding samples are
@@ -100,7 +100,7 @@ def mean_losses(
 
 def rows_of(run: Run, length: int) -> int:
     """Return the samples per micro-batch: at least one, with no more tokens than in training."""
-    return max(1, run.plan.micro_batch * run.plan.config.data.seq_len // length)
+    return max(1, run.plan.micro_batch * run.plan.seq_len // length)
 
 
 def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, float]] | None:

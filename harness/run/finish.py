@@ -42,7 +42,7 @@ def show_sample(run: Run, title: str = "sample") -> None:
         len(tokenizer),
         {run.data.eos_id, *tokenizer.all_special_ids},
         config.sample.tokens,
-        None if config.train.carry_state else config.data.seq_len,
+        None if config.train.carry_state else run.plan.seq_len,
         config.train.seed,
         _clock(LIMIT_S),
     )

@@ -88,7 +88,7 @@ class Meter:
             fields["padding_share"] = 1 - self._tokens / max(self._positions, 1)
         if self.plan.curriculum.rises:
             fields["global_batch"] = self._last.global_batch
-            fields["sequence_length"] = self.plan.config.data.seq_len // self._last.pieces
+            fields["sequence_length"] = self.plan.seq_len // self._last.pieces
         self.restart()
         if not targets:
             values |= {"loss": None, "grad_norm": None}

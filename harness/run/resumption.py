@@ -217,12 +217,6 @@ def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False
         engine.restore_scalars(checkpoint.manifest.engine)
 
 
-def saved_plan(plan: Plan) -> dict[str, Any] | None:
-    """Return the plan.json of the run in run.dir; None without one. Collective."""
-    own = plan.config.run.dir
-    return None if own is None else _read_plan(RunFolder(own))[0]
-
-
 def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
     """Return (plan.json, None), or (None, the problem) if it is damaged, as read by rank 0: ranks
     may see different folder contents. Collective.
@@ -270,7 +264,7 @@ def _write(run: Run, folder: Path) -> None:
         raise ConfigError("it holds a sample of other data: move it so that a new one can be saved")
     if data.mixture() is None:  # after an epoch the documents repeat
         seen = min(seen, data.train.samples)
-    max_samples = max(1, MOST_TOKENS // (config.data.seq_len + 1))
+    max_samples = max(1, MOST_TOKENS // (run.plan.seq_len + 1))
     kept = reservoir(min(config.data.reservoir, max_samples), seen, key).tolist()
     held_out = range(min(config.eval.samples, max_samples, data.held_out.samples))
     facts: dict[str, Any] = {"of": key, "tokenizer": tokenizer_hash(data.tokenizer)}

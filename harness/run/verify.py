@@ -134,7 +134,7 @@ def _reason_to_skip(run: Run, model: Any) -> str | None:
         free = torch.cuda.mem_get_info(device)[0] // run.plan.world.ranks_per_gpu
     if free is not None and needed > free // 2:
         return f"the undivided model needs {needed / 2**30:.1f} GiB on one rank"
-    tokens = run.plan.curriculum.at(0).global_batch * run.plan.config.data.seq_len
+    tokens = run.plan.curriculum.at(0).global_batch * run.plan.seq_len
     flops = 6.0 * tokens * sum(parameter.numel() for parameter in trained(model))
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     if flops > _AUTO_FLOPS[device.type] * threads:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,15 +183,12 @@ def save_divided(folder: Path) -> Path:
     )
 
 
-def test_a_checkpoint_with_parts_has_a_format_of_its_own(tmp_path: Path) -> None:
-    """Earlier versions report a format that they cannot read, instead of loading wrong values."""
-    path = save_divided(tmp_path)
-    assert json.loads((path / MANIFEST).read_bytes())["format"] == 2
-    checkpoint = verified(path)
+def test_a_checkpoint_with_parts_is_read_to_the_last_bit(tmp_path: Path) -> None:
+    checkpoint = verified(save_divided(tmp_path))
     assert torch.equal(checkpoint.reader().whole("w", "weight"), weights())
 
 
-# Written by two ranks of ZeRO 1 before parameters could be cut.
+# Written by two ranks of ZeRO 1.
 FORMAT_1 = Path(__file__).parent / "format_1" / "step-00000002"
 
 
@@ -210,18 +206,9 @@ def test_a_checkpoint_of_format_1_is_read_to_the_last_bit() -> None:
             assert torch.equal(reader.whole(name, kind), expected), (name, kind)
 
 
-def test_unsharded_index_is_written_as_format_1(tmp_path: Path) -> None:
-    """Byte for byte, so that earlier versions can read it."""
+def test_format_1_is_written_byte_for_byte() -> None:
     assert read_manifest(FORMAT_1).to_bytes() == (FORMAT_1 / MANIFEST).read_bytes()
     content = json.loads((FORMAT_1 / INDEX).read_bytes())
     index = Index(content)
     entries = [entry for name in index for entry in index.entries(name)]
     assert json.dumps(to_index(entries)) == json.dumps(content)
-
-
-def test_parts_in_format_1_are_refused(tmp_path: Path) -> None:
-    path = save_divided(tmp_path)
-    content = replace(read_manifest(path), format=1)
-    (path / MANIFEST).write_bytes(content.to_bytes())
-    with pytest.raises(Unusable, match="has sliced parameters, but format 1 has none"):
-        verified(path).reader()

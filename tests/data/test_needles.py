@@ -89,7 +89,9 @@ class Planted:
 def probabilities(built: Data, nats: Callable[[list[int], int], list[float]]) -> Any:
     config = load_run_config(None, [f"eval.needle_lengths=[{LENGTH}, 256]", "data.seq_len=160"])
     run = SimpleNamespace(
-        plan=SimpleNamespace(config=config, grid=Grid(1), share=Share(Grid(1), 0), micro_batch=3),
+        plan=SimpleNamespace(
+            config=config, grid=Grid(1), share=Share(Grid(1), 0), micro_batch=3, seq_len=160
+        ),
         data=built,
         engine=Planted(nats),
         state=SimpleNamespace(step=1),

@@ -124,7 +124,7 @@ def test_the_sample_of_a_run_is_mixed_in(
 def test_ids_that_the_tokenizer_lacks_are_kept(opened: Opened, tmp_path: Path) -> None:
     write_indexed(tmp_path / "wide", 70_000, [([5, 69_999] * 40, True)] * 20)
     data = opened(tmp_path / "wide", model_vocab_size=70_000)
-    plan = SimpleNamespace(config=RunConfig(), model_config={"vocab_size": 70_000})
+    plan = SimpleNamespace(config=RunConfig(), seq_len=1024, model_config={"vocab_size": 70_000})
     run: Any = SimpleNamespace(plan=plan, data=data, state=SimpleNamespace(samples=4))
     _write(run, tmp_path / "reservoir")
     ids = IndexedTokens(tmp_path / "reservoir" / TRAIN).ids
@@ -140,7 +140,7 @@ def test_kept_sample_has_no_duplicates_and_a_limit(
     if most is not None:
         monkeypatch.setattr(resumption, "MOST_TOKENS", most * (config.data.seq_len + 1))
     state = SimpleNamespace(samples=data.train.samples * 3 // 2)
-    plan = SimpleNamespace(config=config, model_config={})
+    plan = SimpleNamespace(config=config, seq_len=config.data.seq_len, model_config={})
     _write(SimpleNamespace(plan=plan, data=data, state=state), tmp_path / "reservoir")  # type: ignore[arg-type]
     for side, samples in ((TRAIN, data.train.samples), (HELD_OUT, data.held_out.samples)):
         assert IndexedTokens(tmp_path / "reservoir" / side).documents == (most or samples)

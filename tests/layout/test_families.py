@@ -6,6 +6,7 @@ activations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from harness.layout.families import FAMILIES, Family, family_of, read_families
 from harness.layout.releases import is_older
 from harness.layout.shape import Shape
 from harness.layout.world import World
+from harness.models.skeleton import hf_config
 from harness.plan.make import make_plan
 from tests.estimate.test_activations import FAMILIES as TRACED
 from tests.layout.test_shape import our_tensors, transformers_tensors
@@ -42,6 +44,22 @@ def test_dropouts_and_special_tokens_match_config_class(model_type: str) -> None
     dropouts = {key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))}
     assert dropouts - heads_only == set(table.dropouts)
     assert {key: getattr(config, key) for key in table.tokens} == dict(table.tokens)
+
+
+@pytest.mark.parametrize("model_type", [n for n in FAMILIES if FAMILIES[n].size_keys("head")])
+def test_heads_that_do_not_divide_are_rejected_as_by_the_class(model_type: str) -> None:
+    family, config = FAMILIES[model_type], AutoConfig.for_model(model_type).to_dict()
+    heads, hidden = family.size_keys("heads")[0], family.size_keys("hidden")[0]
+    config |= {heads: 3, "num_key_value_heads": 1, hidden: 64, "head_dim": 16}
+
+    def is_rejected(read: Callable[[dict[str, Any]], Any]) -> bool:
+        try:
+            read(config)
+        except ValueError as error:
+            return "multiple" in str(error)
+        return False
+
+    assert is_rejected(hf_config) == is_rejected(Shape.from_hf)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

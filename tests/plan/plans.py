@@ -15,11 +15,11 @@ import pytest
 
 from harness.errors import ConfigError
 from harness.layout.world import World
-from harness.plan.batches import Counts, with_counts
 from harness.plan.command import parse_command, plan_from
+from harness.plan.make import with_facts
 from harness.plan.memory import Untraceable
 from harness.plan.model_config import find_model_config
-from harness.plan.plan import Plan
+from harness.plan.plan import Counts, Facts, Plan
 from tests.engine.small import MODEL
 from tests.gates.hybrids import HYBRIDS
 from tests.gates.models import LEARNED
@@ -71,10 +71,15 @@ class Planner:
         return path
 
     def __call__(
-        self, line: str, ds: Mapping[str, Any] | None = None, *, estimate: bool = True
+        self,
+        line: str,
+        ds: Mapping[str, Any] | None = None,
+        *,
+        estimate: bool = True,
+        counts: Counts | None = None,
     ) -> Plan:
         """Return the plan of a line. `ds` holds keys of the JSON that the line's words override;
-        without an `estimate`, nothing is traced.
+        without an `estimate`, nothing is traced. `counts`: as EXAMPLES and WINDOWS.
         """
         words = shlex.split(re.sub(r"\$(\w+)", rf"{self._folder}/\1", line))
         machine = dict(word.split("=") for word in words if word.startswith(_CAPITALS))
@@ -102,10 +107,9 @@ class Planner:
                 patches.enter_context(patch("harness.plan.model.estimate", return_value=None))
                 patches.enter_context(patch("harness.plan.memory.traced", side_effect=Untraceable))
             made = plan_from(command, environ, world)
-        if "WINDOWS" not in machine:
-            return made
-        sizes = int(machine["EXAMPLES"]), int(machine["WINDOWS"])
-        return with_counts(made, Counts(*sizes, is_masked=True))
+            if counts is None and "WINDOWS" in machine:
+                counts = Counts(int(machine["EXAMPLES"]), int(machine["WINDOWS"]), is_masked=True)
+            return made if counts is None else with_facts(made, Facts(counts))
 
     def problems(self, line: str, ds: Mapping[str, Any] | None = None) -> list[str]:
         with pytest.raises(ConfigError) as caught:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.config.assignments import COUNTED
 from harness.layout.state_size import CARRIED
 from harness.models.recurrent_state import WINDOWS
 from harness.plan.batches import (
     LEAST_STEPS,
-    Counts,
+    SMALLEST,
     length_events,
     open_keys,
     repetition_events,
     steps_of,
-    with_counts,
-    with_least_batch,
 )
-from harness.plan.plan import Plan
+from harness.plan.plan import Counts, Plan
 from harness.plan.text import settled, summary
 from harness.run.dry_run import describe
 from tests.engine.small import MODEL
@@ -40,78 +36,30 @@ def of(made: Plan) -> tuple[int, float | None]:
 
 
 def test_text_is_read_once_where_that_is_enough(planned: Planner) -> None:
-    made = planned(START, estimate=False)
-    assert of(with_counts(made, Counts(9, 40_000, is_masked=False))) == (48, 1)
-    assert of(with_counts(made, Counts(9, 1_000, is_masked=False))) == (8, 1)
-    assert of(with_counts(made, Counts(1, 20, is_masked=False))) == (8, 15)
+    for counts, decided in (((9, 40_000), (48, 1)), ((9, 1_000), (8, 1)), ((1, 20), (8, 15))):
+        of_text = Counts(*counts, is_masked=False)
+        assert of(planned(START, estimate=False, counts=of_text)) == decided
 
 
 @pytest.mark.parametrize("windows", [997, 1000, 7, 4_801])
 def test_no_more_is_read_than_a_mixture_has(windows: int, planned: Planner) -> None:
     counts = Counts(10 * windows, windows, is_masked=True, most_windows=windows)
-    made = with_counts(planned(START, estimate=False), counts)
+    made = planned(START, estimate=False, counts=counts)
     steps = steps_of(made, counts)
     assert windows - made.global_batch < made.curriculum.samples_after(steps) <= windows
 
 
 def test_random_weights_keep_batch_and_length(planned: Planner) -> None:
-    made = planned("train.epochs=2", estimate=False)
-    assert with_counts(made, CHATS) is made
-    assert open_keys(made) == set()
+    made = planned("train.epochs=2", estimate=False, counts=CHATS)
+    assert of(made) == (48, 2)
+    assert open_keys(made.config) == set()
 
 
 def test_a_batch_is_no_smaller_than_the_ranks_need(planned: Planner) -> None:
     many = planned(f"RANKS=64 EXAMPLES=1000 WINDOWS=300 {START}", estimate=False)
-    assert "the ranks need at least 64 windows per step" in many.events[-1]["message"]
-    assert with_least_batch(planned(f"RANKS=3 {START}", estimate=False)).global_batch == 3
-
-
-def test_what_was_settled_is_kept_by_a_run_that_goes_on(planned: Planner, tmp_path: Path) -> None:
-    line = f"{START} run.dir={tmp_path / 'run'}"
-    made = with_counts(planned(line, estimate=False), CHATS)
-    assert made.config.origins()["train.global_batch"] == COUNTED
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/plan.json").write_text(json.dumps(made.to_json()))
-    more = Counts(29_400, 2_800, is_masked=True)  # the data has grown
-    for words, settled_as in (
-        ("", (1, 4)),
-        ("train.global_batch=2", (2, 4)),
-        ("train.epochs=9", (1, 9)),
-        ("train.steps=900", (1, None)),
-    ):
-        again = planned(f"{line} {words}", estimate=False)
-        assert of(with_counts(again, more)) == settled_as
-        assert again.config.optim == made.config.optim
-    branch = planned(
-        f"{START} run.dir={tmp_path / 'b'} resume.from={tmp_path / 'run'} optim.lr=0.5"
-    )
-    assert of(with_counts(branch, more)) == (1, 4)
-    assert (branch.config.optim.lr, branch.config.optim.warmup_ratio) == (0.5, 0.03)
-    # A run of a version that warmed up as for random weights once its user set a rate.
-    record = made.to_json()
-    record["run"]["optim"].pop("warmup_ratio")
-    record["run"]["optim"] |= {"lr": 0.25, "warmup_steps": 20}
-    record["run_set"] = {"optim.lr": "command line"}
-    (tmp_path / "run/plan.json").write_text(json.dumps(record))
-    old = planned(f"{line} optim.lr=0.25", estimate=False).config.optim
-    assert (old.lr, old.warmup_steps, old.warmup_ratio) == (0.25, 20, None)
-    # Settings of its user are not kept silently: checkpoint/compatibility.py checks them.
-    assert planned(line, estimate=False).config.optim.lr == 2.6e-3
-    for damaged in ("{}", "[]", '{"run": {"data": {}, "optim": 3}}', '{"run": {"data": {}}}'):
-        (tmp_path / "run/plan.json").write_text(damaged)
-        assert planned(line, estimate=False).config.optim.warmup_ratio == 0.03
-
-
-@pytest.mark.parametrize(("first", "then"), [(10, 2), (2, 4)])
-def test_a_batch_that_the_ranks_chose_is_kept(
-    first: int, then: int, planned: Planner, tmp_path: Path
-) -> None:
-    made = planned(f"RANKS={first} run.dir={tmp_path}", estimate=False)
-    (tmp_path / "plan.json").write_text(json.dumps(made.to_json()))
-    again = planned(f"RANKS={then} run.dir={tmp_path}", estimate=False)
-    assert again.global_batch == made.global_batch == (50 if first == 10 else 48)
-    (problem,) = planned.problems(f"RANKS=7 run.dir={tmp_path}")
-    assert f"{made.global_batch} is not divisible by 7 data ranks" in problem
+    (why,) = [event["message"] for event in many.events if event["kind"] == "follows_data"]
+    assert "the ranks need at least 64 windows per step" in why
+    assert planned(f"RANKS=3 {START}", estimate=False, counts=SMALLEST).global_batch == 3
 
 
 def test_the_plan_says_what_follows_and_why(planned: Planner) -> None:
@@ -120,7 +68,7 @@ def test_the_plan_says_what_follows_and_why(planned: Planner) -> None:
     assert "16 tokens each; fewer if the data is small" in text
     assert "about 3 epochs; the number of steps is known once the data is counted" in text
     assert "cosine, at most 0.0026 after a warm-up of 0.03 of all steps" in text
-    made = with_counts(before, CHATS)
+    made = planned(START, counts=CHATS)
     lines = settled(made, CHATS, before).splitlines()
     assert [line[15:] for line in lines[:3]] == [
         "1 window per step = micro-batch 1 x 1 accumulated x 1 data ranks, 16 tokens each",
@@ -168,7 +116,7 @@ def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None
 
 def test_a_run_too_short_to_learn_says_so_with_the_keys(planned: Planner) -> None:
     words = "train.global_batch=48 train.epochs=3 optim.lr=2e-3"
-    made = with_counts(planned(f"{START} {words} optim.warmup_steps=20", estimate=False), CHATS)
+    made = planned(f"{START} {words} optim.warmup_steps=20", estimate=False, counts=CHATS)
     steps = steps_of(made, CHATS)
     assert steps == 2
     warmup, few = length_events(made.config, steps)
@@ -192,9 +140,10 @@ def test_a_run_too_short_to_learn_says_so_with_the_keys(planned: Planner) -> Non
 def test_a_pipeline_says_how_long_its_stages_wait(planned: Planner) -> None:
     config = {**MODEL, "num_hidden_layers": 4}
     line = "RANKS=2 ds.pipeline.stages=2 data.seq_len=16 model.init_from="
-    made = planned(f"{line}{planned.add('deep', config).parent}", estimate=False)
+    deep = planned.add("deep", config).parent
+    made = planned(f"{line}{deep}", estimate=False)
     assert "pipeline_bubble" not in [event["kind"] for event in made.events]
-    small = with_counts(replace(made), CHATS)
+    small = planned(f"{line}{deep}", estimate=False, counts=CHATS)
     assert small.global_batch == 1
     assert "wait 50% of each step" in next(
         event["message"] for event in small.events if event["kind"] == "pipeline_bubble"

@@ -180,28 +180,6 @@ def begun(folder: Path, *words: str) -> dict[str, object]:
     return record
 
 
-@pytest.mark.parametrize("how", ["run.dir", "resume.from"])
-@pytest.mark.parametrize(
-    ("words", "key", "value"),
-    [
-        (["data.packing=whole"], "packing", "whole"),
-        (["data.packing=stream"], "packing", "stream"),
-        ([], "packing", None),
-        (["data.date=2024-07-26"], "date", "2024-07-26"),
-        (["data.bos=off"], "bos", "off"),
-    ],
-)
-def test_a_run_keeps_what_decides_its_tokens(
-    how: str, words: list[str], key: str, value: str | None, tmp_path: Path
-) -> None:
-    record = begun(tmp_path / "run", *words)
-    plan = plan_of(f"{how}={tmp_path / 'run'}")
-    assert getattr(plan.config.data, key) == value
-    assert plan.config.origin(f"data.{key}") == "default"
-    assert resume_problems(record, plan.to_json(), []) == []
-    assert getattr(recorded_run(record["run"]).data, key) == value
-
-
 def test_sections_that_may_change_exist() -> None:
     assert {*FREE_SECTIONS} <= {*RunConfig.model_fields}
 
@@ -251,14 +229,6 @@ def test_dry_run_names_resumable_run_or_the_obstacle(tmp_path: Path) -> None:
 def test_a_new_run_begins_texts_and_has_the_date_of_today() -> None:
     data = plan_of().config.data
     assert (data.date, data.bos) == (datetime.now(UTC).date().isoformat(), "auto")
-
-
-def test_a_damaged_record_is_no_packing(tmp_path: Path) -> None:
-    for number, text in enumerate(("", "[1]", '{"run": 3}', '{"run": {"data": {"packing": 7}}}')):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "plan.json").write_text(text)
-        assert plan_of(f"run.dir={folder}").config.data.packing is None
 
 
 def test_record_may_hold_the_default_of_an_excluded_key(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from harness.layout.attention_table import ATTENTIONS
 from harness.layout.recompute import flops_again, matrix_elements
 from harness.layout.shape import Shape, flops_per_unit
 from harness.models.skeleton import hf_config
-from harness.plan.attention import with_attention
+from harness.plan.make import with_facts
 from harness.plan.memory import memory_inputs
 from harness.plan.model_config import find_model_config
+from harness.plan.plan import Facts
 from harness.plan.text import summary
 from harness.runfolder import RunFolder
 from tests.plan.conftest import Packages
@@ -46,12 +48,16 @@ def test_the_plan_records_the_choice(planned: Planner) -> None:
     assert record["attention_why"] == "tokens attend within their document"
 
 
-def test_another_choice_is_another_estimate(planned: Planner) -> None:
-    made = planned(f"{ON_H100} {DOCUMENTS} model.name=llama-1b data.seq_len=2048")
-    masked = with_attention(made, "sdpa", "it differs")
-    inputs = memory_inputs(masked)
-    assert inputs.attention == "sdpa"
-    assert masked.estimate.worst.peak > made.estimate.worst.peak
+def test_documents_that_only_the_data_shows_count(planned: Planner) -> None:
+    made = planned(f"{ON_H100} model.name=llama-1b data.seq_len=2048")
+    assert made.config.model.attention == "sdpa"
+    varlen = with_facts(made, Facts(has_documents=True))
+    assert varlen.config.model.attention == "varlen"
+    assert varlen.attention_why == "tokens attend within their document"
+    masked = planned(f"{ON_H100} {DOCUMENTS} model.name=llama-1b data.seq_len=2048")
+    fallen_back = with_facts(masked, replace(varlen.facts, attention=("sdpa", "it differs")))
+    assert memory_inputs(fallen_back).attention == "sdpa"
+    assert fallen_back.estimate.worst.peak > masked.estimate.worst.peak
 
 
 @pytest.mark.parametrize("kind", [name for name, row in ATTENTIONS.items() if not row.is_exact])

@@ -208,7 +208,7 @@ def test_data_and_templates_that_are_not_there_are_in_the_report(
         assert problem.startswith("data.path: ")
         assert (f"{tmp_path / path} does not exist" in problem) is is_missing
     words = f"data.path={tmp_path / 'chats.jsonl'} data.template=chatlm"
-    batch, template, path = planned.problems(f"{words} train.global_batch=48 train.micro_batch=5")
+    template, path, batch = planned.problems(f"{words} train.global_batch=48 train.micro_batch=5")
     assert batch.startswith("train.micro_batch = 5 does not divide")
     assert template.startswith("data.template is 'chatlm'")
     assert template.endswith("chatml, gemma, llama3, mistral, phi; did you mean chatml?")

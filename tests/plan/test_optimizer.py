@@ -18,12 +18,11 @@ from harness.errors import ConfigError
 from harness.estimate.states import model_states
 from harness.layout.optimizer_table import OPTIMIZERS, Group, Parameter, optimizer_groups
 from harness.layout.world import World
-from harness.plan.make import make_plan
+from harness.plan.make import make_plan, with_facts
 from harness.plan.memory import Traced
 from harness.plan.merge_settings import merge_settings
-from harness.plan.model import with_rows_for
 from harness.plan.model_config import find_model_config
-from harness.plan.plan import Draft, Plan
+from harness.plan.plan import Draft, Facts, Plan
 from tests.engine.small import MODEL
 from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
@@ -201,7 +200,7 @@ def test_plan_of_7b_in_4_bits_fits_24_gib(planned: Planner) -> None:
 def test_a_dry_run_expects_the_rows_that_the_run_added(planned: Planner, tmp_path: Path) -> None:
     weights = planned.add("weights", MODEL).parent
     plan = planned(f"{SHORT} model.init_from={weights} run.dir={tmp_path}", estimate=False)
-    (tmp_path / "plan.json").write_text(json.dumps(with_rows_for(plan, 90).to_json()))
+    (tmp_path / "plan.json").write_text(json.dumps(with_facts(plan, Facts(ids=90)).to_json()))
     status = {"outcome": "stopped", "step": 4, "attempt": 1}
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert str(run_in_folder(plan)).endswith("stopped at step 4: no checkpoint, so it starts again")
@@ -215,11 +214,11 @@ def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:
     given = f"{SHORT} model.init_from={run}"
     assert planned(f"{given} model.overrides.vocab_size=90", estimate=False)
     plan = planned(given, estimate=False)
-    assert with_rows_for(plan, 90).model_config["vocab_size"] == 90
+    assert with_facts(plan, Facts(ids=90)).model_config["vocab_size"] == 90
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
     why = "whose checkpoints have 64 vocabulary rows, but 90 are needed"
     (problem,) = planned.problems(f"{given} model.overrides.vocab_size=90")
     assert problem.endswith(f"{why}: set model.init_from=$run/export")
     with pytest.raises(ConfigError, match=why):
-        with_rows_for(plan, 90)
-    assert with_rows_for(plan, 64) is plan
+        with_facts(plan, Facts(ids=90))
+    assert with_facts(plan, Facts(ids=64)).model_config == plan.model_config

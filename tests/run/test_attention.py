@@ -49,12 +49,9 @@ def planned(*words: str, precision: str = "bf16") -> Plan:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the plan.json of a run folder, for one rank without a process group."""
-    saved: dict[str, Any] = {}
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank without a process group."""
     monkeypatch.setattr(settling, "first_problem", lambda problem: problem)
-    monkeypatch.setattr(settling, "saved_plan", lambda plan: saved or None)
-    return saved
 
 
 @pytest.mark.parametrize("precision", rest_in_gate("runs", ["fp32", "bf16"]))
@@ -94,15 +91,16 @@ def broken(*_: Any, **__: Any) -> Any:
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("defect", [wide, broken])
 def test_what_differs_or_fails_falls_back_with_an_event(
-    defect: Any, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    defect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(*WINDOWS)
     assert plan.config.model.attention == "varlen"
-    assert settling.settle_attention(plan, False, CPU) == (plan, [])
+    assert settling.verify_attention(plan, CPU) == (plan, [])
     monkeypatch.setattr(varlen, "_in_turn", defect)
-    masked, (event,) = settling.settle_attention(plan, False, CPU)
+    masked, (event,) = settling.verify_attention(plan, CPU)
     assert masked.config.model.attention == "sdpa"
     assert masked.to_json()["run"]["model"]["attention"] == "sdpa"
     assert event["kind"] == "fallback"
@@ -110,31 +108,8 @@ def test_what_differs_or_fails_falls_back_with_an_event(
     assert ("only supports Ampere" in event["message"]) == (defect is broken)
 
 
-def test_the_users_own_choice_is_refused_where_it_differs(
-    alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("alone")
+def test_the_users_own_choice_is_refused_where_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_in_turn", wide)
     with pytest.raises(ConfigError, match=r"model\.attention=varlen: varlen did not match sdpa"):
-        settling.settle_attention(planned(*WINDOWS, "model.attention=varlen"), False, CPU)
-
-
-def test_documents_that_only_the_data_shows_count(alone: dict[str, Any]) -> None:
-    plan = planned()
-    assert plan.config.model.attention == "sdpa"
-    settled, (event,) = settling.settle_attention(plan, True, CPU)
-    assert settled.config.model.attention == "varlen"
-    assert "model.attention=varlen: tokens attend within their document" in event["message"]
-
-
-def test_a_resumed_run_keeps_its_attention(alone: dict[str, Any]) -> None:
-    alone["run"] = {"model": {"attention": "eager"}}
-    settled, (event,) = settling.settle_attention(planned(*WINDOWS), False, CPU)
-    assert settled.config.model.attention == "eager"
-    assert event == {
-        "kind": "attention",
-        "message": "model.attention=eager: as at the start of the run",
-    }
-    own = planned(*WINDOWS, "model.attention=sdpa")
-    assert settling.settle_attention(own, False, CPU) == (own, [])
-    alone["run"] = {"model": {"attention": "flash_attention_9"}}
-    assert settling.settle_attention(planned(*WINDOWS), False, CPU)[1] == []
+        settling.verify_attention(planned(*WINDOWS, "model.attention=varlen"), CPU)

@@ -48,11 +48,11 @@ def stage_work(plan: Plan) -> list[tuple[int, int]]:
     layers = layers_per_stage(plan.stages)
     units = [0, *[3] * sum(layers), 0]
     if plan.shape is not None:
-        units = flops_per_unit(plan.shape, plan.config.data.seq_len)
+        units = flops_per_unit(plan.shape, plan.seq_len)
     run = plan.config.model
     again = [0, *(runs_again(run.checkpointing, layer) for layer in range(sum(layers))), 0]
     if plan.shape is not None:
-        again = flops_again(plan.shape, plan.config.data.seq_len, run.checkpointing, run.mlp_tiles)
+        again = flops_again(plan.shape, plan.seq_len, run.checkpointing, run.mlp_tiles)
     passes = []
     for stage in range(len(layers)):
         here = slice(plan.stages[stage], plan.stages[stage + 1])

@@ -172,7 +172,7 @@ def _shares(plan: Plan) -> str:
 def _step(plan: Plan, columns: int | None) -> list[str]:
     stages, batches = plan.grid.pipeline, plan.grad_accum
     each = f"{batches} micro-batch{'es' * (batches > 1)} of {plan.micro_batch} x "
-    each += f"{plan.config.data.seq_len} tokens"
+    each += f"{plan.seq_len} tokens"
     if plan.stages is None:
         return [f"A step: each data rank runs {each} through the model"]
     rows = schedule(stages, batches)

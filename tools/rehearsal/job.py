@@ -247,7 +247,7 @@ class Job:
 
     @property
     def _seq_len(self) -> int:
-        return min(self.real.config.data.seq_len, SEQ_LEN)
+        return min(self.real.seq_len, SEQ_LEN)
 
     def _micro_batch(self, samples: int) -> dict[str, int]:
         """Return the keys for this micro-batch."""

@@ -108,7 +108,7 @@ def _expected(plan: Plan) -> dict[str, Any]:
         "device": plan.world.gpu or plan.world.accelerator,
         "ranks": plan.world.world_size,
         "parameters": num_parameters(plan.shape) if plan.shape else None,
-        "seq_len": plan.config.data.seq_len,
+        "seq_len": plan.seq_len,
         "micro_batch": plan.micro_batch,
         "global_batch": plan.global_batch,
         "zero_stage": plan.zero_stage,
@@ -122,10 +122,10 @@ def _rates(plan: Plan, step_s: float) -> dict[str, Any]:
     """Return tokens per second, TFLOP/s and MFU per GPU. FLOPs as in layout/shape.py, without
     recomputation.
     """
-    tokens_per_s = plan.global_batch * plan.config.data.seq_len / step_s / plan.world.world_size
+    tokens_per_s = plan.global_batch * plan.seq_len / step_s / plan.world.world_size
     tflops, mfu, gpu = None, None, known_gpu(plan.world.gpu)
     if plan.shape is not None and plan.world.ranks_per_gpu == 1:
-        tflops = flops_per_token(plan.shape, plan.config.data.seq_len) * tokens_per_s / 1e12
+        tflops = flops_per_token(plan.shape, plan.seq_len) * tokens_per_s / 1e12
         peak = gpu and gpu.peak_tflops(plan.precision)
         mfu = tflops / peak if peak else None
     return {"tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tflops, "mfu": mfu}

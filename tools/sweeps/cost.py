@@ -107,7 +107,7 @@ def cost(sweep: Sweep, choice: Choice, world: World | None) -> Cost:
     assert plan.steps is not None
     samples = plan.curriculum.samples_after(plan.steps)
     peak = plan.estimate.worst.peak / GIB if plan.estimate else None
-    return Cost(plan.steps, samples * plan.config.data.seq_len, peak)
+    return Cost(plan.steps, samples * plan.seq_len, peak)
 
 
 def _problems(sweep: Sweep, plan: Plan) -> list[str]:

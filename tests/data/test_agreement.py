@@ -1,0 +1,94 @@
+"""A dry run rejects what the run rejects, in the same words, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.config.run_file import load_run_config
+from harness.data.build import build_data
+from harness.data.glance import glances
+from harness.data.spec import DataSpec
+from harness.errors import ConfigError
+from tests.data.batchings import PROPERTY
+from tests.data.conftest import problems_of
+from tests.tiers import rest_in_gate
+
+_TEXT = st.one_of(
+    st.sampled_from(["", " ", "the model reads a long question", "a word or two " * 9, "\u00e9\0"]),
+    st.none(),
+    st.integers(0, 9),
+    st.just(["a", "word"]),
+)
+_ROLES = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt", ""])
+
+
+def _of(key: str, role: str, value: str) -> st.SearchStrategy[dict[str, Any]]:
+    turns = st.lists(st.fixed_dictionaries({role: _ROLES, value: _TEXT}), max_size=4)
+    return st.fixed_dictionaries({key: turns}, optional={"tools": st.just([]), "system": _TEXT})
+
+
+_RECORDS = (
+    st.fixed_dictionaries({"text": _TEXT}, optional={"language": st.sampled_from(["de", "en"])}),
+    _of("messages", "role", "content"),
+    _of("conversations", "from", "value"),
+    st.fixed_dictionaries({"prompt": _TEXT, "completion": _TEXT}),
+    st.fixed_dictionaries({"instruction": _TEXT, "output": _TEXT}, optional={"input": _TEXT}),
+    st.fixed_dictionaries({"content": _TEXT, "title": _TEXT}),
+)
+_LINES = st.one_of(
+    *(st.lists(record.map(json.dumps), min_size=1, max_size=30) for record in _RECORDS),
+    st.lists(st.one_of(*_RECORDS).map(json.dumps), max_size=6),
+    st.lists(st.sampled_from(['{"text": "cut', "[]", "7", '{"text": 1}{', ""]), max_size=3),
+)
+_WORDS = st.tuples(
+    st.sampled_from(["", "data.seq_len=16", "data.seq_len=16 data.held_out=0.5"]),
+    st.sampled_from(["", "data.batching=padded", "data.packing=whole", "data.too_long=drop"]),
+    st.sampled_from(["", "data.min_tokens=4", "data.max_tokens=8", "train.carry_state=true"]),
+    st.sampled_from(["", """data.columns='{text="content"}'""", "data.learn=all"]),
+    st.sampled_from(
+        ["", "data.bos=off", "data.most_bad_rows=2", """data.where='{language="de"}'"""]
+    ),
+    st.sampled_from(["", "data.template=chatml", "data.template=mistral", "data.format=text"]),
+).map(" ".join)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a new folder for each example."""
+    return (tmp_path_factory.mktemp("agreement") for _ in itertools.count())
+
+
+@pytest.mark.parametrize("examples", rest_in_gate("data", [20, 1000]))
+def test_dry_run_and_run_agree(
+    examples: int, tokenizer_dir: str, chatml_dir: str, folders: Iterator[Path]
+) -> None:
+    agreed = {"accepted": 0, "rejected": 0}
+
+    @settings(PROPERTY, max_examples=examples)
+    @given(lines=_LINES, words=_WORDS, tokenizer=st.sampled_from([tokenizer_dir, chatml_dir]))
+    def agree(lines: list[str], words: str, tokenizer: str) -> None:
+        folder = next(folders)
+        (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        own = [f"data.path={folder}/rows.jsonl", f"data.tokenizer={tokenizer}"]
+        try:
+            run = load_run_config(
+                None, [*own, f"data.cache_dir={folder}/cache", *shlex.split(words)]
+            )
+            spec = DataSpec.of_run(run, {})
+        except ConfigError:  # keys that exclude each other
+            return
+        of_run = problems_of(build_data, spec)
+        assert problems_of(glances, spec) == of_run
+        agreed["rejected" if of_run else "accepted"] += 1
+
+    agree()
+    assert min(agreed.values()) > examples / 10, agreed
