@@ -19,11 +19,11 @@ import torch
 
 from harness.config.ds_json import Event
 from harness.data.build import build_data
-from harness.data.corpus import find_corpus
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import train_tokenizer
 from harness.errors import ConfigError
 from harness.estimate.fit import changes_that_help, helpful_changes
+from harness.files.corpus import find_corpus
 from harness.plan.make import takes
 from harness.plan.plan import Plan
 from harness.plan.weights import weight_file_problems

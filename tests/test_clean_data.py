@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 
 from harness.data import shards
-from harness.data.corpus import find_corpus
 from harness.errors import ExitCode
+from harness.files.corpus import find_corpus
 from tools.clean_data import _tokenizer_problems, main
 from tools.slurm_queue import queued
 from tools.tokenize_data import main as tokenize

@@ -40,7 +40,7 @@ def test_clean_data_runs_on_slurm(slurm: PrivateSlurm, corpus: Path, tmp_path: P
 
 
 def test_tokenize_data_runs_on_slurm(slurm: PrivateSlurm, corpus: Path, tmp_path: Path) -> None:
-    from harness.data.corpus import find_corpus
+    from harness.files.corpus import find_corpus
 
     assert len(shards_of(find_corpus(str(corpus)))) >= 2
     asked = [f"data.path={corpus}", "data.vocab_size=400", f"data.cache_dir={tmp_path}/cache"]

@@ -22,8 +22,8 @@ from transformers import AutoConfig
 
 from harness.config.ds_json import read_ds_json
 from harness.config.run_file import load_run_config
-from harness.data.corpus import find_corpus
 from harness.errors import ConfigError
+from harness.files.corpus import find_corpus
 from harness.launch.ranks import ON_CPU
 from harness.layout.families import FAMILIES
 from harness.layout.grid import Grid

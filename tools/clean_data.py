@@ -143,7 +143,7 @@ def _tokenize(args: argparse.Namespace, pipeline: Pipeline) -> None:
 
 def _checked(args: argparse.Namespace) -> tuple[Recipe, Any]:
     """Return the recipe and the corpus. Raises ConfigError with all problems."""
-    from harness.data.corpus import find_corpus
+    from harness.files.corpus import find_corpus
 
     problems: list[str] = []
     recipe = corpus = None

@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
 def _measured(args: argparse.Namespace) -> list[Measured]:
     """Return the counts of every tokenizer. Raises ConfigError with all problems."""
-    from harness.data.corpus import find_corpus
+    from harness.files.corpus import find_corpus
     from harness.files.splits import ALL
 
     problems = [*plot_problems(args.plot)]

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def _train(args: argparse.Namespace, temporary: Path) -> int:
-    from harness.data.corpus import find_corpus  # imports numpy and more
+    from harness.files.corpus import find_corpus  # imports numpy and more
     from harness.files.splits import ALL
 
     problems = []

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from harness.data.chat_tokens import ChatEncoder, Encoded, Rendered, tokens_of
-from harness.data.corpus import Corpus, Part
 from harness.data.tokenizer import (
     PIECES_AT_ONCE,
     encode,
@@ -23,6 +22,7 @@ from harness.data.tokenizer import (
 )
 from harness.errors import ConfigError
 from harness.files.chat import Chat
+from harness.files.corpus import Corpus, Part
 from harness.files.data_format import BadLines
 from harness.files.pieces import Ids, Piece
 

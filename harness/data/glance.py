@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.data_section import DataConfig, MixSource
-from harness.data.corpus import Corpus, ReadLimit, holds_ids
 from harness.data.spec import DataSpec, corpora_of, corpus_of
 from harness.errors import ConfigError, Unusable
 from harness.files.chat import NO_TEMPLATE, Chat
+from harness.files.corpus import Corpus, ReadLimit, holds_ids
 from harness.files.corpus_files import TOPICS
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of

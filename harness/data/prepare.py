@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import ANY_LENGTH, TokenBounds
 from harness.data.cache import Report, cached_json
-from harness.data.corpus import Corpus
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.pair import BLOCK, NO_MASKS, IndexedTokens, Masks, MaskWriter, write_indexed
 from harness.data.split import stores_separator, write_splits
 from harness.data.token_files import TokenFile
 from harness.data.tokenizer import tokenizer_hash, vocab_size
 from harness.errors import ConfigError, shortened
+from harness.files.corpus import Corpus
 from harness.files.data_format import BadLines
 from harness.files.notes import Notes
 
@@ -117,8 +117,8 @@ def encode_corpus(
         for group in encoder.encoded(bad_lines):
             for part, encoded in group:
                 masks.add_learned(len(encoded.ids), encoded.learned)
-                counts.notes.add(part.notes)
-                counts.notes.add(encoded.notes)
+                if notes := (*part.notes, *encoded.notes):
+                    counts.notes.add(notes)
                 counts.documents += part.is_last
                 counts.characters += part.num_characters
                 counts.tokens += len(encoded.ids)

@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import DEFAULT_VOCAB_SIZE, MIN_VOCAB_SIZE
 from harness.data.cache import Report, build_once, cache_key, default_cache
-from harness.data.corpus import Corpus, holds_ids
 from harness.data.prepare import FORMAT
 from harness.data.rendering import set_template
 from harness.data.spec import DataSpec, corpora_of
 from harness.data.tokenizer import TRAINED_FORMAT, load_tokenizer, train_tokenizer, vocab_size
 from harness.errors import ConfigError
+from harness.files.corpus import Corpus, holds_ids
 from harness.files.paths import user_path
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from harness.data.cache import Report, fill_once
-from harness.data.corpus import Corpus
 from harness.data.encoding import HowEncoded
 from harness.data.pair import join_indexed, join_masks, load_masks
 from harness.data.prepare import (
@@ -33,6 +32,7 @@ from harness.data.prepare import (
     write_notes,
 )
 from harness.errors import ConfigError
+from harness.files.corpus import Corpus
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
 from harness.files.notes import Notes

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import ANY_LENGTH, DataConfig, TokenBounds
 from harness.data.cache import Report, build_once, cache_key
-from harness.data.corpus import Corpus
 from harness.data.encoding import HowEncoded
 from harness.data.packed_documents import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.data.packing import Packed
@@ -37,6 +36,7 @@ from harness.data.split import SIDES, load_split
 from harness.data.tokenizer import added_at_begin, tokenizer_hash, trims_spans, vocab_size
 from harness.data.turn_places import WITHOUT_END
 from harness.errors import ConfigError
+from harness.files.corpus import Corpus
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
 from harness.files.notes import Note, Notes

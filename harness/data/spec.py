@@ -10,8 +10,8 @@ from typing import Any
 
 from harness.config.data_section import REHEARSED, DataConfig, TokenBounds
 from harness.config.run_config import RunConfig, run_and_step
-from harness.data.corpus import Corpus, ReadLimit, find_corpus
 from harness.errors import ConfigError
+from harness.files.corpus import Corpus, ReadLimit, find_corpus
 from harness.files.kept_sample import HELD_OUT, kept_facts, kept_sample, side_of_sample
 from harness.runfolder import RunFolder
 

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from harness.data.corpus import Corpus
 from harness.errors import ConfigError
+from harness.files.corpus import Corpus
 from harness.files.hub import hub_answers
 from harness.files.paths import user_path
 

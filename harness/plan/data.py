@@ -15,12 +15,12 @@ from harness.config.run_config import RunConfig
 from harness.config.sections import NAME_PATTERN
 from harness.errors import ConfigError, Unusable, shortened
 from harness.files.chat import read_template
+from harness.files.corpus import rows_of
 from harness.files.corpus_files import find_files, splits_in
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import value_of
-from harness.files.rows import rows_of
 from harness.files.token_index import read_header
 from harness.plan.plan import Draft
 

@@ -10,12 +10,12 @@ import pytest
 from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data
-from harness.data.corpus import find_corpus
 from harness.data.data import Data
 from harness.data.glance import glances
 from harness.data.spec import DataSpec
 from harness.data.tokenizer import train_tokenizer
 from harness.errors import ConfigError
+from harness.files.corpus import find_corpus
 from tests.data.chat_tokenizers import tokenizer_of
 
 WORDS = "the model reads a long question and answers it in a word or two\n"

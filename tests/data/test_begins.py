@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from harness.config.data_section import DataConfig
-from harness.data.corpus import find_corpus
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.pair import MaskWriter, write_indexed
 from harness.data.source import tokens_key
@@ -22,6 +21,7 @@ from harness.data.spec import DataSpec, corpus_of
 from harness.data.tokenizer import added_at_begin, tokenizer_hash
 from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
+from harness.files.corpus import find_corpus
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
 

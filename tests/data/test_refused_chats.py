@@ -13,11 +13,11 @@ import pytest
 
 from harness.config.data_section import DataConfig
 from harness.data.chat_tokens import ChatEncoder
-from harness.data.corpus import find_corpus
 from harness.data.encoding import Encoder, HowEncoded
 from harness.data.rendering import ChatTemplate
 from harness.errors import ConfigError
 from harness.files.chat import Chat
+from harness.files.corpus import find_corpus
 from harness.files.data_format import BadLines
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.glancing import glance

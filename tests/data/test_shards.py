@@ -18,13 +18,13 @@ import pytest
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.corpus import Corpus, find_corpus
 from harness.data.encoding import HowEncoded
 from harness.data.prepare import MASKS, SKIPPED, TOKENS, write_tokens
 from harness.data.rendering import set_template
 from harness.data.shards import ShardedTokens, shards_of
 from harness.data.tokenizer import load_tokenizer, train_tokenizer
 from harness.errors import ConfigError
+from harness.files.corpus import Corpus, find_corpus
 from tests.real_runs import wait_for
 from tools.workers import run_workers
 

@@ -18,7 +18,6 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from harness.config.data_section import DEFAULT_VOCAB_SIZE
-from harness.data.corpus import Corpus, find_corpus
 from harness.data.data import Data
 from harness.data.tokenizer import (
     EOS,
@@ -34,6 +33,7 @@ from harness.data.tokenizer_files import SpecialIds, copy_tokenizer, has_pieces_
 from harness.errors import ConfigError
 from harness.files import hub
 from harness.files import pieces as pieces_module
+from harness.files.corpus import Corpus, find_corpus
 
 NASTY = [
     "",

@@ -17,9 +17,9 @@ import pytest
 from pyarrow import parquet
 
 from harness.config.data_section import DataConfig
-from harness.data.corpus import find_corpus
 from harness.errors import ConfigError
 from harness.files.chat import Chat
+from harness.files.corpus import find_corpus
 from harness.files.corpus_files import find_files
 from harness.files.data_format import MAX_PROBLEMS, BadLines
 from harness.files.file_kinds import format_of, kind_of

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from harness.config.data_section import DataConfig
-from harness.data.corpus import find_corpus
 from harness.data.pair import write_indexed
 from harness.errors import ConfigError
 from harness.files import pieces as pieces_module
+from harness.files.corpus import find_corpus
 from harness.files.corpus_files import find_files
 from harness.files.data_format import BadLines
 from harness.files.folder_lock import make_folder, remove_left_over

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.data.corpus import find_corpus
 from harness.errors import ExitCode
+from harness.files.corpus import find_corpus
 from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from harness.terminal import HelpFormatter

@@ -20,9 +20,9 @@ from datatrove.pipeline.decont.n_grams import NGramsDecontConfig, NGramsDecontFi
 from datatrove.pipeline.dedup.exact_dedup import ExactDedupConfig
 from datatrove.pipeline.dedup.minhash import MinhashConfig
 
-from harness.data.corpus import Corpus, find_corpus
 from harness.data.shards import Shard
 from harness.errors import ConfigError
+from harness.files.corpus import Corpus, find_corpus
 from harness.files.splits import ALL
 from tools.cleaning import steps as own
 from tools.cleaning.recipe import Recipe, packaged_model

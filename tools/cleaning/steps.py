@@ -28,9 +28,9 @@ from datatrove.utils.hashing import HashConfig, create_hash_func
 from datatrove.utils.text import TERMINAL_PUNCTUATION, ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer, load_word_tokenizer
 
-from harness.data.corpus import Corpus, Part, find_corpus
 from harness.data.shards import Shard, corpus_of_shard, settle_lines
 from harness.files.chat import Chat
+from harness.files.corpus import Corpus, Part, find_corpus
 from harness.files.data_format import BadLines
 from harness.files.pieces import Ids, Piece, shortened
 from harness.files.splits import ALL

@@ -22,11 +22,11 @@ from typing import Any
 from harness.checkpoint.store import Store
 from harness.config.run_config import run_and_step
 from harness.data.build import cached_fingerprint
-from harness.data.corpus import Corpus
 from harness.data.spec import DataSpec, corpus_of
 from harness.errors import ConfigError
 from harness.estimate.fit import RUNS
 from harness.estimate.memory_item import GIB
+from harness.files.corpus import Corpus
 from harness.plan.plan import Plan
 from harness.run.plan_record import git_commit
 from harness.runfolder import RunFolder

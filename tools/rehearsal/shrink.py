@@ -14,9 +14,9 @@ from typing import Any
 
 from harness.config.ds_json import PREFIX, load_ds_json
 from harness.config.run_file import load_run_config
-from harness.data.corpus import find_corpus
 from harness.data.spec import tokenizer_of
 from harness.errors import ConfigError
+from harness.files.corpus import find_corpus
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import FORMATS, format_of
 from harness.files.splits import ALL, TO_EVALUATE

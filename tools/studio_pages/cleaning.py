@@ -13,8 +13,8 @@ from typing import Annotated
 from pydantic import BaseModel, Field, ValidationError
 
 from harness.config.assignments import MAX_FILE_BYTES
-from harness.data.corpus import find_corpus
 from harness.errors import Unusable
+from harness.files.corpus import find_corpus
 from harness.files.regular_file import read_json
 from harness.report.chart import Curve, Mark, line, lines
 from tools.cleaning.recipe import STEPS

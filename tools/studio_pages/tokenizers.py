@@ -7,8 +7,8 @@ from functools import lru_cache
 from html import escape
 from typing import Any
 
-from harness.data.corpus import find_corpus
 from harness.data.tokenizer import SPACE, spm_model, to_backend, wrap
+from harness.files.corpus import find_corpus
 from harness.report.chart import Chart, Mark, line, lines
 from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Page, Slider, Typed, Values

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.corpus import Corpus
 from harness.data.tokenizer import encode, vocab_size
 from harness.files.chat import Chat
+from harness.files.corpus import Corpus
 from harness.files.data_format import BadLines
 from harness.files.pieces import Ids
 from tools.cleaning.recipe import language_model, packaged_model

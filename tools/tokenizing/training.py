@@ -10,7 +10,6 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 from tokenizers.trainers import BpeTrainer
 
-from harness.data.corpus import Corpus
 from harness.data.tokenizer import (
     BOS,
     EOS,
@@ -23,6 +22,7 @@ from harness.data.tokenizer import (
     wrap,
     write_tokenizer,
 )
+from harness.files.corpus import Corpus
 
 
 def train(kind: str, corpus: Corpus, folder: Path, vocab_size: int, byte_fallback: bool) -> None:

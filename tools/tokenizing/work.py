@@ -11,7 +11,6 @@ from pathlib import Path
 
 from harness.config.run_config import RunConfig
 from harness.data.cache import Report, locked
-from harness.data.corpus import Corpus
 from harness.data.pair import IndexedTokens
 from harness.data.prepare import TOKENS, read_skipped
 from harness.data.rendering import writes_date
@@ -22,6 +21,7 @@ from harness.data.spec import DataSpec, corpus_of
 from harness.data.tokenizer import added_at_begin
 from harness.errors import ConfigError
 from harness.files.chat import Chat
+from harness.files.corpus import Corpus
 from harness.plan.data import balanced, with_eval_splits
 from tools.workers import ProgressLine, cores, run_workers
 

@@ -160,8 +160,8 @@ def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from harness.data.corpus import find_corpus
     from harness.data.tokenizer import train_tokenizer
+    from harness.files.corpus import find_corpus
 
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any, TypeVar
 
 from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
-from harness.files.data_format import BadLines
+from harness.files.data_format import BadLines, Records, problem_of
 from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
+from harness.files.forms import Document, read, value_of
 from harness.files.notes import Note
-from harness.files.pieces import Ids, Piece, pieces_of
-from harness.files.rows import CHATS, TEXT, documents_of, kind_of_document, why_not_mixed
+from harness.files.pieces import Ids, Piece, pieces_of, unless_blank
+
+CHATS, TOKEN_IDS, TEXT = "a conversation", "token ids", "other text"
+"""Kinds of documents, as messages name them. All documents of a corpus have the same kind."""
+Result = TypeVar("Result")
+
+
+def why_not_mixed(kind: str, first: tuple[str, str]) -> str:
+    """Return the problem with a document of another kind than the `first`, a (kind, location)."""
+    return f"holds {kind}, but {first[1]} holds {first[0]}: name one of them, or move it"
 
 
 @dataclass(frozen=True)
@@ -28,28 +38,25 @@ class Part:
     document: Chat | Ids | Piece
     file: Path
     line: int
+    kind: str
+    """Kind of the document. All documents of a corpus have the same kind."""
+    num_characters: int
+    """Length of the text, or the number of token ids."""
+    is_last: bool
+    """True if the document ends with this part."""
     record: object = None
     """The record that contains it; None if the document is a whole file."""
     notes: tuple[Note, ...] = ()
     """Content of the record that is not used; attached to the first piece of a document."""
 
-    @property
-    def num_characters(self) -> int:
-        """Length of the text, or the number of token ids."""
-        document = self.document
+    @classmethod
+    def of(cls, document: Chat | Ids | Piece, file: Path, line: int, *record: Any) -> Part:
+        """Return a document, or a piece of one, with its location, record and notes."""
+        if isinstance(document, Piece):
+            return cls(document, file, line, TEXT, len(document.text), document.is_last, *record)
         if isinstance(document, Ids):
-            return len(document.ids)
-        return document.num_characters if isinstance(document, Chat) else len(document.text)
-
-    @property
-    def kind(self) -> str:
-        """Kind of the document. All documents of a corpus have the same kind."""
-        return kind_of_document(self.document)
-
-    @property
-    def is_last(self) -> bool:
-        """True if the document ends with this part."""
-        return not isinstance(self.document, Piece) or self.document.is_last
+            return cls(document, file, line, TOKEN_IDS, len(document.ids), True, *record)
+        return cls(document, file, line, CHATS, document.num_characters, True, *record)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,8 @@ class Corpus(CorpusFiles):
             documents += part.is_last
             bad_lines.is_cut = characters >= self.limit.characters
             if bad_lines.is_cut and isinstance(part.document, Piece):
-                part = replace(part, document=replace(part.document, is_last=True))
+                cut = replace(part.document, is_last=True)
+                part = replace(part, document=cut, is_last=True)
             yield part
             if bad_lines.is_cut or max(documents, bad_lines.seen) >= self.limit.records:
                 bad_lines.is_cut = True
@@ -145,7 +153,7 @@ class Corpus(CorpusFiles):
 
     def _parts_of(self, file: Path, bad_lines: BadLines) -> Iterator[Part]:
         if self.kind == "library":
-            yield from (Part(piece, file, 1) for piece in _library_file(file))
+            yield from (Part.of(piece, file, 1) for piece in _library_file(file))
             return
         format = format_of(file, self.format)
         if format.records is None:
@@ -153,7 +161,7 @@ class Corpus(CorpusFiles):
             if self.where:
                 bad_lines.add(file, f"has no columns, but data.where is {dict(self.where)}")
                 return
-            yield from (Part(piece, file, 1) for piece in format.pieces(file, bad_lines))
+            yield from (Part.of(piece, file, 1) for piece in format.pieces(file, bad_lines))
             return
         records = format.records(file, bad_lines)
         if self.between is not None:
@@ -162,7 +170,7 @@ class Corpus(CorpusFiles):
         rows = documents_of(file, records, bad_lines, self.where, self.columns)
         for line, record, (document, notes) in rows:
             for part in [document] if isinstance(document, Chat | Ids) else document:
-                yield Part(part, file, line, record, notes)
+                yield Part.of(part, file, line, record, notes)
                 notes = ()
 
     @cached_property
@@ -253,3 +261,43 @@ def _library_file(file: Path) -> Iterator[Piece]:
         return
     for _, page in sorted(topics.items()):
         yield Piece(page)
+
+
+def rows_of(
+    file: Path,
+    records: Records,
+    bad_lines: BadLines,
+    where: Mapping[str, str],
+    result_of: Callable[[object], Result],
+) -> Iterator[tuple[int, object, Result]]:
+    """Yield (line, record, result) of the records that match data.where; collect the bad ones."""
+    for line, record in records:
+        bad_lines.seen += 1
+        try:
+            if any(value_of(record, column) != value for column, value in where.items()):
+                continue
+            result = result_of(record)
+        except ValueError as error:
+            bad_lines.add(file, problem_of(error), line)
+            if bad_lines.are_enough:
+                return
+        else:
+            yield line, record, result
+
+
+def documents_of(
+    file: Path,
+    records: Records,
+    bad_lines: BadLines,
+    where: Mapping[str, str],
+    columns: Mapping[str, str],
+) -> Iterator[tuple[int, object, tuple[Document, tuple[Note, ...]]]]:
+    """Yield (line, record, (document, notes)). Blank texts are bad if bad rows are skipped."""
+
+    def document_of(record: object) -> tuple[Document, tuple[Note, ...]]:
+        document, notes = read(record, columns)
+        if not isinstance(document, Chat | Ids) and bad_lines.limit is not None:
+            document = unless_blank(document)
+        return document, tuple(note for note in notes if note[1] not in where)
+
+    return rows_of(file, records, bad_lines, where, document_of)
