@@ -26,6 +26,7 @@ from harness.checkpoint.store import Checkpoint, fsync
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.errors import CannotSave, ConfigError, is_full_disk
 from harness.estimate.memory_item import as_size
+from harness.files.paths import export_problem
 from harness.layout.adapters import DESCRIPTION, NAME, module_of, quiet_bitsandbytes
 
 SHARD_BYTES = 4 * 10**9
@@ -191,23 +192,6 @@ def _out_of_the_way(folder: Path, aside: Path) -> Iterator[None]:
         if aside.exists() and not folder.exists():
             aside.rename(folder)
         raise
-
-
-def export_problem(folder: Path) -> str | None:
-    """Return the reason why an export must not replace `folder`, or None."""
-    if not folder.exists() or _is_export(folder):
-        return None
-    return f"{folder} exists and is not an exported model: move it, or choose another folder"
-
-
-def _is_export(folder: Path) -> bool:
-    """Return True for an empty folder or a model: replacing it loses no user files."""
-    if not folder.is_dir():
-        return False
-    paths = list(folder.iterdir())
-    configs = {folder / "config.json", folder / "adapter_config.json"}
-    has_weights = any(path.suffix == ".safetensors" for path in paths)
-    return not paths or (bool(configs & {*paths}) and has_weights)
 
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

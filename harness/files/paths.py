@@ -75,3 +75,20 @@ def _near_name(name: str, folder: Path) -> str | None:
         by_stem.setdefault(path.name.partition(".")[0], []).append(path.name)
     stems = get_close_matches(name.partition(".")[0], by_stem, n=1, cutoff=_NEAR)
     return get_close_matches(name, by_stem[stems[0]], n=1, cutoff=0)[0] if stems else None
+
+
+def export_problem(folder: Path) -> str | None:
+    """Return the reason why an export must not replace `folder`, or None."""
+    if not folder.exists() or _is_export(folder):
+        return None
+    return f"{folder} exists and is not an exported model: move it, or choose another folder"
+
+
+def _is_export(folder: Path) -> bool:
+    """Return True for an empty folder or a model: replacing it loses no user files."""
+    if not folder.is_dir():
+        return False
+    paths = list(folder.iterdir())
+    configs = {folder / "config.json", folder / "adapter_config.json"}
+    has_weights = any(path.suffix == ".safetensors" for path in paths)
+    return not paths or (bool(configs & {*paths}) and has_weights)

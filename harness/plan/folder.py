@@ -6,12 +6,13 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from harness.files.paths import export_problem
 from harness.plan.plan import Draft
 
 
 def check_run_dir(draft: Draft) -> None:
     """Reject a run.dir that is, or is inside, a file and, on this machine, one that this user may
-    not enter. Reads this machine's disk.
+    not enter, or whose export would replace something else. Reads this machine's disk.
     """
     text = draft.config.run.dir
     if text is None:
@@ -26,6 +27,9 @@ def check_run_dir(draft: Draft) -> None:
     if nearest.exists() and not nearest.is_dir():
         blocking = "it" if nearest == path else str(nearest)
         draft.problems.add("run.dir", f"but {blocking} is not a folder")
+    problem = export_problem(path / "export") if draft.here and draft.config.save.export else None
+    if problem:
+        draft.problems.say(f"save.export: {problem}, or set save.export=false")
 
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}

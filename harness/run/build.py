@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.checkpoint.export import export_problem, replacing, sweep
+from harness.checkpoint.export import replacing, sweep
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
 from harness.data.build import build_data
@@ -148,7 +148,7 @@ def build(
     progress.say(summary(plan))
     time_left = _time_left(plan, request)
     remove_left_swap(plan)
-    if problems := [*swap_problems(plan), *_foreign_export(plan)]:
+    if problems := swap_problems(plan):
         raise ConfigError(problems)
     _check_fit(plan)
     if data is None:  # tokenizing takes longer
@@ -252,15 +252,6 @@ def _time_left(plan: Plan, request: StopRequest) -> TimeLeft:
         limit_s = slurm_seconds_left()
     saved = checkpoint_bytes(plan.estimate.inputs) if plan.estimate else 0
     return TimeLeft(limit_s, saved / plan.world.world_size)
-
-
-def _foreign_export(plan: Plan) -> list[str]:
-    """Return the problems that would prevent the export at the end of the run."""
-    run_dir = plan.config.run.dir
-    if not plan.config.save.export or run_dir is None:
-        return []
-    problem = export_problem(RunFolder(run_dir).export_dir)
-    return [f"save.export: {problem}, or set save.export=false"] if problem else []
 
 
 def _check_fit(plan: Plan) -> list[dict[str, Any]]:

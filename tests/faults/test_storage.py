@@ -270,16 +270,6 @@ def test_a_run_whose_export_differs_ends_as_the_tool_does(trial: Trial) -> None:
     assert list(trial.path.glob("*export*")) == []
 
 
-def test_a_file_named_export_is_found_before_training(trial: Trial) -> None:
-    trial.path.mkdir()
-    trial.run.export_dir.write_text("mine")
-    ended = trial.start("save.export=true", code=2)
-    assert (
-        f"save.export: {trial.run.export_dir} exists and is not an exported model" in ended.output
-    )
-    assert [path.name for path in trial.path.iterdir()] == ["export"]
-
-
 @pytest.mark.gate("faults")
 def test_damaged_records_do_not_keep_a_run_from_going_on(finished: Trial, undisturbed: Any) -> None:
     run = finished.run

@@ -226,6 +226,18 @@ def test_dry_run_names_resumable_run_or_the_obstacle(tmp_path: Path) -> None:
     assert run_in_folder(plan_of(words[0])) is None
 
 
+def test_an_export_that_would_replace_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "export").write_text("mine")
+    with pytest.raises(
+        ConfigError, match=r"^save\.export: .*/export exists and is not an exported"
+    ):
+        plan_of(f"run.dir={tmp_path}", here=True)
+    assert plan_of(f"run.dir={tmp_path}", "save.export=false", here=True)
+    (tmp_path / "export").unlink()
+    (tmp_path / "export").mkdir()
+    assert plan_of(f"run.dir={tmp_path}", here=True)
+
+
 def test_a_new_run_begins_texts_and_has_the_date_of_today() -> None:
     data = plan_of().config.data
     assert (data.date, data.bos) == (datetime.now(UTC).date().isoformat(), "auto")
