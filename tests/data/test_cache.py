@@ -9,6 +9,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,7 +179,8 @@ def test_cache_lock_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
 
 
 def test_damaged_facts_of_a_split_are_named(tmp_path: Path) -> None:
-    facts = {"fingerprint": "a", "add_separator": True, "documents": 1, "lowest_id": 0}
+    facts: dict[str, Any] = {"fingerprint": "a", "add_separator": True, "documents": 1}
+    facts |= {"lowest_id": 0, "shorter": 0, "longer": 0}
     (tmp_path / "split.json").write_text(json.dumps({**facts, "highest_id": 3}))
     assert read_facts(tmp_path).highest_id == 3
     another_type = json.dumps({**facts, "highest_id": "3"})

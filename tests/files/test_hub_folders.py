@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.compatibility import resume_problems
 from harness.config.data_section import DataConfig
 from harness.config.run_file import load_run_config
 from harness.data.pair import write_indexed
@@ -309,25 +307,3 @@ def test_held_out_splits_evaluate_unless_the_user_says(tmp_path: Path) -> None:
     mixed = plan_of(f'data.mix=[{{path="{tmp_path}", split="test"}}]').config.data
     assert mixed.eval_path == {}
     assert glance(mixed.sources()[tmp_path.name]).text.endswith("(not read: train, validation)")
-
-
-@pytest.mark.parametrize("how", ["run.dir", "resume.from"])
-def test_a_run_goes_on_with_the_split_that_it_read(how: str, tmp_path: Path) -> None:
-    folder = fill(tmp_path / "data", "train.jsonl", "test.jsonl")
-    path, run = f"data.path={folder}", f"{how}={tmp_path / 'run'}"
-    (tmp_path / "run").mkdir()
-
-    def goes_on_from(plan: Plan, *words: str) -> Plan:
-        record = plan.to_json()
-        (tmp_path / "run" / "plan.json").write_text(json.dumps(record))
-        resumed = plan_of(run, path, *words)
-        allowed = ["data.split"] if words else []  # the user's setting has priority
-        assert resume_problems(record, resumed.to_json(), allowed) == []
-        return resumed
-
-    whole = goes_on_from(plan_of(path, "data.split=all"))
-    assert (whole.config.data.split, whole.config.data.eval_path) == ("all", {})
-    assert [*goes_on_from(plan_of(path)).config.data.eval_path] == ["test"]
-    assert goes_on_from(whole, "data.split=test").config.data.split == "test"
-    other = plan_of(run, f"data.path={fill(tmp_path / 'b', 'train.jsonl', 'dev.jsonl')}")
-    assert [*other.config.data.eval_path] == ["validation"]

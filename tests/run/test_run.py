@@ -199,9 +199,9 @@ def test_evaluations_count_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> 
         numbers = torch.arange(first, first + rows)[:, None]
         return Batch(numbers, numbers.clone(), None)
 
-    plan: Any = mock.Mock(micro_batch=4)
+    plan: Any = mock.Mock(micro_batch=4, seq_len=8)
     plan.share.starts = lambda samples, rows: range(0, samples, rows)
-    plan.config.eval.samples, plan.config.data.seq_len = 6, 8
+    plan.config.eval.samples = 6
     stream: Any = mock.Mock(batch=batch, samples=10, at_once=10, seq_len=8)
     monkeypatch.setattr(evaluation, "summed", lambda run, batches, _: [noted(batches).tolist()])
     evaluation.mean_losses(mock.Mock(plan=plan), stream)
@@ -399,11 +399,9 @@ def test_losses_by_position_are_those_of_the_longer_set(monkeypatch: pytest.Monk
     monkeypatch.setattr(evaluation, "mean_losses", lambda run, rows, *_: losses[rows])
 
     def by_position(held_out: str, longer: str | None) -> object:
-        config = SimpleNamespace(data=SimpleNamespace(seq_len=2))
         data = SimpleNamespace(held_out=held_out, long_held_out=longer)
-        return evaluation.evaluate_by_position(
-            SimpleNamespace(data=data, plan=SimpleNamespace(config=config))
-        )
+        run = SimpleNamespace(data=data, plan=SimpleNamespace(seq_len=2))
+        return evaluation.evaluate_by_position(run)
 
     assert by_position("held out", "longer") == (2.0, [3.0, 1.0])
     assert by_position("held out", None) == (2.0, [2.5])
