@@ -88,18 +88,16 @@ def test_gradients_are_those_of_undivided_experts(case: str) -> None:
 def all_to_the_first(engine: Any) -> Iterator[None]:
     """Route all tokens to the first experts, which rank 0 holds."""
     engine.module.config._experts_implementation = "eager"
+
+    def first(forward: Any, states: Any, index: torch.Tensor, weights: Any) -> Any:
+        return forward(states, torch.arange(index.shape[1]).expand_as(index), weights)
+
     with contextlib.ExitStack() as stack:
         for name, module in engine.module.named_modules():
             if name.endswith(".experts"):
-                stack.enter_context(mock.patch.object(module, "forward", _first(module.forward)))
+                own = functools.partial(first, module.forward)
+                stack.enter_context(mock.patch.object(module, "forward", own))
         yield
-
-
-def _first(forward: Any) -> Any:
-    def to_the_first(states: Any, index: torch.Tensor, weights: Any) -> Any:
-        return forward(states, torch.arange(index.shape[1]).expand_as(index), weights)
-
-    return to_the_first
 
 
 @ranks(2)
@@ -188,10 +186,9 @@ def test_given_weights_are_read_and_divided() -> None:
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
     expected = {name: weight.detach() for name, weight in model.named_parameters()}
+    given = {"name": str(path), "init_from": str(path)}
     for zero in (1, 3):
-        engine = engine_of(
-            f"zero{zero} experts2", model={"name": str(path), "init_from": str(path)}
-        )
+        engine = engine_of(f"zero{zero} experts2", model=given)
         assert different(engine.masters(), expected) == [], zero
         engine.close()
 
