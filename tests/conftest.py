@@ -101,9 +101,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def room_of(file: str) -> str:
-    """Return the unit that one worker takes: a file, or a folder whose tests share a slow start
-    (the ranks of tests/engine, the server of tests/studio).
-    """
+    """Return the unit of a worker: a file, or a folder whose tests share a slow start."""
     path = Path(file)
     return next((r for r in ("engine", "studio") if f"tests/{r}/" in path.as_posix()), path.name)
 

@@ -1,6 +1,4 @@
-"""Real runs on a few CPU ranks without a launcher; the launcher and each rank's imports take
-5 s.
-"""
+"""Real runs on a few CPU ranks without a launcher, whose imports take 5 s."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 @functools.cache
 def imported() -> tuple[Zygote, tempfile.TemporaryDirectory[str]]:
-    """Return the process from which ranks and tools are forked, with its TMPDIR. It has imported
-    everything; a fault of tests/faults/plant.py can be planted in its ranks.
-    """
+    """Return the process that has imported everything, for ranks and tools, and its TMPDIR."""
     temporary = tempfile.TemporaryDirectory()
     variables = {**CHANGES, "PYTHONWARNINGS": "ignore", "TMPDIR": temporary.name}
     return Zygote(variables, "tests.faults.plant"), temporary

@@ -1,6 +1,4 @@
-"""Every command of the README and of the pages that it links to runs, with small settings, in a
-copy of the clone that was never installed.
-"""
+"""Every command of the README and of its pages runs in a copy that was never installed."""
 
 from __future__ import annotations
 

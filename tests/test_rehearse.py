@@ -68,13 +68,8 @@ def cpu(ranks: int) -> World:
     return World(world_size=ranks, local_world_size=ranks)
 
 
-# --- the model ---
-
-
 def small_parameters(config: dict[str, Any]) -> int:
-    """Return the parameters of the model that transformers builds from a config, without
-    weights.
-    """
+    """Return the parameters of the model that transformers builds, without weights."""
     return skeleton(hf_config(config), torch.float32, "eager").num_parameters()
 
 
@@ -154,9 +149,6 @@ def test_a_model_that_cannot_be_shrunk_says_why(keys: dict[str, Any], problem: s
         shrunk({"model_type": "new", **keys}, LAYERS, VOCAB_SIZE)
 
 
-# --- the layout ---
-
-
 @pytest.mark.parametrize(
     ("grid", "ranks", "expected"),
     [
@@ -203,9 +195,6 @@ def test_another_layout_takes_the_same_batch(
     assert replacement == expected
     if replacement:
         assert (micro * accum * layout.data) % (replacement[1] * replacement[0].data) == 0
-
-
-# --- the job ---
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DS_CONFIGS.glob("*.json")))
@@ -359,9 +348,6 @@ def test_layers_per_stage_keep_their_proportion() -> None:
     assert made.model["num_hidden_layers"] == 4
 
 
-# --- the data ---
-
-
 LINE = json.dumps({"text": "word " * 200}) + "\n"
 
 
@@ -414,9 +400,6 @@ def test_excerpt_reads_small_data_in_place(tmp_path: Path) -> None:
         excerpt(str(tmp_path / "gone.txt"), tmp_path / "part")
 
 
-# --- the comparison ---
-
-
 def lines(*losses: float | str, stopped_at: int = 9) -> list[dict[str, Any]]:
     return [{"step": 0, "attempt": 1, "eval_loss": 9.0}] + [
         {"step": step, "attempt": 1 + (step > stopped_at), "loss": loss, "grad_norm": 1.0}
@@ -440,9 +423,6 @@ def test_nonfinite_losses_count_as_apart() -> None:
     for loss in ("inf", "nan"):  # as records have them
         assert not apart(lines(loss, 2.0), expected, [1], "loss") <= 1e9
         assert not apart(expected, lines(loss, 2.0), [1], "loss") <= 1e9
-
-
-# --- the tool ---
 
 
 def test_missing_data_fails_the_rehearsal_at_plan() -> None:

@@ -1,6 +1,4 @@
-"""A run resumes from the newest checkpoint whose bytes are all unchanged. If the newest is wrong,
-even with matching hashes and checksum, the previous one is used.
-"""
+"""A run resumes from the newest checkpoint that is whole and right in every part."""
 
 from __future__ import annotations
 

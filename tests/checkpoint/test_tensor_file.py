@@ -1,6 +1,4 @@
-"""Fragments on disk: safetensors reads them, in any pieces; copies from and to an accelerator, also
-for background saves, where memory stands in for the device's.
-"""
+"""Fragments on disk, in any pieces; host memory stands in for an accelerator's."""
 
 from __future__ import annotations
 

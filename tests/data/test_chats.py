@@ -162,9 +162,7 @@ def learned_text(tokenizer: PreTrainedTokenizerFast, chat: Chat, learn: str = "a
 
 
 def thinking(text: str, looks: str = "false") -> tuple[str, list[dict[str, Any]]]:
-    """Return a template that looks into texts and writes thoughts in the last turn alone; and
-    turns.
-    """
+    """Return a template that looks into texts and writes only the last thoughts; and turns."""
     begin = "{%- for m in messages %}"
     looking = f"{{%- set content = m.content %}}{{{{ '*' if {looks} else '' }}}}"
     turn = {"role": "assistant", "content": f"<think>so</think>{text}"}

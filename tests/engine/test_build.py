@@ -30,14 +30,7 @@ from harness.models.skeleton import hf_config, skeleton
 from harness.models.units import units
 from harness.plan.command import parse_command, plan_from
 from harness.plan.make import make_plan
-from tests.engine.engines import (
-    WORLD,
-    different,
-    engine_of,
-    folder,
-    given_weights,
-    losses,
-)
+from tests.engine.engines import WORLD, different, engine_of, folder, given_weights, losses
 from tests.engine.small import MODEL
 from tests.ranks import ranks
 from tests.run_tools import printed
@@ -73,9 +66,7 @@ def test_zero_3_build_holds_one_full_layer_at_most() -> None:
 
 
 def test_zero3_moves_the_buffers_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """zero.Init has placed its parameters; another device than theirs shows who moves the
-    buffers.
-    """
+    """zero.Init has placed its parameters; another device shows who moves the buffers."""
     loaded = AutoModelForCausalLM.from_config(hf_config(MODEL))
     report = {"missing_keys": [], "unexpected_keys": []}
     monkeypatch.setattr(single_stage, "read_weights", lambda *_: (loaded, report))

@@ -128,9 +128,7 @@ def test_every_group_waits_longer_than_the_watchdog(
     assert ended.output.splitlines()[-1] == f"{patience_s} {patience_s}"
 
 
-def test_deepspeed_counts_cpu_ranks_without_a_subprocess(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deepspeed_counts_cpu_ranks_without_a_subprocess(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.utils import numa
 

@@ -1,6 +1,4 @@
-"""Predicted activations against those that autograd saves in real models, with tiny shapes; and
-predicted bytes of the chunked loss against those of the real head and loss.
-"""
+"""Predicted activations, and bytes of the chunked loss, against those of real small models."""
 
 from __future__ import annotations
 
@@ -175,9 +173,7 @@ def exists(family, way):
 
 
 def saving_cases():
-    """Return some ways of llama, one of every other family, and some of reversible layers and of
-    approximate attention; a gate has the rest.
-    """
+    """Return some ways of each family, of reversible layers and of approximate attention."""
     cases = []
     for family in FAMILIES:
         ways = [way for way in WAYS if exists(family, way)]

@@ -1,6 +1,4 @@
-"""Runs that exceed this machine's memory are refused, with the changes that would help; carried
-states count.
-"""
+"""Runs that exceed this machine's memory are refused, with the changes that would help."""
 
 from __future__ import annotations
 

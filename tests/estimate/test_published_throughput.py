@@ -73,9 +73,7 @@ class Row:
 
     source: str
     part: str
-    """"fitted" or "judged", depending on whether constants of rates.toml were fitted to it; "other"
-    if it ran with kernels that the harness does not use.
-    """
+    """"fitted" or "judged" by constants of rates.toml; "other" with kernels that we lack."""
     setting: str
     """"yes", or the settings that the source does not state or that differ from ours."""
     gpu: str
@@ -198,9 +196,7 @@ def products() -> list[Product]:
 
 
 def fitted_share(measured: list[Product]) -> Machine:
-    """Return the machine with the share of its peak that fits these products best; benchmarks reach
-    more of the peak than steps do.
-    """
+    """Return the machine with the share of its peak that fits these products best."""
     machine = machine_of(measured[0].gpu, 8, "bf16")
     machines = [replace(machine, products=share) for share in _SHARES]
     return min(machines, key=lambda each: median(abs(product.error(each)) for product in measured))
@@ -245,9 +241,7 @@ def kind_of(inputs: Inputs) -> str:
     return "offload" if inputs.zero.offload_optimizer != "device" else "ZeRO"
 
 
-def test_published_errors_by_kind_match_the_planner(
-    estimated: list[tuple[Row, float]],
-) -> None:
+def test_published_errors_by_kind_match_the_planner(estimated: list[tuple[Row, float]]) -> None:
     errors: dict[str, list[float]] = {}
     for row, rate in estimated:
         kind = kind_of(row.inputs)
@@ -265,9 +259,7 @@ def test_published_errors_by_kind_match_the_planner(
 def test_layouts_over_5_percent_apart_are_ordered_correctly(
     estimated: list[tuple[Row, float]],
 ) -> None:
-    """Pairs of published runs of one model on the same GPUs; below that, one in five is ordered
-    wrongly.
-    """
+    """Pairs of published runs of one model on the same GPUs; one in five may be wrong."""
     jobs: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
     for row, rate in estimated:
         run = row.inputs
@@ -295,9 +287,7 @@ def test_matmul_times_follow_published_tables(gpu: str, rows: int) -> None:
     assert quantile(errors, 0.9) < 0.18
 
 
-def test_what_more_gpus_cost_is_near_what_was_published(
-    estimated: list[tuple[Row, float]],
-) -> None:
+def test_what_more_gpus_cost_is_near_what_was_published(estimated: list[tuple[Row, float]]) -> None:
     runs = [(row, rate) for row, rate in estimated if row.source == "nvidia-15b"]
     few, *_, many = sorted(runs, key=lambda run: run[0].inputs.grid.world_size)
     lost = 1 - many[0].tokens_per_s_per_gpu / few[0].tokens_per_s_per_gpu

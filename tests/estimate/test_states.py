@@ -250,11 +250,7 @@ def test_single_rank_gathers_nothing_and_keeps_no_second_copy():
 
 @pytest.mark.parametrize(
     ("keys", "axis", "expected"),
-    [
-        ({}, "data", 2),
-        ({"communication_data_type": "fp32"}, "data", 4),
-        ({}, "sequence", 2),
-    ],
+    [({}, "data", 2), ({"communication_data_type": "fp32"}, "data", 4), ({}, "sequence", 2)],
 )
 def test_gradients_travel_as_the_json_says(keys, axis, expected):
     run = run_of(stage=3, reduce_bucket_size=1000, **keys)

@@ -100,9 +100,7 @@ def main() -> int:
 
 
 def compared(family: str) -> Row:
-    """Return the verdict of one family. Its forked ranks are new, so that none can hang the next
-    family.
-    """
+    """Return the verdict of one family, on new ranks, so that none can hang the next one."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         ranks = [

@@ -1,6 +1,4 @@
-"""Small models of every state-space and hybrid text family in transformers: some of their layers
-use a state, a convolution or linear attention instead of attention over all tokens.
-"""
+"""Small models of every text family in transformers with states, convolutions or linear layers."""
 
 from __future__ import annotations
 

@@ -161,9 +161,7 @@ DROPPING = "gpt2_dropping"
 """Drops hidden states that all tensor-parallel ranks hold; its attention drops nothing."""
 LEARNED[DROPPING] = {**LEARNED["gpt2"], "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 HEAVY = "mixtral_heavy"
-"""Its experts, all of which every token uses, dominate the gradient: a norm without some of their
-squares is off by more than bf16's error.
-"""
+"""Its experts dominate the gradient: a norm without some of them is off by more than bf16."""
 LEARNED[HEAVY] = {
     **LEARNED["mixtral"],
     "intermediate_size": 1536,

@@ -11,9 +11,7 @@ from harness.guard import failure_broadcast
 from harness.guard.failure_broadcast import Failure, FailureBroadcast
 
 
-def test_all_ranks_exit_with_the_code_of_the_first_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_ranks_exit_with_the_code_of_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
 
     def exit_thread(code: int) -> None:

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-from harness.layout.shape import (
-    Shape,
-    flops_per_token,
-    flops_per_unit,
-    num_parameters,
-)
+from harness.layout.shape import Shape, flops_per_token, flops_per_unit, num_parameters
 from harness.layout.stages import (
     Bounds,
     Work,
@@ -73,9 +68,7 @@ def test_a_split_is_the_best_of_all(num_layers: int, stages: int, seed: int) -> 
 
 
 def test_a_head_as_long_as_two_layers_takes_two_layers_away() -> None:
-    """One layer calculated: 4 h^2 + 3 h f weights, 12 h T for attention; the head has V h
-    weights.
-    """
+    """One layer: 4 h^2 + 3 h f weights, 12 h T for attention; the head has V h weights."""
     hidden, width, tokens = 48, 80, 32
     layer = 6 * (4 * hidden**2 + 3 * hidden * width) + 12 * hidden * tokens
     shape = llama(vocab_size=2 * layer // (6 * hidden))

@@ -1,6 +1,4 @@
-"""Attention that can be exchanged, that is summed, and that separates documents as transformers
-does.
-"""
+"""Attention that can be exchanged, is summed, and separates documents as in transformers."""
 
 from __future__ import annotations
 

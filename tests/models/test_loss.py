@@ -67,9 +67,7 @@ def test_documents_do_not_see_each_other_where_positions_restart() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_sums_over_targets_or_mixes_in_all_tokens(
-    smoothing: float,
-) -> None:
+def test_loss_sums_over_targets_or_mixes_in_all_tokens(smoothing: float) -> None:
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0, :2] = -100
     chances, targets = logits.log_softmax(-1), nn.functional.one_hot(labels.clamp(min=0), 7)

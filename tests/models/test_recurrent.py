@@ -1,6 +1,4 @@
-"""LSTM and GRU decoders: torch's own cells; and carried states, against single long windows
-and transformers' own cache.
-"""
+"""LSTM and GRU decoders against torch's cells; carried states against long windows."""
 
 from __future__ import annotations
 

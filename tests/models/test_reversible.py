@@ -45,9 +45,7 @@ def reversible(*args: Any, **sizes: Any) -> Any:
 
 
 def errors(model: Any, reference: Any) -> dict[str, float]:
-    """Return each gradient's distance from that of the same two streams with every activation kept
-    by autograd, relative to its norm.
-    """
+    """Return each gradient's relative distance from that of the streams kept by autograd."""
     add = Streams.add
     with mock.patch.object(Streams, "add", lambda self, half, _reversible: add(self, half, False)):
         expected = loss_and_gradients(reference)

@@ -15,12 +15,7 @@ from transformers.modeling_flash_attention_utils import _process_flash_attention
 from harness.layout.releases import is_older
 from harness.layout.world import World
 from harness.models.attention import separates_documents
-from harness.models.skeleton import (
-    described_parameters,
-    hf_config,
-    skeleton,
-    tied_names,
-)
+from harness.models.skeleton import described_parameters, hf_config, skeleton, tied_names
 from harness.models.units import units
 from harness.plan.attention import AttentionNeeds
 from harness.plan.model_config import find_model_config, preset_names

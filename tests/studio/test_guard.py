@@ -18,9 +18,7 @@ PAGE, SOCKET = "/memory", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 def ask(
     port: int, path: str = PAGE, method: str = "GET", **headers: str
 ) -> tuple[int, dict[str, str], str]:
-    """Return (status, headers, body) of one request; `sec_fetch_site` is the header
-    Sec-Fetch-Site.
-    """
+    """Return (status, headers, body) of a request with the header Sec-Fetch-Site."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, headers=named)

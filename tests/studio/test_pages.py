@@ -407,9 +407,7 @@ def test_gradients_of_all_ranks_are_those_of_one() -> None:
 
 
 def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
-    """2 x and 3 x the parameters with one micro-batch, as in the paper for stages 0 and 3 (arXiv
-    1910.02054, section 7); stages 1 and 2 sum whole gradients.
-    """
+    """2 x and 3 x the parameters for stages 0 and 3 (arXiv 1910.02054, section 7)."""
     inputs, _ = inputs_of(read_values(BY_SLUG["zero"].controls, {"accumulation": "1"}))
     inputs = replace(inputs, zero=replace(inputs.zero, comm_bytes=2))
     psi = 2 * inputs.parameters * 7 / 8

@@ -236,9 +236,6 @@ def test_a_script_in_a_name_is_not_executed(studio: Studio, browser: Browser) ->
     assert ask(studio.port, f"/runs/{quote(folder.name)}/metrics.jsonl")[0] == 404
 
 
-# --- reports of tools/clean_data.py ---
-
-
 @pytest.mark.gate("pages")
 def test_a_real_report_is_shown_as_it_counts(runs: Path) -> None:
     """Compared with the same rules on the same documents, without the tool's pipeline."""

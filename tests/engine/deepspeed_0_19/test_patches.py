@@ -29,16 +29,7 @@ from harness.engine.deepspeed_0_19 import experts, gradients, patches, pipe_modu
 from harness.engine.deepspeed_0_19.patches import PATCHES
 from harness.errors import ConfigError, RunStopped
 from harness.plan.machine import missing_for_cpu_adam
-from tests.engine.engines import (
-    SGD,
-    WORLD,
-    engine_of,
-    fp16,
-    gathered,
-    losses,
-    share_of,
-    written,
-)
+from tests.engine.engines import SGD, WORLD, engine_of, fp16, gathered, losses, share_of, written
 from tests.engine.small import MIXTURES, MODEL
 from tests.engine.test_bad_steps import gradient_of
 from tests.gates.engines import forget_nodes, process_groups

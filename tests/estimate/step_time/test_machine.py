@@ -1,6 +1,4 @@
-"""Rates of GPUs with their sources, and the operations that they bound: matrix products and
-collectives.
-"""
+"""Rates of GPUs with their sources; the matrix products and collectives that they bound."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Steps: terms that must be equal, larger or smaller if one property of a run changes; and work
-between tokens, by kind of layer and attention.
-"""
+"""Steps: terms that change with one property of a run; work between tokens, by kind of layer."""
 
 from __future__ import annotations
 
@@ -306,9 +304,7 @@ def test_attention_of_a_latent_vector_is_as_wide_as_its_heads() -> None:
 
 
 @pytest.mark.parametrize("attention", ["longformer", "performer", "reformer"])
-def test_attention_time_is_linear_or_quadratic_in_length(
-    attention: str,
-) -> None:
+def test_attention_time_is_linear_or_quadratic_in_length(attention: str) -> None:
     def seconds(attention: str, length: int) -> float:
         sizes = tuple(ATTENTIONS[attention].sizes.items())
         inputs = run(micro_batch=1, seq_len=length, attention=attention, attention_sizes=sizes)
