@@ -26,19 +26,8 @@ from tests.shipped import DS_CONFIGS
 
 STEPS = 12
 METRICS = {
-    "attempt",
-    "unix_time_s",
-    "step",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "samples",
-    "tokens",
-    "step_time_s",
-    "tokens_per_s",
-    "mfu",
-    "peak_allocated_gib",
-    "loss_scale",
+    *("attempt", "unix_time_s", "step", "samples", "tokens", "loss", "grad_norm", "mfu"),
+    *("learning_rate", "step_time_s", "tokens_per_s", "peak_allocated_gib", "loss_scale"),
     "skipped_steps",
 }
 
@@ -54,15 +43,9 @@ def opened(data: list[str]) -> Data:
 def stochastic(data: list[str], run_dir: Path, *more: object) -> list[object]:
     """Return the command of a run with dropout, accumulation and a changing rate."""
     return train_command(
-        *data,
-        f"--deepspeed={DS_CONFIGS / 'zero2.json'}",
-        "model.dropout=0.1",
-        f"train.steps={STEPS}",
-        "optim.warmup_steps=4",
-        "eval.every=5",
-        "save.export=true",
-        f"run.dir={run_dir}",
-        *more,
+        *(*data, f"--deepspeed={DS_CONFIGS / 'zero2.json'}", "model.dropout=0.1"),
+        *(f"train.steps={STEPS}", "optim.warmup_steps=4", "eval.every=5", "save.export=true"),
+        *(f"run.dir={run_dir}", *more),
     )
 
 
@@ -202,15 +185,10 @@ def test_a_wrong_config_gives_code_2_and_no_run_folder(data: list[str], tmp_path
     assert not (tmp_path / "run").exists()
 
 
-# Samples of a million tokens; no machine holds their attention scores.
 TOO_LONG = (
-    "data.seq_len=1000000",
-    "data.held_out=0.5",
-    "model.overrides.vocab_size=8192",
-    "model.overrides.max_position_embeddings=1000000",
-    "model.attention=eager",
-    "train.global_batch=1",
-    "train.micro_batch=1",
+    *("data.seq_len=1000000", "model.overrides.max_position_embeddings=1000000"),
+    *("data.held_out=0.5", "model.overrides.vocab_size=8192", "model.attention=eager"),
+    *("train.global_batch=1", "train.micro_batch=1"),
 )
 
 

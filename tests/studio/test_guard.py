@@ -30,18 +30,9 @@ def ask(
 
 def upgrade(port: int, **headers: str) -> int:
     """Return the status of an attempt to open a websocket, as browsers do."""
-    key = base64.b64encode(b"0" * 16).decode()
-    return ask(
-        port,
-        "/_nicegui_ws/socket.io/?EIO=4&transport=websocket",
-        **{
-            "Upgrade": "websocket",
-            "Connection": "Upgrade",
-            "Sec-WebSocket-Version": "13",
-            "Sec-WebSocket-Key": key,
-            **headers,
-        },
-    )[0]
+    asks = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    asks["Sec-WebSocket-Key"] = base64.b64encode(b"0" * 16).decode()
+    return ask(port, SOCKET.replace("polling", "websocket"), **asks, **headers)[0]
 
 
 def test_its_own_pages_are_answered(studio: Studio) -> None:
