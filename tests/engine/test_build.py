@@ -87,18 +87,10 @@ def test_given_weights_are_loaded_exactly_or_refused_by_name(layout: str) -> Non
         engine_of(layout, model={"init_from": str(folder() / "incomplete")})
 
 
-ERNIE = {
-    **{key: value for key, value in MODEL.items() if key != "tie_word_embeddings"},
-    "model_type": "ernie4_5_moe",
-    "num_hidden_layers": 2,
-    "moe_intermediate_size": 16,
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    "moe_num_shared_experts": 1,
-    "moe_layer_start_index": 0,
-    "moe_layer_end_index": 1,
-    "pad_token_id": 0,
-}
+ERNIE = {key: value for key, value in MODEL.items() if key != "tie_word_embeddings"}
+ERNIE |= {"model_type": "ernie4_5_moe", "num_hidden_layers": 2, "moe_intermediate_size": 16}
+ERNIE |= {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "pad_token_id": 0}
+ERNIE |= {"moe_layer_start_index": 0, "moe_layer_end_index": 1}
 
 
 @pytest.mark.parametrize("layout", ["zero0 bf16", "zero1 fp16", "zero2 bf16 fp32_sums"])

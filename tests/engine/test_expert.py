@@ -113,18 +113,10 @@ def test_a_rank_that_gets_no_token_keeps_nobody_waiting() -> None:
         engine.close()
 
 
-DBRX = {
-    "model_type": "dbrx",
-    "vocab_size": VOCAB_SIZE,
-    "d_model": 32,
-    "n_heads": 4,
-    "n_layers": 2,
-    "max_seq_len": SEQ_LEN,
-    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
-    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 1},
-    "tie_word_embeddings": False,
-    "output_router_logits": False,
-}
+DBRX = {"model_type": "dbrx", "vocab_size": VOCAB_SIZE, "d_model": 32, "n_heads": 4, "n_layers": 2}
+DBRX |= {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}}
+DBRX |= {"ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 1}}
+DBRX |= {"max_seq_len": SEQ_LEN, "tie_word_embeddings": False, "output_router_logits": False}
 
 
 class ListOfExperts(nn.Module):

@@ -143,16 +143,9 @@ def test_published_memory_check_notices_wrong_estimates() -> None:
 
 
 MIB = 2**20
-NEOX = {
-    "model_type": "gpt_neox",
-    "vocab_size": 50_000,
-    "hidden_size": 4096,
-    "intermediate_size": 16_384,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+NEOX = {"model_type": "gpt_neox", "vocab_size": 50_000, "hidden_size": 4096}
+NEOX |= {"intermediate_size": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32}
+NEOX |= {"max_position_embeddings": 512, "tie_word_embeddings": False}
 """Layers of 12 h^2 weights between two vocabulary matrices: 6.86B parameters."""
 
 

@@ -122,43 +122,24 @@ def _row(values: dict[str, str]) -> Row:
         bounds=split_evenly(shape.num_layers, pipeline) if pipeline > 1 else None,
     )
     network = values["network_gb_per_s"]
-    return Row(
-        source=values["source"],
-        part=values["part"],
-        setting=values["given"],
-        gpu=values["gpu"],
-        network_gb_per_s=float(network) if network else None,
-        inputs=inputs,
-        tokens_per_s_per_gpu=float(values["tokens_per_s_per_gpu"]),
-    )
+    own = (values[name] for name in ("source", "part", "given", "gpu"))
+    rate = float(values["tokens_per_s_per_gpu"])
+    return Row(*own, float(network) if network else None, inputs, rate)
 
 
 def _shape(model: str, seq_len: int) -> Shape:
     """Return the shape of family:hidden:layers:heads:vocabulary[:key heads:width[:window]]."""
     family, *sizes = model.split(":")
     hidden, layers, heads, vocabulary, *more = map(int, sizes)
+    config: dict[str, Any] = {"model_type": family, "vocab_size": vocabulary}
     if not more:
-        config: dict[str, Any] = {
-            "model_type": "gpt2",
-            "n_embd": hidden,
-            "n_layer": layers,
-            "n_head": heads,
-            "n_positions": seq_len,
-            "vocab_size": vocabulary,
-        }
+        config |= {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads}
+        config["n_positions"] = seq_len
     else:
-        config = {
-            "model_type": family,
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "vocab_size": vocabulary,
-            "num_key_value_heads": more[0],
-            "intermediate_size": more[1],
-            "max_position_embeddings": seq_len,
-            "sliding_window": more[2] if len(more) > 2 else None,
-            "tie_word_embeddings": False,
-        }
+        config |= {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": more[1]}
+        config |= {"num_attention_heads": heads, "num_key_value_heads": more[0]}
+        config |= {"max_position_embeddings": seq_len, "tie_word_embeddings": False}
+        config["sliding_window"] = more[2] if len(more) > 2 else None
     if family == "falcon":  # the shape of Nemotron-4: grouped keys, an MLP without a gate
         config |= {"num_kv_heads": more[0], "ffn_hidden_size": more[1]}
         config["new_decoder_architecture"] = True
