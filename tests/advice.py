@@ -103,9 +103,7 @@ class Message:
                 yield from words
 
     def _read(self, part: str, before: str, parts: list[str]) -> tuple[str, list[str]]:
-        """Return a phrase and the words of its options; it may begin with words of the previous
-        one.
-        """
+        """Return a phrase, possibly begun by words of the previous one, and its options' words."""
         said = before.split()
         for length in (0, *reversed(range(1, len(said)))):
             whole = " ".join([*said[:length], part])

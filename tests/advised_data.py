@@ -30,6 +30,9 @@ _WRITES_DATE = (
 )
 
 
+SHARD = "-00000-of-00001.jsonl"
+
+
 def lines(path: Path, *records: Any, times: int = 1) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records * times))
@@ -44,12 +47,20 @@ def texts(path: Path, count: int = 80) -> None:
     lines(path, *({"text": f"{TEXT} {n}", "l": "de" if n % 2 else "en"} for n in range(count)))
 
 
-def _some_bad(here: Path) -> None:
-    lines(here / "a.jsonl", *({"text": TEXT},) * 30, {"text": None})
+def texts_and(*rows: Any) -> Callable[[Path], None]:
+    """Return a writer of 30 texts and these rows."""
+    return lambda here: lines(here / "a.jsonl", *({"text": TEXT},) * 30, *rows)
 
 
-def _many_bad(here: Path) -> None:
-    lines(here / "a.jsonl", *({"text": TEXT},) * 30, *({"text": None},) * 5)
+def marked(key: str, *values: object) -> Callable[[Path], None]:
+    """Return a writer of pairs that are marked with each of the values."""
+    pairs = [{"prompt": TEXT, "completion": " a word", key: value} for value in values]
+    return lambda here: lines(here / "a.jsonl", *pairs, times=60)
+
+
+def numbers(prefix: Path, ids: int = 9001) -> None:
+    """Write a pair of 30 documents."""
+    pair(prefix, *([n % 200 + 3 for n in range(30)] for _ in range(30)), ids=ids)
 
 
 def _weights(here: Path) -> None:
@@ -61,28 +72,16 @@ def _weights(here: Path) -> None:
 
 
 DATA: dict[str, Callable[[Path], Any]] = {
-    "some bad rows": _some_bad,
-    "many bad rows": _many_bad,
+    "some bad rows": texts_and({"text": None}),
+    "many bad rows": texts_and(*({"text": None},) * 5),
     "texts": lambda here: [texts(here / "a.jsonl"), texts(here / "few.jsonl", 20)],
     "a column of another name": lambda here: lines(here / "a.jsonl", {"body": TEXT}, times=30),
     "columns of unknown names": lambda here: lines(
         here / "a.jsonl", {"one": TEXT, "two": TEXT}, times=30
     ),
-    "rows marked as not learned": lambda here: lines(
-        here / "a.jsonl",
-        *({"prompt": TEXT, "completion": " a word", "weight": weight} for weight in (0, 1)),
-        times=60,
-    ),
-    "rows marked by false": lambda here: lines(
-        here / "a.jsonl",
-        *({"prompt": TEXT, "completion": " a word", "train": train} for train in (False, True)),
-        times=60,
-    ),
-    "bad examples": lambda here: lines(
-        here / "a.jsonl",
-        *({"prompt": TEXT, "completion": " a word", "label": label} for label in (False, True)),
-        times=60,
-    ),
+    "rows marked as not learned": marked("weight", 0, 1),
+    "rows marked by false": marked("train", False, True),
+    "bad examples": marked("label", False, True),
     "a preference behind turns": lambda here: lines(
         here / "a.jsonl",
         {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]},
@@ -93,14 +92,11 @@ DATA: dict[str, Callable[[Path], Any]] = {
     ),
     "splits to train on": lambda here: [
         texts(here / "a.jsonl"),
-        *(
-            texts(here / "d" / f"{split}-00000-of-00001.jsonl")
-            for split in ("train_a", "train_b", "test")
-        ),
+        *(texts(here / "d" / f"{name}{SHARD}") for name in ("train_a", "train_b", "test")),
     ],
     "splits to evaluate on": lambda here: [
         texts(here / "a.jsonl"),
-        *(texts(here / "d" / f"{name}-00000-of-00001.jsonl") for name in ("test_a", "test_b")),
+        *(texts(here / "d" / f"{name}{SHARD}") for name in ("test_a", "test_b")),
     ],
     "a short validation split": lambda here: [
         texts(here / "d" / "train.jsonl"),
@@ -110,21 +106,17 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "another suffix": lambda here: texts(here / "a.jsonlines"),
     "bars": lambda here: (here / "a.psv").write_text("text|n\n" + f"{TEXT}|1\n" * 30),
     "a pair and a text": lambda here: [
-        pair(here / "d" / "p", *([n % 200 + 3 for n in range(30)] for _ in range(30))),
+        numbers(here / "d" / "p"),
         (here / "d" / "a.txt").write_text(TEXT),
     ],
     "a pair with masks": lambda here: [
-        *(
-            pair(here / "d" / stem, *([n % 200 + 3 for n in range(30)] for _ in range(30)))
-            for stem in "pq"
-        ),
+        *(numbers(here / "d" / stem) for stem in "pq"),
         np.save(here / "d" / "p.masks.npy", np.zeros((3, 1), dtype=np.int64)),
     ],
     "pairs of two widths": lambda here: [
-        pair(here / "d" / stem, *([n % 200 + 3 for n in range(30)] for _ in range(30)), ids=ids)
-        for stem, ids in (("p", 300), ("q", 70_000))
+        numbers(here / "d" / stem, ids) for stem, ids in (("p", 300), ("q", 70_000))
     ],
-    "a pair": lambda here: pair(here / "p", *([n % 200 + 3 for n in range(30)] for _ in range(30))),
+    "a pair": lambda here: numbers(here / "p"),
     "a pair of large ids": lambda here: pair(here / "p", *([9000] * 30 for _ in range(30))),
     "ids": lambda here: lines(here / "a.jsonl", {"input_ids": [*range(3, 40)]}, times=30),
     "chats": lambda here: [
@@ -160,6 +152,10 @@ SMALL = "data.tokenizer=$small"
 PATH = f"{SMALL} data.path=$here/a.jsonl data.seq_len=16"
 LONG = f"{SMALL} data.path=$here/a.jsonl data.seq_len=64"
 MIX = f"{SMALL} data.seq_len=16"
+FOLDER = f"{SMALL} data.path=$here/d"
+TXT, VOCABULARY = "data.path=$here/a.txt data.seq_len=16", "model.overrides.vocab_size"
+WHOLE, STREAM = f"{PATH} data.packing=whole", f"{PATH} data.packing=stream"
+HIDES, CARRIED = "data.template=$here/hides.jinja", "model.name=lstm train.carry_state=true"
 ROWS: list[tuple[str, str, str]] = [
     ("some bad rows", PATH, "data.bad_rows=skip leaves out such rows"),
     ("many bad rows", f"{PATH} data.bad_rows=skip", "fix them, or raise it"),
@@ -168,11 +164,7 @@ ROWS: list[tuple[str, str, str]] = [
     ("rows marked as not learned", LONG, "as in data.where.weight=1"),
     ("rows marked by false", LONG, "as in data.where.train=True"),
     ("bad examples", LONG, "as in data.where.label=True"),
-    (
-        "a preference behind turns",
-        f"{LONG} data.template=chatml",
-        'data.columns={prompt="conversations", completion="chosen"}\' learns only chosen',
-    ),
+    ("a preference behind turns", f"{LONG} data.template=chatml", "' learns only chosen"),
     ("texts", f"{PATH} train.epochs=1", "lower train.global_batch (now 48), or raise train.epochs"),
     ("two forms", PATH, "name those to read, as in 'data.columns="),
     ("splits to train on", f"{SMALL} data.path=$here/d", "name one, as in data.split=train_a"),
@@ -194,106 +186,46 @@ ROWS: list[tuple[str, str, str]] = [
     ("a pair and a text", f"{MIX} data.path=$here/d", "or name a pair, as in data.path="),
     ("a pair with masks", f"{MIX} data.path=$here/d", "name that pair alone, or in data.mix"),
     ("pairs of two widths", f"{MIX} data.path=$here/d", "or list both in data.mix"),
-    (
-        "a pair with masks",
-        f"{MIX} data.path=$here/d/p data.min_tokens=2",
-        "remove it for this data",
-    ),
+    ("a pair with masks", f"{MIX} data.path=$here/d/p data.min_tokens=2", "remove it for this"),
     ("a short validation split", f"{MIX} data.path=$here/d", "or set data.held_out, which"),
     ("weights with a tokenizer", f"{PATH} model.init_from=$here/m", "or leave the key out"),
-    (
-        "a pair",
-        "data.path=$here/p data.seq_len=16",
-        "set data.tokenizer to the one that wrote them",
-    ),
+    ("a pair", "data.path=$here/p data.seq_len=16", "set data.tokenizer to the one that wrote"),
     ("ids", "data.path=$here/a.jsonl data.seq_len=16", "set data.tokenizer to the one"),
     ("a pair of large ids", f"{MIX} data.path=$here/p", "set model.overrides.vocab_size=9001"),
     ("chats", LONG, "set data.template=chatml, or another name"),
-    (
-        "chats",
-        f"{SMALL} data.path=$here/three.jsonl data.template=$here/hides.jinja",
-        "set data.template to one with",
-    ),
+    ("chats", f"{SMALL} data.path=$here/three.jsonl {HIDES}", "set data.template to one with"),
     ("chats", f"{LONG} data.template=chatml data.date=2026-01-31", "or set data.template to one"),
-    (
-        "texts",
-        f"{PATH} data.date=2026-01-31",
-        "no chat template here calls strftime_now: remove data.date",
-    ),
-    (
-        "a chat and a text",
-        f"{SMALL} data.path=$here/d data.template=chatml data.seq_len=64",
-        "name one of them, or move it",
-    ),
+    ("texts", f"{PATH} data.date=2026-01-31", "template here calls strftime_now: remove data.date"),
+    ("a chat and a text", f"{FOLDER} data.template=chatml data.seq_len=64", "name one of them, or"),
     ("texts", f"{PATH} model.overrides.vocab_size=256", "set model.overrides.vocab_size=300"),
-    (
-        "many words",
-        "data.path=$here/a.txt data.seq_len=16 model.overrides.vocab_size=320",
-        "or data.vocab_size=320",
-    ),
+    ("many words", f"{TXT} {VOCABULARY}=320", "or data.vocab_size=320"),
+    ("many characters", f"{TXT} {VOCABULARY}=320", f"set {VOCABULARY}="),
+    ("many words", f"{TXT} {VOCABULARY}=280", f"set {VOCABULARY}="),
     (
         "many characters",
-        "data.path=$here/a.txt data.seq_len=16 model.overrides.vocab_size=320",
-        "set model.overrides.vocab_size=",
-    ),
-    (
-        "many words",
-        "data.path=$here/a.txt data.seq_len=16 model.overrides.vocab_size=280",
-        "set model.overrides.vocab_size=",
-    ),
-    (
-        "many characters",
-        "data.path=$here/a.txt data.seq_len=16 data.vocab_size=300",
-        "has more characters and bytes than that: increase it",
+        f"{TXT} data.vocab_size=300",
+        "characters and bytes than that: increase it",
     ),
     ("a short text", f"{SMALL} data.path=$here/a.txt", "or change data.held_out (now 0.02)"),
     ("long prompts", f"{PATH} data.learn=assistant", "or set data.packing=stream"),
-    (
-        "texts",
-        f"{PATH} data.packing=whole data.too_long=refuse",
-        "raise data.seq_len, or set data.too_long to cut or drop",
-    ),
-    (
-        "texts",
-        f"{PATH} data.packing=whole data.too_long=drop",
-        "and dropped: raise data.seq_len, or set data.too_long=cut",
-    ),
+    ("texts", f"{WHOLE} data.too_long=refuse", "or set data.too_long to cut or drop"),
+    ("texts", f"{WHOLE} data.too_long=drop", "and dropped: raise data.seq_len, or set data.too"),
     ("texts", f"{PATH} eval.seq_len=512", "lower it, or add held-out text"),
-    (
-        "texts",
-        f"{PATH} eval.seq_len=1000 data.eval_path=$here/few.jsonl",
-        "lower it, or add held-out text",
-    ),
+    ("texts", f"{PATH} eval.seq_len=1000 data.eval_path=$here/few.jsonl", "lower it, or add held"),
     ("prompts", f"{LONG} eval.seq_len=128", "set data.packing=stream"),
     (
         "prompts",
         f"{LONG} ramp.length_from=32 ramp.length_tokens=1000",
-        "remove ramp.length_from, or set data.packing=stream",
+        "remove ramp.length_from, or",
     ),
-    (
-        "long prompts",
-        f"{PATH} data.packing=stream eval.samples=1",
-        "contain no target, only prompts",
-    ),
-    (
-        "long prompts",
-        f"{PATH} data.packing=stream eval.samples=1 data.eval_path=$here/a.jsonl",
-        "contain no target, only prompts",
-    ),
-    (
-        "long prompts",
-        f"{PATH} data.packing=stream data.held_out=0.005",
-        "raise data.seq_len, or add held-out text",
-    ),
-    (
-        "prompts",
-        f"{LONG} model.name=lstm train.carry_state=true",
-        "set data.packing=stream, or train.carry_state=false",
-    ),
+    ("long prompts", f"{STREAM} eval.samples=1", "contain no target, only prompts"),
+    ("long prompts", f"{STREAM} eval.samples=1 data.eval_path=$here/a.jsonl", "contain no target"),
+    ("long prompts", f"{STREAM} data.held_out=0.005", "raise data.seq_len, or add held-out text"),
+    ("prompts", f"{LONG} {CARRIED}", "set data.packing=stream, or train.carry_state=false"),
     (
         "texts",
-        f"{PATH} model.name=lstm train.carry_state=true train.global_batch=480",
-        "lower train.global_batch or data.seq_len, or add text",
+        f"{PATH} {CARRIED} train.global_batch=480",
+        "lower train.global_batch or data.seq_len",
     ),
     *(
         (

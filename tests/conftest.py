@@ -30,22 +30,10 @@ if TYPE_CHECKING:
 # The longest tests start first, so that no worker ends up alone with one.
 LONG_TEST_S = 10.0  # longer tests must state the reason
 LONG = (
-    "test_slurm_runs.py",
-    "test_gates.py",
-    "engine",
-    "test_parity.py",
-    "test_features.py",
-    "test_loop.py",
-    "test_rehearse.py",
-    "studio",
-    "test_accept_gpu.py",
-    "test_sweep.py",
-    "test_configs.py",
-    "test_memory.py",
-    "test_checkpoints.py",
-    "test_learning.py",
-    "test_recipes.py",
-    "test_divided.py",
+    *("test_slurm_runs.py", "test_gates.py", "engine", "test_parity.py", "test_features.py"),
+    *("test_loop.py", "test_rehearse.py", "studio", "test_accept_gpu.py", "test_sweep.py"),
+    *("test_configs.py", "test_memory.py", "test_checkpoints.py", "test_learning.py"),
+    *("test_recipes.py", "test_divided.py"),
 )
 # In a gate, tests of these files are distributed one by one: each is long, or waits for others.
 APART = re.compile(r"tests/(gates/|inputs/|test_readme|test_slurm_runs|estimate/test_unknown)")
@@ -101,9 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def room_of(file: str) -> str:
-    """Return the unit that one worker takes: a file, or a folder whose tests share a slow start
-    (the ranks of tests/engine, the server of tests/studio).
-    """
+    """Return the unit of a worker: a file, or a folder whose tests share a slow start."""
     path = Path(file)
     return next((r for r in ("engine", "studio") if f"tests/{r}/" in path.as_posix()), path.name)
 

@@ -1,6 +1,4 @@
-"""Real runs on a few CPU ranks without a launcher; the launcher and each rank's imports take
-5 s.
-"""
+"""Real runs on a few CPU ranks without a launcher, whose imports take 5 s."""
 
 from __future__ import annotations
 
@@ -28,25 +26,15 @@ SHARED_MEMORY = Path("/dev/shm")
 
 # A Llama with about 100,000 parameters; a step takes milliseconds.
 SMALL_MODEL = (
-    "model.overrides.vocab_size=512",
-    "model.overrides.hidden_size=64",
-    "model.overrides.intermediate_size=128",
-    "model.overrides.num_hidden_layers=2",
-    "model.overrides.num_attention_heads=4",
-    "model.overrides.num_key_value_heads=2",
+    *("model.overrides.vocab_size=512", "model.overrides.hidden_size=64"),
+    *("model.overrides.intermediate_size=128", "model.overrides.num_hidden_layers=2"),
+    *("model.overrides.num_attention_heads=4", "model.overrides.num_key_value_heads=2"),
     "model.overrides.head_dim=16",
 )
 SHORT_RUN = (
-    "data.seq_len=32",
-    "train.global_batch=8",
-    "train.micro_batch=2",
-    "train.steps=4",
-    "optim.warmup_steps=0",
-    "eval.samples=8",
-    "sample.tokens=0",
-    "save.export=false",
-    "log.report=false",
-    "ds.bf16.enabled=false",  # the same precision on every machine
+    *("data.seq_len=32", "train.global_batch=8", "train.micro_batch=2", "train.steps=4"),
+    *("optim.warmup_steps=0", "eval.samples=8", "sample.tokens=0", "save.export=false"),
+    *("log.report=false", "ds.bf16.enabled=false"),  # the same precision on every machine
 )
 
 _WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
@@ -99,9 +87,7 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 @functools.cache
 def imported() -> tuple[Zygote, tempfile.TemporaryDirectory[str]]:
-    """Return the process from which ranks and tools are forked, with its TMPDIR. It has imported
-    everything; a fault of tests/faults/plant.py can be planted in its ranks.
-    """
+    """Return the process that has imported everything, for ranks and tools, and its TMPDIR."""
     temporary = tempfile.TemporaryDirectory()
     variables = {**CHANGES, "PYTHONWARNINGS": "ignore", "TMPDIR": temporary.name}
     return Zygote(variables, "tests.faults.plant"), temporary

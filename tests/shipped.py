@@ -1,6 +1,4 @@
-"""The JSONs of ds_configs/, the number of ranks that each needs, and sections of JSONs as in the
-guides of transformers' Trainer.
-"""
+"""The JSONs of ds_configs/, the ranks that each needs, and sections as in the Trainer's guides."""
 
 from __future__ import annotations
 

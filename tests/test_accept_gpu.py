@@ -179,8 +179,7 @@ def test_help_has_an_example_and_every_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "places"),
-    [("4,5,6", ["--include", "localhost:4,5"]), ("GPU-01ab,GPU-02cd", None)],
+    ("visible", "places"), [("4,5,6", ["--include", "localhost:4,5"]), ("GPU-01ab,GPU-02cd", None)]
 )
 def test_deepspeed_gets_the_visible_gpus(
     visible: str, places: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -298,9 +297,7 @@ def test_sdpa_on_a_gpu_has_a_fused_kernel(tmp_path: Path) -> None:
 
 
 def simulated(name: str) -> int:
-    """Return the waits per step of one micro-batch that drain the device, from
-    docs/host_waits.md.
-    """
+    """Return the draining waits of a step of one micro-batch, from docs/host_waits.md."""
     total = 0
     for line in (REPOSITORY / "docs" / "host_waits.md").read_text().splitlines():
         place, _, when, runs = (*line.strip("| ").split(" | "), *[""] * 4)[:4]

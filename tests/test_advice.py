@@ -166,60 +166,36 @@ def test_no_key_is_advised_that_is_set_already(speaker: Speaker) -> None:
             assert not already, (line, message.text)
 
 
-# Not tested here, by reason: a file, or a file and a part of its message.
 NOT_FOLLOWED = {
     "an option of the command line, which the parser or the reader of its file answers": (
-        "config/ds_json.py: there is no DeepSpeed JSON",
-        "config/ds_json.py",
-        "config/run_file.py: there is no run config",
-        "plan/command.py",
+        *("config/ds_json.py: there is no DeepSpeed JSON", "config/ds_json.py"),
+        *("config/run_file.py: there is no run config", "plan/command.py"),
     ),
     "says what to do with files or rows, and names no key": (
-        "plan/weights.py: convert it",
-        "plan/weights.py: holds an adapter",
-        "plan/weights.py: holds shards of a distributed save",
-        "plan/weights.py: is a link to",
-        "files/first_bytes.py",
-        "files/chat.py: move that turn into the completion",
-        "files/corpus_files.py: or move it elsewhere",
-        "files/corpus_files.py: give a file",
-        "files/records.py",
-        "files/tensor_header.py",
-        "files/turns.py",
-        "files/turns.py",
-        "data/cache.py",
-        "data/pair.py",
-        "data/tokenizer.py: has no eos_token",
-        "data/tokenizer.py: holds no tokenizer",
-        "run/resumption.py",
+        *("plan/weights.py: convert it", "plan/weights.py: holds an adapter"),
+        *("plan/weights.py: holds shards of a distributed save", "plan/weights.py: is a link to"),
+        *("files/first_bytes.py", "files/chat.py: move that turn into the completion"),
+        *("files/corpus_files.py: or move it elsewhere", "files/corpus_files.py: give a file"),
+        *("files/records.py", "files/tensor_header.py", "files/turns.py", "data/cache.py"),
+        *("data/pair.py", "data/tokenizer.py: has no eos_token"),
+        *("data/tokenizer.py: holds no tokenizer", "run/resumption.py"),
     ),
     "of the machine or its network: disks, memory, compilers, the hub, GPUs": (
         "plan/model_config.py: the hub cannot be reached",
-        "plan/optimizer.py: add pinned_max_cached_size_mb",
-        "plan/machine.py",
+        *("plan/optimizer.py: add pinned_max_cached_size_mb", "plan/machine.py"),
         "data/tokenizer.py: there is no such folder, and it is not",
-        "estimate/fit.py",
-        "engine/build.py: install a C++ compiler",
-        "engine/build.py: fp32 matrix products",
-        "engine/deepspeed_0_19/builds.py",
+        *("estimate/fit.py", "engine/build.py: install a C++ compiler"),
+        *("engine/build.py: fp32 matrix products", "engine/deepspeed_0_19/builds.py"),
         "engine/processes.py",
     ),
     "needs the folder of a run (tests/checkpoint/test_resume.py follows resume.allow)": (
-        "files/folder_lock.py",
-        "plan/model.py: whose checkpoints have",
+        *("files/folder_lock.py", "plan/model.py: whose checkpoints have"),
         "data/spec.py: whose sample was read with another tokenizer",
-        "checkpoint",
-        "run/build.py: save.export",
-        "run/resumption.py",
-        "run/saving.py",
+        *("checkpoint", "run/build.py: save.export", "run/resumption.py", "run/saving.py"),
     ),
     "needs the model, which is built later": (
-        "models",
-        "engine/meta_model.py",
-        "engine/layers.py",
-        "engine/stages.py",
-        "run/attention.py",
-        "run/verify.py",
+        *("models", "engine/meta_model.py", "engine/layers.py", "engine/stages.py"),
+        *("run/attention.py", "run/verify.py"),
     ),
     "needs ranks that differ": (
         "run/data_decisions.py: start again, or set data.date=",
@@ -231,9 +207,8 @@ NOT_FOLLOWED = {
         "config/ds_refused.toml: to gather weights within a node",
         "config/data_section.py: are longer than data.seq_len",
         "data/source.py: (the longest has ...): raise data.seq_len",
-        "files/forms.py: did you mean",
+        *("files/forms.py: did you mean", "plan/batches.py: give data.path more text"),
         "files/splits.py: name the folder or files of a subset",
-        "plan/batches.py: give data.path more text",
     ),
     "of what steps do": ("engine/skip.py", "run/step.py"),
     "needs another tokenizer than any that is here": (
@@ -243,9 +218,7 @@ NOT_FOLLOWED = {
         "run/data_decisions.py: set data.tokenizer to the one that they were trained with",
     ),
 }
-_ROOMS = (
-    "config plan layout estimate files data models checkpoint run engine guard loop.py train.py"
-)
+_ROOMS = "config plan layout estimate files data models checkpoint run engine guard"
 _BEGINS = re.compile(rf"(?:^|[:;,] |\(){ADVICE.pattern}")
 
 
@@ -253,9 +226,8 @@ def advising(path: Path) -> Iterator[list[str]]:
     """Yield the messages with advice in a file, each as the texts between its values."""
     if path.suffix == ".toml":
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-        texts = [rule["why"] for rule in table.get("rule", ())] + [
-            *table.get("advice", {}).values()
-        ]
+        rules, advice = table.get("rule", ()), table.get("advice", {})
+        texts = [*(rule["why"] for rule in rules), *advice.values()]
         yield from ([text] for text in texts if _BEGINS.search(text))
         return
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -285,7 +257,7 @@ def test_all_messages_that_advise_are_followed(speaker: Speaker) -> None:
     said = "\n".join(text for line in LINES for texts in speaker(line) for text in texts)
     left_out = {each for of_reason in NOT_FOLLOWED.values() for each in of_reason}
     missing, needed = [], set[str]()
-    for room in _ROOMS.split():
+    for room in (*_ROOMS.split(), "loop.py", "train.py"):
         paths = (HARNESS / room).rglob("*") if (HARNESS / room).is_dir() else [HARNESS / room]
         for path in sorted(path for path in paths if path.suffix in (".py", ".toml")):
             for texts in advising(path):

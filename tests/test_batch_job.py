@@ -24,28 +24,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("--config my.toml run.dir=a run.dir=b", "b"),
-        ("--config=my.toml model.name=tiny ds.bf16.enabled=true", "from the file"),
-        ("run.dir=3", "3"),  # the preflight refuses it
-        ("model.name=tiny --deepspeed ds_configs/zero3.json", None),
-        ("--config torn.toml", None),
-        ("--config other.toml", None),
-        ("--config none.toml run.dir=a", "a"),
+        ("--config my.toml run.dir=a run.dir=b", "{here}/b"),
+        ("--config=my.toml model.name=tiny ds.bf16.enabled=true", "{here}/from the file"),
+        ("run.dir=3", "{here}/3"),  # the preflight refuses it
+        ("run.dir=~/x", "/home/me/x"),
+        ("model.name=tiny --deepspeed ds_configs/zero3.json", ""),
+        ("--config torn.toml", ""),
+        ("--config other.toml", ""),
+        ("--config none.toml run.dir=a", "{here}/a"),
     ],
 )
 def test_the_run_folder_is_where_train_puts_it(
-    folder: Path, words: str, answer: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert batch_job.main(["run-dir", *words.split()]) == 0
-    assert capsys.readouterr().out == (f"{folder / answer}\n" if answer else "\n")
-
-
-def test_a_home_is_expanded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    words: str,
+    answer: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    batch_job.main(["run-dir", "run.dir=~/x"])
-    assert capsys.readouterr().out == "/home/me/x\n"
+    assert batch_job.main(["run-dir", *words.split()]) == 0
+    assert capsys.readouterr().out == f"{answer.format(here=folder)}\n"
 
 
 def run_of(folder: Path, attempt: int, code: int | None, hung: int | None = None) -> RunFolder:
@@ -83,20 +81,21 @@ def test_the_code_that_says_most_is_the_jobs(
     assert batch_job.final_code("train.py", code, run, 1, warned) == expected
 
 
-@pytest.mark.parametrize("code", [1, 2, 77, 137])
-def test_what_an_earlier_attempt_left_says_nothing(tmp_path: Path, code: int) -> None:
-    run = run_of(tmp_path, 2, 78, hung=2)
-    assert batch_job.final_code("train.py", code, run, 2, warned=False) == code
-
-
 @pytest.mark.parametrize(
-    ("code", "warned", "expected"), [(137, False, 2), (2, False, 2), (1, False, 1), (138, True, 75)]
+    ("script", "code", "warned", "expected"),
+    [
+        *(("train.py", code, False, code) for code in (1, 2, 77, 137)),  # of an earlier attempt
+        ("preflight.py", 137, False, 2),  # a rank was killed: not requeued
+        ("preflight.py", 2, False, 2),
+        ("preflight.py", 1, False, 1),
+        ("preflight.py", 138, True, 75),
+    ],
 )
-def test_rank_killed_in_preflight_is_not_requeued(
-    tmp_path: Path, code: int, warned: bool, expected: int
+def test_records_of_an_attempt_before_say_nothing(
+    tmp_path: Path, script: str, code: int, warned: bool, expected: int
 ) -> None:
-    run = RunFolder(tmp_path / "run")
-    assert batch_job.final_code("preflight.py", code, run, 0, warned) == expected
+    run = run_of(tmp_path, 2, 78, hung=2)
+    assert batch_job.final_code(script, code, run, 2, warned) == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", None])
@@ -110,14 +109,7 @@ def test_a_status_that_cannot_be_read_says_nothing(tmp_path: Path, text: str | N
 
 def verdicts(folder: Path, warned: bool, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return the answers after six equal ends."""
-    words = [
-        "verdict",
-        "train.py",
-        "1",
-        str(folder / "run"),
-        "0",
-        *(["--warned"] if warned else []),
-    ]
+    words = ["verdict", "train.py", "1", str(folder / "run"), "0", *["--warned"] * warned]
     for _ in range(6):
         assert batch_job.main(words) == (75 if warned else 1)
     return capsys.readouterr().out.splitlines()

@@ -28,6 +28,19 @@ from tools.tokenize_data import main as tokenize
 
 pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")
 
+import numpy as np
+import pyarrow
+from datatrove.data import Document
+from datatrove.pipeline.filters import GopherQualityFilter
+from datatrove.utils.text import ngrams, simplify_text
+from pyarrow import parquet
+
+from tools.cleaning import steps
+from tools.cleaning.pipeline import Pipeline, _writer
+from tools.cleaning.recipe import packaged_model, read_recipe
+from tools.cleaning.stages import cancel_never_satisfied, environment
+from tools.cleaning.steps import RegexWords
+
 NOUNS = "river engine garden letter market window forest teacher bridge kitchen".split()  # noqa: SIM905
 VERBS = "carries follows watches builds remembers crosses paints answers opens".split()  # noqa: SIM905
 PLACES = "in the old town,behind the house,with great care,of the valley,that have gone".split(",")  # noqa: SIM905
@@ -89,6 +102,10 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+def report(folder: Path) -> Any:
+    return json.loads((folder / "report.json").read_text())
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -99,10 +116,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def test_duplicates_and_symbols_are_gone(cleaned: tuple[Path, Path]) -> None:
     left = {record["metadata"]["id_here"] for record in records(cleaned[1] / "data")}
-    for seed in range(25):
-        assert len(left & {seed, 1000 + seed}) == 1
-    for seed in range(30, 45):
-        assert len(left & {seed, 2000 + seed}) == 1
+    pairs = [{seed, 1000 + seed} for seed in range(25)]
+    pairs += [{seed, 2000 + seed} for seed in range(30, 45)]
+    assert [len(left & pair) for pair in pairs] == [1] * 40
     assert left >= {*range(45, 90), *range(3000, 3000 + len(SECRETS))}
     removed = records(cleaned[1] / "removed" / "gopher_quality")
     assert len(removed) == 9
@@ -110,43 +126,38 @@ def test_duplicates_and_symbols_are_gone(cleaned: tuple[Path, Path]) -> None:
 
 
 def test_personal_data_is_replaced(cleaned: tuple[Path, Path]) -> None:
-    text = (cleaned[1] / "data").glob("*.jsonl")
-    whole = "".join(file.read_text() for file in text)
+    whole = "".join(file.read_text() for file in (cleaned[1] / "data").glob("*.jsonl"))
     assert [secret for secret in SECRETS if secret in whole] == []
     assert len(re.findall("Write to ", whole)) == len(SECRETS)
-    report = json.loads((cleaned[1] / "report.json").read_text())
-    assert report["steps"][-1]["reasons"] == {"emails": 2, "ips": 3, "phones": 5}
+    assert report(cleaned[1])["steps"][-1]["reasons"] == {"emails": 2, "ips": 3, "phones": 5}
 
 
 def test_the_report_counts_what_is_there(cleaned: tuple[Path, Path]) -> None:
     path, out = cleaned
-    report = json.loads((out / "report.json").read_text())
-    assert report["documents"]["read"] == len(path.read_text().splitlines())
-    assert report["documents"]["written"] == len(records(out / "data"))
-    for step in report["steps"]:
+    whole, documents = report(out), report(out)["documents"]
+    assert documents["read"] == len(path.read_text().splitlines())
+    assert documents["written"] == len(records(out / "data"))
+    for step in whole["steps"]:
         folder = out / "removed" / step["step"]
         assert len(records(folder)) == step.get("changed", step["removed"])
         assert len(step["examples"]) == min(20, len(records(folder)))
-    removed = sum(step["removed"] for step in report["steps"])
-    assert report["documents"]["read"] - removed == report["documents"]["written"]
-    sizes = [point["characters"] for point in report["strictness"]]
+    removed = sum(step["removed"] for step in whole["steps"])
+    assert documents["read"] - removed == documents["written"]
+    sizes = [point["characters"] for point in whole["strictness"]]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1]
-    left = [point["documents"] for point in report["after_steps"]]
-    assert (left[0], left[-1]) == (report["documents"]["read"], report["documents"]["written"])
+    left = [point["documents"] for point in whole["after_steps"]]
+    assert (left[0], left[-1]) == (documents["read"], documents["written"])
 
 
 def passed_on(path: Path, text: str | None = None) -> list[dict[str, Any]]:
     """Return the metadata of documents that task 0 reads, writes, and reads in a later stage."""
-    from tools.cleaning.pipeline import _writer
-    from tools.cleaning.steps import CorpusReader, TaskReader
-
     corpus = find_corpus(str(path), columns={"text": text} if text else None)
-    reader = CorpusReader(corpus, shards.shards_of(corpus), path.parent / "problems")
+    reader = steps.CorpusReader(corpus, shards.shards_of(corpus), path.parent / "problems")
     folder = str(path.parent / "filtered")
     for _ in _writer(Path(folder)).run(reader.run()):
         pass
-    return [document.metadata for document in TaskReader(folder, add_file_path=False).run()]
+    return [document.metadata for document in steps.TaskReader(folder, add_file_path=False).run()]
 
 
 @pytest.mark.parametrize(
@@ -172,14 +183,8 @@ def test_columns_beside_the_text_are_passed_on(
 
 
 def test_the_detected_language_leaves_a_column_language_alone(tmp_path: Path) -> None:
-    from datatrove.data import Document
-
-    from tools.cleaning.pipeline import _writer
-    from tools.cleaning.recipe import packaged_model
-    from tools.cleaning.steps import Language
-
     document = Document(prose(1), "1", metadata={"language": "eng", "language_score": 0.5})
-    step = Language(["en"], 0.5, packaged_model(), _writer(tmp_path))
+    step = steps.Language(["en"], 0.5, packaged_model(), _writer(tmp_path))
     assert step.filter(document) is True
     assert document.metadata.pop("detected_language_score") > 0.5
     assert document.metadata == {
@@ -191,11 +196,6 @@ def test_the_detected_language_leaves_a_column_language_alone(tmp_path: Path) ->
 def test_language_needs_its_threshold(
     score: float, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datatrove.data import Document
-
-    from tools.cleaning import steps
-    from tools.cleaning.pipeline import _writer
-
     model = mock.Mock()
     model.predict.return_value = (["__label__en", "__label__de"], [score, 0.1])
     monkeypatch.setattr(steps, "language_model", lambda path: model)
@@ -218,44 +218,28 @@ def test_language_needs_its_threshold(
 def test_phones_and_addresses_have_bounds(
     text: str, only_public: bool, is_replaced: bool, tmp_path: Path
 ) -> None:
-    from datatrove.data import Document
-
-    from tools.cleaning.steps import PersonalData
-
     document = Document(f"Write {text} down.", "1")
-    step = PersonalData(True, True, only_public, True, tmp_path)
+    step = steps.PersonalData(True, True, only_public, True, tmp_path)
     assert len(step.redact(document)) == is_replaced
     assert (text not in document.text) == is_replaced
 
 
 def test_c4_removes_documents_without_lines(tmp_path: Path) -> None:
-    from datatrove.data import Document
-
-    from tools.cleaning.pipeline import _writer
-    from tools.cleaning.steps import C4, RegexWords
-
     options = {"min_num_sentences": 0, "language": RegexWords()}
     document = Document("no end\n\nno end either", "1")
-    assert C4(_writer(tmp_path), **options).filter(document) == (False, "no_line_left")
+    assert steps.C4(_writer(tmp_path), **options).filter(document) == (False, "no_line_left")
     assert document.text == "no end\n\nno end either"
 
 
 def test_n_grams_of_all_evaluation_documents_are_written(tmp_path: Path) -> None:
-    import numpy as np
-
-    from tools.cleaning.steps import write_n_grams
-
     lines = [json.dumps({"text": text}) for text in ("one two three", "four five six")]
     (tmp_path / "eval.jsonl").write_text("\n".join(lines))
-    write_n_grams([str(tmp_path / "eval.jsonl")], 2, "regex", tmp_path)
+    steps.write_n_grams([str(tmp_path / "eval.jsonl")], 2, "regex", tmp_path)
     (index,) = tmp_path.glob("*.index.hashes")
     assert len(np.fromfile(index, dtype="u8")) == 4
 
 
 def test_stages_have_the_numbers_of_the_recipe(tmp_path: Path) -> None:
-    from tools.cleaning.pipeline import Pipeline
-    from tools.cleaning.recipe import read_recipe
-
     numbers = {"n_grams": 3, "num_buckets": 7, "hashes_per_bucket": 5, "seed": 9}
     words = [f"near_duplicates.{key}={value}" for key, value in numbers.items()]
     words += ['decontaminate.files=["eval.jsonl"]', "decontaminate.n_grams=6"]
@@ -270,28 +254,18 @@ def test_stages_have_the_numbers_of_the_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rank", "measured"), [(0, 3), (1, 2), (2, 0)])
 def test_one_document_in_three_is_measured(rank: int, measured: int, tmp_path: Path) -> None:
-    from datatrove.data import Document
-
-    from tools.cleaning.steps import Sample
-
     documents = [Document(prose(n, 2), str(n)) for n in range(7)]
-    step = Sample(tmp_path, 3, frozenset({0, 1}))
+    step = steps.Sample(tmp_path, 3, frozenset({0, 1}))
     assert [*step.run(iter(documents), rank)] == documents
     assert len(records(tmp_path)) == measured
 
 
-def test_an_address_that_is_no_text_is_no_address(tmp_path: Path) -> None:
-    from datatrove.data import Document
-
-    from tools.cleaning.steps import Urls
-
-    assert Urls().filter(Document("A text.", "1", metadata={"url": ["https://a.org"]})) is True
+def test_an_address_that_is_no_text_is_no_address() -> None:
+    document = Document("A text.", "1", metadata={"url": ["https://a.org"]})
+    assert steps.Urls().filter(document) is True
 
 
 def test_parquet_values_that_json_lacks_are_passed_on_as_text(tmp_path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
     columns = {
         "text": ["A text."],
         "price": [Decimal("1.50")],
@@ -307,12 +281,6 @@ def test_parquet_values_that_json_lacks_are_passed_on_as_text(tmp_path: Path) ->
 
 
 def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:
-    from datatrove.data import Document
-    from datatrove.pipeline.filters import GopherQualityFilter
-
-    from tools.cleaning.recipe import read_recipe
-    from tools.cleaning.steps import RegexWords
-
     path, out = cleaned
     gopher = read_recipe("light", []).gopher_quality
     assert gopher is not None
@@ -321,11 +289,7 @@ def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:
     kept = [document.text for document in bare.run(Document(text, "") for text in texts)]
     by_tool = [record["text"] for record in records(out / "removed" / "gopher_quality")]
     assert sorted(by_tool) == sorted(set(texts) - set(kept))
-    (step,) = [
-        step
-        for step in json.loads((out / "report.json").read_text())["steps"]
-        if step["step"] == "gopher_quality"
-    ]
+    (step,) = [each for each in report(out)["steps"] if each["step"] == "gopher_quality"]
     of_datatrove = json.loads(bare.stats.to_json())["stats"]
     assert (step["read"], step["removed"]) == (of_datatrove["total"], of_datatrove["dropped"])
     assert step["reasons"] == {
@@ -360,11 +324,8 @@ def test_killed_at_any_point_it_ends_with_the_same_bytes(
     assert ExitCode.STOPPED in ends[1:3]
     assert main([str(cleaned[0]), str(out), "--workers=2"]) == ExitCode.DONE
     assert tree(out) == tree(cleaned[1])
-    ours, undisturbed = (
-        json.loads((folder / "report.json").read_text()) for folder in (out, cleaned[1])
-    )
     for key in ("documents", "characters", "after_steps", "strictness"):
-        assert ours[key] == undisturbed[key]
+        assert report(out)[key] == report(cleaned[1])[key]
 
 
 @pytest.mark.gate("data")
@@ -410,7 +371,7 @@ def test_cleaned_text_is_tokenised_directly_and_resumes(
     assert main(asked) == ExitCode.DONE
     for suffix in (".bin", ".idx"):
         assert (out / f"tokens{suffix}").read_bytes() == Path(f"{plain}{suffix}").read_bytes()
-    written = json.loads((out / "report.json").read_text())["documents"]["written"]
+    written = report(out)["documents"]["written"]
     assert f"tokens.bin and .idx: {written} documents" in capsys.readouterr().out
     assert main([*asked, "--json"]) == ExitCode.DONE  # nothing left to do
     assert json.loads(capsys.readouterr().out)["documents"]["written"] == written
@@ -438,10 +399,6 @@ def near_duplicate(seed: int, text: str) -> str:
 
 
 def jaccard(one: str, two: str) -> float:
-    from datatrove.utils.text import ngrams, simplify_text
-
-    from tools.cleaning.steps import RegexWords
-
     cut = RegexWords().word_tokenize
     a, b = (set(ngrams(cut(simplify_text(text)), 5)) for text in (one, two))
     return len(a & b) / len(a | b)
@@ -449,8 +406,6 @@ def jaccard(one: str, two: str) -> float:
 
 def test_folders_with_spaces_are_quoted_for_slurm(tmp_path: Path) -> None:
     """And what site.env's last line returns does not matter."""
-    from tools.cleaning.stages import environment
-
     clone, folder = tmp_path / "a clone", tmp_path / "the data"
     (clone / "slurm").mkdir(parents=True)
     folder.mkdir()
@@ -467,8 +422,6 @@ def test_folders_with_spaces_are_quoted_for_slurm(tmp_path: Path) -> None:
 def test_jobs_whose_dependency_failed_are_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tools.cleaning.stages import cancel_never_satisfied
-
     squeue = "echo '7_3 None'; echo '8_[0-4] DependencyNeverSatisfied'; echo '9_1 Priority'"
     for name, lines in (("squeue", squeue), ("scancel", f'echo "$@" > {tmp_path}/cancelled')):
         (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")

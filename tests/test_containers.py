@@ -62,9 +62,7 @@ def test_pods_of_both_kinds_start_the_same_command(tmp_path: Path) -> None:
 def test_deepspeed_reads_the_hostfile_that_is_written(tmp_path: Path) -> None:
     runner = pytest.importorskip("deepspeed.launcher.runner")
     job = ("--model", "tiny", "--gpus", 4, "--gpus-per-node", 2, "--gpu", "a100-40")
-    run_tool(
-        *("plan_cluster", *job, "--seq-len", 128, "--global-batch", 8, "--write", tmp_path),
-    )
+    run_tool(*("plan_cluster", *job, "--seq-len", 128, "--global-batch", 8, "--write", tmp_path))
     assert runner.fetch_hostfile(str(tmp_path / "hostfile")) == {"node1": 2, "node2": 2}
     (words,) = re.findall(r"^deepspeed (.*) \"\$@\"$", (tmp_path / "hostfile.sh").read_text(), re.M)
     args = runner.parse_args(words.split())

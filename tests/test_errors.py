@@ -9,19 +9,13 @@ import pytest
 from harness.errors import CannotSave, ConfigError, ExitCode, is_full_disk
 
 
-def test_one_problem_is_its_own_report():
-    assert str(ConfigError("lr is nan")) == "lr is nan"
-
-
-def test_several_problems_are_numbered():
-    error = ConfigError(["lr is nan", "steps is -1"])
+def test_config_error_numbers_several_problems_and_survives_pickling():
+    problems = ["lr is nan", "steps is -1"]
+    error = pickle.loads(pickle.dumps(ConfigError(problems)))
+    assert error.problems == problems
     assert str(error).splitlines() == ["2 problems:", "  1. lr is nan", "  2. steps is -1"]
     assert error.code == ExitCode.BAD_CONFIG == 2
-
-
-def test_config_error_survives_pickling():
-    problems = ["lr is nan", "steps is -1"]
-    assert pickle.loads(pickle.dumps(ConfigError(problems))).problems == problems
+    assert str(ConfigError("lr is nan")) == "lr is nan"
 
 
 FULL = [

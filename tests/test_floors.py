@@ -136,9 +136,7 @@ def name_violations(library: Path) -> list[str]:
 
 
 def import_circle(library: Path) -> list[str]:
-    """Return the files of an import cycle in the library, with the first one repeated at the
-    end.
-    """
+    """Return the files of an import cycle in the library, the first one again at the end."""
     imports: dict[str, set[str]] = {}
     for path in library.rglob("*.py"):
         parts = ["harness", *path.relative_to(library).with_suffix("").parts]

@@ -21,31 +21,13 @@ from harness.launch.ranks import free_port
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.runfolder import RunFolder
-from tests.real_runs import (
-    REPOSITORY,
-    Ended,
-    environment,
-    events,
-    run_ranks,
-    train_command,
-)
+from tests.real_runs import REPOSITORY, Ended, environment, events, run_ranks, train_command
 from tests.shipped import DS_CONFIGS
 
 STEPS = 12
 METRICS = {
-    "attempt",
-    "unix_time_s",
-    "step",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "samples",
-    "tokens",
-    "step_time_s",
-    "tokens_per_s",
-    "mfu",
-    "peak_allocated_gib",
-    "loss_scale",
+    *("attempt", "unix_time_s", "step", "samples", "tokens", "loss", "grad_norm", "mfu"),
+    *("learning_rate", "step_time_s", "tokens_per_s", "peak_allocated_gib", "loss_scale"),
     "skipped_steps",
 }
 
@@ -59,19 +41,11 @@ def opened(data: list[str]) -> Data:
 
 
 def stochastic(data: list[str], run_dir: Path, *more: object) -> list[object]:
-    """Return the command of a run in which any resume error shows: dropout, accumulation, a
-    changing rate.
-    """
+    """Return the command of a run with dropout, accumulation and a changing rate."""
     return train_command(
-        *data,
-        f"--deepspeed={DS_CONFIGS / 'zero2.json'}",
-        "model.dropout=0.1",
-        f"train.steps={STEPS}",
-        "optim.warmup_steps=4",
-        "eval.every=5",
-        "save.export=true",
-        f"run.dir={run_dir}",
-        *more,
+        *(*data, f"--deepspeed={DS_CONFIGS / 'zero2.json'}", "model.dropout=0.1"),
+        *(f"train.steps={STEPS}", "optim.warmup_steps=4", "eval.every=5", "save.export=true"),
+        *(f"run.dir={run_dir}", *more),
     )
 
 
@@ -90,9 +64,6 @@ def raw_metrics(folder: RunFolder) -> list[dict[str, Any]]:
 def one_rank(tmp_path: Path, data: list[str], *arguments: object) -> Ended:
     command = train_command(*data, f"run.dir={tmp_path / 'run'}", *arguments)
     return run_ranks(command, tmp_path / "log", ranks=1)
-
-
-# --- what a run writes ---
 
 
 def test_every_step_has_all_metrics(undisturbed: RunFolder) -> None:
@@ -144,9 +115,6 @@ def test_export_opens_in_transformers_with_the_run_loss(
     assert float(loss) == pytest.approx(undisturbed.read_metrics()[-1]["eval_loss"], rel=1e-5)
 
 
-# --- stopping and resuming ---
-
-
 def test_another_learning_rate_is_refused_until_it_is_allowed(
     undisturbed: RunFolder, data: list[str], tmp_path: Path
 ) -> None:
@@ -174,9 +142,6 @@ def test_no_steps_at_all_export_the_initial_weights(data: list[str], tmp_path: P
     materialize(fresh, 0, torch.device("cpu"))
     for name, parameter in fresh.named_parameters():
         assert torch.equal(exported.get_parameter(name), parameter), name
-
-
-# --- fp16, and the length in epochs ---
 
 
 @pytest.fixture(scope="module")
@@ -213,9 +178,6 @@ def test_a_length_in_epochs_is_rounded_up_to_steps(overflowing: RunFolder, data:
     assert (overflowing.read_status() or {})["step"] == -(-samples * 5 // (100 * 8))
 
 
-# --- refusals ---
-
-
 def test_a_wrong_config_gives_code_2_and_no_run_folder(data: list[str], tmp_path: Path) -> None:
     ended = one_rank(tmp_path, data, "train.stpes=3")
     assert ended.codes == [2]
@@ -223,22 +185,15 @@ def test_a_wrong_config_gives_code_2_and_no_run_folder(data: list[str], tmp_path
     assert not (tmp_path / "run").exists()
 
 
-# Samples of a million tokens; no machine holds their attention scores.
 TOO_LONG = (
-    "data.seq_len=1000000",
-    "data.held_out=0.5",
-    "model.overrides.vocab_size=8192",
-    "model.overrides.max_position_embeddings=1000000",
-    "model.attention=eager",
-    "train.global_batch=1",
-    "train.micro_batch=1",
+    *("data.seq_len=1000000", "model.overrides.max_position_embeddings=1000000"),
+    *("data.held_out=0.5", "model.overrides.vocab_size=8192", "model.attention=eager"),
+    *("train.global_batch=1", "train.micro_batch=1"),
 )
 
 
 @pytest.mark.gate("runs")
-def test_oom_forecast_blocks_unless_forced(
-    tmp_path: Path,
-) -> None:
+def test_oom_forecast_blocks_unless_forced(tmp_path: Path) -> None:
     cache = [f"data.cache_dir={tmp_path / 'cache'}"]
     refused = one_rank(tmp_path, cache, *TOO_LONG)
     assert refused.codes == [2]
@@ -253,9 +208,6 @@ def test_oom_forecast_blocks_unless_forced(
     run = RunFolder(tmp_path / "run")
     assert len(events(run, "forced")) == len(events(run, "out_of_memory")) == 1
     assert (run.read_status() or {})["outcome"] == "failed"
-
-
-# --- launchers ---
 
 
 LAUNCHERS = {

@@ -1,6 +1,4 @@
-"""Every command of the README and of the pages that it links to runs, with small settings, in a
-copy of the clone that was never installed.
-"""
+"""Every command of the README and of its pages runs in a copy that was never installed."""
 
 from __future__ import annotations
 
@@ -102,29 +100,18 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (there / "texts" / f"{number}.txt").write_text(f"{number} {text}")
     lines = [json.dumps({"text": f"{number} {text}"}) for number in range(20)]
     (there / "corpus.jsonl").write_text("\n".join(lines))
-    pairs = [
-        json.dumps(
-            {
-                "prompt": f"what is {n} plus {n}?",
-                "completion": f" {2 * n}, in words " * 4,
-                "language": ("en", "de")[n % 2],
-            }
-        )
-        for n in range(200)
-    ]
-    (there / "questions.csv").write_text(
-        "question,answer\n" + "".join(f"what is {n} plus {n}?, {2 * n}\n" for n in range(200))
-    )
-    chats = [
-        [
-            {"role": "user", "content": f"what is {n} plus {n}?"},
-            {"role": "assistant", "content": f"it is {2 * n}, in words"},
-        ]
-        for n in range(200)
-    ]
     (there / "code.txt").write_text(text)
-    lines = [json.dumps({"messages": turns}) for turns in chats]
-    (there / "chats.jsonl").write_text("\n".join(lines))
+    sums = {f"what is {n} plus {n}?": 2 * n for n in range(200)}
+    rows = "".join(f"{question}, {number}\n" for question, number in sums.items())
+    (there / "questions.csv").write_text(f"question,answer\n{rows}")
+    pairs, chats = [], []
+    for question, number in sums.items():
+        language = ("en", "de")[number // 2 % 2]
+        pair = {"prompt": question, "completion": f" {number}, in words " * 4}
+        pairs.append(json.dumps({**pair, "language": language}))
+        answer = {"role": "assistant", "content": f"it is {number}, in words"}
+        chats.append(json.dumps({"messages": [{"role": "user", "content": question}, answer]}))
+    (there / "chats.jsonl").write_text("\n".join(chats))
     (there / "pairs.jsonl").write_text("\n".join(pairs))
     return there
 
@@ -220,9 +207,8 @@ def test_no_page_names_a_file_that_is_not_there() -> None:
     """The changelog may, since it describes the past."""
     lost = []
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
-        named = re.findall(
-            r"`((?:harness|tools|tests|slurm|ds_configs)/[\w./-]*)`", page.read_text()
-        )
+        folders = "harness|tools|tests|slurm|ds_configs"
+        named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
         lost += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
     layout = (ROOT / "CONTRIBUTING.md").read_text().partition("## Repository layout")[2]
     named = re.findall(r"(?<![*\w])\w+\.(?:py|toml|sbatch)\b", layout)
@@ -248,13 +234,8 @@ def test_the_python_of_the_readme_runs(clone: Path) -> None:
         "for n, block in enumerate(sys.argv[1:]):\n"
         "    exec(compile(block, f'block {n}', 'exec'), {'__name__': '__main__'})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", each, *blocks],
-        cwd=clone,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-c", each, *blocks]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -37,7 +37,7 @@ from tests.run_tools import run_tool
 from tests.shipped import DS_CONFIGS, ranks_with_experts
 from tools import rehearse
 from tools.rehearsal import stages as stages_of_it
-from tools.rehearsal.job import STEPS, Job, elsewhere, grid_of, rehearsed, shown
+from tools.rehearsal.job import STEPS, Job, elsewhere, grid_of, rehearsed
 from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
 from tools.rehearsal.shrink import MOST_BYTES, VOCAB_SIZE, data_keys, excerpt, shrunk, size_of
 from tools.rehearsal.stages import (
@@ -68,13 +68,8 @@ def cpu(ranks: int) -> World:
     return World(world_size=ranks, local_world_size=ranks)
 
 
-# --- the model ---
-
-
 def small_parameters(config: dict[str, Any]) -> int:
-    """Return the parameters of the model that transformers builds from a config, without
-    weights.
-    """
+    """Return the parameters of the model that transformers builds, without weights."""
     return skeleton(hf_config(config), torch.float32, "eager").num_parameters()
 
 
@@ -142,49 +137,44 @@ def test_shrunk_model_cuts_longrope_factors_with_the_head() -> None:
     assert small_parameters(small) < MOST_PARAMETERS
 
 
-def test_a_model_that_cannot_be_shrunk_says_why() -> None:
-    with pytest.raises(ValueError, match="hidden_size or n_embd or n_embed or d_model is missing"):
-        shrunk({"model_type": "new", "num_hidden_layers": 2}, LAYERS, VOCAB_SIZE)
-    with pytest.raises(ValueError, match="its code comes with its repository"):
-        shrunk({"model_type": "new", "auto_map": {}}, LAYERS, VOCAB_SIZE)
-
-
-# --- the layout ---
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"num_hidden_layers": 2}, "hidden_size or n_embd or n_embed or d_model is missing"),
+        ({"auto_map": {}}, "its code comes with its repository"),
+    ],
+)
+def test_a_model_that_cannot_be_shrunk_says_why(keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        shrunk({"model_type": "new", **keys}, LAYERS, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "stages", "expected"),
+    ("grid", "ranks", "expected"),
     [
-        (1, 1, grid_of(1, 1)),
-        (2, 1, grid_of(1, 2)),
-        (64, 1, grid_of(1, 4)),
-        (2, 2, grid_of(2, 1)),
-        (64, 2, grid_of(2, 2)),
-        (4, 4, grid_of(4, 1)),
-        (64, 4, grid_of(4, 2)),
+        (Grid(1), None, grid_of(1, 1)),
+        (Grid(2), None, grid_of(1, 2)),
+        (Grid(64), None, grid_of(1, 4)),
+        (Grid(2, pipeline=2), None, grid_of(2, 1)),
+        (Grid(64, pipeline=2), None, grid_of(2, 2)),
+        (Grid(4, pipeline=4), None, grid_of(4, 1)),
+        (Grid(64, pipeline=4), None, grid_of(4, 2)),
+        (Grid(64, pipeline=4), 12, grid_of(4, 3)),
+        (Grid(8, tensor=8), None, grid_of(1, 1, 2)),
+        (Grid(64, pipeline=2, tensor=8), None, grid_of(2, 2, 2)),
+        (Grid(64, tensor=8), 3, r"--ranks is 3: .* multiple of 2 .*, tensor ranks 2\)"),
+        (Grid(64, pipeline=4), 6, r"--ranks is 6: .* multiple of 4 \(pipeline stages 4,"),
+        (Grid(8), 9, r"--ranks is 9: .* from 1 to 8 for --gpus 8"),
     ],
 )
 def test_rehearsal_keeps_stages_and_reduces_data_ranks(
-    gpus: int, stages: int, expected: Grid
+    grid: Grid, ranks: int | None, expected: Grid | str
 ) -> None:
-    assert rehearsed(Grid(gpus, pipeline=stages)) == expected
-
-
-def test_rehearsal_uses_two_tensor_ranks_for_eight() -> None:
-    assert rehearsed(Grid(8, tensor=8)) == grid_of(1, 1, 2)
-    both = rehearsed(Grid(64, pipeline=2, tensor=8))
-    assert both == grid_of(2, 2, 2)
-    assert shown(both) == "8 ranks = 2 stages x 2 data x 2 tensor"
-    with pytest.raises(ConfigError, match=r"--ranks is 3: .* multiple of 2 .*, tensor ranks 2\)"):
-        rehearsed(Grid(64, tensor=8), 3)
-
-
-def test_ranks_that_are_no_such_layout_are_refused() -> None:
-    assert rehearsed(Grid(64, pipeline=4), 12) == grid_of(4, 3)
-    with pytest.raises(ConfigError, match=r"--ranks is 6: .* multiple of 4 \(pipeline stages 4,"):
-        rehearsed(Grid(64, pipeline=4), 6)
-    with pytest.raises(ConfigError, match=r"--ranks is 9: .* from 1 to 8 for --gpus 8"):
-        rehearsed(Grid(8), 9)
+    if isinstance(expected, Grid):
+        assert rehearsed(grid, ranks) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            rehearsed(grid, ranks)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +195,6 @@ def test_another_layout_takes_the_same_batch(
     assert replacement == expected
     if replacement:
         assert (micro * accum * layout.data) % (replacement[1] * replacement[0].data) == 0
-
-
-# --- the job ---
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DS_CONFIGS.glob("*.json")))
@@ -246,24 +233,16 @@ def test_the_job_is_kept_but_for_its_size(tmp_path: Path) -> None:
     ds |= {"wandb": {"enabled": True}, "train_micro_batch_size_per_gpu": 4}
     (tmp_path / "job.json").write_text(json.dumps(ds))
     made = job(
-        "--deepspeed",
-        str(tmp_path / "job.json"),
-        "model.name=gpt2-124m",
-        "model.overrides.n_layer=3",
-        "model.dropout=0.2",
-        "train.global_batch=256",
-        "guard.spikes=rollback",
-        "save.every=500",
-        "save.async=true",
+        *("--deepspeed", str(tmp_path / "job.json"), "model.name=gpt2-124m"),
+        *("model.overrides.n_layer=3", "model.dropout=0.2", "train.global_batch=256"),
+        *("guard.spikes=rollback", "save.every=500", "save.async=true"),
     )
     command = parse_command(made.write(tmp_path / "made"))
     plan = plan_from(command, world=cpu(4))
     run = plan.config
     assert (run.optim.name, run.optim.betas, run.optim.lr) == ("adamw", (0.8, 0.9), 1e-4)
-    assert (run.optim.schedule, run.optim.warmup_steps, run.optim.warmup_type) == (
-        *("linear", 2),
-        "log",
-    )
+    assert (run.optim.schedule, run.optim.warmup_type) == ("linear", "log")
+    assert run.optim.warmup_steps == 2
     assert (run.guard.spikes, run.save.every, run.save.async_) == ("rollback", 4, True)
     assert (plan.steps, plan.micro_batch, plan.grad_accum) == (STEPS, 2, 2)
     assert (plan.model_config["attn_pdrop"], size_of(plan.model_config, LAYER_KEYS)) == (0.2, 2)
@@ -277,12 +256,8 @@ def test_rehearsal_keeps_ramps_optimizer_and_groups(tmp_path: Path) -> None:
         "model.name=llama-1b",
         *("train.global_batch=64", "data.seq_len=2048", "train.micro_batch=2", "optim.name=muon"),
         *("ramp.batch_from=16", "ramp.batch_tokens=1000000000", "ramp.length_from=256"),
-        *(
-            "ramp.length_tokens=500000000",
-            "train.steps=1000",
-            "profile.steps=100:103",
-            "eval.patience=3",
-        ),
+        *("ramp.length_tokens=500000000", "train.steps=1000"),
+        *("profile.steps=100:103", "eval.patience=3"),
         'optim.groups=[{pattern="lm_head|embed", lr_multiplier=0.1}, {pattern="layers.15."}]',
         gpus=8,
     )
@@ -354,14 +329,13 @@ def test_small_job_error_is_named_as_the_rehearsal_own(tmp_path: Path) -> None:
 
 
 def test_zero_3_partitions_the_small_model_as_the_large() -> None:
-    zero = job("model.name=llama-3-8b", "ds.zero_optimization.stage3_max_live_parameters=1e9")
+    keys = ("stage3_max_live_parameters=1e9", "stage3_param_persistence_threshold=100000")
+    zero, literal = (job("model.name=llama-3-8b", f"ds.zero_optimization.{key}") for key in keys)
     sizes = zero.deepspeed["zero_optimization"]
     assert sizes["reduce_bucket_size"] == "auto"  # it follows the model anyway
     hidden = zero.model["hidden_size"]
     assert sizes["stage3_max_live_parameters"] == int(1e9 * (hidden / 4096) ** 2)
-    literal = job(
-        "model.name=llama-3-8b", "ds.zero_optimization.stage3_param_persistence_threshold=100000"
-    )
+
     threshold = literal.deepspeed["zero_optimization"]["stage3_param_persistence_threshold"]
     assert hidden < threshold < hidden**2  # norms stay whole, matrices are partitioned
 
@@ -374,17 +348,24 @@ def test_layers_per_stage_keep_their_proportion() -> None:
     assert made.model["num_hidden_layers"] == 4
 
 
-# --- the data ---
+LINE = json.dumps({"text": "word " * 200}) + "\n"
 
 
-def test_excerpt_takes_first_lines_of_a_large_file(tmp_path: Path) -> None:
-    line = json.dumps({"text": "word " * 200}) + "\n"
-    large = tmp_path / "large.jsonl"
-    large.write_text(line * (2 * MOST_BYTES // len(line)))
-    part = Path(excerpt(str(large), tmp_path / "part"))
-    assert part == tmp_path / "part" / "large.jsonl.jsonl"
-    assert MOST_BYTES <= part.stat().st_size < MOST_BYTES + len(line)
-    assert set(part.read_text().splitlines(keepends=True)) == {line}
+@pytest.mark.parametrize("split", [None, "test"])
+def test_excerpt_takes_first_lines_of_large_files_of_the_split(
+    tmp_path: Path, split: str | None
+) -> None:
+    names = ["test.jsonl", "train.jsonl"] if split else ["large.jsonl"]
+    (tmp_path / "data").mkdir()
+    for name in names:
+        (tmp_path / "data" / name).write_text(LINE * (2 * MOST_BYTES // len(LINE)))
+    path = tmp_path / "data" / ("" if split else "large.jsonl")
+    part = Path(excerpt(str(path), tmp_path / "part", split=split))
+    assert part == tmp_path / "part" / ("" if split else "large.jsonl.jsonl")
+    (file,) = (tmp_path / "part").iterdir()
+    assert file.name == f"{names[0]}.jsonl"
+    assert MOST_BYTES <= file.stat().st_size < MOST_BYTES + len(LINE)
+    assert set(file.read_text().splitlines(keepends=True)) == {LINE}
 
 
 def test_excerpt_takes_a_part_of_each_file(tmp_path: Path) -> None:
@@ -396,15 +377,6 @@ def test_excerpt_takes_a_part_of_each_file(tmp_path: Path) -> None:
     files = sorted(part.rglob("*.txt"))
     assert [file.relative_to(part).parts for file in files] == [(str(n), "a.txt") for n in range(8)]
     assert sum(file.stat().st_size for file in files) == pytest.approx(MOST_BYTES, rel=0.01)
-
-
-def test_excerpt_takes_only_files_of_the_split(tmp_path: Path) -> None:
-    line = json.dumps({"text": "word " * 200}) + "\n"
-    for name in ("train", "test"):
-        (tmp_path / "data" / f"{name}.jsonl").parent.mkdir(exist_ok=True)
-        (tmp_path / "data" / f"{name}.jsonl").write_text(line * (2 * MOST_BYTES // len(line)))
-    part = Path(excerpt(str(tmp_path / "data"), tmp_path / "part", split="test"))
-    assert [file.name for file in part.iterdir()] == ["test.jsonl.jsonl"]
 
 
 @pytest.mark.parametrize("format", [None, "csv"])
@@ -426,9 +398,6 @@ def test_excerpt_reads_small_data_in_place(tmp_path: Path) -> None:
     assert excerpt(str(tmp_path / "small.txt"), tmp_path / "part") == str(tmp_path / "small.txt")
     with pytest.raises(ConfigError, match=r"gone.txt does not exist"):
         excerpt(str(tmp_path / "gone.txt"), tmp_path / "part")
-
-
-# --- the comparison ---
 
 
 def lines(*losses: float | str, stopped_at: int = 9) -> list[dict[str, Any]]:
@@ -454,9 +423,6 @@ def test_nonfinite_losses_count_as_apart() -> None:
     for loss in ("inf", "nan"):  # as records have them
         assert not apart(lines(loss, 2.0), expected, [1], "loss") <= 1e9
         assert not apart(expected, lines(loss, 2.0), [1], "loss") <= 1e9
-
-
-# --- the tool ---
 
 
 def test_missing_data_fails_the_rehearsal_at_plan() -> None:
@@ -555,6 +521,10 @@ def kept_folder(printed: str) -> Path:
     return Path(match[1])
 
 
+def stages_in(printed: str) -> list[str]:
+    return [line.split()[0] for line in printed.splitlines() if " s  " in line]
+
+
 def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -612,8 +582,7 @@ def test_a_rehearsal_of_zero_3_holds(
     code = rehearse.main([*argv, f"--folder={tmp_path}", *job])
     out, err = capfd.readouterr()
     assert code == 0, out + err
-    stages = [line.split()[0] for line in out.splitlines() if " s  " in line]
-    assert stages == ["plan", "train", "interrupt", "resume", "export", "elsewhere"]
+    assert stages_in(out) == ["plan", "train", "interrupt", "resume", "export", "elsewhere"]
     assert "8 GPUs, ZeRO 3, bf16, 256 windows per step = 8 x 4 accumulated x 8" in out
     assert "equal the uninterrupted run's in every step, bit for bit" in out
     assert re.search(r"opens in transformers; its probe loss is (\S+), and was \1", out)
@@ -651,8 +620,8 @@ def test_rehearsal_detects_another_seed_on_resume(
     argv = ["--deepspeed", str(DS_CONFIGS / "pipeline2.json"), "--gpus", "2", *data]
     code = rehearse.main([*argv, f"--folder={tmp_path}", "model.name=llama-1b"], planted)
     printed = capfd.readouterr()
-    stages = [line.split()[0] for line in printed.out.splitlines() if " s  " in line]
-    assert (code, stages) == (1, ["plan", "train", "interrupt"]), printed.out + printed.err
+    assert code == 1, printed.out + printed.err
+    assert stages_in(printed.out) == ["plan", "train", "interrupt"]
     assert "2 ranks = 2 stages x 1 data, a llama of" in printed.out
     assert "SIGUSR1 to one rank: all ended with code 75" in printed.out
     assert "FAILED at resume: the resumed run is not the uninterrupted one: loss" in printed.out

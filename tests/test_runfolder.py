@@ -66,9 +66,6 @@ def test_heartbeats_that_are_no_folder_are_rejected(kind: str, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- lock ---
-
-
 def test_a_living_writer_on_this_host_is_refused_by_name(tmp_path: Path) -> None:
     with another_writer(tmp_path) as process:
         with pytest.raises(ConfigError, match=rf"run\.dir = .* by process {process.pid} on"):
@@ -146,9 +143,6 @@ def test_lock_of_another_host_is_taken_over_by_its_own_job_only(
     else:
         with pytest.raises(ConfigError, match=r"process 1 on elsewhere.*delete .*/lock"):
             folder.open()
-
-
-# --- records ---
 
 
 def test_run_records_round_trip(folder: RunFolder) -> None:
@@ -318,9 +312,7 @@ def test_full_record_file_is_named(folder: RunFolder) -> None:
     folder.append_failure(1, message="has been suppressed where it could not be written")
 
 
-def test_full_disk_status_overwrites_the_old_one(
-    small_disk: Path,
-) -> None:
+def test_full_disk_status_overwrites_the_old_one(small_disk: Path) -> None:
     folder = RunFolder(small_disk / "run")
     folder.open()
     with (small_disk / "filler").open("wb") as file, contextlib.suppress(OSError):
@@ -370,9 +362,6 @@ def test_a_status_that_cannot_be_written_leaves_the_old_one(folder: RunFolder) -
     with pytest.raises(TypeError, match="not JSON serializable"):
         folder.write_plan({"steps": {1, 2}})
     assert folder.read_plan() == {"steps": 2}
-
-
-# --- names ---
 
 
 def test_default_folders_are_told_apart_even_within_one_second(tmp_path: Path) -> None:

@@ -177,10 +177,7 @@ for word in "$@"; do
 done
 exec /usr/bin/srun "${words[@]}"
 """
-TOOLS = {
-    "apptainer": (APPTAINER, "/images/harness.sif"),
-    "srun": (SRUN, "registry#harness:1"),
-}
+TOOLS = {"apptainer": (APPTAINER, "/images/harness.sif"), "srun": (SRUN, "registry#harness:1")}
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +217,7 @@ def submit_contained(slurm: PrivateSlurm, folder: Path, tool: str) -> Job:
 def test_only_user_cancellation_ends_a_slurm_job(
     slurm: PrivateSlurm, tmp_path: Path, jobs: dict[str, Job]
 ) -> None:
-    """A TERM lets the ranks save; a warning kills ranks that are still starting. `jobs` go on
-    meanwhile.
-    """
+    """A TERM lets the ranks save; a warning kills ranks that are still starting."""
     job = submit(slurm, tmp_path, "waits,deaf,waits,0")
     for start, options in enumerate(
         (("--signal=TERM", "--batch"), ("--signal=USR1", "--batch"), ())

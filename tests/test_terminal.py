@@ -284,9 +284,7 @@ def test_a_line_stays_every_five_per_cent_and_every_ten_minutes(
 
 @pytest.mark.gate("tools")
 def test_a_launched_run_at_80_columns_and_ctrl_c(tmp_path: Path) -> None:
-    """The launcher turns Ctrl-C into a SIGTERM for the ranks, which have already received
-    SIGINT.
-    """
+    """The launcher turns Ctrl-C into a second signal for ranks that already have SIGINT."""
     corpus = write_corpus(tmp_path / "corpus")
     run = tmp_path / "run"
     words = train_command(f"data.path={corpus}", f"run.dir={run}", "train.steps=100000")

@@ -28,9 +28,7 @@ def test_an_error_larger_than_a_pipe_arrives() -> None:
     assert len(raised.value.problems[0]) > 1_000_000
 
 
-def test_a_worker_that_is_killed_while_it_reports_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_is_killed_while_it_reports_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def send_half(self: workers.Connection, error: Exception) -> None:
         os.write(self.fileno(), b"\0\0\1\0half")  # of 256 bytes
         os.kill(os.getpid(), signal.SIGKILL)

@@ -37,9 +37,7 @@ class Group:
         self._values: list[Any] = [None] * self.ranks
 
     def run(self, work: Callable[[int], Any], *rooms: ModuleType) -> list[Any]:
-        """Call `work` once per rank, with this group as `dist` of the modules; return the
-        results.
-        """
+        """Call `work` once per rank, with this group as the modules' `dist`."""
         results: list[Any] = [None] * self.ranks
         failures: list[BaseException] = []
 

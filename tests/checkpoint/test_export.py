@@ -1,6 +1,4 @@
-"""Exports equal those of save_pretrained, and transformers opens them. Their configs have the keys
-that version 4 reads (checked with its answers in tests/models/test_older_readers.py).
-"""
+"""Exports equal those of save_pretrained, and have the config keys that version 4 reads."""
 
 from __future__ import annotations
 

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.compatibility import (
-    branch_problems,
-    resume_problems,
-    too_short,
-)
+from harness.checkpoint.compatibility import branch_problems, resume_problems, too_short
 from harness.config.run_config import RunConfig
 
 

@@ -32,6 +32,12 @@ USER, BOT = {"role": "user", "content": "a?"}, {"role": "assistant", "content": 
 style = pytest.mark.parametrize("style", STYLES)
 
 
+def runs_of(mask: list[int]) -> list[tuple[int, int]]:
+    """Return the places of consecutive learned tokens."""
+    edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
 def encoded(
     tokenizer: PreTrainedTokenizerFast, chat: Chat, learn: str = "assistant"
 ) -> tuple[list[int], list[int]]:
@@ -75,15 +81,10 @@ def test_tokens_and_masks_are_those_of_transformers(
         ids, mask = by_transformers(tokenizer, turns, tools)
         assert encoded(masked, Chat(turns, tools)) == (ids, mask)
         # Each assistant turn is one run, which ends with the end of the turn.
-        ends = [i for i in range(len(ids)) if mask[i] and (i + 1 == len(ids) or not mask[i + 1])]
         answers = [turn for turn in turns if turn["role"] == "assistant"]
-        assert len(ends) == len(answers)
-        assert all(ids[i] == end for i in ends)
-        for turn, place in zip(answers, ends, strict=True):
-            start = place
-            while start and mask[start - 1]:
-                start -= 1
-            assert turn["content"].strip() in tokenizer.decode(ids[start:place])
+        for turn, (start, stop) in zip(answers, runs_of(mask), strict=True):
+            assert ids[stop - 1] == end
+            assert turn["content"].strip() in tokenizer.decode(ids[start : stop - 1])
 
 
 @style
@@ -128,10 +129,7 @@ def test_the_last_turn_alone_or_all_are_learned(style: str, has_marks: bool) -> 
     masked = tokenizer if has_marks else without_marks(tokenizer)
     for turns in chats(20, tools=True):
         ids, mask = by_transformers(tokenizer, turns, TOOLS)
-        last = len(mask) - mask[::-1].index(1)
-        first = last
-        while first and mask[first - 1]:
-            first -= 1
+        first, last = runs_of(mask)[-1]
         expected = [int(first <= i < last) for i in range(len(ids))]
         assert encoded(masked, Chat(turns, TOOLS), "last") == (ids, expected)
         assert encoded(masked, Chat(turns, TOOLS), "all") == (ids, [1] * len(ids))
@@ -164,9 +162,7 @@ def learned_text(tokenizer: PreTrainedTokenizerFast, chat: Chat, learn: str = "a
 
 
 def thinking(text: str, looks: str = "false") -> tuple[str, list[dict[str, Any]]]:
-    """Return a template that looks into texts and writes thoughts in the last turn alone; and
-    turns.
-    """
+    """Return a template that looks into texts and writes only the last thoughts; and turns."""
     begin = "{%- for m in messages %}"
     looking = f"{{%- set content = m.content %}}{{{{ '*' if {looks} else '' }}}}"
     turn = {"role": "assistant", "content": f"<think>so</think>{text}"}
@@ -193,16 +189,11 @@ PLAIN = (
     "{% for m in messages %}{{ m.role + ':\\n' + m.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
 )
+THOUGHT = "yes<|im_end|><think>so</think>yes<|im_end|>"
 TEXTS = {
-    "rewritten turns": (*thinking("yes"), "yes<|im_end|><think>so</think>yes<|im_end|>"),
-    "looks at ends": (
-        *thinking("yes", "content.endswith('ok')"),
-        "yes<|im_end|><think>so</think>yes<|im_end|>",
-    ),
-    "looks at starts": (
-        *thinking("yes", "content.startswith('ok')"),
-        "yes<|im_end|><think>so</think>yes<|im_end|>",
-    ),
+    "rewritten turns": (*thinking("yes"), THOUGHT),
+    "looks at ends": (*thinking("yes", "content.endswith('ok')"), THOUGHT),
+    "looks at starts": (*thinking("yes", "content.startswith('ok')"), THOUGHT),
     "a turn of tags": (*thinking("<safe>"), "<safe><|im_end|><think>so</think><safe><|im_end|>"),
     "role markers within blocks": (BLOCKS, [USER, BOT] * 2, "b.<|im_end|>" * 2),
     # The next role ends a turn where the template writes no end, and the separator the document.
@@ -256,19 +247,23 @@ def test_common_prefix_ends_between_tokens(text: str, other: str, size: int) -> 
     assert finder.same(text, other) == finder.same(other, text) == size
 
 
-def test_a_text_that_a_template_changes_is_counted() -> None:
-    tokenizer = tokenizer_of("chatml", THINKING.replace("m.content }}", "m.content | upper }}"))
-    rendered = ChatEncoder(tokenizer, "assistant").render(Chat([USER, BOT]))
-    assert rendered.notes == [("turns", "assistant turns whose text the template changes")]
+NAMED = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
 
 
-def test_keys_that_a_template_names_for_others_are_counted() -> None:
-    chat = Chat([{**USER, "name": "Bo"}, BOT])
-    template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
-    reads = template.replace("m.role +", "(m.name or m.role) +", 1)
-    for each, notes in ((template, [("keys", "name")]), (reads, [])):
-        encoder = ChatEncoder(tokenizer_of("chatml", each), "assistant")
-        assert encoder.render(chat).notes == notes
+@pytest.mark.parametrize(
+    ("template", "notes"),
+    [
+        (
+            THINKING.replace("m.content }}", "m.content | upper }}"),
+            [("keys", "name"), ("turns", "assistant turns whose text the template changes")],
+        ),
+        (NAMED, [("keys", "name")]),
+        (NAMED.replace("m.role +", "(m.name or m.role) +", 1), []),
+    ],
+)
+def test_texts_and_keys_that_a_template_alters_are_counted(template: str, notes: object) -> None:
+    encoder = ChatEncoder(tokenizer_of("chatml", template), "assistant")
+    assert encoder.render(Chat([{**USER, "name": "Bo"}, BOT])).notes == notes
 
 
 def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
@@ -326,9 +321,8 @@ def test_a_template_writes_the_date_of_the_run(
     path = write_jsonl(*({"messages": [USER, BOT]} for _ in range(20)))
     options = {"tokenizer": str(tmp_path / "tokenizer")}
     first = opened(path, **options, date="2026-01-31")
-    assert "<|im_start|>system\n31 Jan 2026 00:00<|im_end|>" in first.tokenizer.decode(
-        stored(tmp_path)[0][0]
-    )
+    text = first.tokenizer.decode(stored(tmp_path)[0][0])
+    assert "<|im_start|>system\n31 Jan 2026 00:00<|im_end|>" in text
     assert first.summary()[0].endswith("the chat template writes the date 2026-01-31 (data.date)")
     again = opened(path, **options, date="2026-01-31", cache_dir=str(tmp_path / "other"))
     later = opened(path, **options, date="2026-02-01")
@@ -365,16 +359,13 @@ def test_control_tokens_are_found_behind_a_chat_that_is_skipped() -> None:
     assert [*divided_control_tokens(tokenizer, chats)] == ["<|im_start|>"]
 
 
-def test_separator_line_break_that_ends_an_answer_is_learned(
-    tokenizer_dir: str,
-) -> None:
+def test_separator_line_break_that_ends_an_answer_is_learned(tokenizer_dir: str) -> None:
     """A tokenizer without <|im_end|>: generation stops at the separator, or not at all."""
     tokenizer = load_tokenizer(tokenizer_dir)
     set_template(tokenizer, "chatml")
     turns = [{"role": "user", "content": "ok?"}, {"role": "assistant", "content": "ok."}]
-    ids, mask = encoded(tokenizer, Chat(turns))
-    learned = [token for token, is_learned in zip(ids, mask, strict=True) if is_learned]
-    assert tokenizer.decode(learned) == f"ok.<|im_end|>\n{tokenizer.eos_token}"
+    learned = learned_text(tokenizer, Chat(turns))
+    assert learned == f"ok.<|im_end|>\n{tokenizer.eos_token}"
 
 
 def test_spaces_outside_a_tokenizers_spans_are_learned() -> None:
@@ -415,62 +406,51 @@ def test_the_runs_tokenizer_carries_the_template(
     same = opened(path, template=str(mine))
     assert same.fingerprint == data.fingerprint
     mine.write_text(again.chat_template.replace("im_end", "im_over"))
-    others = [
-        opened(path, template=str(mine)),
-        opened(path, template="chatml", learn="all"),
-    ]
+    others = [opened(path, template=str(mine)), opened(path, template="chatml", learn="all")]
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
 
 
-RAISING = "{{ raise_exception('no ' + messages[0].role + ' here') }}"
+RAISES = "/tokenizer: TemplateError: no user here"
+
+
+def turn(content: object, role: str = "assistant", **keys: object) -> dict[str, object]:
+    return {"role": role, "content": content, **keys}
 
 
 @pytest.mark.parametrize(
-    ("turns", "template", "message"),
+    ("turns", "message"),
     [
-        ([USER, {"role": "assistant", "content": " "}], None, "has an empty assistant turn"),
-        ([BOT, USER], None, "roles out of order: assistant at the beginning"),
+        ([USER, turn(" ")], "has an empty assistant turn"),
+        ([BOT, USER], "roles out of order: assistant at the beginning"),
+        ([USER, BOT, BOT], "roles out of order: assistant after assistant, instead of user or"),
+        ([USER, turn("b.", weight=0.5)], "a turn has weight=0.5, which must be 0 or false"),
+        ([USER, turn("1", "tool"), BOT], "tool after user"),
+        ([USER], "has no assistant turn: nothing to learn"),
+        ([USER, turn("b", "bot")], "has the role 'bot', which is not one of"),
+        ([USER, turn(3)], "must be a string, not int"),
+        ([USER, turn([{"type": "image"}])], "a part of type image, not text"),
+        ([USER, turn([{"type": "tool_use"}])], '"tool_calls": '),
+        ([turn([{"type": "tool_result"}], "user")], '{"role": "tool"'),
+        ([USER, turn("b.", tool_calls=[3])], "a tool call must be an object, not int"),
         (
-            [USER, BOT, BOT],
-            None,
-            "roles out of order: assistant after assistant, instead of user or",
-        ),
-        ([USER, {**BOT, "weight": 0.5}], None, "a turn has weight=0.5, which must be 0 or false"),
-        ([USER, {"role": "tool", "content": "1"}, BOT], None, "tool after user"),
-        ([USER], None, "has no assistant turn: nothing to learn"),
-        ([USER, {"role": "bot", "content": "b"}], None, "has the role 'bot', which is not one of"),
-        ([USER, {"role": "assistant", "content": 3}], None, "must be a string, not int"),
-        (
-            [USER, {"role": "assistant", "content": [{"type": "image"}]}],
-            None,
-            "a part of type image, not text",
-        ),
-        ([USER, {"role": "assistant", "content": [{"type": "tool_use"}]}], None, '"tool_calls": '),
-        ([{"role": "user", "content": [{"type": "tool_result"}]}], None, '{"role": "tool"'),
-        ([USER, {**BOT, "tool_calls": [3]}], None, "a tool call must be an object, not int"),
-        (
-            [USER, {**BOT, "tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]}],
-            None,
+            [USER, turn("b.", tool_calls=[{"name": "f", "arguments": {"a": "\ud800"}}])],
             "surrogates not allowed",
         ),
-        ("a? b.", None, "messages must be an array of turns, not str"),
-        ([USER, BOT], RAISING, "/tokenizer: TemplateError: no user here"),
+        ("a? b.", "messages must be an array of turns, not str"),
+        ([USER, BOT], RAISES),
     ],
 )
 def test_bad_conversations_are_one_line_with_a_count(
-    refused: Refused,
-    tmp_path: Path,
-    write_jsonl: Written,
-    turns: object,
-    template: str | None,
-    message: str,
+    refused: Refused, tmp_path: Path, write_jsonl: Written, turns: object, message: str
 ) -> None:
     good = {"messages": [{"role": "system", "content": "s"}, USER, BOT]}
     path = write_jsonl(good, *({"messages": turns} for _ in range(30)), good)
     tokenizer = tokenizer_of("chatml")
-    if template:
-        tokenizer.chat_template = "{% if messages[0].role == 'user' %}" + template + "{% endif %}x"
-        tokenizer.chat_template += "{% generation %}y{% endgeneration %}"
+    if message == RAISES:
+        tokenizer.chat_template = (
+            "{% if messages[0].role == 'user' %}{{ raise_exception('no user here') }}{% endif %}x"
+            "{% generation %}y{% endgeneration %}"
+        )
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     (problem,) = refused(path, tokenizer=str(tmp_path / "tokenizer"))
     assert problem.startswith(f"data.path: {path}:2: ")

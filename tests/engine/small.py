@@ -70,19 +70,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 _LATENT = {
     **_ROUTED,
-    "num_key_value_heads": 4,
-    "pad_token_id": 0,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
 }
+_LATENT |= {"num_key_value_heads": 4, "pad_token_id": 0, "n_routed_experts": 4, "v_head_dim": 8}
 _MIXTURE = {"num_experts_per_tok": 2, "pad_token_id": 0, "output_router_logits": True}
 _MIXTURES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,

@@ -1,6 +1,4 @@
-"""Low-rank adapters, also on weights in 4 bits, in the real engine, compared with peft in a plain
-loop; frozen parameters.
-"""
+"""Low-rank adapters, also on 4-bit weights, against peft in a plain loop; frozen parameters."""
 
 from __future__ import annotations
 
@@ -204,9 +202,7 @@ def variant_by_peft(variant: str, base: str) -> Trained:
 @pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "whole", "fp4")))
 @ranks(2)
 def test_lora_variants_equal_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
-    """The run evaluates after every step, the plain loop never: on CPUs with bf16 instructions,
-    bitsandbytes repacks weights at the first evaluation, which ends their gradients.
-    """
+    """bitsandbytes repacks weights at an evaluation, which must not end their gradients."""
     layout, settings, _, bits = VARIANTS[variant]
     lora = {**LORA, **({} if bits is None else {"quantize": "nf4"}), **settings}
     checkpointing = variant.split()[-1]

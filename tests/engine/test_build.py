@@ -30,14 +30,7 @@ from harness.models.skeleton import hf_config, skeleton
 from harness.models.units import units
 from harness.plan.command import parse_command, plan_from
 from harness.plan.make import make_plan
-from tests.engine.engines import (
-    WORLD,
-    different,
-    engine_of,
-    folder,
-    given_weights,
-    losses,
-)
+from tests.engine.engines import WORLD, different, engine_of, folder, given_weights, losses
 from tests.engine.small import MODEL
 from tests.ranks import ranks
 from tests.run_tools import printed
@@ -47,18 +40,14 @@ from tests.shipped import DS_CONFIGS
 @ranks(2)
 def test_zero_3_build_holds_one_full_layer_at_most() -> None:
     """Count the whole parameter elements on this rank before and after each piece is divided."""
-    before: list[int] = []
-    after: list[int] = []
+    elements: list[int] = []
     materialize = single_stage.materialize
 
     def watched(model: Any, *args: Any, placed: Any, **kwargs: Any) -> None:
-        def elements() -> int:
-            return sum(p.numel() for p in model.parameters() if not p.is_meta)
-
         def place(parameters: list[Any]) -> None:
-            before.append(elements())
-            placed(parameters)
-            after.append(elements())
+            for step in (lambda: None, lambda: placed(parameters)):
+                step()
+                elements.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
 
         materialize(model, *args, placed=place, **kwargs)
 
@@ -71,15 +60,13 @@ def test_zero_3_build_holds_one_full_layer_at_most() -> None:
         sum(parameter.numel() for _, _, _, parameter in piece.parameters())
         for piece in units(skeleton(hf_config(MODEL), torch.float32))
     )
-    assert max(before) == largest < total / 3
-    assert max(after) == 0
+    assert max(elements[::2]) == largest < total / 3
+    assert max(elements[1::2]) == 0
     assert own == pytest.approx(total / 2, rel=0.01)
 
 
 def test_zero3_moves_the_buffers_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """zero.Init has placed its parameters; another device than theirs shows who moves the
-    buffers.
-    """
+    """zero.Init has placed its parameters; another device shows who moves the buffers."""
     loaded = AutoModelForCausalLM.from_config(hf_config(MODEL))
     report = {"missing_keys": [], "unexpected_keys": []}
     monkeypatch.setattr(single_stage, "read_weights", lambda *_: (loaded, report))
@@ -100,18 +87,10 @@ def test_given_weights_are_loaded_exactly_or_refused_by_name(layout: str) -> Non
         engine_of(layout, model={"init_from": str(folder() / "incomplete")})
 
 
-ERNIE = {
-    **{key: value for key, value in MODEL.items() if key != "tie_word_embeddings"},
-    "model_type": "ernie4_5_moe",
-    "num_hidden_layers": 2,
-    "moe_intermediate_size": 16,
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    "moe_num_shared_experts": 1,
-    "moe_layer_start_index": 0,
-    "moe_layer_end_index": 1,
-    "pad_token_id": 0,
-}
+ERNIE = {key: value for key, value in MODEL.items() if key != "tie_word_embeddings"}
+ERNIE |= {"model_type": "ernie4_5_moe", "num_hidden_layers": 2, "moe_intermediate_size": 16}
+ERNIE |= {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "pad_token_id": 0}
+ERNIE |= {"moe_layer_start_index": 0, "moe_layer_end_index": 1}
 
 
 @pytest.mark.parametrize("layout", ["zero0 bf16", "zero1 fp16", "zero2 bf16 fp32_sums"])
@@ -145,10 +124,8 @@ def test_weight_loading_bar_is_shown_by_rank_0_only(rank: int) -> None:
     logging.enable_progress_bar()
     sdpa: dict[str, Any] = {"attention": "sdpa", "attention_sizes": {}}
     model = SimpleNamespace(init_from="weights", name="tiny", **sdpa)
-    plan: Any = SimpleNamespace(
-        config=SimpleNamespace(model=model, train=SimpleNamespace(seed=0)),
-        world=SimpleNamespace(rank=rank),
-    )
+    config = SimpleNamespace(model=model, train=SimpleNamespace(seed=0))
+    plan: Any = SimpleNamespace(config=config, world=SimpleNamespace(rank=rank))
     empty: Any = SimpleNamespace(config=None, dtype=torch.float32, generation_config=None)
     try:
         read_weights(_Model, plan, empty, trust_remote_code=False)
@@ -263,24 +240,14 @@ class Halves(nn.Module):
         note_copies(self, share)
 
 
-def halves() -> list[Halves]:
-    grid = Grid(2, tensor=2)
-    return [Halves(Share(grid, rank, {"tensor": by_rows})) for rank in range(2)]
-
-
-def test_parameter_is_whole_or_the_shard_left_on_it() -> None:
-    for rank, module in enumerate(halves()):
+def test_shards_are_told_from_whole_parameters_and_their_copies() -> None:
+    """The first rank saves what both have; squares of all ranks add up to those of the whole."""
+    grid, squares = Grid(2, tensor=2), 0.0
+    for rank in range(2):
+        module = Halves(Share(grid, rank, {"tensor": by_rows}))
         assert part_of(module.norm) == Part.of((3,))
         assert part_of(module.cut).ranges[0] == ((2 * rank, 2 * rank + 2),)
-
-
-def test_unsharded_parameter_is_saved_by_the_first_rank() -> None:
-    assert [[is_copy(m.cut), is_copy(m.norm)] for m in halves()] == [[False, False], [False, True]]
-
-
-def test_squares_of_all_ranks_add_up_to_those_of_the_whole() -> None:
-    squares = 0.0
-    for module in halves():
+        assert [is_copy(module.cut), is_copy(module.norm)] == [False, rank == 1]
         for parameter in module.parameters():
             parameter.grad = torch.full_like(parameter, 2.0)
         squares += grad_norm(module, None, torch.device("cpu")).item() ** 2

@@ -39,15 +39,9 @@ from tests.engine.engines import cells, engine_of, fp16, gathered, plan_of, writ
 from tests.engine.small import SEQ_LEN, VOCAB_SIZE, run_config
 from tests.ranks import ranks
 
-MODEL: dict[str, Any] = {
-    "model_type": "recurrent",
-    "cell": "lstm",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "recurrent_size": 24,
-    "num_hidden_layers": 2,
-    "tie_word_embeddings": False,
-}
+_SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
+_SIZES |= {"tie_word_embeddings": False}
+MODEL: dict[str, Any] = dict(_SIZES, model_type="recurrent", cell="lstm", recurrent_size=24)
 ROWS, WINDOWS, STEPS = 8, 3, 5
 """Rows of a batch; windows per row and epoch; steps, enough to begin a second epoch."""
 # Three windows begin with a document, one of them a row's second; other documents begin within
@@ -76,21 +70,12 @@ def stream(starts: tuple[int, ...] = STARTS) -> Contiguous:
     return Contiguous(packed, ROWS)
 
 
-MAMBA2: dict[str, Any] = {
-    "model_type": "mamba2",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "state_size": 8,
-    "num_heads": 8,
-    "head_dim": 8,
-    "n_groups": 2,
-    "num_hidden_layers": 2,
-    "chunk_size": 8,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+MAMBA2: dict[str, Any] = dict(
+    _SIZES | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    **dict.fromkeys(("state_size", "num_heads", "head_dim", "chunk_size"), 8),
+    model_type="mamba2",
+    n_groups=2,
+)
 
 
 class TokenLoop:
@@ -209,11 +194,8 @@ def test_carried_state_stays_within_its_row(states: Any) -> None:
     assert begun(own, 0, batch([6, 10], goes_on=False)) == [0, 0]  # a document begins
     assert begun(own, 0, batch([5, 12])) == [0, 0]  # an epoch begins; samples were skipped
     assert begun(own, 0, batch([6, 10])) == [3, 3]
-
-
-def test_nonfinite_carried_state_is_dropped(states: Any) -> None:
-    own, spoiled = states(), behind(2.0)
-    spoiled.after[1, 50] = torch.inf
+    spoiled = behind(2.0)
+    spoiled.after[1, 50] = torch.inf  # a state that is not finite is dropped
     own.keep(0, batch([0, 9]), spoiled)
     assert begun(own, 0, batch([1, 10])) == [2, 0]
 
@@ -227,9 +209,8 @@ def test_carried_states_are_saved_by_row(states: Any) -> None:
             own.keep(number, batch(windows), behind(float(windows[0])))
         for fragment in own.fragments():
             ((kind, tensor),) = fragment.tensors.items()
-            whole = saved.setdefault(
-                (fragment.name, kind), tensor.new_full((fragment.part.numel,), 77)
-            )
+            empty = tensor.new_full((fragment.part.numel,), 77)
+            whole = saved.setdefault((fragment.name, kind), empty)
             whole[fragment.offset : fragment.offset + tensor.numel()] = tensor
 
     def fill(name: str, kind: str, offset: int, out: torch.Tensor, part: Any) -> None:
@@ -267,14 +248,9 @@ def carrying(ds: Any, kind: str = "lstm", **model: Any) -> Any:
 
 def share(engine: Engine, step: int, starts: tuple[int, ...] = STARTS) -> tuple[list[Batch], int]:
     """Return this rank's micro-batches of a step, and the total number of targets."""
-    plan = engine.plan
-    mine = stream(starts).micro_batches(
-        plan.curriculum.at(step * ROWS),
-        plan.micro_batch,
-        plan.share.data_rank,
-        plan.share.data_ranks,
-    )
-    return mine, ROWS * SEQ_LEN
+    plan, own = engine.plan, engine.plan.share
+    reads = plan.curriculum.at(step * ROWS), plan.micro_batch, own.data_rank, own.data_ranks
+    return stream(starts).micro_batches(*reads), ROWS * SEQ_LEN
 
 
 def loss(engine: Engine, step: int) -> float:
@@ -337,14 +313,10 @@ def test_windows_with_a_carried_state_are_one_long_window() -> None:
     for batches in whole:
         result = engine.train_batch(batches, ROWS * SEQ_LEN, 0.0)
         losses.append(float(engine.sum_over_ranks(result.loss_share.clone())))
-    long = [
-        Batch(
-            torch.cat([batch.input_ids for batch in windows], 1),
-            torch.cat([batch.labels for batch in windows], 1),
-            None,
-        )
-        for windows in zip(*whole, strict=True)
-    ]
+    long = []
+    for windows in zip(*whole, strict=True):
+        both = ([getattr(w, name) for w in windows] for name in ("input_ids", "labels"))
+        long.append(Batch(*(torch.cat(tensors, 1) for tensors in both), None))
     sums = engine.sum_over_ranks(engine.eval_batch(long))
     assert sum(losses) / len(losses) == pytest.approx(float(sums[0] / sums[1]), rel=1e-6)
 

@@ -88,18 +88,16 @@ def test_gradients_are_those_of_undivided_experts(case: str) -> None:
 def all_to_the_first(engine: Any) -> Iterator[None]:
     """Route all tokens to the first experts, which rank 0 holds."""
     engine.module.config._experts_implementation = "eager"
+
+    def first(forward: Any, states: Any, index: torch.Tensor, weights: Any) -> Any:
+        return forward(states, torch.arange(index.shape[1]).expand_as(index), weights)
+
     with contextlib.ExitStack() as stack:
         for name, module in engine.module.named_modules():
             if name.endswith(".experts"):
-                stack.enter_context(mock.patch.object(module, "forward", _first(module.forward)))
+                own = functools.partial(first, module.forward)
+                stack.enter_context(mock.patch.object(module, "forward", own))
         yield
-
-
-def _first(forward: Any) -> Any:
-    def to_the_first(states: Any, index: torch.Tensor, weights: Any) -> Any:
-        return forward(states, torch.arange(index.shape[1]).expand_as(index), weights)
-
-    return to_the_first
 
 
 @ranks(2)
@@ -115,18 +113,10 @@ def test_a_rank_that_gets_no_token_keeps_nobody_waiting() -> None:
         engine.close()
 
 
-DBRX = {
-    "model_type": "dbrx",
-    "vocab_size": VOCAB_SIZE,
-    "d_model": 32,
-    "n_heads": 4,
-    "n_layers": 2,
-    "max_seq_len": SEQ_LEN,
-    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
-    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 1},
-    "tie_word_embeddings": False,
-    "output_router_logits": False,
-}
+DBRX = {"model_type": "dbrx", "vocab_size": VOCAB_SIZE, "d_model": 32, "n_heads": 4, "n_layers": 2}
+DBRX |= {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}}
+DBRX |= {"ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 1}}
+DBRX |= {"max_seq_len": SEQ_LEN, "tie_word_embeddings": False, "output_router_logits": False}
 
 
 class ListOfExperts(nn.Module):
@@ -188,10 +178,9 @@ def test_given_weights_are_read_and_divided() -> None:
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
     expected = {name: weight.detach() for name, weight in model.named_parameters()}
+    given = {"name": str(path), "init_from": str(path)}
     for zero in (1, 3):
-        engine = engine_of(
-            f"zero{zero} experts2", model={"name": str(path), "init_from": str(path)}
-        )
+        engine = engine_of(f"zero{zero} experts2", model=given)
         assert different(engine.masters(), expected) == [], zero
         engine.close()
 

@@ -18,15 +18,7 @@ from harness.engine.deepspeed_0_19.internals import inner_optimizer
 from harness.engine.optimizers import BUILT_HERE
 from harness.engine.state import set_steps
 from harness.layout.optimizer_table import OPTIMIZERS
-from tests.engine.engines import (
-    WORLD,
-    cells,
-    engine_of,
-    folder,
-    gathered,
-    share_of,
-    written,
-)
+from tests.engine.engines import WORLD, cells, engine_of, folder, gathered, share_of, written
 from tests.engine.small import FAMILIES
 from tests.ranks import ranks
 
@@ -42,10 +34,7 @@ def decays(name: str) -> bool:
     return "norm" not in name and "embed" not in name
 
 
-RULES = [
-    {"pattern": "lm_head", "lr_multiplier": 0.5},
-    {"pattern": "up_proj", "weight_decay": 0.0},
-]
+RULES = [{"pattern": "lm_head", "lr_multiplier": 0.5}, {"pattern": "up_proj", "weight_decay": 0.0}]
 
 
 def groups(weights: Tensors) -> list[dict[str, Any]]:
@@ -262,10 +251,7 @@ def most_apart(name: str) -> float:
     return 2 * 5 * muon_spread() if name == "muon" else 3e-7
 
 
-@pytest.mark.parametrize(
-    "cell",
-    cells(RESUMES, ("lion: zero3 > zero2 offload",)),
-)
+@pytest.mark.parametrize("cell", cells(RESUMES, ("lion: zero3 > zero2 offload",)))
 @ranks(2)
 def test_every_optimizer_resumes_exactly(cell: str) -> None:
     """In the same layout, bit for bit."""

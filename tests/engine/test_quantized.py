@@ -163,9 +163,7 @@ def stepped() -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
     return optimizer, flat
 
 
-def test_adam8bit_steps_oversized_tensors_in_slices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_adam8bit_steps_oversized_tensors_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bit, "SLICE", 2 * BLOCK)
     monkeypatch.setattr(eight_bit, "_READ_AT_ONCE", 2 * BLOCK)
     weights = []

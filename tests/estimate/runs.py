@@ -24,9 +24,7 @@ def run_of(
     bounds: Bounds | None = None,
     **keys: Any,
 ) -> Inputs:
-    """Return the inputs of a preset or a config; keywords that are not fields of Inputs are JSON
-    keys, named by their last part.
-    """
+    """Return the inputs of a preset or a config; other keywords are JSON keys by last part."""
     own = {name: keys.pop(name) for name in [*keys] if name in _OWN}
     ds = {"type": "AdamW", **keys}
     small = {"micro_batch": 1, "seq_len": 128, "grad_accum": 1}

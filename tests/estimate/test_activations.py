@@ -1,6 +1,4 @@
-"""Predicted activations against those that autograd saves in real models, with tiny shapes; and
-predicted bytes of the chunked loss against those of the real head and loss.
-"""
+"""Predicted activations, and bytes of the chunked loss, against those of real small models."""
 
 from __future__ import annotations
 
@@ -175,9 +173,7 @@ def exists(family, way):
 
 
 def saving_cases():
-    """Return some ways of llama, one of every other family, and some of reversible layers and of
-    approximate attention; a gate has the rest.
-    """
+    """Return some ways of each family, of reversible layers and of approximate attention."""
     cases = []
     for family in FAMILIES:
         ways = [way for way in WAYS if exists(family, way)]
@@ -263,12 +259,10 @@ def test_the_docs_recompute_a_row_of_each_family(family):
 )
 def test_the_docs_recompute_a_divided_layer(axis, ranks, per_token):
     """Llama-3-8B with 8,192 tokens."""
-    run = replace(
-        inputs_of(find_model_config("llama-3-8b")[0], *WAYS[0]),
-        grid=Grid(ranks, **{axis: ranks}),
-        micro_batch=1,
-        seq_len=8192,
-    ).of_stage(0)
+    inputs = inputs_of(find_model_config("llama-3-8b")[0], *WAYS[0])
+    run = replace(inputs, grid=Grid(ranks, **{axis: ranks}), micro_batch=1, seq_len=8192).of_stage(
+        0
+    )
     assert layer_activations(run, 0).total == per_token * run.tokens
     docs = Path(__file__).resolve().parents[2] / "docs/memory.md"
     assert f"{per_token:,}" in docs.read_text(encoding="utf-8")
@@ -350,9 +344,8 @@ def test_divisions_that_cannot_be_run_are_named() -> None:
         (Grid(3, tensor=3), "tensor_parallel.autotp_size is 3: 8 attention heads cannot be"),
         (Grid(4, pipeline=2, sequence=2), "sequence_parallel_size is 2: cannot be combined with"),
     ):
-        assert division_problems(run_of(FAMILIES["llama"], grid=grid, seq_len=64))[0].startswith(
-            start
-        )
+        problems = division_problems(run_of(FAMILIES["llama"], grid=grid, seq_len=64))
+        assert problems[0].startswith(start)
     assert not division_problems(run_of(FAMILIES["llama"], grid=Grid(4, tensor=2, sequence=2)))
 
 

@@ -1,6 +1,4 @@
-"""The model of torch's allocator: rounding, segments, splits, streams; and the memory that a run
-reserves.
-"""
+"""The model of torch's allocator: rounding, segments, splits, streams; reserved memory."""
 
 from __future__ import annotations
 

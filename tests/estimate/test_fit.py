@@ -1,6 +1,4 @@
-"""Runs that exceed this machine's memory are refused, with the changes that would help; carried
-states count.
-"""
+"""Runs that exceed this machine's memory are refused, with the changes that would help."""
 
 from __future__ import annotations
 
@@ -24,22 +22,11 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 
 
-def plan(
-    ds: dict[str, Any],
-    accelerator: str = "cuda",
-    allocators: str | None = None,
-    torch: str | None = None,
-    **run: dict[str, Any],
-) -> Plan:
-    world = World(
-        world_size=2,
-        local_world_size=2,
-        accelerator=accelerator,
-        gpu="h100-80",
-        allocators=allocators,
-        torch=torch,
-    )
-    return make_plan(RunConfig.model_validate(run), ds, world)
+def plan(ds: dict[str, Any], accelerator: str = "cuda", **keys: Any) -> Plan:
+    """Return the plan of two ranks; `allocators` and `torch` are the world's, others sections."""
+    own = {key: keys.pop(key) for key in ("allocators", "torch") if key in keys}
+    world = World(0, 2, 0, 2, accelerator=accelerator, gpu="h100-80", **own)
+    return make_plan(RunConfig.model_validate(keys), ds, world)
 
 
 def estimate(ds: dict[str, Any], accelerator: str = "cuda", **run: dict[str, Any]) -> Estimate:
@@ -48,9 +35,8 @@ def estimate(ds: dict[str, Any], accelerator: str = "cuda", **run: dict[str, Any
 
 LLAMA = {"model": {"name": "llama-1b"}, "data": {"seq_len": 1024}}
 STAGE_1: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-OFFLOADED = {"bf16": {"enabled": True}} | {
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-}
+OFFLOADED = {"bf16": {"enabled": True}}
+OFFLOADED |= {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
 @pytest.mark.parametrize("free", [(79 * GIB, 500 * GIB), (None, None)])
@@ -98,11 +84,9 @@ def test_host_memory_counts_all_ranks_of_the_node() -> None:
 
 
 def test_a_process_on_a_gpu_holds_cudas_memory_of_the_host_too() -> None:
-    sizes = {
-        accelerator: estimate(STAGE_1, accelerator, **LLAMA).worst.phase("build", "host")["process"]
-        for accelerator in ("cuda", "cpu")
-    }
-    assert sizes == {"cuda": PROCESS_HOST + CUDA_HOST, "cpu": PROCESS_HOST}
+    for accelerator, size in (("cuda", PROCESS_HOST + CUDA_HOST), ("cpu", PROCESS_HOST)):
+        worst = estimate(STAGE_1, accelerator, **LLAMA).worst
+        assert worst.phase("build", "host")["process"] == size
 
 
 def test_pinned_blocks_follow_the_user_allocator_settings() -> None:

@@ -13,19 +13,9 @@ from harness.estimate.timeline import estimate_memory, rank_timeline
 from harness.layout.stages import stage_parameters
 from harness.plan.model_config import find_model_config
 from tests.estimate.runs import run_of
+from tests.gates.models import MEASURED
 
-SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 1000,
-    "hidden_size": 96,
-    "intermediate_size": 250,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+SMALL = {**MEASURED["measured"], "num_hidden_layers": 6}
 HALVES, QUARTERS = (0, 4, 8), (0, 2, 4, 6, 8)
 
 
@@ -65,15 +55,9 @@ MEASURED = [
 def test_states_are_those_of_real_runs(
     precision, stage, sums, bounds, accumulated, tied, first, last
 ):
-    run = inputs(
-        {**SMALL, "tie_word_embeddings": tied},
-        bounds,
-        precision,
-        grad_accum=accumulated,
-        stage=stage,
-        grad_accum_dtype=sums,
-        reduce_bucket_size=20_000,
-    )
+    keys = {"grad_accum": accumulated, "stage": stage, "grad_accum_dtype": sums}
+    config = {**SMALL, "tie_word_embeddings": tied}
+    run = inputs(config, bounds, precision, reduce_bucket_size=20_000, **keys)
     for rank, measured in ((0, first), (3, last)):
         phases = ("built", "gradients_ready", "between_steps")
         assert [bytes_in(run, rank, phase) for phase in phases] == pytest.approx(measured, rel=1e-3)

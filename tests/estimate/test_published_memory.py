@@ -1,6 +1,4 @@
-"""Published GPU memory lies within the estimate's interval, and published differences are close to
-the estimated ones (docs/memory.md). pytest -s shows each run.
-"""
+"""Published GPU memory lies within the estimate's interval (docs/memory.md, pytest -s)."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ def _interval(row: dict[str, Any], rank: RankTimeline) -> Interval:
 
 
 def _as_published(row: dict[str, Any], rank: RankTimeline) -> RankTimeline:
-    """Return the rank with the additional memory of the published run, and without what that run
-    lacked.
-    """
+    """Return the rank with the published run's memory: more of one part, less of another."""
     run = rank.inputs
     parts = [part for part in rank.parts if part.component not in row.get("lacks", ())]
     # Without the harness's evaluation, save and loading.
@@ -147,16 +143,9 @@ def test_published_memory_check_notices_wrong_estimates() -> None:
 
 
 MIB = 2**20
-NEOX = {
-    "model_type": "gpt_neox",
-    "vocab_size": 50_000,
-    "hidden_size": 4096,
-    "intermediate_size": 16_384,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+NEOX = {"model_type": "gpt_neox", "vocab_size": 50_000, "hidden_size": 4096}
+NEOX |= {"intermediate_size": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32}
+NEOX |= {"max_position_embeddings": 512, "tie_word_embeddings": False}
 """Layers of 12 h^2 weights between two vocabulary matrices: 6.86B parameters."""
 
 
@@ -175,9 +164,7 @@ def test_zero_2_without_overlap_saves_a_bucket() -> None:
 
 
 def test_published_zero_2_bucket_of_1e8_saves_its_double() -> None:
-    """DeepSpeed#1302, indices 0 and 3: 21,152 and 19,625 MiB. The copy that is reduced also
-    shrinks; DeepSpeed did not make it at that time.
-    """
+    """DeepSpeed#1302, indices 0 and 3: 21,152 and 19,625 MiB; the copy was not made then."""
     large, small = ({"overlap_comm": True, "reduce_bucket_size": n} for n in (500e6, 100e6))
 
     def saved(name: str) -> float:
@@ -193,9 +180,7 @@ def test_published_zero_2_bucket_of_1e8_saves_its_double() -> None:
 def test_published_zero_3_on_four_gpus_by_master_dtype(
     half: bool, resident: float, peak: float
 ) -> None:
-    """DeepSpeedExamples, training/bf16_master_weight: 6.86B parameters, one sample of 512 tokens,
-    checkpointing.
-    """
+    """DeepSpeedExamples, training/bf16_master_weight: 6.86B parameters, 512 tokens."""
     keys = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True} if half else {}
     run = run_of(NEOX, ranks=4, seq_len=512, checkpointing="full", stage=3, **keys)
     assert run.shape.parameters == pytest.approx(6.86e9, rel=0.001)

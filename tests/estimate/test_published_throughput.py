@@ -73,9 +73,7 @@ class Row:
 
     source: str
     part: str
-    """"fitted" or "judged", depending on whether constants of rates.toml were fitted to it; "other"
-    if it ran with kernels that the harness does not use.
-    """
+    """"fitted" or "judged" by constants of rates.toml; "other" with kernels that we lack."""
     setting: str
     """"yes", or the settings that the source does not state or that differ from ours."""
     gpu: str
@@ -124,43 +122,24 @@ def _row(values: dict[str, str]) -> Row:
         bounds=split_evenly(shape.num_layers, pipeline) if pipeline > 1 else None,
     )
     network = values["network_gb_per_s"]
-    return Row(
-        source=values["source"],
-        part=values["part"],
-        setting=values["given"],
-        gpu=values["gpu"],
-        network_gb_per_s=float(network) if network else None,
-        inputs=inputs,
-        tokens_per_s_per_gpu=float(values["tokens_per_s_per_gpu"]),
-    )
+    own = (values[name] for name in ("source", "part", "given", "gpu"))
+    rate = float(values["tokens_per_s_per_gpu"])
+    return Row(*own, float(network) if network else None, inputs, rate)
 
 
 def _shape(model: str, seq_len: int) -> Shape:
     """Return the shape of family:hidden:layers:heads:vocabulary[:key heads:width[:window]]."""
     family, *sizes = model.split(":")
     hidden, layers, heads, vocabulary, *more = map(int, sizes)
+    config: dict[str, Any] = {"model_type": family, "vocab_size": vocabulary}
     if not more:
-        config: dict[str, Any] = {
-            "model_type": "gpt2",
-            "n_embd": hidden,
-            "n_layer": layers,
-            "n_head": heads,
-            "n_positions": seq_len,
-            "vocab_size": vocabulary,
-        }
+        config |= {"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads}
+        config["n_positions"] = seq_len
     else:
-        config = {
-            "model_type": family,
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "vocab_size": vocabulary,
-            "num_key_value_heads": more[0],
-            "intermediate_size": more[1],
-            "max_position_embeddings": seq_len,
-            "sliding_window": more[2] if len(more) > 2 else None,
-            "tie_word_embeddings": False,
-        }
+        config |= {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": more[1]}
+        config |= {"num_attention_heads": heads, "num_key_value_heads": more[0]}
+        config |= {"max_position_embeddings": seq_len, "tie_word_embeddings": False}
+        config["sliding_window"] = more[2] if len(more) > 2 else None
     if family == "falcon":  # the shape of Nemotron-4: grouped keys, an MLP without a gate
         config |= {"num_kv_heads": more[0], "ffn_hidden_size": more[1]}
         config["new_decoder_architecture"] = True
@@ -198,9 +177,7 @@ def products() -> list[Product]:
 
 
 def fitted_share(measured: list[Product]) -> Machine:
-    """Return the machine with the share of its peak that fits these products best; benchmarks reach
-    more of the peak than steps do.
-    """
+    """Return the machine with the share of its peak that fits these products best."""
     machine = machine_of(measured[0].gpu, 8, "bf16")
     machines = [replace(machine, products=share) for share in _SHARES]
     return min(machines, key=lambda each: median(abs(product.error(each)) for product in measured))
@@ -245,9 +222,7 @@ def kind_of(inputs: Inputs) -> str:
     return "offload" if inputs.zero.offload_optimizer != "device" else "ZeRO"
 
 
-def test_published_errors_by_kind_match_the_planner(
-    estimated: list[tuple[Row, float]],
-) -> None:
+def test_published_errors_by_kind_match_the_planner(estimated: list[tuple[Row, float]]) -> None:
     errors: dict[str, list[float]] = {}
     for row, rate in estimated:
         kind = kind_of(row.inputs)
@@ -265,9 +240,7 @@ def test_published_errors_by_kind_match_the_planner(
 def test_layouts_over_5_percent_apart_are_ordered_correctly(
     estimated: list[tuple[Row, float]],
 ) -> None:
-    """Pairs of published runs of one model on the same GPUs; below that, one in five is ordered
-    wrongly.
-    """
+    """Pairs of published runs of one model on the same GPUs; one in five may be wrong."""
     jobs: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
     for row, rate in estimated:
         run = row.inputs
@@ -295,9 +268,7 @@ def test_matmul_times_follow_published_tables(gpu: str, rows: int) -> None:
     assert quantile(errors, 0.9) < 0.18
 
 
-def test_what_more_gpus_cost_is_near_what_was_published(
-    estimated: list[tuple[Row, float]],
-) -> None:
+def test_what_more_gpus_cost_is_near_what_was_published(estimated: list[tuple[Row, float]]) -> None:
     runs = [(row, rate) for row, rate in estimated if row.source == "nvidia-15b"]
     few, *_, many = sorted(runs, key=lambda run: run[0].inputs.grid.world_size)
     lost = 1 - many[0].tokens_per_s_per_gpu / few[0].tokens_per_s_per_gpu

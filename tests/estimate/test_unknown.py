@@ -24,18 +24,9 @@ from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.estimate_memory import traced_saved
 
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+SIZES = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+SIZES |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 UNKNOWN = ("stablelm", "granite", "starcoder2", "cohere", "olmo", "glm")
 # Layers of several kinds.
 MIXED = {
@@ -75,9 +66,8 @@ def test_trace_counts_every_parameter_and_saved_tensor(model_type: str, plan_of:
     assert len(estimate.inputs.shape.body.layers) == 5
     saved = traced_saved(plan.model_config, estimate.inputs)
     assert saved_for_backward(estimate.inputs) == pytest.approx(saved, rel=0.03)
-    assert {
-        part.evidence for part in estimate.worst.parts if part.component.endswith("layers")
-    } == {"traced"}
+    parts = [part for part in estimate.worst.parts if part.component.endswith("layers")]
+    assert {part.evidence for part in parts} == {"traced"}
     assert f"{num_parameters(estimate.inputs.shape):,} (" in describe(plan)
 
 
@@ -144,9 +134,8 @@ def test_a_known_family_comes_to_the_same_either_way(way: str, plan_of: Any) -> 
     plan = plan_of(config, "train.global_batch=8", f"model.checkpointing={way}")
     inputs = traced_inputs(plan)
     ours, theirs = Shape.from_hf(plan.model_config), inputs.shape
-    assert {(t.name, t.shape) for t in ours.tensors()} == {
-        (t.name, t.shape) for t in theirs.tensors()
-    }
+    sets = [{(t.name, t.shape) for t in shape.tensors()} for shape in (ours, theirs)]
+    assert sets[0] == sets[1]
     counted = saved_for_backward(plan.estimate.inputs)
     assert saved_for_backward(inputs) == pytest.approx(counted, rel=0.005)
 

@@ -1,6 +1,4 @@
-"""An undisturbed run for comparison, trials of a run that faults interrupt, and what must hold
-afterwards.
-"""
+"""An undisturbed run, trials of a run that faults interrupt, and what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ STEPS, SAVE_EVERY = 8, 2
 
 
 def arguments(run: Path, data: list[str], *more: str, ds: str = "zero1") -> list[str]:
-    """Return the arguments of a run of eight steps with dropout and accumulation that saves every
-    second step.
-    """
+    """Return the arguments of eight steps with dropout, accumulation and four saves."""
     return [
         *(f"--deepspeed={DS_CONFIGS / ds}.json", *SMALL_MODEL, *SHORT_RUN, *data),
         *(f"train.steps={STEPS}", f"save.every={SAVE_EVERY}", "save.keep=2", "eval.every=3"),
@@ -69,9 +65,7 @@ class Trial:
     def hang(
         self, *more: str, fault: dict[str, Any], patience_s: float = math.inf
     ) -> list[int | None]:
-        """Return the ranks' exit codes; None for a rank that had to be ended `patience_s` after the
-        other.
-        """
+        """Return the ranks' exit codes; None for one ended `patience_s` after the other."""
         words = arguments(self.path, self.data, *more)
         return self.zygote.run(words, self.logs, fault, limit_s=40, patience_s=patience_s).codes
 
@@ -91,9 +85,7 @@ def trial(zygote: Zygote, tmp_path: Path, data: list[str]) -> Trial:
 
 @pytest.fixture
 def finished(trial: Trial, undisturbed: RunFolder) -> Trial:
-    """Return a finished run whose newest checkpoint is from step 8, the previous one from
-    step 6.
-    """
+    """Return a finished run with checkpoints of steps 8 and 6."""
     shutil.copytree(undisturbed.path, trial.path)
     return trial
 

@@ -144,9 +144,7 @@ def _cannot_begin(_: threading.Thread) -> None:
 
 
 def _leave_as_nccl() -> None:
-    """Emulate NCCL: gloo closes its connections and exits, but NCCL's group waits for the kernels
-    of all its ranks.
-    """
+    """Emulate NCCL: gloo closes its connections, but NCCL's group waits for all its kernels."""
     leave = dist.destroy_process_group
 
     def destroy_process_group(group: Any = None) -> None:

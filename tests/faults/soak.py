@@ -1,6 +1,4 @@
-"""Interrupts one run again and again, each time resuming in another layout; a seed determines the
-story. Attempt n of a seed always has the same layout, kind of interruption and moment.
-"""
+"""Interrupts one run again and again in other layouts; a seed determines every attempt."""
 
 from __future__ import annotations
 
@@ -185,9 +183,7 @@ class Story:
         return last
 
     def undisturbed(self, steps: int) -> dict[str, RunFolder]:
-        """Return the same run in every layout of the story, started at step 0 and never
-        interrupted.
-        """
+        """Return the same run in every layout of the story, never interrupted."""
         runs = {}
         for layout in sorted({REFERENCE, *(happened.attempt.layout for happened in self.happened)}):
             runs[layout] = run = RunFolder(self.folder / f"undisturbed {layout}")

@@ -1,6 +1,4 @@
-"""Kills and signals at every boundary of a save, in steps and in evaluations. After a failure of
-one rank, all end with its code at once, and its traceback is on a console.
-"""
+"""Kills and signals at every boundary of a save, in steps and in evaluations; failures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One run, interrupted again and again in random ways, each time resuming in a random layout.
-SOAK=200 sets the number of interruptions (make tables), SEED=... another sequence.
-"""
+"""One run, interrupted at random, resumes in random layouts. SOAK=200: how often; SEED=..."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ Run = Callable[..., tuple[Outcome, RunFolder]]
 
 @pytest.fixture(scope="module")
 def spoiled(zygote: Zygote, data: list[str]) -> Run:
-    """Return a function that trains in a folder with spoils (tests/faults/plant.py) and
-    arguments.
-    """
+    """Return a function that trains in a folder with spoils (plant.py) and arguments."""
 
     def train(
         folder: Path, spoils: dict[str, Any], *more: str, ranks: int = 2
@@ -147,8 +145,7 @@ def rolled_back(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[
     runs = []
     for name in ("first", "second"):
         ended, run = spoiled(
-            *(tmp_path_factory.mktemp(name), spoils),
-            *(zero(2), *WATCHED, "guard.spikes=rollback"),
+            *(tmp_path_factory.mktemp(name), spoils), *(zero(2), *WATCHED, "guard.spikes=rollback")
         )
         assert ended.codes == [0, 0], ended.output
         runs.append(run)
@@ -156,9 +153,7 @@ def rolled_back(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.gate("faults")
-def test_rollback_restores_checkpoint_and_skips_read_samples(
-    rolled_back: list[RunFolder],
-) -> None:
+def test_rollback_restores_checkpoint_and_skips_read_samples(rolled_back: list[RunFolder]) -> None:
     run = rolled_back[0]
     first, second = events(run, "rollback")
     # Step 9 read samples 64 to 72; from step 5 on, the run continues with those after them.

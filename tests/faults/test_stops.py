@@ -1,6 +1,4 @@
-"""Runs that stop: by signals while ranks start, by themselves, or because ranks stop, sleep or
-leave the common path. Such ranks are found, named and ended, and the run resumes.
-"""
+"""Runs that stop, by signals or because ranks stop, sleep or leave, are named and resume."""
 
 from __future__ import annotations
 
@@ -176,9 +174,7 @@ def test_a_rank_that_waits_for_its_data_is_named(trial: Trial, undisturbed: RunF
 
 @pytest.mark.gate("faults")
 def test_a_rank_that_goes_its_own_way_is_found(trial: Trial, undisturbed: RunFolder) -> None:
-    """Its next collective is an all-reduce of another size. There gloo ends it, and with it the
-    other rank; NCCL would leave both to the watchdog.
-    """
+    """An all-reduce of another size ends gloo's ranks; NCCL would leave both to the watchdog."""
     fault = {"rank": 1, "at": "comparing replicas", "nth": 6, "do": "skip"}
     assert trial.hang(*WATCHED, "guard.replicas_every=1", fault=fault) == [1, -6]
     status = trial.run.read_status() or {}

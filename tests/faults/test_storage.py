@@ -1,6 +1,4 @@
-"""Damage on disk, full and read-only disks, folders owned by others, changed data. If no space is
-left, all ranks end with code 74 and one clear message, and nothing is lost.
-"""
+"""Damaged, full and read-only disks, changed data: one clear message, and nothing is lost."""
 
 from __future__ import annotations
 

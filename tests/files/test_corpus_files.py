@@ -45,8 +45,8 @@ def test_standard_library_corpus_is_of_this_interpreter(monkeypatch: pytest.Monk
     corpus = find_corpus(None)
     assert any(path.endswith("/json") for path in entered)
     assert not [path for path in entered if "site-packages" in path]
-    texts = documents_of_library()
-    assert texts == documents_of_library()
+    texts = documents(None)
+    assert texts == documents(None)
     assert 8 < sum(len(text.encode()) for text in texts) / 2**20 < 20
     assert any(text.startswith('The "assert" statement') for text in texts)
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -55,16 +55,6 @@ def test_standard_library_corpus_is_of_this_interpreter(monkeypatch: pytest.Monk
     number = corpus.files.index(root / "argparse.py")
     assert corpus.name_of(number) == str(root / "argparse.py")
     assert texts[number] == (root / "argparse.py").read_text()
-
-
-def documents_of_library() -> list[str]:
-    texts, text = [], ""
-    for piece in find_corpus(None).pieces():
-        text += piece.text
-        if piece.is_last:
-            texts.append(text)
-            text = ""
-    return texts
 
 
 def test_standard_library_identity_follows_its_files(tmp_path: Path) -> None:
@@ -135,7 +125,7 @@ def test_folder_corpus_skips_and_counts_files_without_text(tmp_path: Path) -> No
     (tmp_path / "elsewhere").symlink_to("/tmp")
     files = find_files(str(tmp_path))
     assert [str(file.relative_to(tmp_path)) for file in files.files] == [
-        *("b.txt", "c.NDJSON", "sub/a.md"),
+        *("b.txt", "c.NDJSON", "sub/a.md")
     ]
     assert files.left_out == (
         "README, 2 .png, 1 .jpg, 1 dot file, 1 dot folder, 1 links to folders, 1 pipes, devices or "
@@ -256,9 +246,7 @@ def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:
     assert documents(splits) == expected == documents(splits, split="test")
     assert documents(splits, split="all") == expected * 2
     (splits / "train" / names[3]).unlink()
-    with pytest.raises(
-        ConfigError, match=r"names data-00003-of-00011.arrow, but there is no such file"
-    ):
+    with pytest.raises(ConfigError, match=r"names data-00003.*, but there is no such file"):
         find_corpus(str(splits / "train"))
 
 

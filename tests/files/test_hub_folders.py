@@ -78,16 +78,12 @@ def test_a_data_set_of_the_hub_is_its_train_split(tmp_path: Path) -> None:
     )
     text = glance(DataConfig(path=str(tmp_path))).text
     assert "'one line'; split train (not read: test); left out: CITATION" in text
-    with pytest.raises(
-        ConfigError, match=r"data.split is 'dev', but .* holds the splits train, te"
-    ):
+    with pytest.raises(ConfigError, match=r"data.split is 'dev', but .* holds the splits train,"):
         read(tmp_path, "dev")
     # A file that was not fetched is ignored.
     fill(tmp_path, test, content=POINTER)
     assert read(tmp_path) == [train]
-    with pytest.raises(
-        ConfigError, match=r"test-00000-of-00001\.jsonl, which is a git-lfs pointer"
-    ):
+    with pytest.raises(ConfigError, match=r"test-00000.*\.jsonl, which is a git-lfs pointer"):
         read(tmp_path, "test")
 
 
@@ -235,17 +231,8 @@ def test_other_cards_name_no_files(tmp_path: Path, text: str) -> None:
 
 def test_patterns_name_files_and_folders() -> None:
     for pattern in (
-        "data/train-*",
-        "data/*.jsonl",
-        "**/*.jsonl",
-        "data",
-        "./data/",
-        "**",
-        "d?ta/*",
-        "data/**",
-        "**.jsonl",
-        "**/data/**/train-*",
-        "[!a]ata/train-[0-9].jsonl",
+        *("data/train-*", "data/*.jsonl", "**/*.jsonl", "data", "./data/", "**", "d?ta/*"),
+        *("data/**", "**.jsonl", "**/data/**/train-*", "[!a]ata/train-[0-9].jsonl"),
     ):
         assert matches("data/train-0.jsonl", pattern)
     for pattern in ("*.jsonl", "data/test-*", "train-*", "dat", "", "data/train-[z-a].jsonl"):
@@ -289,18 +276,12 @@ def test_held_out_splits_evaluate_unless_the_user_says(tmp_path: Path) -> None:
     fill(tmp_path, "train.jsonl", "dev.jsonl", "test.jsonl")
     path = f"data.path={tmp_path}"
     plan = plan_of(path)
-    sets = {
-        name: (held_out.path, held_out.split)
-        for name, held_out in plan.config.data.eval_path.items()
-    }
-    assert sets == {name: (str(tmp_path), name) for name in ("validation", "test")}
+    sets = [(name, it.path, it.split) for name, it in plan.config.data.eval_path.items()]
+    assert sets == [(name, str(tmp_path), name) for name in ("validation", "test")]
     (message,) = (event["message"] for event in plan.events if event["kind"] == "eval_splits")
     assert "train is trained on, validation and test evaluate (data.eval_path)" in message
-    for words in (
-        [path, "data.held_out=0.1"],
-        [path, "data.split=all"],
-        [f"data.path={tmp_path / 'train.jsonl'}"],
-    ):
+    train = f"data.path={tmp_path / 'train.jsonl'}"
+    for words in ([path, "data.held_out=0.1"], [path, "data.split=all"], [train]):
         assert plan_of(*words).config.data.eval_path == {}
     other = plan_of(path, f"data.eval_path={tmp_path / 'dev.jsonl'}").config.data.eval_path
     assert [*other] == [""]

@@ -29,19 +29,10 @@ from harness.launch.ranks import run_module
 from harness.terminal import HelpFormatter
 
 SEQ_LEN, VOCAB_SIZE = 32, 16_000  # tokens
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 640,
-    "intermediate_size": 1792,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 10,
-    "num_key_value_heads": 10,
-    "max_position_embeddings": SEQ_LEN,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+MODEL: dict[str, Any] = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 640}
+MODEL |= {"intermediate_size": 1792, "num_hidden_layers": 8, "num_attention_heads": 10}
+MODEL |= {"num_key_value_heads": 10, "max_position_embeddings": SEQ_LEN, "bos_token_id": 0}
+MODEL |= {"eos_token_id": 0, "tie_word_embeddings": False}
 RATIOS = {
     "save / DeepSpeed's, both synced": ("save", "deepspeed"),
     "stall of a background save / save": ("stall", "save"),
@@ -139,11 +130,8 @@ class Bench:
         from harness.run.saving import PROBE_SAMPLES
 
         plan, scalars = self.engine.plan, self.engine.scalars()
-        about = {"deepspeed": plan.deepspeed}
-        state = TrainState(self.step)
-        manifest = Manifest(
-            state, plan.precision, plan.model_config, None, scalars, None, None, about
-        )
+        model = TrainState(self.step), plan.precision, plan.model_config
+        manifest = Manifest(*model, None, scalars, None, None, {"deepspeed": plan.deepspeed})
         ids = torch.zeros(PROBE_SAMPLES, SEQ_LEN, dtype=torch.int64)
         probe = {"input_ids": ids, "labels": ids.clone()}
         self.saver.start(manifest, self.engine.fragments(), probe, background)

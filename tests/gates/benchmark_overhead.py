@@ -30,30 +30,15 @@ from tools.made_with import machine, versions
 
 SEQ_LEN, ACCUMULATED = 128, 2  # tokens; micro-batches of one sample on each rank
 WARM_UP, TIMED = 4, 9  # steps; in the first three the harness compares its memory with the estimate
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 384,
-    "intermediate_size": 1120,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "max_position_embeddings": SEQ_LEN,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+MODEL: dict[str, Any] = {"model_type": "llama", "vocab_size": 8192, "hidden_size": 384}
+MODEL |= {"intermediate_size": 1120, "num_hidden_layers": 10, "num_attention_heads": 6}
+MODEL |= {"num_key_value_heads": 6, "max_position_embeddings": SEQ_LEN, "bos_token_id": 1}
+MODEL |= {"eos_token_id": 2, "tie_word_embeddings": False}
 RUN = (
-    f"data.seq_len={SEQ_LEN}",
-    f"train.steps={WARM_UP + TIMED}",
-    "train.micro_batch=1",
+    *(f"data.seq_len={SEQ_LEN}", f"train.steps={WARM_UP + TIMED}", "train.micro_batch=1"),
     "optim.schedule=constant",  # then the JSON determines the rate
-    "optim.warmup_steps=0",
-    "optim.lr=1e-3",
-    "eval.every=0",
-    "eval.samples=1",
-    "sample.tokens=0",
-    "save.export=false",
+    *("optim.warmup_steps=0", "optim.lr=1e-3", "eval.every=0", "eval.samples=1"),
+    *("sample.tokens=0", "save.export=false"),
 )
 
 

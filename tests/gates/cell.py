@@ -23,9 +23,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination; `accumulation` is micro-batches per rank and optimizer step. The parity gate
-    trains it as it is.
-    """
+    """One combination, as the parity gate trains it; `accumulation`: micro-batches per step."""
 
     architecture: str
     layout: str
@@ -119,17 +117,11 @@ class Cell:
 
 
 class Side(Cell):
-    """One side of a round trip of the checkpoint gate. At stage 1, fp32 sums select
-    BF16_Optimizer.
-    """
+    """One side of a round trip of the checkpoint gate. fp32 sums select BF16_Optimizer."""
 
     sizes = Sizes(bucket=4096, live=20_000, sub_group=20_000, persistence=0)
     # The first step overflows; the scale is doubled again after the save.
-    scaling: ClassVar[Json] = {
-        "initial_scale_power": 32,
-        "hysteresis": 1,
-        "loss_scale_window": 3,
-    }
+    scaling: ClassVar[Json] = {"initial_scale_power": 32, "hysteresis": 1, "loss_scale_window": 3}
 
     @classmethod
     def of(cls, precision: str, architecture: str, name: str) -> Side:
@@ -154,9 +146,7 @@ class Side(Cell):
 
 @dataclass(frozen=True)
 class Trip:
-    """A round trip: saved by `source`, loaded and saved again by `target`, the same model in the
-    same precision.
-    """
+    """A round trip of a model: saved by `source`, loaded and saved again by `target`."""
 
     source: Side
     target: Side
@@ -207,9 +197,7 @@ class Case(Cell):
 
     @classmethod
     def of(cls, layout: str, precision: str, accumulation: int, optimizer: str = "adamw") -> Case:
-        """Return a case: on two ranks, or as many as share one model; divided experts also need
-        replicas.
-        """
+        """Return a case, on as many ranks as share one model and its experts' replicas."""
         how = Layout.named(layout)
         is_mixture = how.expert > 1
         ranks = max(2, how.pipeline * how.tensor, 2 * how.expert * is_mixture)

@@ -1,6 +1,4 @@
-"""The cells of the parity, checkpoint and memory gates, and small sets that cover all their
-properties.
-"""
+"""The cells of the gates, and small sets that cover all their properties."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ DIVIDED_STAGES = tuple(names("pipe2_tensor2_zero{0,1}"))
 OTHER_ATTENTION = ("mistral", "gemma2", "phi3", "gpt_neox")
 """Families whose attention has features that FLAT lacks: windows, caps, fused projections."""
 DOCUMENTS = ("llama", "mistral", "gemma2", "gpt_neox")
-"""Families whose documents are separated by bounds: shared key heads, windows, soft-capped scores,
-fused projections.
-"""
+"""Families with document bounds: shared key heads, windows, soft caps, fused projections."""
 AXIS_NAMES = tuple(AXES.values())
 _AGAIN = f"{{{','.join(RECOMPUTED)}}}"
 _APPROXIMATE = f"{{{','.join(KINDS)}}}"
@@ -252,9 +248,7 @@ def _is_sound(precision: str, side: str) -> bool:
 
 @functools.cache
 def trips() -> tuple[Trip, ...]:
-    """Return all round trips: a tied Llama between all layouts, other models where they may behave
-    differently.
-    """
+    """Return all round trips: a tied Llama between all layouts, other models where they differ."""
     made = [trip for precision in PRECISIONS for trip in _trips(precision)]
     # Optimizer states in files.
     of_files = [*_around(["zero3_nvmex2"], ["zero1x2"]), ("zero3_nvmex2", "zero3_nvmex1")]

@@ -41,9 +41,7 @@ TOLERANCE_FACTOR = 5.0
 
 
 def main(argv: list[str] | None = None, zygote: Zygote | None = None) -> int:
-    """Run the command; return its exit code. `zygote` is the process from which ranks are
-    forked.
-    """
+    """Run the command; return its exit code. Ranks are forked from `zygote`."""
     args = matrix_arguments(__doc__, "the trajectories", _add_arguments, argv)
     with results(args.out, "trajectories") as out:
         if args.self_test:
@@ -101,9 +99,7 @@ def _compared(cell: Cell, folder: Path, whole: bool = False, device: str = "cpu"
 
 
 def _self_test(out: Path, brief: bool, names: list[str] | None, zygote: Zygote | None) -> int:
-    """Plant defects. `brief`: each only in its first cell. `names`: only these; None for all (with
-    `brief`, BRIEF).
-    """
+    """Plant defects: only `names`; if `brief`, BRIEF, each only in its first cell."""
     if unknown := [name for name in names or () if name not in PARITY]:
         refuse(f"--defects: no such defect: {', '.join(unknown)}; there are {', '.join(PARITY)}")
     defects = {

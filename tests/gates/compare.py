@@ -29,9 +29,7 @@ class Row:
     """The quantities whose distance exceeds the tolerance."""
 
     def line(self) -> str:
-        """Return a line with the verdict and every quantity as measured / allowed; excess is marked
-        by an exclamation mark.
-        """
+        """Return a line: the verdict, each quantity as measured / allowed, ! for excess."""
         allowed = vars(self.tolerance)
         pairs = [
             f"{name} {x:.1e}/{allowed[name]:.1e}" + "!" * (name in self.failures)

@@ -100,9 +100,7 @@ def main() -> int:
 
 
 def compared(family: str) -> Row:
-    """Return the verdict of one family. Its forked ranks are new, so that none can hang the next
-    family.
-    """
+    """Return the verdict of one family, on new ranks, so that none can hang the next one."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         ranks = [
@@ -208,30 +206,18 @@ def _loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
 # Small models, with grouped key heads and windows.
 
 SEQ_LEN, VOCAB_SIZE = 24, 96
-_SIZES = {
-    "hidden": 32,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "head": 8,
-    "width": 64,
-    "positions": 64,
-    "experts": 4,
-}
+_SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "width": 64}
+_SIZES |= {"positions": 64, "experts": 4}
 _COMMON = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
-    "vocab_size": VOCAB_SIZE,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
     "sliding_window": 8,  # shorter than a row
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
     "use_cache": False,
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    "n_shared_experts": 1,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "hidden_size_per_layer_input": 8,
 }
 # Keys that a family requires, by its own names.
 _OWN: dict[str, dict[str, Any]] = {

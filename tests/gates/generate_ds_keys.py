@@ -197,9 +197,7 @@ def from_model(model: type[BaseModel]) -> Node:
 
 
 def from_annotation(annotation: Any, default: Any) -> Node:
-    """Return type, default and choices of an annotated field, or the section of its config
-    model.
-    """
+    """Return type, default and choices of an annotated field, or its config model's section."""
     kinds: list[str] = []
     choices: list[Any] = []
     alternatives = (

@@ -119,9 +119,7 @@ def _self_read(config: Any) -> set[str]:
 
 
 def _taken(config: Any, method: str) -> set[str]:
-    """Return the undeclared keys that a method of a config class accepts, including those of
-    methods called by super().
-    """
+    """Return the undeclared keys that a config class's method accepts, also through super()."""
     taken = set[str]()
     for owner in config.__mro__:
         if owner is PretrainedConfig or method not in vars(owner):

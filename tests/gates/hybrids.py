@@ -1,6 +1,4 @@
-"""Small models of every state-space and hybrid text family in transformers: some of their layers
-use a state, a convolution or linear attention instead of attention over all tokens.
-"""
+"""Small models of every text family in transformers with states, convolutions or linear layers."""
 
 from __future__ import annotations
 
@@ -14,52 +12,24 @@ _SIZES: Config = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
 }
-_HEADS = dict(
-    _SIZES,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+_HEADS = dict(_SIZES, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+_HEADS["max_position_embeddings"] = 64
 _EXPERTS = dict(_HEADS, num_experts_per_tok=2, moe_intermediate_size=16)
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 _CONVOLVED = {"layer_types": ["conv", "full_attention"]}
 _SCAN = dict(  # Mamba-2's, within another model
     _HEADS, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8, mamba_d_conv=4
 )
-_DELTA = dict(
-    _MIXED,
-    head_dim=8,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-)
+_DELTA = dict(_MIXED, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
+_DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _SHARED = dict(_EXPERTS | _DELTA, num_experts=4, shared_expert_intermediate_size=16)
-_LATENT = dict(
-    _EXPERTS | _MIXED,
-    mlp_layer_types=["dense", "sparse"],
-    num_key_value_heads=4,
-    num_local_experts=4,
-    n_group=1,
-    topk_group=1,
-    kv_lora_rank=8,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=8,
-)
-_INKLING = dict(
-    _EXPERTS,
-    layer_types=["hybrid_sliding", "hybrid"],
-    head_dim=8,
-    swa_num_attention_heads=4,
-    swa_num_key_value_heads=2,
-    swa_head_dim=8,
-    sliding_window_size=8,
-    d_rel=4,
-    rel_extent=16,
-    n_routed_experts=4,
-)
+_LATENT = dict(_EXPERTS | _MIXED, num_key_value_heads=4, num_local_experts=4)
+_LATENT |= {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1}
+_LATENT |= dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
+_INKLING = dict(_EXPERTS, layer_types=["hybrid_sliding", "hybrid"], n_routed_experts=4)
+_INKLING |= dict.fromkeys(("head_dim", "swa_head_dim", "sliding_window_size"), 8)
+_INKLING |= dict.fromkeys(("swa_num_attention_heads", "d_rel", "rel_extent"), 4)
+_INKLING |= {"swa_num_key_value_heads": 2, "rel_extent": 16}
 HYBRIDS: dict[str, Config] = {
     "mamba": dict(_SIZES, state_size=4),
     "mamba2": dict(_SIZES, state_size=8, num_heads=4, head_dim=16, n_groups=1, chunk_size=8),

@@ -67,11 +67,7 @@ def _launch(
         run_module("tests.gates.jobs", arguments, ranks, out, env or {})
         return
     ended = zygote.run(
-        arguments,
-        ranks=ranks,
-        main="tests.gates.jobs",
-        limit_s=math.inf,
-        patience_s=PATIENCE_S,
+        arguments, ranks=ranks, main="tests.gates.jobs", limit_s=math.inf, patience_s=PATIENCE_S
     )
     raise_errors(ended.codes, out)
 

@@ -113,9 +113,7 @@ class Layout:
 
 
 def precision_sections(precision: str, scaling: Json) -> Json:
-    """Return the JSON's sections for fp32, bf16, bf16_states or fp16, each also with
-    `_fp32_sums`.
-    """
+    """Return the JSON's sections for a precision, also with `_fp32_sums`."""
     kind = precision.removesuffix("_fp32_sums")
     dtype = kind.removesuffix("_states")
     keys: Json = {"enabled": True, **(scaling if dtype == "fp16" else {})}

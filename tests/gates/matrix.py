@@ -77,9 +77,7 @@ def chosen(args: argparse.Namespace, every: Sequence[C], covering: Sequence[C]) 
 
 @contextmanager
 def results(out: Path | None, kept: str, *packages: str) -> Iterator[Path]:
-    """Yield the folder of --out, or a temporary one. Exit with code 2 unless the results that are
-    kept there are of these packages' versions.
-    """
+    """Yield the folder of --out, which must hold results of these versions, or a temporary one."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

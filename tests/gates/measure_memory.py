@@ -72,9 +72,7 @@ class Row:
 
 
 def predicted_bytes(case: Case, rank: int, configs: Path) -> dict[str, int]:
-    """Return a rank's estimated bytes at each point, and its peaks. On a CPU, device and host share
-    one memory.
-    """
+    """Return a rank's estimated bytes at each point, and its peaks; a CPU has one memory."""
     world = World(rank, case.ranks, rank, case.ranks, launcher="torch")
     inputs = memory_inputs(case.plan(world, configs, {"name": case.optimizer}))
     assert inputs is not None, "the model's family is known"

@@ -11,35 +11,19 @@ SEQ_LEN = 32  # tokens
 
 
 def _small(vocab_size: int) -> Config:
-    return {
-        "vocab_size": vocab_size,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "max_position_embeddings": SEQ_LEN,
-    }
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+    return {"vocab_size": vocab_size, **ids, "max_position_embeddings": SEQ_LEN}
 
 
-def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head: int) -> Config:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-    }
+def _sizes(*sizes: int) -> Config:
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip((*keys, "num_key_value_heads", "head_dim"), sizes, strict=True))
 
 
 def _gpt2(vocab_size: int, hidden: int, heads: int, dropout: float) -> Config:
-    return {
-        **_small(vocab_size),
-        "model_type": "gpt2",
-        "n_embd": hidden,
-        "n_layer": 2,
-        "n_head": heads,
-        "n_positions": SEQ_LEN,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
-    }
+    sizes = {"n_embd": hidden, "n_layer": 2, "n_head": heads, "n_positions": SEQ_LEN}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return {**_small(vocab_size), "model_type": "gpt2", **sizes, **drops}
 
 
 _DECODER = {
@@ -57,24 +41,17 @@ def _decoder(model_type: str, **own: Any) -> Config:
 
 
 # Llama 3's, for an original length of eight tokens, so that most frequencies are changed.
-_SCALED_ROTATION = {
-    "rope_type": "llama3",
-    "rope_theta": 50.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
+_SCALED_ROTATION: Config = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0}
+_SCALED_ROTATION |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_SCALED_ROTATION |= {"original_max_position_embeddings": 8}
 _BALANCING = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
 _FOUR_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0}
 LEARNED: dict[str, Config] = {
     "llama": _decoder("llama", rope_parameters=_SCALED_ROTATION),
     # Tied embeddings, biases, learned positions.
-    "gpt2": {
-        **_gpt2(VOCAB_SIZE, 48, 4, 0.0),
-        "activation_function": "gelu",
-        "layer_norm_epsilon": 1e-3,
-    },
+    "gpt2": dict(
+        _gpt2(VOCAB_SIZE, 48, 4, 0.0), activation_function="gelu", layer_norm_epsilon=1e-3
+    ),
     "qwen3": _decoder("qwen3"),
     # Experts, and a balancing loss that is not linear in the micro-batch.
     "mixtral": _decoder("mixtral", **_FOUR_EXPERTS, **_BALANCING),
@@ -109,82 +86,41 @@ LEARNED |= PIPELINED
 PRESETS = ("gemma2", "olmo2", "qwen3_moe")
 _EIGHT_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LEARNED["qwen3_moe"] = _decoder("qwen3_moe", **_EIGHT_EXPERTS, norm_topk_prob=True, **_BALANCING)
-_NARROW = {
-    **_small(VOCAB_SIZE),
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+_NARROW = dict(_small(VOCAB_SIZE), hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
+
+
+def _narrow(model_type: str, **own: Any) -> Config:
+    return {**_NARROW, "model_type": model_type, **own}
+
+
 # More families under tensor parallelism: fused projections, transposed weights, biases that are
 # added once, an embedding with its own width.
 LEARNED |= {
     "phi3": _decoder("phi3", pad_token_id=0),
-    "opt": {
-        **_NARROW,
-        "model_type": "opt",
-        "ffn_dim": 96,
-        "word_embed_proj_dim": 48,
-        "enable_bias": False,  # a key bias has no gradient: only noise would be compared
-        "dropout": 0.0,
-        "pad_token_id": 1,
-    },
-    "gpt_neox": {
-        **_NARROW,
-        "model_type": "gpt_neox",
-        "intermediate_size": 96,
-        "tie_word_embeddings": False,
-    },
+    # Without biases: a key bias has no gradient, so only noise would be compared.
+    "opt": _narrow(
+        "opt", ffn_dim=96, word_embed_proj_dim=48, enable_bias=False, dropout=0.0, pad_token_id=1
+    ),
+    "gpt_neox": _narrow("gpt_neox", intermediate_size=96, tie_word_embeddings=False),
     # Queries, keys and values interleaved by head; ALiBi.
-    "bloom": {
-        **_small(VOCAB_SIZE),
-        "model_type": "bloom",
-        "hidden_size": 48,
-        "n_layer": 2,
-        "n_head": 4,
-    },
-    "falcon": {  # two key heads for four query heads
-        **_NARROW,
-        "model_type": "falcon",
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        "bias": True,
-    },
-    "falcon_alibi": {
-        **_NARROW,
-        "model_type": "falcon",
-        "multi_query": False,
-        "parallel_attn": False,
-        "alibi": True,
-    },
+    "bloom": dict(_small(VOCAB_SIZE), model_type="bloom", hidden_size=48, n_layer=2, n_head=4),
+    # Two key heads for four query heads.
+    "falcon": _narrow("falcon", new_decoder_architecture=True, num_kv_heads=2, bias=True),
+    "falcon_alibi": _narrow("falcon", multi_query=False, parallel_attn=False, alibi=True),
 }
 DROPPING = "gpt2_dropping"
 """Drops hidden states that all tensor-parallel ranks hold; its attention drops nothing."""
 LEARNED[DROPPING] = {**LEARNED["gpt2"], "resid_pdrop": 0.1, "embd_pdrop": 0.1}
 HEAVY = "mixtral_heavy"
-"""Its experts, all of which every token uses, dominate the gradient: a norm without some of their
-squares is off by more than bf16's error.
-"""
-LEARNED[HEAVY] = {
-    **LEARNED["mixtral"],
-    "intermediate_size": 1536,
-    "num_experts_per_tok": 4,
-    "initializer_range": 0.03,
-}
+"""Its experts dominate the gradient: a norm without some of them is off by more than bf16."""
+LEARNED[HEAVY] = dict(
+    LEARNED["mixtral"], intermediate_size=1536, num_experts_per_tok=4, initializer_range=0.03
+)
 PLANTED = (DROPPING, HEAVY)
 """Models in which alone some defect shows: only the self-test and the full table train them."""
 DIVIDED = (
-    "llama_tied",
-    "qwen2",
-    "mistral",
-    "gemma2",
-    "olmo2",
-    "qwen3_moe",
-    "phi3",
-    "opt",
-    "gpt_neox",
-    "bloom",
-    "falcon",
-    "falcon_alibi",
+    *("llama_tied", "qwen2", "mistral", "gemma2", "olmo2", "qwen3_moe", "phi3", "opt"),
+    *("gpt_neox", "bloom", "falcon", "falcon_alibi"),
 )
 """Models, besides FLAT, that the gate trains with tensor parallelism."""
 # The others do not support document masks.
@@ -255,13 +191,9 @@ SAVED: dict[str, Config] = {
     },
     # Rows of 16 bytes for each of two tensor ranks.
     MIXTURE: {**_small(514), **_sizes(48, 112, 2, 4, 2, 10), **_UNTIED, **_UNBALANCED},
-    SHARED: {
-        **_small(514),
-        "model_type": "llama",
-        **_sizes(44, 110, 2, 4, 1, 10),
-        **_TIED,
-        "attention_bias": True,
-    },
+    SHARED: dict(
+        _small(514) | _sizes(44, 110, 2, 4, 1, 10) | _TIED, model_type="llama", attention_bias=True
+    ),
     DROPOUT: _gpt2(513, 45, 3, 0.1),
     WIDE: {**_ODD, **_sizes(270, 555, 2, 3, 1, 90), **_TIED},
 }

@@ -37,9 +37,7 @@ _NAMES = {
 
 
 def two_streams(model: PreTrainedModel) -> None:
-    """Make attention add to one stream and MLPs to another, both in fp32, in place; the streams
-    pass between the layers side by side.
-    """
+    """Make attention add to one stream and MLPs to another, both in fp32, in place."""
     layers = decoder_layers(model)[1]
     for index, layer in enumerate(layers):
         modules = [getattr(layer, name) for name in _NAMES[model.config.model_type]]
@@ -92,27 +90,19 @@ class Way:
     precision: str
     bf16_states: bool = False
     compiled: bool = False
-    """True for compiled decoder layers. Fused operations round only once, so a compiled layout is
-    compared with a compiled loop.
-    """
+    """True for compiled layers: fused operations round only once, so both sides need them."""
     blocks: int = 1
     """Number of tensor-parallel ranks whose partial sums are added; each rounds once."""
     first_block: int = 0
-    """Rank whose part a sum begins with: a ring of ranks begins with each of them for some
-    elements.
-    """
+    """Rank whose part a sum begins with: a ring of ranks begins with each of them."""
     tiles: int = 1
-    """Parts of a micro-batch's tokens that an MLP processes one by one; the gradients of its
-    weights round once for each.
-    """
+    """Parts of a micro-batch's tokens that an MLP processes, each rounding its gradients."""
     reversible: bool = False
     """True for two streams instead of one."""
     device: str = "cpu"
     """Device of the compared ranks, so that the loop's kernels round in the same way."""
     varlen: bool = False
-    """True to attend document by document, which rounds differently from a mask; irrelevant in
-    fp32.
-    """
+    """True to attend document by document, which rounds differently from a mask."""
     kind: str = ""
     """Kind of approximate attention; "" for exact attention."""
 
@@ -239,9 +229,7 @@ def _in_tiles(mlp: Callable[..., torch.Tensor], tiles: int, hidden: torch.Tensor
 
 @functools.cache
 def _compiled_once(way: Way) -> PreTrainedModel:
-    """Build it with compiled decoder layers, one kernel per micro-batch size: compilation takes
-    longer than all trajectories.
-    """
+    """Build it with compiled layers, once: that takes longer than all trajectories."""
     torch.compiler.reset()  # as in worker.py
     torch._dynamo.config.recompile_limit = 64
     model = copy.deepcopy(_built_by_transformers(way, DTYPES[way.precision]))
@@ -290,9 +278,7 @@ def sum_in_blocks(model: nn.Module, config: Mapping[str, Any], blocks: int, firs
 
 
 def _parts(module: Any, plan: TensorPlan, name: str, blocks: int) -> list[tuple[int, torch.Tensor]]:
-    """Return the dimension and indices of each rank's distinct part of a weight. All parts together
-    are the weight; otherwise the loop would repeat the ranks' error.
-    """
+    """Return the dimension and indices of each rank's distinct part; together, the weight."""
     every: dict[tuple[Range, ...], int] = {}
     shape = tuple(module.weight.shape)
     for place in range(blocks):
@@ -371,9 +357,7 @@ def _experts(module: Any, blocks: int, first: int, *args: torch.Tensor) -> torch
 
 @torch.library.custom_op("parity::added", mutates_args=())
 def _added(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of parts as ranks exchange them: no compiler can fuse it with later operations
-    and skip its rounding.
-    """
+    """Return the sum of parts as ranks exchange them, rounded: no compiler can fuse it."""
     return functools.reduce(torch.add, parts).clone()
 
 

@@ -1,6 +1,4 @@
-"""The training that both sides of the gate do: hyperparameters that differ from every library's
-defaults, and data that is learnable in a few steps and uneven on purpose.
-"""
+"""The training of both sides: no library's defaults, and data that is learnable and uneven."""
 
 from __future__ import annotations
 

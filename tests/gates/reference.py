@@ -1,6 +1,4 @@
-"""The reference: a plain PyTorch loop in one process, and its distance from itself in other
-orders.
-"""
+"""The reference: a plain PyTorch loop, and its distance from itself in other orders."""
 
 from __future__ import annotations
 
@@ -178,9 +176,7 @@ FOLDER = REPOSITORY / "build" / "spread"
 
 
 def _kept(way: Way, number: int) -> Difference:
-    """Return the distance in one order, as measured before on this kind of machine by the same code
-    and packages, or now.
-    """
+    """Return the distance in one order, as kept for this machine, code and packages, or now."""
     path = FOLDER / f"{_kind(way.device)}-{_digest(json.dumps(asdict(way)))}.json"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
@@ -196,9 +192,7 @@ def _kept(way: Way, number: int) -> Difference:
 
 @functools.cache
 def _kind(device: str) -> str:
-    """Return a name for everything that rounding depends on: processor, kernels, packages, our
-    code.
-    """
+    """Return a name for what rounding depends on: processor, kernels, packages, our code."""
     source = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _CODE)
     environment = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(_ROUNDING))
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
@@ -216,9 +210,7 @@ def _digest(text: str, more: bytes = b"") -> str:
 
 @dataclass(frozen=True)
 class Sum:
-    """How a layout sums the gradients of its micro-batches: in `precision` on each rank, and over
-    several ranks in the precision of the model.
-    """
+    """How a layout sums gradients: in `precision` on a rank, as the model over ranks."""
 
     precision: str
     micro_batch: int
@@ -226,13 +218,9 @@ class Sum:
     every_micro_batch: bool
     """True if ranks sum each micro-batch, as ZeRO 2 and 3 do; False if they sum only the totals."""
     stages: int = 1
-    """Number of pipeline stages; the first and the last each sum their own part of a tied weight's
-    gradient.
-    """
+    """Pipeline stages; the first and the last each sum their part of a tied gradient."""
     by_module: bool = False
-    """True if a tensor that several modules read gets a separate gradient from each, as with ZeRO
-    3, whose hooks separate a module's inputs.
-    """
+    """True if each module that reads a tensor gets a separate gradient, as with ZeRO 3."""
 
 
 def gradients(way: Way, by: Sum) -> tuple[Gradients, float]:

@@ -75,9 +75,7 @@ class Scaled(torch.autograd.Function):
 
 
 def with_empty_first_step(original: Any, world: World) -> Any:
-    """Return a step that begins with an empty one; before Adam's first step, only the step count
-    remains of it.
-    """
+    """Return a step after an empty one, of which only Adam's step count remains."""
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         gradients = [

@@ -1,6 +1,4 @@
-"""Families beyond the usual ones: divided like undivided ones, and, for docs/families.md, trained,
-resumed and exported.
-"""
+"""Families beyond the usual ones: divided, and trained for docs/families.md."""
 
 from __future__ import annotations
 

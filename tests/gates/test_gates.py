@@ -1,6 +1,4 @@
-"""The gates include every test marked for them, keep results, and notice changes. The oldest and
-newest packages are tested in environments of their own.
-"""
+"""The gates include every test marked for them, keep results, and notice changes."""
 
 from __future__ import annotations
 

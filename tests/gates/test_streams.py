@@ -1,6 +1,4 @@
-"""The simulator finds constructed races and accepts their fixes; real runs of the loop have
-none.
-"""
+"""The simulator finds constructed races and accepts their fixes; real runs have none."""
 
 from __future__ import annotations
 

@@ -203,9 +203,7 @@ class Runs:
         return _compared(resumed, whole)
 
     def exported(self) -> str:
-        """Compare the held-out loss of the export, computed by plain transformers, with the
-        run's.
-        """
+        """Compare the export's held-out loss, by plain transformers, with the run's."""
         run = RunFolder(self._folder / "resumed")
         return _compared([plain_loss(run)], [[*run.read_metrics()][-1]["eval_loss"]])
 

@@ -31,9 +31,7 @@ class Trajectory:
     """Differences between two checkpoints of a round trip."""
 
     def save(self, path: Path) -> None:
-        """Write to `path`.json and, if there are tensors, to `path`.safetensors. JSON keeps every
-        bit of a number.
-        """
+        """Write `path`.json, with every bit, and `path`.safetensors if there are tensors."""
         tensors = {f"gradient/{n}": t.contiguous() for n, t in self.gradients.items()}
         tensors |= {f"change/{n}": t.contiguous() for n, t in self.sgd_changes.items()}
         if tensors:
@@ -92,9 +90,7 @@ class Apart(Distance):
 
 
 def rounding(reference: Trajectory) -> Difference:
-    """Return one unit in the last place of fp32: two correct sums can differ by that much, and a
-    smaller spread is an accident of a few tries.
-    """
+    """Return one unit in the last place of fp32: no smaller spread is more than an accident."""
     unit = torch.finfo(torch.float32).eps
     return Difference(
         initial_loss=unit * reference.losses[0],

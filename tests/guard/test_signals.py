@@ -122,31 +122,27 @@ def test_what_ignores_sighup_outlives_its_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+JOINS = "waiting = request.joins(); waiting.__enter__()"
+ENDS = [
+    ("", [signal.SIGTERM], 0),
+    ("", [signal.SIGINT, signal.SIGINT], 75),
+    (JOINS, [signal.SIGTERM], 75),
+    ("", [signal.SIGUSR1, signal.SIGUSR1], 0),
+    ("", [signal.SIGINT, signal.SIGTERM], 75),
+    ("request.trains()", [signal.SIGINT, signal.SIGINT], 0),
+    (JOINS, [signal.SIGUSR1], 0),
+]
+
+
 @pytest.mark.parametrize(
     ("then", "numbers", "code"),
-    rest_in_gate(
-        "faults",
-        [
-            ("", [signal.SIGTERM], 0),
-            ("", [signal.SIGINT, signal.SIGINT], 75),
-            ("waiting = request.joins(); waiting.__enter__()", [signal.SIGTERM], 75),
-            ("", [signal.SIGUSR1, signal.SIGUSR1], 0),
-            ("", [signal.SIGINT, signal.SIGTERM], 75),
-            ("request.trains()", [signal.SIGINT, signal.SIGINT], 0),
-            ("waiting = request.joins(); waiting.__enter__()", [signal.SIGUSR1], 0),
-        ],
-        3,
-    ),
+    rest_in_gate("faults", ENDS, 3),
 )
 def test_starting_process_ends_on_second_ctrl_c_or_lost_rank(
     then: str, numbers: list[signal.Signals], code: int
 ) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITS.format(then)],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command, pipe = [sys.executable, "-c", WAITS.format(then)], subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, text=True) as process:
         assert process.stdout.readline() == "waits\n"
         for number in numbers:
             process.send_signal(number)

@@ -14,11 +14,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from torch.distributed import HashStore
 
 from harness.checkpoint.manifest import TrainState
 from harness.config.run_config import RunConfig
 from harness.errors import ExitCode
+from harness.guard import failure_broadcast
 from harness.guard import watchdog as module
+from harness.guard.failure_broadcast import Failure, FailureBroadcast
 from harness.guard.watchdog import Pulse, Watchdog, hang_report, place_of
 from harness.layout.world import World
 from harness.plan.make import make_plan
@@ -213,6 +216,12 @@ REPORTS: dict[str, tuple[Beats, list[int], list[int], str]] = {
         "rank 2 (data 2) on n2 (process 12), in 'step' of step 5: stopped",
     ),
     "never wrote": ([WAITS[0], {"rank": 1}], [1], [], "rank 1 (data 1), never wrote: stopped"),
+    "wrote before": (
+        [WAITS[0], {"rank": 1}],
+        [1],
+        [],
+        "rank 1 (data 1) on n1 (process 11), in 'step' of step 5: stopped",
+    ),
     "is behind": (
         [WAITS[0], BEHIND],
         [],
@@ -227,6 +236,8 @@ REPORTS: dict[str, tuple[Beats, list[int], list[int], str]] = {
 def test_the_ranks_that_hold_up_the_others_are_named(name: str) -> None:
     after, silent, behind, text = REPORTS[name]
     before = [{**beat, "tick": 4} if "tick" in beat else beat for beat in after]
+    if name == "wrote before":
+        before[1] = heartbeat(1, 9, 4)
     report = hang_report(before, after, "why", 0, lambda rank: f" (data {rank})")
     assert (report["silent"], report["behind"]) == (silent, behind)
     assert report["held_up_by"] == silent + behind
@@ -234,13 +245,6 @@ def test_the_ranks_that_hold_up_the_others_are_named(name: str) -> None:
     waiting = len(after) - len(silent + behind)
     place = f"{waiting} ranks (0-{waiting - 1})" if waiting > 1 else "1 ranks (0)"
     assert f"{place} in 'step' of step 5, x" in report["message"]
-
-
-def test_a_rank_whose_heartbeat_is_gone_is_silent() -> None:
-    before = [heartbeat(0, 9, 4), heartbeat(1, 9, 4)]
-    report = hang_report(before, [WAITS[0], {"rank": 1}], "why", 0, lambda rank: "")
-    assert (report["silent"], report["behind"]) == ([1], [])
-    assert "rank 1 on n1 (process 11), in 'step' of step 5: stopped" in report["message"]
 
 
 def test_hang_place_is_innermost_library_line_and_wait() -> None:
@@ -260,3 +264,24 @@ def test_hang_place_is_innermost_library_line_and_wait() -> None:
     release.set()
     thread.join()
     batches.close()
+
+
+def test_all_ranks_exit_with_the_code_of_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+
+    def exit_thread(code: int) -> None:
+        codes.append(code)
+        sys.exit(code)
+
+    monkeypatch.setattr(failure_broadcast, "exit_now", exit_thread)
+    store = HashStore()
+    ranks = [FailureBroadcast(store, rank, world_size=3) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    with pytest.raises(SystemExit):
+        ranks[1].end(Failure(1, 70, "the disk is full"), report=lambda _: None)
+    for rank in ranks:
+        rank.join(60)
+    assert codes == [70, 70, 70]
+    assert [rank.first.rank for rank in ranks if rank.first] == [1, 1, 1]
+    assert store.add(failure_broadcast._ENDING, 0) == 3, "each rank once, the failed one last"

@@ -28,17 +28,10 @@ from harness.models.adapters import add_adapters
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import CONFIGS
 from tests.gates.generate_plans import OUTPUT, as_text, build_plans
+from tests.gates.models import MEASURED
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 96,
-    "intermediate_size": 250,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
+SIZES = {**MEASURED["measured"], "num_hidden_layers": 2}
+del SIZES["model_type"], SIZES["tie_word_embeddings"]
 
 
 def shape(model_type: str = "llama", **config: Any) -> Shape:

@@ -124,12 +124,9 @@ def test_every_token_is_read_by_one_rank_of_those_that_sum(
     assert len({len(share.starts(samples, micro)) for share in shares(grid)}) == 1
 
 
-def test_micro_batches_are_dealt_out_in_turn() -> None:
+def test_micro_batches_are_dealt_out_in_turn_and_tokens_evenly() -> None:
     assert list(Share(Grid(4, pipeline=2), 3).starts(12, 2)) == [2, 6, 10]
     assert list(Share(Grid(2), 1).starts(5, 2)) == [2, 6]
-
-
-def test_tokens_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ValueError, match="7 tokens cannot be divided over 2 sequence ranks"):
         Share(Grid(2, sequence=2), 0).positions(7)
 
@@ -164,19 +161,11 @@ def test_replicas_are_found_over_all_axes_but_stages() -> None:
 
 def test_axes_cut_one_after_the_other() -> None:
     """Experts are divided by number and by width; here, their number over the sequence ranks."""
-
-    def by_number(
-        name: str, shape: tuple[int, ...], place: int, places: int
-    ) -> dict[int, tuple[Range, ...]]:
-        return {0: share_of(shape[0], place, places)}
-
-    def by_width(
-        name: str, shape: tuple[int, ...], place: int, places: int
-    ) -> dict[int, tuple[Range, ...]]:
-        return {1: share_of_fused((shape[1] // 2,) * 2, place, places)}
-
-    grid = Grid(4, tensor=2, sequence=2)
-    both = shares(grid, {"sequence": by_number, "tensor": by_width})
+    cutters: dict[Axis, Cutter] = {
+        "sequence": lambda _, shape, *place: {0: share_of(shape[0], *place)},
+        "tensor": lambda _, shape, *place: {1: share_of_fused((shape[1] // 2,) * 2, *place)},
+    }
+    both = shares(Grid(4, tensor=2, sequence=2), cutters)
     parts = [share.part("experts", (5, 8, 3)) for share in both]
     assert uncovered(parts) is None
     assert parts[3].ranges == (((3, 5),), ((2, 4), (6, 8)), ((0, 3),))

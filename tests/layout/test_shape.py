@@ -80,10 +80,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("falcon", {**TINY_FALCON}),
     ("falcon", {**TINY_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True}),
     ("falcon", {**TINY_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
-    (
-        "falcon",
-        {**TINY_FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
-    ),
+    ("falcon", {**TINY_FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
     ("bloom", {"vocab_size": 96, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
     ("bloom", {"vocab_size": 96, "n_embed": 48, "n_layer": 3, "n_head": 6}),
 ]

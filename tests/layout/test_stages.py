@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
-from harness.layout.shape import (
-    Shape,
-    flops_per_token,
-    flops_per_unit,
-    num_parameters,
-)
+from harness.layout.shape import Shape, flops_per_token, flops_per_unit, num_parameters
 from harness.layout.stages import (
     Bounds,
     Work,
@@ -30,16 +25,11 @@ from harness.layout.stages import (
     stage_parameters,
     stage_shape,
 )
+from harness.plan.model_config import find_model_config
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-}
+LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 96, "hidden_size": 48}
+LLAMA |= {"intermediate_size": 80, "num_hidden_layers": 6, "num_attention_heads": 6}
+LLAMA |= {"max_position_embeddings": 64}
 
 
 def llama(**changes: Any) -> Shape:
@@ -73,9 +63,7 @@ def test_a_split_is_the_best_of_all(num_layers: int, stages: int, seed: int) -> 
 
 
 def test_a_head_as_long_as_two_layers_takes_two_layers_away() -> None:
-    """One layer calculated: 4 h^2 + 3 h f weights, 12 h T for attention; the head has V h
-    weights.
-    """
+    """One layer: 4 h^2 + 3 h f weights, 12 h T for attention; the head has V h weights."""
     hidden, width, tokens = 48, 80, 32
     layer = 6 * (4 * hidden**2 + 3 * hidden * width) + 12 * hidden * tokens
     shape = llama(vocab_size=2 * layer // (6 * hidden))
@@ -94,26 +82,12 @@ def test_units_cost_what_the_model_costs() -> None:
 
 def test_stage_split_of_a_published_model() -> None:
     """Llama-3-8B's head has 525,336,576 weights, each of its layers 218,112,000."""
-    config = {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    }
-    shape = Shape.from_hf(config)
+    shape = Shape.from_hf(find_model_config("llama-3-8b")[0])
     bounds = split(shape, 4, 4096)
     assert layers_per_stage(bounds) == (8, 9, 9, 6)
     layer, embedding = 218_112_000, 525_336_576
-    assert stage_parameters(shape, bounds) == (
-        embedding + 8 * layer,
-        9 * layer,
-        9 * layer,
-        6 * layer + 4096 + embedding,
-    )
+    ends = embedding + 8 * layer, 6 * layer + 4096 + embedding
+    assert stage_parameters(shape, bounds) == (ends[0], 9 * layer, 9 * layer, ends[1])
 
 
 @pytest.mark.parametrize(
@@ -179,14 +153,10 @@ def test_only_the_tied_weight_is_copied() -> None:
     """GPT-2 ties its token embedding; only the first stage has that of positions."""
     sizes = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": 96}
     shape = Shape.from_hf({"model_type": "gpt2", **sizes})
+    assert stage_shape(shape, (0, 4), 0) == shape
     last = [tensor.name for tensor in stage_shape(shape, (0, 2, 4), 1).tensors()]
     assert "transformer.wte.weight" in last
     assert "transformer.wpe.weight" not in last
-
-
-def test_one_stage_is_the_whole_model() -> None:
-    shape = llama(tie_word_embeddings=True)
-    assert stage_shape(shape, (0, 8), 0) == shape
 
 
 def deepspeeds_row(stages: int, micro_batches: int, stage: int) -> tuple[Work, ...]:

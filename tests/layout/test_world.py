@@ -199,14 +199,8 @@ JOB = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "1"}
 
 
 def test_every_job_restart_and_step_has_a_port_of_its_own() -> None:
-    changes: list[dict[str, str]] = [
-        {},
-        {"SLURM_STEP_ID": "2"},
-        {"SLURM_RESTART_COUNT": "1"},
-        {"SLURM_JOB_ID": "18"},
-        {"SLURM_JOB_ID": "9_999_999"},
-    ]
-    ports = [slurm_port({**JOB, **change}) for change in changes]
+    names = ("OTHER=1", "STEP_ID=2", "RESTART_COUNT=1", "JOB_ID=18", "JOB_ID=9_999_999")
+    ports = [slurm_port(JOB | variables(f"SLURM_{change}")) for change in names]
     assert len(set(ports)) == len(ports)
     assert all(20000 <= port < 30000 for port in ports)
 

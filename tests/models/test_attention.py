@@ -1,6 +1,4 @@
-"""Attention that can be exchanged, that is summed, and that separates documents as transformers
-does.
-"""
+"""Attention that can be exchanged, is summed, and separates documents as in transformers."""
 
 from __future__ import annotations
 
@@ -92,15 +90,13 @@ def test_a_long_sample_is_looked_at_in_places() -> None:
 
 
 def test_samples_that_do_not_count_add_nothing() -> None:
-    model = made("llama", "sdpa")
-    of_first = AttentionSums(3, torch.tensor([True, False]))
-    with torch.no_grad(), of_first.recorded():
-        model(input_ids=ids(), use_cache=False)
-    swapped = AttentionSums(3, torch.tensor([False, True]))
-    with torch.no_grad(), swapped.recorded():
-        model(input_ids=ids().flip(0), use_cache=False)
-    assert torch.equal(of_first.sums, swapped.sums)
-    assert float(of_first.sums[0, 2]) == 4 * SEQ_LEN
+    model, both = made("llama", "sdpa"), []
+    for counts, input_ids in (([True, False], ids()), ([False, True], ids().flip(0))):
+        both.append(AttentionSums(3, torch.tensor(counts)))
+        with torch.no_grad(), both[-1].recorded():
+            model(input_ids=input_ids, use_cache=False)
+    assert torch.equal(both[0].sums, both[1].sums)
+    assert float(both[0].sums[0, 2]) == 4 * SEQ_LEN
 
 
 def positions(*lengths: int) -> torch.Tensor:
@@ -143,9 +139,8 @@ def test_a_forward_pass_reads_no_value(
 ) -> None:
     model = built(config)
     ids = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
-    expected = token_losses(
-        model(input_ids=ids, position_ids=documents, use_cache=False).logits, ids
-    )
+    logits = model(input_ids=ids, position_ids=documents, use_cache=False).logits
+    expected = token_losses(logits, ids)
     with Unread():
         with pytest.raises(AssertionError, match="a value is read"):
             model(input_ids=ids, position_ids=documents, use_cache=False)

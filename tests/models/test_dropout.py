@@ -1,6 +1,4 @@
-"""Random dropout: of layers in a real decoder, and of attention weights, which each rank draws for
-its own heads (on two ranks: tests/engine/test_layouts.py).
-"""
+"""Random dropout: of layers in a real decoder, and of attention weights, head by head."""
 
 from __future__ import annotations
 

@@ -149,16 +149,10 @@ def test_earlier_blocks_are_seen_as_means_of_their_tokens() -> None:
     output = attend("linformer", SMALL["linformer"], *qkv)
     for place in (5, 23, 24, 60, 99):
         start, each = place // block * block, block // means
-        seen = [
-            torch.cat(
-                [
-                    part[0, :, :start].unflatten(1, (-1, each)).mean(2),
-                    part[0, :, start : place + 1],
-                ],
-                1,
-            )
-            for part in (key, value)
-        ]
+        seen = []
+        for part in (key[0], value[0]):
+            mean = part[:, :start].unflatten(1, (-1, each)).mean(2)
+            seen.append(torch.cat([mean, part[:, start : place + 1]], 1))
         expected = _softmax_over(query[0, :, place], *seen)
         torch.testing.assert_close(output[0, place], expected, rtol=1e-4, atol=1e-5)
 
@@ -194,19 +188,13 @@ def _softmax_over(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
 
 
 def test_performer_error_falls_as_root_of_features() -> None:
+    errors = []
     with torch.no_grad():
         qkv = [state / 2 for state in states(150)]
-        expected = exact(*qkv)
-
-        def error(features: int) -> float:
-            apart = [
-                (attend("performer", {"features": features}, *qkv, seed=seed) - expected).square()
-                for seed in range(12)
-            ]
-            return math.sqrt(float(torch.stack(apart).mean()))
-
-        few, many = error(64), error(4096)
-    assert 4 < few / many < 16  # 8 is expected for 64 times as many
+        for sizes in ({"features": 64}, {"features": 4096}):
+            drawn = [attend("performer", sizes, *qkv, seed=seed) for seed in range(12)]
+            errors.append(math.sqrt(float((torch.stack(drawn) - exact(*qkv)).square().mean())))
+    assert 4 < errors[0] / errors[1] < 16  # 8 is expected for 64 times as many
 
 
 def test_draws_are_a_function_of_seed_and_layer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,54 +45,35 @@ class Toy(PreTrainedModel):
         return SimpleNamespace(logits=self.head(self.wiring(self, self.embed(input_ids))))
 
 
-def in_order(model: Toy, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        assert layer.attention_type == "full"
-        hidden = layer(hidden)
-    return model.norm(hidden)
+Step = Callable[[Layer, torch.Tensor, torch.Tensor], Any]
 
 
-def keyword(model: Toy, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        hidden = layer(hidden=hidden)
-    return model.norm(hidden)
+def each(step: Step, order: Callable[[Any], Any] = iter) -> Any:
+    """Return the wiring that takes `step(layer, hidden states, embedding)` with every layer."""
+
+    def wiring(model: Toy, embedded: torch.Tensor) -> torch.Tensor:
+        hidden = embedded
+        for layer in order(model.layers):
+            assert layer.attention_type == "full"
+            hidden = step(layer, hidden, embedded)
+        return model.norm(hidden)
+
+    return wiring
 
 
-def tuples(model: Toy, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        hidden = layer(hidden)[0]
-    return model.norm(hidden)
-
-
-def backwards(model: Toy, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in reversed(model.layers):
-        hidden = layer(hidden)
-    return model.norm(hidden)
-
-
-def skips_one(model: Toy, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers[:2]:
-        hidden = layer(hidden)
-    return model.norm(hidden)
-
-
-def reads_the_embedding(model: Toy, hidden: torch.Tensor) -> torch.Tensor:
-    embedded = hidden
-    for layer in model.layers:
-        hidden = layer(hidden, embedded * 2)
-    return model.norm(hidden)
+in_order = each(lambda layer, hidden, _: layer(hidden))
+keyword = each(lambda layer, hidden, _: layer(hidden=hidden))
+tuples = each(lambda layer, hidden, _: layer(hidden)[0])
+backwards = each(lambda layer, hidden, _: layer(hidden), reversed)
+skips_one = each(lambda layer, hidden, _: layer(hidden), lambda layers: layers[:2])
+reads_the_embedding = each(lambda layer, hidden, embedded: layer(hidden, embedded * 2))
+adds_between = each(lambda layer, hidden, _: layer(hidden) + 1)
 
 
 def reads_an_earlier_layer(model: Toy, hidden: torch.Tensor) -> torch.Tensor:
     first = hidden = model.layers[0](hidden)
     hidden = model.layers[1](hidden)
     return model.norm(model.layers[2](hidden, {"first": [first + 1]}))
-
-
-def adds_between(model: Toy, hidden: torch.Tensor) -> torch.Tensor:
-    for layer in model.layers:
-        hidden = layer(hidden) + 1
-    return model.norm(hidden)
 
 
 def norm_between(model: Toy, hidden: torch.Tensor) -> torch.Tensor:

@@ -70,10 +70,8 @@ def test_initial_weights_follow_transformers_distribution(family: str) -> None:
 
 @pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 2))
 def test_buffers_are_those_that_transformers_computes(family: str) -> None:
-    ours, theirs = (
-        dict(drawn(family).named_buffers()),
-        dict(transformers_own(family).named_buffers()),
-    )
+    models = drawn(family), transformers_own(family)
+    ours, theirs = (dict(model.named_buffers()) for model in models)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert torch.equal(ours[name], expected), name

@@ -18,11 +18,6 @@ SIZES = {"intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4
 MIXTRAL = {**MODEL, "model_type": "mixtral", **SIZES, **BALANCED}
 
 
-def test_the_loss_is_taken_in_fp32() -> None:
-    logits = torch.randn(1, 2, 5, dtype=torch.bfloat16)
-    assert token_losses(logits, torch.tensor([[1, 2]])).dtype == torch.float32
-
-
 def test_token_and_balancing_loss_sum_as_in_transformers() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config(MIXTRAL)).eval()
@@ -60,16 +55,13 @@ def test_documents_do_not_see_each_other_where_positions_restart() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     labels = torch.randint(0, 64, (1, 8))
     together, _ = forward(model, ids, labels, positions)
-    apart = sum(
-        forward(model, ids[:, half], labels[:, half])[0] for half in (slice(0, 4), slice(4, 8))
-    )
+    halves = (slice(0, 4), slice(4, 8))
+    apart = sum(forward(model, ids[:, half], labels[:, half])[0] for half in halves)
     assert float(together) == pytest.approx(float(apart), rel=1e-5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_sums_over_targets_or_mixes_in_all_tokens(
-    smoothing: float,
-) -> None:
+def test_loss_sums_over_targets_or_mixes_in_all_tokens(smoothing: float) -> None:
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0, :2] = -100
     chances, targets = logits.log_softmax(-1), nn.functional.one_hot(labels.clamp(min=0), 7)
@@ -77,6 +69,7 @@ def test_loss_sums_over_targets_or_mixes_in_all_tokens(
     expected = -(mixed * chances).sum(-1)[labels != -100].sum()
     loss = token_losses(logits, labels, smoothing)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    assert token_losses(logits.bfloat16(), labels).dtype == torch.float32
 
 
 def test_sums_are_those_of_each_sources_samples() -> None:
@@ -95,17 +88,12 @@ def test_sums_are_those_of_each_sources_samples() -> None:
     assert torch.allclose(gradient, plain)
 
 
-def test_nothing_is_recorded_without_sources() -> None:
+def test_nothing_is_recorded_without_sources_or_a_loss() -> None:
     sums = torch.zeros(2)
-    with recording(sums, None):
-        assert not is_recording()
-    with recording(None, torch.zeros(1)):
-        assert not is_recording()
+    for none in ((sums, None), (None, torch.zeros(1))):
+        with recording(*none):
+            assert not is_recording()
     assert sums.tolist() == [0, 0]
-
-
-def test_a_loss_that_records_nothing_is_no_number() -> None:
-    sums = torch.zeros(2)
     with recording(sums, torch.zeros(1, dtype=torch.int64)):
         pass
     assert sums.isnan().all()

@@ -60,10 +60,9 @@ def test_selective_recompute_runs_no_matmul_twice():
     counts = {}
     for checkpointing in ("none", "selective", "full", 2):
         counted = counts_of(checkpointing)
-        fused = [
-            n for name, n in counted.counts.items() if "attention" in name and "back" not in name
-        ]
-        counts[checkpointing] = counted.counts["aten::mm"], sum(fused)
+        names = [name for name in counted.counts if "attention" in name and "back" not in name]
+        fused = sum(counted.counts[name] for name in names)
+        counts[checkpointing] = counted.counts["aten::mm"], fused
     products, attention = counts["none"]
     assert attention == _LAYERS
     assert counts["selective"] == counts["none"]
@@ -101,10 +100,8 @@ def test_offloaded_inputs_are_copies():
     x = torch.randn(2, 4, requires_grad=True)
     hidden = x * 1
     loss = layer(hidden).square().sum()
-    expected = torch.autograd.grad(
-        torch.nn.functional.linear(hidden.detach(), layer.weight, layer.bias).square().sum(),
-        layer.weight,
-    )[0]
+    plain = torch.nn.functional.linear(hidden.detach(), layer.weight, layer.bias)
+    expected = torch.autograd.grad(plain.square().sum(), layer.weight)[0]
     hidden.data.zero_()
     loss.backward()
     assert torch.equal(layer.weight.grad, expected)
@@ -122,9 +119,7 @@ def test_offload_host_memory_is_reused_when_free():
         assert len(places) == len(sizes)
         first = first or places
         assert places == first
-        assert all(
-            copy.copy.stride() == t.stride() for copy, t in zip(copies, tensors, strict=True)
-        )
+        assert [copy.copy.stride() for copy in copies] == [t.stride() for t in tensors]
         returned = [copy.back() for copy in copies]
         del copies
         for _ in range(2):  # what was returned is no longer in the buffers

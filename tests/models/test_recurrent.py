@@ -1,6 +1,4 @@
-"""LSTM and GRU decoders: torch's own cells; and carried states, against single long windows
-and transformers' own cache.
-"""
+"""LSTM and GRU decoders against torch's cells; carried states against long windows."""
 
 from __future__ import annotations
 
@@ -24,18 +22,9 @@ SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "eos_token
 MODELS: dict[str, dict[str, Any]] = {
     "lstm": {"model_type": "recurrent", "cell": "lstm", "recurrent_size": 24, **SIZES},
     "gru": {"model_type": "recurrent", "cell": "gru", **SIZES},
-    "mamba2": {
-        "model_type": "mamba2",
-        "state_size": 8,
-        "num_heads": 4,
-        "head_dim": 8,
-        **SIZES,
-        "n_groups": 2,
-        "chunk_size": 4,
-        "bos_token_id": 0,
-        "pad_token_id": 0,
-    },
 }
+MODELS["mamba2"] = {"model_type": "mamba2", "state_size": 8, "num_heads": 4, "head_dim": 8, **SIZES}
+MODELS["mamba2"] |= {"n_groups": 2, "chunk_size": 4, "bos_token_id": 0, "pad_token_id": 0}
 ROWS, TOKENS = 3, 20
 
 

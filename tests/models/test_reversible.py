@@ -45,9 +45,7 @@ def reversible(*args: Any, **sizes: Any) -> Any:
 
 
 def errors(model: Any, reference: Any) -> dict[str, float]:
-    """Return each gradient's distance from that of the same two streams with every activation kept
-    by autograd, relative to its norm.
-    """
+    """Return each gradient's relative distance from that of the streams kept by autograd."""
     add = Streams.add
     with mock.patch.object(Streams, "add", lambda self, half, _reversible: add(self, half, False)):
         expected = loss_and_gradients(reference)
@@ -182,7 +180,6 @@ def test_all_products_of_a_layer_run_again(tiles: int) -> None:
 def test_a_layer_of_another_kind_is_refused() -> None:
     opt = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2}
     model = skeleton(hf_config({**opt, "num_attention_heads": 4}), torch.float32)
-    with pytest.raises(
-        ValueError, match="OPTDecoderLayer is not attention and an MLP, each after a norm"
-    ):
+    problem = "OPTDecoderLayer is not attention and an MLP, each after a norm"
+    with pytest.raises(ValueError, match=problem):
         reverse_layers(model)

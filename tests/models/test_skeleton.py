@@ -15,12 +15,7 @@ from transformers.modeling_flash_attention_utils import _process_flash_attention
 from harness.layout.releases import is_older
 from harness.layout.world import World
 from harness.models.attention import separates_documents
-from harness.models.skeleton import (
-    described_parameters,
-    hf_config,
-    skeleton,
-    tied_names,
-)
+from harness.models.skeleton import described_parameters, hf_config, skeleton, tied_names
 from harness.models.units import units
 from harness.plan.attention import AttentionNeeds
 from harness.plan.model_config import find_model_config, preset_names
@@ -39,16 +34,6 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 def empty(config: dict[str, object]):
     return skeleton(hf_config(config), torch.float32)
-
-
-def decayed(config: dict[str, object]) -> set[str]:
-    return {p.name for p in described_parameters(empty(config)) if p.matrix}
-
-
-def test_a_skeleton_holds_no_weights_but_its_buffers() -> None:
-    model = empty(LLAMA)
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -75,41 +60,48 @@ def test_auto_attention_assumes_no_sdpa_for_custom_code() -> None:
     assert needs.chosen()[0] == "eager"
 
 
-def test_matrices_decay_and_norms_and_embeddings_do_not() -> None:
-    assert decayed(LLAMA) == {
-        "lm_head.weight",
-        *(
-            f"model.layers.{layer}.{name}.weight"
-            for layer in (0, 1)
-            for name in (
-                *(f"self_attn.{part}_proj" for part in "qkvo"),
-                *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
-            )
+LAYER = "model.layers.0."
+ATTENTION = {f"{LAYER}self_attn.{part}_proj.weight" for part in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            LLAMA,
+            ATTENTION
+            | {"lm_head.weight"}
+            | {f"{LAYER}mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
         ),
-    }
+        # No biases, positions or tied head.
+        (
+            CONFIGS["gpt2"],
+            {
+                f"transformer.h.0.{name}.weight"
+                for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+            },
+        ),
+        (
+            {**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
+            ATTENTION
+            | {"lm_head.weight", f"{LAYER}mlp.gate.weight"}
+            | {f"{LAYER}mlp.experts.{part}_proj" for part in ("gate_up", "down")},
+        ),
+    ],
+    ids=["llama", "gpt2", "mixtral"],
+)
+def test_matrices_decay_and_norms_and_embeddings_do_not(
+    config: dict[str, object], expected: set[str]
+) -> None:
+    decayed = {p.name for p in described_parameters(empty(config)) if p.matrix}
+    assert {name for name in decayed if ".1." not in name} == expected
+    assert {name.replace(".1.", ".0.") for name in decayed} == expected
 
 
-def test_biases_positions_and_a_tied_head_do_not_decay() -> None:
-    kinds = {name.partition(".h.")[2][2:] for name in decayed(CONFIGS["gpt2"])}
-    assert kinds == {
-        "attn.c_attn.weight",
-        "attn.c_proj.weight",
-        "mlp.c_fc.weight",
-        "mlp.c_proj.weight",
-    }
-
-
-def test_stacked_experts_decay() -> None:
-    names = decayed({**LLAMA, "model_type": "mixtral", "num_local_experts": 4})
-    assert {name for name in names if "layers.0" in name and "self_attn" not in name} == {
-        "model.layers.0.mlp.gate.weight",
-        "model.layers.0.mlp.experts.gate_up_proj",
-        "model.layers.0.mlp.experts.down_proj",
-    }
-
-
-def test_pieces_hold_every_parameter_once() -> None:
+def test_a_skeleton_holds_buffers_and_parameters_in_pieces() -> None:
     model = empty(LLAMA)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
     named = [slot[0] for piece in units(model) for slot in piece.parameters()]
     assert sorted(named) == sorted(name for name, _ in model.named_parameters())
 
@@ -140,14 +132,8 @@ def test_which_models_heed_document_boundaries(family: str, separates: bool) -> 
     assert separates_documents(model) is separates
 
 
-GEMMA2 = {
-    **LLAMA,
-    "model_type": "gemma2",
-    "head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "final_logit_softcapping": None,
-    "pad_token_id": 0,
-}
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8}
+GEMMA2 |= {"final_logit_softcapping": None, "pad_token_id": 0}
 
 
 def test_scores_are_soft_capped_or_the_attention_is_refused() -> None:
@@ -167,10 +153,8 @@ def test_scores_are_soft_capped_or_the_attention_is_refused() -> None:
         return
     with pytest.raises(ValueError, match="does not support an attention implementation"):
         skeleton(hf_config(GEMMA2), torch.float32, "sdpa")
-    query = torch.zeros(1, 1, 2, 8)
+    query, cap = torch.zeros(1, 1, 2, 8), {"softcap": 50.0}
     with pytest.raises(ValueError, match="does not support `softcap`"):
-        sdpa_attention_forward(torch.nn.Module(), query, query, query, None, softcap=50.0)
+        sdpa_attention_forward(torch.nn.Module(), query, query, query, None, **cap)
     with pytest.raises(ValueError, match="does not support `softcap`"):
-        _process_flash_attention_kwargs(
-            2, 2, True, softcap=50.0, supports_mapping=defaultdict(bool)
-        )
+        _process_flash_attention_kwargs(2, 2, True, **cap, supports_mapping=defaultdict(bool))

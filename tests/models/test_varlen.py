@@ -1,6 +1,4 @@
-"""Attention within documents equals masked attention; kernels are called with their real
-signatures.
-"""
+"""Attention within documents equals masked attention; kernels get real signatures."""
 
 from __future__ import annotations
 

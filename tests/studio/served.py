@@ -33,9 +33,7 @@ class Studio:
 
 @contextmanager
 def serving(runs: Path, *arguments: str, folder: Path | None = None) -> Iterator[Studio]:
-    """Run `python tools/studio.py --port 0 arguments` in a folder, by default that of `runs`; end
-    it afterwards.
-    """
+    """Run the studio on a free port in a folder, by default that of `runs`; end it afterwards."""
     folder = folder or runs.parent
     command = [sys.executable, REPOSITORY / "tools/studio.py", "--cold"]
     command += ["--port", "0", "--runs", runs]

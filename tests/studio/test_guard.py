@@ -18,9 +18,7 @@ PAGE, SOCKET = "/memory", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 def ask(
     port: int, path: str = PAGE, method: str = "GET", **headers: str
 ) -> tuple[int, dict[str, str], str]:
-    """Return (status, headers, body) of one request; `sec_fetch_site` is the header
-    Sec-Fetch-Site.
-    """
+    """Return (status, headers, body) of a request with the header Sec-Fetch-Site."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, headers=named)
@@ -32,18 +30,9 @@ def ask(
 
 def upgrade(port: int, **headers: str) -> int:
     """Return the status of an attempt to open a websocket, as browsers do."""
-    key = base64.b64encode(b"0" * 16).decode()
-    return ask(
-        port,
-        "/_nicegui_ws/socket.io/?EIO=4&transport=websocket",
-        **{
-            "Upgrade": "websocket",
-            "Connection": "Upgrade",
-            "Sec-WebSocket-Version": "13",
-            "Sec-WebSocket-Key": key,
-            **headers,
-        },
-    )[0]
+    asks = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    asks["Sec-WebSocket-Key"] = base64.b64encode(b"0" * 16).decode()
+    return ask(port, SOCKET.replace("polling", "websocket"), **asks, **headers)[0]
 
 
 def test_its_own_pages_are_answered(studio: Studio) -> None:

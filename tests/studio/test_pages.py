@@ -14,9 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from harness.config.ds_json import load_ds_json
 from harness.config.run_file import load_run_config
+from harness.estimate.activations import activations
+from harness.estimate.fit import with_stage
 from harness.estimate.step_time.step import StepTime
+from harness.layout.world import World
+from harness.plan.duration import step_time
+from harness.plan.make import make_plan
 from harness.report.chart import Chart
 from harness.report.run_record import RunRecord
 from tests.tiers import rest_in_gate
@@ -24,7 +31,15 @@ from tools.studio_app.figures import Bars, Code, Drawing, Figure, html_of
 from tools.studio_app.page import ABOUT, LESSONS, Choice, Page, Slider, Typed, query_of, read_values
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
-from tools.studio_pages import PAGES
+from tools.studio_pages import PAGES, hybrid
+from tools.studio_pages.checkpointing import _inputs, kept_bytes
+from tools.studio_pages.cleaning import cleaned, trade_off
+from tools.studio_pages.data import trained_step
+from tools.studio_pages.optimizers import SURFACES, trajectory
+from tools.studio_pages.sizes import loss, optimum
+from tools.studio_pages.tensor import multiplied, parts_of
+from tools.studio_pages.tokenizers import operations
+from tools.studio_pages.zero import inputs_of, traffic
 
 ROOT = Path(__file__).parents[2]
 BY_SLUG = {page.slug: page for page in PAGES}
@@ -131,12 +146,6 @@ def _doubled(function: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def _failed(read_run: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda name: replace(
-        read_run(name), records=RunRecord(Path(name), status={"outcome": "failed"})
-    )
-
-
 def _of_letters(model: bytes) -> bytes:
     """Return a SentencePiece model without its pieces of two letters."""
     from sentencepiece import sentencepiece_model_pb2
@@ -147,6 +156,9 @@ def _of_letters(model: bytes) -> bytes:
         if len(piece.piece) == 2 and piece.type == pb.ModelProto.SentencePiece.NORMAL:
             piece.piece = f"unused {piece.piece}"
     return proto.SerializeToString()
+
+
+FAILED = RunRecord(Path("first"), status={"outcome": "failed"})
 
 
 # Cached results of a page that a change of the function below would not reach.
@@ -177,7 +189,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "experts": ("expert_load", _doubled),
     "tokenizers": ("to_backend", lambda f: lambda model: f(_of_letters(model))),
     "cleaning": ("report_at", lambda f: lambda documents, at: f(documents, min(100, at + 20))),
-    "runs": ("read_run", _failed),
+    "runs": ("read_run", lambda f: lambda name: replace(f(name), records=FAILED)),
     "problems": ("seen_in_runs", lambda f: lambda: {"spike": Counter(planted=3)}),
     "schedules": ("Schedule", lambda schedule: lambda optim, total: schedule(optim, 2 * total)),
 }
@@ -235,11 +247,6 @@ def test_options_of_a_model_are_planned_as_on_the_command_line(
     query: dict[str, str], keys: dict[str, Any]
 ) -> None:
     """The page's memory, time and command, against the plan that the command makes."""
-    from harness.config.ds_json import load_ds_json
-    from harness.layout.world import World
-    from harness.plan.duration import step_time
-    from harness.plan.make import make_plan
-
     defaults = {"model.name": "llama-3-8b", "data.seq_len": 4096, "train.micro_batch": 1}
     words = [f"{key}={value}" for key, value in (defaults | keys).items()]
     ds, problems = load_ds_json(ROOT / "ds_configs/zero3.json", ["gradient_accumulation_steps=8"])
@@ -254,10 +261,9 @@ def test_options_of_a_model_are_planned_as_on_the_command_line(
     assert number(shown, "Peak on a GPU") == peak
     assert number(shown, "A step") == f"{step.seconds:,.2f} s"
     assert number(figures_of("memory", **query), "Peak on a GPU") == peak
+    labels = ("Peak on a GPU", "A step")
     plain = figures_of("plan")
-    assert [number(plain, label) for label in ("Peak on a GPU", "A step")] != [
-        number(shown, label) for label in ("Peak on a GPU", "A step")
-    ]
+    assert [number(plain, of) for of in labels] != [number(shown, of) for of in labels]
     for page, more in (("plan", {"train.tokens": "256e9"}), ("memory", {})):
         words = command_of(page, **query)
         booked = ["--nodes=8", "--gpus-per-node=8", "--exclusive", "--mem=0"]
@@ -274,6 +280,14 @@ def test_commands_follow_the_controls_of_their_page() -> None:
     words = command_of("hybrid", stages="2", tensor="4", nodes="2")
     assert words[:2] == ["sbatch", "--nodes=2"]
     assert {"ds.pipeline.stages=2", "ds.tensor_parallel.autotp_size=4"} <= {*words}
+
+
+def test_precision_and_positions_are_controls_of_these_pages() -> None:
+    label = "Peak on a GPU"
+    in_fp32 = figures_of("memory", precision="fp32")
+    assert number(in_fp32, label) != number(figures_of("memory"), label)
+    for slug in ("memory", "plan", "zero", "hybrid"):
+        assert figures_of(slug, seq_len="16384", context="16384")
 
 
 @pytest.mark.gate("pages")
@@ -296,25 +310,24 @@ def test_a_family_that_is_traced_has_a_page(slug: str) -> None:
 
 
 def test_the_command_with_a_json_of_ones_own_is_that_of_the_plan() -> None:
-    words = {"accumulation": "8", "precision": "fp16"}
     for own_json, steps in (('{"gradient_accumulation_steps": 4}', 4), ("{}", 8)):
-        command = command_of("plan", own_json=own_json, **words)
+        command = command_of("plan", own_json=own_json, accumulation="8", precision="fp16")
         assert "ds_configs/own.json" in command
-        assert [word for word in command if word.startswith("ds.")] == [
-            f"ds.gradient_accumulation_steps={steps}"
-        ]
+        own = [word for word in command if word.startswith("ds.")]
+        assert own == [f"ds.gradient_accumulation_steps={steps}"]
 
 
 def test_own_json_is_planned_and_its_mistakes_are_shown() -> None:
-    page = BY_SLUG["plan"]
-    values = read_values(page.controls, {"own_json": '{"zero_optimization": {"stage": 1}}'})
-    shipped = number(page.figures(read_values(page.controls, {"json": "zero2"})), "Peak on a GPU")
-    assert number(page.figures(values), "Peak on a GPU") != shipped
-    for own_json in ("{", "[1]", '{"zero_optimization": {"stagee": 1}}', "[" * 100_000):
-        (note, *_) = shown_by(page, {**values, "own_json": own_json})
+    own = number(
+        figures_of("plan", own_json='{"zero_optimization": {"stage": 1}}'), "Peak on a GPU"
+    )
+    assert own != number(figures_of("plan", json="zero2"), "Peak on a GPU")
+    page, text = BY_SLUG["plan"], ""
+    for own_json in ("{", "[1]", "[" * 100_000, '{"zero_optimization": {"stagee": 1}}'):
+        (note, *_) = shown_by(page, read_values(page.controls, {"own_json": own_json}))
         assert getattr(note, "verdict", None) == "bad", own_json[:20]
-    (note, *_) = shown_by(page, {**values, "own_json": '{"zero_optimization": {"stagee": 1}}'})
-    assert "did you mean zero_optimization.stage?" in getattr(note, "text", "")
+        text = getattr(note, "text", "")
+    assert "did you mean zero_optimization.stage?" in text
 
 
 @pytest.mark.parametrize(
@@ -339,31 +352,16 @@ def test_a_slider_too_far_is_answered_with_its_name(
     assert str(ROOT) not in notes[0]
 
 
-def test_positions_are_a_control_wherever_the_sequence_is() -> None:
-    for slug in ("memory", "plan", "zero", "hybrid"):
-        assert figures_of(slug, seq_len="16384", context="16384")
-
-
-def test_memory_follows_the_precision() -> None:
-    label = "Peak on a GPU"
-    assert number(figures_of("memory", precision="fp32"), label) != number(
-        figures_of("memory"), label
-    )
-
-
 def test_the_best_trade_offs_are_marked() -> None:
-    from tools.studio_pages.cleaning import cleaned, trade_off
-    from tools.studio_pages.tokenizers import operations
-
-    marks = {
-        slug: [mark.x["x"] for figure in figures_of(slug) for mark in getattr(figure, "marks", ())]
-        for slug in ("cleaning", "tokenizers")
-    }
     scores = trade_off([cleaned(strictness) for strictness in range(0, 101, 5)])
-    assert marks["cleaning"] == [max(scores, key=lambda pair: pair[1])[0]]
-    text = read_values(BY_SLUG["tokenizers"].controls, {})["text"]
-    sizes = (512, 1024, 2048, 4096)
-    assert marks["tokenizers"] == [min(sizes, key=lambda n: operations("BPE", n, text, 4096))]
+    text, sizes = read_values(BY_SLUG["tokenizers"].controls, {})["text"], (512, 1024, 2048, 4096)
+    best = {
+        "cleaning": max(scores, key=lambda pair: pair[1])[0],
+        "tokenizers": min(sizes, key=lambda n: operations("BPE", n, text, 4096)),
+    }
+    for slug, place in best.items():
+        marks = [mark for figure in figures_of(slug) for mark in getattr(figure, "marks", ())]
+        assert [mark.x["x"] for mark in marks] == [place]
 
 
 @pytest.mark.gate("pages")
@@ -390,10 +388,6 @@ def test_one_micro_batch_is_on_one_device_at_a_time() -> None:
 
 
 def test_a_divided_product_is_the_whole_one() -> None:
-    import torch
-
-    from tools.studio_pages.tensor import multiplied, parts_of
-
     for ranks, kind in itertools.product((1, 2, 8), ("MLP", "attention")):
         y, parts, gradient, gradients = multiplied(256, ranks, 3, kind, heads=8)
         assert len(parts) == ranks
@@ -403,10 +397,6 @@ def test_a_divided_product_is_the_whole_one() -> None:
 
 
 def test_gradients_of_all_ranks_are_those_of_one() -> None:
-    import torch
-
-    from tools.studio_pages.data import trained_step
-
     for ranks, samples, micro_batch in ((4, 16, 2), (3, 8, 4), (8, 8, 4)):
         step = trained_step(ranks, samples, micro_batch)
         assert sorted(n for of_rank in step.samples for n in of_rank) == list(range(samples))
@@ -417,12 +407,7 @@ def test_gradients_of_all_ranks_are_those_of_one() -> None:
 
 
 def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
-    """2 x and 3 x the parameters with one micro-batch, as in the paper for stages 0 and 3 (arXiv
-    1910.02054, section 7); stages 1 and 2 sum whole gradients.
-    """
-    from harness.estimate.fit import with_stage
-    from tools.studio_pages.zero import inputs_of, traffic
-
+    """2 x and 3 x the parameters for stages 0 and 3 (arXiv 1910.02054, section 7)."""
     inputs, _ = inputs_of(read_values(BY_SLUG["zero"].controls, {"accumulation": "1"}))
     inputs = replace(inputs, zero=replace(inputs.zero, comm_bytes=2))
     psi = 2 * inputs.parameters * 7 / 8
@@ -433,9 +418,6 @@ def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
 
 def test_checkpointing_holds_what_autograd_saves() -> None:
     """The sum over the layers equals the estimate, which is compared with real models elsewhere."""
-    from harness.estimate.activations import activations
-    from tools.studio_pages.checkpointing import _inputs, kept_bytes
-
     controls = BY_SLUG["checkpointing"].controls
     for way in ("none", "selective", "full", 3, "reversible"):
         inputs = _inputs(read_values(controls, {}), way)  # type: ignore[arg-type]
@@ -471,10 +453,6 @@ def test_a_rank_is_where_the_grid_says() -> None:
 
 def test_optimizers_step_as_their_references_do() -> None:
     """One step from the start of the saddle, without noise, calculated here."""
-    import torch
-
-    from tools.studio_pages.optimizers import SURFACES, trajectory
-
     name, rate = "saddle between two minima", 0.1
     (x, y), second = SURFACES[name].starts
     a, b = x**3 - x, 4 * y
@@ -489,9 +467,8 @@ def test_optimizers_step_as_their_references_do() -> None:
         assert path[1][0] == pytest.approx(point, abs=1e-5), optimizer
     # Muon: both rows step by about 0.2 sqrt(2) of the rate, at right angles: the orthogonal factor
     # of the gradient, as five Newton-Schulz steps approximate it.
-    muon = torch.tensor(trajectory("muon", name, rate, 0.0, 0.0)[1]) - torch.tensor(
-        [(x, y), second]
-    )
+    after = torch.tensor(trajectory("muon", name, rate, 0.0, 0.0)[1])
+    muon = after - torch.tensor([(x, y), second])
     u, _, v = torch.linalg.svd(torch.tensor([(a, b), (second[0] ** 3 - second[0], 4 * second[1])]))
     factor = -u @ v * rate * 0.2 * 2**0.5
     torch.testing.assert_close(muon, factor, rtol=0.35, atol=0.3 * rate * 0.2 * 2**0.5)
@@ -509,8 +486,6 @@ def test_a_loss_scale_saves_what_fp16_would_lose() -> None:
 
 def test_chinchilla_fit_matches_the_paper() -> None:
     """Chinchilla's own size and tokens; arXiv 2203.15556, section 3.3, gives the constants."""
-    from tools.studio_pages.sizes import loss, optimum
-
     assert loss(70e9, 1.4e12) == pytest.approx(1.69 + 0.0835 + 0.1634, abs=2e-3)
     parameters, tokens = optimum(6 * 70e9 * 1.4e12)
     assert (parameters, tokens) == pytest.approx((70e9, 1.4e12))
@@ -518,9 +493,6 @@ def test_chinchilla_fit_matches_the_paper() -> None:
 
 def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The picture and its position follow the slider and the schedule."""
-    from harness.plan.duration import step_time
-    from tools.studio_pages import hybrid
-
     shown = [figures_of("hybrid", moment=str(place)) for place in (0, 12, 23, 97, 100)]
     pictures = {next(f.svg for f in page if isinstance(f, Drawing)) for page in shown}
     assert len(pictures) == len(shown)
@@ -530,6 +502,3 @@ def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     monkeypatch.setattr(hybrid, "step_time", lambda plan: plans.append(plan) or step_time(plan))
     assert number(figures_of("hybrid"), "A step") == f"{step_time(plans[0]).seconds:,.2f} s"
-
-
-# These compute with the planner alone; the others train, round or tokenize at first.

@@ -65,13 +65,11 @@ def test_a_sweep_that_was_killed_goes_on_with_the_same_trials(method: str, tmp_p
     interrupted = first.take(9)
     interrupted.report(0.5, 3.0)
     again = Study(sweep)
-    assert [record.state for record in again.records()] == ["done"] * 9 + ["running"] + [
-        "waiting"
-    ] * 6
+    states = [record.state for record in again.records()]
+    assert states == ["done"] * 9 + ["running"] + ["waiting"] * 6
     finish(again, range(9, 16))
-    assert [record.choice for record in again.records()] == [
-        record.choice for record in whole.records()
-    ]
+    choices = [[record.choice for record in study.records()] for study in (again, whole)]
+    assert choices[0] == choices[1]
     other = Study(sweep_of(tmp_path, f'{settings.replace("7", "8")}\nname = "other"'))
     finish(other, range(1))
     assert other.records()[0].choice != whole.records()[0].choice
@@ -153,9 +151,8 @@ def test_pruning_needs_evaluations_during_a_trial(
     problems: list[str] = []
     settings = "trials = 1\nprune = {after = 0.1, factor = 3}"
     cost.costs(sweep_of(tmp_path, settings, f"{_SEARCH}\n[eval]\nevery = {every}"), None, problems)
-    assert [f"eval.every is {every}, but sweep.prune" in text for text in problems] == (
-        [True] if is_refused else []
-    )
+    refused = [f"eval.every is {every}, but sweep.prune" in text for text in problems]
+    assert refused == [True] * is_refused
 
 
 def test_trial_starts_if_first_decision_is_within_budget(tmp_path: Path) -> None:

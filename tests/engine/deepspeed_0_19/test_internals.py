@@ -212,7 +212,7 @@ CONTRACT: dict[str, dict[str, Callable[[Any, Any, Any], object]]] = {
         "swapped.swap_path": lambda e, o, p: defines(_FILE, "swap_path"),
     },
     "zero3 bf16 fp32_sums hpz": {
-        "parameter.ds_secondary_tensor": lambda e, o, p: p.ds_secondary_tensor is not None,
+        "parameter.ds_secondary_tensor": lambda e, o, p: p.ds_secondary_tensor is not None
     },
     "zero1 pipeline2": {
         "parameter.ds_pipe_replicated": lambda e, o, p: "ds_pipe_replicated" in source_of(o),

@@ -10,30 +10,29 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import see_memory_usage
+from deepspeed.utils import groups
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from harness.engine.deepspeed_0_19 import gradients, patches
+from harness.engine.deepspeed_0_19 import experts, gradients, patches, pipe_module
 from harness.engine.deepspeed_0_19.patches import PATCHES
 from harness.errors import ConfigError, RunStopped
-from tests.engine.engines import (
-    SGD,
-    WORLD,
-    engine_of,
-    fp16,
-    gathered,
-    losses,
-    share_of,
-    written,
-)
+from harness.plan.machine import missing_for_cpu_adam
+from tests.engine.engines import SGD, WORLD, engine_of, fp16, gathered, losses, share_of, written
 from tests.engine.small import MIXTURES, MODEL
 from tests.engine.test_bad_steps import gradient_of
+from tests.gates.engines import forget_nodes, process_groups
 from tests.ranks import ranks
 from tests.real_runs import REPOSITORY, environment, run_ranks
 from tests.run_tools import printed
@@ -155,10 +154,6 @@ def test_deepspeed_calls_adam_compatible_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
-
-    from harness.plan.machine import missing_for_cpu_adam
-
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     assert CPUAdamBuilder().is_compatible()
     assert missing_for_cpu_adam() == "c++ not found"
@@ -166,12 +161,11 @@ def test_deepspeed_calls_adam_compatible_without_a_compiler(
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
 def test_deepspeed_builds_shared_memory_op_on_join_ours_does_not(tmp_path: Path) -> None:
-    builds = {}
-    for who in ("deepspeed", "ours"):
+    env = {"PYTHONPATH": str(REPOSITORY)}
+    for who, builds in (("deepspeed", True), ("ours", False)):
         command = [sys.executable, "-c", JOINS, who]
-        env = {"PYTHONPATH": str(REPOSITORY)}
-        builds[who] = "builds it" in run_ranks(command, tmp_path / who, ranks=1, env=env).output
-    assert builds == {"deepspeed": True, "ours": False}
+        ended = run_ranks(command, tmp_path / who, ranks=1, env=env)
+        assert ("builds it" in ended.output) == builds
 
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
@@ -216,8 +210,6 @@ def test_deepspeed_raises_bare_exception_at_minimum_loss_scale() -> None:
 
 @ranks(2)
 def test_deepspeed_refuses_fp16_on_this_cpu() -> None:
-    from deepspeed.accelerator import get_accelerator
-
     accelerator = get_accelerator()
     ours = accelerator.__dict__.pop("is_fp16_supported")
     try:
@@ -229,22 +221,29 @@ def test_deepspeed_refuses_fp16_on_this_cpu() -> None:
         accelerator.is_fp16_supported = ours
 
 
-@ranks(2)
-def test_deepspeeds_bf16_optimizer_prints_memory_reports() -> None:
-    from deepspeed.runtime import bf16_optimizer
-    from deepspeed.runtime.utils import see_memory_usage
-
-    assert printed_by_an_engine(BF16) == ""
-    with mock.patch.object(bf16_optimizer, "see_memory_usage", see_memory_usage):
-        report = printed_by_an_engine(BF16)
-    assert ("begin bf16_optimizer" in report) == (WORLD.rank == 0)
-
-
 def printed_by_an_engine(layout: str) -> str:
     """Return what this rank prints while it builds an engine."""
     with contextlib.redirect_stdout(io.StringIO()) as lines:
         engine_of(layout).close()
     return lines.getvalue()
+
+
+def check_reports(layout: str, room: Any, name: str, deepspeeds: Any, report: str) -> None:
+    """Assert that building an engine prints a report on rank 0, only with DeepSpeed's function."""
+    assert printed_by_an_engine(layout) == ""
+    with mock.patch.object(room, name, deepspeeds):
+        assert (report in printed_by_an_engine(layout)) == (WORLD.rank == 0)
+
+
+@ranks(2)
+def test_deepspeeds_bf16_optimizer_prints_memory_reports() -> None:
+    own = "begin bf16_optimizer"
+    check_reports(BF16, bf16_optimizer, "see_memory_usage", see_memory_usage, own)
+
+
+@ranks(2)
+def test_deepspeeds_pipeline_prints_whatever_the_log_level() -> None:
+    check_reports(STAGES, pipe_module, "printing_nothing", nullcontext, "SEED_LAYERS")
 
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
@@ -294,10 +293,6 @@ def test_zero_1_sums_norm_per_group_over_stages_and_ours_once() -> None:
 
 @ranks(2)
 def test_deepspeed_keeps_grid_and_groups_of_destroyed_engine() -> None:
-    from deepspeed.utils import groups
-
-    from tests.gates.engines import process_groups
-
     before = process_groups()
     engine = engine_of(STAGES)
     engine.engine.destroy()
@@ -306,16 +301,7 @@ def test_deepspeed_keeps_grid_and_groups_of_destroyed_engine() -> None:
     engine.close()
     assert groups.mpu is None
     assert process_groups() <= before
-
-
-@ranks(2)
-def test_deepspeed_keeps_hpz_group_of_destroyed_engine() -> None:
-    from deepspeed.utils import groups
-
-    from tests.gates.engines import forget_nodes
-
-    engine = engine_of("zero3 hpz")
-    engine.engine.destroy()
+    engine_of("zero3 hpz").engine.destroy()
     assert groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None
     forget_nodes()
     assert groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None
@@ -336,23 +322,11 @@ def test_deepspeed_packs_flat_gradients_and_ours_does_not() -> None:
 
 @ranks(2)
 def test_deepspeed_finds_experts_only_beside_its_own_moe_class() -> None:
-    from harness.engine.deepspeed_0_19 import experts
-
     model = {"name": written("mixtral", MIXTURES["mixtral"])}
     with mock.patch.object(experts, "Marker", nn.Identity):
         engine = engine_of("zero1 experts2", model=model)
         with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
             engine.accumulate(*share_of(engine))
-
-
-@ranks(2)
-def test_deepspeeds_pipeline_prints_whatever_the_log_level() -> None:
-    from harness.engine.deepspeed_0_19 import pipe_module
-
-    assert printed_by_an_engine(STAGES) == ""
-    with mock.patch.object(pipe_module, "printing_nothing", nullcontext):
-        report = printed_by_an_engine(STAGES)
-    assert ("SEED_LAYERS" in report) == (WORLD.rank == 0)
 
 
 @ranks(2)
@@ -392,8 +366,6 @@ def test_deepspeed_tied_ends_drift_over_four_data_ranks(bf16: bool) -> None:
 @ranks(2)
 def test_offload_optimizer_keeps_gradients_of_a_skipped_step() -> None:
     """Without our workaround, the step after one with NaN is also skipped."""
-    from harness.engine.deepspeed_0_19 import gradients
-
     nothing = mock.patch.object(gradients, "drop_skipped_gradients")
     for workaround, applied in ((nothing, False), (nullcontext(), True)):
         with workaround:

@@ -1,6 +1,4 @@
-"""Whole jobs: evaluations and saves in addition to steps, the best interval between saves, the
-effect of failures, and a site's rates, recovered from measured steps.
-"""
+"""Whole jobs: evaluations, saves and their best interval, failures, and a site's rates."""
 
 from __future__ import annotations
 

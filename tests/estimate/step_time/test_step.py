@@ -1,6 +1,4 @@
-"""Steps: terms that must be equal, larger or smaller if one property of a run changes; and work
-between tokens, by kind of layer and attention.
-"""
+"""Steps: terms that change with one property of a run; work between tokens, by kind of layer."""
 
 from __future__ import annotations
 
@@ -165,10 +163,8 @@ def test_offloaded_optimizer_waits_for_its_share_and_drive() -> None:
 def test_offloaded_states_step_at_the_hosts_pace() -> None:
     base = run(stage=2)
     offloaded = replace(base, zero=replace(base.zero, offload_optimizer="host"))
-    assert (
-        estimate_time(offloaded, MACHINE).terms["optimizer"]
-        > 20 * estimate_time(base, MACHINE).terms["optimizer"]
-    )
+    one, other = (estimate_time(each, MACHINE).terms["optimizer"] for each in (base, offloaded))
+    assert other > 20 * one
 
 
 @pytest.mark.parametrize(
@@ -306,9 +302,7 @@ def test_attention_of_a_latent_vector_is_as_wide_as_its_heads() -> None:
 
 
 @pytest.mark.parametrize("attention", ["longformer", "performer", "reformer"])
-def test_attention_time_is_linear_or_quadratic_in_length(
-    attention: str,
-) -> None:
+def test_attention_time_is_linear_or_quadratic_in_length(attention: str) -> None:
     def seconds(attention: str, length: int) -> float:
         sizes = tuple(ATTENTIONS[attention].sizes.items())
         inputs = run(micro_batch=1, seq_len=length, attention=attention, attention_sizes=sizes)

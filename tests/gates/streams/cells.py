@@ -95,9 +95,7 @@ def _shipped() -> list[Cell]:
 
 
 def _offloaded(*arguments: str) -> tuple[str, ...]:
-    """Return ZeRO 2 settings that copy gradients to the host without their own wait, as DeepSpeed
-    does without overlap_comm.
-    """
+    """Return ZeRO 2 settings without our wait for copies to the host."""
     return (_LION, "ds.zero_optimization.overlap_comm=false", *arguments)
 
 

@@ -1,6 +1,4 @@
-"""A device with streams, simulated by vector clocks: finds racing accesses and early block
-reuse.
-"""
+"""A device with streams, simulated by vector clocks: finds races and early reuse."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ class Timeline:
             self.phase = outer
 
     def launched(self) -> Clock:
-        """Launch an operation on the current stream, after everything that the host has waited
-        for.
-        """
+        """Launch an operation on the current stream, after all that the host waited for."""
         stream = self.current
         stream.clock |= self.host
         stream.clock[stream.number] += 1
@@ -187,9 +183,7 @@ class Event:
 
 
 class Work:
-    """A collective in progress, which keeps its tensors until someone has waited for it, as NCCL's
-    does. A wait acts on the stream that is current at that time.
-    """
+    """A collective in progress, which keeps its tensors until a stream has waited for it."""
 
     def __init__(self, work: Any, timeline: Timeline, tensors: Any) -> None:
         self._work, self._timeline, self._tensors = work, timeline, tensors
@@ -244,9 +238,7 @@ class Block:
     alive: weakref.ref[Any] | None = None
     accesses: list[Access] = field(default_factory=list)
     recorded: list[Stream] = field(default_factory=list)
-    """Streams that the allocator waits for after record_stream: for all their operations at the
-    end.
-    """
+    """Streams that the allocator waits for after record_stream."""
 
 
 class Memory:
@@ -278,9 +270,7 @@ class Memory:
         block.kind, block.accesses = kind, []
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep a block from being reused before `stream` has finished its operations at the time of
-        freeing.
-        """
+        """Keep a freed block from reuse before `stream` has finished its operations."""
         self._block(tensor).recorded.append(stream)
 
     def run(self, touched: Touched, made: Sequence[torch.Tensor], is_copy: bool = False) -> bool:

@@ -170,9 +170,7 @@ def _write_weights(model: Path, folder: Path, corpus: Path) -> None:
 
 
 def row_of(zygote: Zygote, cell: Cell, folder: Path, defect: str | None = None) -> Row:
-    """Run a cell with a planted defect or none, unless `folder` holds its results or this machine
-    cannot.
-    """
+    """Run a cell, maybe with a defect, unless `folder` has it or this machine cannot."""
     if cell.needs_libaio and (problems := libaio_problems()):
         return Row(cell, skipped="; ".join(problems))
     out = folder / f"{cell.name}{'-control' if defect else ''}"

@@ -212,9 +212,7 @@ def _collective(device: Device, original: Callable[..., Any]) -> Callable[..., A
 
 
 def _moved(device: Device, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of Tensor.to, which moves a tensor between memories if it names the
-    other one.
-    """
+    """Return a replacement of Tensor.to, which may move a tensor between memories."""
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         target = kwargs.get("device", args[0] if args else None)
@@ -245,9 +243,7 @@ def _loaded(device: Device) -> Callable[..., torch.Tensor]:
 
 
 def _fetched(device: Device, original: Callable[..., Any], returns: bool) -> Callable[..., Any]:
-    """Return a replacement of Tensor.cpu (if it `returns` the copy) or of a function that reads all
-    values of a tensor.
-    """
+    """Return a replacement of Tensor.cpu (if it `returns`) or of a reader of all values."""
 
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not device.is_watched or device.memory.is_host(tensor):
@@ -261,9 +257,7 @@ def _fetched(device: Device, original: Callable[..., Any], returns: bool) -> Cal
 
 
 def _sent(device: Device, original: Callable[..., Any], always: bool) -> Callable[..., Any]:
-    """Return a replacement of a function that creates a tensor of numbers, on the device `always`
-    or if it is named.
-    """
+    """Return a replacement of a creator of numbers, on the device `always` or if named."""
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor: torch.Tensor = original(*args, **kwargs)
