@@ -122,9 +122,9 @@ def _row(values: dict[str, str]) -> Row:
         bounds=split_evenly(shape.num_layers, pipeline) if pipeline > 1 else None,
     )
     network = values["network_gb_per_s"]
-    own = (values[name] for name in ("source", "part", "given", "gpu"))
+    source, part, given, gpu = (values[name] for name in ("source", "part", "given", "gpu"))
     rate = float(values["tokens_per_s_per_gpu"])
-    return Row(*own, float(network) if network else None, inputs, rate)
+    return Row(source, part, given, gpu, float(network) if network else None, inputs, rate)
 
 
 def _shape(model: str, seq_len: int) -> Shape:
