@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from harness.checkpoint import export
 from harness.checkpoint.export import replacing, sweep, write_adapters, write_model
 from harness.checkpoint.hub_layout import rewrite_config, rewrite_tokenizer_config
 from harness.checkpoint.index import BUFFER, WEIGHT, Fragment, Index, to_index
@@ -400,3 +401,8 @@ def test_rewritten_tokenizer_opens_in_transformers_5(tmp_path: Path) -> None:
     again = load_tokenizer(tmp_path)
     assert again.extra_special_tokens == tokenizer.extra_special_tokens == ["<x>"]
     assert again("1 2 <x>").input_ids == tokenizer("1 2 <x>").input_ids
+
+
+def test_merged_adapters_have_the_config_that_version_4_reads(tmp_path: Path) -> None:
+    export.merged(SimpleNamespace(merge_and_unload=lambda: built(MODEL)), tmp_path)
+    assert "rope_theta" in json.loads((tmp_path / "config.json").read_text())
