@@ -122,9 +122,9 @@ def _row(values: dict[str, str]) -> Row:
         bounds=split_evenly(shape.num_layers, pipeline) if pipeline > 1 else None,
     )
     network = values["network_gb_per_s"]
-    own = (values[name] for name in ("source", "part", "given", "gpu"))
+    source, part, given, gpu = (values[name] for name in ("source", "part", "given", "gpu"))
     rate = float(values["tokens_per_s_per_gpu"])
-    return Row(*own, float(network) if network else None, inputs, rate)
+    return Row(source, part, given, gpu, float(network) if network else None, inputs, rate)
 
 
 def _shape(model: str, seq_len: int) -> Shape:
@@ -240,7 +240,7 @@ def test_published_errors_by_kind_match_the_planner(estimated: list[tuple[Row, f
 def test_layouts_over_5_percent_apart_are_ordered_correctly(
     estimated: list[tuple[Row, float]],
 ) -> None:
-    """Pairs of published runs of one model on the same GPUs; one in five may be wrong."""
+    """Pairs of published runs of one model on the same GPUs; below that, one in five is wrong."""
     jobs: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
     for row, rate in estimated:
         run = row.inputs
