@@ -9,7 +9,7 @@ import pytest
 from harness.errors import CannotSave, ConfigError, ExitCode, is_full_disk
 
 
-def test_config_error_numbers_several_problems_and_survives_pickling():
+def test_config_error_numbers_problems_and_survives_pickling():
     problems = ["lr is nan", "steps is -1"]
     error = pickle.loads(pickle.dumps(ConfigError(problems)))
     assert error.problems == problems

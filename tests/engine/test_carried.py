@@ -315,8 +315,10 @@ def test_windows_with_a_carried_state_are_one_long_window() -> None:
         losses.append(float(engine.sum_over_ranks(result.loss_share.clone())))
     long = []
     for windows in zip(*whole, strict=True):
-        ids, labels = ([getattr(w, name) for w in windows] for name in ("input_ids", "labels"))
-        long.append(Batch(torch.cat(ids, 1), torch.cat(labels, 1), None))
+        ids, labels = (
+            torch.cat([getattr(w, name) for w in windows], 1) for name in ("input_ids", "labels")
+        )
+        long.append(Batch(ids, labels, None))
     sums = engine.sum_over_ranks(engine.eval_batch(long))
     assert sum(losses) / len(losses) == pytest.approx(float(sums[0] / sums[1]), rel=1e-6)
 

@@ -240,7 +240,7 @@ def test_published_errors_by_kind_match_the_planner(estimated: list[tuple[Row, f
 def test_layouts_over_5_percent_apart_are_ordered_correctly(
     estimated: list[tuple[Row, float]],
 ) -> None:
-    """Pairs of published runs of one model on the same GPUs; one in five may be wrong."""
+    """Pairs of published runs of one model on the same GPUs; below that, one in five is wrong."""
     jobs: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
     for row, rate in estimated:
         run = row.inputs
