@@ -408,3 +408,9 @@ def test_all_steps_hold_on_two_cpu_ranks(tmp_path: Path) -> None:
     }
     assert all("CUDA" in text or "GPU" in text for text in why), why
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_gate_that_fails_gives_its_last_error(tmp_path: Path) -> None:
+    code, lines, error = Bench(tmp_path, tmp_path, 1, "cpu").gate("none")
+    assert (code, lines) == (1, [])
+    assert error.endswith("No module named tests.gates.none")

@@ -106,6 +106,10 @@ def report(folder: Path) -> Any:
     return json.loads((folder / "report.json").read_text())
 
 
+def test_the_report_has_the_steps_of_its_recipe(cleaned: tuple[Path, Path]) -> None:
+    assert report(cleaned[1])["recipe"] == read_recipe("light", []).model_dump(exclude_none=True)
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()

@@ -188,11 +188,13 @@ def test_after_an_interruption_the_same_command_imports(
 
 @pytest.mark.parametrize(("elements", "code"), [(2, 0), (3, 77)])
 def test_frozen_weights_are_whole(
-    elements: int, code: int, source: Path, imported: Imported
+    elements: int, code: int, source: Path, new: Path, imported: Imported
 ) -> None:
     change(source / MODEL_FILE, "frozen_param_shapes", {"f": [elements]})
     change(source / MODEL_FILE, "frozen_param_fragments", {"f": torch.ones(2)})
     assert imported(source)[0] == code
+    indices = [json.loads(path.read_text()) for path in new.rglob("index.json")]
+    assert ["f" in index for index in indices] == [True] * (code == 0)
 
 
 @pytest.mark.parametrize(

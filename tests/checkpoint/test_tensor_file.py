@@ -21,6 +21,7 @@ from harness.checkpoint.tensor_file import (
     HostCopies,
     Staging,
     TensorReader,
+    header,
     pinned_bytes,
     write_fragments,
 )
@@ -244,3 +245,8 @@ def test_unpinnable_host_memory_falls_back_to_pageable(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "empty", refuse)
     assert pinned_bytes(5).shape == (5,)
+
+
+def test_wide_elements_come_first_so_that_all_are_aligned() -> None:
+    tensors = {"a": torch.empty(3, dtype=torch.bfloat16), "b": torch.empty(2), "c": torch.empty(1)}
+    assert header(tensors)[1] == {"b": 0, "c": 8, "a": 12}

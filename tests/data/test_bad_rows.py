@@ -13,6 +13,7 @@ from harness.config.data_section import DataConfig
 from harness.data.prepare import SKIPPED
 from harness.errors import ConfigError
 from harness.files.data_format import BadLines
+from harness.files.file_kinds import format_of
 from harness.plan.data import balanced
 from tests.data.glancing import glance
 from tests.data.test_chats import BOT, USER
@@ -206,3 +207,12 @@ def test_bad_rows_are_in_the_report(tmp_path: Path) -> None:
     run = read(write_run(tmp_path / "run", events=[event, event]))
     (text,) = (verdict.text for verdict in verdicts(run) if "bad" in verdict.text)
     assert text == f"{event['message']}."
+
+
+def test_lines_that_an_open_quote_joins_are_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text\n"a\nb" c\nd\n')
+    bad_lines = BadLines(limit=9)
+    records = format_of(tmp_path / "a.csv", None).records
+    assert records is not None
+    assert [line for line, _ in records(tmp_path / "a.csv", bad_lines)] == [4]
+    assert bad_lines.seen == 2

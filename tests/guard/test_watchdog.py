@@ -232,6 +232,11 @@ REPORTS: dict[str, tuple[Beats, list[int], list[int], str]] = {
 }
 
 
+def test_the_rank_that_reports_is_not_silent() -> None:
+    own = [heartbeat(0, 9, 4)]  # its file may be older than its report
+    assert hang_report(own, own, "why", 0, lambda rank: "")["silent"] == []
+
+
 @pytest.mark.parametrize("name", REPORTS)
 def test_the_ranks_that_hold_up_the_others_are_named(name: str) -> None:
     after, silent, behind, text = REPORTS[name]

@@ -201,6 +201,15 @@ def test_speed_is_that_of_evenly_chosen_lines(tmp_path, monkeypatch):
     assert "Speed is steady: a step takes 500 ms." in texts
 
 
+def test_steps_on_a_shared_gpu_have_no_verdict(tmp_path):
+    for ranks, count in ((1, 1), (2, 0)):
+        record = plan()
+        record["world"] |= {"ranks_per_gpu": ranks}
+        lines = [line_at(step, step_time_s=0.5) for step in range(1, 101)]
+        judged = verdicts(read(write_run(tmp_path / str(ranks), lines, the_plan=record)))
+        assert sum(v.text.startswith("Speed") for v in judged) == count
+
+
 def learning(first: float, last: float) -> list[dict[str, Any]]:
     """Return the lines of a run that is evaluated before its first step and after its last."""
     lines = [line_at(step) for step in range(201)]
