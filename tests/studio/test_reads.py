@@ -55,6 +55,13 @@ def write_report(folder: Path, **changes: Any) -> Path:
     return path
 
 
+def test_folders_are_searched_up_to_a_limit(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abcd":
+        write_run(runs / name)
+    monkeypatch.setattr("tools.studio_app.runs._MOST_FOLDERS", 3)
+    assert sorted(names()) == ["a", "b", "c"]
+
+
 def test_missing_run_folder_lists_no_runs(runs: Path) -> None:
     runs.rmdir()
     assert names() == []
