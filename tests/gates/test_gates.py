@@ -151,11 +151,12 @@ def test_drawn_changes_are_small_and_the_same_for_a_seed(tmp_path: Path) -> None
     draw = pytest.importorskip("tests.gates.mutants.draw")
     (tmp_path / "harness").mkdir()
     (tmp_path / "harness" / "a.py").write_text(SMALL)
-    [room] = draw.rooms(tmp_path, ["harness/a.py"])
-    drawn = [list(islice(draw.draw(tmp_path, room, seed), 9)) for seed in (0, 0, 1)]  # all
+    files = {"harness/a.py": 7}
+    drawn = [list(islice(draw.draw(tmp_path, "harness", files, seed), 9)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     changed = set()
-    for change in drawn[0]:
+    for item in drawn[0]:  # all
+        [change] = item.mutations
         operator = draw.get_operator(change.operator_name)()
         code = draw.mutate_code(SMALL, operator, change.occurrence).splitlines()
         pairs = zip(SMALL.splitlines(), code, strict=True)

@@ -1,8 +1,7 @@
-"""Which tests execute a line: coverage.py, a context per test, in its subprocesses and ranks, too.
+"""Traces which tests execute a line: coverage.py, a context per test, also in its processes.
 
-Tests are traced a folder at a time (`trace`), and a finished folder is kept. As a plugin of pytest,
-this module names the running test: to coverage.py in this process, and in ranks that wait for
-calls. The lines of other processes belong to the test during which they ended.
+As a plugin of pytest, this module names the running test to coverage.py: in this process, in ranks
+that wait for calls, and in those of the fork server. Other processes read it from the environment.
 """
 
 from __future__ import annotations
@@ -10,157 +9,112 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import os
+import re
+import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from functools import cached_property
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from coverage import Coverage, CoverageData
 
-_LOG = "MUTANTS_LOG"  # the file of a test's name, begin, end and outcome
 _SETTINGS = """[run]
-data_file = {folder}/data
+data_file = {folder}/traced
 parallel = true
+context = ${{PYTEST_CURRENT_TEST-}}
 include = {tree}/harness/*, {tree}/tools/*
 patch = fork, _exit
 disable_warnings = no-data-collected, module-not-measured, no-sysmon
 """
+# Contexts are joined: "the test that started the process (call)|the test that calls it".
+_AROUND = re.compile(r"^.*\|(?=tests/)| \((setup|call|teardown)\)$")
 
 
-class Tests:
-    """The tests that execute a line, and how long each takes."""
-
-    def __init__(self, tree: Path, folder: Path) -> None:
-        self.tree, self.folder = tree, folder
-        self.seconds: dict[str, float] = {}  # of tests that pass
-        done = [path for path in folder.glob("*/traced") if path.with_name("log").exists()]
-        for log in sorted(
-            (path.with_name("log") for path in done), key=lambda path: path.stat().st_mtime
-        ):
-            for name, began, ended, passed in map(json.loads, log.read_text().splitlines()):
-                if passed:
-                    self.seconds[name] = ended - began
-        self.files = {name.partition("::")[0] for name in self.seconds}
-
-    @cached_property
-    def _traced(self) -> list[CoverageData]:
-        files = [CoverageData(str(path)) for path in self.folder.glob("*/traced")]
-        for file in files:
-            file.read()
-        return files
-
-    def of(self, file: str) -> dict[int, set[str]]:
-        """Return the tests that execute each line of `file`."""
-        lines: dict[int, set[str]] = {}
-        for data in self._traced:
-            for line, tests in data.contexts_by_lineno(str(self.tree / file)).items():
-                lines.setdefault(line, set()).update(self.seconds.keys() & tests)
-        return lines
-
-
-def trace(tree: Path, folder: Path, tests: list[str]) -> None:
-    """Run `tests`, and write which lines of `tree` each executes to `folder`/traced."""
-    subprocess.run(["rm", "-rf", folder], check=True)
-    folder.mkdir(parents=True)
-    settings = folder / "settings"
+def trace(tree: Path, home: Path, files: list[str]) -> dict[str, float]:
+    """Run test files, and add the lines that each test executes to `home`/traced. Return the
+    seconds of each test; infinity if it fails.
+    """
+    folder = home / "tracing"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    settings, plugins = folder / "settings", ["-p", __name__, "-p", "no:cacheprovider"]
     settings.write_text(_SETTINGS.format(folder=folder, tree=tree))
-    command = [
-        sys.executable,
-        "-m",
-        "coverage",
-        "run",
-        f"--rcfile={settings}",
-        "-m",
-        "pytest",
-        "-q",
-    ]
-    environ = {"COVERAGE_PROCESS_START": str(settings), _LOG: str(folder / "log")}
-    subprocess.run(
-        [*command, "-p", __name__, "-p", "no:cacheprovider", "-m", "not slow", *tests],
+    code = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", *plugins, *files],
         cwd=tree,
-        env={**os.environ, **environ},
+        env={**os.environ, "COVERAGE_PROCESS_START": str(settings)},
         stdout=(folder / "output").open("w"),
         stderr=subprocess.STDOUT,
-        check=False,
-    )
-    _combine(folder)
+    ).returncode
+    if code not in (0, 1, 5):  # passed, failed, none chosen
+        sys.exit(f"pytest ended with exit code {code}: {folder}/output")
+    command = [sys.executable, "-m", "coverage", "combine", "--quiet", "--append"]
+    subprocess.run([*command, f"--data-file={home}/traced", str(folder)], cwd=home, check=True)
+    seconds: dict[str, float] = json.loads((folder / "seconds").read_text())
+    return seconds
 
 
-def _combine(folder: Path) -> None:
-    """Combine the data of all processes; a test that fails without a change catches nothing."""
-    runs = [json.loads(line) for line in (folder / "log").read_text().splitlines()]
-    together = CoverageData(str(folder / "combining"))
-    for path in sorted(folder.glob("data.*")):
-        ended = path.stat().st_mtime
-        during = [name for name, began, until, _ in runs if began <= ended <= until]
-        data = CoverageData(str(path))
-        data.read()
-        together.update(data)
-        if during:  # another process
-            data.set_query_context("")
-            lines = {file: data.lines(file) or [] for file in data.measured_files()}
-            together.set_context(during[0])
-            together.add_lines({file: numbers for file, numbers in lines.items() if numbers})
-        data.close()
-        path.unlink()
-    together.write()
-    together.close()
-    (folder / "combining").rename(folder / "traced")
+def tests_by_line(path: Path, home: Path) -> dict[int, set[str]]:
+    """Return the tests that execute each line of a file."""
+    data = CoverageData(f"{home}/traced")
+    data.read()
+    lines = data.contexts_by_lineno(str(path))
+    return {line: {_AROUND.sub("", name) for name in names} for line, names in lines.items()}
 
 
-# The plugin.
+# The plugin. Every forked rank imports it, and would wait for an import of pytest.
+
+_seconds = Counter[str]()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Trace everything until the test is torn down under its name."""
-    tracing = Coverage.current()
-    assert tracing is not None
-    began, item.config.stash[_failed] = time.time(), False
-    tracing.switch_context(item.nodeid)
-    result = yield
-    tracing.switch_context("")
-    with Path(os.environ[_LOG]).open("a") as log:
-        row = [item.nodeid, began, time.time(), not item.config.stash[_failed]]
-        log.write(json.dumps(row) + "\n")
-    return result
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Name the test that executes the next lines of this process, and those of its forks."""
+    if tracing := Coverage.current():
+        tracing.switch_context(nodeid)
+        tracing.set_option("run:context", nodeid)
 
 
-_failed = pytest.StashKey[bool]()
+def pytest_runtest_logreport(report: Any) -> None:
+    _seconds[report.nodeid] += report.duration if report.passed else math.inf
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Note a test that does not pass."""
-    report: Any = yield
-    item.config.stash[_failed] |= not report.passed
-    return report
+def pytest_sessionfinish() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers' reports arrive here, too
+        path = Path(os.environ["COVERAGE_PROCESS_START"]).with_name("seconds")
+        path.write_text(json.dumps(_seconds))
 
 
 def pytest_configure() -> None:
-    """Tell ranks that wait for calls which test calls."""
+    """Tell ranks which test runs."""
+    from harness.launch.fork_server import Zygote
     from tests.ranks import _Group
 
-    call = _Group.call
+    call, ask = _Group.call, Zygote._ask
+
+    def ask_in_context(zygote: Zygote, job: dict[str, Any]) -> Any:
+        if "main" in job:
+            asked = [os.environ.get("PYTEST_CURRENT_TEST", ""), job["fault"], job.get("planter")]
+            job = {**job, "planter": __name__, "fault": asked}
+        return ask(zygote, job)
 
     def call_in_context(group: _Group, *asked: Any) -> list[Any]:
-        test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
-        return call(group, __name__, "in_context", (test, *asked), {})
+        return call(group, __name__, "in_context", (os.environ["PYTEST_CURRENT_TEST"], *asked), {})
 
-    _Group.call = call_in_context
+    Zygote._ask, _Group.call = ask_in_context, call_in_context
+
+
+def plant(asked: tuple[str, Any, str], rank: int) -> None:
+    """Name the test in a rank of the fork server, and plant its fault."""
+    test, fault, planter = asked
+    pytest_runtest_logstart(test)
+    if fault:
+        importlib.import_module(planter).plant(fault, rank)
 
 
 def in_context(test: str, module: str, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a function in a rank, traced under the name of a test."""
-    tracing = Coverage.current()
-    assert tracing is not None
-    tracing.switch_context(test)
-    try:
-        return inspect.unwrap(getattr(importlib.import_module(module), name))(*args, **kwargs)
-    finally:
-        tracing.switch_context("")
+    """Name the test in a rank that waits for calls, and call a function."""
+    pytest_runtest_logstart(test)
+    return inspect.unwrap(getattr(importlib.import_module(module), name))(*args, **kwargs)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,22 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import OPERATOR_PROVIDERS, get_operator
 from cosmic_ray.util import read_python_source
-from cosmic_ray.work_item import MutationSpec
+from cosmic_ray.work_item import MutationSpec, WorkItem
 from parso.python.tree import Name
 
 FEWEST = 6  # changes per room
+# Arguments that are text for the reader, or equal to their default here.
+_TEXT = re.compile("(help|metavar|description|epilog|title|label|prog|encoding|errors|flush)=")
 
 
 class _Replace(Operator):  # type: ignore[misc]
-    """Replaces a node by each of the texts of `texts`."""
+    """Replaces a node by each of its `texts`."""
 
-    @staticmethod
-    def texts(node: Any) -> list[str]:
-        raise NotImplementedError
+    def __init__(self, texts: Callable[[Any], list[str]]) -> None:
+        self.texts = texts
 
     def mutation_positions(self, node: Any) -> Iterator[Any]:
-        for _ in self.texts(node):
-            yield node.start_pos, node.end_pos
+        return ((node.start_pos, node.end_pos) for _ in self.texts(node))
 
     def mutate(self, node: Any, index: int) -> Any:
         end = "\n" if node.type == "simple_stmt" else ""
@@ -43,63 +43,45 @@ class _Replace(Operator):  # type: ignore[misc]
         return ()
 
 
-class NoCall(_Replace):
-    """A statement that only calls a function: `pass`."""
-
-    @staticmethod
-    def texts(node: Any) -> list[str]:
-        called = node.type == "simple_stmt" and node.children[0].type == "atom_expr"
-        return ["pass"] if called and node.get_code().rstrip().endswith(")") else []
+def _no_call(node: Any) -> list[str]:
+    """Replace a statement that only calls a function by `pass`."""
+    called = node.type == "simple_stmt" and node.children[0].type == "atom_expr"
+    return ["pass"] if called and node.get_code().rstrip().endswith(")") else []
 
 
-class OneOf(_Replace):
-    """`min(a, b)`: a, and b."""
-
-    @staticmethod
-    def texts(node: Any) -> list[str]:
-        code = node.get_code(include_prefix=False) if node.type == "atom_expr" else ""
-        if not re.match(r"(min|max)\(", code) or node.children[1].children[1].type != "arglist":
-            return []
-        arguments = node.children[1].children[1].children[::2]
-        return [f"({argument.get_code().strip()})" for argument in arguments]
+def _one_of(node: Any) -> list[str]:
+    """Replace `min(a, b)` by a, and by b."""
+    code = node.get_code(include_prefix=False) if node.type == "atom_expr" else ""
+    if not re.match(r"(min|max)\(", code) or node.children[1].children[1].type != "arglist":
+        return []
+    return [f"({part.get_code().strip()})" for part in node.children[1].children[1].children[::2]]
 
 
-class NoKeyword(_Replace):
-    """A call without one of its keyword arguments."""
-
-    @staticmethod
-    def texts(node: Any) -> list[str]:
-        parts = node.children[::2] if node.type == "arglist" else []
-        codes = [part.get_code().strip() for part in parts]
-        keywords = [
-            index
-            for index, part in enumerate(parts)
-            if part.type == "argument" and part.children[1] == "=" and not _TEXT.match(codes[index])
-        ]
-        return [", ".join(codes[:index] + codes[index + 1 :]) for index in keywords]
+def _no_keyword(node: Any) -> list[str]:
+    """Leave out one of a call's keyword arguments."""
+    parts = node.children[::2] if node.type == "arglist" else []
+    codes = [part.get_code().strip() for part in parts]
+    return [
+        ", ".join(codes[:index] + codes[index + 1 :])
+        for index, part in enumerate(parts)
+        if part.type == "argument" and part.children[1] == "=" and not _TEXT.match(codes[index])
+    ]
 
 
-# Arguments that are text for the reader, or equal to their default here.
-_TEXT = re.compile("(help|metavar|description|epilog|title|label|prog|encoding|errors|flush)=")
-_OWN = {operator.__name__: operator for operator in (NoCall, OneOf, NoKeyword)}
-OPERATOR_PROVIDERS["own"] = _OWN
-_COMPARISONS = (
-    "Eq_NotEq NotEq_Eq Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Is_IsNot IsNot_Is"
-)
-_BINARY = "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Div FloorDiv_Mul Mod_FloorDiv"
-OPERATORS = [
-    *(f"core/ReplaceComparisonOperator_{name}" for name in _COMPARISONS.split()),
-    *(f"core/ReplaceBinaryOperator_{name}" for name in _BINARY.split()),
-    *(f"core/ReplaceUnaryOperator_Delete_{name}" for name in ("Not", "USub")),
-    *(
-        f"core/Replace{name}"
-        for name in ("TrueWithFalse", "FalseWithTrue", "AndWithOr", "OrWithAnd")
-    ),
-    *(f"core/Replace{name}" for name in ("BreakWithContinue", "ContinueWithBreak")),
-    *(f"core/{name}" for name in ("AddNot", "NumberReplacer", "ZeroIterationForLoop")),
-    "core/ExceptionReplacer",
-    *(f"own/{name}" for name in _OWN),
-]
+_OWN = {"NoCall": _no_call, "OneOf": _one_of, "NoKeyword": _no_keyword}
+OPERATOR_PROVIDERS["own"] = {name: partial(_Replace, texts) for name, texts in _OWN.items()}
+_CORE = {
+    "ReplaceComparisonOperator_": "Eq_NotEq NotEq_Eq Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE "
+    "GtE_Gt GtE_Lt Is_IsNot IsNot_Is",
+    "ReplaceBinaryOperator_": "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Div FloorDiv_Mul "
+    "Mod_FloorDiv",
+    "ReplaceUnaryOperator_Delete_": "Not USub",
+    "Replace": "TrueWithFalse FalseWithTrue AndWithOr OrWithAnd BreakWithContinue "
+    "ContinueWithBreak",
+    "": "AddNot NumberReplacer ZeroIterationForLoop ExceptionReplacer",
+}
+OPERATORS = [f"core/{kind}{name}" for kind, names in _CORE.items() for name in names.split()]
+OPERATORS += [f"own/{name}" for name in _OWN]
 # Beside texts and annotations: beliefs (strict zips, frozen dataclasses), and signatures, whose `*`
 # and `/` are no operators.
 _LEFT_OUT = re.compile(
@@ -114,76 +96,63 @@ def _is_left_out(node: Any) -> bool:
         place = parent.children.index(node)
         if parent.type in ("fstring", "raise_stmt", "tfpdef", "strings"):
             return True
-        if parent.type == "annassign" and place == 1:
+        if (parent.type, place) in (("annassign", 1), ("assert_stmt", 3)):
             return True
         if parent.type == "funcdef" and parent.children[place - 1] == "->":
             return True
-        if parent.type == "assert_stmt" and place == 3:
-            return True
-        if parent.type in ("simple_stmt", "atom_expr") and _LEFT_OUT.match(
-            parent.get_code(include_prefix=False)
-        ):
+        whole = parent.type in ("simple_stmt", "atom_expr")
+        if whole and _LEFT_OUT.match(parent.get_code(include_prefix=False)):
             return True
         node = parent
     return False
 
 
-@dataclass(frozen=True)
-class Room:
-    """A folder of the product, with the lines of each file."""
-
-    name: str
-    files: dict[str, int]
+def room_of(file: str) -> str:
+    """Return the folder of the product that a file belongs to, as tests/sizes.toml names it."""
+    parts = Path(file).parts
+    return "/".join(parts[:2]) if parts[2:] else parts[0]
 
 
-def rooms(tree: Path, files: list[str]) -> list[Room]:
-    """Return the rooms of `files`, as tests/sizes.toml names them."""
-    of: dict[str, dict[str, int]] = defaultdict(dict)
+def rooms(tree: Path, files: list[str]) -> dict[str, dict[str, int]]:
+    """Return the lines of each file, by room."""
+    lines: dict[str, dict[str, int]] = defaultdict(dict)
     for file in files:
-        parts = Path(file).parts
-        lines = len((tree / file).read_text(encoding="utf-8").splitlines())
-        of["/".join(parts[:2]) if parts[2:] else parts[0]][file] = lines
-    return [Room(*pair) for pair in sorted(of.items())]
+        lines[room_of(file)][file] = len((tree / file).read_text(encoding="utf-8").splitlines())
+    return dict(sorted(lines.items()))
 
 
-def quotas(rooms: list[Room], count: int) -> dict[str, int]:
+def quotas(rooms: dict[str, dict[str, int]], count: int) -> dict[str, int]:
     """Return how many changes each room gets, by its lines."""
-    lines = {room.name: sum(room.files.values()) for room in rooms}
+    lines = {name: sum(files.values()) for name, files in rooms.items()}
     total = sum(lines.values())
     return {name: max(FEWEST, round(count * part / total)) for name, part in lines.items()}
 
 
 @cache
-def _changes(path: Path) -> dict[int, list[tuple[str, int, Any]]]:
-    """Return the changes of each line: operator, occurrence and node."""
-    found: dict[int, list[tuple[str, int, Any]]] = defaultdict(list)
+def _changes(path: Path) -> dict[int, list[tuple[str, int, Any, Any]]]:
+    """Return the changes of each line: operator, occurrence, first and last position."""
+    changes: dict[int, list[tuple[str, int, Any, Any]]] = defaultdict(list)
     seen = Counter[str]()
     operators = [(name, get_operator(name)()) for name in OPERATORS]
     lines = path.read_text(encoding="utf-8").splitlines()
     for node in ast_nodes(get_ast_from_path(path)):
         for name, operator in operators:
             for start, end in operator.mutation_positions(node):
-                line = start[0]
-                if not _LEFT_OUT.search(lines[line - 1]):
-                    found[line].append((name, seen[name], (node, start, end)))
+                if not _LEFT_OUT.search(lines[start[0] - 1]) and not _is_left_out(node):
+                    changes[start[0]].append((name, seen[name], start, end))
                 seen[name] += 1
-    return {
-        line: kept
-        for line, changes in sorted(found.items())
-        if (kept := [change for change in changes if not _is_left_out(change[2][0])])
-    }
+    return dict(sorted(changes.items()))
 
 
-def draw(tree: Path, room: Room, seed: int) -> Iterator[MutationSpec]:
+def draw(tree: Path, room: str, files: dict[str, int], seed: int) -> Iterator[WorkItem]:
     """Yield different changes of a room that compile, the same for a seed."""
     drawn = set()
     for number in range(10_000):
-        choose = random.Random(f"{seed} {room.name} {number}")  # a changed file moves only its own
-        file = choose.choices([*room.files], [*room.files.values()])[0]
+        choose = random.Random(f"{seed} {room} {number}")  # a changed file moves only its own
+        file = choose.choices([*files], [*files.values()])[0]
         if not (changes := _changes(tree / file)):
             continue
-        place = choose.choice(changes[choose.choice([*changes])])
-        operator, occurrence, (_, start, end) = place
+        operator, occurrence, start, end = choose.choice(changes[choose.choice([*changes])])
         changed = mutate_code(read_python_source(tree / file), get_operator(operator)(), occurrence)
         try:
             compile(changed, file, "exec")
@@ -191,4 +160,7 @@ def draw(tree: Path, room: Room, seed: int) -> Iterator[MutationSpec]:
             continue
         if changed not in drawn:
             drawn.add(changed)
-            yield MutationSpec(tree / file, operator, occurrence, start, end)
+            change = MutationSpec(tree / file, operator, occurrence, start, end)
+            checksum = zlib.crc32((tree / file).read_bytes())
+            name = f"{file}:{start[0]} {operator.partition('/')[2]} {occurrence} {checksum:08x}"
+            yield WorkItem.single(name, change)
