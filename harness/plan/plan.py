@@ -134,8 +134,9 @@ class Plan:
         whenever the run goes on (plan/settled.py).
         """
         origins = {"train.global_batch": BY_RANKS, **self.config.origins()}  # other ranks round it
-        decided = (key for key, origin in origins.items() if origin in DECIDED)
-        return {key: self.config.get(key) for key in decided if key not in FLOATING}
+        decided = {key for key, origin in origins.items() if origin in DECIDED}
+        decided.add("model.attention")  # the kernel stays, whoever chose it
+        return {key: self.config.get(key) for key in sorted(decided.difference(FLOATING))}
 
     @property
     def checkpointing(self) -> Checkpointing:
