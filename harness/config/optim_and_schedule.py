@@ -103,6 +103,8 @@ class OptimConfig(Section):
     lr: Positive = 3e-3
     """Peak learning rate. Default for adamw, adam, adam8bit and muon: a published rate for the
     model's size. For lion use a third to a tenth of adamw's."""
+    adam_lr: Positive | None = None
+    """With muon: peak learning rate of what adamw updates; None: optim.lr."""
     betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.95)
     """Decay rates of Adam's first and second moments, or lion's two rates."""
     eps: Positive = 1e-8
@@ -166,6 +168,8 @@ class OptimConfig(Section):
             raise ValueError(
                 "optim.warmup_steps and optim.warmup_ratio exclude each other: keep one"
             )
+        if self.adam_lr is not None and self.name != "muon":
+            raise ValueError(f"optim.adam_lr is for optim.name=muon, not {self.name}: set optim.lr")
         return self
 
 

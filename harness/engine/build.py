@@ -213,6 +213,7 @@ def _parameter_groups(
         optim.weight_decay,
         optim.groups,
         muon=optim.name == "muon",
+        adam_rate=(optim.adam_lr or optim.lr) / optim.lr,
     )
     return [
         {

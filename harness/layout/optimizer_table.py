@@ -102,9 +102,11 @@ def optimizer_groups(
     weight_decay: float,
     rules: Iterable[GroupRule] = (),
     muon: bool = False,
+    adam_rate: float = 1.0,
 ) -> list[tuple[Group, list[str]]]:
     """Return groups with the names of their parameters: first matrices, then biases, norms and
     embeddings, then those of the rules. If several rules match a name, the first applies.
+    `adam_rate`: factor of the learning rate of what Muon does not update.
     """
     rules = tuple(rules)
     groups: dict[tuple[int, bool, bool], tuple[Group, list[str]]] = {}
@@ -116,7 +118,8 @@ def optimizer_groups(
         if rule is not None and rule.weight_decay is not None:
             decay = rule.weight_decay
         by_muon = muon and parameter.matrix and not parameter.head
-        group = Group(decay, rule.lr_multiplier if rule else 1.0, by_muon)
+        rate = (rule.lr_multiplier if rule else 1.0) * (adam_rate if muon and not by_muon else 1.0)
+        group = Group(decay, rate, by_muon)
         key = (place, not parameter.matrix, not by_muon)
         groups.setdefault(key, (group, []))[1].append(parameter.name)
     return [groups[key] for key in sorted(groups)]

@@ -25,6 +25,8 @@ SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR"
 # JSON key -> run config key with the same meaning; the later of two literals wins.
 SAME = {
     "optimizer.params.lr": "optim.lr",
+    "optimizer.params.muon_lr": "optim.lr",
+    "optimizer.params.adam_lr": "optim.adam_lr",
     "optimizer.params.betas": "optim.betas",
     "optimizer.params.eps": "optim.eps",
     "optimizer.params.momentum": "optim.momentum",
@@ -60,8 +62,9 @@ FIXED: dict[str, Any] = {
 # Choices of implementation, which the plan makes; "fused" selects a kernel of torch's Adam.
 IGNORED = tuple(
     f"optimizer.params.{name}"
-    for name in ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none")
+    for name in ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "ns_method")
 )
+_CLIPS = "optimizer.params.max_grad_norm"
 
 
 def merge_settings(draft: Draft) -> None:
@@ -153,7 +156,10 @@ def _shared_values(draft: Draft) -> Iterator[Shared]:
         if scheduler:
             yield Shared("scheduler.type", "optim.schedule", scheduler)
         else:
-            problems.add("scheduler.type", *_not_built(SCHEDULES))
+            why, use = _not_built(SCHEDULES)
+            is_search = kind == "LRRangeTest"
+            use += "; tools/find_lr.py searches for a learning rate" * is_search
+            problems.add("scheduler.type", why, use)
         if kind == "WarmupDecayLR":  # it decays to 0
             yield Shared("scheduler.type", "optim.min_lr_ratio", 0.0)
     micro = ds.literal("train_micro_batch_size_per_gpu") or config.train.micro_batch
@@ -240,7 +246,16 @@ def _check_params(draft: Draft) -> None:
                 hint = did_you_mean(key, [*SAME, *FIXED])
                 problems.say(f"{key} ({ds.origin(key)}) is not a known parameter{hint}")
             elif value != FIXED[key]:
-                problems.add(key, "which is not supported", f"use {FIXED[key]!r}")
+                problems.add(key, "which is not supported", _instead(ds, key, value))
+
+
+def _instead(ds: DsJson, key: str, value: Any) -> str:
+    """Return what to write in place of an unsupported value of FIXED."""
+    if key != _CLIPS:
+        return f"use {FIXED[key]!r}"
+    if ds.literal("gradient_clipping") is not None:
+        return "remove it: gradient_clipping is the gradient norm at which this run clips"
+    return f"remove it, and set ds.gradient_clipping={value}, which clips the gradient norm"
 
 
 def _other_schedulers(ds: DsJson, key: str) -> list[str]:

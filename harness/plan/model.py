@@ -17,7 +17,7 @@ from harness.layout.adapters import module_of
 from harness.layout.families import SIZE_KEYS, UnknownArchitecture, given_size
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape, num_parameters
-from harness.layout.tensor import divides_vocabulary, tensor_shard
+from harness.layout.tensor import divides_vocabulary, keys_read, tensor_shard
 from harness.plan.memory import estimate
 from harness.plan.model_config import find_model_config, load_model_config
 from harness.plan.optimizer import check_groups
@@ -93,11 +93,20 @@ def find_model(draft: Draft) -> None:
 
 def check_experts(draft: Draft) -> None:
     """Reject expert widths that torch's grouped_mm does not support: rows, also as divided by
-    tensor-parallel ranks, must be multiples of 16 bytes.
+    tensor-parallel ranks, must be multiples of 16 bytes. Note a config without balancing loss.
     """
     config = draft.model_config
     if given_size(config, "experts") is None:
         return
+    routers, reads = "output_router_logits", keys_read(config["model_type"]) or ()
+    model = draft.config.model
+    is_open = not config.get(routers) and routers not in model.overrides
+    if routers in reads and is_open and draft.grid.pipeline == 1 and model.lora.rank is None:
+        draft.note(
+            "no_balancing_loss",
+            f"no loss balances the experts, because {routers} is false in the model's config: "
+            f"model.overrides.{routers}=true adds it, times router_aux_loss_coef",
+        )
     multiple = 4 if draft.precision == "fp32" else 8
     inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
     for key, least in (("hidden_size", multiple), (inner, multiple * draft.grid.tensor)):

@@ -218,6 +218,8 @@ def _optimizer(plan: Plan) -> str:
     if optim.clip_value is not None:
         clipping = f"gradient elements clipped at {optim.clip_value:g}"
     rules = "".join(f"; {rule.pattern!r} otherwise" for rule in optim.groups)
+    if optim.adam_lr is not None:
+        rules += f"; {optim.adam_lr:g} is adamw's peak rate, for what muon does not update"
     return f"{optim.name} ({values}), {clipping}{rules}"
 
 

@@ -34,6 +34,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
     "bloom_slow": {**LEARNED["bloom"], "slow_but_exact": True},
     "bloom_exact": {**LEARNED["bloom"], "slow_but_exact": True, "pretraining_tp": 2},
     "no_rate": _NO_RATE,
+    "unbalanced": {**LEARNED["mixtral"], "output_router_logits": False},
     **{
         method: {**LEARNED["llama"], "quantization_config": {"quant_method": method}}
         for method in ("fp8", "gptq")

@@ -101,6 +101,16 @@ def test_groups_follow_the_first_rule_that_fits() -> None:
     ]
 
 
+def test_muon_takes_both_rates_of_deepspeeds_json(planned: Planner) -> None:
+    params = {"muon_lr": 0.02, "lr": 0.5, "adam_lr": 3e-4, "ns_method": "gram"}
+    made = planned("", {"optimizer": {"type": "Muon", "params": params}}, estimate=False)
+    assert (made.config.optim.lr, made.config.optim.adam_lr) == (0.02, 3e-4)
+    parameters = [Parameter("layer.q", matrix=True), Parameter("embed", matrix=False)]
+    groups = optimizer_groups(parameters, 0.1, muon=True, adam_rate=0.25)
+    assert [group.lr_multiplier for group, _ in groups] == [1.0, 0.25]
+    assert optimizer_groups(parameters, 0.1, adam_rate=0.25)[1][0].lr_multiplier == 1.0
+
+
 def test_muon_leaves_embeddings_and_the_head_to_adamw(planned: Planner) -> None:
     made = planned("optim.name=muon ds.zero_optimization.stage=3")
     parts = model_states(made.estimate.inputs, 0)
