@@ -1,7 +1,10 @@
-"""A tokenizer's files as a run keeps them, and its special ids."""
+"""What a run keeps for its exports: the tokenizer's files and special ids, and the files that came
+with its initial weights.
+"""
 
 from __future__ import annotations
 
+import glob
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +27,13 @@ _NAMES = (
     *("normalizer.json", "tekken.json", GENERATION),
 )
 _TEMPLATES = "additional_chat_templates"  # a folder of *.jinja
+_COMPANIONS = "companions"  # a folder within that of the tokenizer
+# Files of a model that an export writes itself, or that belong to another trainer.
+_REPLACED = (
+    *("config.json", "adapter_*", "*.safetensors*", "*.bin", "*.bin.index.json", "*.pt", "*.pth"),
+    *("*.ckpt*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "trainer_state.json", ".*", "*.py"),
+)
+_MOST_BYTES = 1 << 24
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -38,6 +48,7 @@ def copy_tokenizer(source: Path, folder: Path, with_code: bool = False) -> list[
     A run from somebody else may hold anything, and the copy is shared.
     """
     left = _copy(source, folder, (*_NAMES, *(("*.py",) if with_code else ())))
+    left = [name for name in left if name != _COMPANIONS]
     templates = source / _TEMPLATES
     if templates.is_dir() and not templates.is_symlink():
         (folder / _TEMPLATES).mkdir()
@@ -86,6 +97,39 @@ def save_generation(model: PreTrainedModel, folder: Path, parent: Path | None) -
         config.to_json_file(folder / GENERATION)
     elif parent is not None and (parent / GENERATION).is_file():
         shutil.copyfile(parent / GENERATION, folder / GENERATION)
+
+
+def save_companions(source: str | None, folder: Path, parent: Path | None) -> None:
+    """Keep the files of the initial weights that an export does not write, beside the tokenizer:
+    those of a processor, licences.
+
+    `source`: model.init_from; `parent`: as in `save_generation`.
+    """
+    given = Path(source or "none")
+    if not (given / "config.json").is_file():
+        given = (parent or given) / _COMPANIONS
+    if given.is_dir():
+        (folder / _COMPANIONS).mkdir()
+        copy_companions(given, folder / _COMPANIONS)
+
+
+def copy_companions(source: Path, folder: Path) -> list[str]:
+    """Copy the files of `source` that a model may need beside config, weights and tokenizer; return
+    their names. Files that `folder` has are kept.
+    """
+    names = [
+        path.name
+        for path in source.iterdir()
+        if not any(map(path.match, (*_REPLACED, *_NAMES))) and not (folder / path.name).exists()
+        if path.is_file() and path.stat().st_size <= _MOST_BYTES
+    ]
+    left = {*_copy(source, folder, tuple(map(glob.escape, names)))}
+    return [name for name in sorted(names) if name not in left]
+
+
+def companions_of(tokenizer: Path) -> Path:
+    """Return the folder that `save_companions` fills."""
+    return tokenizer / _COMPANIONS
 
 
 def has_pieces_of(tokenizer: PreTrainedTokenizerBase, model: bytes) -> bool:

@@ -18,7 +18,7 @@ from harness.checkpoint.store import Retention, Store
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
-from harness.data.tokenizer_files import save_generation, save_tokenizer
+from harness.data.tokenizer_files import save_companions, save_generation, save_tokenizer
 from harness.engine.meta_model import empty_model
 from harness.engine.processes import alarm, join
 from harness.errors import ConfigError, ExitCode
@@ -86,6 +86,7 @@ def start_run(
         with replacing(run.folder.tokenizer_dir) as unfinished:
             save_tokenizer(run.data.tokenizer, unfinished)
             save_generation(run.engine.module, unfinished, parent)
+            save_companions(run.plan.config.model.init_from, unfinished, parent)
     _load(run, resume_point)
     if run.is_writer:
         run.trackers.open(run.plan.config.log, run.folder, record, run.state.step)

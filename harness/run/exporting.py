@@ -30,7 +30,13 @@ from harness.checkpoint.store import Checkpoint
 from harness.config.model_section import ModelConfig
 from harness.config.sections import TrainConfig
 from harness.data.tokenizer import load_tokenizer
-from harness.data.tokenizer_files import GENERATION, SpecialIds, copy_tokenizer
+from harness.data.tokenizer_files import (
+    GENERATION,
+    SpecialIds,
+    companions_of,
+    copy_companions,
+    copy_tokenizer,
+)
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import read_json
 from harness.files.table import Table
@@ -109,6 +115,7 @@ def export(
         _write_generation(unfinished, generation)
 
         notes += _put_code(unfinished, model, attention, manifest.model_config)
+        notes += _put_companions(tokenizer, unfinished)
 
         def model_there() -> Any:
             own = opened_as_trained(unfinished, dtype=DTYPES[dtype], local_files_only=True)
@@ -147,6 +154,14 @@ def _put_code(
     kind = [f"{attention['kind']} attention"] if attention else []
     what = " and ".join([*kind, *["two streams"] * is_reversible])
     return [f"its code is included: trust_remote_code=True computes {what}, as in training"]
+
+
+def _put_companions(tokenizer: Path, folder: Path) -> list[str]:
+    """Copy the other files that came with the initial weights, if any. Return notes."""
+    if not companions_of(tokenizer).is_dir():
+        return []
+    names = copy_companions(companions_of(tokenizer), folder)
+    return [f"copied from the initial weights: {', '.join(names)}"] if names else []
 
 
 def _export_adapters(
@@ -194,6 +209,7 @@ def _export_adapters(
             whole = merged(apart, unfinished)
             _write_generation(unfinished, generation)
             notes += _put_code(unfinished, whole, attention, manifest.model_config)
+            notes += _put_companions(tokenizer, unfinished)
             return "; ".join([*notes, _checked(checkpoint, lambda: whole, dtype, options)])
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)

@@ -29,7 +29,15 @@ from harness.data.tokenizer import (
     train_tokenizer,
     training_sentences,
 )
-from harness.data.tokenizer_files import SpecialIds, copy_tokenizer, has_pieces_of, save_tokenizer
+from harness.data.tokenizer_files import (
+    SpecialIds,
+    companions_of,
+    copy_companions,
+    copy_tokenizer,
+    has_pieces_of,
+    save_companions,
+    save_tokenizer,
+)
 from harness.errors import ConfigError
 from harness.files import hub
 from harness.files import pieces as pieces_module
@@ -311,3 +319,26 @@ def test_a_config_keeps_what_the_tokenizer_has_not() -> None:
     qwen = SpecialIds(bos=None, eos=2, pad=2, unk=None, special=frozenset({2, 3}))
     assert qwen.in_place_of({"bos_token_id": 3})["bos_token_id"] == 3
     assert qwen.in_place_of({"bos_token_id": 4})["bos_token_id"] is None
+
+
+def test_files_beside_the_initial_weights_are_kept_for_exports(tmp_path: Path) -> None:
+    given, kept, export = (tmp_path / name for name in ("given", "kept", "export"))
+    for folder in (given, kept, export):
+        folder.mkdir()
+    companions = ("LICENSE", "preprocessor_config.json", "processor_config.json")
+    others = ("config.json", "model.safetensors", "model.safetensors.index.json", "optimizer.pt")
+    others += ("tokenizer.json", "tokenizer.model", "modeling_own.py", ".gitattributes", "a.gguf")
+    for name in (*companions, *others):
+        (given / name).write_text(name)
+    (given / "link.json").symlink_to("/etc/passwd")
+    with (given / "large.npz").open("wb") as large:
+        large.truncate(1 << 25)
+    save_companions(str(given), kept, None)
+    (export / "LICENSE").write_text("own")
+    (given / "copied").mkdir()
+    assert copy_companions(companions_of(kept), export) == [*companions[1:]]
+    assert (export / "LICENSE").read_text() == "own"
+    assert sorted(path.name for path in companions_of(kept).iterdir()) == [*companions]
+    assert copy_tokenizer(kept, given / "copied") == []
+    save_companions(str(tmp_path), export, kept)  # the run that the weights come from
+    assert (companions_of(export) / "LICENSE").read_text() == "LICENSE"
