@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness.errors import Unusable
 
+
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
     """Open a regular file for reading, or with `links` also a link to one.
 
