@@ -219,7 +219,7 @@ def test_import_rejects_a_pipe_without_blocking(
     os.mkfifo(source / file)
     ended, error = imported(source)
     assert ended == code
-    assert f"{source / file} is a pipe, not a file" in error
+    assert f"{source / file} is not a regular file" in error
 
 
 def test_a_planted_call_is_refused_and_not_made(

@@ -30,41 +30,20 @@ def parsed_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
 
 
-def beyond_bounds(tree: Any) -> str | None:
-    """Return why a parsed config is too deep, too large or invalid text; None if it is fine.
-
-    The message does not quote the value, which may be a million characters long.
-    """
-    level, depth = [("", tree)], 0
-    while level:
-        if depth > MAX_DEPTH:
-            return f"{_place(level)} is nested more than {MAX_DEPTH} levels deep"
-        inner = []
-        for key, value in level:
-            if isinstance(value, dict):
-                for name, item in value.items():
-                    if problem := _bad_text(name):
-                        return f"a key in {key or 'it'} {problem}"
-                    inner.append((f"{key}.{name}" if key else name, item))
-            elif isinstance(value, list):
-                inner += [(key, item) for item in value]
-            elif isinstance(value, int) and abs(value) > MAX_INTEGER:
-                return f"{key} is an integer of more than 64 bits"
-            elif isinstance(value, str) and (problem := _bad_text(value)):
-                return f"{key} {problem}"
-        level, depth = inner, depth + 1
-    return None
-
-
-def _place(level: list[tuple[str, Any]]) -> str:
-    key = level[0][0]
-    return key if len(key) <= 60 else key[:60] + "..."
-
-
-def _bad_text(text: str) -> str | None:
-    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        return "has bytes that are not UTF-8"
-    return "has a null character" if "\0" in text else None
+def beyond_bounds(tree: Any, depth: int = 0) -> str | None:
+    """Return a problem if a parsed config holds a value that cannot be stored or passed on."""
+    if isinstance(tree, dict):
+        items = [*tree, *tree.values()]
+    else:
+        items = tree if isinstance(tree, list) else []
+    is_bad = depth > MAX_DEPTH
+    if isinstance(tree, int):
+        is_bad |= abs(tree) > MAX_INTEGER
+    elif isinstance(tree, str):  # a surrogate stands for a byte that is not UTF-8
+        is_bad |= "\0" in tree or tree != tree.encode(errors="ignore").decode()
+    if is_bad:
+        return "it is nested too deeply, or has an integer of more than 64 bits or invalid text"
+    return next(filter(None, (beyond_bounds(item, depth + 1) for item in items)), None)
 
 
 COMMAND_LINE = "command line"
@@ -96,7 +75,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     except ValueError as error:
         raise ValueError(f"{key} is {error}") from None
     if problem := beyond_bounds({key: parsed}):
-        raise ValueError(problem)
+        raise ValueError(f"{key}: {problem}")
     return key, parsed
 
 

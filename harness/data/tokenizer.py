@@ -196,6 +196,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             str(source), trust_remote_code=trust_remote_code, **offline
         )
+        tokenizer("a", verbose=False)  # settings of a wrong type are noticed only here
     except Exception as error:  # transformers raises many classes for bad files
         is_path = str(source).startswith((".", "/")) or str(source).count("/") > 1
         if not is_folder and (offline or is_path):

@@ -11,14 +11,6 @@ from pathlib import Path
 
 from harness.errors import Unusable
 
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
     """Open a regular file for reading, or with `links` also a link to one.
@@ -31,13 +23,12 @@ def open_regular(path: Path, links: bool = False) -> BufferedReader:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise Unusable(f"{path} is a link, not a file") from None
-        if error.errno == errno.ENXIO:
-            raise Unusable(f"{path} is a socket, not a file") from None
+        if error.errno == errno.ENXIO:  # a socket
+            raise Unusable(f"{path} is not a regular file") from None
         raise
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Unusable(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'special')}, not a file")
+        raise Unusable(f"{path} is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 

@@ -75,7 +75,8 @@ def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
         if key in SIZE_KEYS[size] and _is_number(value) and value > most:
             return f"at most {most:,}"
     is_known = family_of(config["model_type"]).layers  # then sizes are checked at their use
-    if key in SIZE_KEYS["hidden"] and not is_known and not (type(value) is int and value > 0):
+    is_size = key in (*SIZE_KEYS["hidden"], "vocab_size")
+    if is_size and not is_known and not (type(value) is int and value > 0):
         return "an integer of at least 1"
     if key == "cell" and config["model_type"] == "recurrent" and value not in [*CELL_STATES]:
         return f"one of {', '.join(CELL_STATES)}"

@@ -1,267 +1,146 @@
-"""The rule for every input: its exit code is in the table, there is no traceback, and it ends in
-bounded time; nothing in it is executed, leaks or is left behind; and a valid input is accepted.
+"""The rule for every input: its exit code is in the table, there is no traceback, it ends in
+bounded time and memory, nothing in it is executed, leaks or is left behind.
+
+Inputs run in this process and in the current folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import importlib
+import inspect
+import io
 import os
-import shutil
+import resource
+import signal
 import sys
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
 from harness.errors import ExitCode
-from harness.launch.fork_server import OVERRAN, Outcome, Zygote
-from tests.inputs.values import Draw, pick
-from tests.real_runs import SHORT_RUN, SMALL_MODEL, write_corpus
+from harness.guard.failure_broadcast import FailureBroadcast
 
+GATE = pytest.mark.gate("inputs")
+MANY = pytest.mark.parametrize("count", [20, pytest.param(1000, marks=GATE, id="all")])
+MARKER = "executed"  # a file that planted payloads create
 SECRET = "what-only-this-machine-should-hold"
-SMALL_BUCKET = "ds.zero_optimization.reduce_bucket_size=1000000"  # DeepSpeed's own takes 2 GB
-SEED = int(os.environ.get("INPUTS_SEED", "0"))
-INPUTS = int(os.environ.get("INPUTS", "1500"))
-_LIMIT_S = 120.0  # seconds of waiting; computation ends after the zygote's BOUNDS
-_SIGNS = (
-    "Traceback (most recent call last)",
-    "Fatal Python error",
-    "Exception ignored in",
-    "panicked at",
-    "terminate called",
-)
+_SIGNS = ("Traceback (most recent call last)", "Exception ignored in", "panicked at")
 # Folders that may be filled before an input turns out to be invalid.
-_CACHES = ("cache", "home", ".cache", "new cache")
-_REFUSALS = (ExitCode.BAD_CONFIG, ExitCode.CANNOT_SAVE, ExitCode.NO_CHECKPOINT)
-
-Files = dict[str, tuple[int, int, int]]
-"""Files by path within an input's folder: mode, size and modification time; folders have only the
-mode.
-"""
+_CACHES = ("cache", "new-cache", ".cache")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A command line, and the change to the input that it names."""
-
-    argv: list[str]
-    note: str
-    main: str = "harness.train"
-    """The module whose main(argv) is called."""
-    valid: bool = False
-    """True if the input is valid: any exit code but 0 is a failure."""
+class Hang(BaseException):
+    """The time of an input is over."""
 
 
-class Base:
-    """Valid inputs, made by the real commands; kinds change copies of them."""
+class _Output(io.BytesIO):
+    def close(self) -> None:
+        """Stay open: handlers of loggers keep their streams."""
 
-    def __init__(self, zygote: Zygote, folder: Path) -> None:
-        """Write a corpus, its tokens, a run of two steps, and its exports in one file and in
-        several.
-        """
-        folder.mkdir(parents=True)
-        self.corpus = write_corpus(folder / "corpus", documents=30)
-        self.cache, self.run, self.sharded = folder / "cache", folder / "run", folder / "sharded"
-        self.tokenizer, self.export = self.run / "tokenizer", self.run / "export"
-        self.tokens = folder / "tokens"
-        words = [*SMALL_MODEL, *SHORT_RUN, "train.steps=2", "save.every=1", "save.export=true"]
-        words += [f"data.path={self.corpus}", f"data.cache_dir={self.cache}", f"run.dir={self.run}"]
-        _require_success(zygote.run(words, folder / "logs", ranks=1))
-        words = [str(self.run), "--out", str(self.sharded), "--shard-size", "100KB", "--no-check"]
-        _require_success(zygote.run(words, folder / "logs", ranks=1, main="tools.export_hf"))
-        for suffix in (".bin", ".idx"):
-            (tokens,) = self.cache.glob(f"tokens-*/tokens{suffix}")
-            shutil.copy(tokens, f"{self.tokens}{suffix}")
+    def fileno(self) -> int:
+        """Return the descriptor of stderr, which faulthandler needs."""
+        return 2
 
 
-def _require_success(outcome: Outcome) -> None:
-    assert outcome.codes == [0], outcome.output
+def tried(main: str, argv: list[str], limit_s: float = 60) -> tuple[int | None, str, list[str]]:
+    """Call main(argv) of a module; return its exit code, output and violations of the rule."""
+    before, code, output, faults, here = _files(), None, _Output(), list[str](), os.getpid()
+    command: Callable[..., Any] = importlib.import_module(main).main
+    end_process: Callable[[int], object] = os._exit
+
+    def leave(code: int) -> None:
+        (sys.exit if os.getpid() == here else end_process)(code)
+
+    out = io.TextIOWrapper(output, "utf-8", write_through=True)
+    err = io.TextIOWrapper(output, "utf-8", "backslashreplace", write_through=True)
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(os, "_exit", leave)
+        # The process group is joined once, but each run has its own alarm.
+        patch.setattr("harness.engine.processes.leave", lambda: None)
+        patch.setattr("harness.engine.processes._alarm", FailureBroadcast(None, 0, 1))
+        patch.setattr(sys, "argv", [main, *argv])
+        try:
+            with _bounded(limit_s):
+                has_parameters = inspect.signature(command).parameters
+                code = int((command(argv) if has_parameters else command()) or 0)
+        except SystemExit as end:
+            code = 1 if isinstance(end.code, str) else int(end.code or 0)
+        except Hang:
+            faults.append(f"hang: {traceback.format_exc()[-1000:]}")
+        except BaseException:
+            traceback.print_exc()
+    text = output.getvalue().decode(errors="replace")
+    if signs := [sign for sign in _SIGNS if sign in text]:
+        faults.append(f"traceback: {signs[0]}")
+    elif not faults and code not in {*ExitCode}:
+        faults.append(f"exit code: {code}")
+    after = _files()
+    names = sorted(before.keys() | after.keys())
+    changed = [n for n in names if before.get(n) != after.get(n) and not n.startswith(_CACHES)]
+    if MARKER in after:
+        faults.append("executed")
+    elif changed and (code == ExitCode.BAD_CONFIG or (code == 0 and "--dry-run" in argv)):
+        faults.append(f"written: {', '.join(changed[:3])}")
+    if leaks := [name for name in changed if _holds_secret(Path(name))]:
+        faults.append(f"leaked: {leaks[0]}")
+    return code, text, faults
 
 
-@dataclass(frozen=True)
-class Place:
-    """The folder of one input, in which the process runs."""
-
-    folder: Path
-    base: Base
-
-    @property
-    def marker(self) -> Path:
-        """File that a planted payload creates if it is executed."""
-        return self.folder / "executed"
-
-    def secret(self) -> Path:
-        """Write a file whose content no input may carry into an output."""
-        path = self.folder / "secret.txt"
-        path.write_text(f"{SECRET}\n")
-        return path
-
-    def copied(self, source: Path, name: str | None = None) -> Path:
-        """Copy a valid input, to be spoiled."""
-        target = self.folder / (name or source.name)
-        if source.is_dir():
-            return Path(shutil.copytree(source, target))
-        return Path(shutil.copy2(source, target))
-
-    def training(self, *more: str, steps: int = 1, data: bool = True, model: bool = True) -> Any:
-        """Return the arguments of a run of one or more steps of a small model."""
-        words = [*(SMALL_MODEL if model else ()), *SHORT_RUN, SMALL_BUCKET]
-        words += [f"train.steps={steps}", f"run.dir={self.folder / 'run'}"]
-        if data:
-            words.append(f"data.path={self.base.corpus}")
-        if not (self.folder / "cache").exists():
-            self.copied(self.base.cache)
-        return [*words, f"data.cache_dir={self.folder / 'cache'}", *more]
-
-    def resuming(self, *more: str) -> list[str]:
-        """Return the arguments that resume the base's run for one more step."""
-        return list(self.training("save.every=1", *more, steps=3))
-
-    def plant_code(self, folder: Path) -> None:
-        """Write Python files that create the marker when they are imported."""
-        for name in ("configuration_x", "modeling_x", "tokenization_x", "sitecustomize", "torch"):
-            code = f"import pathlib\npathlib.Path({str(self.marker)!r}).touch()\n"
-            (folder / f"{name}.py").write_text(code)
+def keeps_the_rule(main: str, argv: list[str], note: object = "", limit_s: float = 60) -> int:
+    """Try an input and fail if it violates the rule; return its exit code."""
+    code, output, faults = tried(main, argv, limit_s)
+    assert not faults, f"{note}: {faults}\n{main} {argv!r:.2000}\n{output[-5000:]}"
+    assert code is not None
+    return code
 
 
-Kind = Callable[[Draw[Any], Place, bool], Case]
-"""Creates an input in its place from drawn values; the last argument asks for a valid one."""
+@contextlib.contextmanager
+def _bounded(limit_s: float) -> Iterator[None]:
+    """Raise Hang after a time; end this process if native code hangs. Bound memory and files."""
+
+    def over(*_: object) -> NoReturn:
+        raise Hang
+
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limits = {resource.RLIMIT_DATA: (pages << 12) + (4 << 30), resource.RLIMIT_FSIZE: 1 << 30}
+    kept = {limit: resource.getrlimit(limit) for limit in limits}
+    environ, handler = dict(os.environ), signal.signal(signal.SIGALRM, over)
+    os.environ["HOME"] = str(Path.cwd())
+    try:
+        for limit, value in limits.items():
+            resource.setrlimit(limit, (value, kept[limit][1]))
+        faulthandler.dump_traceback_later(4 * limit_s, exit=True, file=sys.__stderr__)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        faulthandler.cancel_dump_traceback_later()
+        for limit, values in kept.items():
+            resource.setrlimit(limit, values)
+        os.environ.clear()
+        os.environ.update(environ)
 
 
-@st.composite
-def cases(draw: Draw[Any], kind: Kind, place: Place) -> Case:
-    """Draw an input of a kind; one in six is valid."""
-    return kind(draw, place, pick(draw, (True, *[False] * 5)))
-
-
-MANY = pytest.mark.parametrize(
-    "count", [40, pytest.param(1000, marks=pytest.mark.gate("inputs"), id="all")]
-)
-"""Number of inputs of a test that needs no other process."""
-_NOT_SHRUNK = [Phase.generate]  # with one process per input, the first failure is shown as it is
-
-
-def each(count: int, **more: Any) -> settings:
-    """Return the settings of a test with `count` inputs, always the same unless there is a seed."""
-    return settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        **more,
-    )
-
-
-@dataclass
-class Inputs:
-    """Tries inputs of one kind, each in a new process; a failing input keeps its folder."""
-
-    zygote: Zygote
-    base: Base
-    folder: Path
-    codes: Counter[int | None] = field(default_factory=Counter)
-
-    def brief(self, kind: Kind, count: int) -> None:
-        """Try a few inputs, always the same."""
-        each(count, phases=_NOT_SHRUNK)(self._test(kind))()
-
-    def seeded(self, kind: Kind, share: int) -> None:
-        """Try `share` of 1,500 inputs; if almost all are accepted or rejected, they prove
-        nothing.
-        """
-        name = getattr(kind, "__name__", "")
-        replay = f"INPUTS_SEED={SEED} pytest --gate inputs tests/inputs -k '{name}'"
-        print(f"{name}, seed {SEED}; again: {replay}; INPUTS={INPUTS} in all")
-        count = max(1, share * INPUTS // 1500)
-        each(count, phases=_NOT_SHRUNK)(hypothesis.seed(SEED)(self._test(kind)))()
-        refused = sum(self.codes[code] for code in _REFUSALS)
-        print(f"{name}: {dict(self.codes)}")
-        if count >= 30:
-            assert min(self.codes[0], refused * 2) >= self.codes.total() // 10, self.codes
-
-    def _test(self, kind: Kind) -> Callable[[], None]:
-        @given(st.data())
-        def keeps_the_rule(data: st.DataObject) -> None:
-            place = Place(self.folder / "input", self.base)
-            remove(place.folder)
-            place.folder.mkdir(parents=True)
-            case = data.draw(cases(kind, place))
-            outcome, faults = tried(self.zygote, case, place)
-            self.codes[outcome.codes[0]] += 1
-            assert not faults, f"{case.note}\n{faults}\n{case.main} {case.argv}\n{outcome.output}"
-
-        return keeps_the_rule
-
-
-def tried(
-    zygote: Zygote, case: Case, place: Place, limit_s: float = _LIMIT_S
-) -> tuple[Outcome, dict[str, str]]:
-    """Run one input in a new process; return its outcome and violations of the rule."""
-    before = _files_in(place.folder)
-    outcome = zygote.run(
-        [
-            os.fsdecode(os.fsencode(word)) if _can_be_passed(word) else ascii(word)[:100_000]
-            for word in case.argv
-        ],
-        place.folder.with_name(f"{place.folder.name}.log"),
-        ranks=1,
-        limit_s=limit_s,
-        main=case.main,
-        cwd=place.folder,
-        bounded=True,
-    )
-    return outcome, _faults(case, place, before, outcome)
-
-
-def _can_be_passed(word: str) -> bool:
-    """Return True if a word can be a process argument: bytes without NUL."""
-    with contextlib.suppress(UnicodeEncodeError):
-        return b"\0" not in os.fsencode(word) and len(word) < 100_000
-    return False
-
-
-def _faults(case: Case, place: Place, before: Files, outcome: Outcome) -> dict[str, str]:
-    (code,) = outcome.codes
-    after = _files_in(place.folder)
-    faults = {}
-    last_line = (outcome.output.strip().splitlines() or [""])[-1][:300]
-    if code in (None, -OVERRAN):
-        faults["hang"] = f"not ended after {outcome.seconds[0]:.0f} s"
-    elif signs := [sign for sign in _SIGNS if sign in outcome.output]:
-        faults["traceback"] = f"code {code}, {signs[0]}: {last_line}"
-    elif code not in {*ExitCode}:
-        faults["exit code"] = f"code {code}: {last_line}"
-    elif case.valid and code != 0:
-        faults["not accepted"] = f"code {code}: {last_line}"
-    if place.marker.exists():
-        faults["executed"] = f"{place.marker.name} was created"
-    changed = sorted(
-        path
-        for path in before.keys() | after.keys()
-        if before.get(path) != after.get(path) and not path.startswith(_CACHES)
-    )
-    if changed and (code == ExitCode.BAD_CONFIG or (code == 0 and "--dry-run" in case.argv)):
-        faults["written"] = f"code {code}, but {', '.join(changed[:3])}"
-    if leaks := [path for path in changed if _holds_secret(place.folder / path)]:
-        faults["leaked"] = f"{leaks[0]} has what only {place.folder.name} should hold"
-    return faults
-
-
-def _files_in(folder: Path) -> Files:
-    """Return all files and folders of an input, without following links."""
+def _files() -> dict[str, tuple[int, int, int]]:
+    """Return mode, size and time of all files, and the mode of folders, without following links."""
     table = {}
-    for path in folder.rglob("*"):
-        about = path.lstat()
-        is_folder = path.is_dir() and not path.is_symlink()
-        size, time = (0, 0) if is_folder else (about.st_size, about.st_mtime_ns)
-        table[str(path.relative_to(folder))] = (about.st_mode, size, time)
+    for folder, folders, names in os.walk("."):
+        for name in (*folders, *names):
+            about, is_file = Path(folder, name).lstat(), name in names
+            key = os.path.relpath(os.path.join(folder, name))  # noqa: PTH118
+            table[key] = (about.st_mode, about.st_size * is_file, about.st_mtime_ns * is_file)
     return table
 
 
@@ -269,12 +148,12 @@ def _holds_secret(path: Path) -> bool:
     return path.is_file() and not path.is_symlink() and SECRET.encode() in path.read_bytes()
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder of any depth."""
-    limit = sys.getrecursionlimit()
-    try:
-        sys.setrecursionlimit(max(limit, 20_000))
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)
-    finally:
-        sys.setrecursionlimit(limit)
+def each(count: int, strategy: SearchStrategy[Any], test: Callable[[Any], object]) -> None:
+    """Try drawn values, always the same unless INPUTS_SEED is set. A few, which take long, are not
+    shrunk.
+    """
+    options: dict[str, Any] = {"derandomize": "INPUTS_SEED" not in os.environ, "database": None}
+    options |= {"deadline": None, "suppress_health_check": list(HealthCheck)}
+    options["phases"] = [Phase.generate, *([Phase.shrink] if count > 100 else [])]
+    seeded = seed(int(os.environ.get("INPUTS_SEED", "0")))(given(strategy)(test))
+    settings(max_examples=count, **options)(seeded)()

@@ -1,765 +1,464 @@
-"""Invalid data, tokenizers, weights, caches, runs, checkpoints and pickles, each in a new
-process.
-"""
+"""Wrong data, tokenizers, weights, caches, runs, checkpoints and pickles."""
 
 from __future__ import annotations
 
-import bz2
-import contextlib
 import gzip
 import hashlib
-import io
 import json
-import lzma
-import os
-import pickle
-import random
 import shutil
 import struct
-import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+import torch
 from hypothesis import strategies as st
 
+from harness.checkpoint.index import Index
 from harness.errors import ConfigError, Unusable
 from harness.files.records import read_lines, read_object
 from harness.files.regular_file import read_json
 from harness.files.tensor_header import read_header
-from tests.inputs.rule import MANY, Case, Inputs, Place, each, remove
-from tests.inputs.test_configs import TURNS, draw_word
-from tests.inputs.values import (
-    HOSTILE,
-    LFS_POINTER,
-    Draw,
-    changed,
-    damaged,
-    draw_slot,
-    encoded,
-    pick,
-    replace_file,
-    spoil_file,
-    to_json,
-    write_json,
-)
-from tests.real_runs import REPOSITORY
+from tests.inputs import values
+from tests.inputs.rule import GATE, MANY, MARKER, SECRET, each, keeps_the_rule
+from tests.inputs.test_configs import TURNS
+from tests.inputs.values import LFS_POINTER, encoded
+from tests.real_runs import SHORT_RUN, SMALL_MODEL, write_corpus
 
-_PATHS = (
-    *("nowhere", "", ".", "..", "/dev/null", "/dev/null/x", "/dev/zero", "/dev/full", "s" * 300),
-    *("~nosuchuser/x", "a/" * 3000, "*.txt", "\udcff", "a\nb", "https://x/y.jsonl", "-", "/sys/x"),
-    *("/proc/self/mem", "/proc/self/fd/0", "/proc/self/fdinfo", "secret.txt", "secret.txt/x"),
-)
-_WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
-_RANDOM = random.Random(0)
-_TEXTS = [
-    " ".join(_RANDOM.choices(_WORDS, k=_RANDOM.randrange(40, 120))) + ".\n" for _ in range(30)
-]
-_RECORDS: dict[str, list[Any]] = {
-    "texts": [{"text": text} for text in _TEXTS],
-    "prompts": [{"prompt": text[:40], "completion": text} for text in _TEXTS],
-    "chats": [{"messages": TURNS, "tools": [{"name": "add"}]}] * 30,
-}
-
-
-def _lines(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
-    """Write records as JSON lines or an array; one is changed, or the file is spoiled."""
-    name = pick(draw, _RECORDS)
-    path = place.folder / pick(draw, ("lines.jsonl", "lines.jsonl", "lines.json"))
-    texts, note = [to_json(record, indent=None) for record in _RECORDS[name]], "valid"
-    if not valid:
-        note = pick(draw, ("changed", "changed", "a value", "a line", "a file"))
-    if note == "changed":
-        texts[7] = to_json(draw(changed(_RECORDS[name][7])), indent=None)
-    elif note == "a value":
-        record = json.loads(texts[7])
-        holder, key = draw_slot(draw, record)
-        long = st.sampled_from(("word " * 400_000, "a\ud800", "\ud800", "</s><s><unk>" * 500))
-        holder[key] = draw(pick(draw, (long, HOSTILE)))
-        texts[7] = to_json(record, indent=None)
-    elif note == "a line":
-        texts[7] = pick(draw, ("", "{", "null", "[]", "1", '"a"', "{}", to_json(draw(HOSTILE))))
-    text = f"[{','.join(texts)}]" if path.suffix == ".json" else "\n".join(texts)
-    path.write_bytes(encoded(text))
-    if note == "a file":
-        note = spoil_file(draw, path)
-    return path, f"{name}: {note}"
+_RUN = [*SHORT_RUN, "ds.zero_optimization.reduce_bucket_size=1000000", "data.held_out=0.2"]
+_SHARED = [*_RUN, *SMALL_MODEL, "data.cache_dir=cache", "save.every=1", "data.path=corpus"]
+_NEW = [*_RUN, "train.steps=1", "run.dir=new"]
+_DATA = [*_NEW, *SMALL_MODEL, "data.tokenizer=run/tokenizer", "data.cache_dir=new-cache"]
+_MODEL = [*_NEW, "data.cache_dir=cache", "data.path=corpus"]
+# Commands that read valid inputs: the files to spoil, and the arguments of train.py or of a tool.
+USES: dict[str, tuple[str, list[str]]] = {
+    **{name: (name, [*_DATA, f"data.path={name}"]) for name in (
+       "lines.jsonl", "lines.json", "prompts.jsonl", "table.parquet", "lines.jsonl.gz", "table.csv",
+       "tokens.bin", "tokens.idx")},
+    "chats": ("chats.jsonl", [*_DATA, "data.path=chats.jsonl", "data.template=chatml",
+                              "data.learn=all"]),
+    "texts": ("corpus/7.txt", [*_DATA, "data.path=corpus"]),
+    "tokenizer": ("run/tokenizer/*", [*_DATA, "data.path=corpus"]),
+    "weights": ("run/export/*", [*_MODEL, "model.name=run/export", "model.init_from=run/export"]),
+    "shards": ("sharded/*", [*_MODEL, "model.name=sharded", "model.init_from=sharded"]),
+    "cache": ("cache/**/*", [*_SHARED, "train.steps=1", "run.dir=new"]),
+    "resume": ("run/**/*", [*_SHARED, "train.steps=3", "run.dir=run"]),
+    "branch": ("run/**/*", [*_SHARED, "train.steps=3", "resume.from=run@1", "run.dir=new",
+                            "optim.lr=1e-4"]),
+    "init": ("run/checkpoints/**/*", [*_SHARED, "train.steps=1", "run.dir=new",
+                                      "model.init_from=run@2"]),
+    "tools.export_hf": ("run/**/*", ["run", "--out", "out"]),
+    "tools.show_batch": ("run/*.json*", ["run", "--step", "1"]),
+    "tools.import_checkpoint": ("output/**/*", ["output", "--out", "out"]),
+    "tools.tokenize_data": ("lines.jsonl", ["data.path=lines.jsonl", "data.cache_dir=new-cache",
+                            "data.tokenizer=run/tokenizer", "--workers=1"]),
+    "tools.clean_data": ("lines.jsonl", ["lines.jsonl", "new", "--workers=1", "--recipe=light"]),
+    "tools.train_tokenizer": ("corpus/7.txt", ["corpus", "tokenizer", "--vocab-size=300"]),
+}  # fmt: skip
+each_use = pytest.mark.parametrize("use", USES)
 
 
-def _texts(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
-    """Write a folder of texts; one or all of them are spoiled."""
-    folder = place.folder / "texts"
-    folder.mkdir()
-    for number, text in enumerate(_TEXTS[:20]):
-        (folder / f"{number}.txt").write_text(text)
-    if valid:
-        return folder, "valid"
-    target, text = folder / "7.txt", _TEXTS[7] + "ü"
-    codec = pick(draw, ("utf-8-sig", "utf-16", "utf-32", "latin-1", "shift-jis", "utf-7"))
-    suffix = pick(draw, (".json", ".ndjson", ".JSONL", ".csv", ".md", ".py", ".txt.gz", "",
-                         ".jsonl.zst", ".parquet"))  # fmt: skip
-    link = pick(draw, (".", "..", "7.txt", "nowhere", "/dev/zero"))
-
-    def nest() -> None:
-        inner = folder.joinpath(*"abcdefgh" * 20)
-        inner.mkdir(parents=True)
-        (inner / "x.txt").write_text(text)
-
-    changes: dict[str, Callable[[], object]] = {
-        "spoiled": lambda: spoil_file(draw, target),
-        "damaged": lambda: target.write_bytes(draw(damaged(encoded(text)))),
-        codec: lambda: target.write_bytes(text.encode(codec, "ignore")),
-        f"suffix {suffix}": lambda: [x.rename(x.with_suffix(suffix)) for x in [*folder.iterdir()]],
-        f"a link to {link}": lambda: (folder / "link.txt").symlink_to(link),
-        "NUL": lambda: target.write_bytes(bytes(100_000)),
-        "without blanks": lambda: target.write_text("x" * 1_000_000),
-        "all empty": lambda: [x.write_text(pick(draw, ("", "."))) for x in folder.iterdir()],
-        "a picture": lambda: (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99)),
-        "surrogates": lambda: target.write_bytes(encoded(text) + b"\xed\xa0\x80"),
-        "strange names": lambda: (folder / "\udcff\n\u202e.txt").write_text(text),
-        "hidden": lambda: [x.rename(folder / f".{x.name}") for x in [*folder.iterdir()]],
-        "nested": nest,
-        "no files": lambda: (shutil.rmtree(folder), folder.mkdir()),
-        "one document": lambda: (shutil.rmtree(folder), folder.write_text(text)),
-        "special tokens": lambda: target.write_text("</s><s><unk>" * 500),
-    }
-    note: str = pick(draw, changes)
-    changes[note]()
-    return folder, note
+def _use(name: str, note: object = "") -> int:
+    main = name if name.startswith("tools.") else "harness.train"
+    return keeps_the_rule(main, USES[name][1], note)
 
 
-def _table(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
-    """Write a table, compressed lines or another container, damaged or with a wrong name."""
+def _files_of(use: str) -> list[Path]:
+    return [path for path in sorted(Path().glob(USES[use][0])) if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with valid inputs, made by the real commands."""
     import pyarrow
     from pyarrow import parquet
 
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS).encode()
-    sink = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.table({"text": _TEXTS}), sink, row_group_size=7)
-    readable = {
-        ".jsonl.gz": gzip.compress(lines, mtime=0),
-        ".jsonl.zst": bytes(pyarrow.Codec("zstd").compress(lines)),
-        ".parquet": bytes(sink.getvalue()),
-        ".csv": "\n".join(["text", *(f'"{text}"' for text in _TEXTS)]).encode(),
-        ".tsv": "\n".join(["text\tid", *(f"{text.strip()}\t1" for text in _TEXTS)]).encode(),
-    }
-    others = {
-        ".jsonl.bz2": bz2.compress(lines),
-        ".jsonl.xz": lzma.compress(lines),
-        ".arrow": b"ARROW1\0\0" + bytes(200),
-        ".npy": b"\x93NUMPY\x01\x00" + bytes(200),
-        ".pt": b"\x80\x02cposix\nmkdir\nq\x00X\x08\x00\x00\x00executedq\x01\x85q\x02Rq\x03.",
-        ".tar": b"lines.jsonl".ljust(512, b"\0") + lines,
-    }
-    suffix = pick(draw, readable if valid else (*readable, *readable, *others))
-    path, data, note = place.folder / f"data{suffix}", (readable | others)[suffix], "valid"
-    if not valid and suffix in readable:
-        note, data = "damaged", draw(damaged(data))
-    if not valid and pick(draw, (True, False, False)):
-        path = path.with_name(pick(draw, ("data.jsonl", "data.parquet", "data.csv", "data.txt")))
-    path.write_bytes(data)
-    return path, f"{suffix} as {path.name}: {note}"
-
-
-def _pair(draw: Draw[Any], place: Place, valid: bool) -> tuple[Path, str]:
-    """Copy a .bin/.idx pair; one of the files is spoiled."""
-    tokens = place.base.tokens
-    ids, index = (place.copied(Path(f"{tokens}{suffix}")) for suffix in (".bin", ".idx"))
-    prefix = place.folder / tokens.name
-    note = "valid" if valid else pick(draw, ("ids", "index", "index", "number", "rows", "half"))
-    if note == "valid":
-        return pick(draw, (prefix, ids, index)), note
-    if note in ("ids", "index"):
-        note = spoil_file(draw, ids if note == "ids" else index)
-    elif note == "number":  # the version is in 8 bytes from 9 on, the counts start at 18
-        data = index.read_bytes()
-        at = pick(draw, (9, 17, 18, 26, *range(34, len(data) - 8, 4)))
-        size = pick(draw, (1, 4, 8))
-        number = draw(st.integers(0, 256**size - 1) | st.integers(0, 3))
-        index.write_bytes(data[:at] + number.to_bytes(size, "little") + data[at + size :])
-    elif note == "rows":  # ids that no tokenizer has
-        data = bytearray(ids.read_bytes())
-        for _ in range(pick(draw, (1, 1, 50))):
-            at = draw(st.integers(0, len(data) // 2 - 1)) * 2
-            data[at : at + 2] = struct.pack("<H", pick(draw, (511, 512, 600, 65_535)))
-        ids.write_bytes(data)
-    else:
-        os.link(ids, place.folder / "other.bin")
-        prefix = place.folder / pick(draw, ("other", "other.bin", "other.idx"))
-    return prefix, note
-
-
-_SHAPES = {"lines": _lines, "texts": _texts, "table": _table, "pair": _pair}
-
-
-def data(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Train for a step on text, records, tables, a folder, a .bin/.idx pair or a path."""
-    shape = pick(draw, _SHAPES if valid else (*_SHAPES, "lines", "path"))
-    place.secret()
-    path, note = pick(draw, _PATHS), "a path"
-    if shape in _SHAPES:
-        path, note = _SHAPES[shape](draw, place, valid)
-    argv = [f"data.path={path}", f"data.tokenizer={place.base.tokenizer}", "data.held_out=0.2"]
-    if "chats" in note:  # learn valid ones completely: their answers may begin beyond a sample
-        learn = "all" if valid else pick(draw, ("all", "last", "assistant"))
-        argv += ["data.template=chatml", f"data.learn={learn}"]
-    return Case([*place.training(data=False), *argv], f"{shape}: {note} {path}", valid=valid)
-
-
-def tokenizer(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Train for a step with the base's tokenizer, in which something is spoiled."""
-    folder, note = place.copied(place.base.tokenizer), "valid"
-    if not valid:
-        note = pick(draw, ("a file", "a file", "shallow", "code", "vocabulary"))
-    if note == "a file":
-        note = spoil_file(draw, pick(draw, sorted(folder.glob("*.json"))))
-    elif note != "valid":
-        name = "tokenizer_config.json" if note == "code" else "tokenizer.json"
-        tree = json.loads((folder / name).read_text())
-        vocabulary, merges = tree.get("model", {}).get("vocab"), tree.get("model", {}).get("merges")
-        if note == "shallow":
-            rest = draw(changed({key: tree[key] for key in tree if key != "model"}))
-            tree = {**tree, **rest} if isinstance(rest, dict) else rest
-        elif note == "code":  # its own, and a template that would execute something
-            place.plant_code(folder)
-            tree |= {
-                "tokenizer_class": pick(draw, ("XTokenizer", "PreTrainedTokenizerFast", "Nothing")),
-                "auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", None]},
-                "chat_template": "{{ cycler.__init__.__globals__.os.popen('touch executed') }}",
-            }
-        elif draw(st.booleans()):
-            word = pick(draw, ("</s>", "<s>", *list(vocabulary)[:40]))
-            values = (-1, 10**6, 2**31, 2**63, "x", None, vocabulary["</s>"])
-            vocabulary[word] = pick(draw, values)
-        else:
-            words = pick(draw, ((), ("</s>",), [*vocabulary]))
-            for word in words:
-                del vocabulary[word]
-            merges[0] = pick(draw, (merges[0], ["x", "yy"], "a b c", [], None, 1))
-        write_json(folder / name, tree)
-    return Case(place.training("data.tokenizer=tokenizer"), note, valid=valid)
-
-
-def weights(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Use an export of the base's run, whole or in shards, in which something is spoiled."""
-    is_sharded = draw(st.booleans())
-    folder = place.copied(place.base.sharded if is_sharded else place.base.export, "model")
-    note, source = "valid", "model"
-    if not valid:
-        ways = ("weights", "weights", "no file", "json", "names", "pickle", "path", "pointers")
-        note = pick(draw, ways)
-    files = sorted(folder.glob("*.safetensors"))
-    if note == "weights":
-        note = spoil_file(draw, pick(draw, files))
-    elif note == "no file":
-        note = replace_file(draw, pick(draw, files))
-    elif note == "json":
-        note = spoil_file(draw, pick(draw, sorted(folder.glob("*.json"))))
-    elif note == "names":
-        note = _spoil_weight_map(draw, place, folder, files[0])
-    elif note == "pickle":
-        note = _plant_pickle(draw, place, folder)
-    elif note == "pointers":  # a clone without git-lfs
-        for path in files:
-            path.write_bytes(LFS_POINTER)
-    elif note == "path":
-        source = pick(draw, (*_PATHS, "model/config.json", "run@1", "model@3"))
-    argv = [*place.training(model=False), "model.name=model", f"model.init_from={source}"]
-    return Case(argv, f"{'sharded' if is_sharded else 'one file'}: {note}", valid=valid)
-
-
-def _spoil_weight_map(draw: Draw[Any], place: Place, folder: Path, shard: Path) -> str:
-    """Write an index whose names lead elsewhere, or link a shard to an outside file."""
-    place.secret()
-    outside = place.folder / "outside.safetensors"
-    shutil.copy(shard, outside)
-    path = folder / "model.safetensors.index.json"
-    index = (
-        json.loads(path.read_text()) if path.exists() else {"weight_map": {"lm_head.weight": ""}}
-    )
-    names = [*index["weight_map"]]
-    (folder / "w.bin").write_bytes(b"\x80\x02].")
-    name = draw(
-        st.sampled_from(("w.bin", "../outside.safetensors", str(outside), "../secret.txt", ".",
-                         "model-00009-of-00009.safetensors", path.name, shard.name, "a link"))
-        | HOSTILE
-    )  # fmt: skip
-    if name == "a link":
-        shard.unlink()
-        shard.symlink_to(pick(draw, (outside, shard.name, "../secret.txt")))
-    else:
-        some = pick(draw, (names, names[:1], ["model.layers.9.x"]))
-        index["weight_map"] |= dict.fromkeys(some, name)
-        write_json(path, index)
-    return f"the index names {name!r:.60}"
-
-
-def _plant_pickle(draw: Draw[Any], place: Place, folder: Path) -> str:
-    """Put a pickle with a payload where a loader might look for weights."""
-    for path in folder.glob("*.safetensors*"):
-        if draw(st.booleans()):
-            path.unlink()
-    names = ("pytorch_model.bin", "model.bin", "model.safetensors", "adapter_model.bin")
-    name = pick(draw, names)
-    (folder / name).write_bytes(f"cposix\nmkdir\n(V{place.marker}\ntR.".encode())
-    if draw(st.booleans()):
-        index = pick(draw, ("model.safetensors.index.json", "pytorch_model.bin.index.json"))
-        write_json(folder / index, {"metadata": {}, "weight_map": {"lm_head.weight": name}})
-    if draw(st.booleans()):
-        place.plant_code(folder)
-        config = json.loads((folder / "config.json").read_text())
-        config["auto_map"] = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
-        write_json(folder / "config.json", config)
-    return f"a pickle as {name}"
-
-
-def cache(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Use the base's cache with a spoiled file, or another location for it."""
-    argv, folder, note = place.training(), place.folder / "cache", "valid"
-    if not valid:
-        note = pick(draw, ("a file", "a file", "a file", "no file", "part", "whole", "place"))
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    if note == "a file":
-        note = spoil_file(draw, pick(draw, files))
-    elif note in ("no file", "part", "whole"):
-        options = {"no file": files, "part": sorted(folder.iterdir()), "whole": [folder]}
-        note = replace_file(draw, pick(draw, options[note]))
-    elif note == "place":
-        place.secret()
-        argv = [*argv, f"data.cache_dir={pick(draw, (*_PATHS, 'new cache'))}"]
-    return Case(argv, note, valid=valid)
-
-
-_STEPS = ("", 0, 1, 2, 99, -1, 1.5, 10**8, "x", "2@2")
-
-
-def run(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Resume the base's run for one step or read it by a tool, with a spoiled record."""
-    if valid:
-        use = pick(draw, ("resume", "branch", "weights"))
-        folder = place.copied(place.base.run, "run" if use == "resume" else "old")
-        argv = {
-            "resume": place.resuming(),
-            "branch": place.resuming(f"resume.from={folder}@1", "optim.lr=1e-4"),
-            "weights": place.training(f"model.init_from={folder}"),
-        }[use]
-        return Case(argv, use, valid=True)
-    use = pick(draw, ("resume", "resume", "path", "show", "export", "model"))
-    if use == "path":
-        place.copied(place.base.run, "old")
-        path = pick(draw, (*(f"old@{step}" for step in _STEPS), "@1", "old/checkpoints", *_PATHS))
-        argv = [
-            f"{pick(draw, ('resume.from', 'resume.from', 'model.init_from', 'run.dir'))}={path}"
-        ]
-        argv += [
-            f"resume.allow={pick(draw, ('', 'probe', 'optim.lr', 'model_config', 'a,b', '[1]'))}"
-        ]
-        argv += [pick(draw, ("optim.lr=1e-4", "model.overrides.hidden_size=32", "train.seed=5"))]
-        return Case(place.resuming(*argv), " ".join(argv)[:120])
-    folder = place.copied(place.base.run)
-    records = ("status.json", "plan.json", "metrics.jsonl", "events.jsonl", "lock")
-    name = pick(draw, (*records, *records, "a folder", "an addition"))
-    if name == "lock":
-        write_json(folder / "owner.json", {"pid": 1, "host": "elsewhere", "since": "2026-01-01"})
-        note = spoil_file(draw, folder / "owner.json")
-        (folder / "lock").unlink(missing_ok=True)
-        if os.path.lexists(folder / "owner.json"):
-            (folder / "owner.json").rename(folder / "lock")
-    elif name in records:
-        note = spoil_file(draw, folder / name)
-    elif name == "a folder":
-        parts = ("heartbeats", "checkpoints", "export", "tokenizer", "checkpoints/latest", "lock")
-        note = replace_file(draw, folder / pick(draw, parts))
-    else:
-        note = _add_to_run(draw, folder)
-    if use == "show":
-        return Case([str(folder), "--step", "1"], note, main="tools.show_batch")
-    if use == "export":
-        argv = [str(folder), "--out", str(place.folder / "out"), "--no-check"]
-        return Case(argv, note, main="tools.export_hf")
-    if use == "model":
-        return Case(place.training("model.name=run", "run.dir=new"), note)
-    return Case(place.resuming(), note)
-
-
-def _add_to_run(draw: Draw[Any], folder: Path) -> str:
-    steps = ("step-00000009", "step-x", f"step-{'9' * 40}", ".step-00000003", "latest",
-             "step-00000003.unfinished")  # fmt: skip
-    name = pick(draw, ("heartbeats/hang-1.json", *(f"checkpoints/{step}" for step in steps)))
-    path = folder / name
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    if draw(st.booleans()):
-        path.write_text(pick(draw, ("{", "../../x\n", "")))
-    else:
-        path.mkdir()
-    return f"{name} more"
-
-
-def checkpoint(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Resume or export the newest checkpoint, or read its weights, after it was spoiled."""
-    folder = place.copied(place.base.run)
-    newest, note = folder / "checkpoints" / "step-00000002", "valid"
-    if pick(draw, (True, False, False, False)):  # nothing to fall back to
-        shutil.rmtree(folder / "checkpoints" / "step-00000001")
-    if not valid:
-        note = pick(draw, ("a file", "signed", "signed", "manifest", "pieces"))
-    manifest = json.loads((newest / "manifest.json").read_text())
-    if note == "a file":
-        note = spoil_file(draw, pick(draw, sorted(newest.iterdir())))
-    elif note != "valid":  # signed again after the change, as only its writer could
-        if note == "signed":
-            names = [path.name for path in sorted(newest.iterdir()) if path.name != "manifest.json"]
-            note += " " + spoil_file(
-                draw, newest / pick(draw, (*names, "index.json", "index.json"))
-            )
-        elif note == "manifest" and draw(st.booleans()):
-            manifest[pick(draw, manifest)] = draw(HOSTILE)
-        elif note == "manifest":
-            manifest = draw(changed(manifest))
-        else:
-            note = _spoil_pieces(draw, place, newest)
-        _sign(newest, manifest)
-    use = pick(draw, ("resume", "resume", "resume", "export", "weights"))
-    if use == "export":
-        argv = [str(folder), "--out", str(place.folder / "out")]
-        return Case(argv, f"{use}: {note}", main="tools.export_hf", valid=valid)
-    if use == "weights":
-        argv = place.training(f"model.init_from={folder}@2", "run.dir=new")
-        return Case(argv, f"{use}: {note}", valid=valid)
-    return Case(place.resuming(), f"{use}: {note}", valid=valid)
-
-
-def _spoil_pieces(draw: Draw[Any], place: Place, folder: Path) -> str:
-    """Change a position in the index that refers to elements of a file."""
-    path = folder / "index.json"
-    index = json.loads(path.read_text())
-    about = index[pick(draw, index)]
-    offset, numel, file = about["at"][0]
-    way = pick(draw, ("overlap", "cut", "outside", "link", "value"))
-    if way == "overlap":
-        about["at"] = [[offset, numel // 2, file], [offset, numel - numel // 2, file]]
-    elif way == "cut":
-        about["at"][0] = about["at"][0][: pick(draw, (0, 1, 2))]
-    elif way == "outside":
-        about["at"][0][2] = pick(draw, ("../../../secret.txt", str(place.secret())))
-    elif way == "link":
-        part = folder / pick(draw, (file, "probe.safetensors"))
-        shutil.move(part, place.folder / "elsewhere")
-        part.symlink_to(place.folder / "elsewhere")
-    else:
-        about["at"][0][pick(draw, (0, 1, 2))] = draw(HOSTILE)
-    write_json(path, index)
-    return f"pieces: {way}"
-
-
-def _sign(folder: Path, manifest: Any) -> None:
-    """Write a manifest whose sizes and hashes match its files, and whose checksum matches
-    itself.
-    """
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    for file in files if isinstance(files, list) else ():
-        if isinstance(file, dict) and isinstance(name := file.get("name"), str):
-            path = folder / name
-            if name and "\0" not in name and len(name) < 250 and path.is_file():
-                with path.open("rb") as content:
-                    data = content.read(10**8)  # not all of /dev/zero
-                file.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    if isinstance(manifest, dict):
-        plain = json.dumps({**manifest, "checksum": ""}, sort_keys=True).encode()
-        manifest["checksum"] = hashlib.sha256(plain).hexdigest()
-    write_json(folder / "manifest.json", manifest)
-
-
-class Global:
-    """Pickled as the global of that name, called with the arguments or with the attributes set."""
-
-    def __init__(self, name: str, *arguments: Any, **attributes: Any) -> None:
-        self.module, _, self.name = name.partition(" ")
-        self.arguments, self.attributes = arguments, attributes
-
-
-class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
-    """Writes globals by name without importing them."""
-
-    write: Callable[[bytes], None]
-
-    def save(self, value: Any, save_persistent_id: bool = True) -> None:
-        if not isinstance(value, Global):
-            return super().save(value, save_persistent_id)
-        self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
-        if value.attributes:
-            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-            self.save(value.attributes)
-            return self.write(pickle.BUILD)
-        self.save(value.arguments)
-        return self.write(pickle.REDUCE)
-
-
-def _dump(value: Any, file: Any, protocol: int) -> None:
-    _Pickler(file, protocol).dump(value)
-
-
-def _save(value: Any, path: Path, **options: Any) -> None:
-    """Save as torch.save does, with globals by name."""
-    import torch
-
-    module = types.SimpleNamespace(Pickler=_Pickler, dump=_dump, __name__="pickle")
-    torch.save(value, path, pickle_module=module, pickle_protocol=2, **options)
-
-
-def _states(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return one rank's optimizer with two parameters, and the model, as DeepSpeed saves them."""
-    import torch
-
-    moments = {"step": torch.tensor(2.0), "exp_avg": torch.ones(10), "exp_avg_sq": torch.ones(10)}
-    base = {"state": {0: moments}, "param_groups": [{"lr": 0.1}]}
-    flat, fragment = [torch.arange(10.0)], "deepspeed.utils.tensor_fragment fragment_address"
-    if stage == 3:
-        optimizer = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": flat,
-                     "optimizer_state_dict": base}  # fmt: skip
-    else:
-        scaler = Global("deepspeed.runtime.fp16.loss_scaler DynamicLossScaler", cur_scale=65536.0,
-                        cur_iter=3, last_overflow_iter=-1, cur_hysteresis=2)  # fmt: skip
-        places = {"w": Global(fragment, numel=6, start=0), "b": Global(fragment, numel=4, start=6)}
-        optimizer = {
-            "zero_stage": stage,
-            "partition_count": [1],
-            "single_partition_of_fp32_groups": flat,
-            "base_optimizer_state": base,
-            "param_slice_mappings": [places],
-            "loss_scaler": scaler,
+    folder = tmp_path_factory.mktemp("inputs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        texts = [path.read_text() for path in sorted(write_corpus(Path("corpus"), 30).iterdir())]
+        records: dict[str, list[Any]] = {
+            "lines": [{"text": text} for text in texts],
+            "prompts": [{"prompt": text[:40], "completion": text} for text in texts],
+            "chats": [{"messages": TURNS, "tools": [{"name": "add"}]}] * 30,
         }
-    model = {
-        "param_shapes": [{"w": torch.Size([2, 3]), "b": torch.Size([4])}],
-        "buffer_names": ["c"],
-        "module": {"c": torch.ones(2)},
-        "global_steps": 2,
-        "global_samples": 16,
-        "skipped_steps": 0,
-    }
-    ds_config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
-    return {"optimizer_state_dict": optimizer, "ds_config": ds_config}, model
+        for name in records:
+            lines = b"".join(encoded(record) + b"\n" for record in records[name])
+            Path(f"{name}.jsonl").write_bytes(lines)
+            Path(f"{name}.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
+            Path(f"{name}.json").write_bytes(encoded(records[name]))
+        Path("table.csv").write_text("\n".join(["text", *(f'"{text}"' for text in texts)]))
+        parquet.write_table(pyarrow.table({"text": texts}), "table.parquet", row_group_size=7)
+        argv = [*_SHARED, "train.steps=2", "save.export=true", "run.dir=run"]
+        assert keeps_the_rule("harness.train", argv, limit_s=600) == 0  # imports everything
+        argv = ["run", "--out", "sharded", "--shard-size", "100KB", "--no-check"]
+        assert keeps_the_rule("tools.export_hf", argv) == 0
+        for tokens in Path("cache").glob("tokens-*/tokens.*"):
+            shutil.copy(tokens, tokens.name)
+        write_checkpoint(3)
+    return folder
 
 
-def _payloads(target: str) -> list[Global]:
-    """Return calls that would create the marker, and objects of allowed classes."""
-    code, mkdir = f"import os; os.mkdir({target!r})", Global("posix mkdir", target)
-    touch = f"touch {target}"
-    calls = {
-        "builtins exec": [code], "__builtin__ exec": [code], "runpy _run_code": [code, {}],
-        "builtins eval": [f"__import__('os').mkdir({target!r})"], "os mkdir": [target],
-        "posix system": [touch], "nt system": [touch], "subprocess Popen": [["touch", target]],
-        "subprocess check_output": [["touch", target]], "pathlib Path.touch": [target],
-        "builtins open": [target, "w"], "shutil copyfile": ["/etc/hostname", target],
-        "torch.serialization load": [target], "torch.hub load": [target],
-        "torch._dynamo.guards eval": [code], "operator attrgetter": ["system"],
-        "functools partial": [mkdir], "numpy.core.multiarray _reconstruct": [mkdir],
-        "collections OrderedDict": [mkdir], "torch._utils _rebuild_tensor_v2": [mkdir],
-        "deepspeed.utils.tensor_fragment fragment_address": [mkdir],
-        "deepspeed.runtime.zero.config ZeroStageEnum": ["x"],
-        "torch Tensor": [], "torch device": ["nowhere"], "torch.nn.parameter Parameter": [],
-    }  # fmt: skip
-    scaler = "deepspeed.runtime.fp16.loss_scaler LossScaler"
-    objects = [Global(scaler, a=mkdir), Global(f"{scaler}.__init__", a=1)]
-    return [mkdir, *(Global(name, *words) for name, words in calls.items()), *objects]
+@pytest.fixture
+def fresh(place: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function that puts new copies of all valid inputs into the current folder."""
+
+    def copy() -> None:
+        monkeypatch.chdir(place.parent)
+        shutil.rmtree(place)
+        shutil.copytree(base, place)
+        monkeypatch.chdir(place)
+        Path("secret.txt").write_text(f"{SECRET}\n")
+
+    copy()
+    return copy
 
 
-def pickles(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Import a checkpoint in DeepSpeed's own format, as the Trainer writes it."""
-    stage = pick(draw, (1, 2, 3))
-    optimizer, model = _states(stage)
-    engine = place.folder / "output" / "checkpoint-2" / "global_step2"
+@GATE
+@each_use
+def test_valid_inputs_are_accepted(fresh: Any, use: str) -> None:
+    assert _use(use) == 0
+
+
+@GATE
+@each_use
+def test_a_file_that_is_no_regular_file_ends_cleanly(fresh: Any, use: str) -> None:
+    others = [kind for kind in values.NO_FILES if kind != "a pipe"]
+    for number, file in enumerate(_files_of(use)):
+        for kind in ("a pipe", others[number % len(others)]):
+            fresh()
+            values.replace(file, kind)
+            _use(use, f"{file} is {kind}")
+
+
+def _sign() -> None:
+    """Write manifests that match their files and themselves, as only their writer could."""
+    for path in Path("run/checkpoints").glob("*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        for file in manifest["files"]:
+            data = (path.parent / file["name"]).read_bytes()
+            file.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        plain = json.dumps({**manifest, "checksum": ""}, sort_keys=True).encode()
+        path.write_bytes(encoded({**manifest, "checksum": hashlib.sha256(plain).hexdigest()}))
+
+
+@GATE
+@each_use
+def test_a_spoiled_file_ends_cleanly(fresh: Any, use: str) -> None:
+    contents = {file: file.read_bytes() for file in _files_of(use)}
+
+    def test(drawn: tuple[Path, bytes, bool]) -> None:
+        fresh()
+        file, data, is_signed = drawn
+        file.write_bytes(data)
+        if is_signed and file.name != "manifest.json" and "step-" in str(file):
+            _sign()
+        _use(use, f"{file} is {data[:1000]!r}")
+
+    def spoiling(file: Path) -> st.SearchStrategy[Any]:
+        return st.tuples(st.just(file), values.spoiled(contents[file], file.suffix), st.booleans())
+
+    each(30, st.sampled_from([*contents]).flatmap(spoiling), test)
+
+
+def _set(path: str, value: object, *keys: str | int) -> Callable[[], None]:
+    """Return a function that sets a value of a JSON file, and signs the checkpoints. An empty key
+    is the first one.
+    """
+
+    def change() -> None:
+        tree = place = json.loads(Path(path).read_text())
+        for key in keys[:-1]:
+            place = place[key or (min(place) if isinstance(place, dict) else 0)]
+        place[keys[-1]] = value
+        Path(path).write_bytes(encoded(tree))
+        _sign()
+
+    return change
+
+
+def _elsewhere(pattern: str) -> Callable[[], None]:
+    """Return a function that moves a file out of its folder and leaves a link."""
+
+    def move() -> None:
+        path = min(Path().glob(pattern))
+        shutil.move(path, "elsewhere")
+        path.symlink_to(Path("elsewhere").absolute())
+
+    return move
+
+
+def _plant(folder: str, *names: str) -> Callable[[], None]:
+    """Return a function that adds code to be imported, a template, and pickles as the weights."""
+    template = f"{{{{ cycler.__init__.__globals__.os.mkdir('{MARKER}') }}}}"
+    auto = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X",
+            "AutoTokenizer": ["tokenization_x.XTokenizer", None]}  # fmt: skip
+
+    def plant() -> None:
+        for name in ("configuration_x", "modeling_x", "tokenization_x", "sitecustomize", "torch"):
+            code = f"import pathlib\npathlib.Path({MARKER!r}).touch()\n"
+            Path(folder, f"{name}.py").write_text(code)
+        for name in names:
+            Path(folder, "model.safetensors").unlink(missing_ok=True)
+            Path(folder, name).write_bytes(_PAYLOADS[0])
+            index = {"metadata": {}, "weight_map": {"lm_head.weight": names[0]}}
+            Path(folder, f"{name}.index.json").write_bytes(encoded(index))
+        for path in map(str, Path(folder).glob("*config.json")):
+            _set(path, auto, "auto_map")()
+            _set(path, template, "chat_template")()
+
+    return plant
+
+
+def _link(path: str, target: str) -> Callable[[], None]:
+    return lambda: Path(path).symlink_to(target)
+
+
+def _text(data: bytes, path: str = "corpus/7.txt") -> Callable[[], object]:
+    return lambda: Path(path).write_bytes(data)
+
+
+_INDEX_OF_SHARDS = "sharded/model.safetensors.index.json"
+_INDEX_OF_PIECES = "run/checkpoints/step-00000002/index.json"
+# Changes of valid inputs: those that must be refused, and others.
+_REFUSED: list[tuple[str, Callable[[], object]]] = [
+    *(("shards", _set(_INDEX_OF_SHARDS, name, "weight_map", "lm_head.weight")) for name in (
+      "../secret.txt", ".", "/etc/hostname", "w.bin", _INDEX_OF_SHARDS, 1, None, [], "\0", "a" * 300
+      )),
+    ("shards", _elsewhere("sharded/*.safetensors")),
+    ("weights", _elsewhere("run/export/model.safetensors")),
+    ("weights", _text(LFS_POINTER, "run/export/model.safetensors")),
+    *(("weights", _plant("run/export", *names)) for names in (
+      ["pytorch_model.bin"], ["model.safetensors"], ["adapter_model.bin"], ["model.bin", "x"])),
+    *(("init", _set(_INDEX_OF_PIECES, value, "", "at", 0, at)) for at, value in (
+      (2, "../../../secret.txt"), (2, 1), (0, -1), (2, "/etc/hostname"), (1, 1), (1, 10**12),
+      (1, True))),
+    ("init", _elsewhere("run/checkpoints/step-00000002/rank-*.safetensors")),
+    ("tokenizer", _set("run/tokenizer/tokenizer_config.json", [9], "model_max_length")),
+    ("texts", lambda: [path.write_text("") for path in Path("corpus").iterdir()]),
+    ("texts", lambda: [path.unlink() for path in Path("corpus").iterdir()]),
+    *((f"tokens.{end}", _text(b"\xff\xff" * 5000, f"tokens.{end}")) for end in ("bin", "idx")),
+]  # fmt: skip
+_OTHERS: list[tuple[str, Callable[[], object]]] = [
+    ("weights", _plant("run/export")),
+    *((use, _plant("run/tokenizer")) for use in ("tokenizer", "chats", "tools.export_hf")),
+    *(("tools.export_hf", _link(f"run/tokenizer/{name}", target)) for name, target in (
+      ("vocab.txt", "../../secret.txt"), ("m", "../.."), ("additional_chat_templates", "../.."))),
+    ("resume", _text(b"../../x", "run/checkpoints/latest")),
+    *(("resume", lambda name=name: Path("run/checkpoints", name).mkdir()) for name in (
+      "step-00000009", "step-x", f"step-{'9' * 40}", ".step-00000003", "step-00000003.unfinished")),
+    *(("resume", _text(data, "run/lock")) for data in (b"{", b'{"pid": "1"}', b"[]")),
+    *(("texts", _text(data)) for data in (
+      b"", b"\xff\xfea\0", "ü".encode("latin-1"), bytes(10**5), b"x" * 10**6, b"\xed\xa0\x80",
+      b"</s><s><unk>" * 500, "a".encode("utf-32"), LFS_POINTER)),
+    *(("texts", _text(b"a b c\n" * 99, f"corpus/{name}")) for name in ("a.JSONL", "a.csv", ".a",
+      "a.parquet", "a.pt", "a.tar", "a.txt.gz", "a.png", "\udcff\n.txt")),
+    *(("texts", _link("corpus/a.txt", target)) for target in (".", "..", "a.txt", "/dev/zero")),
+    ("texts", lambda: Path("corpus", *"abcdefgh" * 20).mkdir(parents=True)),
+]  # fmt: skip
+
+
+@GATE
+@pytest.mark.parametrize("number", range(len(_REFUSED) + len(_OTHERS)))
+def test_listed_changes_of_folders_end_cleanly(fresh: Any, number: int) -> None:
+    use, change = [*_REFUSED, *_OTHERS][number]
+    change()
+    assert _use(use) != 0 or number >= len(_REFUSED)
+
+
+@GATE
+def test_paths_of_folders_are_read_or_refused(fresh: Any) -> None:
+    for path in values.PATHS:
+        for key in ("data.path", "data.cache_dir", "model.init_from", "resume.from", "run.dir"):
+            keeps_the_rule("harness.train", [*USES["cache"][1], f"{key}={path}"])
+            fresh()
+        keeps_the_rule("tools.export_hf", ["run", "--out", path])
+        fresh()
+
+
+def _states(stage: int) -> list[dict[str, Any]]:
+    """Return one rank's optimizer with two parameters, and the model, as DeepSpeed saves them."""
+    moments = {"step": torch.tensor(2.0), "exp_avg": torch.ones(10), "exp_avg_sq": torch.ones(10)}
+    adam = {"state": {0: moments}, "param_groups": [{"lr": 0.1}]}
+    if stage == 3:
+        flat = [torch.arange(10.0)]
+        optimizer = {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": flat,
+                     "optimizer_state_dict": adam}  # fmt: skip
+    else:
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        optimizer = {
+            "zero_stage": stage, "partition_count": [1], "base_optimizer_state": adam,
+            "single_partition_of_fp32_groups": [torch.arange(10.0)],
+            "param_slice_mappings": [{"w": fragment_address(6, 0), "b": fragment_address(4, 6)}],
+        }  # fmt: skip
+    shapes = [{"w": torch.Size([2, 3]), "b": torch.Size([4])}]
+    model = {"param_shapes": shapes, "buffer_names": ["c"], "module": {"c": torch.ones(2)},
+             "global_steps": 2, "global_samples": 16, "skipped_steps": 0}  # fmt: skip
+    config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    return [{"optimizer_state_dict": optimizer, "ds_config": config}, model]
+
+
+def write_checkpoint(stage: int, trees: list[Any] | None = None) -> list[Path]:
+    """Write a checkpoint in DeepSpeed's own format, as the Trainer does."""
+    engine = Path("output/checkpoint-2/global_step2")
+    shutil.rmtree("output", ignore_errors=True)
     engine.mkdir(parents=True)
-    config = engine.parent / "config.json"
-    tiny = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    write_json(config, {"model_type": "llama", **dict.fromkeys(tiny, 4), "intermediate_size": 8})
-    names = ("optim_states.pt", "model_states.pt")
-    note, options, trees = "valid", {}, dict(zip(names, (optimizer, model), strict=True))
-    if not valid:
-        note = pick(draw, ("changed", "changed", "planted", "planted", "file", "archive", "name"))
-    name = pick(draw, names)
-    if note == "changed":
-        trees[name] = draw(changed(trees[name]))
-    elif note == "planted":
-        holder, key = draw_slot(draw, trees[name])
-        holder[key] = pick(draw, _payloads(str(place.marker)))
-        note = f"{holder[key].module} {holder[key].name} at {key}"
-        options = {"_use_new_zipfile_serialization": pick(draw, (True, True, False))}
-    prefix = "zero_pp_rank_0_" if stage == 3 else ""
-    states = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    paths = {
-        names[0]: engine / (states if stage == 3 else f"bf16_{states}"),
-        names[1]: engine / f"{prefix}mp_rank_00_model_states.pt",
-    }
-    for each_name, path in paths.items():
-        try:
-            _save(trees[each_name], path, **options)
-        except (RecursionError, RuntimeError, TypeError, ValueError, OverflowError) as error:
-            note += f" (not pickled: {type(error).__name__})"
-    if note == "file":
-        note = spoil_file(draw, pick(draw, (*paths.values(), config, config)))
-    elif note == "archive":
-        note = _change_archive(draw, place, paths[name])
-    elif note == "name":
-        ranks = ("rank_1", "rank_x", "rank_0_0")
-        paths[name].rename(engine / paths[name].name.replace("rank_0", pick(draw, ranks)))
-    argv = [str(place.folder / "output"), "--out", str(place.folder / "new")]
-    return Case(argv, f"ZeRO {stage}: {note}", main="tools.import_checkpoint", valid=valid)
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    config = {"model_type": "llama", **dict.fromkeys(sizes, 4), "intermediate_size": 8}
+    (engine.parent / "config.json").write_bytes(encoded(config))
+    names = ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt")
+    paths = [engine / names[0], engine / f"{'zero_pp_rank_0_' if stage == 3 else ''}{names[1]}"]
+    for path, tree in zip(paths, trees or _states(stage), strict=True):
+        torch.save(tree, path)
+    return paths
 
 
-def _change_archive(draw: Draw[Any], place: Place, path: Path) -> str:
-    """Write the same zip file with a member duplicated, missing or replaced."""
-    payload = io.BytesIO()
-    call = Global("posix mkdir", str(place.marker))
-    _Pickler(payload, 2).dump({"optimizer_state_dict": call})
+_CODE, _FRAGMENT = f"import os; os.mkdir({MARKER!r})", "deepspeed.utils.tensor_fragment"
+
+
+def _text_in_pickle(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+# Dicts, as pickles, whose value is the call of a global with texts. torch reads these opcodes.
+_PAYLOADS = [
+    b"\x80\x02}%bc%b\n(%btRs." % (_text_in_pickle("optimizer_state_dict"), path.encode(), texts)
+    for name, *words in (
+        ("posix mkdir", MARKER), ("os mkdir", MARKER), ("builtins exec", _CODE),
+        ("__builtin__ exec", _CODE), ("builtins eval", f"__import__('os').mkdir({MARKER!r})"),
+        ("posix system", f"touch {MARKER}"), ("nt system", f"touch {MARKER}"),
+        ("subprocess getoutput", f"touch {MARKER}"), ("pathlib Path.touch", MARKER),
+        ("builtins open", MARKER, "w"), ("shutil copyfile", "/etc/hostname", MARKER),
+        ("torch.serialization load", MARKER), ("torch.hub load", MARKER), ("torch Tensor",),
+        ("torch._dynamo.guards eval", _CODE), ("operator attrgetter", "system"),
+        ("torch device", "nowhere"), ("torch._utils _rebuild_tensor_v2", MARKER),
+        ("collections OrderedDict", MARKER), ("torch.nn.parameter Parameter",),
+        (f"{_FRAGMENT} fragment_address", MARKER), ("functools partial", MARKER),
+        ("deepspeed.runtime.zero.config ZeroStageEnum", "x"),
+        ("deepspeed.runtime.fp16.loss_scaler LossScaler", MARKER),
+        ("deepspeed.runtime.fp16.loss_scaler LossScaler.__init__", MARKER),
+    )
+    for path, texts in [(name.replace(" ", "\n"), b"".join(map(_text_in_pickle, words)))]
+]  # fmt: skip
+
+
+def _imports(note: object = "") -> int:
+    shutil.rmtree("out", ignore_errors=True)
+    return _use("tools.import_checkpoint", note)
+
+
+def _archived(path: Path, way: str, payload: bytes) -> None:
+    """Put a pickle into a file of torch.save: as a member, beside one, or as the whole file."""
     with zipfile.ZipFile(path) as archive:
-        members = {info.filename: archive.read(info) for info in archive.infolist()}
-    way = pick(draw, ("second", "replaced", "raw", "no data", "compressed"))
-    table = next(name for name in members if name.endswith("data.pkl"))
+        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    table = next(name for name, _ in members if name.endswith("data.pkl"))
+    if way == "replaced":
+        members = [(name, payload if name == table else data) for name, data in members]
+    elif way == "no data":
+        members = [(name, data) for name, data in members if "/data/" not in name]
+    elif way in ("second", "beside"):
+        members.append((table if way == "second" else "x/data.pkl", payload))
     method = zipfile.ZIP_DEFLATED if way == "compressed" else zipfile.ZIP_STORED
     with zipfile.ZipFile(path, "w", method) as archive:
-        for name, data in members.items():
-            if way != "no data" or "/data/" not in name:
-                is_replaced = way == "replaced" and name == table
-                archive.writestr(name, payload.getvalue() if is_replaced else data)
-        if way == "second":
-            archive.writestr(pick(draw, (table, "x/data.pkl", "data.pkl")), payload.getvalue())
+        for name, data in members:
+            archive.writestr(name, data)
     if way == "raw":
-        path.write_bytes(payload.getvalue())
-    return f"{path.name}: {way}"
+        path.write_bytes(payload)
 
 
-_EXPORTS = (
-    *("--dtype int8", "--shard-size 0", "--shard-size 1e3", "--shard-size -1GB", "--shard-size"),
-    *(f"--shard-size {'9' * 400}", "--step 99", "--step -1", "--step x", f"--step {'9' * 30}"),
-    *("--trust-remote-code", "--bogus", "x"),
-)
+@GATE
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("way", ["second", "beside", "replaced", "raw", "no data", "compressed"])
+def test_a_pickle_in_a_changed_archive_is_never_executed(place: Path, way: str) -> None:
+    for stage in (1, 3):
+        for number in range(2):
+            _archived(write_checkpoint(stage)[number], way, _PAYLOADS[0])
+            _imports(way)
 
 
-def export(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Export the base's run with other arguments, another tokenizer or another plan."""
-    run_folder = place.copied(place.base.run)
-    folder, secret = run_folder / "tokenizer", place.secret()
-    argv, note = [str(run_folder), "--out", str(place.folder / "out")], "valid"
-    changes: dict[str, Callable[[], object]] = {
-        "plan": lambda: spoil_file(draw, run_folder / "plan.json"),
-        "a link to a secret": lambda: (folder / "vocab.txt").symlink_to(secret),
-        "a linked folder": lambda: (folder / "more").symlink_to("../.."),
-        "code": lambda: place.plant_code(folder),
-        "a folder inside": lambda: (folder / "more" / "more").mkdir(parents=True),
-        "a file": lambda: spoil_file(draw, pick(draw, sorted(folder.glob("*.json")))),
-        "no folder": lambda: replace_file(draw, folder),
-        "named like weights": lambda: (folder / "model.safetensors").write_text("x"),
-        "named like the config": lambda: (folder / "config.json").write_text("{"),
-    }
-    if valid:
-        argv += pick(draw, ("", "--step 1", "--dtype bf16", "--shard-size 100KB")).split()
-    elif (
-        note := pick(draw, ("arguments", "arguments", "arguments", "out", *changes))
-    ) == "arguments":
-        argv += (note := pick(draw, _EXPORTS)).split()
-    elif note == "out":
-        argv[-1] = note = pick(draw, (*_PATHS, "run", "run/checkpoints"))
-    else:
-        changes[note]()
-    return Case(argv, note[:100], main="tools.export_hf", valid=valid)
+@GATE
+@pytest.mark.parametrize("way", ["replaced", "raw"])
+def test_a_payload_in_a_pickle_is_never_executed(place: Path, way: str) -> None:
+    for payload in _PAYLOADS:
+        _archived(write_checkpoint(2)[0], way, payload)
+        assert _imports(payload) != 0
 
 
-# Invalid arguments of the tools that prepare data.
-_WRONG = {
-    "tools.tokenize_data": "--workers=0 --workers=x --task=3 --tasks=0 --out=nowhere/x --bogus "
-    "--out= --out=/dev/null/x --config=nowhere.toml data.path=nowhere x",
-    "tools.clean_data": "--workers=0 --recipe=nowhere --recipe= --recipe=secret.txt --bogus x.y=1 "
-    "language.keep=x url=1 near_duplicates.buckets=-1 bad_words.file=x",
-    "tools.train_tokenizer": "--vocab-size=1 --vocab-size=x --vocab-size=99999999999 --kind=x "
-    "--vocab-size=16777216 --bogus --text=nowhere --text=",
-}
-
-
-def preparing(draw: Draw[Any], place: Place, valid: bool) -> Case:
-    """Run a tool on possibly spoiled data, or with a spoiled argument or recipe."""
-    main: str = pick(draw, _WRONG)
-    wrong = "nothing" if valid else pick(draw, ("data", "data", "argument", "word", "recipe"))
-    shape = pick(draw, _SHAPES if wrong == "data" else ("lines", "texts"))
-    path, note = _SHAPES[shape](draw, place, wrong != "data")
-    if main == "tools.tokenize_data":
-        place.copied(place.base.cache)
-        argv = [f"data.path={path}", f"data.tokenizer={place.base.tokenizer}", "--workers=1"]
-        argv += [f"data.cache_dir={place.folder / 'cache'}"]
-        if "chats" in note:
-            argv.append("data.template=chatml")
-    elif main == "tools.clean_data":
-        valid = valid and "prompts" not in note and "chats" not in note
-        argv = [str(path), str(place.folder / "cleaned"), "--workers=1", "--recipe=light"]
-    else:
-        argv = [str(path), str(place.folder / "new-tokenizer"), "--vocab-size=300"]
-    place.secret()
-    if wrong == "recipe" and main == "tools.clean_data":
-        text = pick(
-            draw, sorted((REPOSITORY / "tools/cleaning/recipes").glob("*.toml"))
-        ).read_bytes()
-        (place.folder / "recipe.toml").write_bytes(draw(damaged(text)))
-        argv[-1] = f"--recipe={place.folder / 'recipe.toml'}"
-    elif wrong in ("argument", "recipe"):
-        argv.append(pick(draw, _WRONG[main].split()))
-    elif wrong == "word":
-        argv.append(draw_word(draw))
-    return Case(argv, f"{main}, {wrong}: {note} {ascii(argv[-1])[:80]}", main=main, valid=valid)
-
-
-# fmt: off
-KINDS = {data: 160, weights: 120, tokenizer: 80, cache: 70, run: 110, checkpoint: 120,
-         pickles: 80, export: 80, preparing: 90}
-# fmt: on
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_few_inputs_keep_the_rule(inputs: Inputs, kind: Any) -> None:
-    inputs.brief(kind, 2)
-
-
-@pytest.mark.gate("inputs")
-@pytest.mark.parametrize("kind", KINDS)
-def test_seeded_inputs_keep_the_rule(inputs: Inputs, kind: Any) -> None:
-    inputs.seeded(kind, KINDS[kind])
+@GATE
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_changed_states_in_a_pickle_end_cleanly(place: Path, stage: int) -> None:
+    write_checkpoint(stage)
+    assert _imports() == 0
+    for number in range(2):
+        for other in values.variants(_states(stage)[number])[::5]:
+            trees = _states(stage)
+            trees[number] = other
+            write_checkpoint(stage, trees)
+            _imports(other)
 
 
 def _read_index(path: Path) -> object:
-    from harness.checkpoint.index import Index
-
     return Index(read_json(path, 10**6)).check()
 
 
-_HEADER = encoded(json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}))
+_HEADER = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 _INDEX = {"w": {"shape": [2, 3], "kinds": ["weight"], "at": [[0, 4, "a"], [4, 2, "b"]]}}
+
+
+def _safetensors(header: object) -> bytes:
+    return struct.pack("<Q", len(encoded(header))) + encoded(header) + bytes(24)
+
+
 _READERS: dict[str, tuple[Callable[[Path], object], bytes]] = {
-    "index.json": (_read_index, encoded(json.dumps(_INDEX))),
-    "w.safetensors": (read_header, struct.pack("<Q", len(_HEADER)) + _HEADER + bytes(24)),
+    "index.json": (_read_index, encoded(_INDEX)),
+    "w.safetensors": (read_header, _safetensors(_HEADER)),
     "status.json": (read_object, b'{"step": 2, "state": "running"}'),
-    "metrics.jsonl": (lambda path: [*read_lines(path, "step")], b'{"step": 1, "loss": 2.5}\n' * 3),
+    "metrics.jsonl": (lambda path: [*read_lines(path, "step")], b'{"step": 1, "loss": 2}\n' * 3),
 }
+
+
+_READABLE = ("missing", "a link to nowhere", "a link to a secret")
 
 
 @MANY
 @pytest.mark.parametrize("name", _READERS)
 def test_a_spoiled_file_is_read_or_refused(name: str, count: int, tmp_path: Path) -> None:
-    """In this process, which is a thousand times faster."""
-    read, content = _READERS[name]
+    reader, content = _READERS[name]
+    path = tmp_path / name
 
-    @each(count)
-    @given(st.data())
-    def test(data: st.DataObject) -> None:
-        path = tmp_path / "folder" / name
-        remove(path.parent)
-        path.parent.mkdir()
-        path.write_bytes(content)
-        data.draw(st.composite(spoil_file)(path))
-        assume(path.is_file() and not path.is_symlink())
-        with contextlib.suppress(Unusable, ConfigError):
-            read(path)
+    def test(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            reader(path)
+        except (Unusable, ConfigError):
+            return
 
-    test()
+    for data in (b"", *values.RAW):
+        test(data)
+    each(count, values.spoiled(content, path.suffix), test)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in values.NO_FILES if kind not in _READABLE])
+@pytest.mark.parametrize("name", _READERS)
+def test_a_reader_refuses_what_is_no_regular_file(name: str, kind: str, place: Path) -> None:
+    values.replace(Path(name), kind)
+    with pytest.raises((Unusable, ConfigError, OSError)):
+        _READERS[name][0](Path(name))
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "1", None, -1, 2**63, [], {}, float("nan")])
+@pytest.mark.parametrize("name", ["index.json", "w.safetensors"])
+def test_counters_of_other_types_are_refused(name: str, value: Any, tmp_path: Path) -> None:
+    path, (reader, _) = tmp_path / name, _READERS[name]
+    for at in (0, 1):
+        for key in ("shape", "at" if name == "index.json" else "data_offsets"):
+            tree: Any = json.loads(json.dumps(_INDEX if name == "index.json" else _HEADER))
+            row = tree["w"][key]
+            (row[at] if key == "at" else row)[0] = value
+            path.write_bytes(encoded(tree) if name == "index.json" else _safetensors(tree))
+            with pytest.raises(Unusable):
+                reader(path)

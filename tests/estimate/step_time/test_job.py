@@ -144,7 +144,7 @@ def test_other_files_and_factors_of_what_is_no_rate_are_refused(tmp_path: Path, 
     path.write_text(text)
     with pytest.raises(ValueError, match="holds no rates of measured runs"):
         read_site(path)
-    with pytest.raises(ValueError, match="is a device, not a file"):  # without end
+    with pytest.raises(ValueError, match="is not a regular file"):  # without end
         read_site(Path("/dev/zero"))
     Site(None, "fp32", 2, {"watts": 2.0}, 1, 0.0).write(path)
     with pytest.raises(ValueError, match="watts"):
