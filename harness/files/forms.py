@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ from harness.files.turns import (
 _QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem", "source", "user")
 # In preference data: the answer to train on, and part of the name of the rejected one.
 _CHOSEN_NAMES, _REJECTED = "chosen", "reject"
+_OF_SYSTEM = ("system", "system_prompt")
+"""Columns of a conversation's system text; the first that a record has is read."""
+_ROLES = {"role", "from"}
+_ID_NAME = re.compile(r"(^|_)(id|uuid|guid|version|url|uri|hash|sha|date|time|lang|language)$")
+_ID_VALUE = re.compile(r"[\w.:/-]*\d[\w.:/-]*")
 _INPUTS = ("input", "context")
 """Columns that accompany an instruction, in Alpaca's and in Dolly's form."""
 _ANSWERS = (
@@ -48,7 +54,11 @@ def naming(record: Mapping[str, object]) -> str:
     columns.
     """
     kept = {key: value for key, value in record.items() if _REJECTED not in key.lower()}
+    if said := _of_lists(kept):
+        return said
     texts = [key for key, value in kept.items() if isinstance(value, str)]
+    if tools := [key for key in ("tools", "functions") if kept.get(key)]:
+        return f": {tools[0]} belong to a conversation: write messages, and calls as tool_calls"
     turns = [key for key, value in kept.items() if begins_with_turn(value)]
     answers = _like(texts, _ANSWERS)
     if len(turns) == 1 and not answers:
@@ -67,9 +77,28 @@ def naming(record: Mapping[str, object]) -> str:
         chat = example({"question": question, "answer": answer})
         return f"{said}, as text after {question}; {chat} makes them a chat"
     is_part = _like(texts, (*_QUESTIONS, *_ANSWERS)) not in ([], [_CHOSEN_NAMES])
-    if len(texts) == 1 and not turns and not is_part:
+    if len(texts) == 1 and not (turns or is_part or _is_id(texts[0], str(kept[texts[0]]))):
         return f": {example({'text': texts[0]})} names the text"
     return ": name the columns to read in data.columns" if kept else ""
+
+
+def _is_id(name: str, value: str) -> bool:
+    """Return True for an id, a version, a number or an address, by the name or the value."""
+    return bool(_ID_NAME.search(name.lower()) or _ID_VALUE.fullmatch(value.strip()))
+
+
+def _of_lists(record: Mapping[str, object]) -> str:
+    """Return how to convert a record whose content is a list that is no conversation; "" if it has
+    no such list.
+    """
+    for key, value in record.items():
+        if not isinstance(value, list) or begins_with_turn(value) or key in COLUMNS:
+            continue
+        if len(value) > 1 and all(isinstance(item, str) for item in value):
+            return f": write {key} as turns, which are objects with role and content"
+        if value and all(isinstance(item, dict) and not item.keys() & _ROLES for item in value):
+            return f": {key} holds a list of records: write each as a line of its own"
+    return ""
 
 
 def _like(names: list[str], words: tuple[str, ...]) -> list[str]:
@@ -80,6 +109,7 @@ def _like(names: list[str], words: tuple[str, ...]) -> list[str]:
 def _pair(names: list[str]) -> tuple[str, str] | None:
     """Return the columns of a question and its answer; None if their names do not tell."""
     answers = _like(names, _ANSWERS)
+    names = [name for name in names if name not in _OF_SYSTEM]
     questions = [name for name in _like(names, _QUESTIONS) if name not in answers]
     if (
         len(names) == 2 and len(answers) + len(questions) == 1
@@ -243,6 +273,7 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
         raise ValueError(f"must be an object, not {type(record).__name__}")
     columns = columns or _own_names(record)
     form = _form_of(record, columns)
+    columns = {**_companions(record, form, columns), **columns}
     if missing := [columns[name] for name in form.needs if columns[name] not in record]:
         raise ValueError(f"lacks {', '.join(missing)} (data.columns); it has {', '.join(record)}")
     names = [name for name in (*form.needs, *form.may) if name in columns]
@@ -268,8 +299,22 @@ def _own_names(record: Mapping[str, object]) -> dict[str, str]:
     the others make a document, because in a table of several forms every row has all columns.
     """
     names = {name: name for name in COLUMNS if name in record}
-    filled = {name: name for name in names if record[name] is not None}
+    if system := [name for name in _OF_SYSTEM if name in record]:
+        names["system"] = system[0]
+    filled = {name: own for name, own in names.items() if record[own] is not None}
     return filled if any(filled.keys() >= {*form.needs} for form in FORMS) else names
+
+
+def _companions(
+    record: Mapping[str, object], form: Form, columns: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the record's own columns that belong to a form of which data.columns names a part,
+    such as the tools of a conversation or the labels of token ids.
+    """
+    own = {name: name for name in form.may if name in record and name != _INPUTS[0]}
+    if "system" in form.may and (system := [name for name in _OF_SYSTEM if name in record]):
+        own["system"] = system[0]
+    return {name: key for name, key in own.items() if key not in columns.values()}
 
 
 def _require_answer(turns: object, column: str) -> None:

@@ -282,6 +282,7 @@ READING: list[Refusal] = [
     ("a.jsonl.gz", cut(gzip.compress(lines(RECORDS))), "it is damaged or truncated: Comp"),
     ("a.jsonl.zst", cut(WRITERS["a.jsonl.zst"](RECORDS)), "Truncated"),
     ("a.json", cut(json.dumps(RECORDS).encode()), "it is not one complete JSON array: "),
+    ("a.jsonl", b'[\n{"text": "a"}\n]', "it is one JSON array: rename it to a.json"),
     ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "array: more follows the ] after element 1"),
     # The rest of the file is not read.
     ("a.json", UNREAD, "array: Expecting ',' delimiter in element 1"),

@@ -429,6 +429,16 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
     "turns before a text": ({"context": [Q], "response": "3"},
         'data.columns={prompt="context", completion="response"}\' learns only response'),
     "one text": ({"txet": "a"}, "data.columns.text=txet names the text"),
+    "an id beside turns without roles": ({"id": "0", "data": ["1 + 2?", "3"]},
+        "write data as turns, which are objects with role and content"),
+    "records in a record": ({"version": "1", "data": [{"text": "a"}]},
+        "data holds a list of records: write each as a line of its own"),
+    "an address alone": ({"url": "a", "n": 1}, "name the columns to read in data.columns"),
+    "a version alone": ({"of": "1.0.3"}, "name the columns to read in data.columns"),
+    "a system text": ({"id": "0", "system_prompt": "s", "question": "1 + 2?", "response": "3"},
+        'data.columns={question="question", answer="response"}\' makes them a chat'),
+    "calls as text": ({"query": "1 + 2?", "answers": "[add]", "tools": "[]"},
+        "tools belong to a conversation: write messages, and calls as tool_calls"),
     "a prompt alone": ({"prompt": "1 + 2?"}, "name the columns to read in data.columns"),
     "two answers": ({"problem": "a", "solution": "b", "answer": "c"}, "name the columns to read"),
     "texts of any kind": ({"title": "a", "body": "b"}, "it has 'title', 'body': name the columns"),
@@ -447,3 +457,17 @@ def test_columns_of_other_names_are_told_how_to_be_named(name: str) -> None:
         document, _ = read(row, tree["data"]["columns"])
         learned = [*document] if not isinstance(document, Chat | Ids) else document
         assert "4" not in str(learned)
+
+
+@pytest.mark.parametrize("columns", [{}, {"messages": "messages"}])
+def test_named_columns_keep_their_companions(columns: dict[str, str]) -> None:
+    row = {"messages": [Q, A], "tools": [TOOL], "system_prompt": "s", "id": 7}
+    document, notes = read(row, columns)
+    system = {"role": "system", "content": "s"}
+    assert document == Chat([system, Q, A], [TOOL])
+    assert notes == [("columns", "id")]
+
+
+def test_named_ids_keep_their_labels() -> None:
+    row = {"ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    assert read(row, {"input_ids": "ids"})[0] == Ids([5, 6, 7], [(1, 3)])

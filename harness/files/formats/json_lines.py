@@ -55,6 +55,9 @@ def _lines(
                     return bad_lines.add(file, f"it {why}")
                 problem = problem_of(error)
             except json.JSONDecodeError as error:
+                if is_first and text.startswith(b"["):
+                    name = re.sub(r"\.(jsonl|ndjson)\b", ".json", file.name)
+                    return bad_lines.add(file, f"it is one JSON array: rename it to {name}")
                 problem = f"is not valid JSON: {error.msg} at column {error.colno}"
             except RecursionError:
                 problem = "is JSON that is nested too deeply"
