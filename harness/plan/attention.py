@@ -173,11 +173,11 @@ def _check_sizes(draft: Draft) -> None:
     if sizes.get("global", 0) > seq_len:
         why = f"but windows have {seq_len} tokens (data.seq_len)"
         draft.problems.add("model.attention_global", why, f"use at most {seq_len}")
-    if attention == "longformer" and sizes["window"] >= seq_len:
+    if attention in ("longformer", "linformer") and sizes["window"] >= seq_len:
         draft.note(
             "exact_attention",
-            f"longformer with model.attention_window={sizes['window']} is exact attention: windows "
-            f"have {seq_len} tokens (data.seq_len)",
+            f"{attention} with model.attention_window={sizes['window']} is exact attention: "
+            f"windows have {seq_len} tokens (data.seq_len)",
         )
     if attention == "linformer" and sizes["window"] % sizes["features"]:
         draft.problems.say(

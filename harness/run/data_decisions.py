@@ -20,6 +20,7 @@ from harness.engine.processes import raise_together
 from harness.errors import ConfigError
 from harness.plan.batches import length_events, repetition_events, steps_of
 from harness.plan.make import with_facts
+from harness.plan.parallelism import padded
 from harness.plan.plan import Counts, Facts, Plan
 from harness.plan.text import row, settled
 from harness.run.attention import attention_event, verify_attention
@@ -63,7 +64,10 @@ def decide_from_data(
     batched = _batched(plan, data, total_steps)
     for event in batched:
         progress.say(row("batches", event["message"]))
-    more = [*_vocabulary(plan, data), *attention, *batched]
+    vocabulary = _vocabulary(plan, data)
+    for event in vocabulary:
+        progress.say(row("note", event["message"]))
+    more = [*vocabulary, *attention, *batched]
     if data.names and plan.config.model.kernels == "liger":
         why = "model.kernels=liger returns only the total loss of all sources: no loss/NAME"
         more.append({"kind": "sources_unseen", "message": why})
@@ -159,12 +163,17 @@ def _batched(plan: Plan, data: Data, steps: int) -> list[dict[str, Any]]:
 
 
 def _vocabulary(plan: Plan, data: Data) -> list[dict[str, Any]]:
-    """Return an event if pretrained weights have many more rows than the tokenizer has ids."""
+    """Return an event if the model has many more rows than the tokenizer has ids."""
     source, rows = plan.config.model.init_from, plan.model_config.get("vocab_size")
-    if source is None or not isinstance(rows, int) or data.vocab_size > 0.9 * rows:
+    if not isinstance(rows, int) or data.vocab_size > 0.9 * rows:
         return []
     message = f"only {data.vocab_size:,} of {rows:,} vocabulary rows are used"
-    advice = _fitting_tokenizer(plan.config.data.tokenizer, str(tokenizer_of(source)))
+    if source is None:
+        if (Path(plan.config.run.dir or "none") / "plan.json").exists():
+            return []  # the rows of a run that goes on are what they are
+        advice = f"set model.overrides.vocab_size={padded(data.vocab_size, plan.grid.tensor)}"
+    else:
+        advice = _fitting_tokenizer(plan.config.data.tokenizer, str(tokenizer_of(source)))
     return [{"kind": "unused_rows", "message": f"{message}: {advice}"}]
 
 

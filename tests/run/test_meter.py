@@ -249,11 +249,16 @@ def test_sample_ends_at_length_stop_time_or_nonfinite_logits() -> None:
 # --- messages about the vocabulary ---
 
 
-def unused_rows(source: str, tokenizer: str | None, used: int = 8192) -> list[dict[str, Any]]:
+def unused_rows(
+    source: str | None, tokenizer: str | None, used: int = 8192, run_dir: Path | None = None
+) -> list[dict[str, Any]]:
     config = SimpleNamespace(
-        model=SimpleNamespace(init_from=source), data=SimpleNamespace(tokenizer=tokenizer)
+        model=SimpleNamespace(init_from=source),
+        data=SimpleNamespace(tokenizer=tokenizer),
+        run=SimpleNamespace(dir=run_dir),
     )
-    plan: Any = SimpleNamespace(config=config, model_config={"vocab_size": 50_257})
+    grid, model_config = SimpleNamespace(tensor=6), {"vocab_size": 50_257}
+    plan: Any = SimpleNamespace(config=config, model_config=model_config, grid=grid)
     data: Any = SimpleNamespace(vocab_size=used)
     return _vocabulary(plan, data)
 
@@ -276,3 +281,10 @@ def test_unused_rows_name_the_tokenizer_that_fits(tmp_path: Path, source: str) -
     assert advice in message
     assert "has no larger tokenizer: the rest is unused" in unused_rows(own, None)[0]["message"]
     assert unused_rows(own, "other", used=50_000) == []
+
+
+def test_unused_rows_of_random_weights_can_be_left_out(tmp_path: Path) -> None:
+    (event,) = unused_rows(None, "other", 8192, tmp_path)
+    assert event["message"].endswith("rows are used: set model.overrides.vocab_size=8196")
+    (tmp_path / "plan.json").touch()
+    assert unused_rows(None, "other", 8192, tmp_path) == []
