@@ -78,7 +78,8 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str = "none"
-    """torchrun (or accelerate) | deepspeed | torch (another that sets RANK) | slurm | none."""
+    """torchrun (or accelerate) | deepspeed | torch (another that sets RANK) | mpi | slurm |
+    none."""
     accelerator: Literal["cuda", "cpu"] = "cpu"
     gpu: str | None = None
     allocators: str | None = None
@@ -113,13 +114,20 @@ class World:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> World:
         """Return the world from the environment of deepspeed, torchrun and accelerate, else of
-        srun.
+        mpirun or srun.
 
         Without a launcher, this is the only process. The order matters: inside a Slurm step,
-        `deepspeed` sets RANK for its children, which is more specific. Raises ValueError for
-        impossible numbers (rank 3 of 2).
+        `deepspeed` sets RANK for its children, which is more specific, and mpirun starts its own
+        daemons as a step. Raises ValueError for impossible numbers (rank 3 of 2), and if a launcher
+        started several processes, but not as ranks.
         """
-        place = _from_torch_names(environ) or _from_slurm_step(environ) or ("none", 0, 1, 0, 1)
+        place = (
+            _from_torch_names(environ)
+            or _from_mpi(environ, _MPI)
+            or _from_slurm_step(environ)
+            or _from_mpi(environ, _PMI)
+            or _alone(environ)
+        )
         launcher, rank, world_size, local_rank, local_world_size = place
         if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
             raise ValueError(
@@ -160,6 +168,42 @@ def _from_torch_names(environ: Mapping[str, str]) -> _Place | None:
     sizes = {"LOCAL_WORLD_SIZE": "torchrun", "LOCAL_SIZE": "deepspeed", "WORLD_SIZE": "torch"}
     name = next(name for name in sizes if name in environ)
     return sizes[name], rank, world_size, local_rank, _number(environ, name)
+
+
+_MPI = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "JSM_NAMESPACE_")
+"""Beginnings of the variables RANK, SIZE, LOCAL_RANK, LOCAL_SIZE of Open MPI, MVAPICH and jsrun."""
+_PMI = ("PMI_",)
+"""As above, of MPICH and Intel MPI, whose local names differ; srun may set them, too."""
+_LOCAL = {"PMI_LOCAL_RANK": "MPI_LOCALRANKID", "PMI_LOCAL_SIZE": "MPI_LOCALNRANKS"}
+
+
+def _from_mpi(environ: Mapping[str, str], beginnings: tuple[str, ...]) -> _Place | None:
+    """Read an MPI launcher's variables. Raises ValueError for several nodes without address."""
+    begin = next((each for each in beginnings if f"{each}RANK" in environ), None)
+    if begin is None:
+        return None
+    names = (f"{begin}{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    rank, size, local_rank, local_size = (
+        _number(environ, _LOCAL.get(name, name)) for name in names
+    )
+    if size > local_size and "MASTER_ADDR" not in environ:
+        raise ValueError(
+            f"an MPI launcher started {size} ranks on several nodes, but MASTER_ADDR is not set: "
+            "export it to all ranks, with Open MPI as in mpirun -x MASTER_ADDR=NODE"
+        )
+    return "mpi", rank, size, local_rank, local_size
+
+
+def _alone(environ: Mapping[str, str]) -> _Place:
+    """Return the only process. Raises ValueError if a launcher says that there are more."""
+    sizes = ("WORLD_SIZE", "FLUX_JOB_SIZE", *(f"{begin}SIZE" for begin in (*_MPI, *_PMI)))
+    for name in sizes:
+        if name in environ and _number(environ, name) > 1:
+            raise ValueError(
+                f"{name} is {environ[name]}, but no variable says which rank this process is: "
+                "start it with torchrun, deepspeed, mpirun or srun"
+            )
+    return "none", 0, 1, 0, 1
 
 
 def _from_slurm_step(environ: Mapping[str, str]) -> _Place | None:

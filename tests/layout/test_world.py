@@ -28,6 +28,11 @@ SRUN = (
     "SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 "
     "SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=3,1"
 )
+OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=4"
+)
+INTEL_MPI = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"
 # The more specific one wins.
 TORCH_IN_SRUN = "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"
 
@@ -46,6 +51,10 @@ def variables(text: str) -> dict[str, str]:
         # A batch script, not started by srun, is one process, whatever the job has.
         ("SLURM_PROCID=0 SLURM_NTASKS=16 SLURM_JOB_ID=7", ("none", 0, 1, 0, 1)),
         (TORCH_IN_SRUN, ("torch", 1, 2, 1, 2)),
+        (f"{SRUN} {OPEN_MPI} MASTER_ADDR=n1", ("mpi", 5, 8, 1, 4)),
+        (OPEN_MPI.replace("SIZE=8", "SIZE=4").replace("RANK=5", "RANK=1"), ("mpi", 1, 4, 1, 4)),
+        (INTEL_MPI, ("mpi", 1, 2, 1, 2)),
+        (f"{SRUN} {INTEL_MPI}", ("slurm", 3, 4, 0, 3)),
     ],
 )
 def test_world_is_read_from_each_launcher(environ, expected):
@@ -61,6 +70,10 @@ def test_world_is_read_from_each_launcher(environ, expected):
         ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0", "rank 2 of 2"),
         ("RANK=one WORLD_SIZE=2", "RANK is 'one', not a whole number"),
         ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_SIZE=2", "local rank 3"),
+        (OPEN_MPI, "8 ranks on several nodes, but MASTER_ADDR is not set"),
+        ("WORLD_SIZE=2", "WORLD_SIZE is 2, but no variable says which rank"),
+        ("FLUX_JOB_SIZE=2", "FLUX_JOB_SIZE is 2, but no variable says which rank"),
+        ("PMI_RANK=0 PMI_SIZE=2", "MPI_LOCALRANKID is None, not a whole number"),
     ],
 )
 def test_impossible_rank_environment_is_rejected(environ, expected):
