@@ -173,6 +173,8 @@ NOT_FOLLOWED = {
     ),
     "says what to do with files or rows, and names no key": (
         *("plan/weights.py: convert it", "plan/weights.py: holds an adapter"),
+        *("files/forms.py: : ... belong to", "files/forms.py: : write", "files/paths.py"),
+        "files/forms.py: : ... holds a list of records",
         *("plan/weights.py: holds shards of a distributed save", "plan/weights.py: is a link to"),
         *("files/first_bytes.py", "files/chat.py: move that turn into the completion"),
         *("files/corpus_files.py: or move it elsewhere", "files/corpus_files.py: give a file"),
@@ -191,7 +193,7 @@ NOT_FOLLOWED = {
     "needs the folder of a run (tests/checkpoint/test_resume.py follows resume.allow)": (
         *("files/folder_lock.py", "plan/model.py: whose checkpoints have"),
         "data/spec.py: whose sample was read with another tokenizer",
-        *("checkpoint", "run/build.py: save.export", "run/resumption.py", "run/saving.py"),
+        *("checkpoint", "run/resumption.py", "run/saving.py"),
     ),
     "needs the model, which is built later": (
         *("models", "engine/meta_model.py", "engine/layers.py", "engine/stages.py"),

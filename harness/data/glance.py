@@ -252,6 +252,10 @@ class _Size:
 
 
 def _text(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str) -> Glance:
+    if tokenizer is not None and corpus.holds_chats:
+        from harness.data.chat_tokens import ChatEncoder
+
+        ChatEncoder(tokenizer, spec.config.learn)  # rejects a tokenizer without a template
     head = _Head.of(corpus)
     if tokenizer is None:
         if spec.config.tokenizer is None:
