@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from harness.config.assignments import COMMAND_LINE, assign, parse_assignment
@@ -26,6 +27,7 @@ from harness.plan.batches import (
     mark_padding,
     note_length,
     note_unfinished_ramp,
+    open_keys,
     ramp,
 )
 from harness.plan.data import balance, check_data, check_mix, evaluate_splits
@@ -175,9 +177,15 @@ def make_plan(
 
 
 def with_facts(plan: Plan, facts: Facts) -> Plan:
-    """Return the plan made again with what the data and the device tell. Raises ConfigError."""
+    """Return the plan with what the data and the device tell, made again if that changes it. Raises
+    ConfigError.
+    """
     assert plan.draft is not None, "made by make_plan"
-    return _completed(plan.draft, plan.asked, facts)
+    rows = plan.model_config.get("vocab_size") or 0
+    grows = plan.config.model.init_from is not None and facts.ids > rows
+    if grows or facts.attention or facts.has_documents or open_keys(plan.config):
+        return _completed(plan.draft, plan.asked, facts)
+    return replace(plan, facts=facts)
 
 
 def _completed(first: Draft, asked: RunConfig, facts: Facts) -> Plan:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+import harness.models.attention  # noqa: F401, which registers varlen
 from harness.checkpoint.collectives import first_problem
 from harness.config.ds_json import Event
 from harness.data.batch import Batch, on_device
