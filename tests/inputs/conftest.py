@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +20,16 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the current folder, with a corpus and a file that no input may copy."""
+def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder, with a corpus and a file that no input may copy. It has the same
+    path in each test: libraries remember absolute paths of relative ones (fsspec).
+    """
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    (tmp_path / "input").mkdir()
-    monkeypatch.chdir(tmp_path / "input")
+    folder = tmp_path_factory.getbasetemp() / "current"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     write_corpus(Path("corpus"), documents=30)
     Path("secret.txt").write_text(f"{SECRET}\n")
-    return Path.cwd()
+    return folder
