@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checkpoint.compatibility import resume_problems
@@ -48,6 +48,7 @@ FACTS = st.builds(
 )
 
 
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
 @given(line=LINES, first=FACTS, then=FACTS)
 def test_a_run_that_goes_on_has_the_plan_that_it_began_with(
     planned: Planner, tmp_path_factory: pytest.TempPathFactory, line: str, first: Facts, then: Facts
