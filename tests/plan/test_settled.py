@@ -48,7 +48,7 @@ FACTS = st.builds(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@settings(derandomize=True, database=None, deadline=None, max_examples=25)
 @given(line=LINES, first=FACTS, then=FACTS)
 def test_a_run_that_goes_on_has_the_plan_that_it_began_with(
     planned: Planner, tmp_path_factory: pytest.TempPathFactory, line: str, first: Facts, then: Facts
