@@ -27,7 +27,9 @@ from tests.inputs.test_configs import TURNS
 from tests.inputs.values import LFS_POINTER, encoded
 from tests.real_runs import SHORT_RUN, SMALL_MODEL, write_corpus
 
-_RUN = [*SHORT_RUN, "ds.zero_optimization.reduce_bucket_size=1000000", "data.held_out=0.2"]
+# Without a watchdog, which would end this process long after a run that failed.
+_RUN = [*SHORT_RUN, "ds.zero_optimization.reduce_bucket_size=1000000", "data.held_out=0.2",
+        "guard.hang_floor_s=0"]  # fmt: skip
 _SHARED = [*_RUN, *SMALL_MODEL, "data.cache_dir=cache", "save.every=1", "data.path=corpus"]
 _NEW = [*_RUN, "train.steps=1", "run.dir=new"]
 _DATA = [*_NEW, *SMALL_MODEL, "data.tokenizer=run/tokenizer", "data.cache_dir=new-cache"]
