@@ -78,9 +78,11 @@ class Planner:
         *,
         estimate: bool = True,
         counts: Counts | None = None,
+        facts: Facts | None = None,
     ) -> Plan:
         """Return the plan of a line. `ds` holds keys of the JSON that the line's words override;
-        without an `estimate`, nothing is traced. `counts`: as EXAMPLES and WINDOWS.
+        without an `estimate`, nothing is traced. `counts`: as EXAMPLES and WINDOWS; `facts`: these
+        and others.
         """
         words = shlex.split(re.sub(r"\$(\w+)", rf"{self._folder}/\1", line))
         machine = dict(word.split("=") for word in words if word.startswith(_CAPITALS))
@@ -110,7 +112,8 @@ class Planner:
             made = plan_from(command, environ, world)
             if counts is None and "WINDOWS" in machine:
                 counts = Counts(int(machine["EXAMPLES"]), int(machine["WINDOWS"]), is_masked=True)
-            return made if counts is None else with_facts(made, Facts(counts))
+            facts = facts or (Facts(counts) if counts else None)
+            return made if facts is None else with_facts(made, facts)
 
     def problems(self, line: str, ds: Mapping[str, Any] | None = None) -> list[str]:
         with pytest.raises(ConfigError) as caught:
