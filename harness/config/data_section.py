@@ -29,6 +29,7 @@ from harness.config.sections import (
     Section,
     Text,
 )
+from harness.files.chat import problem_of_values
 from harness.files.file_kinds import FORMATS
 from harness.files.forms import problem_of_columns
 from harness.files.kept_sample import TRAIN, kept_sample
@@ -182,6 +183,9 @@ class DataConfig(Section):
     template: PathText | None = None
     """Chat template to use instead of the tokenizer's: a .jinja file or a built-in name such as
     chatml; None: the tokenizer's."""
+    template_values: dict[str, Any] = Field(default_factory=dict)
+    """Values for other variables of the chat template, e.g. {enable_thinking=false}; a row's column
+    chat_template_kwargs comes first."""
     date: Annotated[str, BeforeValidator(_day)] | None = None
     """Date for chat templates that write one, e.g. 2026-01-31 or 2026-01-31T09:30; None: the UTC
     date on which the run first starts, at 00:00, kept when it resumes."""
@@ -301,6 +305,13 @@ class DataConfig(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @field_validator("template_values")
+    @classmethod
+    def _are_for_templates(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if problem := problem_of_values(values):
+            raise ValueError(f"data.template_values {problem}")
+        return values
 
     @field_validator("columns")
     @classmethod

@@ -135,6 +135,7 @@ EXAMPLES = {
     "data.eval_path": '{chat="a.jsonl", code="b.jsonl"}',
     "data.columns": '{text="content"}',
     "data.where": '{language="de"}',
+    "data.template_values": "{enable_thinking=false}",
     "optim.betas": "[0.9, 0.95]",
     "optim.groups": '[{pattern="embed", lr_multiplier=0.5}]',
     "eval.needle_lengths": "[512, 1024]",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,15 +53,17 @@ class Rendered:
 
 
 def divided_control_tokens(
-    tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Iterable[Chat],
+    values: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
     """Return the control tokens that the tokenizer does not know, each with the number of tokens it
     is split into. They are searched for in the first conversation that the template accepts
-    (data.bad_rows may skip others).
+    (data.bad_rows may skip others). `values`: data.template_values.
     """
     text, encoder = "", None
     for chat in chats:
-        encoder = encoder or ChatEncoder(tokenizer, "all")
+        encoder = encoder or ChatEncoder(tokenizer, "all", values=values)
         with contextlib.suppress(ValueError):
             text = encoder.render(chat).text
             break
@@ -73,9 +76,13 @@ class ChatEncoder:
     """Encodes conversations with a tokenizer and its chat template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, learn: str, day: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        learn: str = "assistant",
+        day: str | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
-        """`day` is the date that the template writes; None: today."""
+        """`day` is the date that the template writes; None: today. `values`: its variables."""
         self._tokenizer, self._learn = tokenizer, learn
         if not tokenizer.chat_template:
             raise ConfigError(NO_TEMPLATE)
@@ -87,9 +94,22 @@ class ChatEncoder:
             )
         self._spans = with_full_spans(tokenizer)
         added = tokenizer.added_tokens_decoder
-        self._template = ChatTemplate(tokenizer, day)
+        self._template = ChatTemplate(tokenizer, day, values)
+        self._require_read(values or {})
         self._finder = TurnFinder(self._template, [token.content for token in added.values()])
         self._special = frozenset(added)
+
+    def _require_read(self, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a value of data.template_values that the template does not read."""
+        if not values:
+            return
+        read = self._template.variables(Chat([])) | self._template.variables(Chat([], tools=[{}]))
+        if unread := sorted(values.keys() - read):
+            instead = f"it reads {', '.join(sorted(read))}" if read else "remove it"
+            raise ConfigError(
+                f"data.template_values names {unread[0]}, which the {self._template.name} does not "
+                f"read: {instead}"
+            )
 
     def render(self, chat: Chat) -> Rendered:
         """Return a conversation's text and the spans of it that are trained on.
@@ -98,8 +118,11 @@ class ChatEncoder:
         """
         form, text = self._text(chat)
         notes: list[Note] = [("keys", key) for key in self._unread_keys(chat, text, form)]
-        if chat.tools and text == self._template.text(with_arguments(chat.messages, form), None):
+        notes += [("variables", name) for name in self._template.not_given(chat)]
+        if chat.tools and self._is_text_of(replace(chat, tools=None), text, form):
             notes.append(("turns", _WITHOUT_TOOLS))
+        if chat.values and not chat.values.keys() & self._template.variables(chat):
+            notes.append(("columns", "chat_template_kwargs"))
         turns, places = self._finder.turns_of(chat, text, form), Places()
         notes += [("turns", note) for note in turns.unwritten()]
         needed = {*self._needed(chat)}
@@ -114,11 +137,20 @@ class ChatEncoder:
                 places.missing[number] = error
         return Rendered(text, self._learned(chat, text, form, places), notes)
 
+    def _is_text_of(self, chat: Chat, text: str, form: Arguments) -> bool:
+        """Return True if the template writes `text` for a conversation, too; False if it rejects
+        it.
+        """
+        try:
+            return text == self._template.text(with_arguments(chat.messages, form), chat)
+        except ValueError:
+            return False
+
     def _needed(self, chat: Chat) -> Iterable[int]:
         """Return the numbers of the turns that must be located to know what is trained on."""
         if self._learn == "all":
             return chat.unlearned
-        return chat.turns() if self._template.marks_turns(chat.tools) else self._chosen(chat)
+        return chat.turns() if self._template.marks_turns(chat) else self._chosen(chat)
 
     def _chosen(self, chat: Chat) -> list[int]:
         """Return the numbers of the turns that are trained on, unless data.learn is "all"."""
@@ -131,7 +163,7 @@ class ChatEncoder:
         an object, or as JSON text if it rejects objects or writes them as Python would.
         """
         try:
-            text = self._template.text(chat.messages, chat.tools)
+            text = self._template.text(chat.messages, chat)
             problem = None
         except ValueError as error:
             problem = error
@@ -139,7 +171,7 @@ class ChatEncoder:
         if has_calls and (problem or is_written_as_python(text, chat.messages)):
             try:
                 messages = with_arguments(chat.messages, "text")
-                return "text", self._template.text(messages, chat.tools)
+                return "text", self._template.text(messages, chat)
             except ValueError:
                 pass
         if problem is not None:
@@ -151,12 +183,12 @@ class ChatEncoder:
         if self._learn == "all":
             return _without([(0, len(text))], places.found(chat.unlearned, ""))
         turns, chosen = chat.turns(), self._chosen(chat)
-        if not self._template.marks_turns(chat.tools):
+        if not self._template.marks_turns(chat):
             is_way_out = self._learn == "assistant" and turns[-1] in places
             other = "data.learn=last, or " if is_way_out else ""
             own = places.found(chosen, f": set {other}data.template to one with {_BLOCK}")
             return [(place.start, place.stop) for place in own if place.is_written]
-        _, marked = self._template.marked(with_arguments(chat.messages, form), chat.tools)
+        _, marked = self._template.marked(with_arguments(chat.messages, form), chat)
         marked = [(start, stop) for start, stop in marked if start < stop]
         if places.missing:
             return self._marked_alone(turns, marked, chosen, places)
@@ -204,15 +236,12 @@ class ChatEncoder:
 
     def _is_read(self, key: str, chat: Chat, text: str, form: Arguments) -> bool:
         """Return True if the text changes without a key that the template's source mentions."""
-        if not self._template.names(key, chat.tools):
+        if not self._template.names(key, chat):
             return False
         messages = [
             {k: value for k, value in message.items() if k != key} for message in chat.messages
         ]
-        try:
-            return text != self._template.text(with_arguments(messages, form), chat.tools)
-        except ValueError:  # the template requires the key
-            return True
+        return not self._is_text_of(replace(chat, messages=messages), text, form)
 
     def encode(self, chats: Sequence[Rendered]) -> Iterator[Encoded]:
         """Yield the ids of rendered texts, as apply_chat_template returns them.

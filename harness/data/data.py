@@ -149,7 +149,8 @@ class Data:
         """Warning about control tokens that the first conversation has as plain text, or ""."""
         sources = (*self.sources, *self.set_sources)
         chats = (chat for source in sources for chat in source.corpus.chats())
-        divided = divided_control_tokens(self.tokenizer, chats)
+        values = self.sources[0].config.template_values
+        divided = divided_control_tokens(self.tokenizer, chats, values)
         if not divided:
             return ""
         shown = ", ".join(f"{name} ({count} pieces)" for name, count in divided.items())

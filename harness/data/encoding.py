@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,8 @@ class HowEncoded:
     """Ids prepended to every text document, as when serving; not trained on."""
     day: str | None = None
     """Date that a chat template writes; None: today."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Values of a chat template's variables."""
 
 
 class Encoder:
@@ -52,7 +55,9 @@ class Encoder:
     def __init__(self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, how: HowEncoded) -> None:
         """Raises ConfigError if a corpus of conversations has no chat template."""
         self._corpus, self._tokenizer, self._how = corpus, tokenizer, how
-        self._chats = ChatEncoder(tokenizer, how.learn, how.day) if corpus.holds_chats else None
+        self._chats = None
+        if corpus.holds_chats:
+            self._chats = ChatEncoder(tokenizer, how.learn, how.day, how.values)
         self._num_ids = vocab_size(tokenizer)
         self._spans = with_full_spans(tokenizer)
         self._joins_pieces = not tokenizer.is_fast or joins_pieces(tokenizer)

@@ -255,7 +255,7 @@ def _text(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str) -> Glance:
     if tokenizer is not None and corpus.holds_chats:
         from harness.data.chat_tokens import ChatEncoder
 
-        ChatEncoder(tokenizer, spec.config.learn)  # rejects a tokenizer without a template
+        ChatEncoder(tokenizer, values=spec.config.template_values)  # rejects what the run would
     head = _Head.of(corpus)
     if tokenizer is None:
         if spec.config.tokenizer is None:
@@ -431,9 +431,10 @@ def _first(head: _Head, notes: Mapping[Any, int]) -> str:
     bad = head.bad_lines.skipped_text("bad rows among the first, to be left out")
     if not head.documents:
         return f"cannot be read: {bad or 'there is none'}"
-    unread = Notes(notes).text()
-    left_out = f"left out of {len(head.documents):,} rows: {unread}" if unread else ""
-    return "; ".join(part for part in (_begin(head.documents), left_out, bad) if part)
+    said = Notes(notes)
+    left_out = f"left out of {len(head.documents):,} rows: {said.text()}" if said.text() else ""
+    parts = (_begin(head.documents), left_out, said.unset(), bad)
+    return "; ".join(part for part in parts if part)
 
 
 def _begin(documents: Sequence[Row]) -> str:
@@ -447,8 +448,9 @@ def _begin(documents: Sequence[Row]) -> str:
     turns = sum(len(chat.messages) for chat in chats) / len(chats)
     characters = sum(chat.num_characters for chat in chats) or 1
     learned = sum(chat.num_learned for chat in chats) / characters
-    asked = next(turn for turn in chats[0].messages if turn["role"] == "user")
+    said = next((turn for turn in chats[0].messages if turn["role"] == "user"), None)
+    begin = f"asks {shortened(said['content'])!r}" if said else "has no user turn"
     return (
         f"{len(chats):,} conversations of {turns:.1f} turns, {learned:.0%} of their text the "
-        f"assistant's; the first asks {shortened(asked['content'])!r}"
+        f"assistant's; the first {begin}"
     )

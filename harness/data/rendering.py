@@ -12,17 +12,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, Literal
 
+from jinja2 import nodes
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import (
     _compile_jinja_template,
     _render_with_assistant_indices,
 )
 
-from harness.files.chat import read_template
+from harness.files.chat import Chat, read_template
 from harness.files.pieces import Spans
 from harness.files.turns import ASSISTANT, THOUGHT, Message
 
@@ -62,7 +64,7 @@ class Marks:
 
     def __init__(self, text: str) -> None:
         stem = next(stem for n in count() if (stem := f"Qz{n}Kx") not in text)
-        self._stem, self._mark = stem, re.compile(rf"{stem}(\d+)([a-z])(\d+)z")
+        self.stem, self._mark = stem, re.compile(rf"{stem}(\d+)([a-z])(\d+)z")
 
     def put(
         self, messages: Sequence[Message], kinds: str, *, at_begin: bool = False
@@ -77,7 +79,7 @@ class Marks:
             # Templates compare messages, so equal messages must stay equal.
             key = (message["role"], str(place) if is_own else message["content"])
             number = numbers.setdefault(key, place)
-            put = partial(_with_mark, f"{self._stem}{number}", at_begin)
+            put = partial(_with_mark, f"{self.stem}{number}", at_begin)
             if is_own:
                 marked.append(_in_assistants(message, kinds, put))
             else:
@@ -189,7 +191,6 @@ _CLOCK = "strftime_now"
 
 _SOURCE = "chat_template_source"
 """Tokenizer attribute that records the template name given to set_template."""
-Tools = list[dict[str, Any]] | None
 Arguments = Literal["object", "text"]
 
 
@@ -211,54 +212,72 @@ def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
 class ChatTemplate:
     """A chat template, rendered as of one day."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: str | None = None) -> None:
-        """`day`: the date that the template writes (data.date); None: today."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        day: str | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`day`: the date that the template writes (data.date); None: today. `values`: values of
+        its other variables (data.template_values), which a conversation may override.
+        """
+        self._tokenizer, self._values = tokenizer, values or {}
         today = datetime.combine(date.today(), time())
         self._now = datetime.fromisoformat(day) if day else today
         self._compiled: dict[str, Any] = {}
         self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
         self.name = f"chat template of {getattr(tokenizer, _SOURCE, tokenizer.name_or_path)}"
 
-    def source(self, tools: Tools) -> str:
+    def source(self, chat: Chat) -> str:
         """Return the template's source; conversations with tools may have a separate one."""
-        return str(self._tokenizer.get_chat_template(tools=tools))
+        return str(self._tokenizer.get_chat_template(tools=chat.tools))
 
-    def marks_turns(self, tools: Tools) -> bool:
+    def marks_turns(self, chat: Chat) -> bool:
         """Return True if the template marks the assistant's part with {% generation %}."""
-        return _MARKS_TURNS.search(self.source(tools)) is not None
+        return _MARKS_TURNS.search(self.source(chat)) is not None
 
-    def names(self, key: str, tools: Tools) -> bool:
+    def names(self, key: str, chat: Chat) -> bool:
         """Return True if the template's source mentions a key."""
-        return re.search(rf"\b{re.escape(key)}\b", self.source(tools)) is not None
+        return re.search(rf"\b{re.escape(key)}\b", self.source(chat)) is not None
 
-    def text(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
-        """Return the text of messages; `prompt`: with the start of the assistant's next turn.
+    def variables(self, chat: Chat) -> frozenset[str]:
+        """Return the variables that the template reads besides turns, tools and tokens."""
+        return _variables(self.source(chat))
+
+    def not_given(self, chat: Chat) -> list[str]:
+        """Return the variables that neither the conversation nor data.template_values gives."""
+        return sorted(self.variables(chat) - self._values.keys() - chat.values.keys())
+
+    def text(self, messages: Sequence[Message], chat: Chat, *, prompt: bool = False) -> str:
+        """Return the text of messages, with the tools and values of `chat`; `prompt`: with the
+        start of the assistant's next turn.
 
         Raises ValueError if the template rejects them.
         """
-        return self._render(messages, tools, prompt=prompt)[0]
+        return self._render(messages, chat, prompt=prompt)[0]
 
-    def marked(self, messages: Sequence[Message], tools: Tools) -> tuple[str, Spans]:
+    def marked(self, messages: Sequence[Message], chat: Chat) -> tuple[str, Spans]:
         """Return the text and its {% generation %} parts. Raises ValueError."""
-        return self._render(messages, tools, marks=True)
+        return self._render(messages, chat, marks=True)
 
     def _render(
         self,
         messages: Sequence[Message],
-        tools: Tools,
+        chat: Chat,
         *,
         prompt: bool = False,
         marks: bool = False,
     ) -> tuple[str, Spans]:
         try:
-            compiled = self._compile(self.source(tools))
+            compiled = self._compile(self.source(chat))
             values = {
-                "messages": [_as_template_reads(message) for message in messages],
-                "tools": tools,
                 "documents": None,
-                "add_generation_prompt": prompt,
                 **self._special_tokens,
+                **self._values,
+                **chat.values,
+                "messages": [_as_template_reads(message) for message in messages],
+                "tools": chat.tools,
+                "add_generation_prompt": prompt,
             }
             spans: Spans = []
             if marks:
@@ -278,6 +297,24 @@ class ChatTemplate:
             compiled.globals[_CLOCK] = self._now.strftime
             self._compiled[source] = compiled
         return self._compiled[source]
+
+
+_OF_A_CHAT = frozenset({"messages", "tools", "add_generation_prompt", _CLOCK})
+# What a template asks of a variable that it sets itself if it is not given.
+_ASKS = frozenset({"defined", "undefined", "default", "d"})
+
+
+@cache
+def _variables(source: str) -> frozenset[str]:
+    """Return the variables that a template reads besides the conversation and special tokens."""
+    environment = _compile_jinja_template.__wrapped__(source).environment
+    tree = environment.parse(source)
+    names = find_undeclared_variables(tree) - environment.globals.keys() - _OF_A_CHAT
+    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    asked = [test.node for test in tree.find_all(nodes.Test) if test.name in _ASKS]
+    asked += [filtered.node for filtered in tree.find_all(nodes.Filter) if filtered.name in _ASKS]
+    own -= {node.name for node in asked if isinstance(node, nodes.Name)}
+    return frozenset(name for name in names - own if not name.endswith("_token"))
 
 
 def with_arguments(messages: Sequence[Message], form: Arguments) -> list[Message]:

@@ -120,13 +120,16 @@ class Source:
             yield "bad_rows", self.skipped.skipped_text(), self.skipped.skipped()
         if self.corpus.split:
             yield "split", self.corpus.split_text, {}
-        left_out = Notes({note: n for note, n in self.notes.items() if note != _WITHOUT_END})
-        if left_out:
-            text = f"left out of the rows: {left_out.text()}"
+        rows = {note: n for note, n in self.notes.items() if note[0] != "variables"}
+        left_out = Notes({note: n for note, n in rows.items() if note != _WITHOUT_END})
+        if text := left_out.text():
+            text = f"left out of the rows: {text}"
             yield "left_out_of_rows", text, {"counts": left_out.as_json()}
         if self.added:
             text = f"every document begins with {self.added}, which the tokenizer adds to text"
             yield "begins_with", f"{text}, not learned (data.bos)", {}
+        if unset := self.notes.unset():
+            yield "template_variables", unset, {}
         if self.day:
             yield "date", f"the chat template writes the date {self.day} (data.date)", {}
 
@@ -303,7 +306,7 @@ def _masks_alone(begin: Sequence[int], tokens: IndexedTokens, masks: Masks) -> b
 def how_encoded(spec: DataSpec, tokenizer: PreTrainedTokenizerBase) -> HowEncoded:
     """Return the settings that determine the ids of a source's documents."""
     begin = added_at_begin(tokenizer) if spec.config.bos == "auto" else ()
-    return HowEncoded(spec.config.learn, begin, spec.config.date)
+    return HowEncoded(spec.config.learn, begin, spec.config.date, spec.config.template_values)
 
 
 def _writes_date(corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -329,6 +332,8 @@ def tokens_key(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, spec: DataSpe
     if corpus.holds_chats:
         beside["ends"] = 2  # trained on up to and including the separator
         beside["special_tokens"] = tokenizer.special_tokens_map  # the template may write them
+        if spec.config.template_values:
+            beside["template_values"] = spec.config.template_values
     if (corpus.holds_chats or corpus.holds_text) and trims_spans(tokenizer):
         beside["spans"] = 2  # with the spaces of each token
     return cache_key(

@@ -2,16 +2,17 @@
 
 The conversation is rendered a second time with marks in its texts (rendering.py). Without the marks
 this rendering must equal the first, so each mark shows where its text is. A turn starts after what
-a generation prompt adds to the text before it, and ends with what the template writes after the
-turn's own text. Both are taken from renderings of the conversation up to that point and matched in
+a generation prompt adds to the text before it (without what no turn has, such as an empty thought),
+and ends with what the template writes after the turn's own text. Both are taken from renderings of the conversation up to that point and matched in
 the full text from the mark on, so changes before the mark do not matter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from harness.data.rendering import (
     ARGUMENT,
@@ -32,11 +33,9 @@ _KINDS = (SAID + THOUGHT_OF + NAME + ARGUMENT, SAID + THOUGHT_OF + NAME, SAID + 
 # A template may inspect a text and render it differently with a mark. Then another position is
 # tried, and then fewer marks.
 _MARKED = tuple((kinds, at_begin) for kinds in _KINDS for at_begin in (False, True))
-# Bounded, because a user's text may be full of such tags.
-_OPENS_THOUGHT = re.compile(
-    r"(?:(?:</?[^<>|]{0,32}(?:think|thought|reason)[^<>|]{0,32}>|\[/?THINK\])\s*){1,8}$",
-    re.IGNORECASE,
-)
+_LAST_TAG = re.compile(r"(<\w{1,64}>|\[\w{1,64}\])\s*$")
+_LINE_BREAK = re.compile("\n")
+_TAG, _WORD = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,64}\]"), re.compile(r"\w")
 _LONGEST_TOKEN = 64
 
 WRITES_NOTHING = "assistant turns rendered empty (not learned)"
@@ -46,6 +45,13 @@ WITHOUT_TEXT = "assistant turns whose text the template leaves out beside calls"
 WITHOUT_THOUGHT = "assistant turns whose thoughts the template leaves out"
 WITHOUT_END = "assistant turns without an end token"
 OTHER_TEXT = "assistant turns whose text the template changes"
+
+
+def _opened(text: str, following: str) -> str:
+    """Return the tag at the end of a text that the text behind it closes, or ""."""
+    tag = _LAST_TAG.search(text)
+    closes = tag and f"{tag[1][0]}/{tag[1][1:]}" in following
+    return tag[0] if tag and closes else ""
 
 
 class NotFound(ValueError):
@@ -78,7 +84,7 @@ class TurnFinder:
     def _closes_turns(self) -> bool:
         turns = [{"role": "user", "content": "why"}, {"role": ASSISTANT, "content": "therefore"}]
         try:
-            text = self.template.text(turns, None)
+            text = self.template.text(turns, Chat([]))
         except ValueError:
             return True
         return self._tokens.search(text.rpartition("therefore")[2]) is not None
@@ -93,7 +99,7 @@ class TurnFinder:
             tried.append(marked)
             messages = with_arguments(marked, form)
             try:
-                whole = marks.take(self.template.text(messages, chat.tools), messages)
+                whole = marks.take(self.template.text(messages, chat), messages)
             except ValueError:
                 continue
             if whole.text == text:
@@ -113,6 +119,10 @@ class TurnFinder:
         """Return the end of the special token at a position; -1 if there is none."""
         found = self._tokens.match(text, place)
         return found.end() if found else -1
+
+    def ends(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield the special tokens and line breaks of a text."""
+        yield from chain(self._tokens.finditer(text), _LINE_BREAK.finditer(text))
 
     def same(self, text: str, other: str) -> int:
         """Return the length of the common prefix of two texts, without part of a token."""
@@ -199,15 +209,59 @@ class Turns:
         return bool(self.marks.in_message(message)) or all(word in text for word in words)
 
     def _start(self, number: int) -> int | None:
-        """Return the start of a turn: after the prompt, or after its role marker if the prompt also
-        opens a thought and the turn does not.
+        """Return the start of a turn: after the prompt, or after its role marker if the prompt goes
+        on otherwise than the turn, for example with an empty thought. None if the turn has neither.
         """
+        if number == 0:
+            return self._start_of_first()
         prompt = self._of_first(number, prompt=True)
         place, in_prompt = self._before(number, prompt)
         behind = prompt.text[in_prompt:]
-        if not self.whole.text.startswith(behind, place):
-            behind = _OPENS_THOUGHT.sub("", behind)
-        return place + len(behind) if self.whole.text.startswith(behind, place) else None
+        if self.whole.text.startswith(behind, place):
+            return place + len(behind)
+        size = self._marker(number, behind, self.whole.text[place:])
+        return None if size is None else place + size
+
+    def _start_of_first(self) -> int | None:
+        """Return the start of a turn that begins the conversation, or None: behind its role marker,
+        which is what a prompt behind a user's turn has in common with it.
+        """
+        word, text = self.marks.stem, self.finder.template.text
+        asked, said = ([{"role": role, "content": word}] for role in ("user", ASSISTANT))
+        try:
+            without, prompt = text(asked, self.chat), text(asked, self.chat, prompt=True)
+            begin = text(said, self.chat).partition(word)[0]
+        except ValueError:
+            return None
+        prompt = prompt[self.finder.same(without, prompt) :]
+        ends = {len(prompt), *(found.end() for found in self.finder.ends(prompt))}
+        is_marked = any(begin.endswith(prompt[:end]) for end in ends if end)
+        return len(begin) if is_marked and self.whole.text.startswith(begin) else None
+
+    def _marker(self, number: int, prompt: str, text: str) -> int | None:
+        """Return the length of what a turn's `text` and its `prompt` have in common, up to the end
+        of the role marker, which is also in front of a turn that has only an unknown word to say.
+        """
+        first, word = self.messages[:number], self.marks.stem
+        turn = {"role": ASSISTANT, "content": word}
+        try:
+            plain = self.marks.take(self.finder.template.text([*first, turn], self.chat), first)
+        except ValueError:
+            return None
+        without = self._of_first(number)
+        begin = plain.text[self._before(number, plain)[1] :].partition(word)[0]
+        earlier = without.text[self._before(number, without)[1] :]
+        is_behind_result = number > 0 and self.messages[number - 1]["role"] == "tool"
+        if is_behind_result and begin.strip() == earlier.strip() and text.startswith(earlier):
+            return len(earlier)  # the turn goes on behind the result of its call
+        size = self.finder.same(begin[: self.finder.same(begin, prompt)], text)
+        if size < len(begin):
+            size = max([0, *(found.end() for found in self.finder.ends(begin[:size]))])
+        size -= len(_opened(begin[:size], text[size:]))
+        if size <= self.finder.same(earlier, prompt):  # nothing of what makes it a prompt
+            return None
+        rest = _TAG.sub("", self.finder.without_tokens(begin[size:]))
+        return None if _WORD.search(rest) else size
 
     def _stop(self, number: int) -> int | None:
         """Return the end of a turn, including the token that ends it."""
@@ -254,7 +308,7 @@ class Turns:
             return self.whole
         first, template = self.messages[:messages], self.finder.template
         try:
-            text = template.text(first, self.chat.tools, prompt=prompt)
+            text = template.text(first, self.chat, prompt=prompt)
         except ValueError as error:
             problem = str(error).removeprefix(f"is rejected by the {template.name}: ")
             raise NotFound(

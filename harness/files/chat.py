@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,10 +18,12 @@ from harness.files.turns import (
     Message,
     Turn,
     are_turns,
+    parsed,
     text_of,
     tools_of,
     turn_of,
     turns_of,
+    type_of,
 )
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "data" / "templates"
@@ -52,14 +54,8 @@ def read_template(template: str) -> str:
 MOST_CHARACTERS = 1 << 24
 _MARKED: Note = ("turns", "turns of roles other than the assistant that are marked as learned")
 _THOUGHT_LOST: Note = ("turns", "thoughts of roles other than the assistant (not read)")
-# Roles that may follow; None: the start.
-_NEXT = {
-    None: ("system", "user"),
-    "system": ("user",),
-    "user": (ASSISTANT,),
-    ASSISTANT: ("user", "tool"),
-    "tool": ("tool", ASSISTANT),
-}
+# Variables that a row or data.template_values cannot set: they come from its turns and columns.
+_OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,8 @@ class Chat:
     """Number of leading messages that form a prompt, trained on only if everything is."""
     notes: tuple[Note, ...] = field(default=(), compare=False)
     """Content of the row that is not read."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The row's values for other variables of the template."""
 
     @property
     def num_characters(self) -> int:
@@ -98,14 +96,18 @@ class Chat:
 
 
 def chat_of(
-    turns: Iterable[Turn], tools: object = None, functions: object = None, system: object = None
+    turns: Iterable[Turn],
+    tools: object = None,
+    functions: object = None,
+    system: object = None,
+    chat_template_kwargs: object = None,
 ) -> Chat:
-    """Return a conversation of `turns`, with the schemas of its tools. Raises ValueError with the
-    problem.
+    """Return a conversation of `turns`, with the schemas of its tools and values for variables of
+    the template. Raises ValueError with the problem.
     """
     joined = _joined_calls(_with_system([*turns], system))
     messages = [turn.message for turn in joined]
-    _require_order(messages)
+    _require_assistant(messages)
     marks = [
         (n, turn.is_learned, turn.message["role"] == ASSISTANT) for n, turn in enumerate(joined)
     ]
@@ -116,6 +118,7 @@ def chat_of(
         tools_of(tools, functions),
         frozenset(n for n, mark, is_own in marks if mark is False and is_own),
         notes=(_MARKED,) * others + (_THOUGHT_LOST,) * lost,
+        values=_values_of(chat_template_kwargs),
     )
     if chat.num_characters > MOST_CHARACTERS:
         raise ValueError(f"is a conversation with more than {MOST_CHARACTERS:,} characters")
@@ -188,18 +191,31 @@ def _goes_on(before: Message, message: Message) -> bool:
     return is_assistants and bool(message.get("tool_calls")) and not message["content"].strip()
 
 
-def _require_order(messages: list[Message]) -> None:
-    before = None
-    for message in messages:
-        role = message["role"]
-        if role not in _NEXT[before]:
-            after = "at the beginning" if before is None else f"after {before}"
-            raise ValueError(
-                f"has roles out of order: {role} {after}, instead of {' or '.join(_NEXT[before])}"
-            )
-        says = message["content"].strip() or message.get("tool_calls") or message.get(THOUGHT)
-        if role == ASSISTANT and not says:
-            raise ValueError("has an empty assistant turn")
-        before = role
-    if not any(message["role"] == ASSISTANT for message in messages):
+def _require_assistant(messages: list[Message]) -> None:
+    """Raise ValueError without an assistant's turn, or for an empty one; the order of roles is the
+    template's business.
+    """
+    own = [message for message in messages if message["role"] == ASSISTANT]
+    if not own:
         raise ValueError("has no assistant turn: nothing to learn")
+    for turn in own:
+        if not (turn["content"].strip() or turn.get("tool_calls") or turn.get(THOUGHT)):
+            raise ValueError("has an empty assistant turn")
+
+
+def _values_of(given: object) -> dict[str, Any]:
+    """Return a row's values for variables of the template, without nulls, from an object or JSON
+    text. Raises ValueError.
+    """
+    values = parsed(given) if given else {}
+    if not isinstance(values, dict):
+        raise ValueError(f"chat_template_kwargs must be an object, not {type_of(values)}")
+    if problem := problem_of_values(values):
+        raise ValueError(f"has chat_template_kwargs that {problem}")
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def problem_of_values(values: Mapping[str, Any]) -> str | None:
+    """Return why values cannot be given to a template; None if they can."""
+    own = sorted(_OWN_VARIABLES & values.keys())
+    return f"name {own[0]}, which the turns and columns of each row give" if own else None

@@ -216,7 +216,7 @@ def _chat(row: Values, turns: list[Turn]) -> Chat:
     """Return the conversation of `turns` and the other columns of a row."""
     if row.get("history"):
         turns = [*pairs_of(row["history"]), *turns]
-    return chat_of(turns, row.get("tools"), row.get("functions"), row.get("system"))
+    return chat_of(turns, **{key: row.get(key) for key in _OF_CHATS[1:]})
 
 
 def _instruction(row: Values) -> Chat:
@@ -240,11 +240,12 @@ def _turns(column: str, *, is_second: bool = False) -> Form:
 
 
 def _completed(row: Values) -> Chat:
-    more = {key: row.get(key) for key in ("tools", "functions", "system")}
+    more = {key: row.get(key) for key in _OF_CHATS[1:]}
     return completed(row["prompt"], row["completion"], **more)
 
 
-_OF_CHATS: tuple[str, ...] = ("history", "system", "tools", "functions")
+_VALUES = "chat_template_kwargs"
+_OF_CHATS: tuple[str, ...] = ("history", "system", "tools", "functions", _VALUES)
 _TURNS: set[str] = {"messages", "conversations", "conversation"}
 _TEXT_PAIR = Form(("prompt", "completion"), _completion)
 _TURNS_PAIR = Form(("prompt", "completion"), _completed, _OF_CHATS[1:])

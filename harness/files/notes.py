@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
-Kind = Literal["columns", "keys", "turns"]
+Kind = Literal["columns", "keys", "turns", "variables"]
 Note = tuple[Kind, str]
-"""A kind, and a name: of a column, of a key of turns, or of a group of turns."""
+"""A kind, and a name: of a column, of a key of turns, of a group of turns, or of a variable that
+the chat template reads and that has no value."""
 _SHOWN, _MOST = 12, 1000
 _OTHERS = "others"
 _LONGEST = 60
@@ -27,17 +28,23 @@ class Notes(Counter[Note]):
             self[note] += count
 
     def text(self) -> str:
-        """Return one clause per kind; "" if there are no notes."""
-        columns, keys, turns = (
-            {name: count for (noted, name), count in sorted(self.items()) if noted == kind}
-            for kind in ("columns", "keys", "turns")
-        )
+        """Return what is left out, one clause per kind; "" if nothing is."""
+        columns, keys, turns = self._of("columns"), self._of("keys"), self._of("turns")
         parts = [f"{count:,} {name}" for name, count in turns.items()]
         if keys:
             parts.insert(0, f"keys of turns {_listed(keys)}")
         if columns:
             parts.insert(0, f"columns {_listed(columns)}")
         return ", ".join(parts)
+
+    def unset(self) -> str:
+        """Return which variables of the chat template have no value; "" if all do."""
+        names = self._of("variables")
+        text = f"the chat template also reads {_listed(names)}: not given (data.template_values)"
+        return text if names else ""
+
+    def _of(self, kind: Kind) -> dict[str, int]:
+        return {name: count for (noted, name), count in sorted(self.items()) if noted == kind}
 
     def as_json(self) -> dict[str, int]:
         """Return plain values for from_json."""
