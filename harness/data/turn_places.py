@@ -3,8 +3,9 @@
 The conversation is rendered a second time with marks in its texts (rendering.py). Without the marks
 this rendering must equal the first, so each mark shows where its text is. A turn starts after what
 a generation prompt adds to the text before it (without what no turn has, such as an empty thought),
-and ends with what the template writes after the turn's own text. Both are taken from renderings of the conversation up to that point and matched in
-the full text from the mark on, so changes before the mark do not matter.
+and ends with what the template writes after the turn's own text. Both are taken from renderings of
+the conversation up to that point and matched in the full text from the mark on, so changes before
+the mark do not matter.
 """
 
 from __future__ import annotations
