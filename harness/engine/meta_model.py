@@ -41,7 +41,8 @@ def empty_model(
             f"model.attention={attention}: {plan.model_config['model_type']} models do not pass "
             "document boundaries to their attention: use sdpa or eager"
         )
-    if document_mask:
+    # data.batching other than packed has one document in each window.
+    if document_mask and plan.config.data.batching == "packed":
         _require_document_mask(plan, model)
     if plan.grid.sequence > 1 and not takes_keywords(model):
         raise ConfigError(
@@ -73,5 +74,6 @@ def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
     if not separates_documents(skeleton):
         raise ConfigError(
             f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
-            f"boundaries, but {rule}: set data.document_mask=false, or use another model"
+            f"boundaries, but {rule}: set data.batching=padded, which has one document in each "
+            "window, data.document_mask=false, or use another model"
         )

@@ -20,7 +20,7 @@ from harness.config.ds_json import read_ds_json
 from harness.config.run_config import RunConfig
 from harness.engine import single_stage
 from harness.engine.fragments import grad_norm, is_copy, note_copies, part_of
-from harness.engine.meta_model import _require_document_mask, empty_model
+from harness.engine.meta_model import empty_model
 from harness.engine.reading import read_weights
 from harness.errors import ConfigError
 from harness.layout.box import Part, Range, share_of
@@ -31,7 +31,7 @@ from harness.models.units import units
 from harness.plan.command import parse_command, plan_from
 from harness.plan.make import make_plan
 from tests.engine.engines import WORLD, different, engine_of, folder, given_weights, losses
-from tests.engine.small import MODEL
+from tests.engine.small import CONFIGS, MODEL
 from tests.ranks import ranks
 from tests.run_tools import printed
 from tests.shipped import DS_CONFIGS
@@ -135,25 +135,29 @@ def test_weight_loading_bar_is_shown_by_rank_0_only(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "problem"),
+    ("family", "data", "is_refused"),
     [
-        ({"model_type": "opt", "ffn_dim": 64, "max_position_embeddings": 128}, "opt models ignore"),
-        ({"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 128}, None),
+        ("opt", {}, True),
+        ("opt", {"document_mask": False}, False),
+        ("opt", {"batching": "padded"}, False),
+        ("llama", {}, False),
     ],
 )
 def test_document_mask_is_required_where_boundaries_matter(
-    model: dict[str, Any], problem: str | None, tmp_path: Path
+    family: str, data: dict[str, Any], is_refused: bool, tmp_path: Path
 ) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({**sizes, **model}))
-    plan = make_plan(RunConfig.model_validate({"model": {"name": str(tmp_path)}}), {}, World())
-    empty = skeleton(hf_config(plan.model_config), torch.float32)
-    if problem is None:
-        _require_document_mask(plan, empty)
+    """A way out that the message names is taken."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[family]))
+    tree = {"model": {"name": str(tmp_path)}, "data": {"seq_len": 16, **data}}
+    plan = make_plan(RunConfig.model_validate(tree), {}, World())
+    mask = data.get("document_mask", True)
+    if not is_refused:
+        assert empty_model(plan, trust_remote_code=False, document_mask=mask)
         return
-    with pytest.raises(ConfigError, match=problem) as caught:
-        _require_document_mask(plan, empty)
-    assert "data.document_mask=false" in str(caught.value)
+    with pytest.raises(ConfigError, match="opt models ignore document boundaries") as caught:
+        empty_model(plan, trust_remote_code=False, document_mask=mask)
+    for word in ("data.batching=padded", "data.document_mask=false"):
+        assert word in str(caught.value)
 
 
 @ranks(2)
