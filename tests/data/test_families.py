@@ -23,8 +23,8 @@ from tests.data.chat_tokenizers import TOOLS
 
 TEMPLATES = Path(__file__).with_name("templates")
 _TOKENS = re.compile(
-    r"<\|[^|<> ']+\|?>|<[^|<> ']+\|>|<\uff5c[^\uff5c<>]+\uff5c>|\[/?[A-Z_]+\]|\[\|[a-z]+\|\]|\[gMASK\]"
-    r"|<sop>|\]~!?b\[|\]~b\]|\[e~\[|<SPECIAL_\d+>|</?seed:\w+>|</?role>"
+    r"<\|[^|<> ']+\|?>|<[^|<> ']+\|>|<\uff5c[^\uff5c<>]+\uff5c>|\[/?[A-Z_]+\]|\[\|[a-z]+\|\]"
+    r"|\[gMASK\]|<sop>|\]~!?b\[|\]~b\]|\[e~\[|<SPECIAL_\d+>|</?seed:\w+>|</?role>"
     r"|</?(?:think|tool_call|tool_response|arg_key|arg_value|start_of_turn|end_of_turn)>"
 )
 
@@ -202,7 +202,9 @@ class Read:
         start, stop = next(run for run in self.runs() if run[0] <= at.start < run[1])
         assert self.text[:start].endswith(tuple(self.family.prompts))
         if self.family.name != "gptoss":
-            assert not any(prompt in self.text[start:stop] for prompt in self.family.prompts if prompt)
+            assert not any(
+                prompt in self.text[start:stop] for prompt in self.family.prompts if prompt
+            )
         ends = [self.text.find(end, at.stop) for end in self.family.ends]
         places = zip(ends, self.family.ends, strict=True)
         found = [(place, end) for place, end in places if place >= 0]
