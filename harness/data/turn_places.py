@@ -256,6 +256,9 @@ class Turns:
         is_behind_result = number > 0 and self.messages[number - 1]["role"] == "tool"
         if is_behind_result and begin.strip() == earlier.strip() and text.startswith(earlier):
             return len(earlier)  # the turn goes on behind the result of its call
+        added = prompt[self.finder.same(earlier, prompt) :]
+        if added.strip() and begin.endswith(added) and text.startswith(begin):
+            return len(begin)  # what precedes the prompt is otherwise if a turn follows
         size = self.finder.same(begin[: self.finder.same(begin, prompt)], text)
         if size < len(begin):
             size = max([0, *(found.end() for found in self.finder.ends(begin[:size]))])
