@@ -206,27 +206,29 @@ class SpecialIds:
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that ends an assistant turn in the chat template: the one after its text, or
-    the marker of the next role if the template writes none.
+    """Return the token that ends an assistant turn in the chat template: the one after its text,
+    whether turns follow or not, or the marker of the next role if the template writes none.
     """
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "therefore"}]
+    behind = []
     for more in ([], [{"role": "user", "content": "so?"}]):
         try:
             text = str(tokenizer.apply_chat_template([*turns, *more], tokenize=False))
         except Exception:  # a template may raise anything
-            return None
-        _, separator, behind = text.rpartition("therefore")
-        if separator and behind.strip():
-            return _last_of_first(tokenizer.get_added_vocab(), behind.lstrip())
-    return None
+            text = ""
+        _, found, after = text.rpartition("therefore")
+        behind.append(after.lstrip() if found else "")
+    tokens = tokenizer.get_added_vocab()
+    end = _last_of_first(tokens, *behind)
+    return end if end is not None else _last_of_first(tokens, behind[0] or behind[1])
 
 
-def _last_of_first(tokens: Mapping[str, int], text: str) -> int | None:
-    """Return the last of the consecutive tokens at the start of a text."""
+def _last_of_first(tokens: Mapping[str, int], *texts: str) -> int | None:
+    """Return the last of the consecutive tokens at the start of all texts."""
     last = None
-    while begun := [token for token in tokens if text.startswith(token)]:
+    while begun := [token for token in tokens if all(text.startswith(token) for text in texts)]:
         last = max(begun, key=len)
-        text = text[len(last) :]
+        texts = tuple(text[len(last) :] for text in texts)
     return None if last is None else tokens[last]

@@ -37,6 +37,7 @@ _MARKED = tuple((kinds, at_begin) for kinds in _KINDS for at_begin in (False, Tr
 _LAST_TAG = re.compile(r"(<\w{1,64}>|\[\w{1,64}\])\s*$")
 _LINE_BREAK = re.compile("\n")
 _TAG, _WORD = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,64}\]"), re.compile(r"\w")
+_EMPTY_THOUGHT = re.compile(r"(?:<(\w{1,64})>\s*</\1>|\[(\w{1,64})\]\s*\[/\2\])\s*$")
 _LONGEST_TOKEN = 64
 
 WRITES_NOTHING = "assistant turns rendered empty (not learned)"
@@ -255,14 +256,24 @@ class Turns:
         is_behind_result = number > 0 and self.messages[number - 1]["role"] == "tool"
         if is_behind_result and begin.strip() == earlier.strip() and text.startswith(earlier):
             return len(earlier)  # the turn goes on behind the result of its call
+        added = prompt[self.finder.same(earlier, prompt) :]
+        if added.strip() and begin.endswith(added) and text.startswith(begin):
+            return len(begin)  # what precedes the prompt is otherwise if a turn follows
         size = self.finder.same(begin[: self.finder.same(begin, prompt)], text)
         if size < len(begin):
             size = max([0, *(found.end() for found in self.finder.ends(begin[:size]))])
         size -= len(_opened(begin[:size], text[size:]))
-        if size <= self.finder.same(earlier, prompt):  # nothing of what makes it a prompt
-            return None
-        rest = _TAG.sub("", self.finder.without_tokens(begin[size:]))
-        return None if _WORD.search(rest) else size
+        return size if self._is_marker(begin, size, earlier, prompt) else None
+
+    def _is_marker(self, begin: str, size: int, earlier: str, prompt: str) -> bool:
+        """Return True if the first characters of what precedes a turn of one word hold the whole
+        role marker; `earlier`: what is written without the turn and its prompt.
+        """
+        rest = begin[size:]
+        if earlier == prompt:  # the prompt is written without being asked for, or there is none
+            return not _EMPTY_THOUGHT.sub("", rest).strip()
+        is_of_prompt = size > self.finder.same(earlier, prompt)
+        return is_of_prompt and not _WORD.search(_TAG.sub("", self.finder.without_tokens(rest)))
 
     def _stop(self, number: int) -> int | None:
         """Return the end of a turn, including the token that ends it."""
@@ -297,11 +308,13 @@ class Turns:
         """Return True if the span holds all texts of the turn and none of a later turn."""
         own = self.whole.of(number).values()
         following = range(number + 1, len(self.messages))
-        later = [
-            place for later_number in following for place in self.whole.of(later_number).values()
-        ]
-        is_own = start < stop and all(start <= place <= stop for place in own)
-        return is_own and min(later, default=stop) >= stop
+        # A template may write a later turn in front, for example of the system.
+        is_free = all(
+            not start <= place < stop
+            for later in following
+            for place in self.whole.of(later).values()
+        )
+        return is_free and start < stop and all(start <= place <= stop for place in own)
 
     def _of_first(self, messages: int, *, prompt: bool = False) -> Placed:
         """Return the rendering of the first messages. Raises NotFound."""

@@ -202,6 +202,12 @@ TEXTS = {
     "no ends": (ROLES + PROMPT, [USER, BOT] * 2, "b.<|im_start|>b.<|im_end|>"),
     "no end before a user": (ROLES + PROMPT, [USER, BOT, USER], "b.<|im_start|>"),
     "no special token": (PLAIN, [USER, BOT], "b.\n<|im_end|>"),
+    "a note to the last user": (
+        ROLES.replace("}}{%", "}}{{ ' /think' if loop.last and m.role == 'user' else '' }}{%")
+        + PROMPT,
+        [USER, BOT] * 2,
+        "b.<|im_start|>b.<|im_end|>",
+    ),
     # Arguments are given as an object, or as text where the template would quote, reject or write
     # it as Python.
     **{
