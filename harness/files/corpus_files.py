@@ -20,6 +20,7 @@ from harness.errors import ConfigError, Unusable
 from harness.files.arrow_rows import why_no_pyarrow
 from harness.files.file_kinds import format_of, kind_of, known_format
 from harness.files.first_bytes import BY_SUFFIX, GET_LFS, is_lfs_pointer
+from harness.files.foreign import why_foreign
 from harness.files.other_files import (
     DOT_FILES,
     DOT_FOLDERS,
@@ -110,6 +111,9 @@ def find_files(
 def _files_of(
     named: Path, path: str, format: str | None, at_most: int | None, split: str | None
 ) -> CorpusFiles:
+    is_read = named.is_dir() or named.is_file()
+    if format is None and is_read and (why_not := why_foreign(named)):
+        raise ConfigError(f"data.path: {path} {why_not}")
     is_half = format is None and named.suffix in (".bin", ".idx")
     prefix = named.with_suffix("") if is_half else named
     pair = (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
@@ -142,6 +146,8 @@ def _files_of(
 
 def _instead_of(named: Path, path: str) -> str:
     """Return the advice that ends a sentence about a missing path; "" if there is none."""
+    if any(sign in named.name for sign in "*?[") and any(named.parent.glob(named.name)):
+        return f": it is a pattern: name the folder, data.path={named.parent}"
     if near := near_path(named):
         return f"; did you mean {near}?"
     suffix = named.suffix.lower()

@@ -262,7 +262,7 @@ FOUND: list[Refusal] = [
     ("a.txt.zst", b"\x28\xb5\x2f\xfd", "is compressed: zstd -d FILE"),
     ("a", ZIPPED, "is compressed: gunzip -k FILE"),
     ("a.tar", b"a", "is an archive: unpack it"),
-    ("a.npy", b"\x93NUMPY", "write token ids as a .bin/.idx pair"),
+    ("a.npy", b"\x93NUMPY", "is an array and cannot be read: run python -c"),
     ("a.pdf", b"%PDF-1.4", "extract its text to a .txt"),
     ("a.png", b"\x89PNG\r\n\x1a\n\0", "is not UTF-8 text"),
     ("a.jsonlines", LINES.encode(), "unknown suffix .jsonlines: data.format=text reads it"),
