@@ -172,7 +172,7 @@ NOT_FOLLOWED = {
         *("config/run_file.py: there is no run config", "plan/command.py"),
     ),
     "says what to do with files or rows, and names no key": (
-        *("plan/weights.py: convert it", "plan/weights.py: holds an adapter"),
+        *("plan/weights.py: convert it", "plan/model_config.py: ... holds an adapter"),
         *("files/forms.py: : ... belong to", "files/forms.py: : write", "files/paths.py"),
         "files/forms.py: : ... holds a list of records",
         *("plan/weights.py: holds shards of a distributed save", "plan/weights.py: is a link to"),

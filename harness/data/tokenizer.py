@@ -205,9 +205,9 @@ def load_tokenizer(
                 f"data.tokenizer is {str(source)!r}: there is no such folder, and it is not in "
                 f"the hub's local cache{reached}: set data.tokenizer=FOLDER"
             ) from None
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"data.tokenizer: {source} cannot be opened as a tokenizer: {type(error).__name__}: "
-            f"{error}"
+            f"data.tokenizer: {source} cannot be opened as a tokenizer: {problem}"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(

@@ -19,6 +19,7 @@ from harness.files.turns import (
     Turn,
     are_turns,
     begins_with_turn,
+    is_role,
     pairs_of,
     parsed,
     turns_of,
@@ -272,6 +273,8 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
     """
     if not isinstance(record, dict):
         raise ValueError(f"must be an object, not {type(record).__name__}")
+    if not columns:
+        _require_no_turn(record)
     columns = columns or _own_names(record)
     form = _form_of(record, columns)
     columns = {**_companions(record, form, columns), **columns}
@@ -293,6 +296,17 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
         if key not in used and value not in (None, "", [], {})
     ]
     return document, [*notes, *(document.notes if isinstance(document, Chat) else ())]
+
+
+def _require_no_turn(record: Mapping[str, object]) -> None:
+    """Raise ValueError for a row that is one turn of a conversation."""
+    role = next((key for key in ("role", "from") if is_role(record.get(key))), None)
+    text = next((key for key in ("content", "value", "text") if key in record), None)
+    if role and text and not record.keys() & {*_TURNS}:
+        raise ValueError(
+            f"is one turn of a conversation ({role} is {record[role]!r}): write all turns of a "
+            f"conversation in one row, as messages; data.columns.text={text} reads each as a text"
+        )
 
 
 def _own_names(record: Mapping[str, object]) -> dict[str, str]:

@@ -143,6 +143,11 @@ class Turn:
     """True if a role other than the assistant has reasoning, which is not read."""
 
 
+def is_role(name: object) -> bool:
+    """Return True for the name of a role in any form."""
+    return isinstance(name, str) and name.lower() in _ROLES
+
+
 def is_turn(value: object) -> bool:
     """Return True for a turn of OpenAI's or ShareGPT's form."""
     return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))

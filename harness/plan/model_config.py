@@ -7,6 +7,7 @@ this order.
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -118,9 +119,25 @@ def find_model_config(
     return _read_config(_from_hub(name, origin, key), name), name
 
 
+def merge_first(folder: Path) -> str:
+    """Return what to do with a folder that holds an adapter."""
+    code = (
+        "from peft import AutoPeftModelForCausalLM as Model; "
+        f'Model.from_pretrained("{folder}").merge_and_unload().save_pretrained("MERGED")'
+    )
+    return (
+        f"{folder} holds an adapter: merge it into its model first, with python -c "
+        f"{shlex.quote(code)}, and name MERGED, with the model's tokenizer in data.tokenizer"
+    )
+
+
 def _read_config(path: Path, name: str) -> dict[str, Any]:
     try:
         config = read_json(path, MAX_FILE_BYTES, links=True)
+    except FileNotFoundError as error:
+        if (path.parent / "adapter_config.json").is_file():
+            raise ConfigError(merge_first(path.parent)) from None
+        raise ConfigError(f"model.name is {name!r}, but {path} cannot be read: {error}") from None
     except (OSError, Unusable) as error:
         raise ConfigError(f"model.name is {name!r}, but {path} cannot be read: {error}") from None
     if problem := beyond_bounds(config):

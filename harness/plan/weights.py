@@ -17,7 +17,7 @@ from harness.files.paths import user_path
 from harness.files.regular_file import read_json
 from harness.files.table import Table
 from harness.files.tensor_header import read_header
-from harness.plan.model_config import preset_names
+from harness.plan.model_config import merge_first, preset_names
 from harness.plan.plan import Draft
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -98,7 +98,7 @@ def check_quantization(draft: Draft) -> None:
 def _folder_problems(folder: Path, named: object, opens: bool) -> list[str]:
     names = sorted(path.name for path in folder.iterdir())
     if "adapter_config.json" in names:
-        return [f"{folder} holds an adapter: merge it into its model first (merge_and_unload)"]
+        return [merge_first(folder)]
     if any(map(_DISTRIBUTED.fullmatch, names)):
         return [f"{folder} holds shards of a distributed save: rewrite it with save_pretrained"]
     file = next((name for name in (_WEIGHTS, _INDEX) if name in names), None)

@@ -327,6 +327,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a misspelt key that makes no document": ({"completions": "3"}, "needs either text, or prompt"),
     "no name": (messages(Q, asks({"function": {}}), RESULT, A), "needs the name of a function"),
     "no tools": (messages(Q, A, tools="add"), "tools must be an array of objects"),
+    "one turn": ({"role": "user", "text": "a?"},
+        "is one turn of a conversation (role is 'user'): write all turns of a conversation in one "
+        "row, as messages; data.columns.text=text reads each as a text"),
+    "one turn of ShareGPT": ({"from": "gpt", "value": "b"}, "data.columns.text=value reads each"),
     "two systems": (messages(S, Q, A, system="Other."), "has two system texts"),
     "template values": (
         {**messages(Q, A), "chat_template_kwargs": ["a"]},

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save as to_safetensors
 
+from harness.errors import ConfigError
+from harness.plan.model_config import find_model_config
 from harness.plan.weights import weight_file_problems
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
@@ -171,6 +173,12 @@ def test_what_is_no_folder_of_safetensors_is_told_apart(
     assert reason in problem
     # Where a job is planned, the weights may be missing.
     assert weight_file_problems(str(tmp_path)) == ([] if file == "README.md" else [problem])
+
+
+def test_an_adapter_without_a_config_is_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds an adapter: merge it .*AutoPeftModelForCausalLM"):
+        find_model_config(str(tmp_path), key="model.init_from")
 
 
 @pytest.mark.parametrize(
