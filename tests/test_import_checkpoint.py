@@ -257,11 +257,52 @@ def test_incomplete_deepspeed_checkpoint_is_rejected(
     assert not [*new.glob("checkpoints/*")]
 
 
+def _saved_by_deepspeed(folder: Path, step: int) -> None:
+    """Write what save_checkpoint writes: one rank of ZeRO 1, one parameter, one frozen."""
+    path = folder / f"global_step{step}"
+    path.mkdir(parents=True)
+    share = {
+        "zero_stage": 1,
+        "partition_count": [1],
+        "single_partition_of_fp32_groups": [torch.full((6,), float(step))],
+        "base_optimizer_state": {"state": {0: {"exp_avg": torch.ones(6)}}},
+        "param_slice_mappings": [{"w": {"start": 0, "numel": 6}}],
+    }
+    optimizer = {"optimizer_state_dict": share, "ds_config": {}}
+    torch.save(optimizer, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    model = {"param_shapes": [{"w": torch.Size([2, 3])}], "buffer_names": [], "module": {}}
+    model |= {"frozen_param_shapes": {"f": torch.Size([2])}, "global_steps": step}
+    model |= {"frozen_param_fragments": {"f": torch.arange(2.0)}}
+    torch.save(model, path / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text(path.name)
+
+
+@pytest.mark.parametrize(
+    ("named", "step"),
+    [("saved", 9), ("saved@20", 20), ("saved/global_step20", 20), ("older", 20)],
+)
+def test_what_deepspeed_saved_is_imported_from_its_folder(
+    named: str, step: int, tmp_path: Path, new: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, each in (("saved", 20), ("saved", 9), ("older", 7), ("older", 20)):
+        _saved_by_deepspeed(tmp_path / folder, each)  # `latest` names the one written last
+    (tmp_path / "older" / "latest").unlink()
+    command = [str(tmp_path / named), "--out", str(new)]
+    assert main(command) == 2
+    assert "config.json does not exist: name the model, as in --model" in capsys.readouterr().err
+    assert main([*command, "--model", "tiny"]) == 0
+    checkpoint = checkpoint_of(str(new))
+    assert checkpoint.state.step == step
+    assert checkpoint.manifest.model_config["model_type"] == "llama"
+    assert torch.equal(checkpoint.reader().whole("w", "weight"), torch.full((2, 3), float(step)))
+    assert torch.equal(checkpoint.reader().whole("f", "weight"), torch.arange(2.0))
+
+
 def test_a_wrong_argument_is_refused(tmp_path: Path, source: Path, imported: Imported) -> None:
     assert imported(tmp_path / "nothing")[0] == 2
     code, error = imported(tmp_path)
     assert code == 2
-    assert "is not a known checkpoint" in error
+    assert "holds no checkpoint" in error
     code, error = imported(Path(f"{source.parent}@7"))
     assert code == 2
     assert "checkpoints of steps [1], not of 7" in error

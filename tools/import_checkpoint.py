@@ -2,11 +2,12 @@
 
     python tools/import_checkpoint.py outputs --out runs/NEW
     python tools/import_checkpoint.py outputs/checkpoint-500 --out runs/NEW
+    python tools/import_checkpoint.py saved/global_step500 --model llama-1b --out runs/NEW
 
-SOURCE is a checkpoint of the Hugging Face Trainer, or its output folder (the newest checkpoint, or
-FOLDER@STEP), with ZeRO 1, 2 or 3 and any number of ranks. Its files are pickles: a file that asks
-for anything but tensors and plain values is rejected before it is opened. resume.from=runs/NEW@STEP
-starts a run with its weights and moments.
+SOURCE is a checkpoint of the Hugging Face Trainer or of DeepSpeed's save_checkpoint, or the folder
+of several (the newest, or FOLDER@STEP), with ZeRO 1, 2 or 3 and any number of ranks. Its files are
+pickles: a file that asks for anything but tensors and plain values is rejected before it is opened.
+resume.from=runs/NEW@STEP starts a run with its weights and moments.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("source", type=option_path, help="FOLDER, FOLDER@STEP, or the folder of a checkpoint.")
     add("--out", type=option_path, required=True, help="Run folder; it may exist already.")
+    add("--model", help="Preset, folder or config.json; default: the config.json in SOURCE.")
     arguments = parser.parse_args(argv)
     try:
-        source = find_source(str(arguments.source))
+        source = find_source(str(arguments.source), arguments.model)
         print(f"reading {source.path} ...", file=sys.stderr, flush=True)
         path = import_checkpoint(source, RunFolder(arguments.out))
     except Unusable as error:

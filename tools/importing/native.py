@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import open_regular, read_json
 from harness.files.table import Table
 from harness.layout.box import Part
+from harness.plan.model_config import find_model_config
 
 
 class Plain:
@@ -323,26 +324,49 @@ class Source:
     model_config: dict[str, Any]
 
 
-def find_source(text: str) -> Source:
-    """Return the checkpoint that `text` names: the Trainer's output folder (its newest, or
-    FOLDER@STEP), or the folder of a checkpoint.
+def find_source(text: str, model: str | None = None) -> Source:
+    """Return the checkpoint that `text` names: the folder of the Trainer or of DeepSpeed (its
+    newest checkpoint, or FOLDER@STEP), or one checkpoint of either. `model` names the model as
+    model.name does; None: the config.json beside the checkpoint.
 
     Raises ConfigError if there is none.
     """
     run, step = run_and_step(text)
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder")
-    named = run.glob("checkpoint-*")
-    numbered = {int(m[1]): path for path in named if (m := re.search(r"-(\d+)$", path.name))}
-    if step is not None and step not in numbered:
+    path, wanted = run, step
+    if numbered := _by_step(run.glob("checkpoint-*")):  # the Trainer's
+        path, wanted = _chosen(run, numbered, step), None
+    engine = path
+    if not any(path.glob(_STATES)):
+        named = {file.parent for file in path.glob(f"*/{_STATES}")}
+        if not named:
+            raise ConfigError(f"{path} holds no checkpoint: neither {_STATES} nor a folder of such")
+        latest = path / _LATEST
+        tag = path / latest.read_text(errors="replace").strip() if latest.is_file() else None
+        steps = _by_step(named)
+        is_latest = wanted is None and tag in named
+        engine = tag if tag is not None and is_latest else _chosen(path, steps, wanted)
+    if model is not None:
+        return Source(path, engine, find_model_config(model, "command line", "--model")[0])
+    config = path / "config.json"
+    if not config.exists():
+        raise ConfigError(f"{config} does not exist: name the model, as in --model FOLDER")
+    return Source(path, engine, _model_config(config))
+
+
+_STATES, _LATEST = "*_optim_states.pt", "latest"
+
+
+def _by_step(folders: Iterable[Path]) -> dict[int, Path]:
+    """Return folders whose names end in a number by that number."""
+    return {int(m[1]): path for path in folders if (m := re.search(r"(\d+)$", path.name))}
+
+
+def _chosen(run: Path, numbered: dict[int, Path], step: int | None) -> Path:
+    if not numbered or (step is not None and step not in numbered):
         raise ConfigError(f"{run} has checkpoints of steps {sorted(numbered)}, not of {step}")
-    path = numbered[step if step is not None else max(numbered)] if numbered else run
-    engines = [p for p in path.glob("global_step*") if p.is_dir()]
-    if len(engines) != 1:
-        raise ConfigError(
-            f"{path} is not a known checkpoint: those of the Trainer hold one folder global_stepN"
-        )
-    return Source(path, engines[0], _model_config(path / "config.json"))
+    return numbered[max(numbered) if step is None else step]
 
 
 def _model_config(path: Path) -> dict[str, Any]:
