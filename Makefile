@@ -42,7 +42,7 @@ test: setup
 
 # Covering sets, planted defects, faults, Slurm, pages: about 70 minutes on two cores. Stopped, it goes
 # on where it was. `make gates ONLY="faults slurm"` runs these; tests/gates/gates.toml lists all, also
-# those that run only by name: mutants, oldest and newest.
+# those that run only by name: gguf, mutants, oldest and newest.
 gates: setup
 	$(VENV)/bin/python -m tests.gates $(ONLY)
 

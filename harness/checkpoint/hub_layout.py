@@ -29,13 +29,16 @@ _OTHER_PLACES: dict[str, dict[str, str]] = {
     "gpt_neox_japanese": {_THETA: "rotary_emb_base", _PARTIAL: "rotary_pct"},
     "modernbert-decoder": {_THETA: "global_rope_theta", _LOCAL_THETA: "local_rope_theta"},
 }
-# Keys of transformers 4 that version 5 reads as aliases but does not write.
-_OLD_NAMES = {"qwen3_moe": ("num_experts",)}
+# Keys of transformers 4 and llama.cpp that version 5 does not write, and what they are called now.
+_OLD_NAMES = {"gpt2": {"n_ctx": "n_positions"}, "qwen3_moe": {"num_experts": "num_experts"}}
+# Keys of published configs for what transformers' class always does.
+_CONSTANTS = {"deepseek_v3": {"scoring_func": "sigmoid"}}
 # The only scaling keys that version 4's Phi-3 accepts.
 _LONGROPE = ("type", "short_factor", "long_factor")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Tokenizers of transformers 4 that add bos and eos according to flags, ignoring tokenizer.json.
 _FLAGGED = ("CodeLlama", "Cohere", "GPTNeoX", "Gemma", "Llama")
+_BARE = (["a"], ["<0x61>"])  # an "a" without a space in front
 
 
 def rewrite_config(folder: Path, config: PretrainedConfig, source: Mapping[str, Any]) -> list[str]:
@@ -68,10 +71,12 @@ def _for_both(
             del values[key]  # version 4 cannot read an infinite number
     if (dtype := values.get("dtype")) is not None:
         values["torch_dtype"] = dtype
-    # Aliases: those used in `source` and those that version 4 reads.
-    names = {*_OLD_NAMES.get(config.model_type, ()), *(source.keys() & config.attribute_map.keys())}
-    aliases = {name: getattr(config, name) for name in sorted(names) if hasattr(config, name)}
-    return {**_old_rotary(config), **aliases, **values}
+    # Aliases: those used in `source` and those that other readers know.
+    names = {name: name for name in source.keys() & config.attribute_map.keys()}
+    names |= _OLD_NAMES.get(config.model_type, {})
+    aliases = {old: getattr(config, new) for old, new in names.items() if hasattr(config, new)}
+    constants = _CONSTANTS.get(config.model_type, {})
+    return {**_old_rotary(config), **aliases, **constants, **values}
 
 
 def _table(value: Any) -> Mapping[str, Any]:
@@ -124,7 +129,11 @@ def _rotary(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def rewrite_tokenizer_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Rewrite a folder's tokenizer_config.json so that both versions open its tokenizer."""
+    """Rewrite a folder's tokenizer_config.json so that both versions open its tokenizer.
+
+    llama.cpp's converter reads tokens that a SentencePiece model lacks only here, and assumes that
+    such a tokenizer puts a bos token and a space before every text unless this file denies it.
+    """
     path = folder / TOKENIZER_CONFIG
     if not path.is_file():
         return
@@ -138,7 +147,12 @@ def rewrite_tokenizer_config(folder: Path, tokenizer: PreTrainedTokenizerBase) -
     name = str(values.get("tokenizer_class", "")).removesuffix("Fast")
     if name == "TokenizersBackend":
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if name.removesuffix("Tokenizer") in _FLAGGED:
+    tokens = getattr(tokenizer, "added_tokens_decoder", {})
+    values["added_tokens_decoder"] = {n: token.__getstate__() for n, token in tokens.items()}
+    has_pieces = (folder / "tokenizer.model").is_file()
+    if has_pieces and tokenizer.tokenize("a") in _BARE:
+        values["add_prefix_space"] = False
+    if has_pieces or name.removesuffix("Tokenizer") in _FLAGGED:
         ids = tokenizer("a").input_ids
         flags = {
             "add_bos_token": ids[:1] == [tokenizer.bos_token_id],

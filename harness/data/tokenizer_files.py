@@ -74,17 +74,20 @@ def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> list[str]:
     return left
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, weights: str | None = None
+) -> None:
     """Write a tokenizer's files, with its SentencePiece model if it has one.
 
-    Converters to other formats (such as llama.cpp) read the pieces' scores only from that file.
+    Converters to other formats (such as llama.cpp) read the pieces' scores only from that file,
+    which save_pretrained leaves out. `weights`: a folder that may have it, model.init_from.
     """
     write_tokenizer(tokenizer, folder)
-    source = getattr(tokenizer, "vocab_file", None)
-    if source and Path(source).is_file() and not (folder / SENTENCEPIECE).exists():
-        model = Path(source).read_bytes()
-        if has_pieces_of(tokenizer, model):
-            (folder / SENTENCEPIECE).write_bytes(model)
+    for source in (getattr(tokenizer, "vocab_file", None), Path(weights or "none", SENTENCEPIECE)):
+        if source and Path(source).is_file() and not (folder / SENTENCEPIECE).exists():
+            model = Path(source).read_bytes()
+            if has_pieces_of(tokenizer, model):
+                (folder / SENTENCEPIECE).write_bytes(model)
 
 
 def save_generation(model: PreTrainedModel, folder: Path, parent: Path | None) -> None:

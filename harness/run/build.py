@@ -84,9 +84,10 @@ def start_run(
             parent = RunFolder(resume_point.checkpoint.path.parents[1]).tokenizer_dir
         sweep(run.folder.tokenizer_dir, alone=True)  # leftovers of a killed process
         with replacing(run.folder.tokenizer_dir) as unfinished:
-            save_tokenizer(run.data.tokenizer, unfinished)
+            weights = run.plan.config.model.init_from
+            save_tokenizer(run.data.tokenizer, unfinished, weights)
             save_generation(run.engine.module, unfinished, parent)
-            save_companions(run.plan.config.model.init_from, unfinished, parent)
+            save_companions(weights, unfinished, parent)
     _load(run, resume_point)
     if run.is_writer:
         run.trackers.open(run.plan.config.log, run.folder, record, run.state.step)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import normalizers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from harness.checkpoint.hub_layout import rewrite_config, rewrite_tokenizer_conf
 from harness.checkpoint.index import BUFFER, WEIGHT, Fragment, Index, to_index
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.tensor_file import TensorWriter, write_fragments
-from harness.data.tokenizer import load_tokenizer
+from harness.data.tokenizer import load_tokenizer, spm_model, to_backend, wrap
 from harness.errors import ConfigError
 from harness.layout.box import Part
 from harness.layout.releases import is_older
@@ -348,6 +349,7 @@ def rewritten(folder: Path, config: Config) -> Config:
         ({"model_type": "phi3", "original_max_position_embeddings": 16, "pad_token_id": 0,
           "rope_parameters": {"rope_type": "longrope", **LONG, **THETA}},
          {**THETA, "rope_scaling": {"type": "longrope", **LONG}}),
+        ({"model_type": "gpt2"}, {"n_ctx": 16}),
         ({"model_type": "qwen3_moe", "num_local_experts": 4}, {"num_experts": 4}),
         ({"model_type": "qwen3_moe", "num_experts": 4},
          {"num_experts": 4, "num_local_experts": 4}),
@@ -401,6 +403,29 @@ def test_rewritten_tokenizer_opens_in_transformers_5(tmp_path: Path) -> None:
     again = load_tokenizer(tmp_path)
     assert again.extra_special_tokens == tokenizer.extra_special_tokens == ["<x>"]
     assert again("1 2 <x>").input_ids == tokenizer("1 2 <x>").input_ids
+
+
+@pytest.mark.parametrize(("before", "denied"), [("", {"add_prefix_space"}), (" ", set())])
+def test_llama_cpp_reads_bos_space_and_added_tokens(
+    before: str, denied: set[str], tmp_path: Path
+) -> None:
+    model = spm_model(["a b a b"], "bpe", 300)
+    tokenizer = wrap(to_backend(model))
+    if before:
+        tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(before)
+    tokenizer.add_tokens(["<x>"], special_tokens=True)
+    tokenizer.add_tokens(["<y>"])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    rewrite_tokenizer_config(tmp_path, tokenizer)
+    values = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    added = {token["content"]: token for token in values["added_tokens_decoder"].values()}
+    assert [added[name]["special"] for name in ("<s>", "<x>", "<y>")] == [True, True, False]
+    assert values["added_tokens_decoder"][str(len(tokenizer) - 1)] == added["<y>"]
+    keys = {"add_bos_token", "add_prefix_space"} & values.keys()
+    assert {key for key in keys if values[key] is False} == {"add_bos_token", *denied}
+    again = load_tokenizer(tmp_path)
+    assert again("a <x> <y></s>").input_ids == tokenizer("a <x> <y></s>").input_ids
 
 
 def test_merged_adapters_have_the_config_that_version_4_reads(tmp_path: Path) -> None:

@@ -252,8 +252,22 @@ def test_another_model_is_not_taken_for_the_tokenizers(kept: Path, tmp_path: Pat
     assert not has_pieces_of(tokenizer, model[: len(model) // 2])
     assert not has_pieces_of(tokenizer, b"IQ== 0\nIg== 1\n")  # as tiktoken's files begin
     (kept / "tokenizer.model").write_bytes(b"IQ== 0\n")
-    save_tokenizer(tokenizer, tmp_path / "again")
+    save_tokenizer(tokenizer, tmp_path / "again", str(kept))
     assert not (tmp_path / "again" / "tokenizer.model").exists()
+
+
+def test_a_tokenizer_with_more_tokens_keeps_its_model(kept: Path, tmp_path: Path) -> None:
+    """Saved by save_pretrained, which leaves it out, it is that of the initial weights."""
+    tokenizer = AutoTokenizer.from_pretrained(kept)
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    save_tokenizer(tokenizer, tmp_path / "whole")
+    tokenizer.save_pretrained(tmp_path / "bare")
+    bare = load_tokenizer(tmp_path / "bare")
+    save_tokenizer(bare, tmp_path / "again", str(kept))
+    models = [(tmp_path / name / "tokenizer.model").read_bytes() for name in ("whole", "again")]
+    assert models == [(kept / "tokenizer.model").read_bytes()] * 2
+    save_tokenizer(bare, tmp_path / "alone")
+    assert not (tmp_path / "alone" / "tokenizer.model").exists()
 
 
 def test_regular_files_of_a_tokenizer_are_copied_alone(kept: Path, tmp_path: Path) -> None:

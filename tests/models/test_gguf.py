@@ -1,0 +1,254 @@
+"""Exports that llama.cpp's converter reads: there, ids of texts and logits are transformers'."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.checkpoint.export import write_model
+from harness.checkpoint.hub_layout import rewrite_tokenizer_config
+from harness.data.tokenizer import load_tokenizer, vocab_size
+from harness.data.tokenizer_files import save_tokenizer
+from harness.files.corpus import find_corpus
+from harness.models.skeleton import hf_config, skeleton
+from tests.checkpoint.test_export import stored
+from tests.gates.releases import REPOSITORY, folder
+from tests.layout.test_families import TABLES
+from tests.models.small import built
+from tests.models.test_older_readers import MORE, OLDER, small
+from tests.real_runs import environment
+from tools.tokenizing.training import train
+
+PACKAGE, VERSION = "llama-cpp-python", "0.3.36"  # its source contains llama.cpp and the converter
+BUILD = "-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF"
+# What its converter or llama.cpp does not know is left out here; docs/export.md names it.
+_WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")
+_BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{name: {"sliding_window": None} for name in _WITHOUT_WINDOW},
+    **dict.fromkeys(("gemma", "gemma2", "gpt_oss"), _BASE),
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, **_BASE},
+    "falcon_mamba": {"intermediate_size": 64},
+    "gpt_neox": {"rotary_emb_base": 10_000.0, "rotary_pct": 0.5},
+    "olmoe": {"num_key_value_heads": 4},
+    "phi": {"num_key_value_heads": 4, "intermediate_size": 128, **_BASE},
+    "qwen3_moe": {"norm_topk_prob": True},
+}
+FAMILIES = {name: {"model_type": name} for name in TABLES} | MORE
+TOKENS, TEXTS = 40, 100  # compared: logits of a text, ids of texts
+CLOSE = 1e-3  # relative to the largest logit: llama.cpp looks up gelu in a table of halves
+KINDS = {"bpe": "default", "byte_bpe": "byte-level"}
+ODD = [
+    "",
+    " ",
+    "  two",
+    "\ttab\n\n\n    four",
+    "a</s>b <unk> <s> <0x41>",
+    "naïve « q » 日本語 😀👩‍👩‍👧‍👦",
+]
+REASONS = {
+    "not recognized": "its converter reads byte-level tokenizers only",
+    "tokenizer.model": "its converter reads SentencePiece models only",
+    "SystemExit": "there is no converter",
+    "gMASK": "its converter asks for GLM's tokens",
+    "endoftext": "its converter asks for GLM's tokens",
+    "rotary_pct": "its converter asks for a key that transformers does not write",
+}
+NO_SPACE = {"tokenizer.ggml.add_space_prefix": False}
+_CONVERTS = """
+import os, pathlib, sys
+source, exports = sys.argv[1:]
+sys.path.insert(0, source)
+import convert_hf_to_gguf
+from conversion.base import TextModel
+
+for export in sorted(pathlib.Path(exports).iterdir()):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    if export.name.startswith("byte_bpe"):  # as docs/export.md does
+        TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    sys.argv = ["", str(export), "--outtype", "f32", "--outfile", str(export / "model.gguf")]
+    try:
+        convert_hf_to_gguf.main()
+    except BaseException as error:
+        (export / "refused").write_text(repr(error))
+    os._exit(0)
+"""
+_OPENS = """
+import json, sys
+import llama_cpp
+
+job = json.load(open(sys.argv[1]))
+how = {"n_ctx": 64, "n_threads": 1, "type_k": 0, "type_v": 0, "verbose": False}
+model = llama_cpp.Llama(job["path"], logits_all=True, kv_overrides=job["overrides"], **how)
+ids = [model.tokenize(text.encode(), special=job["special"]) for text in job["texts"]]
+model.eval(job["ids"])
+print(json.dumps([ids, model.scores[: len(job["ids"])].tolist()]))
+"""
+
+
+def compiled(home: Path) -> Path:
+    """Return the interpreter of an environment with llama.cpp and the transformers that its
+    converter asks for; its source is beside it. Compiling takes ten minutes of a core.
+    """
+    python = home / "bin" / "python"
+    if (home / "done").exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", home], check=True)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    source = ["download", "--no-deps", "--no-binary", PACKAGE, "--dest", home]
+    subprocess.run([*pip, *source, f"{PACKAGE}=={VERSION}"], check=True)
+    shutil.unpack_archive(next(home.glob("*.tar.gz")), home, filter="data")
+    next(home.glob(f"*{VERSION}/")).rename(home / "source")
+    packages = [home / "source", f"transformers=={OLDER}"]
+    environ = {"CMAKE_ARGS": BUILD, **os.environ}
+    subprocess.run([*pip, "--python", python, "install", *packages], check=True, env=environ)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    (site / "torch_of_this_one.pth").write_text(sysconfig.get_path("purelib"))
+    (home / "done").touch()
+    return python
+
+
+@dataclass(frozen=True)
+class Export:
+    """A small model of a family with large weights, and a tokenizer, as a run exports them."""
+
+    path: Path
+    tokenizer: Any
+    """The one that was trained with."""
+
+    @classmethod
+    def written(cls, path: Path, config: dict[str, Any], source: Path) -> Export:
+        """Write to a folder whose name says the kind of tokenizer."""
+        path.mkdir(parents=True)
+        tokenizer = load_tokenizer(source)
+        save_tokenizer(tokenizer, path)
+        rewrite_tokenizer_config(path, tokenizer)
+        sizes = {**config, **CONFIGS.get(config["model_type"], {})}
+        values = small({**sizes, "vocab_size": vocab_size(tokenizer)})
+        torch.manual_seed(0)
+        model = built(values, attention="eager")
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.1)
+        reader = stored(model, path.parents[1] / f"of {path.name}")
+        empty = skeleton(hf_config(values), torch.float32, "eager")
+        write_model(path, empty, reader, source=values)
+        return cls(path, tokenizer)
+
+    def read(self, python: Path, texts: list[str], overrides: dict[str, bool]) -> tuple[int, float]:
+        """Return how many texts have the tokenizer's ids in llama.cpp, and the relative error of
+        the logits. Raises AssertionError with what the converter or llama.cpp says.
+        """
+        refused = self.path / "refused"
+        assert not refused.exists(), refused.read_text()
+        expected = self.tokenizer(texts).input_ids
+        ids = (max(expected, key=len) * TOKENS)[:TOKENS]
+        special = not getattr(self.tokenizer, "split_special_tokens", False)
+        job = {"path": str(self.path / "model.gguf"), "texts": texts, "ids": ids}
+        job |= {"special": special, "overrides": overrides}
+        (self.path / "job.json").write_text(json.dumps(job))
+        command = [python, "-c", _OPENS, self.path / "job.json"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-300:]
+        found, logits = json.loads(done.stdout.splitlines()[-1])
+        model = AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager").eval()
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).logits[0]
+        off = (torch.tensor(logits) - theirs).abs().max() / theirs.abs().max()
+        return sum(map(list.__eq__, found, expected)), off.item()
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return a folder with tokenizers of every kind that is trained here, and texts."""
+    home = tmp_path_factory.mktemp("tokenizers")
+    pages = "\n".join(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md")))
+    (home / "pages.txt").write_text(pages)
+    corpus = find_corpus(str(home / "pages.txt"))
+    for kind in KINDS:
+        train(kind, corpus, home / kind, 1024, byte_fallback=True)
+    draw = random.Random(0)
+    starts = [draw.randrange(len(pages)) for _ in range(TEXTS - len(ODD))]
+    return home, [*ODD, *(pages[at : at + draw.randrange(400)] for at in starts)]
+
+
+def reason(error: str) -> str:
+    """Return in words why the converter refuses."""
+    return next((words for text, words in REASONS.items() if text in error), error)
+
+
+def converted(python: Path, exports: Path) -> None:
+    """Convert every folder in `exports`."""
+    source = python.parents[1] / "source" / "vendor" / "llama.cpp"
+    command = [python, "-c", _CONVERTS, source, exports]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.gate("gguf")
+def test_llama_cpp_computes_the_same_with_every_export(
+    tokenizers: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    python, (home, texts) = compiled(folder("gguf")), tokenizers
+    exports = {
+        (kind, name): Export.written(tmp_path / "exports" / f"{kind}-{n}", config, home / kind)
+        for n, (name, config) in enumerate(FAMILIES.items())
+        for kind in ("bpe", "byte_bpe")
+    }
+    converted(python, tmp_path / "exports")
+    said, wrong = defaultdict[str, list[str]](list), {}
+    for (kind, name), export in exports.items():
+        try:
+            same, off = export.read(python, texts, {})
+            row = KINDS[kind]
+            if same < TEXTS and kind == "bpe":
+                same, off = export.read(python, texts, NO_SPACE)
+                row += ", with `add_space_prefix` overridden"
+            if same < TEXTS or off > CLOSE:
+                wrong[kind, name] = same, off
+        except AssertionError as error:
+            row = f"{KINDS[kind]}: refused, {reason(str(error))}"
+        said[row].append(name.replace("_", r"\_"))
+    assert not wrong
+    rows = [f"| {row} | {', '.join(names)} |" for row, names in sorted(said.items())]
+    table = "\n".join(rows)
+    assert table in (REPOSITORY / "docs" / "export.md").read_text(), table
+
+
+@pytest.mark.gate("gguf")
+def test_llama_cpp_knows_tokens_that_were_added(
+    tokenizers: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    """By the commands of docs/models.md."""
+    python, (home, texts) = compiled(folder("gguf")), tokenizers
+    page = (REPOSITORY / "docs" / "models.md").read_text()
+    [commands] = re.findall(r"```python\n([^`]*AutoTokenizer[^`]*)```", page)
+    commands = commands.replace("my-model", str(home / "bpe"))
+    exec(commands.replace("with-tokens", str(home / "added")))
+    config = {"model_type": "llama"}
+    export = Export.written(tmp_path / "exports" / "added", config, home / "added")
+    converted(python, tmp_path / "exports")
+    texts = [*texts, "<|im_start|>user\nhello<|im_end|>\n"]
+    assert (
+        export.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        in export.tokenizer(texts[-1]).input_ids
+    )
+    same, off = export.read(python, texts, {})
+    assert same == len(texts)
+    assert off < CLOSE
