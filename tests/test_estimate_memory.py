@@ -100,6 +100,8 @@ def test_tensors_and_sequences_are_divided(key, value, title, parts):
     assert f"{title}, ZeRO 3" in text
     divided = estimated(*LARGE, f"ds.{key}={value}")
     assert divided["not_trained"] == []
+    (why,) = estimated(*LARGE, "ds.tensor_parallel.preset_model=llama")["not_trained"]
+    assert why.startswith("tensor_parallel.preset_model is 'llama'")
     part, all_of_it = (estimate["phases"]["loss"] for estimate in (divided, whole))
     for name, times in zip(("activations: mlp", "logits and loss"), parts, strict=True):
         assert times * part[name] == pytest.approx(all_of_it[name], abs=1e-3)

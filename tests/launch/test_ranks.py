@@ -66,6 +66,13 @@ def test_rank_that_ignores_sigterm_is_killed_at_its_limit(
         assert group.wait(limit_s=0.0) == [-signal.SIGKILL]
 
 
+def test_ranks_end_with_the_block_that_started_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(KeyboardInterrupt), started(command, 2, logs=tmp_path) as group:
+        raise KeyboardInterrupt
+    assert group.ended
+
+
 def test_errors_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / "0.error").write_text("stale")
     with pytest.raises(SystemExit, match=r"^the process group ended with \[1\]$"):

@@ -205,6 +205,7 @@ def test_time_is_accounted_for(tmp_path):
     assert parts["training steps"] == pytest.approx(99 * 0.5 + 50 - 0.5, abs=1)
     assert parts["not running, between attempts"] == pytest.approx(1000.5)
     assert parts["saving"] == 3.0
+    assert parts["starting"] == 10.5  # an event is its first sign
 
 
 def test_report_of_running_run_reloads_and_notes_silence(tmp_path):
@@ -284,6 +285,8 @@ def test_runs_are_ranked_and_their_differences_listed(tmp_path):
     places = [page.index(f'aria-label="show {name}"') for name in ("b", "a", "none")]
     assert places == sorted(places)
     assert differences(runs) == [("optim.lr", ["0.0001", "0.0003"])]
+    assert "Their plans do not differ." not in compare_page_of(runs, "two")
+    assert "Their plans do not differ." in compare_page_of(runs[:1] * 2, "one, twice")
 
 
 def test_runs_of_one_name_have_a_checkbox_each(tmp_path):
