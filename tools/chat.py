@@ -163,10 +163,10 @@ def _printer(tokenizer: Any, end: str) -> Any:
 def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
     """Return the models that answer, in order. Raises ConfigError if there is nothing to open."""
     folder, source = export_of(arguments.run)
-    from transformers import AutoTokenizer
+    from harness.data.tokenizer import load_tokenizer
 
     remote = arguments.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+    tokenizer = load_tokenizer(folder, trust_remote_code=remote)
     if (folder / ADAPTERS).is_file():
         quiet_bitsandbytes()
         from peft import PeftModel

@@ -79,7 +79,8 @@ def _reach(run: Path, arguments: argparse.Namespace) -> list[float]:
 def _windows(folder: Path, arguments: argparse.Namespace) -> list[torch.Tensor]:
     """Return ids (tokens + 1) of windows spread evenly over the text."""
     import torch
-    from transformers import AutoTokenizer
+
+    from harness.data.tokenizer import load_tokenizer
 
     length, count = arguments.tokens + 1, arguments.windows
     if min(length - 1, count) < 1:
@@ -89,7 +90,7 @@ def _windows(folder: Path, arguments: argparse.Namespace) -> list[torch.Tensor]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {arguments.text} cannot be read: {error}") from None
     remote = arguments.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+    tokenizer = load_tokenizer(folder, trust_remote_code=remote)
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     room = len(ids) - length
     if room < count - 1:

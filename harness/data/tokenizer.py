@@ -21,10 +21,11 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, Unusable
 from harness.files.corpus import Corpus
 from harness.files.hub import hub_answers
 from harness.files.paths import user_path
+from harness.files.regular_file import read_json
 
 # Increase this if the same corpus would give different files.
 TRAINED_FORMAT = 2
@@ -180,6 +181,38 @@ def wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
+_GENERIC, _MOST_CONFIG_BYTES = ("PreTrainedTokenizerFast", "TokenizersBackend"), 1 << 24
+
+
+def _is_generic(folder: Path) -> bool:
+    """Return True if a folder names no class of its own for its tokenizer.json. AutoTokenizer takes
+    the class of the model type all the same for some, such as qwen2 in transformers 5.
+    """
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    try:
+        table = read_json(config, _MOST_CONFIG_BYTES, links=True)
+    except Unusable:  # AutoTokenizer says why
+        return False
+    return isinstance(table, dict) and table.get("tokenizer_class") in _GENERIC
+
+
+def read_otherwise(folder: Path, *, trust_remote_code: bool = False) -> str:
+    """Return the class with which AutoTokenizer gives other ids than load_tokenizer; "" if the ids
+    are the same.
+    """
+    own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    other = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    same = own(_PROBE)["input_ids"] == other(_PROBE)["input_ids"]
+    return "" if same else type(other).__name__
+
+
+_PROBE = "Two words, 12 345 na\u00efve \u4f60\u597d\n\n\tit's  x_1 <|end|> </s>"
+
+
 def load_tokenizer(
     source: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -193,7 +226,8 @@ def load_tokenizer(
         )
     offline = {} if is_folder or hub_answers() else {"local_files_only": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        kind = PreTrainedTokenizerFast if _is_generic(Path(source)) else AutoTokenizer
+        tokenizer = kind.from_pretrained(
             str(source), trust_remote_code=trust_remote_code, **offline
         )
         tokenizer("a", verbose=False)  # settings of a wrong type are noticed only here

@@ -29,7 +29,7 @@ from harness.checkpoint.hub_layout import rewrite_tokenizer_config, write_json
 from harness.checkpoint.store import Checkpoint
 from harness.config.model_section import ModelConfig
 from harness.config.sections import TrainConfig
-from harness.data.tokenizer import load_tokenizer
+from harness.data.tokenizer import load_tokenizer, read_otherwise
 from harness.data.tokenizer_files import (
     GENERATION,
     SpecialIds,
@@ -116,6 +116,7 @@ def export(
 
         notes += _put_code(unfinished, model, attention, manifest.model_config)
         notes += _put_companions(tokenizer, unfinished)
+        notes += _read_by_others(unfinished, options)
 
         def model_there() -> Any:
             own = opened_as_trained(unfinished, dtype=DTYPES[dtype], local_files_only=True)
@@ -210,6 +211,7 @@ def _export_adapters(
             _write_generation(unfinished, generation)
             notes += _put_code(unfinished, whole, attention, manifest.model_config)
             notes += _put_companions(tokenizer, unfinished)
+            notes += _read_by_others(unfinished, options)
             return "; ".join([*notes, _checked(checkpoint, lambda: whole, dtype, options)])
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)
@@ -256,6 +258,16 @@ def _copy_tokenizer(source: Path, folder: Path, options: ExportOptions) -> tuple
         return [*notes, f"special ids are those of the model config, because {error}"], None
     rewrite_tokenizer_config(folder, tokenizer)
     return notes, tokenizer
+
+
+def _read_by_others(folder: Path, options: ExportOptions) -> list[str]:
+    """Return a note if programs that use AutoTokenizer would read another tokenizer."""
+    try:
+        kind = read_otherwise(folder, trust_remote_code=options.trust_remote_code)
+    except Exception:  # without a tokenizer, or one that cannot be loaded, which is noted already
+        return []
+    how = "open it with PreTrainedTokenizerFast"
+    return [f"AutoTokenizer reads its tokenizer as {kind}, with other ids: {how}"] if kind else []
 
 
 def _set_special_ids(model: Any, ids: SpecialIds) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from harness.data.tokenizer import (
     EOS,
     encode,
     load_tokenizer,
+    read_otherwise,
     to_backend,
     tokenizer_hash,
     train_model,
@@ -42,6 +44,8 @@ from harness.errors import ConfigError
 from harness.files import hub
 from harness.files import pieces as pieces_module
 from harness.files.corpus import Corpus, find_corpus
+from harness.layout.releases import is_older
+from tests.engine.small import MODEL
 
 NASTY = [
     "",
@@ -356,3 +360,13 @@ def test_files_beside_the_initial_weights_are_kept_for_exports(tmp_path: Path) -
     assert copy_tokenizer(kept, given / "copied") == []
     save_companions(str(tmp_path), export, kept)  # the run that the weights come from
     assert (companions_of(export) / "LICENSE").read_text() == "LICENSE"
+
+
+def test_a_generic_tokenizer_is_opened_as_its_folder_says(tmp_path: Path) -> None:
+    """AutoTokenizer of transformers 5 would take Qwen2Tokenizer, which loses these spaces."""
+    train_tokenizer([find_corpus(str(Path(__file__)))], tmp_path, 500)
+    before = load_tokenizer(tmp_path)("two words")["input_ids"]
+    assert not read_otherwise(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "model_type": "qwen2"}))
+    assert load_tokenizer(tmp_path)("two words")["input_ids"] == before
+    assert read_otherwise(tmp_path) == ("" if is_older((5, 0)) else "Qwen2Tokenizer")
