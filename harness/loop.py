@@ -41,6 +41,7 @@ def train(run: Run) -> ExitCode:
     """
     outcome: Outcome = "done"
     code, message = ExitCode.DONE, None
+    run.progress.say(f"run folder {run.folder.path}")
     try:
         if not run.steps.are_left and run.guard.told_by_rank_0(run.folder.export_dir.exists()):
             run.progress.say("nothing is left to do: the run is complete")

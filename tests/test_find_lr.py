@@ -50,6 +50,7 @@ def test_ranks_under_zero_3_find_the_same_and_leave_nothing(
     words = [*SMALL_MODEL, *data, *RUN, "--deepspeed", json_file, "--plot", picture, "--json"]
     ended = run_ranks([sys.executable, TOOL, *words], tmp_path)
     assert ended.codes == [0, 0], ended.output
+    assert "find-lr-" not in ended.output  # a folder that is gone
     found = json.loads(ended.outputs[0].splitlines()[-2])
     assert BEST / 2 < found["suggested"] < 2 * BEST
     assert "learning rate" in picture.read_text()

@@ -165,6 +165,7 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
                     break
         return judged(rates, losses)
     finally:
+        run.progress.enabled = False  # the report's folder is removed
         run.ended("stopped", ExitCode.DONE)
         run.guard.close(wait=False)
         run.watchdog.close()

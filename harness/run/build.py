@@ -68,7 +68,6 @@ def start_run(
         run.folder.write_plan(record)
     for event in events:
         run.event(**event)
-    run.progress.say(f"run folder {run.folder.path}")
     if (left_s := run.time_left.seconds) is not None:
         run.event("time_limit", seconds_left=left_s)
         run.progress.say(f"time limit in {clock(left_s)}: the run saves and stops before")
