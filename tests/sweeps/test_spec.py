@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import ConfigError
 from tests.run_tools import run_tool
-from tools.sweeps.cost import Record, Used
+from tools.sweeps.cost import Record, Used, costs
 from tools.sweeps.slurm import JOB, slurm_world
 from tools.sweeps.space import Range, Values, corners, draws, grid, read_space
 from tools.sweeps.spec import PruneSection, Sweep, read_sweep
@@ -61,6 +61,10 @@ def test_sweep_specific_mistakes_are_reported(tmp_path: Path) -> None:
     assert "set it to 4" in stderr
     assert "sweep.metric is 'eval_los'" in stderr
     assert "data.held_out is 0" in stderr
+    file.write_text(file.read_text().replace("steps = 40", "steps = 0"))
+    problems: list[str] = []
+    costs(read_sweep(file, problems), None, problems)
+    assert "a trial's length must be known and above 0" in "\n".join(problems)
     file.write_text("[sweep]\nmethod = 'tpe'\ntrials = 2\nbudget.steps = 39\n[train]\nsteps = 40\n")
     stderr = run_tool("sweep", file, "--dry-run", code=2).stderr
     assert "has no keys" in stderr
