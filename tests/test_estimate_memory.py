@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.estimate.memory_item import PHASES
+from harness.estimate.memory_item import GIB, PHASES
 from harness.report.palette import COMPONENTS
 from tests.run_tools import run_tool
+from tools.figure import new_figure
+from tools.memory import plot
+from tools.memory.sweep import Point
 from tools.plan_args import add_kernels, add_plan_arguments, plan_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -129,6 +132,8 @@ def test_the_parts_of_a_batch_that_are_not_set_are_assumed(words, batch):
     add_plan_arguments(parser)
     plan = plan_of(parser.parse_args(["--gpus=8", *words]), estimating=True)
     assert (plan.micro_batch, plan.grad_accum) == batch
+    point = Point({}, plan.estimate).to_json()
+    assert point.items() <= plan.estimate.to_json().items()
 
 
 def test_flags_are_other_names_for_keys():
@@ -140,12 +145,20 @@ def test_flags_are_other_names_for_keys():
 def test_sweep_and_plot(tmp_path):
     picture = tmp_path / "memory.svg"
     text = run("--sweep", "micro_batch=1..4", "seq_len=128..256", "--plot", str(picture)).stdout
+    assert "0.00  #" not in text  # components that are too small get no bar
     assert sum("micro_batch" in line and "seq_len" in line for line in text.splitlines()) == 6
     drawn = picture.read_text()
     assert "tokens in a sample" in drawn
     assert "backward begins" not in drawn  # only the requested sweep
+    assert "micro-batch 1 x" not in drawn  # which differs by point
     run("--plot", str(picture.with_suffix(".png")))
     assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_the_own_point_of_a_curve_is_orange():
+    axis = new_figure(4, 3, "").subplots()
+    plot._curve(axis, "tokens in a sample", [(1, GIB), (2, 2 * GIB)], 1, None)
+    assert [line.get_color() for line in axis.lines] == [plot._BLUE, plot._ORANGE]
 
 
 def test_the_picture_has_six_colours_and_says_whose_it_is(tmp_path):
