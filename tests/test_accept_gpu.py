@@ -31,7 +31,7 @@ from tools.accept_gpu import STEPS
 from tools.acceptance import attention as attending
 from tools.acceptance import machine as on_machine
 from tools.acceptance import measured as measured_steps
-from tools.acceptance import parity, runs
+from tools.acceptance import optimizer, parity, runs
 from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed, Skipped
 from tools.acceptance.measured import MOST, RUN_AHEAD
@@ -310,6 +310,21 @@ def test_peaks_on_gpus_are_held_to_the_estimate(
     measured_steps.hold(bench := Bench(tmp_path, tmp_path, 1, "cuda"))
     verdicts = {check.name: check.verdict for check in bench.checks}
     assert verdicts == dict.fromkeys(measured_steps._GPU_CASES, "failed")
+
+
+def test_a_build_that_waited_for_a_killed_one_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for builds, which take a minute."""
+
+    def built(own: Path, compiler: str, source: Path, log: Path) -> subprocess.Popen[bytes]:
+        (own / "begun").touch()
+        log.write_text("waiting for another\nloaded\n")
+        return subprocess.Popen(["true"], start_new_session=True)
+
+    monkeypatch.setattr(optimizer, "_builder", built)
+    monkeypatch.setenv("CXX", "true")
+    assert optimizer._killed_build(tmp_path / "build").endswith("succeeded")
 
 
 def test_sdpa_on_a_gpu_has_a_fused_kernel(tmp_path: Path) -> None:

@@ -132,6 +132,9 @@ def test_page_figures_contain_no_nonfinite_numbers(page: Page) -> None:
     assert figures
     for figure in figures:
         assert not re.search(r"\b(nan|NaN|inf|Infinity)\b", html_of(figure)), figure
+        if isinstance(figure, Chart) and figure.x_range:
+            ends = {max(curve.x["x"]) for curve in figure.curves}
+            assert figure.x_range[1] >= max(ends), figure.title
 
 
 def _larger_batch(estimate_memory: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,10 +61,6 @@ def test_sweep_specific_mistakes_are_reported(tmp_path: Path) -> None:
     assert "set it to 4" in stderr
     assert "sweep.metric is 'eval_los'" in stderr
     assert "data.held_out is 0" in stderr
-    file.write_text(file.read_text().replace("steps = 40", "steps = 0"))
-    problems: list[str] = []
-    costs(read_sweep(file, problems), None, problems)
-    assert "a trial's length must be known and above 0" in "\n".join(problems)
     file.write_text("[sweep]\nmethod = 'tpe'\ntrials = 2\nbudget.steps = 39\n[train]\nsteps = 40\n")
     stderr = run_tool("sweep", file, "--dry-run", code=2).stderr
     assert "has no keys" in stderr
@@ -112,6 +108,12 @@ def test_a_trial_keeps_no_export_and_no_sample_unless_asked(tmp_path: Path) -> N
     asked = keeping.command({}, tmp_path / "trial").assignments
     assert "data.reservoir=0" not in asked
     assert "data.reservoir=5" in asked
+
+
+def test_a_trial_needs_a_length(tmp_path: Path) -> None:
+    problems: list[str] = []
+    costs(sweep_of(tmp_path, "", "[train]\nsteps = 0\n"), None, problems)
+    assert "a trial's length must be known and above 0" in "\n".join(problems)
 
 
 @pytest.mark.parametrize("written", ["true", "{}", "{after = 0.1, factor = 3}"])
