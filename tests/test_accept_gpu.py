@@ -12,13 +12,16 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 
+from harness.engine import build as building
 from harness.engine import processes
 from harness.launch.ranks import python_path
+from harness.layout.world import World
 from tests.gates import check_parity
 from tests.gates.cells import memory_cases, parity_cells
 from tests.real_runs import REPOSITORY, environment, wait_for
@@ -28,7 +31,7 @@ from tools.accept_gpu import STEPS
 from tools.acceptance import attention as attending
 from tools.acceptance import machine as on_machine
 from tools.acceptance import measured as measured_steps
-from tools.acceptance import parity, runs
+from tools.acceptance import optimizer, parity, runs
 from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed, Skipped
 from tools.acceptance.measured import MOST, RUN_AHEAD
@@ -116,6 +119,7 @@ def test_each_verdict_has_its_reason(planted: tuple[Any, Any, Path]) -> None:
 def test_the_table_fits_80_columns_whatever_a_step_prints(planted: tuple[Any, Any, Path]) -> None:
     done, *_ = planted
     assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\ngood           held" in done.stdout
     assert done.stdout.replace("\n", "").isprintable()
     assert "\x1b" not in done.stderr
     assert "3/5 failing: failing?" in done.stderr
@@ -251,6 +255,9 @@ def test_an_attention_whose_kernel_raises_leaves_the_others(
     with pytest.raises(Failed, match="ValueError: torch has no varlen_attn"):
         _equal(bench, failed[0])
     assert len([row for row in rows if "loss" in row]) == len(rows) - 2
+    monkeypatch.setattr(building, "build_engine", lambda plan, *_, **__: plan)
+    engine = attending._engine("sdpa", False, World(), torch.device("cpu"), attending._LONG)
+    assert engine.seq_len == attending._LONG  # which the tiny model lacks the positions for
 
 
 def test_parity_is_read_off_the_lines_of_the_gate(tmp_path: Path) -> None:
@@ -281,6 +288,43 @@ def test_one_rank_has_neither_replicas_nor_other_ranks(
     runs.save(bench)
     skipped = {check.name: check.text for check in bench.checks if check.verdict == "skipped"}
     assert skipped == dict.fromkeys(("resume on other ranks", "replicas"), "needs two ranks")
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_runs_that_block_are_only_trained_on_gpus(
+    accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gate", "train"):
+        monkeypatch.setattr(Bench, name, mock.Mock(side_effect=Failed("not trained here")))
+    bench = Bench(tmp_path, tmp_path, 1, accelerator)
+    parity.look(bench)
+    names = [check.name for check in bench.checks]
+    assert ("train with CUDA_LAUNCH_BLOCKING=1" in names) == (accelerator == "cuda")
+
+
+def test_peaks_on_gpus_are_held_to_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {f"peak_{kind}_gib": 1.0 for kind in ("allocated", "reserved", "process")}
+    monkeypatch.setattr(measured_steps, "measured", lambda *of: line | {"estimated_gib": 1.2})
+    measured_steps.hold(bench := Bench(tmp_path, tmp_path, 1, "cuda"))
+    verdicts = {check.name: check.verdict for check in bench.checks}
+    assert verdicts == dict.fromkeys(measured_steps._GPU_CASES, "failed")
+
+
+def test_a_build_that_waited_for_a_killed_one_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for builds, which take a minute."""
+
+    def built(own: Path, compiler: str, source: Path, log: Path) -> subprocess.Popen[bytes]:
+        (own / "begun").touch()
+        log.write_text("waiting for another\nloaded\n")
+        return subprocess.Popen(["true"], start_new_session=True)
+
+    monkeypatch.setattr(optimizer, "_builder", built)
+    monkeypatch.setenv("CXX", "true")
+    assert optimizer._killed_build(tmp_path / "build").endswith("succeeded")
 
 
 def test_sdpa_on_a_gpu_has_a_fused_kernel(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.run_tools import run_tool
 from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.bounded import Ended
+from tools.speed import worker
 from tools.speed.cases import LADDER, Case, measured, swept
 from tools.speed.worker import (
     FALLBACKS,
@@ -159,6 +161,19 @@ def test_a_folder_called_torch_hides_no_line() -> None:
         assert call_site(stack) == f"{shown}:7"
 
 
+def test_only_missing_memory_is_reported_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"--deepspeed={DEFAULT_DS_JSON}", *SHORT[:2], f"--out={tmp_path / 'out.json'}"]
+    monkeypatch.setattr("sys.argv", ["worker", *words, *SMALL_MODEL])
+    for error in (KeyError("memory"), torch.OutOfMemoryError("no room\nat all")):
+        assert not (tmp_path / "out.json").exists()
+        monkeypatch.setattr(worker, "timed", mock.Mock(side_effect=error))
+        with pytest.raises(type(error)):
+            worker.main()
+    assert json.loads((tmp_path / "out.json").read_text())["error"] == "out of memory: no room"
+
+
 def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_run_config(None, SMALL_MODEL)
     assert fallbacks(make_plan(config, {}, World()).events) == []
@@ -171,17 +186,21 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f'"{kind}"' in source for kind in FALLBACKS)
 
 
-def test_relative_paths_are_those_of_the_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("micro_batch", "ranks", "batch"), [("1", 1, "1"), ("3", 2, "6"), ("auto", 2, "auto")]
+)
+def test_a_case_has_paths_of_the_caller_and_one_micro_batch(
+    micro_batch: str, ranks: int, batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(command: list[str], limit_s: float, log: Path, cwd: Path, env: dict[str, str]) -> Ended:
         log.touch()
+        assert f"train.global_batch={batch}" in command
         assert (cwd, env["PYTHONPATH"].split(os.pathsep)[0]) == (tmp_path, str(REPOSITORY))
         return Ended(3, 0.0, 0.0)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tools.speed.cases.run_bounded", run)
-    line = measured(Case("base", {"train.micro_batch": "1"}), DEFAULT_DS_JSON, 1, 1, 1)
+    line = measured(Case("base", {"train.micro_batch": micro_batch}), DEFAULT_DS_JSON, ranks, 1, 1)
     assert line["error"].startswith("ended with code 3")
 
 

@@ -205,6 +205,7 @@ def test_language_needs_its_threshold(
     monkeypatch.setattr(steps, "language_model", lambda path: model)
     step = steps.Language(["en"], 0.65, tmp_path, _writer(tmp_path))
     assert step.filter(Document("A text.", "1")) == (True if is_kept else (False, "en"))
+    assert len([*step.run([Document("A text.", "1")])]) == is_kept
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,7 @@ def test_language_needs_its_threshold(
         ("fe80::1", True, False),
         ("fe80::1", False, True),
         ("12:30:45", True, False),
+        ("jo@sea.org", True, True),
     ],
 )
 def test_phones_and_addresses_have_bounds(

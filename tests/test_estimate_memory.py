@@ -15,6 +15,8 @@ import pytest
 from harness.estimate.memory_item import PHASES
 from harness.report.palette import COMPONENTS
 from tests.run_tools import run_tool
+from tools.memory.sweep import Point
+from tools.memory.text import describe
 from tools.plan_args import add_kernels, add_plan_arguments, plan_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -129,6 +131,9 @@ def test_the_parts_of_a_batch_that_are_not_set_are_assumed(words, batch):
     add_plan_arguments(parser)
     plan = plan_of(parser.parse_args(["--gpus=8", *words]), estimating=True)
     assert (plan.micro_batch, plan.grad_accum) == batch
+    whole = plan.estimate.to_json()
+    assert "0.00  #" not in describe(plan.estimate)  # parts that are too small get no bar
+    assert whole | Point({}, plan.estimate).to_json() == whole
 
 
 def test_flags_are_other_names_for_keys():
@@ -144,6 +149,7 @@ def test_sweep_and_plot(tmp_path):
     drawn = picture.read_text()
     assert "tokens in a sample" in drawn
     assert "backward begins" not in drawn  # only the requested sweep
+    assert "micro-batch 1 x" not in drawn  # which differs by point
     run("--plot", str(picture.with_suffix(".png")))
     assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 

@@ -14,9 +14,8 @@ import pytest
 from harness.layout.world import World, slurm_port
 from tests.real_runs import REPOSITORY, SMALL_MODEL, run_ranks
 from tests.run_tools import run_tool
-from tools.find_lr import _temporary, main
-
-pytestmark = pytest.mark.gate("tools")
+from tools import find_lr
+from tools.find_lr import _temporary, judged, main
 
 TOOL = REPOSITORY / "tools" / "find_lr.py"
 RUN = (
@@ -32,6 +31,7 @@ BEST = 2**-8
 look = functools.partial(run_tool, "find_lr")
 
 
+@pytest.mark.gate("tools")
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_find_lr_is_within_a_factor_of_two_of_the_best_rate(name: str, data: list[str]) -> None:
     shown = look(*SMALL_MODEL, *data, *RUN, f"optim.name={name}", "--json").stdout
@@ -41,6 +41,7 @@ def test_find_lr_is_within_a_factor_of_two_of_the_best_rate(name: str, data: lis
     assert len(found["rates"]) == len(found["losses"]) < 120  # it stopped after the loss exploded
 
 
+@pytest.mark.gate("tools")
 def test_ranks_under_zero_3_find_the_same_and_leave_nothing(
     data: list[str], tmp_path: Path
 ) -> None:
@@ -70,3 +71,13 @@ def test_ranks_of_srun_share_a_folder_and_one_of_them_reports(
     assert _temporary(World.from_environ()).name == f"find-lr-{os.getuid()}-{slurm_port()}"
     assert main(["--steps=3"]) == 2
     assert ("--steps is 3" in capsys.readouterr().err) == (rank == "0")
+
+
+@pytest.mark.parametrize("words", [["--json"], []])
+def test_find_lr_prints_json_only_if_asked(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = judged([1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0, 99.0])
+    monkeypatch.setattr(find_lr, "_on_all_ranks", lambda *of: found)
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith('{"rates": ' if words else "try optim.lr=")

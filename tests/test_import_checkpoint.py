@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -240,6 +241,24 @@ def test_a_small_one_is_imported_whole(source: Path, new: Path, imported: Import
     assert torch.equal(reader.whole("w", "exp_avg"), torch.ones(2, 3))
 
 
+def test_shares_of_two_zero3_ranks_are_put_together(
+    source: Path, new: Path, imported: Imported
+) -> None:
+    """From three flat tensors of each rank; the second rank's shares end with padding."""
+    change(source / MODEL_FILE, "param_shapes", [dict.fromkeys("abc", torch.Size([5]))])
+    change(source / OPTIM, f"{STATE}.partition_count", 2)
+    change(source / OPTIM, f"{STATE}.{STATE}.state", {n: {"m": torch.ones(3)} for n in range(3)})
+    for rank in (1, 0):
+        flats = [torch.arange(3.0) + 3 * rank + 10 * number for number in range(3)]
+        change(source / OPTIM, f"{STATE}.fp32_flat_groups", flats)
+        for file in (OPTIM, MODEL_FILE) if rank else ():
+            shutil.copy(source / file, source / file.replace("rank_0", "rank_1", 1))
+    assert imported(source)[0] == 0
+    reader = checkpoint_of(str(new)).reader()
+    for number, name in enumerate("abc"):
+        assert torch.equal(reader.whole(name, "weight"), torch.arange(5.0) + 10 * number)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
@@ -270,7 +289,8 @@ def _saved_by_deepspeed(folder: Path, step: int) -> None:
     }
     optimizer = {"optimizer_state_dict": share, "ds_config": {}}
     torch.save(optimizer, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    model = {"param_shapes": [{"w": torch.Size([2, 3])}], "buffer_names": [], "module": {}}
+    model = {"param_shapes": [{"w": torch.Size([2, 3])}], "module": {"b": torch.ones(3)}}
+    model |= {"buffer_names": ["b", "not saved"]}
     model |= {"frozen_param_shapes": {"f": torch.Size([2])}, "global_steps": step}
     model |= {"frozen_param_fragments": {"f": torch.arange(2.0)}}
     torch.save(model, path / "mp_rank_00_model_states.pt")
@@ -296,6 +316,7 @@ def test_what_deepspeed_saved_is_imported_from_its_folder(
     assert checkpoint.manifest.model_config["model_type"] == "llama"
     assert torch.equal(checkpoint.reader().whole("w", "weight"), torch.full((2, 3), float(step)))
     assert torch.equal(checkpoint.reader().whole("f", "weight"), torch.arange(2.0))
+    assert torch.equal(checkpoint.reader().whole("b", "buffer"), torch.ones(3))
 
 
 def test_a_wrong_argument_is_refused(tmp_path: Path, source: Path, imported: Imported) -> None:

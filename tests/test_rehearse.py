@@ -124,6 +124,9 @@ def test_shrunk_model_keeps_every_layer_kind() -> None:
     assert small["num_hidden_layers"] == 6
     assert small["layer_types"] == kinds
     assert set(Shape.from_hf(small).sliding_windows) == {16, None}
+    for first, shown in ((24, 6), (20, 1), (0, 0)):  # the first layer that slides
+        changed = shrunk(large | {"max_window_layers": first}, LAYERS, VOCAB_SIZE)
+        assert changed["max_window_layers"] == shown
     assert small_parameters(small) < MOST_PARAMETERS
 
 
@@ -396,6 +399,14 @@ def test_copied_records_are_read_as_json_lines(tmp_path: Path, format: str | Non
 def test_excerpt_reads_small_data_in_place(tmp_path: Path) -> None:
     (tmp_path / "small.txt").write_text("a line\n")
     assert excerpt(str(tmp_path / "small.txt"), tmp_path / "part") == str(tmp_path / "small.txt")
+    for split in ("test", "train"):
+        (tmp_path / "divided" / split).mkdir(parents=True)
+        (tmp_path / "divided" / split / "0.txt").write_text("a line\n")
+    first, second = (f'{{path="{tmp_path}/divided", name="{name}"' for name in "ab")
+    mix = f'data.mix=[{first}, split="test"}}, {second}}}]'
+    plan: Any = SimpleNamespace(config=load_run_config(None, [mix, "data.split=train"]))
+    made = data_keys(plan, tmp_path / "part")["data.mix"]
+    assert [source["split"] for source in made] == ["test", "train"]
     with pytest.raises(ConfigError, match=r"gone.txt does not exist"):
         excerpt(str(tmp_path / "gone.txt"), tmp_path / "part")
 

@@ -29,6 +29,7 @@ from harness.report.run_record import RunRecord
 from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, html_of
 from tools.studio_app.page import ABOUT, LESSONS, Choice, Page, Slider, Typed, query_of, read_values
+from tools.studio_app.svg import Svg
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
 from tools.studio_pages import PAGES, hybrid
@@ -56,6 +57,11 @@ def command_of(slug: str, **query: str) -> list[str]:
     titled = (f for f in figures_of(slug, **query) if isinstance(f, Code))
     text = next(f.text for f in titled if f.title == "Train with these settings")
     return text.replace("\\\n", "").split()
+
+
+def picture(figures: list[Figure]) -> str:
+    """Return the drawing of a page."""
+    return next(figure.svg for figure in figures if isinstance(figure, Drawing))
 
 
 def number(figures: list[Figure], label: str) -> str:
@@ -126,6 +132,9 @@ def test_page_figures_contain_no_nonfinite_numbers(page: Page) -> None:
     assert figures
     for figure in figures:
         assert not re.search(r"\b(nan|NaN|inf|Infinity)\b", html_of(figure)), figure
+        if isinstance(figure, Chart) and figure.x_range:
+            ends = {max(curve.x["x"]) for curve in figure.curves}
+            assert figure.x_range[1] >= max(ends), figure.title
 
 
 def _larger_batch(estimate_memory: Callable[..., Any]) -> Callable[..., Any]:
@@ -401,9 +410,14 @@ def test_gradients_of_all_ranks_are_those_of_one() -> None:
         step = trained_step(ranks, samples, micro_batch)
         assert sorted(n for of_rank in step.samples for n in of_rank) == list(range(samples))
         torch.testing.assert_close(step.reduced, step.whole)
+        again = trained_step.__wrapped__(ranks, samples, micro_batch)
+        assert torch.equal(again.whole, step.whole)
     figures = figures_of("data")
     assert float(number(figures, "Difference")) < 1e-6
     assert float(number(figures, "Mean of means").removesuffix("% off")) > 1
+    frames = [picture(figures_of("data", frame=str(frame))) for frame in range(1, 6)]
+    start, read, computed, reduced, stepped = (svg.count("<rect") for svg in frames)
+    assert start < read == stepped < computed == reduced  # gradients are drawn in two of them
 
 
 def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
@@ -463,6 +477,8 @@ def test_optimizers_step_as_their_references_do() -> None:
         "adamw": (x - rate * (1 if a > 0 else -1), y - rate),
     }
     for optimizer, point in expected.items():
+        paths = picture(figures_of("optimizers", surface=name, name=optimizer, noise="0"))
+        assert paths.count("<polyline") == 2
         path = trajectory(optimizer, name, rate, 0.0, 0.0)
         assert path[1][0] == pytest.approx(point, abs=1e-5), optimizer
     # Muon: both rows step by about 0.2 sqrt(2) of the rate, at right angles: the orthogonal factor
@@ -491,10 +507,18 @@ def test_chinchilla_fit_matches_the_paper() -> None:
     assert (parameters, tokens) == pytest.approx((70e9, 1.4e12))
 
 
+def test_bars_and_arrows_are_drawn_as_asked() -> None:
+    for together, width in ((True, "38.00"), (False, "19.00")):
+        drawn = html_of(Bars("", "", ["a", "b"], {"c": [1, 2], "d": [3, 4]}, together=together))
+        assert re.findall(r";width:([\d.]+)%", drawn) == [width] * 4
+        (svg := Svg(9, "")).line([(0, 0), (1, 1)], arrow=together)
+        assert ("<polygon" in str(svg)) == together
+
+
 def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The picture and its position follow the slider and the schedule."""
     shown = [figures_of("hybrid", moment=str(place)) for place in (0, 12, 23, 97, 100)]
-    pictures = {next(f.svg for f in page if isinstance(f, Drawing)) for page in shown}
+    pictures = {*map(picture, shown)}
     assert len(pictures) == len(shown)
     assert number(shown[-1], "Moment") == "68 of 68"
     monkeypatch.setattr("tools.layout.schedules.schedule", lambda stages, _: [[None]] * stages)

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import quote
 
 import pytest
@@ -201,6 +202,14 @@ def test_every_event_of_a_problem_is_one_that_train_py_writes() -> None:
     kinds = {kind for problem in PROBLEMS for kind in problem.events}
     assert [kind for kind in sorted(kinds) if f'"{kind}"' not in source] == []
     assert {problem.page for problem in PROBLEMS} - {""} <= set(BY_SLUG)
+
+
+def test_a_log_that_cannot_be_read_is_left_out(runs: Path) -> None:
+    write_run(runs / "first")
+    (runs / "first/rank.log").write_text("started")
+    assert logs("first") == [("rank.log", "started")]
+    with mock.patch.object(Path, "open", side_effect=PermissionError):
+        assert logs("first") == []
 
 
 def test_records_that_are_no_files_are_survived(runs: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def test_sweep_page_ranks_no_losses_of_different_held_out_sets(
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "plan.json").write_text(json.dumps({"held_out_set": held_out_set}))
         assert ("2 held-out sets, whose losses" in ranking(sweep, records)) == is_shown
+    assert re.search(r"^ +1 +000 +5\.7000 +2 +true$", ranking(sweep, records), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import ConfigError
 from tests.run_tools import run_tool
-from tools.sweeps.cost import Record, Used
+from tools.sweeps.cost import Record, Used, costs
 from tools.sweeps.slurm import JOB, slurm_world
 from tools.sweeps.space import Range, Values, corners, draws, grid, read_space
 from tools.sweeps.spec import PruneSection, Sweep, read_sweep
@@ -108,6 +108,12 @@ def test_a_trial_keeps_no_export_and_no_sample_unless_asked(tmp_path: Path) -> N
     asked = keeping.command({}, tmp_path / "trial").assignments
     assert "data.reservoir=0" not in asked
     assert "data.reservoir=5" in asked
+
+
+def test_a_trial_needs_a_length(tmp_path: Path) -> None:
+    problems: list[str] = []
+    costs(sweep_of(tmp_path, "", "[train]\nsteps = 0\n"), None, problems)
+    assert "a trial's length must be known and above 0" in "\n".join(problems)
 
 
 @pytest.mark.parametrize("written", ["true", "{}", "{after = 0.1, factor = 3}"])

@@ -15,7 +15,7 @@ from harness.errors import ConfigError
 from harness.launch.ranks import Ranks
 from tools.sweeps import cost
 from tools.sweeps.cost import Budget, Record, Used, lane_problems
-from tools.sweeps.running import Queue, _lane_environment
+from tools.sweeps.running import Queue, _lane_environment, run_task
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
 from tools.sweeps.study import JOURNAL, OpenTrial, Study, cut_torn_line
@@ -186,3 +186,18 @@ def test_a_budget_counts_the_steps_before_an_interruption_once(budget: int, tmp_
     Queue(sweep, study, Budget(sweep, None), said.append, start, [1], 1).run()
     assert len(started) == (budget == 200)
     assert ["used up" in line for line in said] == [True] * (budget == 199)
+
+
+def test_a_trial_that_failed_without_a_run_names_rank_0_output(tmp_path: Path) -> None:
+    sweep, said = sweep_of(tmp_path, "trials = 1"), list[str]()
+    study = Study(sweep)
+
+    def start(choice: Choice, folder: Path, lane: int) -> Ranks:
+        for rank in (logs := [folder / "rank-0.log", folder / "rank-1.log"]):
+            rank.write_text(f"of {rank.stem}\n")
+        return Ranks([subprocess.Popen(["false"]) for _ in logs], logs, 0)
+
+    Queue(sweep, study, Budget(sweep, None), said.append, start, [0], 1).run()
+    assert study.records()[0].reason == "exit code 1: of rank-0"
+    assert run_task(sweep, study, 0, said.append) == 0  # a job of Slurm that was started again
+    assert said == ["trial 000 has ended before"]

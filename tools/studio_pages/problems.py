@@ -194,5 +194,5 @@ def seen_in_runs() -> dict[str, Counter[str]]:
     return counts
 
 
-SEARCH = Typed("search", "Search, as in: spike, memory, fp16, hang", "", 100)
+SEARCH = Typed("search", "Search, as in: spike, memory, fp16, hang", "")
 PAGE = Page("problems", (SEARCH,), figures)
