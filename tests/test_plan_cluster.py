@@ -143,14 +143,6 @@ def test_layouts_include_factors_other_than_powers_of_two() -> None:
     assert {(each.pipeline, each.tensor, each.expert) for each in adapters} == {(1, 1, 1)}
 
 
-def test_evaluations_read_each_held_out_set_and_the_old_data() -> None:
-    sets = 'data.eval_path={a="a.jsonl", b="b.jsonl"}', "data.rehearse=c.jsonl"
-    layout = Layout(1, "none", 1, 1, 1, 1, 4, "none")
-    one, three = (question_of(arguments(*JOB, *words)) for words in ((), sets))
-    times = [each.beside(*Search(each).count([layout])).evaluating for each in (one, three)]
-    assert times[1] == pytest.approx(3 * times[0])
-
-
 def test_states_that_the_optimizer_does_not_support_are_left_out() -> None:
     args = arguments(*JOB, "optim.name=adam8bit")
     every = count_all(args, question_of(args))
