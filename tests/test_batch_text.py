@@ -26,7 +26,9 @@ def test_it_shows_what_is_trained_on(library: Data) -> None:
         assert f"ids       {' '.join(map(str, ids))}\n" in shown
         assert f"targets   {' '.join(map(str, labels))}\n" in shown
     for index in range(8, 12):
-        for span in library.train.sample(index).spans:
+        spans = library.train.sample(index).spans
+        assert f"window {index}: {len(spans)} example" in shown
+        for span in spans:
             name = library.sources[0].corpus.name_of(span.document)
             assert name.endswith(".py")
             assert f"  example {span.document} [{span.first}:{span.last}] {name}" in shown

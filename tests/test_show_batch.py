@@ -102,18 +102,3 @@ def test_every_sample_says_what_is_read_learned_and_seen(
         padding = len(sample["ids"]) - sum(lengths)  # its positions count from 1
         documents = [place for length in lengths for place in range(length)]
         assert sample["positions"] == [*documents, *range(1, padding + 1)]
-
-
-def test_the_text_is_for_people_and_says_the_same(show: Callable[..., str]) -> None:
-    text, shown = show("--all", "--ids"), json.loads(show("--step", "1", "--json"))
-    assert text.startswith(
-        f"step 1: windows 0 to 7, {shown['target_tokens']} of 256 tokens are learned"
-    )
-    for sample in shown["samples"]:
-        assert f"ids       {' '.join(map(str, sample['ids']))}\n" in text
-        targets = ("-" if target is None else str(target) for target in sample["targets"])
-        assert f"targets   {' '.join(targets)}\n" in text
-        assert f"positions {' '.join(map(str, sample['positions']))}\n" in text
-        lengths = [each["end_token"] - each["first_token"] for each in sample["documents"]]
-        assert f"window {sample['index']}: {len(lengths)} example" in text
-    assert len(show().splitlines()) < len(text.splitlines())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import MAX_FILE_BYTES
+from harness.config.run_config import RunConfig
 from harness.estimate.hardware import known_gpu
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DAY, DISK_GB_PER_S, HOUR, EvalAndSaveTime, Job
@@ -86,17 +87,18 @@ def job_of(plan: Plan, step: StepTime) -> Job | None:
     if plan.steps is None:
         return None
     return Job(
-        plan.steps * step.seconds + beside_of(plan, step).evaluating,
+        plan.steps * step.seconds + beside_of(plan.config, step, plan.steps).evaluating,
         plan.grid.world_size,
         step.machine.watts,
     )
 
 
-def beside_of(plan: Plan, step: StepTime) -> EvalAndSaveTime:
-    """Return the time of the run's evaluations and saves."""
-    run = plan.config
+def beside_of(
+    run: RunConfig, step: StepTime, steps: float, disk_gb_per_s: float = DISK_GB_PER_S
+) -> EvalAndSaveTime:
+    """Return the time of a run's evaluations and saves."""
     evaluate = run.eval.every, run.eval.samples, run.data.evaluated_sets
-    return EvalAndSaveTime.of(step, plan.steps or 0, evaluate, run.save.every)
+    return EvalAndSaveTime.of(step, steps, evaluate, run.save.every, disk_gb_per_s)
 
 
 def step_line(step: StepTime) -> str:
@@ -115,7 +117,7 @@ def time_line(plan: Plan, step: StepTime) -> str:
     job = job_of(plan, step)
     if job is None:
         return step_line(step)
-    beside = beside_of(plan, step)
+    beside = beside_of(plan.config, step, plan.steps or 0)
     saves = f"{beside.saves or 'each'} save{'s' * (beside.saves > 1)} of {beside.save_text}"
     evaluations = f"{beside.evaluations} evaluations of {beside.evaluating:,.3g} s included"
     return (

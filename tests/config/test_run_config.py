@@ -358,7 +358,7 @@ def test_every_key_is_described_with_its_default() -> None:
     assert all(line.endswith(".") for line in lines)
 
 
-def test_every_list_and_table_has_an_example_that_it_takes() -> None:
+def test_every_list_and_table_has_an_example_that_it_takes(toml: Callable[[str], Path]) -> None:
     """A message about a wrong value shows it."""
     kinds = (list, tuple, dict)
     defaults = ((key, RunConfig().get(key)) for key in known_keys())
@@ -367,8 +367,6 @@ def test_every_list_and_table_has_an_example_that_it_takes() -> None:
         assert load_run_config(None, [f"{key}={text}"]).is_set(key)
     (problem,) = problems_of(None, "data.eval_path={chat=3}")
     assert problem.endswith("""as in 'data.eval_path={chat="a.jsonl", code="b.jsonl"}'""")
-
-
-def test_an_example_in_a_file_needs_no_quotes_of_a_shell(toml: Callable[[str], Path]) -> None:
+    # In a file, it needs no quotes of a shell.
     (problem,) = problems_of(toml("[data]\nwhere = 3\n"))
     assert problem.endswith('it must be a table, as in data.where={language="de"}')

@@ -9,7 +9,7 @@ import pytest
 
 from harness.config.run_config import RunConfig
 from harness.estimate.hardware import GPUS
-from harness.estimate.host import GENERATIONS, communicators, driver_bytes, generation_of
+from harness.estimate.host import GENERATIONS, driver_bytes, generation_of
 from harness.estimate.memory_item import GIB
 from harness.estimate.reserved import Allocator, _Tape, reserved_bytes
 from harness.estimate.timeline import Estimate, estimate_memory
@@ -85,10 +85,7 @@ def test_every_gpu_has_a_generation() -> None:
             assert 0 < low < high
 
 
-def test_each_axis_has_communicators_of_its_own() -> None:
-    assert communicators(Grid(1)) == 1
-    assert communicators(Grid(8)) == 2
-    assert communicators(Grid(64, pipeline=4, tensor=2)) == 6
+def test_more_communicators_take_more_driver_memory() -> None:
     alone, together = (driver_bytes(Grid(ranks), "a100-80") for ranks in (1, 8))
     assert alone == ((450 + 250) * MIB, (950 + 1500) * MIB)
     assert together == ((450 + 270) * MIB, (950 + 1800) * MIB)

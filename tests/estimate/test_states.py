@@ -190,6 +190,7 @@ def test_frozen_weights_are_not_in_a_checkpoint_of_adapters():
         (Grid(8, sequence=2), 1, 4),
         (Grid(8, expert=2), 1, 4),
         (Grid(8, tensor=2, pipeline=2), 1, 6),
+        (Grid(64, tensor=2, pipeline=4), 1, 6),
     ],
 )
 def test_communicators_are_counted(grid, secondary_ranks, count):

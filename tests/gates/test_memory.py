@@ -69,17 +69,14 @@ def row(estimated: float, measured: float | None, **more: Any) -> dict[str, Any]
         ([row(10.0, 10.0), row(10.0, None, error="out of memory: no")], "out of memory: c", False),
         ([row(10.0, 10.0), row(10.0, None, refused="no flash")], "1 of 2 cases measured", True),
         ([row(10.0, None, error="ended with code 1")], "nothing was measured", False),
+        # It was not judged to fit.
+        ([row(10.0, 10.0), row(99.0, None, error="out of memory: no", verdict="no")], "", True),
     ],
 )
 def test_what_the_rows_come_to(rows: list[dict[str, Any]], said: str, as_aimed: bool) -> None:
     text, found = verdict_of(rows)
     assert said in text
     assert found is as_aimed
-
-
-def test_a_run_that_was_not_judged_to_fit_may_run_out() -> None:
-    rows = [row(10.0, 10.0), {**row(99.0, None, error="out of memory: no"), "verdict": "no"}]
-    assert verdict_of(rows)[1]
 
 
 @pytest.mark.gate("memory")

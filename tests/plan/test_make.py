@@ -236,7 +236,7 @@ def test_a_cluster_is_planned_from_a_laptop() -> None:
     assert "this machine" not in text
     step = step_time(plan)
     job = job_of(plan, step)
-    evaluating = beside_of(plan, step).evaluating
+    evaluating = beside_of(plan.config, step, 100).evaluating
     assert job.seconds == pytest.approx(100 * step.seconds + evaluating)
 
 
@@ -248,7 +248,7 @@ def test_an_evaluation_reads_each_held_out_set_and_the_old_data(tmp_path: Path) 
     for words in ([], [f"data.eval_path={text}"], [sets, f"data.rehearse={text}"]):
         command = parse_command([*CLUSTER, "--gpus", "8", "--gpu", "h100-80", *words])
         plan = plan_from(command, world=command.elsewhere())
-        seconds.append(beside_of(plan, step_time(plan)).evaluation_seconds)
+        seconds.append(beside_of(plan.config, step_time(plan), 100).evaluation_seconds)
     assert seconds == [seconds[0], seconds[0], pytest.approx(3 * seconds[0])]
 
 

@@ -106,6 +106,8 @@ def assert_trained(run: RunFolder, name: str, layout: str) -> None:
     assert (min(lines), max(lines)) == (0, 3 if title == "3d" else feature.steps)
     assert all("eval_loss" in lines[step] for step in (0, max(lines)))
     (engine,) = events(run, "engine")
+    assert engine["step"] == 1
+    assert all(rank.keys() >= {"engine", "optimizer", "elements_held"} for rank in engine["ranks"])
     assert {rank["zero_stage"] for rank in engine["ranks"]} == {ds.zero_stage}
     stages = [rank.get("pipeline_stage") or 0 for rank in engine["ranks"]]
     assert stages == sorted([*range(ds.stages)] * (ds.ranks // ds.stages))

@@ -22,6 +22,7 @@ from harness.estimate.timeline import (
     estimate_memory,
     verdict_without_allocator,
 )
+from harness.plan.duration import beside_of
 from tools.cluster.layouts import Layout, State
 
 TOKENS_PER_PARAMETER = 20
@@ -247,9 +248,7 @@ class Question:
 
     def beside(self, counted: Counted) -> EvalAndSaveTime:
         """Return the evaluations and saves of the whole job with a layout."""
-        run, steps = self.run, self.steps(counted)
-        evaluate = run.eval.every, run.eval.samples, run.data.evaluated_sets
-        return EvalAndSaveTime.of(counted.time, steps, evaluate, run.save.every, self.disk_gb_per_s)
+        return beside_of(self.run, counted.time, self.steps(counted), self.disk_gb_per_s)
 
 
 def days(seconds: float) -> str:
