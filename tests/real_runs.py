@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -40,6 +41,13 @@ SHORT_RUN = (
 _WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
 
 
+def fill(disk: Path) -> None:
+    """Leave no room in a file system."""
+    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
 def write_corpus(path: Path, documents: int = 200) -> Path:
     """Write a folder of text files with few words in random order: learnable and small."""
     path.mkdir()
@@ -56,7 +64,6 @@ class Ended:
 
     codes: list[int]
     outputs: list[str]  # stdout and stderr of each rank
-    left_in_shared_memory: list[str]  # DeepSpeed's files of this group, now removed
 
     @property
     def output(self) -> str:
@@ -135,11 +142,9 @@ def wait(group: Group, timeout_s: float = 900) -> Ended:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stacks
     codes = [process.wait() for process in group.processes]
-    left = sorted(SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{group.port}_*"))
-    for path in left:
-        path.unlink()
-    outputs = [log.read_text(errors="replace") for log in group.logs]
-    return Ended(codes, outputs, [path.name for path in left])
+    for left in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{group.port}_*"):
+        left.unlink()
+    return Ended(codes, [log.read_text(errors="replace") for log in group.logs])
 
 
 def run_ranks(

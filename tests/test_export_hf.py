@@ -110,13 +110,15 @@ def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Pat
         assert told == f"its loss was not checked: {why}"
 
 
-def test_an_export_of_adapters_removes_what_a_killed_one_left(
+def test_an_export_says_what_it_removed_of_a_killed_one(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "_export_adapters", lambda *_: "adapters")
     monkeypatch.setattr(exporting, "sweep", lambda folder: [folder / "left"])
-    told = export(with_manifest(run, adapters={"r": 4}), tmp_path, tmp_path, ExportOptions())
-    assert told == f"removed {tmp_path / 'left'}, left by a killed export; adapters"
+    for adapters, rest in (({"r": 4}, "adapters"), (None, "its loss was not checked")):
+        saved, folder = with_manifest(run, adapters=adapters), tmp_path / rest
+        told = export(saved, folder, run.tokenizer_dir, ExportOptions(check=False))
+        assert told.startswith(f"removed {folder / 'left'}, left by a killed export; {rest}")
 
 
 @pytest.mark.parametrize(
@@ -145,32 +147,6 @@ def test_a_checkpoint_of_another_loss_is_no_good_one(
     assert "--no-check exports it anyway" in error
     assert not (tmp_path / "export").exists()
     assert main([*words, "--no-check"]) == 0
-
-
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, "")
-from harness.run import exporting
-from tools.export_hf import main
-
-exporting._checked = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.gate("runs")
-def test_the_export_after_a_killed_one_removes_what_that_left(
-    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [str(run.path), "--out", str(tmp_path / "export")]
-    command = [sys.executable, "-c", KILLED, *words]
-    killed = subprocess.run(command, cwd=REPOSITORY, env=environment(), check=False)
-    assert killed.returncode == -9
-    (left,) = tmp_path.iterdir()
-    assert (left / "export" / "model.safetensors").exists()
-    assert main(words) == 0
-    assert f"removed {left}, left by a killed export" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == [tmp_path / "export"]
 
 
 def test_a_damaged_checkpoint_is_not_exported(

@@ -32,7 +32,7 @@ from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.command import parse_command, plan_from
 from harness.plan.model_config import find_model_config, preset_names
-from tests.real_runs import REPOSITORY, Group, environment, start, wait_for
+from tests.real_runs import REPOSITORY, Group, environment, fill, start, wait_for
 from tests.run_tools import run_tool
 from tests.shipped import DS_CONFIGS, ranks_with_experts
 from tools import rehearse
@@ -442,9 +442,7 @@ def test_missing_data_fails_the_rehearsal_at_plan() -> None:
 
 
 def test_a_full_disk_is_no_mistake_of_the_job(small_disk: Path) -> None:
-    with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
+    fill(small_disk)
     done = run_tool("rehearse", "--gpus", "8", f"--folder={small_disk}", code=1)
     assert "FAILED at plan: " in done.stdout
     assert "No space left on device" in done.stdout

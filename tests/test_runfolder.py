@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -23,6 +22,7 @@ import pytest
 from harness.errors import CannotSave, ConfigError
 from harness.files.records import Unreadable
 from harness.runfolder import RunFolder, create_run_dir
+from tests.real_runs import fill
 
 ROOT = Path(__file__).parents[1]
 HOLD = "import sys; from harness.runfolder import RunFolder; "
@@ -315,9 +315,7 @@ def test_full_record_file_is_named(folder: RunFolder) -> None:
 def test_full_disk_status_overwrites_the_old_one(small_disk: Path) -> None:
     folder = RunFolder(small_disk / "run")
     folder.open()
-    with (small_disk / "filler").open("wb") as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(65536))
+    fill(small_disk)
     with pytest.raises(CannotSave, match=r"plan\.json cannot be written"):
         folder.write_plan({"steps": 2})
     folder.write_status("failed", 74, 7, "no room")

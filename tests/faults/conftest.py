@@ -69,6 +69,17 @@ class Trial:
         words = arguments(self.path, self.data, *more)
         return self.zygote.run(words, self.logs, fault, limit_s=40, patience_s=patience_s).codes
 
+    def failed(self, code: int) -> dict[str, Any]:
+        """Return the status; assert that it is that of a run that failed with this code."""
+        status = self.run.read_status() or {}
+        assert (status["outcome"], status["code"]) == ("failed", code)
+        return status
+
+    def go_on(self, undisturbed: RunFolder, *more: str, **how: Any) -> None:
+        """Train to the end; `check_survived` takes `how`."""
+        self.start(*more)
+        check_survived(self.run, undisturbed, **how)
+
     def kill(self, rank: int, at: str, nth: int, *more: str) -> None:
         """Kill `rank` with -9 at a place; assert that the other rank ends too, with an error."""
         fault = {"rank": rank, "at": at, "nth": nth, "do": "kill"}
@@ -113,22 +124,19 @@ def executed(run: RunFolder) -> list[int]:
 
 
 def check_survived(
-    run: RunFolder,
-    undisturbed: RunFolder,
-    attempts: int = 2,
-    resumed: bool = True,
-    lost: int = SAVE_EVERY,
+    run: RunFolder, undisturbed: RunFolder, resumed: bool = True, lost: int = SAVE_EVERY
 ) -> None:
-    """Assert that the run ended tidily on the undisturbed curve, without repeating saved steps.
+    """Assert that the second attempt of a run ended tidily on the undisturbed curve, without
+    repeating saved steps.
 
-    `lost` is the number of steps that each attempt but the last may have done after its last save.
+    `lost` is the number of steps that the first may have done after its last save.
     """
     assert curve(run) == curve(undisturbed)
-    assert (run.read_status() or {})["outcome"] == "done"
-    assert (run.read_status() or {})["attempt"] == attempts
-    assert len(executed(run)) <= STEPS + lost * (attempts - 1)
+    status = run.read_status() or {}
+    assert (status["outcome"], status["attempt"]) == ("done", 2)
+    assert len(executed(run)) <= STEPS + lost
     found = events(run, "resumed")
-    assert len(found) == (attempts - 1 if resumed else 0)
+    assert len(found) == resumed
     for event in found:
         assert event["step"] > 0
         assert len(event["manifest"]) == 64

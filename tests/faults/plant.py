@@ -29,6 +29,7 @@ from harness import loop
 from harness.layout.world import World
 from harness.run.run import Run
 from harness.steps import Step
+from tests.real_runs import fill
 from tools.acceptance.plant import take_scaled_step
 
 _PLANTED = contextlib.ExitStack()
@@ -123,9 +124,7 @@ def _do(fault: dict[str, Any]) -> None:
         case "sleep":
             time.sleep(fault["seconds"])
         case "fill":
-            with Path(fault["mount"], "filler").open("wb") as file, contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(65536))
+            fill(Path(fault["mount"]))
         case "truncate":
             os.truncate(fault["file"], os.path.getsize(fault["file"]) // 2)  # noqa: PTH202
         case "readonly":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.runfolder import RunFolder
-from tests.faults.conftest import SAVE_EVERY, Trial, arguments, check_survived, executed
+from tests.faults.conftest import SAVE_EVERY, Trial, arguments, executed
 from tests.real_runs import events
 from tests.tiers import rest_in_gate
 
@@ -35,8 +35,7 @@ def test_a_kill_loses_no_more_than_the_steps_since_the_last_save(
 ) -> None:
     trial.kill(rank, place, nth)
     saved = [event["step"] for event in events(trial.run, "saved")]
-    trial.start()
-    check_survived(trial.run, undisturbed)
+    trial.go_on(undisturbed)
     (resumed,) = events(trial.run, "resumed")
     assert resumed["step"] >= max(saved)
 
@@ -44,8 +43,7 @@ def test_a_kill_loses_no_more_than_the_steps_since_the_last_save(
 @pytest.mark.gate("faults")
 def test_a_kill_before_the_first_save_begins_again(trial: Trial, undisturbed: RunFolder) -> None:
     trial.kill(1, "in a step", 2)
-    trial.start()
-    check_survived(trial.run, undisturbed, resumed=False)
+    trial.go_on(undisturbed, resumed=False)
     assert len(events(trial.run, "began_again")) == 1
 
 
@@ -64,8 +62,7 @@ def test_a_signal_leads_to_one_save_of_all_and_code_75(
     name: str, place: str, rank: int, nth: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
     trial.start(code=75, rank=rank, at=place, nth=nth, do=name)
-    trial.start()
-    check_survived(trial.run, undisturbed)
+    trial.go_on(undisturbed)
     done = executed(trial.run)
     assert done == list(range(1, len(done) + 1))  # no step is repeated
 
@@ -76,9 +73,8 @@ def test_a_kill_during_a_save_in_the_background(
     place: str, rank: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
     trial.kill(rank, place, 2, "save.async=true")
-    trial.start("save.async=true")
     # A save in progress does not exist yet.
-    check_survived(trial.run, undisturbed, lost=2 * SAVE_EVERY)
+    trial.go_on(undisturbed, "save.async=true", lost=2 * SAVE_EVERY)
 
 
 PATIENCE_S = 30.0  # how long ranks may outlive the one that failed
@@ -100,8 +96,7 @@ def test_a_failure_of_one_rank_ends_all(place: str, nth: int, rank: int, trial: 
     assert f"rank {1 - rank} ends: rank {rank} failed: {why}" in ended.outputs[1 - rank]
     (event,) = events(trial.run, "failed")
     assert (event["rank"], event["attempt"], event["message"]) == (rank, 1, why)
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"], status["message"]) == ("failed", 1, why)
+    assert trial.failed(1)["message"] == why
 
 
 @pytest.mark.gate("faults")

@@ -97,7 +97,7 @@ def skipping(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Run
         folder = tmp_path_factory.mktemp(name)
         for steps in lengths:
             length = f"train.steps={steps}"
-            ended, run = spoiled(folder, spoils, *arguments, "optim.schedule=constant", length)
+            ended, run = spoiled(folder, spoils, *arguments, length)
             assert ended.codes == [0, 0], ended.output
         runs.append(run)
     return runs

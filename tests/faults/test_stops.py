@@ -12,16 +12,7 @@ from typing import Any
 import pytest
 
 from harness.runfolder import RunFolder
-from tests.faults.conftest import (
-    STEPS,
-    Trial,
-    arguments,
-    check_survived,
-    check_tidy,
-    curve,
-    executed,
-    newest,
-)
+from tests.faults.conftest import STEPS, Trial, arguments, check_tidy, curve, executed, newest
 from tests.real_runs import TRAIN, environment, events, wait_for
 from tests.tiers import rest_in_gate
 
@@ -135,8 +126,7 @@ def test_a_rank_that_is_killed_is_named(rank: int, trial: Trial) -> None:
     trial.kill(rank, "in a step", 6)
     (event,) = events(trial.run, "failed")
     assert (event["rank"], event["attempt"]) == (rank, 1)
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"]) == ("failed", 1)
+    status = trial.failed(1)
     assert status["step"] >= 4  # from the newest checkpoint, or where the other rank was
     killed = rf"rank {rank}.* failed: its process \d+ on .* was killed, .*; rank {1 - rank} lost"
     assert re.match(killed, status["message"]), status["message"]
@@ -150,11 +140,8 @@ def test_a_rank_that_is_stopped_is_named(rank: int, trial: Trial, undisturbed: R
     assert codes[1 - rank] == 78
     assert codes[rank] is None  # still stopped: the launcher ends it
     check_report(trial.run, rf"rank {rank}.*: stopped, gone")
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"]) == ("failed", 78)
-    assert f"rank {rank}" in status["message"]
-    trial.start()
-    check_survived(trial.run, undisturbed)
+    assert f"rank {rank}" in trial.failed(78)["message"]
+    trial.go_on(undisturbed)
 
 
 @pytest.mark.slow("a rank is waited for until the watchdog gives up")
@@ -163,12 +150,10 @@ def test_a_rank_that_waits_for_its_data_is_named(trial: Trial, undisturbed: RunF
     assert trial.hang(*WATCHED, fault=fault) == [78, 78]
     event = check_report(trial.run, r"rank 1 on .*, in 'data' of step \d, .*: behind")
     assert "1 ranks (0) in 'step'" in event["message"]
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"]) == ("failed", 78)
     stacks = (trial.run.heartbeats_dir / "rank-00001.stacks").read_text()
     assert "load_ahead" in stacks
-    trial.start()
-    check_survived(trial.run, undisturbed)
+    trial.failed(78)
+    trial.go_on(undisturbed)
     assert not trial.run.heartbeats_dir.exists()
 
 
@@ -177,10 +162,8 @@ def test_a_rank_that_goes_its_own_way_is_found(trial: Trial, undisturbed: RunFol
     """An all-reduce of another size ends gloo's ranks; NCCL would leave both to the watchdog."""
     fault = {"rank": 1, "at": "comparing replicas", "nth": 6, "do": "skip"}
     assert trial.hang(*WATCHED, "guard.replicas_every=1", fault=fault) == [1, -6]
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"], status["step"]) == ("failed", 1, 6)
-    trial.start()
-    check_survived(trial.run, undisturbed)
+    assert trial.failed(1)["step"] == 6
+    trial.go_on(undisturbed)
 
 
 @pytest.mark.gate("faults")

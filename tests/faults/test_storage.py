@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from harness.runfolder import RunFolder
 from tests.faults.conftest import STEPS, Trial, arguments, check_survived, curve, newest
-from tests.real_runs import events, write_corpus
+from tests.real_runs import events, fill, write_corpus
 from tests.tiers import rest_in_gate
 
 
@@ -67,13 +66,12 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
     stopped = trial.start(*words, code=74)
     assert "could not be saved" in stopped.output
     assert "free space or lower save.keep" in stopped.output
-    run, status = trial.run, trial.run.read_status() or {}
-    assert (status["outcome"], status["code"]) == ("failed", 74)
+    run = trial.run
+    trial.failed(74)
     assert not list(run.checkpoints_dir.glob(".unfinished*"))
     assert newest(run).name == "step-00000006"
     shutil.rmtree(run.checkpoints_dir / "step-00000002")
-    trial.start(*words)
-    check_survived(run, undisturbed)
+    trial.go_on(undisturbed, *words)
 
 
 @pytest.mark.gate("faults")
@@ -82,8 +80,7 @@ def test_a_disk_that_fills_up_during_a_save(
 ) -> None:
     stopped = trial.fill(small_disk, at="after the room was checked", rank=1, nth=2)
     assert "No space left on device" in stopped.output
-    trial.start()
-    check_survived(trial.run, undisturbed)
+    trial.go_on(undisturbed)
 
 
 @pytest.mark.gate("faults")
@@ -96,8 +93,7 @@ def test_read_only_file_system_is_reported(
     stopped = trial.start(code=74, rank=0, nth=2, **fault)
     assert "Read-only file system" in stopped.output
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    trial.start()
-    check_survived(trial.run, undisturbed)
+    trial.go_on(undisturbed)
 
 
 def test_changed_data_is_refused(finished: Trial, tmp_path: Path) -> None:
@@ -193,13 +189,10 @@ def test_records_that_cannot_be_written_stop_the_run(
     ended = trial.start(code=74, rank=0, at=place, nth=nth, do="full", file=str(path), nccl=True)
     assert "Traceback" not in ended.output
     assert ended.outputs[0].count(f"{path} cannot be written (No space left on device)") == 1
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"]) == ("failed", 74)
-    assert str(path) in status["message"]
+    assert str(path) in trial.failed(74)["message"]
     path.unlink()
     path.with_name(f"{file}.whole").rename(path)
-    trial.start()
-    check_survived(trial.run, undisturbed)
+    trial.go_on(undisturbed)
 
 
 @pytest.mark.gate("faults")
@@ -210,18 +203,15 @@ def test_a_run_that_cannot_write_how_it_begins(
     ended = trial.fill(small_disk, at=place)
     assert "Traceback" not in ended.output
     assert "No space left on device" in ended.outputs[0]
-    assert (trial.run.read_status() or {})["code"] == 74
-    trial.start()
-    check_survived(trial.run, undisturbed, resumed=False)
+    trial.failed(74)
+    trial.go_on(undisturbed, resumed=False)
     assert (trial.run.tokenizer_dir / "tokenizer_config.json").stat().st_size
 
 
 @pytest.mark.gate("faults")
 def test_a_cache_without_room_is_no_mistake_of_the_config(small_disk: Path, trial: Trial) -> None:
     trial.data = [trial.data[0], f"data.cache_dir={small_disk / 'cache'}"]
-    with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
+    fill(small_disk)
     ended = trial.start(code=74)
     assert "Traceback" not in ended.output
     assert "cannot train: data.cache_dir: cannot use " in ended.outputs[0]
@@ -234,8 +224,7 @@ def test_a_tokenizer_is_there_whole_or_not_at_all(trial: Trial, undisturbed: Any
     trial.kill(0, "within the tokenizer", 1)
     assert not trial.run.tokenizer_dir.exists()
     assert list(trial.path.glob(".unfinished-*"))
-    trial.start()
-    check_survived(trial.run, undisturbed, resumed=False)
+    trial.go_on(undisturbed, resumed=False)
     names = {path.name for path in undisturbed.tokenizer_dir.iterdir()}
     assert {path.name for path in trial.run.tokenizer_dir.iterdir()} == names
     assert not list(trial.path.glob(".unfinished-*"))
@@ -248,8 +237,7 @@ def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, tria
     assert "Traceback" not in ended.output
     assert f"run: python tools/export_hf.py {trial.path}" in ended.outputs[0]
     assert newest(trial.run).name == f"step-{STEPS:08d}"
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"], status["step"]) == ("failed", 74, STEPS)
+    assert trial.failed(74)["step"] == STEPS
     assert list(trial.path.glob("*export*")) == []
     before = curve(trial.run)
     trial.start(*words)
@@ -263,8 +251,7 @@ def test_a_run_whose_export_differs_ends_as_the_tool_does(trial: Trial) -> None:
     assert "Traceback" not in ended.output
     assert "but the exported model has 1000" in ended.outputs[0]
     assert f"python tools/export_hf.py {trial.path} --no-check exports it" in ended.outputs[0]
-    status = trial.run.read_status() or {}
-    assert (status["outcome"], status["code"], status["step"]) == ("failed", 77, STEPS)
+    assert trial.failed(77)["step"] == STEPS
     assert list(trial.path.glob("*export*")) == []
 
 
