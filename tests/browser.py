@@ -245,13 +245,11 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """Write a PNG of the whole page or of the visible part."""
-        area: dict[str, Any] = {}
-        if whole:
-            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            area = {"clip": {"x": 0, "y": 0, "scale": 1, **_sides(size)}}
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=whole, **area)["data"]
+    def screenshot(self, path: Path) -> None:
+        """Write a PNG of the whole page."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        area = {**size, "scale": 1}
+        data = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=area)["data"]
         path.write_bytes(base64.b64decode(data))
 
     @property
@@ -276,7 +274,3 @@ class Page:
 
 def _described(details: dict[str, Any]) -> str:
     return str(details.get("exception", {}).get("description") or details["text"])
-
-
-def _sides(size: dict[str, float]) -> dict[str, float]:
-    return {"width": size["width"], "height": size["height"]}

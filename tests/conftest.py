@@ -115,14 +115,19 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="session")
-def library(cache_dir: Path) -> Data:
-    """Return the default corpus, built once for all tests."""
+def built(**keys: str) -> Data:
+    """Return the data that these keys of the section data ask for."""
     from harness.config.data_section import DataConfig
     from harness.data.build import build_data
     from harness.data.spec import DataSpec
 
-    return build_data(DataSpec(DataConfig(cache_dir=str(cache_dir))))
+    return build_data(DataSpec(DataConfig(**keys)))
+
+
+@pytest.fixture(scope="session")
+def library(cache_dir: Path) -> Data:
+    """Return the default corpus, built once for all tests."""
+    return built(cache_dir=str(cache_dir))
 
 
 @pytest.fixture(scope="session")
@@ -135,13 +140,9 @@ def tokenizer_dir(library: Data, tmp_path_factory: pytest.TempPathFactory) -> st
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the arguments for a small corpus, tokenized once for all runs."""
-    from harness.config.data_section import DataConfig
-    from harness.data.build import build_data
-    from harness.data.spec import DataSpec
-
     folder = tmp_path_factory.mktemp("data")
     corpus = write_corpus(folder / "corpus")
-    build_data(DataSpec(DataConfig(path=str(corpus), cache_dir=str(folder / "cache"))))
+    built(path=str(corpus), cache_dir=str(folder / "cache"))
     return [f"data.path={corpus}", f"data.cache_dir={folder / 'cache'}"]
 
 

@@ -426,10 +426,10 @@ def test_each_launcher_has_a_script_of_one_command(tmp_path: Path) -> None:
     (line,) = [line for line in whole.splitlines() if line.startswith("check it with: ")]
     program, script, *checks = shlex.split(line.partition(": ")[2])
     assert (program, script) == ("python", "harness/train.py")
-    command = parse_command(checks)
-    assert (command.dry_run, command.gpus, command.gpus_per_node) == (True, 4, 2)
-    assert command.gpu == "a100-40"
-    assert (command.deepspeed_path, command.config_path) == (two / "ds.json", two / "run.toml")
+    checked = parse_command(checks)
+    assert (checked.dry_run, checked.gpus, checked.gpus_per_node) == (True, 4, 2)
+    assert checked.gpu == "a100-40"
+    assert (checked.deepspeed_path, checked.config_path) == (two / "ds.json", two / "run.toml")
 
 
 def test_lora_plan_uses_the_weights_of_the_preset(tmp_path: Path) -> None:

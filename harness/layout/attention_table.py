@@ -14,8 +14,6 @@ class Attention:
     """The package that provides it, on GPUs only."""
     takes_bounds: bool = False
     """True if it takes document boundaries (models/attention.py) instead of a mask."""
-    has_dropout: bool = True
-    """True if it supports dropout of attention weights."""
     is_traced: bool = False
     """True if its saved activations were compared with a trace."""
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -33,7 +31,7 @@ class Attention:
 
 def _kind(keys: Callable[[Mapping[str, int], float], float], **sizes: int) -> Attention:
     """Return a row for models/efficient_attention, which saves only queries, keys and values."""
-    return Attention(takes_bounds=True, has_dropout=False, is_traced=True, sizes=sizes, keys=keys)
+    return Attention(takes_bounds=True, is_traced=True, sizes=sizes, keys=keys)
 
 
 def seen_by(attention: str, sizes: Mapping[str, int]) -> Callable[[int], float]:
@@ -47,7 +45,7 @@ def seen_by(attention: str, sizes: Mapping[str, int]) -> Callable[[int], float]:
 ATTENTIONS = {
     "sdpa": Attention(is_traced=True),
     "eager": Attention(is_traced=True),
-    "varlen": Attention(takes_bounds=True, has_dropout=False, is_traced=True),
+    "varlen": Attention(takes_bounds=True, is_traced=True),
     "flash_attention_2": Attention("flash_attn", takes_bounds=True),
     "flash_attention_3": Attention("flash_attn_3", takes_bounds=True),
     "longformer": _kind(

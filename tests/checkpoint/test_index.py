@@ -113,12 +113,12 @@ def test_a_cut_is_written_once_for_all_its_pieces(tmp_path: Path) -> None:
     assert [piece[0::3] for piece in index["w"]["at"]] == [[0, 0], [30, 0], [0, 1], [30, 1]]
 
 
-def of_one_rank(rank: int, part: Part, kind: str = "weight", numel: int = 8) -> dict[str, Any]:
+def of_one_rank(rank: int, part: Part, kind: str = "weight") -> dict[str, Any]:
     return {
         "w": {
             "shape": part.whole,
             "kinds": (kind,),
-            "at": [(0, numel, f"rank-{rank:05d}-000.safetensors")],
+            "at": [(0, 8, f"rank-{rank:05d}-000.safetensors")],
         }
     }
 

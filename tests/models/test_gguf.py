@@ -19,17 +19,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.checkpoint.export import write_model
 from harness.checkpoint.hub_layout import rewrite_tokenizer_config
 from harness.data.tokenizer import load_tokenizer, vocab_size
 from harness.data.tokenizer_files import save_tokenizer
 from harness.files.corpus import find_corpus
-from harness.models.skeleton import hf_config, skeleton
-from tests.checkpoint.test_export import stored
 from tests.gates.releases import REPOSITORY, folder
 from tests.layout.test_families import TABLES
-from tests.models.small import built
-from tests.models.test_older_readers import MORE, OLDER, small
+from tests.models.test_older_readers import MORE, OLDER, small, write_random
 from tests.real_runs import environment
 from tools.tokenizing.training import train
 
@@ -141,14 +137,7 @@ class Export:
         rewrite_tokenizer_config(path, tokenizer)
         sizes = {**config, **CONFIGS.get(config["model_type"], {})}
         values = small({**sizes, "vocab_size": vocab_size(tokenizer)})
-        torch.manual_seed(0)
-        model = built(values, attention="eager")
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0, 0.1)
-        reader = stored(model, path.parents[1] / f"of {path.name}")
-        empty = skeleton(hf_config(values), torch.float32, "eager")
-        write_model(path, empty, reader, source=values)
+        write_random(path, values, 0.1, path.parents[1] / f"of {path.name}")
         return cls(path, tokenizer)
 
     def read(self, python: Path, texts: list[str], overrides: dict[str, bool]) -> tuple[int, float]:

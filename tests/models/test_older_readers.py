@@ -146,20 +146,24 @@ def small(config: Config) -> Config:
     return {"model_type": model_type, **sizes, **config, **named}
 
 
+def write_random(folder: Path, values: dict[str, Any], deviation: float, states: Path) -> Any:
+    """Export a model with random matrices of that deviation; return it."""
+    torch.manual_seed(0)
+    model = built(values, attention="eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, deviation)
+    empty = skeleton(hf_config(values), torch.float32, "eager")
+    write_model(folder, empty, stored(model, states), source=values)
+    return model
+
+
 @pytest.mark.gate("models")
 def test_transformers_4_computes_the_same_with_every_export(older: Path, tmp_path: Path) -> None:
     exports = tmp_path / "exports"
     for name, config in {**{name: {"model_type": name} for name in TABLES}, **MORE}.items():
-        values = small(config)
-        torch.manual_seed(0)
-        model = built(values, attention="eager")
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0, 0.3)
         (folder := exports / name.replace(" ", "_")).mkdir(parents=True)
-        reader = stored(model, tmp_path / f"of {name}")
-        empty = skeleton(hf_config(values), torch.float32, "eager")
-        write_model(folder, empty, reader, source=values)
+        model = write_random(folder, small(config), 0.3, tmp_path / f"of {name}")
         with torch.no_grad():
             logits = model.eval()(input_ids=torch.arange(3, 43)[None]).logits
         torch.save(logits, folder / "logits.pt")

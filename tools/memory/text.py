@@ -176,7 +176,7 @@ def _gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
 
 
-def paper_bytes(parameters: int, stage: int, shards: int, optimizer_bytes: int = 12) -> float:
+def paper_bytes(parameters: int, stage: int, shards: int) -> float:
     """Return the bytes of model states per rank as the ZeRO paper counts them (arXiv 1910.02054,
     table 1).
 
@@ -184,4 +184,4 @@ def paper_bytes(parameters: int, stage: int, shards: int, optimizer_bytes: int =
     parameter. Stage 1 partitions the states, stage 2 also the gradients, stage 3 everything.
     """
     cut = [shards if stage >= level else 1 for level in (3, 2, 1)]
-    return parameters * (2 / cut[0] + 2 / cut[1] + optimizer_bytes / cut[2])
+    return parameters * (2 / cut[0] + 2 / cut[1] + 12 / cut[2])

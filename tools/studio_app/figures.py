@@ -229,15 +229,11 @@ def _bars(bars: Bars) -> str:
 
 def _bar_values(bars: Bars) -> dict[str, Any]:
     """Return the values that chart.js shows under the pointer."""
-    places = [place + 0.5 for place in range(len(bars.categories))]
+    names = list(bars.categories)
+    places = {"x": [place + 0.5 for place in range(len(names))]}
     curves = [
-        {
-            "label": name,
-            "colour": _bar_colour(bars, number),
-            "x": {"x": places},
-            "y": list(map(charts.rounded, sizes)),
-        }
+        charts.Curve(name, _bar_colour(bars, number), places, list(sizes))
         for number, (name, sizes) in enumerate(bars.parts.items())
     ]
-    names, ranges = list(bars.categories), {"x": (0, len(places))}
-    return {"axes": {"x": ""}, "names": names, "curves": curves, "ranges": ranges}
+    own = charts.Chart("", bars.title, bars.unit, curves, axes={"x": ""}, x_range=(0, len(names)))
+    return charts.data_of(own) | {"names": names}
