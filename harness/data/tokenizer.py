@@ -224,11 +224,11 @@ def load_tokenizer(
         raise NoTokenizer(
             f"data.tokenizer: {source} holds no tokenizer: set data.tokenizer to a folder that does"
         )
-    offline = {} if is_folder or hub_answers() else {"local_files_only": True}
+    offline = not (is_folder or hub_answers())
     try:
         kind = PreTrainedTokenizerFast if _is_generic(Path(source)) else AutoTokenizer
         tokenizer = kind.from_pretrained(
-            str(source), trust_remote_code=trust_remote_code, **offline
+            str(source), trust_remote_code=trust_remote_code, local_files_only=offline
         )
         tokenizer("a", verbose=False)  # settings of a wrong type are noticed only here
     except Exception as error:  # transformers raises many classes for bad files
