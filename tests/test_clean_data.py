@@ -230,6 +230,11 @@ def test_phones_and_addresses_have_bounds(
     assert (text not in document.text) == is_replaced
 
 
+def test_the_keys_of_a_recipe_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--keys"]) == ExitCode.DONE
+    assert "near_duplicates.n_grams = " in capsys.readouterr().out
+
+
 def test_c4_removes_documents_without_lines(tmp_path: Path) -> None:
     options = {"min_num_sentences": 0, "language": RegexWords()}
     document = Document("no end\n\nno end either", "1")
