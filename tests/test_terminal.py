@@ -45,18 +45,14 @@ class Terminal:
     """A command whose terminal output is read as it appears; Ctrl-C can be pressed."""
 
     def __init__(
-        self,
-        command: Sequence[object],
-        columns: int = 80,
-        env: Mapping[str, str] | None = None,
-        cwd: Path = REPOSITORY,
+        self, command: Sequence[object], columns: int = 80, env: Mapping[str, str] | None = None
     ) -> None:
         """Start it as a shell does, in a session that owns this terminal."""
         self._end, theirs = pty.openpty()
         self.resize(columns)
         self.process = subprocess.Popen(
             [str(word) for word in command],
-            cwd=cwd,
+            cwd=REPOSITORY,
             env=environment(**{"TERM": "xterm", **(env or {})}),
             stdin=theirs,
             stdout=theirs,

@@ -11,7 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,11 +32,10 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.recurrent_state import MAMBA2_CACHE
 from harness.models.skeleton import hf_config, skeleton
-from harness.run.evaluation import mean_losses
-from harness.run.run import Run
 from harness.run.saving import loss_of, texts_of
 from tests.engine.engines import cells, engine_of, fp16, gathered, plan_of, written
 from tests.engine.small import SEQ_LEN, VOCAB_SIZE, run_config
+from tests.gates.worker import held_out_loss
 from tests.ranks import ranks
 
 _SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
@@ -323,20 +322,6 @@ def test_windows_with_a_carried_state_are_one_long_window() -> None:
     assert sum(losses) / len(losses) == pytest.approx(float(sums[0] / sums[1]), rel=1e-6)
 
 
-def evaluated(engine: Engine, held_out: HeldOutText) -> float | None:
-    """Return the held-out loss as every run computes it."""
-    run = SimpleNamespace(
-        plan=engine.plan,
-        engine=engine,
-        state=SimpleNamespace(step=1),
-        pulse=lambda *_: None,
-        stop_asked=lambda: (False, False),
-        meter=SimpleNamespace(restart=lambda: None),
-        sum=lambda values, over: Run.sum(cast(Run, run), values, over),
-    )
-    return mean_losses(cast(Run, run), held_out)[0]
-
-
 @pytest.mark.parametrize("kind", cells(["gru", "mamba2"]))
 @ranks(2)
 def test_evaluations_carry_states_over_held_out_text(kind: str) -> None:
@@ -356,8 +341,8 @@ def test_evaluations_carry_states_over_held_out_text(kind: str) -> None:
         counted = losses[0 if begin in (0, 5) else SEQ_LEN :]
         total, targets = total + float(counted.sum()), targets + len(counted)
     before = [t.clone() for f in engine.fragments() for t in f.tensors.values()]
-    assert evaluated(engine, held_out) == pytest.approx(total / targets, rel=1e-5)
-    assert evaluated(engine, held_out) == pytest.approx(total / targets, rel=1e-5)
+    assert held_out_loss(engine, held_out) == pytest.approx(total / targets, rel=1e-5)
+    assert held_out_loss(engine, held_out) == pytest.approx(total / targets, rel=1e-5)
     after = [t for f in engine.fragments() for t in f.tensors.values()]
     assert all(map(torch.equal, before, after))
     probe = held_out.first(7)

@@ -24,7 +24,7 @@ from tests.gates.recipe import global_batch, held_out, learning_rate, rows, targ
 from tests.gates.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from harness.engine.zero import ZeroEngine
+    from harness.engine.api import Engine
 
 GROUP = {
     "pattern": recipe.GROUP_PATTERN,
@@ -70,15 +70,15 @@ def train(job: Job, world: World, device: torch.device, out: Path) -> Trajectory
     adamw = {**recipe.ADAMW, "groups": [GROUP]}
     with contextlib.closing(build_engine(cell.plan(world, out, adamw), device)) as engine:
         take_steps(engine, range(STEPS), learning_rate, result)
-        result.held_out = _held_out_loss(engine)
+        result.held_out = held_out_loss(engine, _HeldOut())
     return result
 
 
-def _held_out_loss(engine: ZeroEngine) -> float:
+def held_out_loss(engine: Engine, held_out: object) -> float:
     """Return the loss evaluated as in every run, with a minimal run around it."""
     run = SimpleNamespace(
         plan=engine.plan,
-        data=SimpleNamespace(held_out=_HeldOut()),
+        data=SimpleNamespace(held_out=held_out),
         engine=engine,
         state=SimpleNamespace(step=STEPS),
         pulse=lambda *_: None,

@@ -155,12 +155,9 @@ def test_the_home_page_leads_to_every_lesson(browser: Browser, studio: Studio) -
 @pytest.mark.gate("pages")
 def test_keys_lead_through_the_pages(browser: Browser, studio: Studio) -> None:
     tab = opened(browser, studio, PAGES[0].slug)
-    tab.press("]")
-    tab.wait_for(f"location.pathname === '/{PAGES[1].slug}'")
-    tab.wait_for(SHOWN)
-    assert tab.evaluate("document.querySelector('h1').textContent") == PAGES[1].lesson.title
-    tab.press("[")
-    tab.wait_for(f"location.pathname === '/{PAGES[0].slug}'")
-    tab.wait_for(SHOWN)
-    assert tab.evaluate("document.querySelector('h1').textContent") == PAGES[0].lesson.title
+    for key, page in (("]", PAGES[1]), ("[", PAGES[0])):
+        tab.press(key)
+        tab.wait_for(f"location.pathname === '/{page.slug}'")
+        tab.wait_for(SHOWN)
+        assert tab.evaluate("document.querySelector('h1').textContent") == page.lesson.title
     assert tab.errors == []
