@@ -46,7 +46,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "liger_kernel": {"models"},
     "sentencepiece": {"data"},
     "tokenizers": {"data", "plan"},
-    "jinja2": {"plan"},
+    "jinja2": {"plan", "data"},
     "huggingface_hub": {"plan", "models", "checkpoint"},
     "bitsandbytes": {"models", "engine"},
     "peft": {"models", "checkpoint"},
