@@ -327,7 +327,7 @@ def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> No
         ended=ended,
         steps=SimpleNamespace(are_left=False),
         # Rank 1 does not see the export yet.
-        folder=SimpleNamespace(export_dir=SimpleNamespace(exists=lambda: rank == 0)),
+        folder=SimpleNamespace(path="runs/a", export_dir=SimpleNamespace(exists=lambda: rank == 0)),
         progress=SimpleNamespace(say=lambda text: None),
         watchdog=SimpleNamespace(close=lambda: None),
     )
