@@ -299,7 +299,7 @@ def _saved_by_deepspeed(folder: Path, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("named", "step"),
-    [("saved", 9), ("saved@20", 20), ("saved/global_step20", 20), ("older", 20)],
+    [("saved", 9), ("saved@20", 20), ("saved/global_step20", 20), ("older", 20), ("named", 5)],
 )
 def test_what_deepspeed_saved_is_imported_from_its_folder(
     named: str, step: int, tmp_path: Path, new: Path, capsys: pytest.CaptureFixture[str]
@@ -307,6 +307,8 @@ def test_what_deepspeed_saved_is_imported_from_its_folder(
     for folder, each in (("saved", 20), ("saved", 9), ("older", 7), ("older", 20)):
         _saved_by_deepspeed(tmp_path / folder, each)  # `latest` names the one written last
     (tmp_path / "older" / "latest").unlink()
+    _saved_by_deepspeed(tmp_path / "named", 5)
+    (tmp_path / "named" / "global_step5").rename(tmp_path / "named" / "best")
     command = [str(tmp_path / named), "--out", str(new)]
     assert main(command) == 2
     assert "config.json does not exist: name the model, as in --model" in capsys.readouterr().err

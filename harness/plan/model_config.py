@@ -6,6 +6,7 @@ this order.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import tomllib
@@ -123,7 +124,8 @@ def merge_first(folder: Path) -> str:
     """Return what to do with a folder that holds an adapter."""
     code = (
         "from peft import AutoPeftModelForCausalLM as Model; "
-        f'Model.from_pretrained("{folder}").merge_and_unload().save_pretrained("MERGED")'
+        f"Model.from_pretrained({json.dumps(str(folder))})"
+        '.merge_and_unload().save_pretrained("MERGED")'
     )
     return (
         f"{folder} holds an adapter: merge it into its model first, with python -c "

@@ -343,10 +343,10 @@ def find_source(text: str, model: str | None = None) -> Source:
         if not named:
             raise ConfigError(f"{path} holds no checkpoint: neither {_STATES} nor a folder of such")
         latest = path / _LATEST
-        tag = path / latest.read_text(errors="replace").strip() if latest.is_file() else None
-        steps = _by_step(named)
-        is_latest = wanted is None and tag in named
-        engine = tag if tag is not None and is_latest else _chosen(path, steps, wanted)
+        tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+        newest = named if len(named) == 1 else named & {path / tag}
+        is_newest = wanted is None and newest
+        engine = next(iter(newest)) if is_newest else _chosen(path, _by_step(named), wanted)
     if model is not None:
         return Source(path, engine, find_model_config(model, "command line", "--model")[0])
     config = path / "config.json"
@@ -365,7 +365,8 @@ def _by_step(folders: Iterable[Path]) -> dict[int, Path]:
 
 def _chosen(run: Path, numbered: dict[int, Path], step: int | None) -> Path:
     if not numbered or (step is not None and step not in numbered):
-        raise ConfigError(f"{run} has checkpoints of steps {sorted(numbered)}, not of {step}")
+        not_there = f", not of {step}" if step is not None else ": name the folder of one"
+        raise ConfigError(f"{run} has checkpoints of steps {sorted(numbered)}{not_there}")
     return numbered[max(numbered) if step is None else step]
 
 
