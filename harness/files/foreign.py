@@ -1,7 +1,7 @@
 """Data sets that other trainers have packed: recognised, and told how to convert.
 
-Each command prints JSON lines. Tests run all but those that need mosaicml-streaming or litdata, which
-were tried with versions 0.13 and 0.2.76.
+Each command prints JSON lines. Tests run all but those that need mosaicml-streaming or litdata,
+which were tried with versions 0.13 and 0.2.76.
 """
 
 from __future__ import annotations
