@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from harness.data.tokenizer_files import SpecialIds
 from harness.models.skeleton import hf_config
+from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.engine.small import MODEL
 from tests.run_tools import run_tool
+from tools.chat import _parser, _speakers, end_of_turn
 from tools.chat import _printer as printer_of
-from tools.chat import end_of_turn
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,16 @@ def test_lines_are_answered_until_the_end(exported: Path) -> None:
     answers = talk(exported, "--tokens=4", said="what is this?\n\nand this?\n")
     assert len(answers.splitlines()) >= 2
     assert "<|im_end|>" not in answers
+
+
+def test_a_run_is_asked_with_its_template_values(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, RunFolder(tmp_path).export_dir)
+    (RunFolder(tmp_path).export_dir / "chat_template.jinja").write_text("{{ mood }} {{ messages }}")
+    values = {"run": {"data": {"template_values": {"mood": "glad"}}}}
+    RunFolder(tmp_path).plan_path.write_text(json.dumps(values))
+    (speaker,) = _speakers(_parser().parse_args([str(tmp_path)]))
+    speaker.turns.append({"role": "user", "content": "hi"})
+    assert speaker.tokenizer.decode(speaker._ids("hi")[0]).startswith("glad [")
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -24,6 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError
 from harness.files.paths import option_path
 from harness.layout.adapters import quiet_bitsandbytes
+from harness.runfolder import RunFolder
 from harness.terminal import HelpFormatter, say
 from tools.exported import ADAPTER_WEIGHTS, ADAPTERS, export_of, opened
 
@@ -84,6 +85,8 @@ class Speaker:
     title: str
     model: Any
     tokenizer: Any
+    values: dict[str, Any]
+    """Variables of the chat template: the run's data.template_values."""
     within: Context = contextlib.nullcontext
     """Context in which it answers."""
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -125,7 +128,11 @@ class Speaker:
             ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
             return torch.tensor([[*added_at_begin(self.tokenizer), *ids]])
         return self.tokenizer.apply_chat_template(
-            self.turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            self.turns,
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+            **self.values,
         )["input_ids"]
 
 
@@ -165,6 +172,8 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
     folder, source = export_of(arguments.run)
     from harness.data.tokenizer import load_tokenizer
 
+    plan = RunFolder(arguments.run).read_plan() or {}
+    values = plan.get("run", {}).get("data", {}).get("template_values", {})
     remote = arguments.trust_remote_code
     tokenizer = load_tokenizer(folder, trust_remote_code=remote)
     if (folder / ADAPTERS).is_file():
@@ -177,7 +186,7 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
         base = opened(source, remote, folder)
         add_rows(base, rows_of_adapters(folder / ADAPTER_WEIGHTS, base))
         model = PeftModel.from_pretrained(base, str(folder)).eval()
-        before = Speaker("before", model, tokenizer, model.disable_adapter)
+        before = Speaker("before", model, tokenizer, values, model.disable_adapter)
     else:
         model = opened(folder, remote)
         before = None
@@ -186,8 +195,8 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
                 raise ConfigError(
                     f"{arguments.run} did not start from pretrained weights: remove --before"
                 )
-            before = Speaker("before", opened(source, remote), tokenizer)
-    after = Speaker("after", model, tokenizer)
+            before = Speaker("before", opened(source, remote), tokenizer, values)
+    after = Speaker("after", model, tokenizer, values)
     return [before, after] if arguments.before and before else [after]
 
 

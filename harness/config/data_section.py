@@ -245,6 +245,12 @@ class DataConfig(Section):
         """Number of sample sets that an evaluation reads: the held-out sets and the old data's."""
         return max(1, len(self.eval_path)) + (self.rehearse is not None)
 
+    def masks_documents(self, is_masked: bool) -> bool:
+        """Return data.document_mask; its default depends on whether prompts are masked."""
+        if self.document_mask is not None:
+            return self.document_mask
+        return is_masked and self.batching == "packed"  # others have one document per row
+
     def too_long_text(self, number: int, documents: int, roughly: str = "") -> str:
         """Return a sentence about the documents that are longer than a window."""
         done, other = {

@@ -88,11 +88,7 @@ def _stream(source: Source, side: str, seed: int, *, document_mask: bool) -> Str
 
 
 def _document_mask(spec: DataSpec, sources: Iterable[Source]) -> bool:
-    """Return data.document_mask; by default True if prompts of a source are masked."""
-    if (mask := spec.config.document_mask) is not None:
-        return mask
-    # A document alone in its sample needs no mask.
-    return spec.config.batching == "packed" and any(source.is_masked for source in sources)
+    return spec.config.masks_documents(any(source.is_masked for source in sources))
 
 
 def _batched(spec: DataSpec, stream: Stream, fingerprint: str) -> Stream:

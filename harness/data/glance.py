@@ -75,11 +75,18 @@ class Glances:
         is_masked = any(glance.is_masked for glance in self.sources.values())
         return Counts(examples, windows, is_masked, is_rough=True)
 
+    @property
+    def has_documents(self) -> bool:
+        """True if attention is confined to documents."""
+        return self.data.masks_documents(any(glance.is_masked for glance in self._all))
+
     def notes(self) -> list[str]:
         """Return the warnings about sources and held-out sets."""
-        return [
-            note for seen in (*self.sources.values(), *self.sets.values()) for note in seen.notes
-        ]
+        return [note for seen in self._all for note in seen.notes]
+
+    @property
+    def _all(self) -> tuple[Glance, ...]:
+        return (*self.sources.values(), *self.sets.values())
 
     def lines(self, samples: int | None) -> list[str]:
         """Return one line per source and held-out set, for a run of `samples` samples."""

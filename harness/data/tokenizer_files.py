@@ -5,8 +5,9 @@ with its initial weights.
 from __future__ import annotations
 
 import glob
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,8 @@ class SpecialIds:
     pad: int | None
     unk: int | None
     special: frozenset[int]
-    end_of_turn: int | None = None
-    """Last token of an assistant turn in the chat template."""
+    ends_of_turns: tuple[int, ...] = ()
+    """Last tokens of an assistant's turns in the chat template: of answers, and of calls."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
@@ -178,7 +179,7 @@ class SpecialIds:
             tokenizer.pad_token_id,
             tokenizer.unk_token_id,
             frozenset(special),
-            _end_of_turn(tokenizer),
+            tuple(_ends_of_turns(tokenizer)),
         )
 
     def in_place_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,14 +188,13 @@ class SpecialIds:
         Presets have the ids of the published model's tokenizer; with another tokenizer, generation
         would stop at the wrong tokens. A config value is kept if the tokenizer has none. Additional
         eos ids (ends of turns in a chat) are kept if they are special ids of this tokenizer too.
-        The end of a turn in the tokenizer's chat template is always included.
+        The ends of turns in the tokenizer's chat template are always included.
         """
         listed = config.get("eos_token_id")
         ends = [end for end in listed if self._fits(end)] if isinstance(listed, list) else []
         if self.eos not in ends:
             ends.insert(0, self.eos)
-        if self.end_of_turn is not None and self.end_of_turn not in ends:
-            ends.append(self.end_of_turn)
+        ends += [end for end in self.ends_of_turns if end not in ends]
         return {
             "bos_token_id": self._or_config(self.bos, config.get("bos_token_id")),
             "eos_token_id": ends if len(ends) > 1 else self.eos,
@@ -208,24 +208,63 @@ class SpecialIds:
         return isinstance(config_id, int) and config_id in self.special and config_id != self.unk
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that ends an assistant turn in the chat template: the one after its text,
-    whether turns follow or not, or the marker of the next role if the template writes none.
+def _ends_of_turns(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end an assistant's turns in the chat template: behind an answer, and
+    behind a call of a function.
     """
     if not tokenizer.chat_template:
-        return None
-    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "therefore"}]
-    behind = []
-    for more in ([], [{"role": "user", "content": "so?"}]):
-        try:
-            text = str(tokenizer.apply_chat_template([*turns, *more], tokenize=False))
-        except Exception:  # a template may raise anything
-            text = ""
-        _, found, after = text.rpartition("therefore")
-        behind.append(after.lstrip() if found else "")
+        return []
     tokens = tokenizer.get_added_vocab()
+    answer = {"role": "assistant", "content": "therefore"}
+    behind = [
+        _behind(tokenizer, [answer, *more]) for more in ([], [{"role": "user", "content": "so?"}])
+    ]
+    # The token behind the text, whether turns follow or not, or the marker of the next role.
     end = _last_of_first(tokens, *behind)
-    return end if end is not None else _last_of_first(tokens, behind[0] or behind[1])
+    end = end if end is not None else _last_of_first(tokens, behind[0] or behind[1])
+    return [*dict.fromkeys(id_ for id_ in (end, _end_of_call(tokenizer, end)) if id_ is not None)]
+
+
+def _end_of_call(tokenizer: PreTrainedTokenizerBase, end: int | None) -> int | None:
+    """Return the token that ends a turn with a call, unless it is `end`: the last token of the turn
+    if it does not also stand between two calls, otherwise the one in front of the result.
+    """
+    tokens: dict[str, int] = tokenizer.get_added_vocab()
+    result = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": "found"}
+    for form in (dict, json.dumps):
+        alone = _behind(tokenizer, [_calls(form, "therefore")]).rstrip()
+        answered = _behind(tokenizer, [_calls(form, "therefore"), result])
+        several = _behind(tokenizer, [_calls(form, "therefore", "thence")])
+        last = max((token for token in tokens if alone.endswith(token)), key=len, default="")
+        if not last or end in (tokens[token] for token in tokens if token in alone):
+            continue
+        between, is_several, _ = several.partition("thence")
+        if not is_several or last not in between:
+            return tokens[last]
+        rest = answered[len(alone) :].lstrip()
+        following = max((token for token in tokens if rest.startswith(token)), key=len, default="")
+        return tokens.get(following)
+    return None
+
+
+def _calls(form: Callable[..., object], *words: str) -> dict[str, Any]:
+    """Return an assistant's turn with a call for each word; `form`: of the arguments."""
+    functions = [{"name": "look", "arguments": form({"at": word})} for word in words]
+    calls = [
+        {"id": f"call{number:05}", "type": "function", "function": function}
+        for number, function in enumerate(functions)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _behind(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]]) -> str:
+    """Return what a template writes behind the word "therefore", or "" if it rejects the turns."""
+    asked = {"role": "user", "content": "why?"}
+    try:
+        text = str(tokenizer.apply_chat_template([asked, *turns], tokenize=False))
+    except Exception:  # a template may raise anything
+        return ""
+    return text.rpartition("therefore")[2].lstrip() if "therefore" in text else ""
 
 
 def _last_of_first(tokens: Mapping[str, int], *texts: str) -> int | None:

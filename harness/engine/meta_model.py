@@ -11,6 +11,7 @@ from harness.layout.attention_table import ATTENTIONS
 from harness.models.attention import separates_documents, takes_keywords
 from harness.models.efficient_attention.kinds import function_name
 from harness.models.skeleton import DTYPES, hf_config, skeleton
+from harness.plan.attention import ignored_documents
 from harness.plan.plan import Plan
 
 
@@ -42,8 +43,9 @@ def empty_model(
             "document boundaries to their attention: use sdpa or eager"
         )
     # data.batching other than packed has one document in each window.
-    if document_mask and plan.config.data.batching == "packed":
-        _require_document_mask(plan, model)
+    is_packed = plan.config.data.batching == "packed"
+    if document_mask and is_packed and not separates_documents(model):
+        raise ConfigError(ignored_documents(plan))
     if plan.grid.sequence > 1 and not takes_keywords(model):
         raise ConfigError(
             f"sequence_parallel_size is {plan.grid.sequence}: sequence parallelism does not "
@@ -65,15 +67,3 @@ def _unbuildable(plan: Plan, error: Exception) -> str:
     if overrides := plan.config.model.overrides:
         problem += f" (model.overrides: {', '.join(overrides)})"
     return problem
-
-
-def _require_document_mask(plan: Plan, skeleton: PreTrainedModel) -> None:
-    """Raise ConfigError for a model that would attend across document boundaries."""
-    model = plan.config.model
-    rule = "tokens attend only within their document (data.document_mask, the default with prompts)"
-    if not separates_documents(skeleton):
-        raise ConfigError(
-            f"model.name={model.name}: {plan.model_config['model_type']} models ignore document "
-            f"boundaries, but {rule}: set data.batching=padded, which has one document in each "
-            "window, data.document_mask=false, or use another model"
-        )

@@ -69,4 +69,7 @@ SIZES = sorted({name for row in ATTENTIONS.values() for name in row.sizes})
 """Names of all sizes, as in model.attention_NAME."""
 
 WITHOUT_ATTENTION = {"recurrent", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"}
+_UNMASKED = {"biogpt", "bloom", "gpt_oss", "mpt", "openai-gpt", "opt", "xglm"}
+IGNORING_DOCUMENTS = WITHOUT_ATTENTION | _UNMASKED
+"""Models that read no document boundaries; others may be found when they are built."""
 """Values of model_type whose layers have no attention."""

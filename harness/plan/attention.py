@@ -9,7 +9,12 @@ from typing import Any
 
 from harness.config.assignments import CHOSEN, KEPT
 from harness.estimate.hardware import Precision, known_gpu
-from harness.layout.attention_table import ATTENTIONS, SIZES, WITHOUT_ATTENTION
+from harness.layout.attention_table import (
+    ATTENTIONS,
+    IGNORING_DOCUMENTS,
+    SIZES,
+    WITHOUT_ATTENTION,
+)
 from harness.layout.families import family_of
 from harness.layout.shape import Shape
 from harness.layout.tensor import without_sdpa
@@ -146,6 +151,9 @@ def decide_attention(draft: Draft) -> None:
     if not draft.model_config:  # already reported
         return
     needs = AttentionNeeds.by(draft)
+    is_ignoring = draft.model_config["model_type"] in IGNORING_DOCUMENTS
+    if needs.documents and run.data.batching == "packed" and is_ignoring:
+        draft.problems.say(ignored_documents(draft))
     _check_sizes(draft)
     problems = [] if attention == "auto" else needs.problems(attention)
     is_kept = run.origin("model.attention") == KEPT
@@ -158,6 +166,17 @@ def decide_attention(draft: Draft) -> None:
         chosen = needs.chosen()
     attention, draft.attention_why = draft.facts.attention or chosen
     draft.decide({"model.attention": attention}, CHOSEN)
+
+
+def ignored_documents(source: Draft | Plan) -> str:
+    """Return the problem of a model that would attend across document boundaries."""
+    kind = source.model_config["model_type"]
+    return (
+        f"model.name={source.config.model.name}: {kind} models ignore document boundaries, but "
+        "tokens attend only within their document (data.document_mask, the default with prompts): "
+        "set data.batching=padded, which has one document in each window, "
+        "data.document_mask=false, or use another model"
+    )
 
 
 def _check_sizes(draft: Draft) -> None:

@@ -40,7 +40,7 @@ def describe(
         spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
         seen = glances(spec, elsewhere=elsewhere)
         counts = seen.counts()
-        plan = with_facts(plan, Facts(counts))
+        plan = with_facts(plan, Facts(counts, has_documents=seen.has_documents))
         notes = seen.notes()
         data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
     shortages = []

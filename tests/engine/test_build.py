@@ -29,7 +29,8 @@ from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
 from harness.models.units import units
 from harness.plan.command import parse_command, plan_from
-from harness.plan.make import make_plan
+from harness.plan.make import make_plan, with_facts
+from harness.plan.plan import Facts
 from tests.engine.engines import WORLD, different, engine_of, folder, given_weights, losses
 from tests.engine.small import CONFIGS, MODEL
 from tests.ranks import ranks
@@ -154,10 +155,14 @@ def test_document_mask_is_required_where_boundaries_matter(
     if not is_refused:
         assert empty_model(plan, trust_remote_code=False, document_mask=mask)
         return
-    with pytest.raises(ConfigError, match="opt models ignore document boundaries") as caught:
-        empty_model(plan, trust_remote_code=False, document_mask=mask)
-    for word in ("data.batching=padded", "data.document_mask=false"):
-        assert word in str(caught.value)
+    for refused in (
+        lambda: empty_model(plan, trust_remote_code=False, document_mask=mask),
+        lambda: with_facts(plan, Facts(has_documents=mask)),  # as in a dry run
+    ):
+        with pytest.raises(ConfigError, match="opt models ignore document boundaries") as caught:
+            refused()
+        for word in ("data.batching=padded", "data.document_mask=false"):
+            assert word in str(caught.value)
 
 
 @ranks(2)

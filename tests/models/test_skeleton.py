@@ -12,6 +12,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 
+from harness.layout.attention_table import IGNORING_DOCUMENTS
 from harness.layout.releases import is_older
 from harness.layout.world import World
 from harness.models.attention import separates_documents
@@ -125,11 +126,16 @@ HEEDING = dict.fromkeys(("llama", "gpt2", "mixtral", "qwen3_moe", "gpt_neox"), T
 
 @pytest.mark.parametrize(
     ("family", "separates"),
-    [*HEEDING.items(), ("opt", False), ("bloom", False), ("falcon", not is_older((5, 24)))],
+    [
+        *HEEDING.items(),
+        *dict.fromkeys(("opt", "bloom", "gpt_oss", "mamba", "rwkv"), False).items(),
+        ("falcon", not is_older((5, 24))),
+    ],
 )
 def test_which_models_heed_document_boundaries(family: str, separates: bool) -> None:
     model = skeleton(hf_config(CONFIGS[family]), torch.float32, attention_of(CONFIGS[family]))
     assert separates_documents(model) is separates
+    assert (family in IGNORING_DOCUMENTS) is not separates or family == "falcon"
 
 
 GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "query_pre_attn_scalar": 8}
