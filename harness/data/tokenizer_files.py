@@ -236,7 +236,7 @@ def _end_of_call(tokenizer: PreTrainedTokenizerBase, end: int | None) -> int | N
         answered = _behind(tokenizer, [_calls(form, "therefore"), result])
         several = _behind(tokenizer, [_calls(form, "therefore", "thence")])
         last = max((token for token in tokens if alone.endswith(token)), key=len, default="")
-        if not last or end in (tokens[token] for token in tokens if token in alone):
+        if not last or end in [tokens[token] for token in tokens if token in alone]:
             continue
         between, is_several, _ = several.partition("thence")
         if not is_several or last not in between:
