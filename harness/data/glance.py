@@ -1,7 +1,7 @@
 """The data of a run as a dry run shows it: the run's own reader, stopped after the first records.
 
-Only a tokenizer that is given is used: training one takes longer than a dry run may. Without it,
-tokens are counted from the number of bytes.
+Without data.tokenizer, one is trained as by the run, if all documents were read or if they are
+conversations; otherwise tokens are counted from the number of bytes.
 """
 
 from __future__ import annotations
@@ -129,17 +129,19 @@ def glances(spec: DataSpec, *, elsewhere: bool = False) -> Glances:
     spec = replace(spec, limit=ReadLimit())
     tokenizer, problems = None, list[str]()
     corpora = corpora_of(spec)
-    if spec.config.tokenizer is None:
+    is_trained = spec.config.tokenizer is None
+    if is_trained:
         for corpus in corpora:
             if corpus.kind == "indexed":
                 raise ConfigError(holds_ids(corpus.path))
-    else:
-        tokenizer = _tokenizer_here(spec, elsewhere)
+    is_rough = is_trained and not all(_Head.of(corpus).is_whole for corpus in corpora)
+    if not is_rough or any(corpus.holds_chats for corpus in corpora):
+        tokenizer = _tokenizer_here(spec, elsewhere, is_rough)
     seen: list[dict[str, Glance]] = [{}, {}]
     for glances_of, specs in zip(seen, (spec.sources(), spec.eval_sets()), strict=True):
         for name, of_source in specs.items():
             try:
-                glances_of[name] = glance(of_source, tokenizer, name)
+                glances_of[name] = glance(of_source, tokenizer, name, is_rough=is_rough)
             except ConfigError as error:
                 problems += error.problems
     if problems:
@@ -147,32 +149,41 @@ def glances(spec: DataSpec, *, elsewhere: bool = False) -> Glances:
     return Glances(spec.config, *seen)
 
 
-def _tokenizer_here(spec: DataSpec, elsewhere: bool) -> Any:
-    """Return the run's tokenizer; None if this machine lacks it and the run is for another one, or
-    if transformers is not installed.
+def _tokenizer_here(spec: DataSpec, elsewhere: bool, is_rough: bool) -> Any:
+    """Return the run's tokenizer, or one trained on the first documents; None if this machine lacks
+    it and the run is for another one, or if transformers is not installed.
     """
     if importlib.util.find_spec("transformers") is None:  # a laptop that only plans
         return None
-    from harness.data.run_tokenizer import build_tokenizer
+    from harness.data.run_tokenizer import build_tokenizer, cached_tokenizer
     from harness.data.tokenizer import NoTokenizer, tokenizer_hash
 
     try:
-        tokenizer = build_tokenizer(spec, lambda line: None)
+        tokenizer = cached_tokenizer(spec)
+        if tokenizer is None:
+            with tempfile.TemporaryDirectory() as cache:
+                config = spec.config.model_copy(update={"cache_dir": cache})
+                tokenizer = build_tokenizer(replace(spec, config=config), lambda line: None)
     except NoTokenizer:
         if elsewhere:
             return None
         raise
-    spec.require_tokenizer(tokenizer_hash(tokenizer))
+    if not is_rough:
+        spec.require_tokenizer(tokenizer_hash(tokenizer))
     return tokenizer
 
 
-def glance(spec: DataSpec, tokenizer: Any = None, name: str = "") -> Glance:
-    """Return one source as a dry run shows it. Raises ConfigError as the run would."""
+def glance(
+    spec: DataSpec, tokenizer: Any = None, name: str = "", *, is_rough: bool = False
+) -> Glance:
+    """Return one source as a dry run shows it. `is_rough`: the run's tokenizer is another one.
+    Raises ConfigError as the run would.
+    """
     spec = replace(spec, limit=spec.limit or ReadLimit())
     corpus = corpus_of(spec)
     read = _pairs if corpus.kind == "indexed" else _text
     try:
-        seen = read(corpus, spec, tokenizer, name)
+        seen = read(corpus, spec, tokenizer, name, is_rough)
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
     except Unusable as error:
@@ -183,7 +194,7 @@ def glance(spec: DataSpec, tokenizer: Any = None, name: str = "") -> Glance:
     return replace(seen, text=f"{seen.text}; only those with {limits} are read") if limits else seen
 
 
-def _pairs(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str) -> Glance:
+def _pairs(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str, is_rough: bool) -> Glance:
     if tokenizer is not None and corpus.num_bytes() <= _MOST_BYTES:
         _exact_size(spec, tokenizer, name, is_whole=True)
     counts = {}
@@ -258,15 +269,15 @@ class _Size:
     """Warnings about documents, by kind."""
 
 
-def _text(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str) -> Glance:
+def _text(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str, is_rough: bool) -> Glance:
     if tokenizer is not None and corpus.holds_chats:
         from harness.data.chat_tokens import ChatEncoder
 
         ChatEncoder(tokenizer, values=spec.config.template_values)  # rejects what the run would
     head = _Head.of(corpus)
+    if spec.config.tokenizer is None:
+        _require_trainable(corpus, spec.config, head)
     if tokenizer is None:
-        if spec.config.tokenizer is None:
-            _require_trainable(corpus, spec.config, head)
         size = _rough_size(head, spec.config)
     else:
         size = _exact_size(spec, tokenizer, name, is_whole=head.is_whole)
@@ -276,7 +287,8 @@ def _text(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str) -> Glance:
     tokens, windows = (round(of_text * n) for n in (size.tokens, size.windows))
     if size.is_stream and not head.is_whole:
         windows = tokens // spec.config.seq_len
-    roughly = "" if head.is_whole and tokenizer is not None else "roughly "
+    is_rough = is_rough or not head.is_whole or tokenizer is None
+    roughly = "roughly " if is_rough else ""
     among = "" if head.is_whole else f"among the first {len(head.documents):,} documents, "
     said = {kind: f"{among}{text}" for kind, text in size.warnings.items()}
     if longer:

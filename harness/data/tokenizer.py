@@ -117,7 +117,8 @@ def training_sentences(corpora: Sequence[Corpus]) -> list[str]:
 
     Raises ConfigError if there is none.
     """
-    keep_one_in = max(1, round(sum(corpus.num_bytes() for corpus in corpora) / TRAINING_CHARS))
+    size = sum(corpus.num_bytes() for corpus in corpora if corpus.limit is None)
+    keep_one_in = max(1, round(size / TRAINING_CHARS))
     pieces = (piece for corpus in corpora for piece in corpus.pieces())
     runs = (run for piece in pieces for run in _runs_of_lines(piece.text))
     kept = islice(runs, keep_one_in - 1, None, keep_one_in)

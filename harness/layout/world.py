@@ -227,8 +227,10 @@ def _from_slurm_step(environ: Mapping[str, str]) -> _Place | None:
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, default)
+    if text is None:
+        raise ValueError(f"environment variable {name} is not set, unlike others of its launcher")
     try:
-        return int("" if text is None else text)
+        return int(text)
     except ValueError:
         raise ValueError(f"environment variable {name} is {text!r}, not a whole number") from None
 

@@ -84,11 +84,11 @@ def test_dry_run_and_run_agree(
     agreed = {"accepted": 0, "rejected": 0}
 
     @settings(PROPERTY, max_examples=examples)
-    @given(lines=_LINES, words=_WORDS, tokenizer=st.sampled_from([tokenizer_dir, chatml_dir]))
+    @given(lines=_LINES, words=_WORDS, tokenizer=st.sampled_from([tokenizer_dir, chatml_dir, ""]))
     def agree(lines: list[str], words: str, tokenizer: str) -> None:
         folder = next(folders)
         (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
-        own = [f"data.path={folder}/rows.jsonl", f"data.tokenizer={tokenizer}"]
+        own = [f"data.path={folder}/rows.jsonl", *[f"data.tokenizer={tokenizer}"] * bool(tokenizer)]
         try:
             run = load_run_config(
                 None, [*own, f"data.cache_dir={folder}/cache", *shlex.split(words)]
