@@ -129,25 +129,24 @@ class Saver:
         if pending.writing is not None:
             pending.writing.result()
         reports: list[Any] = gather_objects((pending.files, pending.index, pending.problem))
-        result: list[Any] = [None, 0, []]
+        result: str | tuple[int, list[str]] = ""  # the problem, or what was committed
         if self.rank == 0:
             try:
-                result[0] = next((problem for *_, problem in reports if problem), None)
-                if result[0] is None:
-                    result[1:] = self._commit(pending.manifest, reports)
+                problem = next((problem for *_, problem in reports if problem), None)
+                result = problem or self._commit(pending.manifest, reports)
             except Exception as error:  # any error: the other ranks wait in the next line
-                result[0] = f"rank 0: {type(error).__name__}: {error}"
+                result = f"rank 0: {type(error).__name__}: {error}"
         result = broadcast_object(result)
-        if result[0]:
-            raise self._failure(pending.manifest.state.step, result[0])
+        if isinstance(result, str):
+            raise self._failure(pending.manifest.state.step, result)
         now = time.perf_counter()
         return Saved(
             path=self.store.at(pending.manifest.state.step),
             step=pending.manifest.state.step,
             stall_s=pending.stall_s + now - began,
             seconds=now - pending.began,
-            bytes=result[1],
-            removed=result[2],
+            bytes=result[0],
+            removed=result[1],
         )
 
     def _make_room(self, step: int, own_bytes: int) -> None:

@@ -102,8 +102,8 @@ class StopRequest:
                 numbers = os.read(self._read_end, 64)
                 if not numbers:
                     break  # closed
-                impatience += sum(numbers.count(number) for number in _IMPATIENT)
-                since = min(since, time.monotonic()) if impatience else since
+                if more := sum(numbers.count(number) for number in _IMPATIENT):
+                    impatience, since = impatience + more, time.monotonic()
             late = self._joins and time.monotonic() - since > _JOINING_S
             if self._starting and (impatience > 1 or late):
                 self.give_up()

@@ -47,7 +47,6 @@ class _Reached(Exception):
     """Raised when a model's forward pass gets to a certain call, with its arguments."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args)
         self.keywords = keywords
 
 

@@ -138,7 +138,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     if options.gpus_per_node is not None and options.gpus is None:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
     values = {key: value for key, value in vars(options).items() if key not in ("keys", "config")}
-    config_path = options.config[0] if options.config else None
+    config_path = next(iter(options.config), None)
     return Command(
         **{**values, "config_path": config_path, "assignments": tuple(options.assignments)}
     )

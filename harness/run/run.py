@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,9 +75,9 @@ class Run:
     """Held-out loss of the current weights, in nats; None if they have not been evaluated."""
     longest_save_s: float = 0.0
     """Longest time in seconds from the start of a save, background or not, to its checkpoint."""
-    first_step: int = 1
+    first_step: int = field(init=False)
     """Number of the first step of this process."""
-    undivided: Undivided | None = None
+    undivided: Undivided | None = field(init=False)
     """None if the first step is not compared with the undivided model."""
     attention_is_seen: bool = True
     """False once the model's attention could not be inspected."""

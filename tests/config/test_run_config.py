@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -266,6 +267,7 @@ def test_a_key_from_the_command_line_displaces_the_files_length(
 ) -> None:
     run = load_run_config(toml("[train]\ntokens = 1000\n"), ["train.steps=7"])
     assert (run.train.steps, run.train.tokens) == (7, None)
+    assert run.origin("train.tokens") == "default"
     assert load_run_config(None, ["layout.verify=false"]).layout.verify is False
     with pytest.raises(ConfigError, match="train"):
         load_run_config(None, ["train.steps=7", "train=1"])
@@ -356,6 +358,10 @@ def test_every_key_is_described_with_its_default() -> None:
     assert [line for line in first.splitlines() if line in lines] == first.splitlines()[1:]
     assert any(line.startswith("train.global_batch = 48 ") for line in lines)
     assert all(line.endswith(".") for line in lines)
+    texts = (path.read_text("utf-8") for path in (Path(__file__).parents[2] / "docs").glob("*.md"))
+    in_docs = re.findall(r"(\d+) [a-z ]+\s+\(`((?:guard|log)\.\w+)`\)", "".join(texts))
+    assert len(in_docs) > 3
+    assert [(str(RunConfig().get(key)).removesuffix(".0"), key) for _, key in in_docs] == in_docs
 
 
 def test_every_list_and_table_has_an_example_that_it_takes(toml: Callable[[str], Path]) -> None:

@@ -191,8 +191,10 @@ def test_indexed_file_of_changed_size_names_both_sizes(tmp_path: Path, num_bytes
 
 def test_a_file_that_is_cut_within_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = file_of(tmp_path)
-    monkeypatch.setattr(TokenFile, "_require_size", lambda self: None)  # checked just before
     os.truncate(file.path, 50_001)
+    with pytest.raises(ConfigError, match="it has 50001 bytes, but had 100000"):
+        file.block(24_999, 3)
+    monkeypatch.setattr(TokenFile, "_require_size", lambda self: None)  # checked just before
     with pytest.raises(ConfigError, match=r"has no byte 50001"):
         file.read(np.array([[24_999, 25_000, 25_001]]))
 

@@ -177,7 +177,7 @@ def saving_cases():
     cases = []
     for family in FAMILIES:
         ways = [way for way in WAYS if exists(family, way)]
-        kept = ways[::8] if family == "llama" else ways[:1]
+        kept = [*ways[::8], ("bf16", "sdpa", "selective", True)] if family == "llama" else ways[:1]
         cases += rest_in_gate("memory", [(family, w) for w in ways], [(family, w) for w in kept])
     streams = [
         (family, (precision, "sdpa", REVERSIBLE, masked))
@@ -260,9 +260,8 @@ def test_the_docs_recompute_a_row_of_each_family(family):
 def test_the_docs_recompute_a_divided_layer(axis, ranks, per_token):
     """Llama-3-8B with 8,192 tokens."""
     inputs = inputs_of(find_model_config("llama-3-8b")[0], *WAYS[0])
-    run = replace(inputs, grid=Grid(ranks, **{axis: ranks}), micro_batch=1, seq_len=8192).of_stage(
-        0
-    )
+    run = replace(inputs, grid=Grid(ranks, **{axis: ranks}), micro_batch=1, seq_len=8192)
+    run = run.of_stage(0)
     assert layer_activations(run, 0).total == per_token * run.tokens
     docs = Path(__file__).resolve().parents[2] / "docs/memory.md"
     assert f"{per_token:,}" in docs.read_text(encoding="utf-8")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from harness.estimate.activations import saved_for_backward
 from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.world import STATE_KERNELS, World
+from harness.models import state_kernels
 from harness.models.skeleton import hf_config, skeleton
 from harness.models.tracing import Request, shape_of, trace, trace_whole
 from harness.plan import memory
@@ -80,6 +83,14 @@ def test_each_kind_of_layer_is_traced_once(model_type: str) -> None:
     assert len({*made.layers}) > 1
     has_states = model_type in ("qwen3_next", "jamba")
     assert made.way == (BY_REFERENCE if has_states else "traced")
+
+
+def test_kernels_of_packages_not_named_are_hidden() -> None:
+    kernels = ("causal_conv1d_fn", "mamba_inner_fn", "chunk_gated_delta_rule")
+    with mock.patch.dict(sys.modules, dict.fromkeys(STATE_KERNELS, state_kernels)):  # "installed"
+        state_kernels.stand_in(["fla"])
+        found = [hasattr(sys.modules[p], k) for p, k in zip(STATE_KERNELS, kernels, strict=True)]
+    assert found == [False, False, True]
 
 
 KERNEL_FAMILIES = ["lfm2", "qwen3_next", "jamba", "mamba", "mamba2", "bamba"]
@@ -208,6 +219,7 @@ def test_layers_are_told_apart_by_how_tokens_see_each_other(
 
 
 def test_traced_model_windows_are_those_of_its_config() -> None:
-    config = {"model_type": "gemma3_text", **SIZES, "num_hidden_layers": 6, "sliding_window": 64}
+    text = {**SIZES, "num_hidden_layers": 6, "sliding_window": 64}
+    config = {"model_type": "gemma3", "text_config": text}  # it reads images, too
     sizes = shape_of(Request(config, None, "bf16", "sdpa", 1, 16))["sizes"]
     assert sizes["sliding_windows"] == [64, 64, 64, 64, 64, None]

@@ -6,11 +6,13 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from harness.launch import ranks
+from harness.launch import fork_server, ranks
 from harness.launch.ranks import raise_errors, run_module, started
 from tests.real_runs import wait_for
 
@@ -27,9 +29,7 @@ def test_whichever_rank_fails_the_other_does_not_outlive_it(failing: int) -> Non
     began = time.monotonic()
 
     def still_patient() -> None:
-        assert time.monotonic() < began + 120.0, (
-            "it waits for a rank that waits for one that failed"
-        )
+        assert time.monotonic() < began + 120.0, "it waits for a rank that waits for the failed one"
 
     with started([sys.executable, "-c", _ONE_FAILS, str(failing)], 2) as group:
         codes = group.wait(meanwhile=still_patient, patience_s=0.1)
@@ -71,6 +71,16 @@ def test_ranks_end_with_the_block_that_started_them(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), started(command, 2, logs=tmp_path) as group:
         raise KeyboardInterrupt
     assert group.ended
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_fork_server_ends_with_its_block(fails: bool) -> None:
+    """An error kills it, which ends its ranks."""
+    popen = mock.patch.object(fork_server.subprocess, "Popen")
+    with popen as process, suppress(ZeroDivisionError), fork_server.Zygote():
+        assert 1 / (not fails)
+    assert process().kill.called == fails
+    process().wait.assert_called_once()
 
 
 def test_errors_of_an_earlier_run_are_removed(tmp_path: Path) -> None:

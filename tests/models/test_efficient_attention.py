@@ -62,6 +62,12 @@ def gradients(output: torch.Tensor, qkv: list[torch.Tensor]) -> tuple[torch.Tens
     return torch.autograd.grad(output, qkv, weights)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_is_computed_on_the_device_of_the_states(kind: str) -> None:
+    output = attend(kind, SMALL[kind], *(state.to("meta") for state in states(200)))
+    assert output.device.type == "meta"
+
+
 def test_every_attention_kind_has_a_row_in_the_docs() -> None:
     assert {name for name, row in ATTENTIONS.items() if not row.is_exact} == {*KINDS}
     assert {*SMALL} == {*KINDS}
