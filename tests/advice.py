@@ -5,8 +5,6 @@ option that it names becomes words: KEY=VALUE sets a key, -KEY removes it, -?KEY
 present, OLD>NEW renames it. advice.toml lists phrases that leave a key or a value open.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

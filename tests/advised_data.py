@@ -4,8 +4,6 @@ A row is the name of some data, additional arguments, and a part of the message.
 folder of the data, `$small` a tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Each page at laptop and phone width, light and dark; further arguments select pa
 runs/ if there are any, otherwise a generated one with every kind of chart and event.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Iterator

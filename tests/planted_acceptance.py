@@ -1,7 +1,5 @@
 """tools/accept_gpu.py with steps that pass, fail, raise, hang and write garbage."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The preflight with a manipulated rank: CODE, then the tool's own arguments."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -4,8 +4,6 @@ The ranks are forked from a process that has imported everything. They join each
 for later calls, also from other test files.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Runs tools as a user does, and code in a new interpreter."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The JSONs of ds_configs/, the ranks that each needs, and sections as in the Trainer's guides."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@
 A room's ceiling is raised by hand, in a commit that says what for; the sum's never.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

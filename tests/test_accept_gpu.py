@@ -1,7 +1,5 @@
 """The acceptance: how its steps run, end and are reported; and all of them on two CPU ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ data is read as a run reads it. Needs no device and no ranks. A requirement ("it
 1") is not advice.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """The batch script's questions: the run folder, and whether the job continues."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The benchmark of a training step, on the CPU: its arithmetic, its cases, and their results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The browser used by other tests must notice errors."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """tools/chat.py: the models that it opens, its answers, its refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """clean_data.py removes what it should, counts as datatrove does, and survives kills."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

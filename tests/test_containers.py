@@ -1,7 +1,5 @@
 """Images and manifests for clusters: their content, and the results of their tools."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Cleaning and tokenizing on a real Slurm of two nodes write the same bytes as here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The export tool: from any layout, without DeepSpeed, and only with its probe's loss."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

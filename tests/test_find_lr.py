@@ -1,7 +1,5 @@
 """tools/find_lr.py on the real engine, against a grid of whole runs."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

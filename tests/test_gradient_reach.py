@@ -1,7 +1,5 @@
 """tools/gradient_reach.py: distances that gradients reach, its output, its refusals."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training resumes from DeepSpeed's own checkpoints, and no code in them runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Whole runs: harness/train.py on real ranks, judged only by the run folder."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

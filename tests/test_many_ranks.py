@@ -3,8 +3,6 @@
 Ranks are threads of one process that call the harness's own code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The cluster planner: it counts what train.py plans, and explains why layouts lose."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """tools/plot_schedule.py: its output and plots, for any config."""
 
-from __future__ import annotations
-
 import functools
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The preflight names outliers in given measurements."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The preflight measures a device, queries its driver, and judges the answers."""
 
-from __future__ import annotations
-
 import fcntl
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The preflight on real ranks, one of which is manipulated."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`@ranks`: values by rank, failures with their tracebacks, and new ranks after a failure."""
 
-from __future__ import annotations
-
 import os
 import signal
 

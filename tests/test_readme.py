@@ -1,7 +1,5 @@
 """Every command of the README and of its pages runs in a copy that was never installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """rehearse.py: the small version of a job; a rehearsal passes, and can fail."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """tools/report.py: pages in a real browser, plots, a million lines."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The run folder: a kill or a second writer must not be able to damage it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

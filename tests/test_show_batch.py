@@ -1,7 +1,5 @@
 """show_batch.py is correct: from its output, transformers alone computes the logged loss."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

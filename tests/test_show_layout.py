@@ -1,7 +1,5 @@
 """show_layout.py: the plan's layout as text and as a plot, without torch."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The decisions of the shipped batch scripts, on a real Slurm with stand-ins for train.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Real runs of the shipped batch script on a real Slurm with two nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

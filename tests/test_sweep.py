@@ -1,7 +1,5 @@
 """tools/sweep.py on real runs: early stopping, kills, failures, its page."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """After tokenize_data.py, the run has nothing left to tokenize."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """train_tokenizer.py and compare_tokenizers.py, with numbers that can be checked by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Wrong arguments of every tool: one short report with code 2; and what a tool imports for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.run_tools import printed, run_tool

@@ -1,7 +1,5 @@
 """Workers: their errors arrive complete, and none outlives its parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Ranks as threads of one process: a stand-in for torch.distributed that counts received bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import threading

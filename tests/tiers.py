@@ -1,7 +1,5 @@
 """Splits the cases of a parametrized test between `make test` and a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -5,8 +5,6 @@
 Also writes OUT/expected.pt, with all weights and moments in full.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

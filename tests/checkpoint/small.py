@@ -1,7 +1,5 @@
 """Checkpoints of one process, without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

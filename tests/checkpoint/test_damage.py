@@ -1,7 +1,5 @@
 """A run resumes from the newest checkpoint that is whole and right in every part."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

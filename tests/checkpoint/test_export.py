@@ -1,7 +1,5 @@
 """Exports equal those of save_pretrained, and have the config keys that version 4 reads."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The index of a checkpoint: parts of parameters stay separate, and older indices are readable."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Changes that a resumed run may make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoint folders: recognition, retention and deletion; ranks share the verification."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from unittest import mock

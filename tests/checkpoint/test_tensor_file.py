@@ -1,7 +1,5 @@
 """Fragments on disk, in any pieces; host memory stands in for an accelerator's."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace

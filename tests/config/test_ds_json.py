@@ -1,7 +1,5 @@
 """The DeepSpeed JSON: its file, its keys and their aliases, overrides, and rules."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

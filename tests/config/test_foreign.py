@@ -1,7 +1,5 @@
 """Configs of other programs are recognized, and so are our two files if swapped."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The run config: assignments, bounds, precedence, and error messages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

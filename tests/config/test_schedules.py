@@ -1,7 +1,5 @@
 """Schedules of learning rate, batch and length, against their definitions."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice, pairwise
 

@@ -1,7 +1,5 @@
 """Small tokenizers of five chat styles, trained here, with conversations for them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A dry run's view of a data section."""
 
-from __future__ import annotations
-
 from harness.config.data_section import DataConfig
 from harness.data.glance import Glance, Glances
 from harness.data.glance import glance as glance_of

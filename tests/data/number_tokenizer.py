@@ -1,7 +1,5 @@
 """A tokenizer of numbers that needs no training: "17" is token 17, and "2" ends a document."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers

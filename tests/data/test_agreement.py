@@ -1,7 +1,5 @@
 """A dry run rejects what the run rejects, in the same words, and nothing else."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shlex

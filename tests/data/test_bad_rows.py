@@ -1,7 +1,5 @@
 """data.bad_rows=skip: unreadable records are skipped, counted and listed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tensors of a micro-batch, and the prefetch thread."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from unittest import mock

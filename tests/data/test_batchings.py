@@ -1,7 +1,5 @@
 """Invariants that every batching keeps, checked against documents as plain lists."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Text and pairs get the ids that a tokenizer gives a request: one text, with its beginning."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

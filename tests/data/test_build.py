@@ -1,7 +1,5 @@
 """From data.path to batches, as in a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Several real processes use one cache."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

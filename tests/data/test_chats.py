@@ -1,7 +1,5 @@
 """Chats are rendered and masked turn by turn as transformers' apply_chat_template does."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Templates of 50 families: ids are apply_chat_template's; words that occur once tell the turns."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Token ids on disk, against DeepSpeed's reader and writer and a memory map; changing files."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import struct

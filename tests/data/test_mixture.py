@@ -1,7 +1,5 @@
 """Mixtures of sources, and separate held-out sets, through build_data."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

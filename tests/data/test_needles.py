@@ -1,7 +1,5 @@
 """eval.needle_lengths: texts contain the answer to their question at the stated depth."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Orders of samples, pure functions of their numbers: permutations, pools, shares, packing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Folders of .bin/.idx pairs, against their documents joined into one; bounds of lengths."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

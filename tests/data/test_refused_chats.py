@@ -1,7 +1,5 @@
 """Rejected conversations with their positions; the cost of finding turns; rows of mixed kinds."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Samples that a run has kept: read as the run read them, mixed into other data, held out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

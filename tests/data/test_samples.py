@@ -1,7 +1,5 @@
 """data.packing, data.batching and data.too_long, through build_data."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

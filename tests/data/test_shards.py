@@ -1,7 +1,5 @@
 """A corpus in shards becomes exactly the bytes that one process writes, whatever interrupts it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

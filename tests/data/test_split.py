@@ -1,7 +1,5 @@
 """The train and held-out splits of documents, and the masks of their tokens."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tokenizers: any text is restored, exports give the same ids, and a run's copy is complete."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Engines of the small model and their batches, for functions on ranks (tests/ranks.py)."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterable, Mapping

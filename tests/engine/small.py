@@ -1,7 +1,5 @@
 """The small model of the engine's tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

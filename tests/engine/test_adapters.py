@@ -1,7 +1,5 @@
 """Low-rank adapters, also on 4-bit weights, against peft in a plain loop; frozen parameters."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 from unittest import mock

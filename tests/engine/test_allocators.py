@@ -1,7 +1,5 @@
 """Settings of memory allocators: torch's, which also apply on CPUs, and glibc's."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

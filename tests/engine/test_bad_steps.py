@@ -1,7 +1,5 @@
 """Steps that must change nothing on two ranks, in every layout; replicas that differ by one bit."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Building: the same weights in every layout, and never more than one whole piece at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@ with zeros. In the real engine on two ranks: comparisons with loops whose gradie
 windows begin, over single tokens or with transformers' own cache.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile

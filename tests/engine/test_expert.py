@@ -1,7 +1,5 @@
 """Expert parallelism on two ranks: the same weights, gradients and logits."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

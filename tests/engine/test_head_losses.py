@@ -1,7 +1,5 @@
 """The chunked loss, and Liger's fused one, in the real engine: gathers, gradients, fallback."""
 
-from __future__ import annotations
-
 import sys
 from types import MethodType, ModuleType
 from typing import Any

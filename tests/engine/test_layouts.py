@@ -1,7 +1,5 @@
 """Each layout on two ranks: the same weights, clipping, evaluations and losses as undivided."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

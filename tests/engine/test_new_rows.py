@@ -1,7 +1,5 @@
 """Weights that change when they are read: a vocabulary with new rows, quantized weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

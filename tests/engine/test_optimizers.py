@@ -1,7 +1,5 @@
 """Every optimizer in the real engine on two ranks, compared with torch's own on whole tensors."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable

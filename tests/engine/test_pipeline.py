@@ -1,7 +1,5 @@
 """Pipeline stages, also with tensor parallelism: the same weights, steps and texts as without."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Joining the process group."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Weights in 4 bits and 8-bit moments, compared with bitsandbytes; in engines: test_adapters.py."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Attention, loss by position and weight changes, compared with plain transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank reads, builds and keeps only its share of a model, one piece at a time."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Whole steps on a simulated device with streams: no operation overtakes its dependencies."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

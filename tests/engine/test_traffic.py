@@ -1,7 +1,5 @@
 """Bytes sent in a step over two ranks: those of every collective equal the formulas."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

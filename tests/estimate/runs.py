@@ -1,7 +1,5 @@
 """Inputs of an estimate, from a model and the settings that differ from an empty JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial

@@ -1,7 +1,5 @@
 """Predicted activations, and bytes of the chunked loss, against those of real small models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model of torch's allocator: rounding, segments, splits, streams; reserved memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

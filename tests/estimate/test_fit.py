@@ -1,7 +1,5 @@
 """Runs that exceed this machine's memory are refused, with the changes that would help."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """GPUs are found under the names that people and drivers use, and under no others."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.estimate.hardware import GPUS, find_gpu, known_gpu

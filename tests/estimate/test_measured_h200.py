@@ -1,7 +1,5 @@
 """Estimates against runs of the harness itself on an H200 (measured_h200.toml)."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from pathlib import Path

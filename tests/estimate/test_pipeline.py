@@ -1,7 +1,5 @@
 """The memory of pipeline stages, against runs of the real engine and manual calculations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

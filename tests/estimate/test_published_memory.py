@@ -1,7 +1,5 @@
 """Published GPU memory lies within the estimate's interval (docs/memory.md, pytest -s)."""
 
-from __future__ import annotations
-
 import statistics
 import tomllib
 from dataclasses import dataclass, replace

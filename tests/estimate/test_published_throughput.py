@@ -9,8 +9,6 @@ OpenXLA, matmul_interpolator_data.h (H100); Azure, AI-benchmarking-guide (A100);
 ml-engineering (others).
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

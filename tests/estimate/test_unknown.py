@@ -1,7 +1,5 @@
 """Architectures unknown to the planner, counted by tracing their own classes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An undisturbed run, trials of a run that faults interrupt, and what must hold afterwards."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

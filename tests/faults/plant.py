@@ -8,8 +8,6 @@ loss). "nccl": the process group is left as NCCL leaves it.
 {"defect": NAME}: one of the parity gate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

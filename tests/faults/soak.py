@@ -1,7 +1,5 @@
 """Interrupts one run again and again in other layouts; a seed determines every attempt."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

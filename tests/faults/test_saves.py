@@ -1,7 +1,5 @@
 """Kills and signals at every boundary of a save, in steps and in evaluations; failures."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.runfolder import RunFolder

@@ -1,7 +1,5 @@
 """One run, interrupted at random, resumes in random layouts. SOAK=200: how often; SEED=..."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

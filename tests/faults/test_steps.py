@@ -1,7 +1,5 @@
 """Whole runs with bad steps, judged only by the run folder."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

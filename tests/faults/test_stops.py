@@ -1,7 +1,5 @@
 """Runs that stop, by signals or because ranks stop, sleep or leave, are named and resume."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

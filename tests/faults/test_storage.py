@@ -1,7 +1,5 @@
 """Damaged, full and read-only disks, changed data: one clear message, and nothing is lost."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

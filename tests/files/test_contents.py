@@ -1,7 +1,5 @@
 """Every format in tables: a name and content give documents, or a sentence that rejects them."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """The files of a path: folders, pairs, the standard library, and what is rejected."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

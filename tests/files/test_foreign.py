@@ -1,7 +1,5 @@
 """Data sets of other trainers are named, and the command that converts them is tried."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

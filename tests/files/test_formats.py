@@ -1,7 +1,5 @@
 """Values of data.format: each is one file of harness/files/formats/."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Folders as the hub and git leave them: which files are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

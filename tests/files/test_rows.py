@@ -1,7 +1,5 @@
 """Forms of a row: what is read and learned from each, and which columns are not."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -7,8 +7,6 @@
 A result is kept in build/gates as long as nothing that it depends on changes.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The cells of the gates, and small sets that cover all their properties."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Iterator

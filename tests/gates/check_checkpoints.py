@@ -14,8 +14,6 @@ bit-equal. With another layout, they may differ by 5 times the effect of the ord
 in bf16). Exit code 1 if a cell differs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

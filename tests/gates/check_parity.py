@@ -17,8 +17,6 @@ order if the cell is within that, otherwise over more; with --full, over all. Ex
 differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -10,8 +10,6 @@ Real runs on CPU ranks, whose device has streams and events with vector clocks
 if the harness waits in a step without need.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator

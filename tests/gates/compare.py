@@ -1,7 +1,5 @@
 """Compares a trained cell with the plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache

@@ -10,8 +10,6 @@ differs. Families that are refused, or whose small model cannot be built, are li
 reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

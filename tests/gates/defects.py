@@ -3,8 +3,6 @@
 `change(original, world)` returns the replacement of each target on a rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pkgutil

@@ -4,8 +4,6 @@ DeepSpeed keeps groups of ranks in globals of its module and uses them for the n
 (docs/deepspeed_findings.md, 13 and 34).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

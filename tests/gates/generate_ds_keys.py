@@ -14,8 +14,6 @@ negative. Other keys are {"same_as": another name of the key}; {"replaced_by": t
 "defaults" holds DeepSpeed's values for missing parameters of an optimizer or scheduler section.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import inspect

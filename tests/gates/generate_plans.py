@@ -14,8 +14,6 @@ the config class has or accepts them, and the source of the model's module reads
 are the keys of most decoders; each family lists those that it adds (+) and lacks (-).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Compares the estimate with the peaks of real runs on this machine's GPUs."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Counts the live bytes of a case on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small models of every text family in transformers with states, convolutions or linear layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Config = dict[str, Any]

@@ -4,8 +4,6 @@
 the jobs.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Shared parts of tools that fill a table of cells: arguments, kept results, self-tests."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -16,8 +16,6 @@ With --gpu, the peaks of whole runs are compared, each in its own processes. Exi
 median error is above 1 %, the worst above 3 %, or a run judged to fit runs out of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The small models that the gates train, each with a property that could break."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Config = dict[str, Any]

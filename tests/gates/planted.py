@@ -1,7 +1,5 @@
 """A gate with two tests, one of which fails unless told to pass; test_gates.py runs it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

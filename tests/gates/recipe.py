@@ -1,7 +1,5 @@
 """The training of both sides: no library's defaults, and data that is learnable and uneven."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

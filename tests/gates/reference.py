@@ -1,7 +1,5 @@
 """The reference: a plain PyTorch loop, and its distance from itself in other orders."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -7,8 +7,6 @@ releases: upper bounds are lifted, except those of packages in `KEPT`. The gate 
 runs in it. Needs uv, which `make setup` installs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

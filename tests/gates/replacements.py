@@ -1,7 +1,5 @@
 """The replacements for targets of planted defects: see defects.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from typing import Any

@@ -1,7 +1,5 @@
 """Half a round trip on one rank: train and save; or load, save again and continue."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

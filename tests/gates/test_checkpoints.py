@@ -1,7 +1,5 @@
 """The round trip of checkpoints: it passes, it catches defects, and it covers its cells."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Families beyond the usual ones: divided, and trained for docs/families.md."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

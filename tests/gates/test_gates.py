@@ -1,7 +1,5 @@
 """The gates include every test marked for them, keep results, and notice changes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

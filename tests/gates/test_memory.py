@@ -1,7 +1,5 @@
 """The memory gate: model states against live tensors on CPU ranks, and peaks on a GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

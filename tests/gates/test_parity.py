@@ -1,7 +1,5 @@
 """The parity gate: it passes, and it covers its cells."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The simulator finds constructed races and accepts their fixes; real runs have none."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

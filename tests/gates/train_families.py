@@ -9,8 +9,6 @@ gradient norm must equal the undivided ones, or the reason why there is none. Ro
 --out are not run again. Exit code 0, or 1 if a family gives neither a result nor a reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import itertools

@@ -1,7 +1,5 @@
 """Replicas that differ, on three ranks; tests/engine/test_bad_steps.py has an engine."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Signals and time limits stop one process; tests/faults/test_saves.py stops several ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

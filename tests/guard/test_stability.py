@@ -1,7 +1,5 @@
 """Losses that end a run or roll it back; tests/faults/test_steps.py plants some in real runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Limits, heartbeats and reports; tests/faults/test_stops.py tests real hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

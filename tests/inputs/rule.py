@@ -4,8 +4,6 @@ bounded time and memory, nothing in it is executed, leaks or is left behind.
 Inputs run in this process and in the current folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib

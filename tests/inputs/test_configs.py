@@ -1,8 +1,6 @@
 # ruff: noqa: SIM905
 """Wrong run configs, words, DeepSpeed JSONs, models, arguments and records."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

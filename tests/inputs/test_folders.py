@@ -1,7 +1,5 @@
 """Wrong data, tokenizers, weights, caches, runs, checkpoints and pickles."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,8 +1,6 @@
 # ruff: noqa: SIM905
 """Strategies: hostile JSON values, changed trees, damaged bytes and spoiled files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

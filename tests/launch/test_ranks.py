@@ -1,7 +1,5 @@
 """The processes of a group end together."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Divided parameters, compared with tensors that torch really splits."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """A model's part on a tensor-parallel rank by transformers' plans; peft's adapters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ test_shape.py checks names and shapes of all parameters, ../estimate/test_activa
 activations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks and coordinates, compared with DeepSpeed's topology; a rank's share."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping

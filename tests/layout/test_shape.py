@@ -1,7 +1,5 @@
 """Shapes equal transformers' own models built on meta, name by name and shape by shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Splits compared with brute force, the schedule with DeepSpeed's own."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A process's position among the ranks, its device, and the rendezvous port of a Slurm step."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import socket
 

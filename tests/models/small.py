@@ -1,7 +1,5 @@
 """Small models with weights, and what their passes compute."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exports that include their code: opened with it, by the harness's own, and without it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Attention that can be exchanged, is summed, and separates documents as in transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Head and cross-entropy over chunks of the vocabulary, against all logits at once."""
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Random dropout: of layers in a real decoder, and of attention weights, head by head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

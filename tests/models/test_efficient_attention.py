@@ -1,7 +1,5 @@
 """Efficient attention: causal, within documents, and equal to exact attention at full size."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

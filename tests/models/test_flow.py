@@ -1,7 +1,5 @@
 """Decoders that can be split between their layers, and messages about the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Initial weights: a function of seed and name, with the same distribution as transformers'."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

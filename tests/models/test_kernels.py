@@ -1,7 +1,5 @@
 """Liger's kernels against the model's own code; Triton runs only on GPUs."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

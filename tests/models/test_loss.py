@@ -1,7 +1,5 @@
 """The training loss, and losses by source: sums of the samples' individual losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Exports of every family of the table, opened by transformers 4 in a separate environment."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

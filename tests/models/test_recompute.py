@@ -1,7 +1,5 @@
 """Recomputed layers and MLPs: the same gradients, from as little as was kept."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from typing import Any

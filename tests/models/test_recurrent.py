@@ -1,7 +1,5 @@
 """LSTM and GRU decoders against torch's cells; carried states against long windows."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

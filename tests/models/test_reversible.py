@@ -1,7 +1,5 @@
 """Reversible layers: autograd's gradients, from two streams alone."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

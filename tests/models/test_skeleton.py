@@ -1,7 +1,5 @@
 """Models without weights, and which of their parameters have weight decay."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import defaultdict

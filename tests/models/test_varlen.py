@@ -1,7 +1,5 @@
 """Attention within documents equals masked attention; kernels get real signatures."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections import defaultdict

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec

@@ -1,7 +1,5 @@
 """Plans of a command line, written as after train.py, and the small models that it may name."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Batches, ramps, epochs, lengths, chunks of a loss and carried states, as decided by a plan."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 previous one: packing, date and bos.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -3,8 +3,6 @@ unchanged; their monitors; and runs on two ranks. Refusals are in refusals/json.
 real files with 'auto' from 29 public repositories, 130 pass; these examples have their keys.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

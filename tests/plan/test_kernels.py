@@ -2,8 +2,6 @@
 a plan, and a compiled run.
 """
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from dataclasses import replace

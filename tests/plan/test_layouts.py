@@ -1,7 +1,5 @@
 """Tensor, sequence, expert and pipeline parallelism: the part of each rank."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.config.run_file import load_run_config

@@ -1,7 +1,5 @@
 """A full plan: the command line, DeepSpeed's JSON, values for "auto", record, text and time."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The model's config: its sources, overrides, dropout, and longer rotary positions."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers, groups, and defaults for given weights, adapters and 4-bit weights."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """model.overrides: either they are built as written, or refused with a correction."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every shipped preset has the content of the published model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

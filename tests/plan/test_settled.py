@@ -1,7 +1,5 @@
 """What a run decides once, and keeps whenever it goes on."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from pathlib import Path

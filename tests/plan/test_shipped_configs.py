@@ -1,7 +1,5 @@
 """Every shipped DeepSpeed JSON, and its meaning to the plan and to DeepSpeed itself."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

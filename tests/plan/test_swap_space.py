@@ -1,7 +1,5 @@
 """Optimizer states on a drive: what a machine lacks for it and, if nothing, that it is exact."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

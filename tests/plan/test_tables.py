@@ -5,8 +5,6 @@ title of a table of messages is the beginning of all its rows. Messages are asse
 nowhere else.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Damaged, foreign and malicious folders of weights are refused by their headers."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Run folders as a run leaves them, written without a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

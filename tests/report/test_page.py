@@ -1,7 +1,5 @@
 """Pages of runs in every state, read as text; tests/test_report.py opens them in a browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

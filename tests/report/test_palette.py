@@ -1,7 +1,5 @@
 """Colours are distinguishable and readable."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

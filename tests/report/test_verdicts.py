@@ -1,7 +1,5 @@
 """Verdicts on runs, what to do next, and the commands that a page prints."""
 
-from __future__ import annotations
-
 import shlex
 from datetime import UTC, datetime
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs that several tests inspect, each made once."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.launch.fork_server import Zygote

@@ -1,7 +1,5 @@
 """Features of runs, each with `key=value` words, and the layouts in which they are trained."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The command with shuffled targets, of which only the frequencies can be learned."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The attention of a run: compared at the start, replaced if it differs, kept on resume."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs in stages and tensor-parallel ranks: contents, refusals, kills."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every feature trains, resumes as if uninterrupted, changes its layout, and is exported."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs at full length: they learn from text, beat a bigram model, and remember."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

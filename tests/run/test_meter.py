@@ -1,7 +1,5 @@
 """A run's terminal lines and messages, its metrics, and its sampled text."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

@@ -1,7 +1,5 @@
 """report.html of real runs: written during training, and never the cause of a failure."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole run against a plain PyTorch loop."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Profiling a few steps in real runs on two ranks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

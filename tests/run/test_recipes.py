@@ -1,7 +1,5 @@
 """The recipes of docs/recipes/ and the defaults of fine-tuning: planned, and trained to a loss."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Starts of runs: as a branch of another run, or from another run's weights."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Decisions of a run without training: its data, its settings, its time limit and its end."""
 
-from __future__ import annotations
-
 import functools
 import math
 import shutil

@@ -1,7 +1,5 @@
 """A run compares its steps with the plan's time, and a site's rates are fitted to runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

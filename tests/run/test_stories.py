@@ -1,7 +1,5 @@
 """Runs that stop early, learn nothing, sample or evaluate texts, end them, or add tokens."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

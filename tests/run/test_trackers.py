@@ -1,7 +1,5 @@
 """Trackers with their real packages: a run's curve, which continues after a stop."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

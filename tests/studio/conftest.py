@@ -1,7 +1,5 @@
 """A studio for all tests, and the runs that this process's studio reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A studio in a process of its own, started as a user starts it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

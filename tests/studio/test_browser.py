@@ -1,7 +1,5 @@
 """Every page in a real Chromium: no errors, all figures, and working controls."""
 
-from __future__ import annotations
-
 import re
 import time
 from html import unescape

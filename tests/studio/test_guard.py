@@ -1,7 +1,5 @@
 """Requests that a studio must refuse, sent over real sockets."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import socket

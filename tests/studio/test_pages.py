@@ -1,7 +1,5 @@
 """Each page's function, without a browser: its settings, its figures, and their sources."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import pkgutil

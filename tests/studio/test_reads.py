@@ -1,7 +1,5 @@
 """Runs and reports of cleanings as the studio reads them: malicious names, links, damaged files."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

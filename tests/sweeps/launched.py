@@ -1,7 +1,5 @@
 """Sweeps of small real runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

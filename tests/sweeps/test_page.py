@@ -1,7 +1,5 @@
 """The page of a sweep whose trials never ran, with every state and hostile names."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

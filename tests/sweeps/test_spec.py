@@ -1,7 +1,5 @@
 """Files of sweeps: their content, with all mistakes in one report."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trials of a sweep in Optuna's journal, without runs: a formula replaces the loss."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Compiled operators: who builds, who waits, and the message of a failed build."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

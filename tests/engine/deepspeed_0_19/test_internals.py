@@ -3,8 +3,6 @@
 After an upgrade of DeepSpeed, run this file first: it lists all changed names within a minute.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Each DeepSpeed defect with a workaround still exists; if not, the workaround can go."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

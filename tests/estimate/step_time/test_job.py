@@ -1,7 +1,5 @@
 """Whole jobs: evaluations, saves and their best interval, failures, and a site's rates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rates of GPUs with their sources; the matrix products and collectives that they bound."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from pathlib import Path

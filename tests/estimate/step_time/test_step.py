@@ -1,7 +1,5 @@
 """Steps: terms that change with one property of a run; work between tokens, by kind of layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -10,8 +10,6 @@ equivalent.toml that states why nobody could notice. The exit code is 1 below 90
 in a room.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

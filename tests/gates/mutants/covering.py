@@ -4,8 +4,6 @@ As a plugin of pytest, this module names the running test to coverage.py: in thi
 that wait for calls, and in those of the fork server. Other processes read it from the environment.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The cells of the stream simulator: every shipped JSON, and optional features of a run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ In `simulated()`, DeepSpeed's accelerator returns the streams and events of devi
 operation is recorded with the storages that it reads and writes on the current stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
