@@ -41,7 +41,7 @@ def trajectory(**changes: object) -> Trajectory:
     return Trajectory(**{**values, **changes})
 
 
-@pytest.mark.slow("nine engines and plain loops of 20 steps")
+@pytest.mark.slow("six engines and plain loops of 20 steps")
 def test_the_layout_changes_nothing_that_is_learned(
     zygote: Zygote, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,13 +92,11 @@ def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> No
     brief = brief_cells()
     assert set(brief) < set(parity_cells())
     assert {cell.ranks for cell in brief} == {2}
-    precisions, stages = ("fp32", "bf16", "fp16"), (1, 2, 3)
-    assert {(cell.precision, cell.how.stage) for cell in brief} >= {
-        *itertools.product(precisions, stages)
-    }
+    assert {cell.precision for cell in brief} == {"fp32", "bf16", "fp16"}
+    assert {cell.how.stage for cell in brief} >= {1, 2, 3}
     for axis in ("pipeline", "tensor", "sequence", "expert"):
         assert any(getattr(cell.how, axis) > 1 for cell in brief), axis
-    assert len(brief) <= 9
+    assert len(brief) <= 6
 
 
 def test_the_covering_set_is_small_and_holds_every_pair_that_can_occur() -> None:
