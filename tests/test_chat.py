@@ -36,7 +36,9 @@ def talk(folder: Path, *words: str, said: str = "") -> str:
 
 
 def test_lines_are_answered_until_the_end(exported: Path) -> None:
-    answers = talk(exported, "--tokens=4", said="what is this?\n\nand this?\n")
+    said = "what is this?\n\nand this?\n"
+    answers, longer = (talk(exported, f"--tokens={most}", said=said) for most in (4, 40))
+    assert len(answers) < len(longer)
     assert len(answers.splitlines()) >= 2
     assert "<|im_end|>" not in answers
 

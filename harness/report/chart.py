@@ -59,7 +59,7 @@ class Scale:
         numbers = ticks(self.low, self.high, about, whole)
         if self.log:
             first, last = (math.log10(end) for end in (self.low, self.high))
-            apart = max(1, math.ceil((last - first) / (about + 1)))
+            apart = math.ceil((last - first) / (about + 1))
             powers = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1, apart)
             marked = [10.0**power for power in powers]
             if len(marked) < 2:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from harness.report.chart import Chart, Curve, html_of
 from harness.report.charts import smoothed
 from harness.report.compare import compare_page_of, differences
 from harness.report.events import spent
@@ -55,8 +56,18 @@ def test_a_page_shows_what_was_measured(tmp_path):
     assert held_out["y"][-1] == pytest.approx(line_at(200)["loss"] + 0.1, rel=1e-5)
     assert values["mfu"]["curves"][0]["y"][0] == pytest.approx(40)
     assert ">predicted 0.45</b>" in page
+    assert re.search("<li [^>]*>held-out", page), "a legend"
     assert "<td>1.50 GiB</td>" in page, "of the forward phase"
     assert "8 x H100 \u00b7 ZeRO 1, tensor 2 \u00b7 bf16" in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "label"), [(7200, "2 h"), (6000, "100 min"), (120, "2 min"), (100, "100 s")]
+)
+def test_times_have_the_largest_unit_that_fits_twice(seconds, label):
+    curve = Curve("", "", {"hours": [0.0, seconds]}, [0.0, 1.0])
+    drawn = html_of(Chart("", "", "", [curve], axes={"hours": ""}))
+    assert f'<span style="left:100.00%" class=last>{label}</span>' in drawn
 
 
 def test_report_page_needs_no_network_and_styles_every_class(tmp_path):

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from harness.report.chart import colour_of
 from harness.report.palette import COMPONENTS, INK, MUTED, SERIES, SURFACE, VERDICTS, css
 
 # Machado et al. 2009, severity 1.0, for linear RGB.
@@ -79,8 +80,10 @@ def test_no_colour_drowns_in_the_surface(surface):
         assert ratio >= 2, (colour, ratio)
 
 
-def test_css_names_every_component_for_both_surfaces():
+def test_css_names_every_colour_for_both_surfaces():
     text = css()
-    for name, colour in COMPONENTS.items():
-        assert f"--{name}:{colour.light}" in text
-        assert f"--{name}:{colour.dark}" in text
+    named = {f"var(--{name})": colour for name, colour in COMPONENTS.items()}
+    named |= {colour_of(place): colour for place, colour in enumerate(SERIES)}
+    for name, colour in named.items():
+        assert f"{name[4:-1]}:{colour.light};" in text
+        assert f"{name[4:-1]}:{colour.dark};" in text

@@ -143,12 +143,21 @@ def test_each_product_of_a_forward_pass_is_counted_once(attention: str) -> None:
     assert flop_table(counter, "a pass").startswith(f"a pass: {expected:,} FLOPs\n")
 
 
-def test_the_loop_is_told_which_steps_were_followed_by_writing() -> None:
-    plan = make_plan(load_run_config(None, ["train.steps=10", WINDOW]), {}, World(rank=1))
-    batch = Batch(torch.zeros(1, 1), torch.zeros(1, 1), None)
-    engine = SimpleNamespace(eval_batch=lambda batches: None)
-    profiler = Profiler(plan, engine, Path("of rank 0 alone"), print)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_take_the_counted_pass_and_one_writes(rank: int, tmp_path: Path) -> None:
+    plan = make_plan(load_run_config(None, ["train.steps=10", WINDOW]), {}, World(rank=rank))
+    batch, taken, said = Batch(torch.zeros(1, 1), torch.zeros(1, 1), None), [], []
+
+    def eval_batch(batches: list[Batch]) -> None:
+        taken.extend(batches)
+        torch.ones(2, 3) @ torch.ones(3, 4)
+
+    engine: Any = SimpleNamespace(eval_batch=eval_batch)
+    profiler = Profiler(plan, engine, tmp_path / "profile", said.append)
+    # The loop is told which steps were followed by writing.
     assert [step for step in range(1, 9) if profiler.after(step, batch)] == [5, 6]
+    assert taken == [batch]
+    assert ["pass of a micro-batch: 48 FLOPs" in text for text in said] == [True] * (rank == 0)
 
 
 # --- where a window is broken off ---

@@ -27,14 +27,14 @@ from harness.report.run_record import RunRecord
 from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, html_of
 from tools.studio_app.page import ABOUT, LESSONS, Choice, Page, Slider, Typed, query_of, read_values
-from tools.studio_app.svg import Svg
+from tools.studio_app.svg import WIDTH, Svg
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
 from tools.studio_pages import PAGES, hybrid
-from tools.studio_pages.checkpointing import _inputs, kept_bytes
+from tools.studio_pages.checkpointing import _inputs, kept_bytes, passes
 from tools.studio_pages.cleaning import cleaned, trade_off
 from tools.studio_pages.data import trained_step
-from tools.studio_pages.optimizers import SURFACES, trajectory
+from tools.studio_pages.optimizers import _HEIGHT, SURFACES, _levels, trajectory
 from tools.studio_pages.sizes import loss, optimum
 from tools.studio_pages.tensor import multiplied, parts_of
 from tools.studio_pages.tokenizers import operations
@@ -124,15 +124,31 @@ def test_page_has_text_command_and_resolvable_functions(page: Page) -> None:
     assert all(callable(pkgutil.resolve_name(name)) for name in lesson.computed_by)
 
 
+_RECT = re.compile(r'<rect x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)"')
+
+
+@pytest.mark.parametrize("ends", ["", pytest.param("ends", marks=pytest.mark.gate("pages"))])
 @every_page
-def test_page_figures_contain_no_nonfinite_numbers(page: Page) -> None:
-    figures = page.figures(read_values(page.controls, {}))
-    assert figures
+def test_figures_are_finite_and_fill_their_axes(page: Page, ends: str) -> None:
+    """With the defaults, and at both ends of every slider, or those are answered."""
+    defaults = read_values(page.controls, {})
+    sliders = [control for control in page.controls if isinstance(control, Slider)]
+    edges = [{slider.name: slider.values[end]} for slider in sliders for end in (0, -1)]
+    figures = [f for edge in (edges if ends else [{}]) for f in shown_by(page, defaults | edge)]
+    assert figures or not edges
     for figure in figures:
         assert not re.search(r"\b(nan|NaN|inf|Infinity)\b", html_of(figure)), figure
         if isinstance(figure, Chart) and figure.x_range:
-            ends = {max(curve.x["x"]) for curve in figure.curves}
-            assert figure.x_range[1] >= max(ends), figure.title
+            assert figure.x_range[1] >= max(max(curve.x["x"]) for curve in figure.curves)
+        if isinstance(figure, Chart) and figure.y_range:
+            lines = [*(curve.y for curve in figure.curves), [y for _, y in figure.limits]]
+            assert 0.9 < max(itertools.chain(*lines)) / figure.y_range[1] <= 1, figure.title
+        for picture in getattr(figure, "svg", "").split("<svg ")[1:]:
+            height = float(picture.split('"')[1].split()[3])
+            boxes = [[*map(float, box)] for box in _RECT.findall(picture)]
+            assert all(min(x, y) >= 0 for x, y, _, _ in boxes)
+            assert all(x + w < WIDTH + 0.02 and y + h < height + 0.02 for x, y, w, h in boxes)
+            assert max((x + w for x, _, w, _ in boxes), default=WIDTH) > 0.95 * WIDTH
 
 
 def _larger_batch(estimate_memory: Callable[..., Any]) -> Callable[..., Any]:
@@ -437,6 +453,8 @@ def test_checkpointing_holds_what_autograd_saves() -> None:
         names = {f"activations: {kind}" for kind in kinds}
         parts = [p for p in activations(inputs) if p.component in names and "loss" in p.phases]
         assert sum(kept_bytes(inputs)) == pytest.approx(sum(p.bytes for p in parts), rel=1e-6)
+        turns = passes(inputs)  # what a layer computes again is held besides
+        assert all(again.bytes >= turns[again.layer].bytes for again in turns if not again.forward)
     values = {"activation_offload": "host memory", "model": "llama-1b"}
     inputs = _inputs(read_values(controls, values), "full")
     assert set(kept_bytes(inputs)) == {0}, "checkpointed layers keep nothing on the device"
@@ -461,6 +479,24 @@ def test_a_rank_is_where_the_grid_says() -> None:
     (rank,) = (n for f in shown for n in getattr(f, "numbers", ()) if n.label == "Rank")
     assert rank.note == "data 1, pipeline 0, tensor 1"
     assert number(shown, "Its tensor group") == "4, 5, 6, 7"
+    # On all nodes, the sliders lead to the last rank and to no division that is impossible.
+    for slider in BY_SLUG["hybrid"].controls:
+        for size in getattr(slider, "values", ()) if slider.name in ("stages", "tensor") else ():
+            shown = figures_of("hybrid", nodes="99", rank="999", **{slider.name: str(size)})
+            assert (number(shown, "Ranks"), number(shown, "Rank")) == ("128", "127")
+
+
+def test_a_surface_is_drawn_in_its_place() -> None:
+    """Without gaps; each level of the saddle is its own mirror image, in both directions."""
+    area = 0.0
+    for path in _levels("saddle between two minima"):
+        runs = [[*map(float, run)] for run in re.findall(r"M(\S+) (\S+)h(\S+)v(\S+)h", path)]
+        size = sum(w * h for _, _, w, h in runs)
+        middle = [sum((x + w / 2) * w * h for x, _, w, h in runs) / size]
+        middle += [sum((y + h / 2) * w * h for _, y, w, h in runs) / size]
+        assert middle == pytest.approx([WIDTH / 2, _HEIGHT / 2], abs=1)
+        area += size
+    assert area == pytest.approx(WIDTH * _HEIGHT, rel=0.01)
 
 
 def test_optimizers_step_as_their_references_do() -> None:

@@ -280,6 +280,8 @@ def test_reports_are_a_list_to_choose_from(runs: Path) -> None:
     corpus = next(c for c in BY_SLUG["cleaning"].controls if c.name == "corpus")
     assert corpus.options == ("Python's own library", "sets/pages")  # type: ignore[union-attr]
     assert number(figures_of("cleaning", corpus="sets/pages"), "Documents kept") == "34 of 50"
+    write_report(runs / "empty", strictness=[left(0, strictness=n, rejected={}) for n in (0, 80)])
+    assert number(figures_of("cleaning", corpus="empty"), "Size") == "0.0%"
 
 
 @pytest.mark.parametrize(

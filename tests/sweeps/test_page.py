@@ -80,9 +80,15 @@ def test_sweep_page_ranks_no_losses_of_different_held_out_sets(
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "labels"), [(2.5e-4, 4e-4, "2.5e-4 3e-4 3.5e-4 4e-4"), (3e-4, 6e-4, "5e-4")]
+    ("low", "high", "labels"),
+    [
+        (2.5e-4, 4e-4, "2.5e-4 3e-4 3.5e-4 4e-4"),
+        (3e-4, 6e-4, "5e-4"),
+        (1e-3, 1e3, "0.001 0.01 0.1 1 10 100 1,000"),
+        (1e-3, 1e4, "0.001 0.1 10 1,000"),
+    ],
 )
-def test_a_narrow_logarithmic_axis_has_ticks(low: float, high: float, labels: str) -> None:
+def test_a_logarithmic_axis_has_ticks(low: float, high: float, labels: str) -> None:
     ticks = Scale(low, high, log=True).ticks()
     assert [text for _, text in ticks] == labels.split()
     assert all(0 <= share <= 1 + 1e-9 for share, _ in ticks)

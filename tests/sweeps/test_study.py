@@ -11,12 +11,14 @@ pytest.importorskip("optuna")
 
 from harness.errors import ConfigError
 from harness.launch.ranks import Ranks
+from tools.sweep import _run_array
 from tools.sweeps import cost
 from tools.sweeps.cost import Budget, Record, Used, lane_problems
 from tools.sweeps.running import Queue, _lane_environment, run_task
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
 from tools.sweeps.study import JOURNAL, OpenTrial, Study, cut_torn_line
+from tools.sweeps.text import Screen
 
 _SEARCH = """
 [search]
@@ -66,6 +68,7 @@ def test_a_sweep_that_was_killed_goes_on_with_the_same_trials(method: str, tmp_p
     states = [record.state for record in again.records()]
     assert states == ["done"] * 9 + ["running"] + ["waiting"] * 6
     finish(again, range(9, 16))
+    _run_array(sweep, again, Screen())  # nothing is left to be submitted or waited for
     choices = [[record.choice for record in study.records()] for study in (again, whole)]
     assert choices[0] == choices[1]
     other = Study(sweep_of(tmp_path, f'{settings.replace("7", "8")}\nname = "other"'))

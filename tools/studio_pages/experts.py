@@ -223,7 +223,7 @@ PAGE = Page(
         Slider("top", "Experts of a byte", sorted(_TOPS), 2),
         Slider("balance", "Weight of the balancing loss", sorted(_BALANCES), 0.1),
         Slider("step", "After", tuple(range(0, _STEPS + 1, _EVERY)), _STEPS, "steps", plays=True),
-        Choice("model", "Compare the arithmetic of", _PRESETS, _PRESETS[0]),
+        Choice("model", "Compare the arithmetic of", _PRESETS, "mixtral-8x7b"),
         Typed("text", "Text", _TEXT, 400),
     ),
     figures,
