@@ -174,7 +174,9 @@ def _parser() -> argparse.ArgumentParser:
         help="also plan for other GPU types, sequence lengths and numbers of GPUs",
     )
     add("--json", action="store_true", help="print every layout as JSON, the recommended one first")
-    add("assignments", nargs="*", metavar="key=value", help="settings, as for train.py")
+    add(
+        "assignments", nargs="*", metavar="key=value", help="settings, also ds.KEY, as for train.py"
+    )
     return parser
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from harness.estimate.hardware import half_precision
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB, as_size
 from harness.estimate.timeline import Estimate, division_problems, estimate_memory
@@ -91,6 +92,10 @@ def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
 
 def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
     inputs, zero = before.inputs, before.inputs.zero
+    if inputs.precision == "fp32" and inputs.accelerator == "cuda":
+        half = half_precision(inputs.gpu)
+        changed = replace(inputs, precision=half, autocast=False)
+        yield f"ds.{half}.enabled=true", changed
     if inputs.checkpointing == "none" and not inputs.compiled:
         yield "model.checkpointing=selective", replace(inputs, checkpointing="selective")
     if inputs.checkpointing not in ("full", REVERSIBLE):

@@ -62,6 +62,12 @@ def find_gpu(name: str) -> Gpu:
     raise ValueError(f"unknown GPU {name!r}: it must be one of {', '.join(matching or GPUS)}")
 
 
+def half_precision(gpu: str | None) -> Literal["bf16", "fp16"]:
+    """Return the half precision that a GPU's matrix units have; bf16 for an unknown GPU."""
+    device = known_gpu(gpu)
+    return "bf16" if device is None or device.bf16_tflops is not None else "fp16"
+
+
 def known_gpu(name: str | None) -> Gpu | None:
     """Return the GPU with that name; None without a name or if the table lacks it."""
     try:

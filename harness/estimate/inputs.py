@@ -214,6 +214,8 @@ class Inputs:
     """Traced bytes of the model; None if its operations are counted instead."""
     stage: int | None = None
     """The pipeline stage that `shape` describes; None for the whole model."""
+    autocast: bool = False
+    """True if matrix products are computed in bf16 with weights in fp32 (torch_autocast)."""
     divides_vocabulary: bool = False
     """True if `shape` has a shard of the vocabulary."""
 
@@ -301,6 +303,11 @@ class Inputs:
     def accumulates(self) -> bool:
         """True if gradients of earlier micro-batches exist when activations are at their peak."""
         return self.grad_accum > self.in_flight
+
+    @property
+    def products(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The precision of matrix products."""
+        return "bf16" if self.autocast else self.precision
 
     @property
     def element_bytes(self) -> int:

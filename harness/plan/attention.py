@@ -152,7 +152,8 @@ def decide_attention(draft: Draft) -> None:
         return
     needs = AttentionNeeds.by(draft)
     is_ignoring = draft.model_config["model_type"] in IGNORING_DOCUMENTS
-    if needs.documents and run.data.batching == "packed" and is_ignoring:
+    is_joined = run.data.batching == "packed" and not run.train.carry_state  # several in a window
+    if needs.documents and is_joined and is_ignoring:
         draft.problems.say(ignored_documents(draft))
     _check_sizes(draft)
     problems = [] if attention == "auto" else needs.problems(attention)

@@ -76,7 +76,7 @@ def _machine(plan: Plan) -> Machine | None:
     gpu = known_gpu(world.gpu)
     if gpu is None or world.ranks_per_gpu > 1:
         return None
-    listed = machine_of(gpu.key, world.local_world_size, plan.precision)
+    listed = machine_of(gpu.key, world.local_world_size, plan.products)
     return site.machine(listed, world.local_world_size) if site else listed
 
 

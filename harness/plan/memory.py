@@ -211,6 +211,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         shape=plan.shape,
         zero=ZeroSettings.read(partial(value_of, plan.deepspeed)),
         precision=plan.precision,
+        autocast=plan.products != plan.precision,
         grid=plan.grid,
         micro_batch=plan.micro_batch,
         seq_len=run.data.seq_len,

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.config.assignments import BY_RANKS, DECIDED
 from harness.config.batch import BatchSizes, Curriculum
-from harness.config.ds_json import DsJson, Event
+from harness.config.ds_json import DsJson, Event, value_of
 from harness.config.optim_and_schedule import Schedule
 from harness.config.run_config import RunConfig, known_keys
 from harness.config.run_file import with_values
@@ -143,6 +143,12 @@ class Plan:
         """Activation checkpointing of decoder layers; reversible layers have their own kind."""
         is_reversible = self.model_config.get(REVERSIBLE)
         return REVERSIBLE if is_reversible else self.config.model.checkpointing
+
+    @property
+    def products(self) -> Precision:
+        """The precision of matrix products, which torch_autocast changes."""
+        is_cast = value_of(self.deepspeed, "torch_autocast.enabled") is True
+        return "bf16" if is_cast else self.precision
 
     @property
     def seq_len(self) -> int:

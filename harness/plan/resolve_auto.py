@@ -11,12 +11,13 @@ from typing import Any
 from harness.config.assignments import flat
 from harness.config.ds_json import AUTO, DsJson, default_of, offloaded_to
 from harness.config.run_config import RunConfig
-from harness.estimate.hardware import known_gpu
+from harness.estimate.hardware import half_precision
 from harness.layout.families import given_size
 from harness.layout.optimizer_table import OPTIMIZERS
-from harness.layout.world import World, cpu_has_bf16
+from harness.layout.world import cpu_has_bf16
 from harness.plan.plan import Draft
 
+HALVES = ("bf16", "fp16")
 # Master weights and Adam's moments in bf16.
 HALF_STATES = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
 
@@ -24,35 +25,59 @@ HALF_STATES = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states
 def decide_precision(draft: Draft) -> None:
     """Decide fp16.enabled and bf16.enabled.
 
-    "auto" means bf16 if the device supports it, otherwise fp32 (an event); fp16 is never automatic.
+    "auto" in either section means the half precision that the device computes in, unless the other
+    section is on: bf16, or fp16 on a GPU without bf16 (an event); on a CPU without bf16, fp32.
     """
     ds, world, problems = draft.ds, draft.world, draft.problems
-    has_bf16, device = device_has_bf16(world), world.gpu or "this CPU"
-    if ds.is_auto("fp16.enabled"):
-        ds.fill("fp16.enabled", False)
-    if ds.is_auto("bf16.enabled"):
-        fast = has_bf16 if world.accelerator == "cuda" else cpu_has_bf16()
-        ds.fill("bf16.enabled", fast and not ds.value("fp16.enabled"))
-        if not fast:
-            for key in HALF_STATES:
-                ds.remove(key, "left out: DeepSpeed would keep bf16 masters of fp32 weights")
-            draft.note("fallback", f"fp32, because {device} has no bfloat16 arithmetic")
+    half, device = half_precision(world.gpu), world.gpu or "this CPU"
+    auto = [f"{name}.enabled" for name in HALVES if ds.is_auto(f"{name}.enabled")]
+    if auto:
+        chosen = _half_precision(draft)
+        if chosen is not None:
+            ds.fill(f"{chosen}.enabled", True)
+        for key in auto:
+            ds.fill(key, key == f"{chosen}.enabled")
     fp16, bf16 = ds.value("fp16.enabled"), ds.value("bf16.enabled")
+    if auto and not bf16:
+        kept = "masters of fp32 weights" if not fp16 else "masters of fp16 weights"
+        for key in HALF_STATES:
+            ds.remove(key, f"left out: DeepSpeed would keep bf16 {kept}")
     if fp16 and bf16:
         problems.say(
             f"fp16.enabled ({ds.origin('fp16.enabled')}) and bf16.enabled "
             f"({ds.origin('bf16.enabled')}) are both true: set one of them to false"
         )
-    elif bf16 and not has_bf16:
+    elif bf16 and half != "bf16":
         why = f"but {device} has no bfloat16"
-        problems.add("bf16.enabled", why, 'use ds_configs/fp16.json, or "auto" for fp32')
+        problems.add("bf16.enabled", why, 'use "auto", which is fp16 there')
+    elif half != "bf16" and ds.literal("torch_autocast.enabled"):
+        why = f"but {device} has no bfloat16"
+        problems.add("torch_autocast.enabled", why, "use fp16.enabled=true instead")
     draft.precision = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    is_unasked = all(ds.literal(f"{name}.enabled") is None for name in (*HALVES, "torch_autocast"))
+    if draft.precision == "fp32" and world.accelerator == "cuda" and is_unasked and not auto:
+        draft.note("precision", f"fp32, as the JSON names no precision: set ds.{half}.enabled=true")
 
 
-def device_has_bf16(world: World) -> bool:
-    """Return True if this rank's device supports bf16; an unknown GPU counts as supporting it."""
-    gpu = known_gpu(world.gpu)
-    return gpu is None or gpu.bf16_tflops is not None
+def _half_precision(draft: Draft) -> str | None:
+    """Return "bf16" or "fp16" for "auto"; None if the JSON decides, or for fp32."""
+    ds, world = draft.ds, draft.world
+    if True in (ds.literal("fp16.enabled"), ds.literal("bf16.enabled")):
+        return None
+    is_gpu, device = world.accelerator == "cuda", world.gpu or "this CPU"
+    fast = half_precision(world.gpu) == "bf16" if is_gpu else cpu_has_bf16()
+    if fast and ds.literal("bf16.enabled") is not False:
+        return "bf16"
+    if not is_gpu or ds.literal("fp16.enabled") is False or ds.literal("torch_autocast.enabled"):
+        draft.note("fallback", f"fp32, because {device} has no bfloat16 arithmetic")
+        return None
+    if not fast:
+        keep = "ds.fp16.enabled=false keeps fp32"
+        draft.note("fallback", f"fp16, because {device} has no bfloat16 arithmetic: {keep}")
+    if draft.ds.literal("pipeline.stages") not in (None, 0, 1):
+        why = "left out: under pipeline stages with fp16 DeepSpeed does not add up gradients in it"
+        ds.remove("data_types.grad_accum_dtype", why)
+    return "fp16"
 
 
 # DeepSpeed prints a line every this many steps; 0 would divide by zero at step 1.

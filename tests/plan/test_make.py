@@ -86,7 +86,7 @@ def test_help_and_usage_errors_exit_with_a_text(
 
 
 def test_texts_of_any_script_are_shown_on_any_terminal(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("на любом языке")
+    (tmp_path / "a.txt").write_text("на любом языке\n" * 5000)
     command = [sys.executable, TRAIN, "--dry-run", f"data.path={tmp_path / 'a.txt'}"]
     ascii_alone = environment(PYTHONIOENCODING="ascii")
     done = subprocess.run(command, env=ascii_alone, capture_output=True, text=True, check=False)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from harness.config.assignments import value_as_text
-from harness.config.ds_json import DsJson
+from harness.config.assignments import assign_all, value_as_text
+from harness.config.ds_json import PREFIX, DsJson
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.config.sections import LENGTHS
@@ -37,6 +38,12 @@ _FLAGS = {
     "quantize": "model.lora.quantize",
 }
 """Flags of the planner, and the run config keys that they set."""
+_CHOSEN = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("zero_optimization.stage", "zero_optimization.offload_", "zero_optimization.zero_hpz_"),
+    *("pipeline", "tensor_parallel", "sequence_parallel_size", "expert_parallel"),
+)
+"""Beginnings of the JSON's keys that the planner chooses."""
 _HOST_GIB = 256.0  # per GPU, on a typical node
 _EVALUATIONS = 200
 """Maximum number of evaluations in a job whose config does not set eval.every."""
@@ -45,7 +52,8 @@ _EVALUATIONS = 200
 def question_of(args: argparse.Namespace) -> Question:
     """Return the question that a command line asks. Raises ConfigError, or ValueError for rates."""
     run, world = run_of(args), world_of(args)
-    own = load_run_config(None, args.assignments)
+    own = load_run_config(None, _of_run(args))
+    _with_ds_keys(args, {})  # which may be wrong
     for flag, key in _FLAGS.items():
         if own.is_set(key) and getattr(args, flag.replace("-", "_")):
             raise ConfigError(f"{key}: the planner takes it from --{flag}: change that instead")
@@ -61,7 +69,7 @@ def question_of(args: argparse.Namespace) -> Question:
     some = next(iter(base.values()))
     # One shared object: caches keyed by shape then find it without comparing every tensor.
     base = {key: replace(inputs, shape=some.shape) for key, inputs in base.items()}
-    machine = machine_of(args.gpu, world.local_world_size, some.precision, args.network)
+    machine = machine_of(args.gpu, world.local_world_size, some.products, args.network)
     planned = find_gpu(args.gpu).key, some.precision
     if args.measured:
         rates = _rates(args.measured)
@@ -87,6 +95,7 @@ def question_of(args: argparse.Namespace) -> Question:
         price=args.price,
         run=run_of(args, **_recipe(args, run, tokens)),
         disk_gb_per_s=args.disk or DISK_GB_PER_S,
+        deepspeed=lambda layout: _with_ds_keys(args, layout.deepspeed),
         refusal=lambda layout: refusal(args, layout),
     )
 
@@ -145,13 +154,38 @@ def run_of(args: argparse.Namespace, **more: Any) -> RunConfig:
     """Return the run config of a command line, with additional keys."""
     keys = {"model.name": args.model, "data.seq_len": args.seq_len, **more}
     words = [f"{key}={value_as_text(value)}" for key, value in keys.items()]
-    return load_run_config(None, [*words, *args.assignments])
+    return load_run_config(None, [*words, *_of_run(args)])
+
+
+def _of_run(args: argparse.Namespace) -> list[str]:
+    return [text for text in args.assignments if not text.startswith(PREFIX)]
+
+
+def _with_ds_keys(args: argparse.Namespace, json: dict[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed JSON with the `ds.` keys of the command line. Raises ConfigError for one
+    that is no assignment, or that the planner chooses.
+    """
+    texts = [text.removeprefix(PREFIX) for text in args.assignments if text.startswith(PREFIX)]
+    tree = copy.deepcopy(json)
+    assigned, problems = assign_all(tree, texts)
+    problems += [
+        f"{PREFIX}{key}: the planner chooses it: leave it out"
+        for key in assigned
+        if key.startswith(_CHOSEN)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return tree
 
 
 def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:
     """Return train.py's plan of a layout. Adapters are left out: they would need weights."""
     more = {"train.global_batch": args.global_batch, **layout.overrides}
-    return make_plan(run_of(args, **more), DsJson(layout.deepspeed, "layout"), world_of(args))
+    return make_plan(
+        run_of(args, **more),
+        DsJson(_with_ds_keys(args, layout.deepspeed), "layout"),
+        world_of(args),
+    )
 
 
 def refusal(args: argparse.Namespace, layout: Layout) -> str:
@@ -165,7 +199,7 @@ def refusal(args: argparse.Namespace, layout: Layout) -> str:
 
 def _inputs(args: argparse.Namespace, run: RunConfig, world: World, state: State) -> Inputs:
     alone = run_of(args, **{"train.micro_batch": 1})
-    json = {**base_json(state), "gradient_accumulation_steps": 1}
+    json = {**_with_ds_keys(args, base_json(state)), "gradient_accumulation_steps": 1}
     plan = make_plan(alone, DsJson(json, "layout"), world, estimating=True)
     try:
         inputs = memory_inputs(plan) or traced_inputs(plan)

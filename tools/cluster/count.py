@@ -172,12 +172,17 @@ class Counted:
             )
         return "" if self.fits else "may not fit"
 
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """DeepSpeed JSON of the layout."""
+        return self.question.deepspeed(self.layout)
+
     def to_json(self, job: Job, price: float | None) -> dict[str, Any]:
         """Return the layout as plain values, bytes in GiB."""
         low, high = self.peak_interval
         beside = self.question.beside(self)
         return {
-            "deepspeed": self.layout.deepspeed,
+            "deepspeed": self.deepspeed,
             "overrides": self.layout.overrides,
             "fits": bool(self.fits),
             "decided": self.fits is not None,
@@ -221,6 +226,8 @@ class Question:
     run: RunConfig
     disk_gb_per_s: float
     """Write bandwidth per node for checkpoints."""
+    deepspeed: Callable[[Layout], dict[str, Any]]
+    """Returns the DeepSpeed JSON of a layout, with the keys of the command line."""
     refusal: Callable[[Layout], str]
     """Returns the reason why train.py would reject a layout; "" if it accepts it."""
 

@@ -118,7 +118,7 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
         f"{args.model}, {args.gpus} x {args.gpu}: {best.layout.text}; {best.seconds:.2f} s per step"
     )
     about += f", {question.job(best).seconds / DAY:.1f} days (tools/plan_cluster.py)"
-    texts["ds.json"] = json.dumps(best.layout.deepspeed, indent=2) + "\n"
+    texts["ds.json"] = json.dumps(best.deepspeed, indent=2) + "\n"
     keys = "\n".join(f"{k} = {value_as_text(v)}" for k, v in settings(args, best).items())
     what = "run.dir" if question.run.data.mix else "data.path (docs/data.md), and run.dir"
     texts["run.toml"] = _RUN.format(about=about, what=what, keys=keys)

@@ -27,6 +27,7 @@ def describe(args: argparse.Namespace, question: Question, answer: Answer) -> st
     shape = question.some.shape
     head = (
         f"{args.model} ({shape.parameters / 1e9:.2f}B parameters) on {args.gpus} x {args.gpu}, "
+        f"{question.some.precision}, "
         f"{args.seq_len:,} tokens, {args.global_batch:,} samples per step: {len(counted):,} "
         "layouts, "
         f"{fit:,} known to fit"
@@ -133,7 +134,7 @@ def _ready(args: argparse.Namespace, best: Counted) -> list[str]:
     keys = " ".join(f"{key}={value_as_text(value)}" for key, value in settings(args, best).items())
     return [
         "Ready to run (--write FOLDER writes these files):",
-        f"  ds.json: {json.dumps(best.layout.deepspeed)}",
+        f"  ds.json: {json.dumps(best.deepspeed)}",
         f"  run.toml: {keys}",
         *(f"  {name}: {command}" for name, command in commands(args, best, "").items()),
     ]

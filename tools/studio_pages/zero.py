@@ -104,7 +104,7 @@ def _estimate(inputs: Inputs, stage: int, device: int) -> Estimate:
 
 
 def _table(inputs: Inputs, estimates: list[Estimate], flows: list[Traffic], gpu: str) -> Table:
-    machine = machine_of(gpu, inputs.gpus_per_node, inputs.precision)
+    machine = machine_of(gpu, inputs.gpus_per_node, inputs.products)
     rows = []
     for stage, (estimate, flow) in enumerate(zip(estimates, flows, strict=True)):
         staged = with_stage(inputs, stage)

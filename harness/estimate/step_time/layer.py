@@ -256,7 +256,7 @@ def _attention_share(inputs: Inputs, index: int, machine: Machine) -> float:
     if inputs.attention == "flash_attention_3":
         return machine.attention * machine.flash_attention_3
     plain = not (is_masked(inputs, index) or writes_scores(inputs))
-    if inputs.attention == "sdpa" and plain and inputs.precision != "fp32":
+    if inputs.attention == "sdpa" and plain and inputs.products != "fp32":
         return machine.attention * machine.sdpa  # cuDNN's kernels do not compute in fp32
     return machine.attention
 
