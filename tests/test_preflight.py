@@ -262,7 +262,8 @@ def test_room_is_for_one_checkpoint_more_than_are_kept(
 ) -> None:
     estimate = plan().estimate
     assert estimate is not None
-    free = (3 + 1 - checkpoints) * estimate.checkpoint_bytes - short_bytes
+    export = estimate.inputs.parameters * estimate.inputs.element_bytes
+    free = (3 + 1 - checkpoints) * estimate.checkpoint_bytes + export - short_bytes
     storage = replace(STORAGE, free_bytes=free, checkpoints=checkpoints)
     reports = [replace(facts, storage=storage) for facts in healthy()]
     assert row("room", reports, save={"every": 10}).verdict == verdict

@@ -204,5 +204,5 @@ class Saver:
             ExitCode.CANNOT_SAVE,
             f"the checkpoint of step {step} could not be saved in {self.store.folder} ({problem}); "
             f"newest checkpoint: {newest[0] if newest else 'none'}. If the disk is full, free "
-            "space or lower save.keep",
+            f"space{' or lower save.keep' if self.keep.last > 1 else ''}",
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -141,7 +140,6 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 _CHANGES_SHOWN = 4
-RUNS = "runs"  # parent of new run folders
 IsPossible = Callable[[str], bool]
 """Returns True if a run could be changed in this way, e.g. "model.checkpointing=full"."""
 
@@ -167,21 +165,10 @@ def shortages(
     ]
 
 
-def shortages_here(
-    estimate: Estimate, world: World, run_dir: str | None, is_possible: IsPossible
-) -> list[str]:
-    """Return this machine's shortages: the rank's GPU, host memory, and disk space for the run."""
+def shortages_here(estimate: Estimate, world: World, is_possible: IsPossible) -> list[str]:
+    """Return this machine's shortages: the rank's GPU, and host memory."""
     free_gpu = free_on_gpu(world) if estimate.inputs.accelerator == "cuda" else None
-    short = shortages(estimate, free_gpu, free_on_host(), is_possible)
-    path = Path(run_dir or RUNS)
-    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    needed, free = estimate.checkpoint_bytes, shutil.disk_usage(folder).free
-    if needed > free:  # a save writes the new checkpoint, then removes an old one
-        short.append(
-            f"a checkpoint needs {as_size(needed)}, but {as_size(free)} are free in {folder}: free "
-            "space, or choose another run.dir; plan.force=true runs anyway"
-        )
-    return short
+    return shortages(estimate, free_gpu, free_on_host(), is_possible)
 
 
 def memory_line(estimate: Estimate) -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.ds_json import literal, offloaded_to
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
-from harness.estimate.memory_item import GIB
+from harness.estimate.memory_item import GIB, as_size
 from harness.files.folder_lock import remove_left_over
 from harness.layout.world import SHARES_GPU, World
 from harness.plan.plan import Draft, Plan
+from harness.runfolder import RunFolder, checkpoints_in
 
 
 def missing_for_cpu_adam() -> str | None:
@@ -118,6 +121,71 @@ def check_shared_gpus(draft: Draft) -> None:
         f"up to {world.ranks_per_gpu} ranks share a GPU ({SHARES_GPU}) and take turns: this "
         "is a rehearsal, whose times, MFU and links say nothing about the job's",
     )
+
+
+RUNS = "runs"  # parent of new run folders
+
+
+@dataclass(frozen=True)
+class Room:
+    """Disk space for a run's checkpoints and export, in bytes."""
+
+    due: int
+    """Checkpoints that the run adds: those that it keeps, and the one being written."""
+    each: int
+    export: int
+
+    @classmethod
+    def of(cls, plan: Plan, there: int) -> Room | None:
+        """Return the room that a run needs in addition to the `there` checkpoints that it has;
+        None if their size is unknown.
+        """
+        if plan.estimate is None:
+            return None
+        save, inputs = plan.config.save, plan.estimate.inputs
+        most = save.keep + save.keep_best + 1
+        if plan.steps is not None:
+            most += plan.steps // save.keep_every if save.keep_every else 0
+            most = min(most, there + (math.ceil(plan.steps / save.every) if save.every else 1))
+        trained = inputs.trained if inputs.adapters else inputs.parameters
+        export = inputs.element_bytes * trained if save.export else 0
+        return cls(max(1, most - there), plan.estimate.checkpoint_bytes, export)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return self.due * self.each + self.export
+
+    @property
+    def text(self) -> str:
+        """The room as text."""
+        checkpoints = f"{self.due} checkpoint{'s' if self.due > 1 else ''} of {as_size(self.each)}"
+        export = f" and {as_size(self.export)} of the export" if self.export else ""
+        return f"{checkpoints}{export}"
+
+
+def room_remedy(plan: Plan) -> str:
+    """Return what to do where there is too little room."""
+    keep = plan.config.save.keep
+    fewer = f", or lower save.keep (now {keep})" if keep > 1 else ""
+    return (
+        f"free space, choose another run.dir{fewer}: a save writes the new checkpoint before it "
+        "removes an old one"
+    )
+
+
+def short_of_disk(plan: Plan) -> tuple[str, bool]:
+    """Return this machine's shortage of disk for the run, "" if there is none, and True if it has
+    no room for two checkpoints, or the only one.
+    """
+    path = Path(plan.config.run.dir or RUNS)
+    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    room = Room.of(plan, len(checkpoints_in(RunFolder(path).checkpoints_dir)))
+    free = shutil.disk_usage(folder).free
+    if room is None or room.bytes <= free:
+        return "", False
+    text = f"room is needed for {room.text}, but {as_size(free)} are free in {folder}"
+    return f"{text}: {room_remedy(plan)}", min(2, room.due) * room.each > free
 
 
 _KEY = "zero_optimization.offload_optimizer"

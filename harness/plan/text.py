@@ -125,11 +125,11 @@ def spread(plan: Plan) -> str:
     ]
     ranks = f"{grid.world_size} rank{'s' if grid.world_size > 1 else ''}"
     shared = f" (up to {sharing} ranks each)" if (sharing := plan.world.ranks_per_gpu) > 1 else ""
-    precision = plan.precision
-    precision += f" with products in {plan.products}" * (plan.products != plan.precision)
+    products = f" with products in {plan.products}" * (plan.products != plan.precision)
+    stage = f"ZeRO {plan.zero_stage}, {plan.precision}{products}"
     experts = f", experts over {grid.expert} neighbours" if grid.expert > 1 else ""
     return (
-        f"ZeRO {plan.zero_stage}, {precision}, {ranks} ({' x '.join(axes)}{experts}) on "
+        f"{stage}, {ranks} ({' x '.join(axes)}{experts}) on "
         f"{device}{shared}, offload: {', '.join(offloaded) or 'none'}, {_layers(plan)}"
     )
 

@@ -30,7 +30,7 @@ from harness.guard.stability import StabilityMonitor
 from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.watchdog import Pulse, Watchdog
 from harness.plan.batches import SMALLEST
-from harness.plan.machine import remove_left_swap, swap_problems
+from harness.plan.machine import remove_left_swap, short_of_disk, swap_problems
 from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
 from harness.plan.text import summary
@@ -262,12 +262,16 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     problems = _shortages(plan)
     if problems and plan.facts.counts is None:
         problems = _shortages(with_facts(plan, Facts(SMALLEST)))
+    disk, is_hopeless = short_of_disk(plan)
+    if is_hopeless:
+        problems.append(f"{disk}; plan.force=true runs anyway")
     if problems and not plan.config.plan.force:
         raise ConfigError(problems)
-    return [{"kind": "forced", "message": problem} for problem in problems]
+    events = [{"kind": "forced", "message": problem} for problem in problems]
+    return events + [{"kind": "disk", "message": disk}] * bool(disk and not is_hopeless)
 
 
 def _shortages(plan: Plan) -> list[str]:
     if plan.estimate is None:
         return []
-    return shortages_here(plan.estimate, plan.world, plan.config.run.dir, takes(plan))
+    return shortages_here(plan.estimate, plan.world, takes(plan))

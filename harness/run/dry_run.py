@@ -11,7 +11,7 @@ from harness.data.spec import DataSpec
 from harness.estimate.fit import shortages_here
 from harness.plan.batches import steps_of
 from harness.plan.data import missing_here
-from harness.plan.machine import swap_problems
+from harness.plan.machine import short_of_disk, swap_problems
 from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
 from harness.plan.text import row, summary, verdict
@@ -45,8 +45,8 @@ def describe(
         data = seen.lines(plan.curriculum.samples_after(steps_of(plan, counts)))
     shortages = []
     if plan.estimate and not elsewhere:
-        run_dir = plan.config.run.dir
-        shortages = shortages_here(plan.estimate, plan.world, run_dir, takes(plan))
+        shortages = shortages_here(plan.estimate, plan.world, takes(plan))
+        shortages += filter(None, [short_of_disk(plan)[0]])
     shortages += [*([] if elsewhere else swap_problems(plan)), *missing]
     last = row("this machine", "; ".join(shortages) or "can hold it")
     if elsewhere:

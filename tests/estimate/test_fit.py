@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,21 +39,6 @@ OFFLOADED |= {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": 
 @pytest.mark.parametrize("free", [(79 * GIB, 500 * GIB), (None, None)])
 def test_what_fits_or_is_not_measured_is_not_refused(free: tuple[int | None, int | None]) -> None:
     assert fit.shortages(estimate(STAGE_1, **LLAMA), *free) == []
-
-
-@pytest.mark.parametrize(("lacks", "problems"), [(0, 0), (1, 1)])
-def test_disk_must_have_room_for_a_checkpoint(
-    lacks: int, problems: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned = plan(STAGE_1, **LLAMA)
-    free = planned.estimate.checkpoint_bytes - lacks
-    monkeypatch.setattr(fit.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    for name in ("free_on_gpu", "free_on_host"):
-        monkeypatch.setattr(fit, name, lambda *_: None)
-    where = str(tmp_path / "new" / "run")
-    short = fit.shortages_here(planned.estimate, planned.world, where, lambda change: True)
-    assert len(short) == problems
-    assert all(f"are free in {tmp_path}: free space" in text for text in short)
 
 
 def test_too_small_gpu_lists_need_and_fixes_that_fit() -> None:

@@ -1,4 +1,4 @@
-"""Optimizer states on a drive: what a machine lacks for it and, if nothing, that it is exact."""
+"""Disk for checkpoints and optimizer states: what a machine lacks, and that states are exact."""
 
 import os
 import shutil
@@ -10,9 +10,10 @@ import pytest
 
 from harness.config.ds_json import read_ds_json
 from harness.config.run_config import RunConfig
+from harness.config.run_file import load_run_config
 from harness.layout.world import World
 from harness.plan import machine
-from harness.plan.machine import swap_problems
+from harness.plan.machine import short_of_disk, swap_problems
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.run_tools import run_tool
@@ -34,6 +35,36 @@ def has_libaio() -> bool:
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the machine has libaio."""
     monkeypatch.setattr(machine, "libaio_problems", list)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "keys", "due", "is_hopeless"),
+    [
+        (5, ["save.keep=3"], 0, False),
+        (3.5, ["save.keep=3"], 4, False),
+        (1.5, ["save.keep=3"], 4, True),
+        (1.5, ["save.keep=1"], 2, True),
+        (1.5, ["save.keep=1", "save.every=0"], 0, False),  # saves once, at the end
+        (0.5, ["save.every=0"], 1, True),
+    ],
+)
+def test_a_run_needs_disk_for_one_more_checkpoint_than_it_keeps(
+    checkpoints: float,
+    keys: list[str],
+    due: int,
+    is_hopeless: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["train.steps=100", "save.every=10", "save.export=false", f"run.dir={tmp_path}/a/b"]
+    made = make_plan(load_run_config(None, [*words, *keys]), {}, World())
+    free = int(checkpoints * made.estimate.checkpoint_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    text, refuses = short_of_disk(made)
+    assert (bool(text), refuses) == (due > 0, is_hopeless)
+    assert f"for {due} checkpoint" in text or not due
+    assert f"are free in {tmp_path}" in text or not due
+    assert ("save.keep" in text) == (bool(text) and "save.keep=1" not in keys)
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -24,9 +23,9 @@ from harness.config.run_config import run_and_step
 from harness.data.build import cached_fingerprint
 from harness.data.spec import DataSpec, corpus_of
 from harness.errors import ConfigError
-from harness.estimate.fit import RUNS
 from harness.estimate.memory_item import GIB
 from harness.files.corpus import Corpus
+from harness.plan.machine import RUNS, Room, room_remedy
 from harness.plan.plan import Plan
 from harness.run.plan_record import git_commit
 from harness.runfolder import RunFolder
@@ -34,7 +33,6 @@ from tools.made_with import PACKAGES
 from tools.preflight_checks.report import (
     Row,
     Verdict,
-    count,
     named_row,
     problem_row,
     same_row,
@@ -276,28 +274,13 @@ def _room(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
     if not free:
         return Row("room", "warn", "unknown", "check the quota that the storage reports")
     text = span(free.values(), "GiB free", ".2f")
-    if plan.estimate is None:
+    room = Room.of(plan, seen[min(seen)].checkpoints)
+    if room is None:
         return Row("room", "ok", f"{text}; a checkpoint's size is unknown here")
-    size = plan.estimate.checkpoint_bytes / GIB
-    due = _due(plan, seen[min(seen)].checkpoints)
-    text += f"; room is needed for {count(due, 'checkpoint')} of {size:.2f} GiB: {due * size:.2f}"
-    few = [rank for rank, room in free.items() if room < due * size]
-    todo = (
-        f"free space, choose another run.dir, or lower save.keep (now {plan.config.save.keep}): a "
-        "save writes the new checkpoint before it removes an old one"
-    )
+    text += f"; room is needed for {room.text}: {room.bytes / GIB:.2f} GiB"
+    few = [rank for rank, gib in free.items() if gib < room.bytes / GIB]
     bad: Verdict = "warn" if plan.config.plan.force else "FAIL"
-    return named_row("room", text, "too little for", few, hosts, todo, bad)
-
-
-def _due(plan: Plan, there: int) -> int:
-    """Return how many checkpoints the run adds: those that it keeps, and the one being written."""
-    save = plan.config.save
-    most = save.keep + save.keep_best + 1
-    if plan.steps is not None:
-        most += plan.steps // save.keep_every if save.keep_every else 0
-        most = min(most, there + (math.ceil(plan.steps / save.every) if save.every else 1))
-    return max(1, most - there)
+    return named_row("room", text, "too little for", few, hosts, room_remedy(plan), bad)
 
 
 def _writing(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> list[Row]:
