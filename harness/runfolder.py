@@ -61,6 +61,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
     )
 
 
+def num_checkpoints(run_dir: str | None) -> int:
+    """Return the number of checkpoints in a run folder, which may not exist."""
+    return len(checkpoints_in(RunFolder(run_dir).checkpoints_dir)) if run_dir else 0
+
+
 class RunFolder:
     """The files of one run. The constructor does not touch the disk."""
 

@@ -202,17 +202,30 @@ def length_events(config: RunConfig, steps: int) -> list[Event]:
 
 
 def repetition_events(plan: Plan, steps: int, counts: Counts) -> list[Event]:
-    """Return an event if a run repeats its data more often than is useful, unless the user set
-    train.epochs.
-    """
+    """Return an event if a run repeats its data more often than is useful, or than train.epochs."""
     epochs = plan.curriculum.samples_after(steps) / counts.windows
     train = plan.config.train
-    if epochs <= USEFUL_EPOCHS or train.epochs is not None:
+    if train.epochs is not None:
+        return _more_epochs(plan, counts, epochs) if epochs >= 1.25 * train.epochs else []
+    if epochs <= USEFUL_EPOCHS:
         return []
     length = "train.tokens" if train.tokens is not None else "train.steps"
     message = (
         f"the run reads its data {epochs:,.0f} times, and more than about {USEFUL_EPOCHS} times "
         f"help little (arXiv 2305.16264): give data.path more text, or lower {length}"
+    )
+    return [{"kind": "repeated_data", "message": message}]
+
+
+def _more_epochs(plan: Plan, counts: Counts, epochs: float) -> list[Event]:
+    """Return the event of a batch so large for the data that whole steps read more of it."""
+    asked, ranks = plan.config.train.epochs or 0.0, plan.grid.data
+    rows = math.ceil(min(1, asked) * counts.windows)
+    batch = rows // ranks * ranks
+    remedy = f"set train.global_batch={batch}" if batch else f"use at most {rows} data ranks"
+    message = (
+        f"steps of {plan.global_batch:,} rows read the {counts.windows:,} rows of the data "
+        f"{epochs:.3g} times, not {asked:g} (train.epochs): {remedy}"
     )
     return [{"kind": "repeated_data", "message": message}]
 

@@ -20,7 +20,6 @@ from harness.estimate.memory_item import GIB, as_size
 from harness.files.folder_lock import remove_left_over
 from harness.layout.world import SHARES_GPU, World
 from harness.plan.plan import Draft, Plan
-from harness.runfolder import RunFolder, checkpoints_in
 
 
 def missing_for_cpu_adam() -> str | None:
@@ -174,13 +173,13 @@ def room_remedy(plan: Plan) -> str:
     )
 
 
-def short_of_disk(plan: Plan) -> tuple[str, bool]:
+def short_of_disk(plan: Plan, there: int) -> tuple[str, bool]:
     """Return this machine's shortage of disk for the run, "" if there is none, and True if it has
-    no room for two checkpoints, or the only one.
+    no room for two checkpoints, or the only one. `there`: checkpoints that the run has.
     """
     path = Path(plan.config.run.dir or RUNS)
     folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    room = Room.of(plan, len(checkpoints_in(RunFolder(path).checkpoints_dir)))
+    room = Room.of(plan, there)
     free = shutil.disk_usage(folder).free
     if room is None or room.bytes <= free:
         return "", False

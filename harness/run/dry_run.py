@@ -15,6 +15,7 @@ from harness.plan.machine import short_of_disk, swap_problems
 from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
 from harness.plan.text import row, summary, verdict
+from harness.runfolder import num_checkpoints
 
 
 def without_torch() -> None:
@@ -46,7 +47,7 @@ def describe(
     shortages = []
     if plan.estimate and not elsewhere:
         shortages = shortages_here(plan.estimate, plan.world, takes(plan))
-        shortages += filter(None, [short_of_disk(plan)[0]])
+        shortages += filter(None, [short_of_disk(plan, num_checkpoints(plan.config.run.dir))[0]])
     shortages += [*([] if elsewhere else swap_problems(plan)), *missing]
     last = row("this machine", "; ".join(shortages) or "can hold it")
     if elsewhere:

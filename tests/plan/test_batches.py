@@ -112,6 +112,30 @@ def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None
     assert event["message"].endswith("give data.path more text, or lower train.tokens")
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("train.epochs=1 train.global_batch=32", "read the 4 rows of the data 8 times, not 1 ..."),
+        ("train.epochs=1 train.global_batch=32", "...: set train.global_batch=4"),
+        (
+            "train.epochs=2 train.global_batch=5 train.micro_batch=5",
+            "...: set train.global_batch=4",
+        ),
+        ("train.epochs=0.5 train.global_batch=4", "...: set train.global_batch=2"),
+        ("RANKS=8 train.epochs=1 train.global_batch=8", "...: use at most 4 data ranks"),
+        ("train.epochs=1 train.global_batch=4", ""),
+    ],
+)
+def test_a_batch_that_reads_more_than_the_epochs_is_said(
+    words: str, remedy: str, planned: Planner
+) -> None:
+    counts = Counts(4, 4, is_masked=False)
+    made = planned(words, estimate=False)
+    events = repetition_events(made, steps_of(made, counts), counts)
+    assert len(events) == bool(remedy)
+    assert all(remedy.strip(".") in event["message"] for event in events)
+
+
 def test_a_run_too_short_to_learn_says_so_with_the_keys(planned: Planner) -> None:
     words = "train.global_batch=48 train.epochs=3 optim.lr=2e-3"
     made = planned(f"{START} {words} optim.warmup_steps=20", estimate=False, counts=CHATS)

@@ -28,7 +28,7 @@ from harness.files.corpus import Corpus
 from harness.plan.machine import RUNS, Room, room_remedy
 from harness.plan.plan import Plan
 from harness.run.plan_record import git_commit
-from harness.runfolder import RunFolder
+from harness.runfolder import num_checkpoints
 from tools.made_with import PACKAGES
 from tools.preflight_checks.report import (
     Row,
@@ -191,8 +191,7 @@ def measure_storage(plan: Plan, token_path: str, writes: bool) -> Storage:
     """Look at the run folder from this rank. `writes`: also time writing a file."""
     folder = nearest_folder(plan)
     sees = _appears(Path(token_path))
-    run_dir = plan.config.run.dir
-    checkpoints = len(Store(RunFolder(run_dir).checkpoints_dir).all()) if run_dir else 0
+    checkpoints = num_checkpoints(plan.config.run.dir)
     free, rate, problem = None, None, None
     try:
         free = shutil.disk_usage(folder).free
