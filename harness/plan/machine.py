@@ -163,10 +163,10 @@ class Room:
         return f"{checkpoints}{export}"
 
 
-def room_remedy(plan: Plan) -> str:
-    """Return what to do where there is too little room."""
-    keep = plan.config.save.keep
-    fewer = f", or lower save.keep (now {keep})" if keep > 1 else ""
+def room_remedy(plan: Plan, room: Room, free: float) -> str:
+    """Return what to do where only `free` bytes are free."""
+    keep, helps = plan.config.save.keep, 2 * room.each + room.export <= free
+    fewer = f", or lower save.keep (now {keep})" if keep > 1 and helps else ""
     return (
         f"free space, choose another run.dir{fewer}: a save writes the new checkpoint before it "
         "removes an old one"
@@ -184,7 +184,7 @@ def short_of_disk(plan: Plan, there: int) -> tuple[str, bool]:
     if room is None or room.bytes <= free:
         return "", False
     text = f"room is needed for {room.text}, but {as_size(free)} are free in {folder}"
-    return f"{text}: {room_remedy(plan)}", min(2, room.due) * room.each > free
+    return f"{text}: {room_remedy(plan, room, free)}", min(2, room.due) * room.each > free
 
 
 _KEY = "zero_optimization.offload_optimizer"

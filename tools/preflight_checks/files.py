@@ -278,8 +278,9 @@ def _room(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> Row:
         return Row("room", "ok", f"{text}; a checkpoint's size is unknown here")
     text += f"; room is needed for {room.text}: {room.bytes / GIB:.2f} GiB"
     few = [rank for rank, gib in free.items() if gib < room.bytes / GIB]
+    todo = room_remedy(plan, room, min(free.values()) * GIB)
     bad: Verdict = "warn" if plan.config.plan.force else "FAIL"
-    return named_row("room", text, "too little for", few, hosts, room_remedy(plan), bad)
+    return named_row("room", text, "too little for", few, hosts, todo, bad)
 
 
 def _writing(plan: Plan, seen: dict[int, Storage], hosts: Sequence[str]) -> list[Row]:
