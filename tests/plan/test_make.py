@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError
+from harness.estimate.fit import changes_that_help
 from harness.layout.world import World
 from harness.plan import resolve_auto
 from harness.plan.command import DEFAULT_DS_JSON, Command, parse_command, plan_from
 from harness.plan.duration import beside_of, job_of, length, step_time
 from harness.plan.machine import cluster
+from harness.plan.make import takes
 from harness.plan.text import summary
 from harness.run.dry_run import describe
 from tests.plan.plans import Planner
@@ -236,6 +238,29 @@ def test_a_cluster_is_planned_from_a_laptop() -> None:
     job = job_of(plan, step)
     evaluating = beside_of(plan.config, step, 100).evaluating
     assert job.seconds == pytest.approx(100 * step.seconds + evaluating)
+
+
+def test_autocast_has_products_in_bf16_and_weights_in_fp32(planned: Planner) -> None:
+    keys = "GPU=h100-80 RANKS=8 model.name=llama-1b data.seq_len=2048 ds.zero_optimization.stage=2"
+    cast = "ds.torch_autocast.enabled=true ds.torch_autocast.dtype=bfloat16"
+    plans = [planned(f"{keys} {ds}") for ds in ("ds.bf16.enabled=true", cast, "")]
+    half, autocast, wide = (step_time(plan).seconds for plan in plans)
+    assert half < autocast < wide / 3
+    worst = [plan.estimate.worst for plan in plans]
+    assert [one.total("parameters") for one in worst[1:]] == [2 * worst[0].total("parameters")] * 2
+    copies = [one.total("autocast: weights") for one in worst]
+    assert copies == [0, pytest.approx(worst[0].total("parameters"), rel=0.25), 0]
+
+
+@pytest.mark.parametrize(("gpu", "half"), [("v100-32", "fp16"), ("h100-80", "bf16")])
+def test_half_precision_is_the_first_change_that_fits(
+    gpu: str, half: str, planned: Planner
+) -> None:
+    keys = f"GPU={gpu} RANKS=8 model.name=llama-2-7b data.seq_len=2048 model.checkpointing=full"
+    plan = planned(f"{keys} ds.zero_optimization.stage=3 train.micro_batch=8")
+    room = int(plan.estimate.needed * 0.8)
+    text = changes_that_help(plan.estimate, room, takes(plan))
+    assert text.startswith(f"any one of these makes it fit: ds.{half}.enabled=true (-")
 
 
 def test_an_evaluation_reads_each_held_out_set_and_the_old_data(tmp_path: Path) -> None:
