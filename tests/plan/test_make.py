@@ -258,7 +258,7 @@ def test_half_precision_is_the_first_change_that_fits(
 ) -> None:
     keys = f"GPU={gpu} RANKS=8 model.name=llama-2-7b data.seq_len=2048 model.checkpointing=full"
     plan = planned(f"{keys} ds.zero_optimization.stage=3 train.micro_batch=8")
-    room = int(plan.estimate.needed * 0.8)
+    room = int(plan.estimate.needed * 0.9)
     text = changes_that_help(plan.estimate, room, takes(plan))
     assert text.startswith(f"any one of these makes it fit: ds.{half}.enabled=true (-")
 
