@@ -6,7 +6,7 @@
     python -m tests.gates.check_parity --cells llama-zero3-bf16-4-2
     python -m tests.gates.check_parity --gpu --cells llama-zero3-bf16-4-1   # on GPUs
     python -m tests.gates.check_parity --self-test           # plants defects: all must show
-    python -m tests.gates.check_parity --self-test --brief   # three of them
+    python -m tests.gates.check_parity --self-test --brief   # two of them
     python -m tests.gates.check_parity --self-test --defects "no clipping"
 
 A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. The gate compares the initial loss
