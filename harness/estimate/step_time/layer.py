@@ -60,6 +60,10 @@ LAUNCH_SECONDS = 1.6e-3
 4.0 ms in total on a virtual machine with an H200, 17 microseconds for each of 240 kernels
 (tests/estimate/measured_h200.toml, models of 4 and 16 layers)."""
 FUSED_LAUNCH = 0.4
+QUANTIZED_LAUNCH = 1.56
+"""Host time of a layer with 4-bit weights, relative to one without: bitsandbytes launches several
+kernels for each linear layer (litgpt's tutorials/quantize.md: 2.36 and 3.68 minutes for 1,000 rows
+of Alpaca through Llama-2-7B on an A100)."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
     dequantized = _dequantized(inputs, tensors) / machine.memory_rate
     launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
+    launch *= 1.0 if inputs.quantization is None else QUANTIZED_LAUNCH
     forward = Seconds(
         products,
         attention,

@@ -16,7 +16,7 @@ from harness.estimate.step_time.step import (
     estimate_time,
     optimizer_seconds,
 )
-from harness.layout.adapters import Adapters
+from harness.layout.adapters import Adapters, Quantization
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.grid import Grid
 from harness.layout.recompute import Checkpointing, flops_again
@@ -356,3 +356,15 @@ def test_documents_are_seen_where_a_kernel_is_told_of_them() -> None:
         else:
             assert short <= long
     assert terms["sdpa", None] == terms["sdpa", whole.seq_len / 8]
+
+
+@pytest.mark.parametrize(("tokens", "published"), [(130, 1.56), (8_192, 1.05)])
+def test_four_bit_weights_cost_time_where_rows_are_short(tokens: int, published: float) -> None:
+    """litgpt: 1.56 times at the lengths of Alpaca; Qwen's README: 1.05 times at 8,192 tokens."""
+    keys = {"ranks": 1, "seq_len": tokens, "checkpointing": "full"}
+    machine, lora = machine_of("a100-80", 1, "bf16"), Adapters(64)
+    whole, four_bit = (
+        estimate_time(run_of("llama-2-7b", adapters=adapters, **keys), machine).seconds
+        for adapters in (lora, replace(lora, quantization=Quantization("nf4")))
+    )
+    assert four_bit / whole == pytest.approx(published, abs=0.1)
