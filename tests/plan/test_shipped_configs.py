@@ -36,6 +36,7 @@ EXPECTED = {
 OWNED = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
 # DeepSpeed defaults that are repeated to show a setting.
 SHOWN = {
+    "bf16.enabled",
     "zero_optimization.stage",
     "zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.offload_param.pin_memory",
