@@ -18,7 +18,6 @@ def main(argv: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # texts of a corpus, on any terminal
         sys.stdout.reconfigure(errors="backslashreplace")
     with contextlib.closing(StopRequest()) as request:  # before the slow imports
-        from harness.checkpoint.compatibility import run_in_folder
         from harness.errors import ConfigError, JoinRefused, RunStopped
         from harness.layout.world import has_other_nodes
         from harness.plan.command import parse_command, plan_from
@@ -33,8 +32,7 @@ def main(argv: list[str]) -> int:
             plan = plan_from(command, world=elsewhere)
             if command.dry_run:
                 without_torch()
-                run = run_in_folder(plan)
-                say(describe(plan, elsewhere is not None, run, command.trust_remote_code))
+                say(describe(plan, elsewhere is not None, command.trust_remote_code))
                 return 0
             from harness.engine.processes import ending_together  # torch and DeepSpeed from here on
             from harness.loop import build, train

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import checkpoint_of
 from harness.errors import ConfigError
 from harness.run import exporting
@@ -76,7 +77,7 @@ def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
     ids = AutoTokenizer.from_pretrained(tmp_path / "export")("the model reads").input_ids
     assert ids == AutoTokenizer.from_pretrained(run.tokenizer_dir)("the model reads").input_ids
     written = load_file(tmp_path / "export" / "model.safetensors")
-    reader = checkpoint_of(str(run.path)).reader()
+    reader = Reader.of(checkpoint_of(str(run.path)))
     assert sorted(written) == sorted(reader.index)
     assert all(torch.equal(t, reader.whole(n, "weight")) for n, t in written.items())
 
@@ -88,7 +89,7 @@ def test_an_earlier_step_in_another_dtype_and_in_shards(run: RunFolder) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
     assert len(list(folder.glob("model-*.safetensors"))) > 2
-    reader = checkpoint_of(f"{run.path}@1").reader()
+    reader = Reader.of(checkpoint_of(f"{run.path}@1"))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, reader.whole(name, "weight").bfloat16()), name
 

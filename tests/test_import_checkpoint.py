@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import checkpoint_of
 from harness.runfolder import RunFolder
 from tests.engine.small import MODEL
@@ -44,7 +45,7 @@ def test_a_run_of_the_trainer_goes_on(
     checkpoint = checkpoint_of(f"{new}@3")
     assert checkpoint.state.samples == 12
     assert checkpoint.manifest.engine["optimizer"] == {"step": 3.0}
-    reader = checkpoint.reader()
+    reader = Reader.of(checkpoint)
     expected = torch.load(out / "expected.pt")
     assert sorted(reader.index) == sorted(expected)
     for name, kinds in expected.items():
@@ -234,7 +235,7 @@ def test_a_planted_call_is_refused_and_not_made(
 
 def test_a_small_one_is_imported_whole(source: Path, new: Path, imported: Imported) -> None:
     assert imported(source)[0] == 0
-    reader = checkpoint_of(str(new)).reader()
+    reader = Reader.of(checkpoint_of(str(new)))
     assert torch.equal(reader.whole("w", "weight"), torch.arange(6.0).view(2, 3))
     assert torch.equal(reader.whole("w", "exp_avg"), torch.ones(2, 3))
 
@@ -252,7 +253,7 @@ def test_shares_of_two_zero3_ranks_are_put_together(
         for file in (OPTIM, MODEL_FILE) if rank else ():
             shutil.copy(source / file, source / file.replace("rank_0", "rank_1", 1))
     assert imported(source)[0] == 0
-    reader = checkpoint_of(str(new)).reader()
+    reader = Reader.of(checkpoint_of(str(new)))
     for number, name in enumerate("abc"):
         assert torch.equal(reader.whole(name, "weight"), torch.arange(5.0) + 10 * number)
 
@@ -314,9 +315,9 @@ def test_what_deepspeed_saved_is_imported_from_its_folder(
     checkpoint = checkpoint_of(str(new))
     assert checkpoint.state.step == step
     assert checkpoint.manifest.model_config["model_type"] == "llama"
-    assert torch.equal(checkpoint.reader().whole("w", "weight"), torch.full((2, 3), float(step)))
-    assert torch.equal(checkpoint.reader().whole("f", "weight"), torch.arange(2.0))
-    assert torch.equal(checkpoint.reader().whole("b", "buffer"), torch.ones(3))
+    assert torch.equal(Reader.of(checkpoint).whole("w", "weight"), torch.full((2, 3), float(step)))
+    assert torch.equal(Reader.of(checkpoint).whole("f", "weight"), torch.arange(2.0))
+    assert torch.equal(Reader.of(checkpoint).whole("b", "buffer"), torch.ones(3))
 
 
 def test_a_wrong_argument_is_refused(tmp_path: Path, source: Path, imported: Imported) -> None:

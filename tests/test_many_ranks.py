@@ -17,11 +17,12 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.checkpoint import collectives, store
-from harness.checkpoint.index import Fragment
+from harness.checkpoint import store
 from harness.checkpoint.manifest import Manifest, TrainState
+from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
+from harness.checkpoint.tensor_file import Fragment
 from harness.guard import replicas
 from harness.guard.watchdog import Pulse, Watchdog
 from harness.layout.box import Part
@@ -68,12 +69,12 @@ class Costs:
         self._measure("replica checksums", checksums, replicas)
         (folder / "plan.json").write_text(json.dumps({"run": {"optim": {"lr": [1e-3] * 1000}}}))
         run = RunFolder(folder)
-        self._measure("plan.json", lambda rank: resumption._read_plan(run), resumption)
+        self._measure("plan.json", lambda rank: resumption._read_plan(run))
 
     def _measure(self, what: str, work: Callable[[int], Any], *rooms: Any) -> None:
         group = Group(self.ranks)
         with counted_calls() as calls:
-            group.run(work, collectives, *rooms)
+            group.run(work, *rooms)
         of_rank = [calls[thread] for thread in group.threads]
         self.calls[what] = of_rank[0], max(of_rank[1:])
         self.bytes[what] = group.received[0], max(group.received[1:])
@@ -89,16 +90,16 @@ class Costs:
             savers[rank].finish()
 
         for step in (1, 2):
-            Group(self.ranks).run(lambda rank, step=step: save(step, rank), collectives)
+            Group(self.ranks).run(lambda rank, step=step: save(step, rank))
         self._measure("a save", lambda rank: save(3, rank))
         path = kept.at(3)
-        self._measure("verification", lambda rank: store.verified(path), store)
+        self._measure("verification", lambda rank: store.verified(path))
         checkpoint = store.Checkpoint(path, store.read_manifest(path, check_sizes=False))
 
         def load(rank: int) -> None:
             if rank != 1:  # unlike ranks, threads share open files
                 return
-            reader = checkpoint.reader()
+            reader = Reader.of(checkpoint)
             for fragment in self._fragments(rank):
                 for kind, tensor in fragment.tensors.items():
                     reader.fill(fragment.name, kind, fragment.offset, tensor)

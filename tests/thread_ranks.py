@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class Group:
         self._values: list[Any] = [None] * self.ranks
 
     def run(self, work: Callable[[int], Any], *rooms: ModuleType) -> list[Any]:
-        """Call `work` once per rank, with this group as the modules' `dist`."""
+        """Call `work` once per rank, with this group as the modules' `dist`, and for those that
+        look it up (harness.checkpoint.collectives).
+        """
         results: list[Any] = [None] * self.ranks
         failures: list[BaseException] = []
 
@@ -51,6 +54,7 @@ class Group:
             threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)
         ]
         with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.dict(sys.modules, {"torch.distributed": self}))  # type: ignore[dict-item]
             for room in rooms:
                 patches.enter_context(mock.patch.object(room, "dist", self))
             for thread in threads:

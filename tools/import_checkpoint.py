@@ -24,9 +24,9 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.export import replacing
 from harness.checkpoint.index import INDEX, Entry, Index, to_index
-from harness.checkpoint.manifest import MANIFEST, Manifest, TrainState
+from harness.checkpoint.manifest import MANIFEST, Manifest, TrainState, Written
 from harness.checkpoint.store import Store, verified
-from harness.checkpoint.tensor_file import Written, write_bytes, write_fragments
+from harness.checkpoint.tensor_file import write_bytes, write_fragments
 from harness.data.tokenizer_files import copy_tokenizer
 from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
 from harness.files.paths import option_path

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.config.run_config import RunConfig
-from harness.errors import ConfigError
-from harness.files.records import Unreadable
+from harness.config.run_config import RECORDED_KEYS, RunConfig
 from harness.layout.attention_table import ATTENTIONS
-from harness.plan.batches import open_keys
-from harness.plan.make import with_facts
-from harness.plan.plan import Facts, Plan
-from harness.runfolder import RunFolder, checkpoints_in
+from harness.layout.shape import Shape
 
 # Settings that a resumed run may change freely: they affect duration, frequency and layout, but not
 # the training result. All others require resume.allow.
@@ -33,56 +28,80 @@ _EXCLUDE = {"warmup_ratio": "warmup_steps", "clip_value": "clip_norm"}
 BRANCH_KEEPS = ("precision", "model_config", "data_fingerprint", "data.seq_len", "optim.name")
 
 
+# Keys of data.* that change neither documents nor token ids.
+_AS_READ = ("seq_len", "packing", "too_long", "batching", "document_mask", "mix_until")
+
+
 def resume_problems(
-    saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str]
+    saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str], run: str = "RUN"
 ) -> list[str]:
-    """Return the problems that keep `planned` from resuming `saved`; both as in plan.json.
+    """Return the problems that keep `planned` from resuming `saved`, both as in plan.json, of the
+    folder `run`.
 
     Compares the run config, the precision family, the model, the data fingerprint, and the order of
-    a mixture's sources, which data.mix_until may tie to the length of the run.
+    a mixture's sources, which data.mix_until may tie to the length of the run; of these, `planned`
+    lacks what is not known before the data is read.
     """
-    return [
-        f"{key} is {_short(new, old)}, but the run in this folder has {_short(old, new)}: "
-        f"{_use(key, saved, planned)}, use another run.dir, or set resume.allow={key} to change it "
-        "on purpose"
+    different = [
+        (key, old, new)
         for key, old, new in _differences(saved, planned)
         if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
         if key != "model.attention" or not (_is_exact(old) and _is_exact(new))
     ]
+    allow = ",".join(asked([*allowed, *(key for key, *_ in different)], planned))
+    return _reshaped(saved, planned, run) or [
+        f"{key} is {_short(new, old)}, but the run in this folder has {_short(old, new)}: "
+        f"{_use(key, saved, planned)}, use another run.dir, or set resume.allow={allow} to change "
+        "it on purpose"
+        for key, old, new in different
+    ]
 
 
-def run_in_folder(plan: Plan) -> str | None:
-    """Return the state of the run that `plan` would resume, for a dry run; None if there is none.
+def asked(keys: list[str], planned: Mapping[str, Any]) -> dict[str, None]:
+    """Return keys that differ, and what a run will compare next if they do."""
+    later = ["probe"] if {"model_config", "model.lora"} & {*keys} else []
+    data = [key[5:] for key in keys if key.startswith("data.") and key[5:] not in _AS_READ]
+    later += ["data_fingerprint"] if data else []
+    later += ["data_mixture"] if any(key.startswith(("mix", "rehearse")) for key in data) else []
+    return dict.fromkeys([*keys, *(key for key in later if key not in planned)])
 
-    Raises ConfigError if `plan` may not resume it. The data is not compared: it is not read yet.
+
+def _reshaped(saved: Mapping[str, Any], planned: Mapping[str, Any], run: str) -> list[str]:
+    """Return the problem of tensors with other names or shapes than the saved ones, which no
+    resume.allow lets a checkpoint fill; none for unknown architectures and damaged records.
     """
-    if plan.config.run.dir is None:
-        return None
-    folder = RunFolder(plan.config.run.dir)
     try:
-        saved, status = folder.read_plan(), folder.read_status()
-    except Unreadable:  # the run itself reports this damage, and may not need the record
-        return None
-    if not (saved and status and has_sections(saved)):
-        return None
-    allowed = [*plan.config.resume.allow, *open_keys(plan.config)]
-    model = saved.get("model_config")
-    if isinstance(model, dict) and isinstance(rows := model.get("vocab_size"), int):
-        plan = with_facts(plan, Facts(ids=rows))  # the run added rows for its tokenizer
-    problems = resume_problems(saved, {**saved, **plan.to_json()}, allowed)
-    newest = max((path.name for path in checkpoints_in(folder.checkpoints_dir)), default="")
-    if newest and plan.steps is not None:
-        problems += too_short(plan.steps, int(newest.removeprefix("step-")))
-    if problems:
-        raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
-    then = f"it is resumed from {newest}" if newest else "no checkpoint, so it starts again"
-    outcome = f"{status.get('outcome')} at step {status['step']}"
-    return f"{folder.path} holds a run, {outcome}: {then}"
+        old, new = _tensors(saved), _tensors(planned)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []
+    different = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+    if not different:
+        return []
+    name, anew = different[0], "start anew in another run.dir"
+    if all(n in old and n in new and old[n][1:] == new[n][1:] for n in different):  # only rows
+        export = f"model.init_from={run}/export (python tools/export_hf.py {run} writes it)"
+        anew = f"start from its export in another run.dir, {export}"
+    keys = [key for key, *_ in _differences(saved, planned) if key.startswith("model")]
+    return [
+        f"{name} is {new.get(name, 'missing')}, but that of the run is {old.get(name, 'missing')} "
+        f"({', '.join(keys)}), and a checkpoint keeps its shapes: keep the value, or {anew}"
+    ]
 
 
-def too_short(total_steps: int, newest: int) -> list[str]:
-    """Return the problem of a run that ends before its newest checkpoint, if it does."""
-    if newest <= total_steps:
+def _tensors(plan: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the shape of every tensor by name, and what those of adapters depend on."""
+    lora = plan["run"]["model"]["lora"]
+    kept = ("rank", "targets", "modules_to_save", "dora")
+    adapters = {key: lora[key] for key in kept if lora["rank"] and lora[key]}
+    tensors = Shape.from_hf(plan["model_config"]).tensors()
+    return {tensor.name: tensor.shape for tensor in tensors} | {"model.lora": (adapters,)}
+
+
+def too_short(total_steps: int | None, newest: int) -> list[str]:
+    """Return the problem of a run that ends before its newest checkpoint, if it does. None steps:
+    unknown before the data is read.
+    """
+    if total_steps is None or newest <= total_steps:
         return []
     return [
         f"the run has {total_steps} steps, but its newest checkpoint is from step {newest}: raise "
@@ -100,16 +119,17 @@ def has_sections(plan: dict[str, Any]) -> bool:
 
 
 def branch_problems(
-    saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str]
+    saved: Mapping[str, Any], planned: Mapping[str, Any], allowed: list[str], run: str = "RUN"
 ) -> list[str]:
-    """Return the problems that keep `planned` from branching off `saved`: a different model or
-    data.
+    """Return the problems that keep `planned` from branching off `saved`, of the folder `run`: a
+    different model or data.
     """
-    return [
+    different = [d for d in _differences(saved, planned) if d[0] in {*BRANCH_KEEPS} - {*allowed}]
+    allow = ",".join(asked([*allowed, *(key for key, *_ in different)], planned))
+    return _reshaped(saved, planned, run) or [
         f"{key} is {_short(new, old)}, but that run has {_short(old, new)}: a branch must keep it, "
-        f"unless resume.allow={key} allows the change"
-        for key, old, new in _differences(saved, planned)
-        if key in BRANCH_KEEPS and key not in allowed
+        f"unless resume.allow={allow} allows the change"
+        for key, old, new in different
     ]
 
 
@@ -134,9 +154,9 @@ def _differences(
                 old = saved_values[name]
                 if old != new:
                     yield key, old, new
-    for key in ("precision", "model_config", "data_fingerprint", "data_mixture"):
+    for key in RECORDED_KEYS:
         old, new = _value(saved, key), _value(planned, key)
-        if old != new:
+        if old != new and key in planned:
             yield key, old, new
 
 

@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from harness.checkpoint.hub_layout import HubLayout, rewrite_config, write_json
 from harness.checkpoint.index import BUFFER, WEIGHT
+from harness.checkpoint.manifest import Checkpoint
 from harness.checkpoint.reader import Reader
-from harness.checkpoint.store import Checkpoint, fsync
+from harness.checkpoint.store import fsync
 from harness.checkpoint.tensor_file import TensorWriter
 from harness.errors import CannotSave, ConfigError, is_full_disk
 from harness.estimate.memory_item import as_size
@@ -212,7 +213,7 @@ def write_adapters(
     `tied` maps the name of each tied copy to that of its weight. `beside`: weights that the base
     model's files lack and that must therefore accompany the adapters.
     """
-    reader, manifest = checkpoint.reader(), checkpoint.manifest
+    reader, manifest = Reader.of(checkpoint), checkpoint.manifest
     names = [name for name in reader.index if WEIGHT in reader.index.kinds(name)]  # not buffers
     tensors = {name: reader.whole(name, WEIGHT).to(dtype) for name in names}
     config = {**manifest.adapters, "inference_mode": True}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
-
-import torch
 
 from harness.errors import Unusable
 from harness.files.table import Table
@@ -17,46 +15,6 @@ from harness.layout.box import Part, Piece, Range, describe, uncovered
 
 WEIGHT = "weight"
 BUFFER = "buffer"
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Elements [offset, offset + numel) of a flattened slice of a parameter, as views of live
-    memory.
-
-    `tensors`, by kind: "weight" (the fp32 master weight if there is one), optimizer states by the
-    optimizer's names ("exp_avg", ...), each (numel,); or only "buffer". `part`: the whole
-    parameter, unless an axis of the layout slices it.
-    """
-
-    name: str
-    part: Part
-    offset: int
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements in this fragment."""
-        return next(iter(self.tensors.values())).numel()
-
-    @property
-    def bytes(self) -> int:
-        """Total bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def narrow(self, start: int, numel: int) -> Fragment:
-        """Return elements [start, start + numel) of this fragment."""
-        tensors = {kind: t.narrow(0, start, numel) for kind, t in self.tensors.items()}
-        return replace(self, offset=self.offset + start, tensors=tensors)
-
-    def share(self, index: int, shares: int) -> Fragment | None:
-        """Return the elements that replica `index` of `shares` writes; None if there are none."""
-        size = math.ceil(self.numel / shares)
-        start = index * size
-        numel = min(size, self.numel - start)
-        return self.narrow(start, numel) if numel > 0 else None
-
-
 INDEX = "index.json"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import json
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -15,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkpoint.index import INDEX, Index
-from harness.checkpoint.tensor_file import Written
 from harness.errors import Unusable
-from harness.files.regular_file import read_json
+from harness.files.regular_file import open_regular, read_json
 from harness.files.table import Table
 
 FORMAT = 1
@@ -40,6 +40,15 @@ class TrainState:
     def after(self, samples: int, tokens: int) -> TrainState:
         """Return the state after one more step with this many samples and tokens."""
         return TrainState(self.step + 1, self.samples + samples, self.tokens + tokens)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A written file, with the size and hash that readers check."""
+
+    name: str
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,19 @@ class Manifest:
         """Return the content of the file, including its checksum."""
         content = {"format": FORMAT, **asdict(self), "checksum": ""}
         return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files match its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def state(self) -> TrainState:
+        """The progress of the run at the save."""
+        return self.manifest.state
 
 
 def read_manifest(folder: Path, check_sizes: bool = True) -> Manifest:
@@ -207,6 +229,14 @@ def check_size(folder: Path, file: Written) -> None:
         raise Unusable(f"{path} is not a regular file")
     if status.st_size != file.bytes:
         raise Unusable(f"{path} has {status.st_size} bytes instead of {file.bytes}")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 hash of a file."""
+    with open_regular(path) as file:
+        # Reads ahead while hashing.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksum(content: Mapping[Any, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from harness.checkpoint.index import WEIGHT, Entry, Index
+from harness.checkpoint.manifest import PROBE, Checkpoint, read_index
 from harness.checkpoint.tensor_file import TensorReader
 from harness.errors import Unusable
 from harness.layout.box import Overlap, Part, Piece, overlaps
@@ -20,6 +21,11 @@ class Reader:
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder, self.index = folder, index
         self._open: dict[str, TensorReader] = {}
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Reader:
+        """Return the reader of a checkpoint. Raises Unusable if the index cannot be read."""
+        return cls(checkpoint.path, read_index(checkpoint.path))
 
     def optimizer_kinds(self, name: str) -> list[str]:
         """Return the kinds of a parameter's optimizer states."""
@@ -75,3 +81,37 @@ class Reader:
                 self._open.clear()
             self._open[name] = TensorReader(self.folder / name)
         return self._open[name]
+
+
+_IGNORED = -100  # label of tokens without loss
+_PROBE_KEYS = ("input_ids", "labels", "position_ids", "goes_on")
+
+
+def read_probe(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the probe batch: input_ids, labels, and optionally position_ids and goes_on.
+
+    Each is (samples, seq_len) int64, except goes_on, which is (samples,): 1 if the sample continues
+    the text of the previous one. Raises Unusable if they are not a batch of this model.
+    """
+    path = checkpoint.path / PROBE
+    reader = TensorReader(path)
+    keys = [*_PROBE_KEYS[:2], *(key for key in _PROBE_KEYS[2:] if key in reader)]
+    tensors = {}
+    for key in keys:
+        dtype, shape = reader.dtype(key), reader.shape(key)
+        wanted = reader.shape(keys[0])
+        wanted = wanted[:1] if key == "goes_on" else wanted
+        fits = len(reader.shape(keys[0])) == 2 and 0 not in shape and shape == wanted
+        if dtype != torch.int64 or not fits:
+            raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, not a batch")
+        tensors[key] = torch.empty(shape, dtype=dtype)
+        reader.read(key, 0, tensors[key].view(-1))
+    vocabulary = checkpoint.manifest.model_config.get("vocab_size")
+    for key, tensor in tensors.items():
+        ids = tensor[tensor != _IGNORED] if key == "labels" else tensor
+        end = {"position_ids": tensor.shape[-1], "goes_on": 2}.get(key, vocabulary)
+        if not ids.numel() or not isinstance(end, int):
+            continue
+        if not 0 <= int(ids.min()) <= int(ids.max()) < end:
+            raise Unusable(f"{path} holds {key} outside the range 0 to {end - 1}")
+    return tensors

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from harness.checkpoint.collectives import broadcast_object, gather_objects
-from harness.checkpoint.index import INDEX, Fragment, merged, to_index
+from harness.checkpoint.index import INDEX, merged, to_index
 from harness.checkpoint.manifest import MANIFEST, PROBE, Manifest
 from harness.checkpoint.store import Retention, Store
 from harness.checkpoint.tensor_file import (
+    Fragment,
     HostCopies,
     Written,
     start_hashing,

@@ -8,24 +8,20 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from harness.checkpoint.collectives import broadcast_object, first_problem
+from harness.checkpoint.collectives import broadcast_object, first_problem, rank_and_ranks
 from harness.checkpoint.manifest import (
     PROBE,
+    Checkpoint,
     Manifest,
-    TrainState,
     check_index,
     check_size,
     checkpoint_name,
-    read_index,
     read_manifest,
+    sha256_of,
 )
-from harness.checkpoint.reader import Reader
-from harness.checkpoint.tensor_file import TensorReader, sha256_of
-from harness.config.run_config import run_and_step
+from harness.config.run_config import run_and_step, run_instead
 from harness.errors import Unusable
+from harness.files.paths import near_path
 from harness.runfolder import checkpoints_in
 
 _UNFINISHED = ".unfinished-"
@@ -137,89 +133,40 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-_IGNORED = -100  # label of tokens without loss
-_PROBE_KEYS = ("input_ids", "labels", "position_ids", "goes_on")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint whose files match its manifest."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def state(self) -> TrainState:
-        """The progress of the run at the save."""
-        return self.manifest.state
-
-    def reader(self) -> Reader:
-        """Return a reader of its tensors. Raises Unusable if the index cannot be read."""
-        return Reader(self.path, read_index(self.path))
-
-    def probe(self) -> dict[str, torch.Tensor]:
-        """Return its probe batch: input_ids, labels, and optionally position_ids and goes_on.
-
-        Each is (samples, seq_len) int64, except goes_on, which is (samples,): 1 if the sample
-        continues the text of the previous one. Raises Unusable if they are not a batch of this
-        model.
-        """
-        path = self.path / PROBE
-        reader = TensorReader(path)
-        keys = [*_PROBE_KEYS[:2], *(key for key in _PROBE_KEYS[2:] if key in reader)]
-        tensors = {}
-        for key in keys:
-            dtype, shape = reader.dtype(key), reader.shape(key)
-            wanted = reader.shape(keys[0])
-            wanted = wanted[:1] if key == "goes_on" else wanted
-            fits = len(reader.shape(keys[0])) == 2 and 0 not in shape and shape == wanted
-            if dtype != torch.int64 or not fits:
-                raise Unusable(f"{path} holds {key} as {dtype} {list(shape)}, not a batch")
-            tensors[key] = torch.empty(shape, dtype=dtype)
-            reader.read(key, 0, tensors[key].view(-1))
-        vocabulary = self.manifest.model_config.get("vocab_size")
-        for key, tensor in tensors.items():
-            ids = tensor[tensor != _IGNORED] if key == "labels" else tensor
-            end = {"position_ids": tensor.shape[-1], "goes_on": 2}.get(key, vocabulary)
-            if not ids.numel() or not isinstance(end, int):
-                continue
-            if not 0 <= int(ids.min()) <= int(ids.max()) < end:
-                raise Unusable(f"{path} holds {key} outside the range 0 to {end - 1}")
-        return tensors
-
-
-def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint that verifies, and the problems of newer ones. Collective.
+def newest_usable(folder: Path, in_full: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest checkpoint that verifies (`verified`), and the problems of newer ones.
+    Collective.
 
     The ranks share the reading of files. Rank 0 lists the checkpoints, as ranks may see different
     folder contents.
     """
     problems: list[str] = []
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for path in reversed(broadcast_object(Store(folder).all() if rank == 0 else [])):
+    is_first = rank_and_ranks()[0] == 0
+    for path in reversed(broadcast_object(Store(folder).all() if is_first else [])):
         try:
-            return verified(path), problems
+            return verified(path, in_full), problems
         except Unusable as error:
             problems.append(str(error))
     return None, problems
 
 
-def verified(path: Path) -> Checkpoint:
-    """Return the checkpoint at `path` after checking sizes, hashes, index and probe. Collective.
+def verified(path: Path, in_full: bool = True) -> Checkpoint:
+    """Return the checkpoint at `path` after checking sizes and index and, if `in_full`, hashes and
+    probe, for which all files are read. Collective.
 
     Rank 0 reads the manifest for all ranks; each rank checks its share of the files. Raises
     Unusable on all ranks, and OSError on a rank that cannot read an existing file: the failure may
     be transient, and falling back to an older checkpoint would silently discard steps.
     """
     try:
-        return _verified(path)
+        return _verified(path, in_full)
     except OSError as error:
         again = "start again, and if this comes back, move the checkpoint elsewhere"
         raise OSError(error.errno, f"{error.strerror}: {again}", str(path)) from error
 
 
-def _verified(path: Path) -> Checkpoint:
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def _verified(path: Path, in_full: bool) -> Checkpoint:
+    rank, ranks = rank_and_ranks()
     manifest, problem = broadcast_object(_read(path) if rank == 0 else (None, None))
     if manifest is None:
         raise Unusable(problem)
@@ -227,13 +174,15 @@ def _verified(path: Path) -> Checkpoint:
         mine = [file for file in manifest.files if _writer(file.name) % ranks == rank]
         for file in mine:
             check_size(path, file)
-        for file in mine:
+        for file in mine if in_full else ():
             if sha256_of(path / file.name) != file.sha256:
                 raise Unusable(f"{path / file.name} is damaged: its SHA-256 has changed")
         if rank == 0:
             check_index(path, manifest)
-            if any(file.name == PROBE for file in mine):
-                Checkpoint(path, manifest).probe()
+            if in_full and any(file.name == PROBE for file in mine):
+                from harness.checkpoint.reader import read_probe  # imports torch
+
+                read_probe(Checkpoint(path, manifest))
     except (Unusable, FileNotFoundError) as error:
         problem = str(error)
     if (problem := first_problem(problem)) is not None:
@@ -253,18 +202,48 @@ def is_run(text: str) -> bool:
     return bool(text) and bool(Store(run_and_step(text)[0] / "checkpoints").all())
 
 
-def checkpoint_of(text: str) -> Checkpoint:
-    """Return the checkpoint named by RUN or RUN@STEP. Raises Unusable. Collective."""
+def checkpoint_of(text: str, in_full: bool = True) -> Checkpoint:
+    """Return the checkpoint named by RUN or RUN@STEP, verified. Raises Unusable. Collective."""
     run, step = run_and_step(text)
     store = Store(run / "checkpoints")
+    is_first = rank_and_ranks()[0] == 0
+    if problem := broadcast_object(_not_there(run, step, store) if is_first else None):
+        raise Unusable(problem)
     if step is not None:
-        if not store.at(step).is_dir() and (others := [path.name for path in store.all()]):
-            raise Unusable(f"{store.folder} has no step {step}, only {', '.join(others[-9:])}")
-        return verified(store.at(step))
-    checkpoint, problems = newest_usable(store.folder)
+        return verified(store.at(step), in_full)
+    checkpoint, problems = newest_usable(store.folder, in_full)
     if checkpoint is None:
-        raise Unusable("; ".join(problems) or f"{store.folder} has no checkpoint")
+        raise Unusable(f"{'; '.join(problems)}: {RESTORE}")
     return checkpoint
+
+
+RESTORE = "none of its checkpoints is whole: restore the files of one from a copy"
+
+
+def _not_there(run: Path, step: int | None, store: Store) -> str | None:
+    """Return why a run has no such checkpoint and what to write instead; None if it has one."""
+    saved = store.all()
+    if step is not None and store.at(step).is_dir():
+        return None
+    if saved:
+        names = ", ".join(path.name for path in saved[-9:])
+        newest = int(saved[-1].name.removeprefix("step-"))
+        missing = f"{store.folder} has no step {step}, only {names}: write {run}@{newest}"
+        return missing if step is not None else None
+    problem = f"{store.folder} has no checkpoint"
+    if instead := run_instead(run):
+        return f"{problem}: write {instead}"
+    if not run.is_dir():
+        near = near_path(run)
+        hint = f"; did you mean {near}?" if near is not None and near.is_dir() else ""
+        return f"{problem}: there is no folder {run}{hint}"
+    if any(any(run.glob(name)) for name in ("global_step*", "checkpoint-*", "*_states.pt")):
+        command = f"python tools/import_checkpoint.py {run} --out runs/NEW"
+        model = "" if any(run.rglob("config.json")) else " --model MODEL"
+        return f"{problem} of this harness: import it, {command}{model}, and write runs/NEW"
+    if (run / "config.json").is_file():
+        return f"{problem}, but weights: set model.init_from={run} to start a new run with them"
+    return problem
 
 
 def _writer(name: str) -> int:

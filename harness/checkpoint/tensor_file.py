@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,51 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint.index import Entry, Fragment
+from harness.checkpoint.index import Entry
+from harness.checkpoint.manifest import Written
 from harness.errors import Unusable
 from harness.files.regular_file import open_regular
 from harness.files.tensor_header import StoredTensor, header_of
+from harness.layout.box import Part
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [offset, offset + numel) of a flattened slice of a parameter, as views of live
+    memory.
+
+    `tensors`, by kind: "weight" (the fp32 master weight if there is one), optimizer states by the
+    optimizer's names ("exp_avg", ...), each (numel,); or only "buffer". `part`: the whole
+    parameter, unless an axis of the layout slices it.
+    """
+
+    name: str
+    part: Part
+    offset: int
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in this fragment."""
+        return next(iter(self.tensors.values())).numel()
+
+    @property
+    def bytes(self) -> int:
+        """Total bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def narrow(self, start: int, numel: int) -> Fragment:
+        """Return elements [start, start + numel) of this fragment."""
+        tensors = {kind: t.narrow(0, start, numel) for kind, t in self.tensors.items()}
+        return replace(self, offset=self.offset + start, tensors=tensors)
+
+    def share(self, index: int, shares: int) -> Fragment | None:
+        """Return the elements that replica `index` of `shares` writes; None if there are none."""
+        size = math.ceil(self.numel / shares)
+        start = index * size
+        numel = min(size, self.numel - start)
+        return self.narrow(start, numel) if numel > 0 else None
+
 
 _ALIGNED_BYTES = 64  # alignment of copies: fits any dtype and cache lines
 
@@ -269,15 +311,6 @@ def start_hashing() -> None:
     _HASHING.submit(int).result()
 
 
-@dataclass(frozen=True)
-class Written:
-    """A written file, with the size and hash that readers check."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
 def write_fragments(
     folder: Path, rank: int, fragments: Iterable[Fragment]
 ) -> tuple[list[Written], list[Entry]]:
@@ -346,11 +379,3 @@ def write_bytes(path: Path, data: bytes) -> Written:
         file.flush()
         os.fsync(file.fileno())
     return Written(path.name, len(data), hashlib.sha256(data).hexdigest())
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 hash of a file."""
-    with open_regular(path) as file:
-        # Reads ahead while hashing.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr
 
+from harness.config.assignments import did_you_mean
 from harness.config.batch import Curriculum
 from harness.config.data_section import DataConfig
 from harness.config.model_section import ModelConfig
@@ -35,6 +36,7 @@ from harness.config.sections import (
     help_texts,
     key_of,
 )
+from harness.errors import worded
 
 
 class RunConfig(Section):
@@ -131,12 +133,44 @@ FIRST_KEYS = (
 """Keys that a first run typically sets."""
 
 
+RECORDED_KEYS = ("precision", "model_config", "data_fingerprint", "data_mixture")
+"""Keys of plan.json that a resumed run compares, besides those of the run config."""
+
+
+def allow_problems(run: RunConfig) -> list[str]:
+    """Return the problems of resume.allow: words that name nothing that a resumed run compares."""
+    names = [*{".".join(key.split(".")[:2]): 0 for key in known_keys()}, *RECORDED_KEYS, "probe"]
+    why = "which no resumed run compares"
+    return [
+        worded("resume.allow", key, run.origin("resume.allow"), f"{why}{hint or _NAMED}")
+        for key in run.resume.allow
+        if key not in names
+        for hint in [did_you_mean(".".join(key.split(".")[:2]), names)]
+    ]
+
+
+_NAMED = ": name each key, as in optim.lr,data.path"
+
+
 def run_and_step(text: str) -> tuple[Path, int | None]:
     """Return the run folder and the step in RUN or RUN@STEP; None means the newest step."""
     run, at, step = text.rpartition("@")
     if at and run and re.fullmatch(r"[0-9]{1,8}", step):
         return Path(run).expanduser(), int(step)
     return Path(text).expanduser(), None
+
+
+def run_instead(path: Path) -> str:
+    """Return the RUN or RUN@STEP that is meant by a place in a run, its folder of checkpoints or
+    one of these, and by RUN@ with a word; "" for other paths.
+    """
+    run, step = path.parent, path.name.removeprefix("step-")
+    if run.name == "checkpoints" and step.isdecimal():
+        return f"{run.parent}@{int(step)}"
+    named = Path(str(path).rpartition("@")[0])
+    is_in_run = path.name == "checkpoints" or not path.exists()
+    runs = (named, *((run,) if is_in_run else ()))
+    return next((str(each) for each in runs if (each / "plan.json").is_file()), "")
 
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str:

@@ -26,7 +26,7 @@ from harness.config.assignments import (
     parsed_toml,
 )
 from harness.config.ds_json import foreign_config, top_level_keys
-from harness.config.run_config import RunConfig, known_keys, origin_of
+from harness.config.run_config import RunConfig, allow_problems, known_keys, origin_of
 from harness.config.sections import LENGTHS
 from harness.errors import ConfigError, worded
 from harness.files.regular_file import read_regular
@@ -54,6 +54,7 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
     problems += rejected
     try:
         run = validated(tree, origins)
+        problems += allow_problems(run)
     except ConfigError as error:
         problems += error.problems
     if problems:

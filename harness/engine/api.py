@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from harness.checkpoint.index import Fragment
+from harness.checkpoint.tensor_file import Fragment
 from harness.data.batch import Batch
 from harness.layout.box import Part
 from harness.layout.grid import Purpose

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.checkpoint.index import BUFFER, WEIGHT, Fragment
+from harness.checkpoint.index import BUFFER, WEIGHT
+from harness.checkpoint.tensor_file import Fragment
 from harness.engine import eight_bit, swap
 from harness.engine.api import Fill, Kinds, Scalars
 from harness.engine.deepspeed_0_19 import gradients, internals

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from harness.checkpoint.index import Fragment
+from harness.checkpoint.tensor_file import Fragment
 from harness.data.batch import Batch
 from harness.engine import fragments, skip, state, swap
 from harness.engine.api import Engine, Fill, Kinds, Replica, Scalars, SkipRule, StepResult

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import IMPLIED, MAX_FILE_BYTES, beyond_bounds, listed
-from harness.config.run_config import RunConfig, run_and_step
+from harness.config.run_config import RunConfig, run_and_step, run_instead
 from harness.errors import ConfigError, Unusable
 from harness.files.hub import hub_answers
 from harness.files.paths import near_path
@@ -109,6 +109,8 @@ def find_model_config(
         if not (isinstance(config, dict) and isinstance(source, str)):
             raise ConfigError(f"{key} is {name!r} ({origin}): {run_plan} holds no model")
         return config, source
+    if run := run_instead(path):
+        raise ConfigError(f"{key} is {name!r} ({origin}), which is no model: set {key}={run}")
     if path.exists():
         return _read_config(path / "config.json" if path.is_dir() else path, name), str(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -46,11 +46,10 @@ from harness.run.resumption import (
     ResumePoint,
     choose_again,
     find_resume_point,
-    load_into,
     own_checkpoints,
 )
 from harness.run.run import Run
-from harness.run.saving import check_probe
+from harness.run.saving import check_probe, load_into
 from harness.run.step import end_with_the_data
 from harness.run.trackers import Trackers
 from harness.runfolder import RunFolder, num_checkpoints

@@ -8,6 +8,7 @@ import sys
 
 from harness.data.glance import glances
 from harness.data.spec import DataSpec
+from harness.errors import NoCheckpoint
 from harness.estimate.fit import shortages_here
 from harness.plan.batches import steps_of
 from harness.plan.data import missing_here
@@ -15,6 +16,7 @@ from harness.plan.machine import short_of_disk, swap_problems
 from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
 from harness.plan.text import row, summary, verdict
+from harness.run.resumption import foreseen
 from harness.runfolder import num_checkpoints
 
 
@@ -27,14 +29,18 @@ def without_torch() -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]
 
 
-def describe(
-    plan: Plan, elsewhere: bool = False, run: str | None = None, trust_remote_code: bool = False
-) -> str:
-    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines. `run`:
-    the state of the run that it resumes.
+def describe(plan: Plan, elsewhere: bool = False, trust_remote_code: bool = False) -> str:
+    """Return the summary and the resolved JSON. `elsewhere`: the plan is for other machines.
 
-    Raises ConfigError if the run would reject the first records of data that is on this machine.
+    Raises ConfigError if the run would reject the run that it continues, or the first records of
+    data that is on this machine.
     """
+    try:
+        goes_on = foreseen(plan)
+    except (NoCheckpoint, OSError) as error:
+        if isinstance(error, NoCheckpoint) and not elsewhere:
+            raise
+        goes_on = [str(error)]  # its folder may be on the other machines, or come back
     counts, data, notes = None, ["not readable here"], list[str]()
     missing = missing_here(plan.config.data)  # not an error: the run may be elsewhere
     if not missing:
@@ -56,7 +62,7 @@ def describe(
     rows = [summary(plan, counts), *(row("data", line) for line in data)]
     rows += [
         *(row("note", line) for line in notes),
-        *([row("run.dir", run)] if run else []),
+        *(row("run.dir", line) for line in goes_on),
         last,
     ]
     return "\n".join([*rows, "", title, json.dumps(plan.deepspeed, indent=2)])

@@ -26,7 +26,8 @@ from harness.checkpoint.export import (
     write_model,
 )
 from harness.checkpoint.hub_layout import rewrite_tokenizer_config, write_json
-from harness.checkpoint.store import Checkpoint
+from harness.checkpoint.manifest import Checkpoint
+from harness.checkpoint.reader import Reader
 from harness.config.model_section import ModelConfig
 from harness.config.sections import TrainConfig
 from harness.data.tokenizer import load_tokenizer, read_otherwise
@@ -111,7 +112,7 @@ def export(
     with replacing(folder) as unfinished:
         notes, generation = _put_tokenizer(tokenizer, unfinished, model, options)
         how = options.shard_bytes, progress, manifest.model_config
-        notes += write_model(unfinished, model, checkpoint.reader(), *how)
+        notes += write_model(unfinished, model, Reader.of(checkpoint), *how)
         _write_generation(unfinished, generation)
 
         notes += _put_code(unfinished, model, attention, manifest.model_config)

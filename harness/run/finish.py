@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.checkpoint.store import Checkpoint, Store, newest_usable, verified
+from harness.checkpoint.manifest import Checkpoint
+from harness.checkpoint.store import Store, newest_usable, verified
 from harness.data.data import Data
 from harness.data.packing import IGNORED
 from harness.data.tokenizer_files import brings_code

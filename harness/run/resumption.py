@@ -1,38 +1,31 @@
-"""Finds and loads the checkpoint from which a run continues; keeps a sample of its data."""
+"""Finds the checkpoint from which a run continues; imports no torch, for dry runs."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from harness.checkpoint.collectives import broadcast_object, first_problem
+from harness.checkpoint.collectives import broadcast_object, rank_and_ranks
 from harness.checkpoint.compatibility import (
+    asked,
     branch_problems,
     changed_keys,
     has_sections,
     resume_problems,
     too_short,
 )
-from harness.checkpoint.export import replacing, sweep
-from harness.checkpoint.store import Checkpoint, Store, checkpoint_of, is_run, newest_usable
+from harness.checkpoint.manifest import Checkpoint
+from harness.checkpoint.store import RESTORE, Store, checkpoint_of, is_run, newest_usable
 from harness.config.run_config import run_and_step
-from harness.data.batches import Stream
-from harness.data.order import reservoir
-from harness.data.packing import Document
-from harness.data.pair import write_documents
-from harness.data.tokenizer import tokenizer_hash
-from harness.engine.api import Engine
 from harness.errors import ConfigError, NoCheckpoint, Unusable
-from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, kept_facts
 from harness.files.records import Unreadable
-from harness.plan.plan import Plan
-from harness.run.run import Run
+from harness.plan.batches import open_keys
+from harness.plan.make import with_facts
+from harness.plan.plan import Facts, Plan
 from harness.runfolder import RunFolder
 
 
@@ -86,23 +79,26 @@ def _ranks(about: Mapping[str, Any]) -> str:
     return f"{ranks} rank{'s' * (ranks != 1)} under ZeRO {stage}{within}"
 
 
-def find_resume_point(plan: Plan, record: dict[str, Any]) -> ResumePoint:
-    """Return the checkpoint from which `plan` starts; `record` is its plan.json. Collective.
+def find_resume_point(plan: Plan, record: dict[str, Any], in_full: bool = True) -> ResumePoint:
+    """Return the checkpoint from which `plan` starts; `record` is its plan.json. `in_full`: as in
+    `store.verified`. Collective.
 
     Raises ConfigError on all ranks if this plan may not resume from it, and NoCheckpoint if
     checkpoints exist but none is usable: a run with checkpoints never starts over silently.
     """
     own = plan.config.run.dir
-    if own is not None and (resume_point := _own(plan, RunFolder(own), record)) is not None:
+    resume_point = None if own is None else _own(plan, RunFolder(own), record, in_full)
+    if resume_point is not None:
         return resume_point
     if plan.config.resume.from_ is not None:
-        return _branch(plan, plan.config.resume.from_, record)
+        return _branch(plan, plan.config.resume.from_, record, in_full)
     source = plan.config.model.init_from
     if source is not None and broadcast_object(is_run(source)):
         if plan.config.model.lora.rank is not None:
-            problem = "adapters need exported weights: set model.init_from"
-            raise ConfigError(f"model.init_from={source} is a run, but {problem}={source}/export")
-        return ResumePoint(_checkpoint_of(source, "model.init_from"), "weights")
+            use = f"set model.init_from={run_and_step(source)[0]}/export"
+            problem = f"is a run, but adapters need exported weights: {use}"
+            raise ConfigError(f"model.init_from={source} {problem}")
+        return ResumePoint(_checkpoint_of(source, "model.init_from", in_full), "weights")
     return ResumePoint()
 
 
@@ -112,7 +108,7 @@ def own_checkpoints(plan: Plan) -> list[Path]:
     if own is None:
         return []
     store = Store(RunFolder(own).checkpoints_dir)
-    return broadcast_object(store.all() if dist.get_rank() == 0 else [])
+    return broadcast_object(store.all() if rank_and_ranks()[0] == 0 else [])
 
 
 def choose_again(
@@ -133,10 +129,12 @@ def choose_again(
     return again
 
 
-def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint | None:
+def _own(
+    plan: Plan, folder: RunFolder, record: dict[str, Any], in_full: bool
+) -> ResumePoint | None:
     """Return the newest usable checkpoint of the run in run.dir; None if it has none yet."""
     saved, damage = _read_plan(folder)
-    checkpoint, unusable = newest_usable(folder.checkpoints_dir)
+    checkpoint, unusable = newest_usable(folder.checkpoints_dir, in_full)
     if damage is not None and checkpoint is not None:  # the manifest has the essential settings
         manifest = checkpoint.manifest
         data = {
@@ -144,14 +142,16 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint |
             "data_fingerprint": manifest.data_fingerprint,
         }
         saved = {**record, "run": {}, **data}
-    problems = resume_problems(saved, record, plan.config.resume.allow) if saved else []
+    allowed, run = plan.config.resume.allow, str(folder.path)
+    problems = resume_problems(saved, record, allowed, run) if saved else []
     if checkpoint is not None:
         problems += too_short(record["total_steps"], checkpoint.state.step)
     if problems:
         raise ConfigError([f"{folder.path}: {problem}" for problem in problems])
     if checkpoint is None:
         if unusable:
-            raise NoCheckpoint([f"{folder.path} has no usable checkpoint: {p}" for p in unusable])
+            problems = [f"{run} has no usable checkpoint: {problem}" for problem in unusable]
+            raise NoCheckpoint([*problems, f"{RESTORE}, or start again in another run.dir"])
         return None
     changes = changed_keys(saved, record) if saved else []
     damages = [damage] if damage else []
@@ -159,25 +159,25 @@ def _own(plan: Plan, folder: RunFolder, record: dict[str, Any]) -> ResumePoint |
     return ResumePoint(checkpoint, "resumed", changes, unusable, damages, steps_before)
 
 
-def _branch(plan: Plan, text: str, record: dict[str, Any]) -> ResumePoint:
+def _branch(plan: Plan, text: str, record: dict[str, Any], in_full: bool) -> ResumePoint:
     """Return a checkpoint of another run, to continue with other hyperparameters."""
     run, _ = run_and_step(text)
     own = plan.config.run.dir
     if own is not None and os.path.realpath(Path(own).expanduser()) == os.path.realpath(run):
         raise ConfigError(f"resume.from={text} is run.dir itself: give the branch its own run.dir")
     saved, damage = _read_plan(RunFolder(run))
-    checkpoint = _checkpoint_of(text, "resume.from")
+    checkpoint = _checkpoint_of(text, "resume.from", in_full)
     before = saved or {
         "model_config": checkpoint.manifest.model_config,
         "data_fingerprint": checkpoint.manifest.data_fingerprint,
         "precision": checkpoint.manifest.precision,
         "run": {},
     }
-    problems = branch_problems(before, record, plan.config.resume.allow)
-    if checkpoint.state.step > record["total_steps"]:
-        problems.append(
-            f"its step {checkpoint.state.step} is beyond train.steps={record['total_steps']}"
-        )
+    problems = branch_problems(before, record, plan.config.resume.allow, str(run))
+    total_steps, step = record["total_steps"], checkpoint.state.step
+    if total_steps is not None and step > total_steps:
+        raise_it = "raise it, or name an earlier step, RUN@STEP"
+        problems.append(f"its step {step} is beyond train.steps={total_steps}: {raise_it}")
     if problems:
         raise ConfigError([f"resume.from={text}: {problem}" for problem in problems])
     damages = [damage] if damage else []
@@ -188,40 +188,18 @@ def _branch(plan: Plan, text: str, record: dict[str, Any]) -> ResumePoint:
     )
 
 
-def _checkpoint_of(text: str, key: str) -> Checkpoint:
+def _checkpoint_of(text: str, key: str, in_full: bool) -> Checkpoint:
     try:
-        return checkpoint_of(text)
+        return checkpoint_of(text, in_full)
     except Unusable as error:
         raise NoCheckpoint(f"{key}={text}: {error}") from error
-
-
-def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False) -> None:
-    """Load a checkpoint's weights and, unless `weights_only`, the optimizer states. Collective.
-
-    Raises NoCheckpoint on all ranks if the checkpoint lacks something that this model has. Any
-    other exception (out of memory, a failed read) is raised on this rank only; starting again may
-    help.
-    """
-    problem = None
-    try:
-        reader = checkpoint.reader()
-        engine.restore(reader.fill, reader.optimizer_kinds if not weights_only else lambda _: ())
-    except Unusable as error:
-        problem = f"{error}: it was saved from another model"
-    except FileNotFoundError as error:
-        problem = f"{checkpoint.path} cannot be loaded: {type(error).__name__}: {error}"
-    if (problem := first_problem(problem)) is not None:
-        raise NoCheckpoint(problem)
-    engine.refresh_weights()
-    if not weights_only:
-        engine.restore_scalars(checkpoint.manifest.engine)
 
 
 def _read_plan(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
     """Return (plan.json, None), or (None, the problem) if it is damaged, as read by rank 0: ranks
     may see different folder contents. Collective.
     """
-    return broadcast_object(_plan_in(folder) if dist.get_rank() == 0 else (None, None))
+    return broadcast_object(_plan_in(folder) if rank_and_ranks()[0] == 0 else (None, None))
 
 
 def _plan_in(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
@@ -234,60 +212,35 @@ def _plan_in(folder: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
     return None, f"{folder.plan_path} is damaged: it is not the plan of a run"
 
 
-MOST_TOKENS = 1 << 23
-"""Maximum number of tokens to keep of each split."""
-
-
-def keep_sample(run: Run) -> None:
-    """Write a sample of all data read so far, on rank 0; a failure is recorded as an event."""
-    if not (run.plan.config.data.reservoir and run.state.samples):
-        return
-    run.pulse("save", run.state.step)  # on all ranks: hang reports compare beat counts
-    if not run.is_writer:
-        return
-    folder = run.folder.reservoir_dir
-    try:
-        _write(run, folder)
-    except (OSError, ConfigError) as error:
-        message = f"no sample of the data was saved in {folder}: {error}"
-        run.event("sample_not_kept", step=run.state.step, message=message)
-        run.progress.say(message)
-    run.meter.restart()
-
-
-def _write(run: Run, folder: Path) -> None:
-    """Write the folder anew. Raises ConfigError if it holds a sample of other data."""
-    sweep(folder, alone=True)  # leftovers of a killed process
-    config, data, seen = run.plan.config, run.data, run.state.samples
-    key = f"{config.train.seed}:{data.fingerprint}"
-    if folder.exists() and kept_facts(folder).get("of") != key:  # maybe the only one of that data
-        raise ConfigError("it holds a sample of other data: move it so that a new one can be saved")
-    if data.mixture() is None:  # after an epoch the documents repeat
-        seen = min(seen, data.train.samples)
-    max_samples = max(1, MOST_TOKENS // (run.plan.seq_len + 1))
-    kept = reservoir(min(config.data.reservoir, max_samples), seen, key).tolist()
-    held_out = range(min(config.eval.samples, max_samples, data.held_out.samples))
-    facts: dict[str, Any] = {"of": key, "tokenizer": tokenizer_hash(data.tokenizer)}
-    # A .bin/.idx pair may hold ids that the model has but the tokenizer lacks.
-    num_ids = max(data.vocab_size, run.plan.model_config.get("vocab_size") or 0)
-    sides = ((TRAIN, data.train, kept), (HELD_OUT, data.held_out, held_out))
-    with replacing(folder, is_export=False) as unfinished:
-        for side, stream, samples in sides:
-            facts[f"{side}_tokens"] = _write_side(unfinished / side, stream, samples, num_ids)
-        (unfinished / FACTS).write_text(json.dumps(facts))
-
-
-def _write_side(
-    prefix: Path, stream: Stream, samples: Iterable[int], vocab_size: int
-) -> int | None:
-    """Write samples as a .bin/.idx pair. Return their number of tokens; None if it differs."""
-    sizes = set[int]()
-
-    def documents() -> Iterator[Document]:
-        for index in samples:
-            of_sample = stream.documents_of(index)
-            sizes.add(sum(len(ids) for ids, _ in of_sample))
-            yield from of_sample
-
-    write_documents(prefix, vocab_size, documents())
-    return sizes.pop() if len(sizes) == 1 else None
+def foreseen(plan: Plan) -> list[str]:
+    """Return how the run would go on, for a dry run, which reads neither data nor tensors; nothing
+    if it starts anew. Raises as `find_resume_point`.
+    """
+    own, source = plan.config.run.dir, plan.config.resume.from_
+    folders = [Path(own)] if own is not None else []
+    folders += [run_and_step(source)[0]] if source is not None else []
+    saved = next(filter(None, (_plan_in(RunFolder(folder))[0] for folder in folders)), None) or {}
+    model = saved.get("model_config")
+    if isinstance(model, dict) and isinstance(rows := model.get("vocab_size"), int):
+        plan = with_facts(plan, Facts(ids=rows))  # the run added rows for its tokenizer
+    record = {**plan.to_json(), "total_steps": plan.steps}
+    for key in open_keys(plan.config):
+        del record["run"]["train"][key.removeprefix("train.")]
+    point = find_resume_point(plan, record, in_full=False)
+    ignored = [f"ignored: {problem}" for problem in (*point.problems, *point.damages)]
+    how = ""
+    with contextlib.suppress(Unreadable):
+        if own is not None and (status := RunFolder(own).read_status()):
+            how = f", {status.get('outcome')} at step {status['step']}"
+    if point.checkpoint is None:
+        again = f"{own} holds a run{how}: no checkpoint, so it starts again"
+        return [again] if own and saved else []
+    name, run = point.checkpoint.path.name, point.checkpoint.path.parents[1]
+    text = f"starts with the weights of {name} of {run}"
+    if point.kind == "resumed":
+        text = f"{run} holds a run{how}: it is resumed from {name}"
+    elif point.kind == "branched":
+        text = f"branches off {name} of {run}"
+        if "data_fingerprint" in asked([change["key"] for change in point.changes], record):
+            text += "; if its documents are others, set resume.allow=data_fingerprint"
+    return [*ignored, text]

@@ -1,29 +1,41 @@
-"""Saves checkpoints when due; the probe batch that verifies a resume; checks of replicas."""
+"""Saves checkpoints when due, and loads them; the probe batch that verifies a resume; checks of
+replicas; the sample of the data that is kept.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from harness.checkpoint.collectives import broadcast_object, gather_objects
-from harness.checkpoint.manifest import Manifest
+from harness.checkpoint.collectives import broadcast_object, first_problem, gather_objects
+from harness.checkpoint.export import replacing, sweep
+from harness.checkpoint.manifest import Checkpoint, Manifest
+from harness.checkpoint.reader import Reader, read_probe
 from harness.checkpoint.save import Saved
-from harness.checkpoint.store import Checkpoint
 from harness.data.batch import Batch
+from harness.data.batches import Stream
 from harness.data.data import Data
+from harness.data.order import reservoir
+from harness.data.packing import Document
+from harness.data.pair import write_documents
+from harness.data.tokenizer import tokenizer_hash
 from harness.engine.api import Engine, Replica
-from harness.errors import ExitCode, NoCheckpoint
+from harness.errors import ConfigError, ExitCode, NoCheckpoint, Unusable
+from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, kept_facts
 from harness.guard.replicas import ReplicasDiffer, checksums, largest_difference, outside_majority
 from harness.guard.stability import Verdict
 from harness.layout.grid import Grid
 from harness.models.adapters import adapters_of, described
 from harness.plan.plan import Plan
-from harness.run.resumption import division, keep_sample
+from harness.run.resumption import division
 from harness.run.run import Run, is_due
 
 PROBE_SAMPLES = 8  # takes a forward pass of one micro-batch in most layouts
@@ -49,7 +61,7 @@ def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 def stored_probe(checkpoint: Checkpoint) -> Batch:
     """Return the probe batch stored in a checkpoint."""
-    tensors = checkpoint.probe()
+    tensors = read_probe(checkpoint)
     ids, labels, positions = (tensors.get(n) for n in ("input_ids", "labels", "position_ids"))
     assert ids is not None, "a probe has tokens"
     assert labels is not None, "and targets"
@@ -116,7 +128,8 @@ def check_probe(engine: Engine, checkpoint: Checkpoint, plan: Plan) -> None:
         raise NoCheckpoint(
             f"{checkpoint.path} was saved with a loss of {expected:.7g} on its probe batch, but it "
             f"is {loss:.7g} here (relative tolerance {tolerance:g}): this is not the saved model, "
-            "or library versions differ in their results; set resume.allow=probe to resume anyway"
+            "or library versions differ in their results; set "
+            f"resume.allow={','.join([*plan.config.resume.allow, 'probe'])} to resume anyway"
         )
 
 
@@ -296,3 +309,85 @@ def save_if_due(run: Run, verdict: Verdict) -> None:
     if saves:
         save(run, background=run.plan.config.save.async_ and not ends)
         keep_sample(run)
+
+
+def load_into(engine: Engine, checkpoint: Checkpoint, weights_only: bool = False) -> None:
+    """Load a checkpoint's weights and, unless `weights_only`, the optimizer states. Collective.
+
+    Raises NoCheckpoint on all ranks if the checkpoint lacks something that this model has. Any
+    other exception (out of memory, a failed read) is raised on this rank only; starting again may
+    help.
+    """
+    problem = None
+    try:
+        reader = Reader.of(checkpoint)
+        engine.restore(reader.fill, reader.optimizer_kinds if not weights_only else lambda _: ())
+    except Unusable as error:
+        run = checkpoint.path.parents[1]
+        problem = f"{error}: it was saved from another model: set model.init_from={run}/export"
+    except FileNotFoundError as error:
+        problem = f"{checkpoint.path} cannot be loaded: {type(error).__name__}: {error}"
+    if (problem := first_problem(problem)) is not None:
+        raise NoCheckpoint(problem)
+    engine.refresh_weights()
+    if not weights_only:
+        engine.restore_scalars(checkpoint.manifest.engine)
+
+
+MOST_TOKENS = 1 << 23
+"""Maximum number of tokens to keep of each split."""
+
+
+def keep_sample(run: Run) -> None:
+    """Write a sample of all data read so far, on rank 0; a failure is recorded as an event."""
+    if not (run.plan.config.data.reservoir and run.state.samples):
+        return
+    run.pulse("save", run.state.step)  # on all ranks: hang reports compare beat counts
+    if not run.is_writer:
+        return
+    folder = run.folder.reservoir_dir
+    try:
+        _write(run, folder)
+    except (OSError, ConfigError) as error:
+        message = f"no sample of the data was saved in {folder}: {error}"
+        run.event("sample_not_kept", step=run.state.step, message=message)
+        run.progress.say(message)
+    run.meter.restart()
+
+
+def _write(run: Run, folder: Path) -> None:
+    """Write the folder anew. Raises ConfigError if it holds a sample of other data."""
+    sweep(folder, alone=True)  # leftovers of a killed process
+    config, data, seen = run.plan.config, run.data, run.state.samples
+    key = f"{config.train.seed}:{data.fingerprint}"
+    if folder.exists() and kept_facts(folder).get("of") != key:  # maybe the only one of that data
+        raise ConfigError("it holds a sample of other data: move it so that a new one can be saved")
+    if data.mixture() is None:  # after an epoch the documents repeat
+        seen = min(seen, data.train.samples)
+    max_samples = max(1, MOST_TOKENS // (run.plan.seq_len + 1))
+    kept = reservoir(min(config.data.reservoir, max_samples), seen, key).tolist()
+    held_out = range(min(config.eval.samples, max_samples, data.held_out.samples))
+    facts: dict[str, Any] = {"of": key, "tokenizer": tokenizer_hash(data.tokenizer)}
+    # A .bin/.idx pair may hold ids that the model has but the tokenizer lacks.
+    num_ids = max(data.vocab_size, run.plan.model_config.get("vocab_size") or 0)
+    sides = ((TRAIN, data.train, kept), (HELD_OUT, data.held_out, held_out))
+    with replacing(folder, is_export=False) as unfinished:
+        for side, stream, samples in sides:
+            facts[f"{side}_tokens"] = _write_side(unfinished / side, stream, samples, num_ids)
+        (unfinished / FACTS).write_text(json.dumps(facts))
+
+
+def _write_side(
+    prefix: Path, stream: Stream, samples: Iterable[int], vocab_size: int
+) -> int | None:
+    """Write samples as a .bin/.idx pair. Return their number of tokens; None if it differs."""
+    sizes = set[int]()
+
+    def documents() -> Iterator[Document]:
+        for index in samples:
+            of_sample = stream.documents_of(index)
+            sizes.add(sum(len(ids) for ids, _ in of_sample))
+            yield from of_sample
+
+    write_documents(prefix, vocab_size, documents())
+    return sizes.pop() if len(sizes) == 1 else None

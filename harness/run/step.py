@@ -14,9 +14,8 @@ from harness.config.batch import Slice
 from harness.engine.api import StepResult
 from harness.errors import ExitCode, RunStopped
 from harness.guard.stability import ADVICE, Spike, Verdict
-from harness.run.resumption import load_into
 from harness.run.run import Run
-from harness.run.saving import finish_save
+from harness.run.saving import finish_save, load_into
 from harness.run.verify import check_gradients, check_norm, gradients_unchecked, undivided_start
 from harness.steps import Step
 

@@ -8,11 +8,11 @@ from unittest import mock
 import torch
 
 from harness.checkpoint import save as saving
-from harness.checkpoint.index import Fragment, to_index
+from harness.checkpoint.index import to_index
 from harness.checkpoint.manifest import Manifest, TrainState
 from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Retention, Store
-from harness.checkpoint.tensor_file import write_fragments
+from harness.checkpoint.tensor_file import Fragment, write_fragments
 from harness.layout.box import Part
 
 PROBE = {"input_ids": torch.arange(4).view(1, 4), "labels": torch.full((1, 4), -100)}

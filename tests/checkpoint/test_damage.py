@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save as to_safetensors
 
 from harness.checkpoint.manifest import TrainState, _checksum
+from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import checkpoint_of, is_run, newest_usable, verified
 from harness.errors import Unusable
 from tests.checkpoint.small import manifest, put, save, weights
@@ -28,7 +29,7 @@ def test_newest_checkpoint_loads_as_saved(tmp_path: Path) -> None:
     assert newest.state == TrainState(10, 80, 640)
     assert newest.manifest.held_out_loss == 2.25
     assert newest.manifest.engine == manifest(10).engine
-    reader = newest.reader()
+    reader = Reader.of(newest)
     assert reader.optimizer_kinds("norm") == ["exp_avg"]
     for name, tensor in weights(10).items():
         assert torch.equal(reader.whole(name, "weight"), tensor)

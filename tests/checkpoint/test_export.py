@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from harness.checkpoint import export
 from harness.checkpoint.export import replacing, sweep, write_adapters, write_model
 from harness.checkpoint.hub_layout import rewrite_config, rewrite_tokenizer_config
-from harness.checkpoint.index import BUFFER, WEIGHT, Fragment, Index, to_index
+from harness.checkpoint.index import BUFFER, WEIGHT, Index, to_index
 from harness.checkpoint.reader import Reader
-from harness.checkpoint.tensor_file import TensorWriter, write_fragments
+from harness.checkpoint.tensor_file import Fragment, TensorWriter, write_fragments
 from harness.data.tokenizer import load_tokenizer, spm_model, to_backend, wrap
 from harness.errors import ConfigError
 from harness.layout.box import Part
@@ -169,8 +170,9 @@ def test_adapters_are_written_without_the_buffers_of_their_base(tmp_path: Path) 
     model.register_buffer("e_score_correction_bias", torch.ones(4))
     reader = stored(model, tmp_path / "checkpoint")
     manifest = SimpleNamespace(adapters={"r": 2}, quantization={})
-    saved: Any = SimpleNamespace(reader=lambda: reader, manifest=manifest)
-    write_adapters(saved, tmp_path, torch.float32, {}, {})
+    saved: Any = SimpleNamespace(manifest=manifest)
+    with mock.patch.object(Reader, "of", return_value=reader):
+        write_adapters(saved, tmp_path, torch.float32, {}, {})
     with safe_open(tmp_path / "adapter_model.safetensors", framework="pt") as file:
         assert [*file.keys()] == ["base_model.model.lora_A"]
 

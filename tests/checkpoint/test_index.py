@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.checkpoint.index import INDEX, Fragment, Index, merged, to_index
+from harness.checkpoint.index import INDEX, Index, merged, to_index
 from harness.checkpoint.manifest import MANIFEST, read_manifest
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store, verified
-from harness.checkpoint.tensor_file import write_fragments
+from harness.checkpoint.tensor_file import Fragment, write_fragments
 from harness.errors import RunStopped, Unusable
 from harness.layout.box import Part, share_of, share_of_fused
 from tests.checkpoint.small import manifest, put, save_of_ranks
@@ -183,7 +183,7 @@ def save_divided(folder: Path) -> Path:
 
 def test_a_checkpoint_with_parts_is_read_to_the_last_bit(tmp_path: Path) -> None:
     checkpoint = verified(save_divided(tmp_path))
-    assert torch.equal(checkpoint.reader().whole("w", "weight"), weights())
+    assert torch.equal(Reader.of(checkpoint).whole("w", "weight"), weights())
 
 
 # Written by two ranks of ZeRO 1.
@@ -193,7 +193,7 @@ FORMAT_1 = Path(__file__).parent / "format_1" / "step-00000002"
 def test_a_checkpoint_of_format_1_is_read_to_the_last_bit() -> None:
     assert json.loads((FORMAT_1 / MANIFEST).read_bytes())["format"] == 1
     checkpoint = verified(FORMAT_1)
-    reader = checkpoint.reader()
+    reader = Reader.of(checkpoint)
     index = json.loads((FORMAT_1 / INDEX).read_bytes())
     assert sorted(reader.index) == sorted(index)
     stored = {path.name: load_file(path) for path in FORMAT_1.glob("rank-*")}

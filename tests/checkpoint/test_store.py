@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.checkpoint import collectives, store
 from harness.checkpoint import manifest as manifests
 from harness.checkpoint import save as saving
-from harness.checkpoint.index import INDEX, WEIGHT, Fragment
-from harness.checkpoint.manifest import PROBE, check_size
+from harness.checkpoint import store
+from harness.checkpoint.index import INDEX, WEIGHT
+from harness.checkpoint.manifest import PROBE, Written, check_size, sha256_of
 from harness.checkpoint.store import Retention, Store
-from harness.checkpoint.tensor_file import Written, sha256_of
+from harness.checkpoint.tensor_file import Fragment
 from harness.errors import CannotSave, RunStopped, Unusable
 from harness.layout.box import Part
 from tests.checkpoint.small import save, save_of_ranks
@@ -186,7 +186,7 @@ def looked_at(folder: Path, ranks: int) -> list[set[str]]:
         mock.patch.object(store, "check_size", looks),
         mock.patch.object(store, "sha256_of", hashes),
     ):
-        group.run(lambda rank: store.verified(folder), store, collectives)
+        group.run(lambda rank: store.verified(folder))
     return seen
 
 
@@ -206,5 +206,5 @@ def test_verification_error_of_one_rank_reaches_all_ranks(checkpoint: Path) -> N
             store.verified(checkpoint)
         return str(caught.value)
 
-    problems = Group(3).run(problem, store, collectives)
+    problems = Group(3).run(problem)
     assert problems == [f"{checkpoint / 'rank-00001-000.safetensors'} is not there"] * 3

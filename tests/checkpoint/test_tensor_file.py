@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from harness.checkpoint import tensor_file
-from harness.checkpoint.index import Fragment, Index, to_index
+from harness.checkpoint.index import Index, to_index
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Retention, Store
 from harness.checkpoint.tensor_file import (
     STAGING,
+    Fragment,
     HostCopies,
     Staging,
     TensorReader,

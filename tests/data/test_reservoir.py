@@ -16,8 +16,8 @@ from harness.data.pair import IndexedTokens, load_masks, write_documents, write_
 from harness.data.tokenizer import tokenizer_hash
 from harness.errors import ConfigError
 from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, masks_of
-from harness.run import resumption
-from harness.run.resumption import _write
+from harness.run import saving
+from harness.run.saving import _write
 
 Opened, Written = Callable[..., Any], Callable[..., Path]
 
@@ -136,7 +136,7 @@ def test_kept_sample_has_no_duplicates_and_a_limit(
     """After one and a half epochs, and more samples to evaluate than there are."""
     data, config = pairs(batching="length_grouped"), RunConfig(eval={"samples": 4096})
     if most is not None:
-        monkeypatch.setattr(resumption, "MOST_TOKENS", most * (config.data.seq_len + 1))
+        monkeypatch.setattr(saving, "MOST_TOKENS", most * (config.data.seq_len + 1))
     state = SimpleNamespace(samples=data.train.samples * 3 // 2)
     plan = SimpleNamespace(config=config, seq_len=config.data.seq_len, model_config={})
     _write(SimpleNamespace(plan=plan, data=data, state=state), tmp_path / "reservoir")  # type: ignore[arg-type]

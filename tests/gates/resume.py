@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from harness.checkpoint.index import BUFFER, WEIGHT
-from harness.checkpoint.manifest import Manifest, TrainState
+from harness.checkpoint.manifest import Checkpoint, Manifest, TrainState
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saver
-from harness.checkpoint.store import Checkpoint, Retention, Store, verified
+from harness.checkpoint.store import Retention, Store, verified
 from harness.errors import Unusable
 from harness.layout.world import World
-from harness.run.resumption import load_into
+from harness.run.saving import load_into
 from tests.gates.cell import Job
 from tests.gates.engines import build_engine, take_steps
 from tests.gates.models import FROZEN
@@ -137,7 +137,7 @@ def gathered(lines: list[str]) -> list[str]:
 
 def _missing(engine: Any, saved: Checkpoint) -> list[str]:
     """Return the tensors of the model and its optimizer that the checkpoint lacks."""
-    reader, lines = saved.reader(), []
+    reader, lines = Reader.of(saved), []
     expected = {
         name: {WEIGHT, "exp_avg", "exp_avg_sq"} if p.requires_grad else {WEIGHT}
         for name, p in engine.module.named_parameters()
@@ -156,7 +156,7 @@ def _missing(engine: Any, saved: Checkpoint) -> list[str]:
 
 def differences(first: Checkpoint, second: Checkpoint, turn: int, turns: int) -> list[str]:
     """Return the differences between two checkpoints; compare every `turns`-th tensor."""
-    before, after = first.reader(), second.reader()
+    before, after = Reader.of(first), Reader.of(second)
     names = sorted({*before.index, *after.index})
     lines = [line for name in names[turn::turns] for line in _of_tensor(name, before, after)]
     return lines + _of_scalars(first.manifest.engine, second.manifest.engine)

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.index import WEIGHT, Fragment, Index, to_index
-from harness.checkpoint.manifest import Manifest, TrainState
+from harness.checkpoint.index import WEIGHT, Index, to_index
+from harness.checkpoint.manifest import Checkpoint, Manifest, TrainState
 from harness.checkpoint.reader import Reader
-from harness.checkpoint.store import Checkpoint
-from harness.checkpoint.tensor_file import write_fragments
+from harness.checkpoint.tensor_file import Fragment, write_fragments
 from harness.layout.box import Part
 from tests.gates.cell import Trip
 from tests.gates.cells import (

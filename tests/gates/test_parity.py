@@ -50,9 +50,7 @@ def test_the_layout_changes_nothing_that_is_learned(
 
 
 @pytest.mark.slow("four engines and plain loops of 20 steps")
-def test_two_planted_defects_are_caught(
-    zygote: Zygote, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_two_planted_defects_are_caught(zygote: Zygote, capfd: pytest.CaptureFixture[str]) -> None:
     assert check_parity.main(["--self-test", "--brief"], zygote) == 0
     assert "2 defects planted in 2 cells, 0 missed" in capfd.readouterr().out
 

@@ -13,18 +13,19 @@ from harness.checkpoint.compatibility import (
     FREE_SECTIONS,
     recorded_run,
     resume_problems,
-    run_in_folder,
 )
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
-from harness.errors import ConfigError
+from harness.errors import ConfigError, NoCheckpoint
 from harness.files.data_format import MAX_PROBLEMS
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
+from harness.run.resumption import foreseen
+from tests.checkpoint.small import save
 from tests.data.chat_tokenizers import STYLES, chats, tokenizer_of
 from tests.data.glancing import glances
 
@@ -203,25 +204,58 @@ def test_another_value_takes_the_users_word(
 def test_dry_run_names_resumable_run_or_the_obstacle(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = (f"run.dir={folder}", "train.steps=9")
-    assert run_in_folder(plan_of(*words)) is None
+    assert foreseen(plan_of(*words)) == []
     begun(folder, *words)
     status = {"outcome": "stopped", "step": 4, "attempt": 1}
     (folder / "status.json").write_text(json.dumps(status))
-    text = run_in_folder(plan_of(*words))
-    assert text is not None
+    (text,) = foreseen(plan_of(*words))
     assert text.endswith(", stopped at step 4: no checkpoint, so it starts again")
-    for name in ("step-00000002", "step-00000010", "step-00000010.bak"):
-        (folder / "checkpoints" / name).mkdir(parents=True)
-    text = run_in_folder(plan_of(words[0], "train.steps=12"))
-    assert text is not None
+    for step in (2, 10, 11):
+        save(folder / "checkpoints", step)
+    (folder / "checkpoints" / "step-00000011" / "manifest.json").unlink()
+    ignored, text = foreseen(plan_of(words[0], "train.steps=12"))
+    assert ignored.endswith("step-00000011/manifest.json is not there")
     assert text.endswith(": it is resumed from step-00000010")
     with pytest.raises(ConfigError) as refused:
-        run_in_folder(plan_of(*words, "optim.lr=0.5", "train.seed=3"))
+        foreseen(plan_of(*words, "optim.lr=0.5", "train.seed=3"))
     problems = [problem.partition(": ")[2] for problem in refused.value.problems]
     assert [problem.split()[0] for problem in problems[:2]] == ["train.seed", "optim.lr"]
     assert problems[2].startswith("the run has 9 steps, but its newest checkpoint is from step 10:")
-    (folder / "plan.json").write_text('{"run": 3}')  # the run itself reports this
-    assert run_in_folder(plan_of(words[0])) is None
+    for path in folder.glob("checkpoints/*/*"):
+        path.write_bytes(b"")
+    with pytest.raises(NoCheckpoint, match=r"or start again in another run\.dir"):
+        foreseen(plan_of(words[0], "train.steps=12"))
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("run@9", "no step 9, only step-00000002: write {run}@2"),
+        ("run@latest", "has no checkpoint: write {run}"),
+        ("run/checkpoints", "has no checkpoint: write {run}"),
+        ("run/checkpoints/step-00000002", "has no checkpoint: write {run}@2"),
+        ("run/export", "has no checkpoint: write {run}"),
+        ("runs", "has no checkpoint: there is no folder {run}s; did you mean {run}?"),
+        ("weights", "but weights: set model.init_from={run}/../weights to start a new run"),
+        ("trainer", "python tools/import_checkpoint.py {run}/../trainer --out runs/NEW, and"),
+        ("new", "is run.dir itself: give the branch its own run.dir"),
+        ("run", "its step 2 is beyond train.steps=1: raise it, or name an earlier step"),
+    ],
+)
+def test_a_dry_run_refuses_a_branch_as_the_run_does(
+    source: str, problem: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    begun(run, "model.overrides.vocab_size=8")
+    save(run / "checkpoints", 2)
+    for name in ("weights/config.json", "trainer/config.json", "trainer/global_step5/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    words = (f"resume.from={tmp_path / source}", f"run.dir={tmp_path / 'new'}", "train.steps=1")
+    with pytest.raises(ConfigError) as refused:
+        foreseen(plan_of(*words, "model.overrides.vocab_size=8"))
+    expected = problem.format(run=run).replace("run/../", "")
+    assert expected in str(refused.value)
 
 
 def test_an_export_that_would_replace_a_file_is_refused(tmp_path: Path) -> None:

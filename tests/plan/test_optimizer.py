@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint.compatibility import run_in_folder
 from harness.config.assignments import BY_SIZE
 from harness.config.ds_json import DsJson
 from harness.config.optim_and_schedule import GroupConfig
@@ -21,6 +20,7 @@ from harness.plan.memory import Traced
 from harness.plan.merge_settings import merge_settings
 from harness.plan.model_config import find_model_config
 from harness.plan.plan import Draft, Facts, Plan
+from harness.run.resumption import foreseen
 from tests.engine.small import MODEL
 from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
@@ -206,7 +206,7 @@ def test_a_dry_run_expects_the_rows_that_the_run_added(planned: Planner, tmp_pat
     (tmp_path / "plan.json").write_text(json.dumps(with_facts(plan, Facts(ids=90)).to_json()))
     status = {"outcome": "stopped", "step": 4, "attempt": 1}
     (tmp_path / "status.json").write_text(json.dumps(status))
-    assert str(run_in_folder(plan)).endswith("stopped at step 4: no checkpoint, so it starts again")
+    assert foreseen(plan)[0].endswith("stopped at step 4: no checkpoint, so it starts again")
 
 
 def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:

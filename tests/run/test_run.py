@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from harness import loop
 from harness.checkpoint.collectives import broadcast_object
-from harness.checkpoint.manifest import TrainState
+from harness.checkpoint.manifest import Checkpoint, TrainState
 from harness.checkpoint.save import Saved, Saver
-from harness.checkpoint.store import Checkpoint, Retention, Store
+from harness.checkpoint.store import Retention, Store
 from harness.config.batch import Curriculum
 from harness.config.sections import EvalConfig, GuardConfig
 from harness.data.batch import Batch

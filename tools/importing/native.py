@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from harness.checkpoint.index import BUFFER, WEIGHT, Fragment
-from harness.checkpoint.tensor_file import DTYPES
+from harness.checkpoint.index import BUFFER, WEIGHT
+from harness.checkpoint.tensor_file import DTYPES, Fragment
 from harness.config.run_config import run_and_step
 from harness.errors import ConfigError, Unusable
 from harness.files.regular_file import open_regular, read_json
