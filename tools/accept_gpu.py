@@ -12,8 +12,6 @@ listed. Exit code 0 if nothing failed, 1 if a step failed, 2 for wrong arguments
 steps:
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

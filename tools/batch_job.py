@@ -12,8 +12,6 @@ with that code, for a run started that many times before; prints "requeue" or an
 ends with the job's exit code.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Formats a step's windows as text: the model's input, with the learned tokens marked."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -16,8 +16,6 @@ skips what this machine lacks, with the reason. If the first losses of a rung di
 the lowest rung by more than rounding, `differs` lists them and the exit code is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """Runs a command with a time limit; none of its processes outlive it."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import time

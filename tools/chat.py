@@ -8,8 +8,6 @@ The tokenizer's chat template formats the conversation; a model without one cont
 Without --prompt, it reads lines until Ctrl-D; an empty line starts a new conversation.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -11,8 +11,6 @@ The numbers come from the plan that train.py would make from the same arguments.
 architectures that have to be traced.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -9,8 +9,6 @@ model and checks that its loss on the checkpoint's probe batch equals the loss i
 takes the memory of the model; --no-check omits it. The folder appears only after success.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

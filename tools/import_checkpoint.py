@@ -10,8 +10,6 @@ pickles: a file that asks for anything but tensors and plain values is rejected 
 resume.from=runs/NEW@STEP starts a run with its weights and moments.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The versions and the machine behind a table."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

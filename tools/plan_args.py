@@ -1,7 +1,5 @@
 """Command-line arguments shared by tools that plan runs for other machines."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

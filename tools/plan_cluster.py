@@ -13,8 +13,6 @@ time. --write saves its DeepSpeed JSON, run config and scripts. Needs neither a 
 code 0; 1 if nothing fits; 2 for a job that cannot be planned.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -11,8 +11,6 @@ that stand out. It builds nothing and leaves nothing behind. Exit code 0 (ok, or
 not start, and do not requeue.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import os

@@ -25,8 +25,6 @@ in all, or to two per stage: 64 GPUs become 4 ranks, or 8 with 4 stages. With --
 experts, --all uses mixtral-8x7b if the job's model has none.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import shutil

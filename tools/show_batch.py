@@ -11,8 +11,6 @@ The run folder is all it needs: it rebuilds the data and its order from plan.jso
 they are no longer those that the run was planned with.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

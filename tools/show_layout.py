@@ -8,8 +8,6 @@ The numbers come from the plan that train.py would make from the same arguments.
 2 for arguments that cannot be planned. Needs neither a GPU nor torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

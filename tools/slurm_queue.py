@@ -1,7 +1,5 @@
 """Jobs in Slurm's queue."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ printed address. The studio only reads, and only inside the folder of runs. Stop
 Exit code 0, or 2 if it cannot start. Needs `pip install 'nicegui>=3.18,<4'`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

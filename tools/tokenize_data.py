@@ -13,8 +13,6 @@ If interrupted, rerun the command: it processes only the missing shards, and the
 bytes. Exit code 0; 2 for input with problems; 74 if the disk is full; 75 if it was stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial

@@ -12,8 +12,6 @@ with tools/compare_tokenizers.py. Exit code 0; 2 for input with problems; 74 if 
 if it was stopped, with nothing written.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

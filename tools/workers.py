@@ -1,7 +1,5 @@
 """Runs work in many processes of this machine; none of them outlive the tool."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

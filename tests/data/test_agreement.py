@@ -99,4 +99,4 @@ def test_dry_run_and_run_agree(
         agreed["rejected" if of_run else "accepted"] += 1
 
     agree()
-    assert min(agreed.values()) > examples / 20, agreed
+    assert min(agreed.values()) >= examples / 20, agreed

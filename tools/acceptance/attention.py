@@ -1,7 +1,5 @@
 """Attention: all implementations give the same loss and gradient, with and without documents."""
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

@@ -1,7 +1,5 @@
 """The bench of a step: starts ranks, provides a model and data for them, and collects checks."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Environment: what the preflight finds on every rank. Joining: ranks meet under each launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

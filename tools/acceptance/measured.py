@@ -3,8 +3,6 @@ use what the estimate says. Speed: a ladder of settings for a Llama of four laye
 stay the same.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

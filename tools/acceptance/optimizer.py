@@ -1,7 +1,5 @@
 """The optimizer: every AdamW takes the same steps as torch's, and a killed build does no harm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Parity: every layout learns on this device what a plain PyTorch loop learns on it."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

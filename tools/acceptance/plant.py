@@ -1,7 +1,5 @@
 """One rank of a run with a planted fault: the fault as JSON, or null, then train.py's arguments."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Steps of an acceptance, their checks and results, and a table of 80 columns."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Sequence

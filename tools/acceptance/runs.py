@@ -1,7 +1,5 @@
 """Whole runs. Saving: nothing is lost. Faults: all ranks end with the right exit code."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns a recipe into consecutive datatrove pipelines, and manages the output folder OUT."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Recipes: the steps that clean a corpus, their thresholds, and the packages they need."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The report of a cleaning, from datatrove's statistics: as values, as text, and as one page."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs the stages of a cleaning: on this machine, or as Slurm arrays on a cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

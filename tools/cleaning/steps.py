@@ -1,7 +1,5 @@
 """Pipeline steps that datatrove lacks, or whose originals would load data from the network."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import re

@@ -1,7 +1,5 @@
 """Simulates filters of rising strictness on measured documents: size, quality and diversity."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Turns the planner's command line into a question: model, inputs, machine and job."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

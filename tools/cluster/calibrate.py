@@ -1,7 +1,5 @@
 """Fits a site's hardware rates to the measured steps of its own runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce

@@ -5,8 +5,6 @@ A layout that is faster on paper is worth an axis or an offload only if it gains
 estimate may be wrong. docs/planner.md compares recommendations with layouts that others ran.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Writes the recommended layout ready to run: DeepSpeed JSON, run config, launcher scripts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Enumerates the layouts of a job that train.py accepts, with their config keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache

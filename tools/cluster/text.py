@@ -1,7 +1,5 @@
 """Formats the planner's answer as text of 80 columns."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import textwrap

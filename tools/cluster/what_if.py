@@ -1,7 +1,5 @@
 """Plans variants of a job: other numbers of GPUs, sequence lengths and GPU types."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

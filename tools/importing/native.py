@@ -3,8 +3,6 @@
 Plain classes with the same names replace DeepSpeed's few classes, so DeepSpeed is not imported.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

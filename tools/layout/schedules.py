@@ -3,8 +3,6 @@
 A schedule is the order of each stage's tasks; `spans` computes when they run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Formats a plan's layout as text: the ranks, their contents, and the schedule of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from harness.estimate.memory_item import GIB

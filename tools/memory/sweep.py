@@ -1,7 +1,5 @@
 """Peak memory over ranges of micro-batch, sequence length and GPU count."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable

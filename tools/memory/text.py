@@ -1,7 +1,5 @@
 """Formats a memory estimate as text."""
 
-from __future__ import annotations
-
 from harness.estimate.fit import IsPossible, helpful_changes, with_stage
 from harness.estimate.inputs import BY_REFERENCE
 from harness.estimate.memory_item import FP32, GIB, PHASES, Interval

@@ -2,8 +2,6 @@
 on all ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

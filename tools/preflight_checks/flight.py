@@ -1,7 +1,5 @@
 """The preflight itself: all ranks meet, measure and report; rank 0 judges."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -1,7 +1,5 @@
 """A rank's machine: its GPU and driver, matrix products, memory, and the limits of the system."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Connects the ranks and measures the links between them: all-reduce, and pairs of neighbours."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

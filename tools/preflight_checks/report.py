@@ -1,7 +1,5 @@
 """The table: one row per check, the ranks it names, one verdict."""
 
-from __future__ import annotations
-
 import statistics
 import textwrap
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ All traits of the architecture stay: tied or untied embeddings, queries per key,
 the hidden size, a mixture of experts, the order of layer kinds. Only sizes shrink.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -2,8 +2,6 @@
 compared step by step.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

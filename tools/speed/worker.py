@@ -4,8 +4,6 @@ Rank 0 writes the result to `--out`: the measurements, or the error. On a CUDA d
 places where the host waits, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

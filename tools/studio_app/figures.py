@@ -1,7 +1,5 @@
 """Figures of a page as data, and their HTML. All text in them is escaped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape

@@ -1,7 +1,5 @@
 """A page as data: its settings, and a pure function from their values to figures."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Pages accept only presets and models/, never a path or a hub id: an address must
 read files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads the runs below one folder. It never writes, and follows no link out of the folder."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ resolves its name to this machine, shows in the Host header, a request from anot
 and Sec-Fetch-Site. Websockets are also checked, since browsers let any origin read them.
 """
 
-from __future__ import annotations
-
 import hmac
 import socket
 import threading

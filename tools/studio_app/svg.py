@@ -1,7 +1,5 @@
 """Pictures as SVG text, in palette colours by name, for light and dark surfaces."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from html import escape

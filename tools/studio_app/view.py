@@ -1,7 +1,5 @@
 """Shows pages in a browser with NiceGUI: controls, figures, and an address that follows them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

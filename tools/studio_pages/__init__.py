@@ -1,7 +1,5 @@
 """The pages of tools/studio.py, each with its settings, its computation and its drawing."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from tools.studio_app.page import LESSONS, Page

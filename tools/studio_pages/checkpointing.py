@@ -1,7 +1,5 @@
 """Gradient checkpointing: memory saved, operations repeated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

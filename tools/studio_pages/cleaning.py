@@ -3,8 +3,6 @@
 The documents are Python's own library, or the sample in a report of tools/clean_data.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path

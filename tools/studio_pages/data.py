@@ -1,7 +1,5 @@
 """Data parallelism: different samples on each GPU, the same gradient on all."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

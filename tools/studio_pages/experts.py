@@ -1,7 +1,5 @@
 """Mixture of experts: a small mixture that is really trained, with its routing and its load."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

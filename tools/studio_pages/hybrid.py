@@ -1,7 +1,5 @@
 """3D parallelism: a step rank by rank, each rank's place and groups, and its memory."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Model parallelism: layers placed on devices, and one micro-batch on its way."""
 
-from __future__ import annotations
-
 from harness.layout.stages import layers_per_stage, schedule, stage_parameters
 from harness.report.formatting import gib
 from tools.layout.schedules import Span, spans, stage_work, waiting

@@ -1,7 +1,5 @@
 """GPU memory anatomy: what the fullest GPU holds in each phase of a step."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from harness.errors import ConfigError

@@ -1,7 +1,5 @@
 """Optimizers: their own steps over a surface with several minima, and their memory."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pipeline parallelism: the work of each stage over time, and its bubble."""
 
-from __future__ import annotations
-
 from harness.layout.stages import bubble
 from tools.layout import schedules
 from tools.studio_app.figures import Bars, Drawing, Figure, Table, numbers

@@ -1,7 +1,5 @@
 """Plan a run: does it fit, how long does it take, which layout is quickest."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Mixed precision: rounding of a number, and of real gradients with a loss scale."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Problems and remedies: how each problem shows, the events that report it, and its remedy."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 from urllib.parse import quote

@@ -1,7 +1,5 @@
 """Runs: a list of all, one that may be running, a second for comparison, events and logs."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

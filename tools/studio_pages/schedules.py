@@ -1,7 +1,5 @@
 """Learning-rate schedules, all of them over one run."""
 
-from __future__ import annotations
-
 from harness.config.optim_and_schedule import DECAYS, OptimConfig, Schedule
 from harness.report.chart import line, lines
 from tools.studio_app.figures import Figure, Table

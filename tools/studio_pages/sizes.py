@@ -1,7 +1,5 @@
 """Data-set sizes: tokens against parameters, and the loss that scaling laws predict."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Tensor parallelism: two products, divided by columns and then by rows."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Tokenizers compared: typed text cut by the harness's own tokenizer and by others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from html import escape

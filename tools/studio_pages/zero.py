@@ -1,7 +1,5 @@
 """ZeRO stages compared: memory of a GPU, and bytes sent in a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The cost of trials, what they have used, and the limits on all of them together."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping

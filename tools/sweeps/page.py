@@ -1,7 +1,5 @@
 """A sweep as a page, sweep.html: one file that needs no network."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from html import escape

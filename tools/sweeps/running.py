@@ -3,8 +3,6 @@
 A trial's processes are watched from outside, through its run folder.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

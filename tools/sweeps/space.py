@@ -1,7 +1,5 @@
 """The values that a sweep tries: lists and ranges, by key. Standard library only."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """A sweep's file and folder: a run config with [sweep] and [search], and optionally [ds]."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Measures tokenizers on the same texts."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The kinds of tokenizers that train_tokenizer.py trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokenizes the corpora of a run config in many processes, or one task's share of their shards."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
