@@ -215,7 +215,7 @@ NOT_FOLLOWED = {
     "needs another tokenizer than any that is here": (
         "data/chat_tokens.py",
         "data/source.py: the chat template writes control tokens",
-        *("data/encoding.py", "data/source.py: ... assistant turns are learned without"),
+        *("data/encoding.py", "data/source.py: assistant turns are learned"),
         "run/data_decisions.py: set data.tokenizer to the one that they were trained with",
     ),
 }
