@@ -73,10 +73,6 @@ DATA: dict[str, Callable[[Path], Any]] = {
     "some bad rows": texts_and({"text": None}),
     "many bad rows": texts_and(*({"text": None},) * 5),
     "texts": lambda here: [texts(here / "a.jsonl"), texts(here / "few.jsonl", 20)],
-    "a column of another name": lambda here: lines(here / "a.jsonl", {"body": TEXT}, times=30),
-    "columns of unknown names": lambda here: lines(
-        here / "a.jsonl", {"one": TEXT, "two": TEXT}, times=30
-    ),
     "rows marked as not learned": marked("weight", 0, 1),
     "rows marked by false": marked("train", False, True),
     "bad examples": marked("label", False, True),
@@ -157,8 +153,6 @@ HIDES, CARRIED = "data.template=$here/hides.jinja", "model.name=lstm train.carry
 ROWS: list[tuple[str, str, str]] = [
     ("some bad rows", PATH, "data.bad_rows=skip leaves out such rows"),
     ("many bad rows", f"{PATH} data.bad_rows=skip", "fix them, or raise it"),
-    ("a column of another name", PATH, "data.columns.text=body names the text"),
-    ("columns of unknown names", PATH, "name the columns to read in data.columns"),
     ("rows marked as not learned", LONG, "as in data.where.weight=1"),
     ("rows marked by false", LONG, "as in data.where.train=True"),
     ("bad examples", LONG, "as in data.where.label=True"),

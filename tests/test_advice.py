@@ -207,14 +207,15 @@ NOT_FOLLOWED = {
         "config/ds_refused.toml: to gather weights within a node",
         "config/data_section.py: are longer than data.seq_len",
         "data/source.py: (the longest has ...): raise data.seq_len",
-        *("files/forms.py: did you mean", "plan/batches.py: give data.path more text"),
+        *("files/forms.py: did you mean", "files/forms.py: : name the columns to read"),
+        "plan/batches.py: give data.path more text",
         "files/splits.py: name the folder or files of a subset",
     ),
     "of what steps do": ("engine/skip.py", "run/step.py"),
     "needs another tokenizer than any that is here": (
         "data/chat_tokens.py",
-        "data/data.py: the chat template writes control tokens",
-        "data/encoding.py",
+        "data/source.py: the chat template writes control tokens",
+        *("data/encoding.py", "data/source.py: assistant turns are learned"),
         "run/data_decisions.py: set data.tokenizer to the one that they were trained with",
     ),
 }

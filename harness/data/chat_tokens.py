@@ -19,14 +19,16 @@ from harness.data.rendering import (
     with_arguments,
 )
 from harness.data.tokenizer import encode_with_offsets, with_full_spans
-from harness.data.turn_places import NotFound, Place, TurnFinder
+from harness.data.turn_places import WITHOUT_END, NotFound, Place, TurnFinder
 from harness.errors import ConfigError
 from harness.files.chat import NO_TEMPLATE, Chat
 from harness.files.notes import Note
 from harness.files.pieces import Spans
 from harness.files.turns import THOUGHT
 
-_CONTROL = re.compile(r"<\|[\w ]+\|>|<(?:start|end)_of_\w+>")
+# Tokens in brackets: with bars, as names in capitals, and others, which may also be tags of a text.
+_CONTROL = re.compile(r"<[|\uff5c][^<>\n]{1,64}>|<[^<>\s]{1,64}[|\uff5c]>|\[/?[A-Z][A-Z_]+\]")
+_TAG = re.compile(r"<([^<>\s]{1,64})>")
 # Keys never reported as unread: every template reads them, or many templates have no use for them.
 _COMMON_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "id", THOUGHT})
 
@@ -61,13 +63,16 @@ def divided_control_tokens(
     is split into. They are searched for in the first conversation that the template accepts
     (data.bad_rows may skip others). `values`: data.template_values.
     """
-    text, encoder = "", None
+    encoder, text, said, tags = None, "", "", ""
     for chat in chats:
         encoder = encoder or ChatEncoder(tokenizer, "all", values=values)
         with contextlib.suppress(ValueError):
-            text = encoder.render(chat).text
+            text, said = encoder.render(chat).text, str(chat.messages)
+            tags = "" if chat.tools else text  # a list of tools comes with a text about tags
             break
-    names = dict.fromkeys(_CONTROL.findall(text))
+    pairs = {name for name in _TAG.findall(tags) if f"</{name}>" in tags}
+    lone = [f"<{name}>" for name in _TAG.findall(tags) if name.strip("/") not in pairs]
+    names = [name for name in [*_CONTROL.findall(text), *lone] if name not in said]
     pieces = {name: len(tokenizer.encode(name, add_special_tokens=False)) for name in names}
     return {name: count for name, count in pieces.items() if count > 1}
 
@@ -121,8 +126,9 @@ class ChatEncoder:
         notes += [("variables", name) for name in self._template.not_given(chat)]
         if chat.tools and self._is_text_of(replace(chat, tools=None), text, form):
             notes.append(("turns", _WITHOUT_TOOLS))
-        if chat.values and not chat.values.keys() & self._template.variables(chat):
-            notes.append(("columns", "chat_template_kwargs"))
+        read = {*self._template.variables(chat), *self._tokenizer.special_tokens_map}
+        unread = sorted(chat.values.keys() - read)
+        notes += [("columns", f"chat_template_kwargs.{key}") for key in unread]
         turns, places = self._finder.turns_of(chat, text, form), Places()
         notes += [("turns", note) for note in turns.unwritten()]
         needed = {*self._needed(chat)}
@@ -135,7 +141,11 @@ class ChatEncoder:
                 notes += [("turns", note) for note in places[number].lacks]
             except NotFound as error:
                 places.missing[number] = error
-        return Rendered(text, self._learned(chat, text, form, places), notes)
+        turns_learned = self._learned(chat, text, form, places)
+        for start, stop in [spans[-1] for spans in turns_learned if self._learn != "all"]:
+            if text[stop:].strip() and not self._finder.ends_with_token(text[start:stop].rstrip()):
+                notes.append(("turns", WITHOUT_END))
+        return Rendered(text, [span for spans in turns_learned for span in spans], notes)
 
     def _is_text_of(self, chat: Chat, text: str, form: Arguments) -> bool:
         """Return True if the template writes `text` for a conversation, too; False if it rejects
@@ -178,46 +188,46 @@ class ChatEncoder:
             raise problem
         return "object", text
 
-    def _learned(self, chat: Chat, text: str, form: Arguments, places: Places) -> Spans:
-        """Return the spans that are trained on. Raises ValueError."""
+    def _learned(self, chat: Chat, text: str, form: Arguments, places: Places) -> list[Spans]:
+        """Return the spans that are trained on, by turn if turns are. Raises ValueError."""
         if self._learn == "all":
-            return _without([(0, len(text))], places.found(chat.unlearned, ""))
+            return [_without([(0, len(text))], places.found(chat.unlearned, ""))]
         turns, chosen = chat.turns(), self._chosen(chat)
         if not self._template.marks_turns(chat):
             is_way_out = self._learn == "assistant" and turns[-1] in places
             other = "data.learn=last, or " if is_way_out else ""
             own = places.found(chosen, f": set {other}data.template to one with {_BLOCK}")
-            return [(place.start, place.stop) for place in own if place.is_written]
+            return [[(place.start, place.stop)] for place in own if place.is_written]
         _, marked = self._template.marked(with_arguments(chat.messages, form), chat)
         marked = [(start, stop) for start, stop in marked if start < stop]
         if places.missing:
             return self._marked_alone(turns, marked, chosen, places)
         return self._marked_in(marked, chosen, places)
 
-    def _marked_in(self, marked: Spans, chosen: Sequence[int], places: Places) -> Spans:
+    def _marked_in(self, marked: Spans, chosen: Sequence[int], places: Places) -> list[Spans]:
         """Return what {% generation %} marks of the chosen turns, without their role markers."""
-        learned: Spans = []
+        learned: list[Spans] = []
         for number, place in places.items():
             cut = [(max(start, place.start), min(stop, place.stop)) for start, stop in marked]
             own = [(start, stop) for start, stop in cut if start < stop]
             if place.is_written and not own:
                 raise ValueError(self._unmarked)
-            learned += own if number in chosen else []
+            learned += [own] if own and number in chosen else []
         return learned
 
     def _marked_alone(
         self, turns: list[int], marked: Spans, chosen: list[int], places: Places
-    ) -> Spans:
+    ) -> list[Spans]:
         """Return the marked parts of the chosen turns if some turns could not be located: one part
         per turn, or all parts if all turns are chosen. Raises ValueError otherwise.
         """
         if len(marked) < len(turns):
             raise ValueError(self._unmarked)
         if len(marked) == len(turns):
-            return [span for n, span in zip(turns, marked, strict=True) if n in chosen]
+            return [[span] for n, span in zip(turns, marked, strict=True) if n in chosen]
         if chosen != turns:
             places.found(turns, "")
-        return marked
+        return [marked]
 
     @property
     def _unmarked(self) -> str:

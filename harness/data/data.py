@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from harness.data.batches import Stream
-from harness.data.chat_tokens import divided_control_tokens
 from harness.data.mixture import Mixture
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded
@@ -110,8 +109,7 @@ class Data:
     def warnings(self) -> list[str]:
         """Return warnings about the data, one sentence per line."""
         sources = (*self.sources, *self.set_sources)
-        texts = [f"{s.corpus.path}: {text}" for s in sources for text in s.warnings().values()]
-        return [*texts, *([self._divided] if self._divided else [])]
+        return [f"{s.corpus.path}: {text}" for s in sources for text in s.warnings().values()]
 
     def mixture(self) -> list[Any] | None:
         """Return [first sample, samples per source in a period] of each part, or None."""
@@ -137,28 +135,7 @@ class Data:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events about the data, for events.jsonl."""
-        events = [
-            event for source in (*self.sources, *self.set_sources) for event in source.events()
-        ]
-        if self._divided:
-            events.append({"kind": "divided_control_tokens", "message": self._divided})
-        return events
-
-    @cached_property
-    def _divided(self) -> str:
-        """Warning about control tokens that the first conversation has as plain text, or ""."""
-        sources = (*self.sources, *self.set_sources)
-        chats = (chat for source in sources for chat in source.corpus.chats())
-        values = self.sources[0].config.template_values
-        divided = divided_control_tokens(self.tokenizer, chats, values)
-        if not divided:
-            return ""
-        shown = ", ".join(f"{name} ({count} pieces)" for name, count in divided.items())
-        return (
-            "the chat template writes control tokens that the tokenizer does not have, which are "
-            f"learned as text: {shown}; name a tokenizer with these tokens in data.tokenizer "
-            "(docs/models.md#new-tokens), or set data.template to a template whose tokens it has"
-        )
+        return [event for source in (*self.sources, *self.set_sources) for event in source.events()]
 
     @property
     def begin(self) -> list[int]:

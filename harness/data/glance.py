@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.data_section import DataConfig, MixSource
-from harness.data.spec import DataSpec, corpora_of, corpus_of
+from harness.data.spec import DataSpec, corpora_of, corpus_of, unused_template
 from harness.errors import ConfigError, Unusable
 from harness.files.chat import NO_TEMPLATE, Chat
 from harness.files.corpus import Corpus, ReadLimit, holds_ids
@@ -291,6 +291,7 @@ def _text(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str, is_rough: b
     roughly = "roughly " if is_rough else ""
     among = "" if head.is_whole else f"among the first {len(head.documents):,} documents, "
     said = {kind: f"{among}{text}" for kind, text in size.warnings.items()}
+    said |= unused_template(corpus, spec.config)
     if longer:
         said["too_long"] = spec.config.too_long_text(longer, documents, roughly)
     path = "Python's own library" if corpus.kind == "library" else str(corpus.path)

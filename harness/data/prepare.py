@@ -31,7 +31,7 @@ from harness.files.data_format import BadLines
 from harness.files.notes import Notes
 
 # Increase this if the same text would give different tokens.
-FORMAT = 6
+FORMAT = 7
 # Increase this if the files of the split change.
 SPLIT_FORMAT = 4
 TOKENS, MASKS, NOTES, SPLIT_FACTS = "tokens", "masks.npy", "notes.json", "split.json"

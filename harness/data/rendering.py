@@ -195,11 +195,11 @@ Arguments = Literal["object", "text"]
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Set a tokenizer's chat template by name or .jinja file, also for the run and its export.
-
-    Raises ConfigError.
+    """Set a tokenizer's chat template by name, which may be that of one of its own, or .jinja file,
+    also for the run and its export. Raises ConfigError.
     """
-    tokenizer.chat_template = read_template(template)
+    own: Any = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    tokenizer.chat_template = own.get(template) or read_template(template, own)
     setattr(tokenizer, _SOURCE, template)
 
 
@@ -286,7 +286,8 @@ class ChatTemplate:
                 text = compiled.render(**values)
             text.encode()  # a lone surrogate in a tool call is valid JSON but not valid text
         except Exception as error:  # a template may raise anything
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            text = f"{type(error).__name__}: {error}".replace("`chat_template`", "data.template")
+            problem = " ".join(text.split())
             raise ValueError(f"is rejected by the {self.name}: {problem[:300]}") from error
         return text, spans
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import ANY_LENGTH, DataConfig, TokenBounds
 from harness.data.cache import Report, build_once, cache_key
+from harness.data.chat_tokens import divided_control_tokens
 from harness.data.encoding import HowEncoded
 from harness.data.packed_documents import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.data.packing import Packed
@@ -31,7 +32,7 @@ from harness.data.prepare import (
     write_tokens,
 )
 from harness.data.rendering import writes_date
-from harness.data.spec import DataSpec, corpus_of
+from harness.data.spec import DataSpec, corpus_of, unused_template
 from harness.data.split import SIDES, load_split
 from harness.data.tokenizer import added_at_begin, tokenizer_hash, trims_spans, vocab_size
 from harness.data.turn_places import WITHOUT_END
@@ -73,6 +74,8 @@ class Source:
     day: str | None = None
     """The date that the chat template writes; None if it writes no date."""
     config: DataConfig = field(default_factory=DataConfig)
+    divided: Mapping[str, int] = field(default_factory=dict)
+    """Control tokens of the first conversation that are text, each with its number of tokens."""
 
     @property
     def tokens(self) -> int:
@@ -135,11 +138,20 @@ class Source:
 
     def warnings(self) -> dict[str, str]:
         """Return warnings about its documents, by kind of event."""
-        said = {}
+        said = unused_template(self.corpus, self.config)
         if count := self.notes[_WITHOUT_END]:
             said["turns_without_end"] = (
                 f"{count:,} assistant turns are learned without a token that ends them; the "
-                "end-of-text token closes only the last turn of a conversation"
+                "end-of-text token closes at most the last turn of a conversation: set "
+                "data.template to one that writes an end token (within {% generation %}, if used)"
+            )
+        if self.divided:
+            shown = ", ".join(f"{name} ({count} pieces)" for name, count in self.divided.items())
+            said["divided_control_tokens"] = (
+                "the chat template writes control tokens that the tokenizer does not have, which "
+                f"are learned as text: {shown}; name a tokenizer with these tokens in "
+                "data.tokenizer (docs/models.md#new-tokens), or set data.template to a template "
+                "whose tokens it has"
             )
         whole = [side for side in self.sides.values() if isinstance(side, WholeWindows)]
         if longer := sum(side.facts.too_long for side in whole):
@@ -282,6 +294,7 @@ def open_source(
         str(tokenizer.decode([*begin])),
         spec.config.date if _writes_date(corpus, tokenizer) else None,
         spec.config,
+        divided_control_tokens(tokenizer, corpus.chats(), spec.config.template_values),
     )
 
 

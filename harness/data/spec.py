@@ -12,6 +12,7 @@ from harness.config.data_section import REHEARSED, DataConfig, TokenBounds
 from harness.config.run_config import RunConfig, run_and_step
 from harness.errors import ConfigError
 from harness.files.corpus import Corpus, ReadLimit, find_corpus
+from harness.files.forms import example, read
 from harness.files.kept_sample import HELD_OUT, kept_facts, kept_sample, side_of_sample
 from harness.runfolder import RunFolder
 
@@ -156,6 +157,21 @@ def tokenizer_of(init_from: str | None) -> str | None:
         return None
     folder = RunFolder(run_and_step(init_from)[0]).tokenizer_dir
     return str(folder) if folder.is_dir() else init_from
+
+
+def unused_template(corpus: Corpus, data: DataConfig) -> dict[str, str]:
+    """Return a warning by kind of event if text pairs do not use data.template."""
+    if data.template is None or corpus.kind != "text" or corpus.holds_chats:
+        return {}
+    names = {"question": "prompt", "answer": "completion"}
+    columns = {key: corpus.columns.get(name, name) for key, name in names.items()}
+    first = next(corpus.parts(corpus.bad_lines()), None)
+    try:
+        read(first and first.record, columns)
+    except ValueError:
+        return {}
+    said = f"data.template is {data.template}, but a prompt and its completion are read as text"
+    return {"unused_template": f"{said}: {example(columns)} reads them as conversations"}
 
 
 def _until_sample(run: RunConfig) -> int | None:

@@ -182,9 +182,6 @@ class Turns:
             return Place(0, 0, (WRITES_NOTHING,), is_written=False)
         if not self._is_found(number, text):
             lacks = (*lacks, OTHER_TEXT)
-        is_last = not self.whole.text[stop:].strip()
-        if not is_last and not self.finder.ends_with_token(text):
-            lacks = (*lacks, WITHOUT_END)
         return Place(start, stop, lacks)
 
     def _what_is_written(self, number: int) -> tuple[tuple[str, ...], bool]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -86,7 +89,7 @@ def records_of(
             for first in range(0, batch.num_rows, _ROWS_AT_ONCE):
                 for row in batch.slice(first, _ROWS_AT_ONCE).to_pylist():
                     number += 1
-                    yield number, {key: _without_null(item) for key, item in row.items()}
+                    yield number, row
     except unreadable() as error:
         message = " ".join(str(error).split())
         bad_lines.add(file, f"it is damaged or truncated after row {number}: {message}")
@@ -112,10 +115,49 @@ def count_rows(file: Path, most_bytes: int) -> tuple[int, int]:
     return count, most_bytes
 
 
-def _without_null(value: Any) -> Any:
-    """Return a value without nulls in its objects: Arrow gives all rows the same keys."""
-    if isinstance(value, dict):
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_null(item) for item in value]
-    return value
+Place = tuple[str, ...]  # the keys that lead to an object in a record
+_HEAD = 1000  # records that tell where objects are filled up
+_MAY_BE_NULL = re.compile(r"'null'|'nullable': True")
+
+
+def filled_places(records: Iterable[tuple[int, object]]) -> set[Place]:
+    """Return where a table, or a file exported from one, fills up objects with nulls: all of them
+    have the same keys, one of which has a value in some and null in others.
+    """
+    shapes = defaultdict[Place, set[tuple[tuple[str, bool], ...]]](set)
+    for place, item, _ in _objects([record for _, record in islice(records, _HEAD)]):
+        shapes[place].add(tuple((key, item[key] is None) for key in sorted(item)))
+    mixed = {place: all_of for place, all_of in shapes.items() if len(all_of) > 1}
+    return {
+        place for place, all_of in mixed.items() if len({tuple(dict(of)) for of in all_of}) == 1
+    }
+
+
+def remove_nulls(record: object, places: Callable[[], set[Place]]) -> int:
+    """Remove the nulls in `places` within the turns and tools of a record; return their number.
+    Arguments that a function's schema requires, or that may be null, are kept.
+    """
+    kept, nulls = set[tuple[str, str]](), list[tuple[dict[str, Any], tuple[str, str]]]()
+    for place, item, owner in _objects(record):
+        name, schemas = str(owner.get("name")), item.get("properties")
+        for key, schema in schemas.items() if isinstance(schemas, dict) else ():
+            if f"'{key}'" in str(item.get("required")) or _MAY_BE_NULL.search(str(schema)):
+                kept.add((name, key))
+        if len(place) > 1 and None in item.values() and place in places():
+            nulls += [(item, (name, key)) for key, value in item.items() if value is None]
+    removed = [(item, key) for item, (name, key) in nulls if (name, key) not in kept]
+    for item, key in removed:
+        del item[key]
+    return len(removed)
+
+
+def _objects(record: object) -> Iterator[tuple[Place, dict[str, Any], dict[str, Any]]]:
+    """Yield the objects in a record: the place, the object, and the one around it."""
+    left: list[tuple[Place, object, dict[str, Any]]] = [((), record, {})]
+    while left:
+        place, value, owner = left.pop()
+        if isinstance(value, list):
+            left += [(place, item, owner) for item in value if isinstance(item, dict | list)]
+        elif isinstance(value, dict):
+            yield place, value, owner
+            left += [((*place, key), item, value) for key, item in value.items()]

@@ -34,9 +34,9 @@ NO_TEMPLATE = (
 )
 
 
-def read_template(template: str) -> str:
-    """Return the text of a bundled template or a .jinja file. Raises ConfigError."""
-    names = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+def read_template(template: str, own: Iterable[str] = ()) -> str:
+    """Return a bundled template or .jinja file; `own` are other names. Raises ConfigError."""
+    names = sorted([*own, *(path.stem for path in TEMPLATES.glob("*.jinja"))])
     named = TEMPLATES / f"{template}.jinja"
     path = named if template in names else user_path("data.template", template)
     try:

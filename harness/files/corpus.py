@@ -6,12 +6,13 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, TypeVar
 
 from harness.errors import ConfigError
+from harness.files.arrow_rows import Place, filled_places, remove_nulls
 from harness.files.chat import Chat
 from harness.files.corpus_files import TOPICS, CorpusFiles, find_files
 from harness.files.data_format import BadLines, Records, problem_of
@@ -19,10 +20,12 @@ from harness.files.file_kinds import format_of
 from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import Document, read, value_of
 from harness.files.notes import Note
-from harness.files.pieces import Ids, Piece, pieces_of, unless_blank
+from harness.files.pieces import Ids, Piece, pieces_of
 
 CHATS, TOKEN_IDS, TEXT = "a conversation", "token ids", "other text"
 """Kinds of documents, as messages name them. All documents of a corpus have the same kind."""
+_BLANK: Note = ("turns", "blank texts (only their end is learned)")
+_FILLED: Note = ("turns", "nulls that fill up objects to equal keys, as Arrow does")
 Result = TypeVar("Result")
 
 
@@ -167,7 +170,9 @@ class Corpus(CorpusFiles):
         if self.between is not None:
             assert format.records_between is not None, "a file with bounds has it"
             records = format.records_between(file, bad_lines, *self.between)
-        rows = documents_of(file, records, bad_lines, self.where, self.columns)
+        head = partial(format.records, file, BadLines())  # of the whole file, in each part of it
+        places = cache(lambda: filled_places(head()))
+        rows = documents_of(file, records, bad_lines, self.where, self.columns, places)
         for line, record, (document, notes) in rows:
             for part in [document] if isinstance(document, Chat | Ids) else document:
                 yield Part.of(part, file, line, record, notes)
@@ -291,13 +296,20 @@ def documents_of(
     bad_lines: BadLines,
     where: Mapping[str, str],
     columns: Mapping[str, str],
+    places: Callable[[], set[Place]],
 ) -> Iterator[tuple[int, object, tuple[Document, tuple[Note, ...]]]]:
     """Yield (line, record, (document, notes)). Blank texts are bad if bad rows are skipped."""
 
     def document_of(record: object) -> tuple[Document, tuple[Note, ...]]:
+        filled = remove_nulls(record, places)
         document, notes = read(record, columns)
-        if not isinstance(document, Chat | Ids) and bad_lines.limit is not None:
-            document = unless_blank(document)
+        notes += [_FILLED] * filled
+        if not isinstance(document, Chat | Ids):
+            document = iter(pieces := [*document])
+            is_blank = not any(piece.text.strip() for piece in pieces)
+            if is_blank and bad_lines.limit is not None:
+                raise ValueError("is blank: nothing to learn")
+            notes += [_BLANK] * is_blank
         return document, tuple(note for note in notes if note[1] not in where)
 
     return rows_of(file, records, bad_lines, where, document_of)

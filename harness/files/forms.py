@@ -98,7 +98,8 @@ def _of_lists(record: Mapping[str, object]) -> str:
         if len(value) > 1 and all(isinstance(item, str) for item in value):
             return f": write {key} as turns, which are objects with role and content"
         if value and all(isinstance(item, dict) and not item.keys() & _ROLES for item in value):
-            return f": {key} holds a list of records: write each as a line of its own"
+            said = f": {key} holds a list of records: write each as a line of its own"
+            return f"{said}, or those of a conversation with the keys role and content"
     return ""
 
 
@@ -148,7 +149,10 @@ class Form:
 def _text(row: Values, key: str) -> str:
     value = row[key]
     if not isinstance(value, str):
-        raise ValueError(f"{key} must be a string, not {type(value).__name__}")
+        how = ": store the column as strings" * isinstance(value, bytes)
+        how = f': write it as text, as in "{value}"' if isinstance(value, int | float) else how
+        how = f": {example({'messages': key})} reads the turns" if begins_with_turn(value) else how
+        raise ValueError(f"{key} must be a string, not {type(value).__name__}{how}")
     value.encode()  # a lone surrogate, "\ud800", is valid JSON but not valid text
     return value
 
@@ -168,7 +172,7 @@ def _segments(row: Values) -> Iterator[Piece]:
     for segment in segments:
         if not isinstance(segment, dict) or segment.get("label") not in (True, False):
             raise ValueError("a segment must be an object with text, and label true or false")
-        text, label = _text(segment, "text") if "text" in segment else "", bool(segment["label"])
+        text, label = _text({"text": segment.get("text") or ""}, "text"), bool(segment["label"])
         if label and text:
             learned.append((len(whole), len(whole) + len(text)))
         whole += text
@@ -272,7 +276,8 @@ def read(record: object, columns: Mapping[str, str]) -> tuple[Document, list[Not
     `columns`: the record's name of each of COLUMNS, or empty for these names. Raises ValueError.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"must be an object, not {type(record).__name__}")
+        wanted = '{"messages": [...]}' if begins_with_turn(record) else '{"text": "..."}'
+        raise ValueError(f"must be an object, not {type(record).__name__}: write it as {wanted}")
     if not columns:
         _require_no_turn(record)
     columns = columns or _own_names(record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TextIO
@@ -85,14 +85,6 @@ def _within(
         return None
     cut = [(max(first, start) - start, min(last, stop) - start) for first, last in runs]
     return tuple((first, last) for first, last in cut if first < last)
-
-
-def unless_blank(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Return the pieces of a document. Raises ValueError if they contain only white space."""
-    document = [*pieces]
-    if not any(piece.text.strip() for piece in document):
-        raise ValueError("is blank: nothing to learn")
-    return iter(document)
 
 
 def pieces_read(opened: TextIO) -> Iterator[Piece]:

@@ -23,12 +23,12 @@ def calls_of(calls: object) -> list[Call]:
 def _call(call: object) -> Call:
     if not isinstance(call, dict):
         raise ValueError(f"a tool call must be an object, not {type(call).__name__}")
-    function = parsed(call.get("function", call))
+    function = parsed(call.get("function") or call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call needs the name of a function")
     named = [table[key] for table in (function, call) for key in _ARGUMENTS if key in table]
     given = next((value for value in named if value not in (None, "")), None)
-    rest = {key: value for key, value in function.items() if key not in _OF_A_CALL}
+    rest = {k: v for k, v in function.items() if k not in _OF_A_CALL and v is not None}
     unknown = [key for key, value in rest.items() if value and key not in _OF_SERVERS]
     if given is None and unknown:
         raise ValueError(
@@ -77,6 +77,7 @@ def tools_of(tools: object, functions: object = None) -> list[dict[str, Any]] | 
 
 
 def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    tool = {key: value for key, value in tool.items() if value is not None}
     is_bare = isinstance(tool.get("name"), str) and "function" not in tool
     return {"type": "function", "function": tool} if is_bare else tool
 
@@ -106,7 +107,7 @@ _CALL = "function_call"
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys((ASSISTANT, "gpt", "chatgpt", "bing", "bard", "model"), ASSISTANT),
+    **dict.fromkeys((ASSISTANT, "gpt", "chatgpt", "bing", "bard", "bot", "model"), ASSISTANT),
     **dict.fromkeys(("tool", "function", "ipython", "observation"), "tool"),
     **dict.fromkeys(("function_response", "tool_response"), "tool"),
     **dict.fromkeys((_CALL, "tool_call"), _CALL),
@@ -149,8 +150,17 @@ def is_role(name: object) -> bool:
 
 
 def is_turn(value: object) -> bool:
-    """Return True for a turn of OpenAI's or ShareGPT's form."""
-    return isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
+    """Return True for a turn of OpenAI's or ShareGPT's form, or with other names."""
+    is_usual = isinstance(value, dict) and not value.keys().isdisjoint(("role", "from"))
+    return is_usual or (isinstance(value, dict) and bool(_other_names(value)))
+
+
+def _other_names(turn: Message) -> dict[str, str]:
+    """Return the usual names of a turn's two texts if one is a role, as in speaker, utterance."""
+    texts = {key: is_role(value) for key, value in turn.items() if isinstance(value, str)}
+    if any(turn.keys() >= {*pair} for pair in _PAIRS) or sorted(texts.values()) != [False, True]:
+        return {}
+    return {key: "role" if is_own else "content" for key, is_own in texts.items()}
 
 
 def begins_with_turn(value: object) -> bool:
@@ -230,6 +240,8 @@ def turn_of(turn: object) -> Turn:
     """Return a turn given in OpenAI's or ShareGPT's form. Raises ValueError."""
     if not isinstance(turn, dict):
         raise ValueError(f"a turn must be an object, not {type_of(turn)}")
+    if turn.get("role") is None and turn.get("from") is None and (names := _other_names(turn)):
+        turn = {names.get(str(key), str(key)): value for key, value in turn.items()}
     name = turn["role"] if turn.get("role") is not None else turn.get("from")
     if name is None:
         raise ValueError(f"a turn needs role and content, or from and value; it has {list(turn)}")
@@ -273,7 +285,7 @@ def _with_content(turn: Message) -> tuple[Message, object]:
     if not held and turn.get("text") is not None:
         return {key: turn[key] for key in turn if key != "text"}, turn["text"]
     if turn.keys().isdisjoint(_SAYS):
-        raise ValueError(f"a turn needs content or value; it has {', '.join(turn)}")
+        raise ValueError(f"a turn needs content or value; it has {', '.join(turn)}: rename one")
     empty = (turn[key] for key in ("content", "value") if turn.get(key) is not None)
     return turn, held[0] if held else next(empty, None)
 
@@ -355,9 +367,10 @@ def _is_thought(part: object) -> bool:
 def _text_of_part(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type_of(part)
     if not isinstance(part, dict) or kind not in (*_TEXTS, *_PART_THOUGHTS):
-        raise ValueError(f"a turn has a part of type {kind}, not text{_INSTEAD.get(kind, '')}")
-    key = next((key for key in ("text", kind) if key in part), None)
-    if key is None:
+        how = _INSTEAD.get(kind, ": only text is read (no images or sound): remove these parts")
+        raise ValueError(f"a turn has a part of type {kind}, not text{how}")
+    key = next((k for k in ("text", kind) if part.get(k)), kind if kind in part else "text")
+    if key not in part:
         raise ValueError(f"a turn has a part without a text; it has {list(part)}")
     return text_of(part[key])
 

@@ -82,7 +82,10 @@ def check_data(draft: Draft) -> None:
     config, problems = draft.config, list[str]()
     template = config.data.template
     if template is not None and (draft.here or not template.endswith(_FILE_OF_TEMPLATE)):
-        problems += _problems_of(lambda: read_template(template))
+        folder = Path(config.data.tokenizer or config.model.init_from or "none")
+        texts = [file.read_text(errors="replace") for file in folder.glob("tokenizer_config.json")]
+        if f'"name": "{template}"' not in str(texts):  # the tokenizer's own
+            problems += _problems_of(lambda: read_template(template))
     if draft.here:  # another machine may have the data
         problems += missing_here(config.data)
         tokenizer = config.data.tokenizer or ""

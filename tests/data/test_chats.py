@@ -19,7 +19,7 @@ from harness.data.rendering import set_template
 from harness.data.tokenizer import load_tokenizer
 from harness.data.tokenizer_files import SpecialIds
 from harness.data.turn_places import TurnFinder
-from harness.files.chat import Chat, chat_of
+from harness.files.chat import Chat, chat_of, read_template
 from harness.files.turns import turn_of
 from tests.data.chat_tokenizers import STYLES, TOOLS, chats, tokenizer_of, write_chats
 
@@ -264,6 +264,10 @@ NAMED = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
             [("keys", "name"), ("turns", "assistant turns whose text the template changes")],
         ),
         (NAMED, [("keys", "name")]),
+        (
+            BLOCKS.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}<end>"),
+            [("keys", "name"), ("turns", "assistant turns without an end token")],
+        ),
         (NAMED.replace("m.role +", "(m.name or m.role) +", 1), []),
     ],
 )
@@ -314,7 +318,11 @@ def test_values_of_a_row_come_before_those_of_the_run(
 ) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(VARIABLES.replace("ARGUMENTS", "''"))
-    rows = [{}, {"enable_thinking": True, "xml_tools": ["rain"]}, {"enable_thinking": None}]
+    rows = [
+        {},
+        {"enable_thinking": True, "xml_tools": ["rain"], "think": 1},
+        {"enable_thinking": None},
+    ]
     path = write_jsonl(*({"messages": [USER, BOT], "chat_template_kwargs": row} for row in rows))
     options = {"tokenizer": chatml_dir, "template": str(own), "held_out": 0}
     data = opened(path, **options, template_values={"enable_thinking": False})
@@ -322,6 +330,7 @@ def test_values_of_a_row_come_before_those_of_the_run(
     assert [text.partition("1<")[0] for text in texts] == ["brief ", "rain ", "brief "]
     note = "the chat template also reads xml_tools (2): not given (data.template_values)"
     assert note in data.summary()[0]
+    assert "left out of the rows: columns chat_template_kwargs.think (1)" in data.summary()[0]
     assert data.fingerprint != opened(path, **options).fingerprint
 
 
@@ -405,19 +414,23 @@ def test_no_control_token_of_the_own_template_is_divided(style: str) -> None:
 
 
 def test_control_tokens_are_found_behind_a_chat_that_is_skipped() -> None:
+    marks = "<|im_start|><\uff5cA\uff5c>[INST]<|a><of_a>"
     tokenizer = tokenizer_of(
         "phi",
         "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
-        "{% for m in messages %}<|im_start|>{{ m.content }}<|end|>{% endfor %}",
+        f"{{% for m in messages %}}{marks}{{{{ m.content }}}}<|end|>{{% endfor %}}",
     )
     chats = [Chat([{**USER, "content": text}, BOT]) for text in ("no", "yes")]
-    assert [*divided_control_tokens(tokenizer, chats)] == ["<|im_start|>"]
+    assert "".join(divided_control_tokens(tokenizer, chats)) == marks
 
 
 def test_separator_line_break_that_ends_an_answer_is_learned(tokenizer_dir: str) -> None:
     """A tokenizer without <|im_end|>: generation stops at the separator, or not at all."""
     tokenizer = load_tokenizer(tokenizer_dir)
-    set_template(tokenizer, "chatml")
+    tokenizer.chat_template = {"own": read_template("chatml")}
+    with pytest.raises(ValueError, match=r"to the data\.template argument.* \['own'\]"):
+        learned_text(tokenizer, Chat([USER, BOT]))
+    set_template(tokenizer, "own")
     turns = [{"role": "user", "content": "ok?"}, {"role": "assistant", "content": "ok."}]
     learned = learned_text(tokenizer, Chat(turns))
     assert learned == f"ok.<|im_end|>\n{tokenizer.eos_token}"
@@ -440,15 +453,17 @@ def test_the_runs_tokenizer_carries_the_template(
 ) -> None:
     chat = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "that."}]
     path = write_jsonl(*({"messages": chat * 2} for _ in range(20)))
+    pairs = write_jsonl(*[{"prompt": "what? ", "completion": "that."}] * 20, name="b.jsonl")
+    (note,) = opened(pairs, template="chatml").warnings()
+    assert """'data.columns={question="prompt", answer="completion"}' reads them""" in note
     assert "no chat template: set data.template=chatml" in refused(path)[0]
     assert re.search("template is 'alpaca': .* chatml, gemma", refused(path, template="alpaca")[0])
     for name in ("chatlm", "ChatML"):
         assert "did you mean chatml?" in refused(path, template=name)[0]
     data = opened(path, template="chatml")
-    (event,) = data.events()[-1:]
-    assert event["kind"] == "divided_control_tokens"
+    (event,) = (event for event in data.events() if event["kind"] == "divided_control_tokens")
     assert "<|im_start|> (" in event["message"]
-    assert data.warnings()[-1] == event["message"]
+    assert event["message"] in data.warnings()
     assert ": 20 assistant turns are learned without a token that ends them" in data.warnings()[0]
     assert "left out" not in data.summary()[0]
     assert "name a tokenizer with these tokens in data.tokenizer" in event["message"]
@@ -478,7 +493,7 @@ def turn(content: object, role: str = "assistant", **keys: object) -> dict[str, 
         ([USER, turn(" ")], "has an empty assistant turn"),
         ([USER, turn("b.", weight=0.5)], "a turn has weight=0.5, which must be 0 or false"),
         ([USER], "has no assistant turn: nothing to learn"),
-        ([USER, turn("b", "bot")], "has the role 'bot', which is not one of"),
+        ([USER, turn("b", "it")], "has the role 'it', which is not one of"),
         ([USER, turn(3)], "must be a string, not int"),
         ([USER, turn([{"type": "image"}])], "a part of type image, not text"),
         ([USER, turn([{"type": "tool_use"}])], '"tool_calls": '),

@@ -193,6 +193,14 @@ def test_conversations_come_in_two_shapes(tmp_path: Path, name: str) -> None:
     for record in (openai, sharegpt):
         path.write_bytes(WRITERS[name]([record]))
         assert documents(path) == [Chat(TURNS, tools)]
+    # Nulls that only make keys equal are left out; one that the schema requires is an argument.
+    given = {"f": {"a": 1, "to": None}, "g": {"a": None, "to": "x"}}
+    calls = [{"function": {"name": name, "arguments": given[name]}} for name in given]
+    schema = {"name": "g", "parameters": {"properties": {"a": {"type": "n"}}, "required": ["a"]}}
+    rows = [{"messages": [*TURNS[:2], {**TURNS[2], "tool_calls": calls}], "tools": [schema]}]
+    path.write_bytes(WRITERS[name](rows))
+    called = documents(path)[0].messages[2]["tool_calls"]
+    assert [call["function"]["arguments"] for call in called] == [{"a": 1}, given["g"]]
     path.write_bytes(WRITERS[name]([{"talk": TURNS[:2] + TURNS[4:]}]))
     assert documents(path, columns={"messages": "talk"}) == [Chat(TURNS[:2] + TURNS[4:])]
     text = glance(DataConfig(path=str(path), columns={"messages": "talk"})).text
@@ -321,9 +329,9 @@ def test_a_content_is_refused_with_a_sentence(
 
 BAD_LINES = {
     b'{"text": "no end"': "is not valid JSON: Expecting ',' delimiter at column 18",
-    b'["text"]': "object, not list",
+    b'["text"]': 'not list: write it as {"text": "..."}',
     b'{"txt": "typo"}': "'txt'",
-    b'{"text": 3}': "text must be a string, not int",
+    b'{"text": 3}': 'not int: write it as text, as in "3"',
     b'{"prompt": "p"}': "prompt and completion, or instruction and output, ",
     b'{"text": "t", "prompt": "p", "completion": "c"}': "either",
     b'{"text": "\xff"}': "codec can't decode byte 0xff",
@@ -344,8 +352,8 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
 def test_a_thousand_bad_lines_make_a_short_report(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl(*range(2000), {"content": "x", "n": 1})
     (first, second) = problems(path)
-    counts = "(2,000 of 2,001 lines read; this is the first)"
-    assert first == f"data.path: {path}:1: must be an object, not int {counts}"
+    counts = '{"text": "..."} (2,000 of 2,001 lines read; this is the first)'
+    assert first == f"data.path: {path}:1: must be an object, not int: write it as {counts}"
     assert second.startswith(f"data.path: {path}:2001: needs either text, or prompt and completion")
     path = write_jsonl({"text": "fine"}, {"content": "x", "n": 1}, {"n": 2, "content": "y"})
     (first, second) = problems(path)

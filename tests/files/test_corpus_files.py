@@ -206,18 +206,6 @@ def test_a_large_file_of_lines_is_not_read_to_its_end(
     assert ": at least 1,000 documents" in glance(DataConfig(path=str(path))).text
 
 
-def test_a_line_that_is_no_document_is_refused_as_in_a_run(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x"}\n{"instruction": "x"}\n{"text": "x"}\n')
-    with pytest.raises(ConfigError) as caught:
-        glance(DataConfig(path=str(path)))
-    assert str(caught.value).startswith(f"data.path: {path}:2: needs either text, or prompt and c")
-    assert str(caught.value).endswith(
-        "it has 'instruction': name the columns to read in data.columns; data.bad_rows=skip leaves "
-        "out such rows and counts them"
-    )
-
-
 def test_a_folder_of_datasets_is_its_files_in_order(tmp_path: Path) -> None:
     """As written by save_to_disk: shards, their order in state.json, and nothing else is read."""
     folder = tmp_path / "saved"

@@ -435,6 +435,8 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
         {"chosen": "Human: 1 + 2? Assistant: 3", "rejected": "Human: 1 + 2? Assistant: 4"},
         "data.columns.text=chosen names the text"),
     "turns": ({"id": 7, "dialog": [HUMAN, GPT]}, "data.columns.messages=dialog names the turns"),
+    "other keys": ({"talk": [{"by": "human", "said": "1 + 2?"}, {"by": "bot", "said": "3"}]},
+        "data.columns.messages=talk names the turns"),
     "turns before a text": ({"context": [Q], "response": "3"},
         'data.columns={prompt="context", completion="response"}\' learns only response'),
     "one text": ({"txet": "a"}, "data.columns.text=txet names the text"),
