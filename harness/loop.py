@@ -1,7 +1,5 @@
 """The training loop. Every tool runs this loop rather than a copy of it."""
 
-from __future__ import annotations
-
 from contextlib import closing, nullcontext
 
 from harness.engine.processes import alarm, leave

@@ -20,8 +20,6 @@ Any process can read with `RunFolder(path)`. Writing requires `open()`, which on
 (`with contextlib.closing(folder)` releases the lock).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ A step depends only on the plan and on the number of steps and samples before it
 takes the same steps in any layout.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Generator

@@ -3,8 +3,6 @@
 Pipes and files get the text unchanged, so that it can be searched.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

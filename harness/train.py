@@ -1,7 +1,5 @@
 """Train a decoder: `deepspeed harness/train.py --deepspeed ds_configs/zero3.json key=value ...`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

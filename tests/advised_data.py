@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from harness.data.pair import write_indexed
+from harness.layout.shape import Shape
 from tests.gates.models import LEARNED
 
 TEXT = "the model reads a long question and answers it in a word or two"
@@ -66,7 +67,8 @@ def _weights(here: Path) -> None:
     shutil.copytree(here.parent / "small", here / "m")
     config = {**LEARNED["llama"], "vocab_size": 2000, "max_position_embeddings": 64}
     (here / "m" / "config.json").write_text(json.dumps(config))
-    save_file({"weight": torch.zeros(1)}, here / "m" / "model.safetensors")
+    weights = {tensor.name: torch.zeros(tensor.shape) for tensor in Shape.from_hf(config).tensors()}
+    save_file(weights, here / "m" / "model.safetensors")
 
 
 DATA: dict[str, Callable[[Path], Any]] = {

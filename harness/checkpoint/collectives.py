@@ -3,8 +3,6 @@
 With an all-gather, every rank would receive as many messages as there are ranks.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Compares a plan with the run that it resumes or branches from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

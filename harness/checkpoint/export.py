@@ -1,7 +1,5 @@
 """Exports a model to a folder that from_pretrained or peft can open."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob

@@ -4,8 +4,6 @@ Version 5 moved rotary settings into `rope_parameters` and renamed keys, but sti
 ones. Version 4, vLLM and llama.cpp know only the old ones and silently use defaults otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """index.json: which file of a checkpoint contains which elements of which parameter."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Saves a checkpoint: every rank writes its fragments, then rank 0 publishes them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """The checkpoints of a run: publishes, verifies, finds and removes them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """key=value arguments: dotted keys, suggestions for typos, and limits on user input."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re

@@ -6,8 +6,6 @@ effect are left out with a note. plan/merge_settings.py checks optimizer.params 
 scheduler.params.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -6,8 +6,6 @@ those of monitors. Once the JSON is resolved, plan/batches.py still changes the 
 is counted, and engine/swap.py the NVMe folder. foreign_config recognises configs of other programs.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

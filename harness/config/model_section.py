@@ -1,7 +1,5 @@
 """The run config's model section and its adapters: keys, types, defaults, meanings."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import (

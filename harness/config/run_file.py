@@ -1,7 +1,5 @@
 """Reads a RunConfig from a TOML file and the command line, reporting all mistakes at once."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Builds the tokenizer and sample streams from data.path or data.mix, using the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from harness.config.data_section import REHEARSED

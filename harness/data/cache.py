@@ -5,8 +5,6 @@ Without locks in the file system a folder may be built twice. A killed builder b
 kernel drops its lock, and the next builder on its machine removes the unfinished folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

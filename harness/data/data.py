@@ -1,7 +1,5 @@
 """Tokens ready to train on, and their summary for users."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Encodes parts of documents as token ids, in groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ sources are the periodic tasks of Baruah et al., "Proportionate progress" (Algor
 on one processor. All periods are alike, so one period is computed and the others follow from it.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 number at the end (arXiv 2307.03172).
 """
 
-from __future__ import annotations
-
 import random
 import string
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ stored, so a corpus of 10**12 tokens needs no index array. It uses no library's 
 a newer numpy cannot reorder a resumed run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

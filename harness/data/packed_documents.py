@@ -8,8 +8,6 @@ window. Its positions start at 1, as no document's do, so attention keeps it sep
 `counted_tokens` (models/stage.py) recognises it.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterator

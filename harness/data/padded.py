@@ -6,8 +6,6 @@ apart (a Kronecker sequence), so any few consecutive groups cover its range of l
 each step mixes short and long documents as evenly as its few groups allow.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

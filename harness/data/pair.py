@@ -3,8 +3,6 @@
 The index is not memory-mapped: pages read for 10 million documents would stay in a rank's memory.
 """
 
-from __future__ import annotations
-
 import shutil
 from array import array
 from collections.abc import Iterable, Iterator, Sequence

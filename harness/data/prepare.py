@@ -4,8 +4,6 @@ The fingerprint consists of two hashes: of ids and document layout, and of the l
 order depends only on the second, so a run that resumes with corrected ids keeps its order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence

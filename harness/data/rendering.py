@@ -5,8 +5,6 @@ follows the last or first letter of a text, outside tags, so templates that trim
 a tag in it treat it as before.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tokenizer of a run: the user's, or one that is trained on the text of all sources."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

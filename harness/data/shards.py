@@ -4,8 +4,6 @@ Shard boundaries depend on the corpus alone. A finished shard is a folder that w
 whole, so interrupted work continues with the missing shards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

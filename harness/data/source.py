@@ -1,7 +1,5 @@
 """One corpus as sample streams, using the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

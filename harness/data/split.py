@@ -1,7 +1,5 @@
 """The train and held-out documents, and their positions in each side's token stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

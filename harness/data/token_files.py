@@ -4,8 +4,6 @@ Nothing is memory-mapped. If a mapped file were truncated or became unreadable d
 process would die without a message (SIGBUS); a short read raises an error with file and sizes.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tokenizers: trained on the corpus, or opened by Hugging Face's AutoTokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -31,8 +31,8 @@ _TEMPLATES = "additional_chat_templates"  # a folder of *.jinja
 _COMPANIONS = "companions"  # a folder within that of the tokenizer
 # Files of a model that an export writes itself, or that belong to another trainer.
 _REPLACED = (
-    *("config.json", "adapter_*", "*.safetensors*", "*.bin", "*.bin.index.json", "*.pt", "*.pth"),
-    *("*.ckpt*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "trainer_state.json", ".*", "*.py"),
+    *("config.json", "adapter_*", "*.safetensors*", "*.bin", "*.bin.index.json", "*.pt", "latest"),
+    *("*.pth", "*.ckpt*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "trainer_*.json", ".*", "*.py"),
 )
 _MOST_BYTES = 1 << 24
 

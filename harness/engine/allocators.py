@@ -1,7 +1,5 @@
 """Settings of the memory allocators (torch's and glibc's), made before a run allocates."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Any

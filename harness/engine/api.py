@@ -3,8 +3,6 @@
 `build.build_engine` returns a ZeroEngine, or a PipelineEngine if the JSON has pipeline stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol

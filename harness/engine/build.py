@@ -1,7 +1,5 @@
 """Builds the engine of a plan: builds the model, partitions it and hands it to DeepSpeed."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any

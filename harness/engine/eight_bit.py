@@ -8,8 +8,6 @@ bitsandbytes counts the elements of a call in 32 bits. A rank's flat tensor may 
 single call would then update only some of them, or none. All calls here therefore take slices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ The modules remain transformers' own, with the same names and a share of the exp
 is replaced. Routers, shared experts and the balancing loss are unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The forward pass of a micro-batch, from tokens to loss, and carried-over recurrent states."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

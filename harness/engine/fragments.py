@@ -1,7 +1,5 @@
 """The slices and shards of weights and gradients that a rank holds under DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The process groups of a rank, by purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

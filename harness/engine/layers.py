@@ -1,7 +1,5 @@
 """Changes to a model's layers: adapters, kernels, recomputation, compilation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The plan's model without weights (on meta), checked against the run's requirements."""
 
-from __future__ import annotations
-
 import logging
 
 from transformers import PreTrainedModel

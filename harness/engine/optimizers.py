@@ -7,8 +7,6 @@ Lion for GPUs only and another for offload only; an Adagrad that fails with two 
 and a Muon that clips its update at some stages (docs/deepspeed_findings.md, 29, 30).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

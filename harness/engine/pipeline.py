@@ -1,7 +1,5 @@
 """The engine with pipeline stages: DeepSpeed's 1F1B schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The process group: all ranks join and leave it together, or a failing rank ends them all."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

@@ -4,8 +4,6 @@ Weights that must be changed are also read layer by layer: quantized weights are
 vocabulary gets rows for new tokens.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -78,14 +76,17 @@ def read_weights(
             trust_remote_code=trust_remote_code,
             use_safetensors=True,  # never a pickle
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below: transformers only logs their names
         )
     except torch.OutOfMemoryError:
         raise
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        # RuntimeError: mismatched shapes.
         raise ConfigError(
             f"model.init_from={source}, for model.name={plan.config.model.name}: {error}"
         ) from error
+    for name, stored, needed in sorted(report["mismatched_keys"]):
+        sizes = f"{tuple(stored)}, but {plan.config.model.name}'s is {tuple(needed)}"
+        raise ConfigError(f"model.init_from={source}, whose {name} is {sizes}")
     empty.generation_config = model.generation_config  # pipeline stages export `empty`
     return model, report
 
@@ -97,7 +98,7 @@ def check_report(plan: Plan, missing: Iterable[str], unexpected: Iterable[str]) 
     if missing_names:
         names = ", ".join(missing_names[:5])
         raise ConfigError(f"model.init_from={source} has no weights for {names}")
-    if not unused:
+    if not unused or any(event["kind"] == "unused_weights" for event in plan.events):
         return []
     message = f"{source} has weights that the model does not use: {', '.join(unused[:5])}"
     return [{"kind": "unused_weights", "message": message, "names": unused}]

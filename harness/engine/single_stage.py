@@ -1,7 +1,5 @@
 """Builds a model without pipeline stages: every rank has each layer, in full or ZeRO-3 shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ or zero.py where DeepSpeed does not check), or if run/step.py calls it a spike (
 guard/stability.py finds them).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

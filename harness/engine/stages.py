@@ -3,8 +3,6 @@
 Also computes the undivided model's loss and gradient norm, to compare the first step with.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

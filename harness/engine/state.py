@@ -4,8 +4,6 @@ Each of DeepSpeed's wrappers flattens groups of parameters and passes one flat f
 to the optimizer; tests/gates/test_checkpoints.py tests round trips between all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

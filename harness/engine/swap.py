@@ -5,8 +5,6 @@ and written in place. DeepSpeed's direct I/O bypasses the page cache; the kernel
 coherent.
 """
 
-from __future__ import annotations
-
 import atexit
 import copy
 import os

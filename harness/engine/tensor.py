@@ -4,8 +4,6 @@ The modules remain transformers' own, with the same names; `forward` is replaced
 is sliced or an input or output must be exchanged (layout/tensor.py defines the styles).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

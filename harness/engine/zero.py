@@ -1,7 +1,5 @@
 """The engine without pipeline stages: ZeRO 0 to 3."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

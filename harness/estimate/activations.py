@@ -4,8 +4,6 @@ Tests compare the sums with what autograd saves for the real models; for a famil
 compared, `activation_evidence` returns "guessed".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

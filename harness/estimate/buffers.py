@@ -1,7 +1,5 @@
 """DeepSpeed's communication buffers, and the weights that ZeRO 3 holds gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from harness.estimate.inputs import Inputs

@@ -1,7 +1,5 @@
 """Determines whether a plan fits this machine, and which single changes would help."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """GPUs by name: memory, compute peaks, and link bandwidth."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ driver.toml has the driver's figures (context, kernels, NCCL's buffers) and thei
 intervals: libraries load kernels on demand, and NCCL uses as many channels as it finds links.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass

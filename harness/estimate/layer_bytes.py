@@ -2,8 +2,6 @@
 `e` is the size of a weight in bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from harness.estimate.inputs import Inputs

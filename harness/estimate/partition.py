@@ -1,7 +1,5 @@
 """ZeRO's shards of parameters: groups, padding, and whole parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

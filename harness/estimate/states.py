@@ -1,7 +1,5 @@
 """Model states as DeepSpeed 0.19.8 allocates them: weights, gradients, master weights, moments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from harness.estimate.inputs import Inputs

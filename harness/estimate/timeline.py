@@ -1,7 +1,5 @@
 """The memory estimate of a run: the ranks that differ, each over the phases of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ including its own part. A ring of n ranks then sends (n - 1) / n of it, and twic
 (step_time/exchanges.py). Sums of single numbers, such as norms, are not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

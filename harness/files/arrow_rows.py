@@ -1,7 +1,5 @@
 """Rows of Parquet and Arrow files, and compressed text, read with pyarrow."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

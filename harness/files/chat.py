@@ -1,7 +1,5 @@
 """Conversations: turns in any supported form, validated, and chat templates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches

@@ -4,8 +4,6 @@ Data of other kinds is never read as text, because a run would silently train on
 overrides file names.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """Determines the kind of a file from its name or, failing that, from its first bytes."""
 
-from __future__ import annotations
-
 import pkgutil
 from importlib import import_module
 from pathlib import Path

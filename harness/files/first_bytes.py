@@ -1,7 +1,5 @@
 """The first bytes of a file: whether it is text, how it begins, and advice if it cannot be read."""
 
-from __future__ import annotations
-
 import codecs
 from pathlib import Path
 

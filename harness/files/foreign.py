@@ -4,8 +4,6 @@ Each command prints JSON lines. Tests run all but those that need mosaicml-strea
 which were tried with versions 0.13 and 0.2.76.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import struct

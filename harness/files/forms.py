@@ -1,7 +1,5 @@
 """Forms of a record: the columns that make up a document, and how to read them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tests whether the hub can be reached; without a network its client retries for half a minute."""
 
-from __future__ import annotations
-
 import os
 import socket
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """The sample that a run keeps of the data it read: PREFIX.bin, .idx and masks in its folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from harness.errors import ConfigError

@@ -1,7 +1,5 @@
 """Files beside data that are not data: the hub's, git's, and those meant for people."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator

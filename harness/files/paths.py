@@ -1,7 +1,5 @@
 """Validates and expands paths that users write."""
 
-from __future__ import annotations
-
 import os
 from argparse import ArgumentTypeError
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Records of a run: JSON objects as files or as lines; damaged lines are skipped."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Reads untrusted files: only regular files of bounded size and depth."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

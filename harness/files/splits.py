@@ -6,8 +6,6 @@ folders (test/a.jsonl), as `datasets` finds them. Only whole words count: contes
 split.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence

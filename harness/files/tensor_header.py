@@ -4,8 +4,6 @@ Format (github.com/huggingface/safetensors#format): 8 bytes with the header's le
 JSON, then the tensors without gaps.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ dtype of the ids, uint64 number of sequences, uint64 number of document bounds; 
 per sequence, int64 byte offset per sequence, and int64 document bounds in sequences.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from pathlib import Path

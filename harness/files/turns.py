@@ -1,7 +1,5 @@
 """One turn of a conversation: its forms, its tool calls, and the parts of them that are read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Otherwise they would wait for that rank in a collective until a timeout, and rep
 failure is sent through the rendezvous store, which exists before the run folder and needs no disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

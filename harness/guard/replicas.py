@@ -1,7 +1,5 @@
 """Finds ranks whose replica of a weight silently differs from the others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 

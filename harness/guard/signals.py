@@ -1,7 +1,5 @@
 """Stops the run on all ranks together: stop signals, and the remaining time of the job."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

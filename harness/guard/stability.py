@@ -1,7 +1,5 @@
 """Judges the losses of a run: spikes, divergence, and patience for the held-out loss."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

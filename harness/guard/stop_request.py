@@ -1,7 +1,5 @@
 """Records signals that ask this process to stop. Standard library only: loaded first of all."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

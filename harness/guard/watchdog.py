@@ -1,7 +1,5 @@
 """Detects hangs, reports which ranks hold up the others, and ends the run."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

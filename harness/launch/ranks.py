@@ -1,7 +1,5 @@
 """Starts process groups of ranks on this machine, for everything that runs the real engine."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

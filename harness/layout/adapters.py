@@ -1,7 +1,5 @@
 """Low-rank adapters (arXiv 2106.09685) and 4-bit frozen weights (arXiv 2305.14314)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass

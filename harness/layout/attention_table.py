@@ -1,7 +1,5 @@
 """The attention implementations, one row for each value of model.attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

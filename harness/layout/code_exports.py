@@ -1,7 +1,5 @@
 """config.json of exports that include their model code: its keys beyond those of the family."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

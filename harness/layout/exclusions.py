@@ -1,7 +1,5 @@
 """Axes that cannot be combined: the reasons, and the nearest layout that works."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

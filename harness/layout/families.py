@@ -4,8 +4,6 @@ A key missing from `config.json` has the default of the model type's config clas
 families.toml contains these defaults.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields

@@ -10,8 +10,6 @@ never by axis. To add an axis, add a row to GROUPS, and an entry to a Share's `c
 slices parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache

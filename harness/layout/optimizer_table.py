@@ -5,8 +5,6 @@ independently, so this makes no difference; those that use whole matrices must b
 result would change.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Recomputation: activation checkpointing of decoder layers, and the loss in vocabulary chunks."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from harness.layout.shape import Shape, Tensor, flops_per_unit

@@ -4,8 +4,6 @@ harness/models/recurrent_state.py has one that a model depends on. Remove an ent
 bound in pyproject.toml has reached its release. Standard library only.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 

@@ -6,8 +6,6 @@ a tuple of stages + 1 bounds: stage s holds units [bounds[s], bounds[s + 1]). Fo
 18) splits 16 layers into 8 and 8. Every stage holds at least one decoder layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache

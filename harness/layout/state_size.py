@@ -1,7 +1,5 @@
 """Size of the recurrent state that training carries over from one window of text to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

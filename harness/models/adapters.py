@@ -1,7 +1,5 @@
 """Low-rank adapters (LoRA) on frozen weights, which may be quantized to 4 bits (QLoRA)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Exports contain a copy of this file and of the files it imports (models/export_code.py).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

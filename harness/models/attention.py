@@ -4,8 +4,6 @@ Each rank draws the dropout of its own heads. All other dropout applies to hidde
 ranks share, so it must be drawn identically.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

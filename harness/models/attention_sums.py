@@ -4,8 +4,6 @@ The run's own attention function computes the output. The weights of some querie
 second time here, from the same queries and keys.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -9,8 +9,6 @@ which takes more memory in fp32 than the logits that chunking avoids.
 The operations by which a model family turns the head's output into logits are traced.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

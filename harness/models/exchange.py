@@ -3,8 +3,6 @@
 Each docstring states the backward pass: the backward of a copy is a sum, and vice versa.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ without the code open the same weights with exact attention. Reversible layers h
 model_type, which such readers reject.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The path of hidden states through a decoder, which determines whether it can be split."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

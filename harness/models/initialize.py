@@ -1,7 +1,5 @@
 """Initial weights as a function of (seed, parameter name), and new rows for added tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A switch for selective checkpointing (recompute.py): keep results, or recompute them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar

@@ -6,8 +6,6 @@ must be told that a gradient is incomplete. Here the tiles are parts of one grap
 their gradients before any ZeRO hook sees them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -4,8 +4,6 @@
 Liger. engine/zero.py and engine/pipeline.py divide the sum by the targets of the global batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ This file is self-contained because exports include a copy of it. A layer comput
 project(cell(norm(hidden))); the cells are torch's own kernels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -14,8 +14,6 @@ see every gradient once. The input of a recomputed half is not kept; it is the s
 half has just restored.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

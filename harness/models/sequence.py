@@ -5,8 +5,6 @@ all heads. Everything else in a decoder is computed per token. The masks are tra
 whole rows. They reach attention as a keyword of the model, which gradient checkpointing passes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A Hugging Face decoder without weights: parameters on the meta device, real buffers."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

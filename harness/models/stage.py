@@ -6,8 +6,6 @@ one backward pass returns its gradient: the hidden states and, concatenated alon
 router logits of a mixture of experts, which the load balancing loss needs at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

@@ -6,8 +6,6 @@ and save the tensors that the packages' sources pass to `save_for_backward`, so 
 be traced.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Collection

@@ -3,8 +3,6 @@
 A token's group is the source of its sample, or a range of positions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ As a command, it reads a request as JSON and prints the model's shape and the by
 so that a plan need not import torch: python -m harness.models.tracing < request.json
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

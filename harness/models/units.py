@@ -1,7 +1,5 @@
 """The pieces that a decoder is built from, one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ GPUs use torch's kernel, or flash-attn's for soft-capped scores; CPUs compute do
 All of these take (tokens, heads, head_dim) and the bounds of documents.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -2,8 +2,6 @@
 from pretrained weights derives from its data once it is counted.
 """
 
-from __future__ import annotations
-
 import math
 
 from harness.config.assignments import COUNTED, IMPLIED

@@ -1,7 +1,5 @@
 """The command line of train.py and of tools that plan a run: argv -> Command -> Plan."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

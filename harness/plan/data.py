@@ -1,7 +1,5 @@
 """Checks and defaults of the data in a plan."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

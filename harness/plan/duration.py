@@ -1,7 +1,5 @@
 """The predicted time of a plan's step, if its GPUs are known."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

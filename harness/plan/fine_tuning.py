@@ -5,8 +5,6 @@ rate follows from the number of parameters.
 docs/models.md#fine-tuning lists all of them with their sources.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

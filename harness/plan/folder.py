@@ -1,7 +1,5 @@
 """The run folder and the experiment trackers of a plan; the JSON's own monitors are turned off."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks for layers that are recomputed, reversible or fused, carry a state, or have adapters."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Needs neither torch, transformers nor deepspeed: a plan takes a fraction of a se
 and one report lists every mistake in both files.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace

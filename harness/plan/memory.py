@@ -4,8 +4,6 @@ torch is not imported here. Another process traces the model class on fake tenso
 (models/tracing.py), once per model and micro-batch; the result is kept in the user's cache folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

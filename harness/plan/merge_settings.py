@@ -6,8 +6,6 @@ If the JSON names an optimizer or scheduler, keys missing from its section take 
 defaults, unless the user set them in the run config or under another key of the JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,21 +1,17 @@
 """The model of a plan: its config, shape and vocabulary, with their checks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from harness.config.assignments import multiples_near
-from harness.config.run_config import RunConfig, run_and_step
+from harness.config.run_config import run_and_step
 from harness.errors import ConfigError
 from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import estimate_memory
 from harness.layout.adapters import module_of
-from harness.layout.families import SIZE_KEYS, UnknownArchitecture, given_size
-from harness.layout.recompute import REVERSIBLE
+from harness.layout.families import UnknownArchitecture, given_size
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.tensor import divides_vocabulary, keys_read, tensor_shard
 from harness.plan.memory import estimate
@@ -25,7 +21,10 @@ from harness.plan.parallelism import padded, whole_vocabulary
 from harness.plan.plan import Draft, Plan
 from harness.plan.rotary import or_longer, positions_of
 from harness.plan.weights import (
+    Tensors,
     check_quantization,
+    check_tensors,
+    check_vocabulary,
     has_checkpoints,
     refuses_preset,
     weight_file_problems,
@@ -61,13 +60,16 @@ def find_model(draft: Draft) -> None:
     run, problems = draft.config, draft.problems
     try:
         draft.model_config, draft.model_source = load_model_config(run, draft.note)
-        stored = dict[str, Any]()
+        stored, tensors = dict[str, Any](), Tensors()
         if (source := run.model.init_from) is not None and not refuses_preset(draft):
             named = draft.model_config.get("transformers_weights")
-            problems.say(*weight_file_problems(source, named))
+            problems.say(*(bad_files := weight_file_problems(source, named, tensors=tensors)))
             stored, _ = find_model_config(source, run.origin("model.init_from"), "model.init_from")
             draft.stored = {key: stored[key] for key in _STORED if key in stored}
             check_quantization(draft)
+            if draft.stored.get("quantization_config") or "auto_map" in stored or bad_files:
+                tensors = {}  # they are stored in another form, or by another class
+            check_vocabulary(draft, tensors)
         if run.model.context is not None:
             draft.note(
                 "context",
@@ -78,11 +80,11 @@ def find_model(draft: Draft) -> None:
         rows = draft.model_config.get("vocab_size")
         if source is not None and isinstance(rows, int) and rows < draft.facts.ids:
             draft.model_config = {**draft.model_config, "vocab_size": draft.facts.ids}
-        stored = _with_new_rows(draft, stored)
+        _note_new_rows(draft)
         draft.shape = Shape.from_hf(draft.model_config)
         check_groups(draft)
         if source is not None and stored:
-            _check_weights(draft, draft.shape, source, stored)
+            check_tensors(draft, stored, tensors)
     except UnknownArchitecture as error:
         draft.note("unknown_architecture", str(error))
     except ConfigError as error:
@@ -119,49 +121,13 @@ def check_experts(draft: Draft) -> None:
             )
 
 
-def _check_weights(
-    draft: Draft, shape: Shape, source: str, source_config: Mapping[str, Any]
-) -> None:
-    """Reject weights whose names or shapes differ from this model's."""
-    run = draft.config
-    stored_shape = Shape.from_hf(source_config)
-    stored = {tensor.name: tensor.shape for tensor in stored_shape.tensors()}
-    needed = {tensor.name: tensor.shape for tensor in shape.tensors()}
-    if source_config.get(REVERSIBLE) != draft.model_config.get(REVERSIBLE):
-        draft.problems.add(
-            "model.reversible",
-            f"but {source} was trained with another setting",
-            "train a reversible model from random weights, or from those of a reversible run",
-        )
-    different = [name for name in needed if needed[name] != stored.get(name)]
-    different += [name for name in stored if name not in needed]
-    if different:
-        name = different[0]
-        draft.problems.add(
-            "model.init_from",
-            f"whose {name} is {stored.get(name, 'missing')}, but {run.model.name}'s is "
-            f"{needed.get(name, 'missing')}",
-            _as_stored(run, source),
-        )
-
-
-def _as_stored(run: RunConfig, source: str) -> str:
-    """Return advice on how to make the model match its pretrained weights."""
-    sizes = {key for keys in SIZE_KEYS.values() for key in keys}
-    overrides = [key for key in run.model.overrides if key in sizes] or [*run.model.overrides]
-    named = " and ".join(f"model.overrides.{key}" for key in overrides)
-    if run.model.name == source:
-        return f"remove {named}"
-    return f"set model.name={source}{f' without {named}' if named else ''}"
-
-
-def _with_new_rows(draft: Draft, stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of pretrained weights with the vocabulary rows that the run adds, which are
-    noted as an event. Raises ConfigError for a run's checkpoints, which are read unchanged.
+def _note_new_rows(draft: Draft) -> None:
+    """Note the vocabulary rows that the run adds to pretrained weights. Raises ConfigError for a
+    run's checkpoints, which are read unchanged.
     """
-    before, now = stored.get("vocab_size"), draft.model_config.get("vocab_size")
+    before, now = draft.stored.get("vocab_size"), draft.model_config.get("vocab_size")
     if not (isinstance(before, int) and isinstance(now, int) and before < now):
-        return stored
+        return
     run, lora = draft.config, draft.config.model.lora
     source = run.model.init_from or ""
     if has_checkpoints(source):
@@ -188,7 +154,6 @@ def _with_new_rows(draft: Draft, stored: dict[str, Any]) -> dict[str, Any]:
             f"'{named}'"
         )
     draft.events.append({"kind": "new_rows", "message": message, "before": before, "rows": now})
-    return {**stored, "vocab_size": now}
 
 
 def _check_positions(draft: Draft) -> None:

@@ -4,8 +4,6 @@ A name is looked up as a preset, a run folder, a config.json, a folder with one,
 this order.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

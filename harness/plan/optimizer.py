@@ -1,7 +1,5 @@
 """Checks of a plan's optimizer: its layouts, settings and parameter groups."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

@@ -3,8 +3,6 @@
 An override that would have no effect on the model is rejected, with advice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -2,8 +2,6 @@
 that the ranks can shard the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod

@@ -3,8 +3,6 @@
 plan/plan.py names what changes the result afterwards.
 """
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

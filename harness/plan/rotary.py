@@ -4,8 +4,6 @@ transformers 5 keeps their settings in rope_parameters, transformers 4 in rope_s
 the config itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ Precedence: default < settled < file < command line. Settings of the user are no
 compared instead (checkpoint/compatibility.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 from datetime import UTC, datetime
 from pathlib import Path

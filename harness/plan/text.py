@@ -1,7 +1,5 @@
 """The Plan as text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

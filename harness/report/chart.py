@@ -5,8 +5,6 @@ keeps its size. A chart over a run is drawn once for each kind of x axis, and CS
 chart.css has the style, chart.js shows the values under the pointer.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

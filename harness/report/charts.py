@@ -1,7 +1,5 @@
 """Charts of a run, or of several runs overlaid, from their metrics and events."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence

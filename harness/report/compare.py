@@ -1,7 +1,5 @@
 """Several runs as a page: which is best, what differs, overlaid curves."""
 
-from __future__ import annotations
-
 import json
 
 from harness.config.assignments import flat

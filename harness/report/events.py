@@ -1,7 +1,5 @@
 """Events of a run in readable form, and how its time was spent."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Formats numbers for readers, and escapes text for HTML."""
 
-from __future__ import annotations
-
 import html
 import math
 from datetime import UTC, datetime

@@ -5,8 +5,6 @@ ranges. Each range keeps two evenly chosen lines, those with the lowest and high
 metric that may jump, so that no spike is lost, and the first ones with an evaluation or a probe.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A training run starts `python -m harness.report.page RUN` (run/pages.py) as a se
 that a bug or a full or slow disk costs it a page and nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

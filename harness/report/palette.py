@@ -5,8 +5,6 @@ green-blind readers (OKLab distance at least 0.12 after Machado's simulation, DO
 10.1109/TVCG.2009.113). Colour alone never carries a meaning: labels say the same.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Charts by layer and by position, and the table of the needle-in-a-haystack test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

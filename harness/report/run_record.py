@@ -1,7 +1,5 @@
 """A run as its folder records it, whatever state the folder is in."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Verdicts on a run's records, and what to do next."""
 
-from __future__ import annotations
-
 import shlex
 from statistics import fmean, median
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ of heads to key heads, and precision. Both implementations are compared with the
 error of the chosen one may be at most a few times that of the one with a mask.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Builds a run from a plan."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -33,7 +31,7 @@ from harness.plan.batches import SMALLEST
 from harness.plan.machine import remove_left_swap, short_of_disk, swap_problems
 from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
-from harness.plan.text import summary
+from harness.plan.text import row, summary
 from harness.run.data_decisions import decide_from_data, require_same_settings
 from harness.run.finish import question_of, show_sample
 from harness.run.live_memory import MemoryCheck
@@ -202,6 +200,9 @@ def build(
         alarm().on_end, alarm().gone = run.fails, watchdog.gone
         resume_point = choose_again(plan, record, resume_point, checkpoints)
         events = [*plan.events, *forced, *from_data, *engine.events]
+        for event in engine.events:
+            if event["kind"] == "unused_weights":  # of a family whose tensors the plan cannot count
+                progress.say(row("note", event["message"]))
         start_run(run, record, events, resume_point)
         window = plan.config.profile.window
         if window is not None and window[1] > run.state.step:

@@ -1,7 +1,5 @@
 """Decisions that depend on the data, and checks that it suffices."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

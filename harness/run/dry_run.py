@@ -1,7 +1,5 @@
 """The dry run: the plan, and the first records of its data as the run itself would read them."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

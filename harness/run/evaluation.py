@@ -1,7 +1,5 @@
 """Evaluates a run on held-out data."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Exports a checkpoint as a Hugging Face model and checks the loss of the export."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Finishes a run after its last step: held-out loss, sample text, export."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

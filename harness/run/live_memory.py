@@ -1,7 +1,5 @@
 """Measures the memory of a run and compares it with the estimate."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Measures the values of a metrics.jsonl line: rates, losses by source, expert load, weights."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

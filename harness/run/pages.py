@@ -1,7 +1,5 @@
 """Keeps report.html in the run folder up to date, in a separate process."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Opens the run folder, and builds the plan record that is stored in it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Progress of a run: a live line on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any, TextIO

@@ -1,7 +1,5 @@
 """Reports steps of a run: metrics lines, evaluations, memory, time and profile."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Finds the checkpoint from which a run continues; imports no torch, for dry runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping

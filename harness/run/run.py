@@ -1,7 +1,5 @@
 """A run: all its components on this rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -2,8 +2,6 @@
 replicas; the sample of the data that is kept.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

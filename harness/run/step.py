@@ -1,7 +1,5 @@
 """Takes optimizer steps: batches, the engine's step, and the decisions after it."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, replace

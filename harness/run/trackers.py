@@ -1,7 +1,5 @@
 """Sends metrics lines to TensorBoard, Weights & Biases and MLflow, under the run's name."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Compares a divided model's first step with the undivided model's, and gradients between ranks."""
 
-from __future__ import annotations
-
 import gc
 import math
 from typing import Any

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from harness.errors import RunStopped, Unusable
 from harness.layout.box import Part, share_of, share_of_fused
 from tests.checkpoint.small import manifest, put, save_of_ranks
 
+DAMAGED = tomllib.loads(Path(__file__).with_name("damaged.toml").read_text("utf-8"))["parts"]
 SHAPE = (12, 10)
 
 
@@ -149,23 +151,7 @@ def test_index_with_missing_elements_is_not_published(tmp_path: Path) -> None:
     assert Store(tmp_path).all() == []
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "problem"),
-    [
-        ("parts.1.1", [[5, 11]], "not a slice of"),  # beyond the shape
-        ("parts.1.1", [[10, 5]], "not a slice of"),
-        ("parts.1.1", [[5, 6, 10]], "not a slice of"),
-        ("parts.1.1", [[True, 10]], "not a slice of"),
-        ("parts.1", [[[0, 12]]], "not a slice of"),  # of one dimension
-        ("parts.1", 7, "not a slice of"),
-        ("parts.1", [[[0, 12]], [[0, 5]]], "overlap"),  # the same as the first
-        ("parts.1.1", [[4, 9]], "overlap"),
-        ("parts.1.1", [[5, 9]], "the fragments of w .* end at element 60"),
-        ("at.2.3", "1", "not .offset, elements, file"),
-        ("at.2.3", 2, "not .offset, elements, file"),  # no such part
-        ("at", [], "end at element 0"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "problem"), DAMAGED)
 def test_a_damaged_part_is_refused(tmp_path: Path, key: str, value: object, problem: str) -> None:
     index = written(tmp_path, by_columns(2))
     put(index["w"], key, value)

@@ -342,7 +342,7 @@ def test_files_beside_the_initial_weights_are_kept_for_exports(tmp_path: Path) -
     for folder in (given, kept, export):
         folder.mkdir()
     companions = ("LICENSE", "preprocessor_config.json", "processor_config.json")
-    others = ("config.json", "model.safetensors", "model.safetensors.index.json", "optimizer.pt")
+    others = ("config.json", "model.safetensors", "model.safetensors.index.json", "latest")
     others += ("tokenizer.json", "tokenizer.model", "modeling_own.py", ".gitattributes", "a.gguf")
     for name in (*companions, *others):
         (given / name).write_text(name)

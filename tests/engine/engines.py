@@ -58,18 +58,12 @@ def different(
 
 @functools.cache
 def folder() -> Path:
-    """Return the ranks' working folder, with the model's config and two sets of weights.
-
-    Collective.
-    """
+    """Return the ranks' working folder, with the model's config and weights. Collective."""
     if WORLD.rank == 0:
         Path("config.json").write_text(json.dumps(MODEL))
-        given = given_weights()
-        incomplete = {n: t for n, t in given.items() if "layers.1.mlp.up" not in n}
-        for name, weights in (("given", given), ("incomplete", incomplete)):
-            Path(name).mkdir()
-            Path(name, "config.json").write_text(json.dumps(MODEL))
-            save_file(weights, Path(name, "model.safetensors"), metadata={"format": "pt"})
+        Path("given").mkdir()
+        Path("given", "config.json").write_text(json.dumps(MODEL))
+        save_file(given_weights(), Path("given", "model.safetensors"), metadata={"format": "pt"})
     dist.barrier()
     return Path.cwd()
 

@@ -77,13 +77,9 @@ def test_zero3_moves_the_buffers_of_a_loaded_model(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero3", "zero1 pipeline2"])
 @ranks(2)
-def test_given_weights_are_loaded_exactly_or_refused_by_name(layout: str) -> None:
-    """Only one stage lacks weights of the incomplete model; all refuse it."""
+def test_given_weights_are_loaded_exactly(layout: str) -> None:
     engine = engine_of(layout, model={"init_from": str(folder() / "given")})
     assert different(engine.masters(), given_weights()) == []
-    engine.close()
-    with pytest.raises(ConfigError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
-        engine_of(layout, model={"init_from": str(folder() / "incomplete")})
 
 
 ERNIE = {key: value for key, value in MODEL.items() if key != "tie_word_embeddings"}
@@ -115,7 +111,7 @@ class _Model:
     @classmethod
     def from_pretrained(cls, *_: Any, **__: Any) -> tuple[Any, dict[str, Any]]:
         cls.shows = logging.is_progress_bar_enabled()
-        return SimpleNamespace(generation_config=None), {}
+        return SimpleNamespace(generation_config=None), {"mismatched_keys": set()}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

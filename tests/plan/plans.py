@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from harness.errors import ConfigError
+from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
 from harness.plan.make import with_facts
@@ -44,7 +48,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
     "two_rotations": {**_NO_RATE, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
 }
 
-
+_WEIGHTS = Path(__file__).with_name("weights.toml")
 _CAPITALS = ("RANKS", "GPU=", "TORCH=", "EXAMPLES=", "WINDOWS=")
 
 
@@ -61,6 +65,23 @@ class Planner:
         (folder / "empty.json").write_text("{}")
         for name, config in MODELS.items():
             self.add(name, config)
+        for name, row in tomllib.loads(_WEIGHTS.read_text(encoding="utf-8")).items():
+            self._add_weights(name, row)
+
+    def _add_weights(self, name: str, row: Mapping[str, Any]) -> None:
+        llama = {**LEARNED["llama"], "tie_word_embeddings": False}
+        folder, prefix = self.add(name, llama | row.get("config", {})).parent, row.get("prefix", "")
+        sizes = {each.name: each.shape for each in Shape.from_hf(llama).tensors()}
+        sizes |= row.get("tensors", {})
+        names, fill = sorted(each for each, size in sizes.items() if size), row.get("fill")
+        for number in range(2):
+            shard = {prefix + n: torch.full(sizes[n], fill or len(n)) for n in names[number::2]}
+            save_file(shard, folder / f"{number}.safetensors", {"format": "pt"})
+        index = {prefix + each: f"{names.index(each) % 2}.safetensors" for each in names}
+        index_file = folder / "model.safetensors.index.json"
+        index_file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        if own := row.get("file"):  # the index is removed, or a whole file added
+            index_file.unlink() if own == index_file.name else save_file({}, folder / own)
 
     def add(self, name: str, config: Mapping[str, Any]) -> Path:
         """Write a model's config.json."""

@@ -111,24 +111,19 @@ RECURRENT = {"model_type": "recurrent", "vocab_size": 512, "hidden_size": 64}
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("changes", "expected"),
     [
-        ("{", "cannot be read"),
-        ("[1]", "is not an object"),
-        ("{}", "has no model_type"),
+        ({"hidden_size": "64"}, "hidden_size (SOURCE) is '64': it must be an integer of at"),
+        ({"hidden_size": [64]}, "hidden_size (SOURCE) is [64]: it must be an integer of at"),
+        ({"cell": "rnn"}, "cell (SOURCE) is 'rnn': it must be one of lstm, gru"),
+        ({"cell": []}, "cell (SOURCE) is []: it must be one of lstm, gru"),
+        *(("{", "cannot be read"), ("[1]", "is not an object"), ("{}", "has no model_type")),
         (None, "cannot be read"),
-        (json.dumps({**RECURRENT, "hidden_size": "64"}),
-         "hidden_size (SOURCE) is '64': it must be an integer of at"),
-        (json.dumps({**RECURRENT, "hidden_size": [64]}),
-         "hidden_size (SOURCE) is [64]: it must be an integer of at"),
-        (json.dumps({**RECURRENT, "cell": "rnn"}),
-         "cell (SOURCE) is 'rnn': it must be one of lstm, gru"),
-        (json.dumps({**RECURRENT, "cell": []}),
-         "cell (SOURCE) is []: it must be one of lstm, gru"),
     ],
-)  # fmt: skip
-def test_a_broken_config_is_named(tmp_path: Path, text: str | None, expected: str) -> None:
-    if text is not None:
+)
+def test_a_broken_config_is_named(tmp_path: Path, changes: Any, expected: str) -> None:
+    text = changes if isinstance(changes, str) else json.dumps({**RECURRENT, **(changes or {})})
+    if changes is not None:
         (tmp_path / "config.json").write_text(text)
     assert expected in problem_of(f"model.name={tmp_path}").replace(str(tmp_path), "SOURCE")
 

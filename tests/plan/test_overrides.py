@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from harness.plan.overrides import already_so
 from tests.engine.small import MODEL
 
 Config = dict[str, Any]
+ROTARY = tomllib.loads(Path(__file__).with_name("rotary.toml").read_text("utf-8"))["refused"]
 YARN = '{rope_type="yarn", factor=4.0, original_max_position_embeddings=512}'
 NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 OLD = {"rope_theta": 1e6}
@@ -141,25 +143,7 @@ def test_an_override_that_changes_nothing_is_refused(
     assert expected in problem
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["rope_scaling.factor=2.0"],
-         "model.overrides.rope_scaling.factor (command line) changes nothing: the rotary type "
-         "default does not read it: set model.overrides.rope_scaling.rope_type to linear or "),
-        (["rope_parameters.rope_type=yarn"], "set model.overrides.rope_parameters.factor, too"),
-        (["rope_scaling.rope_type=yran", "rope_scaling.factor=2"], "not one of default"),
-        (["rope_scaling={rope_type='linear', factr=2.0}"], "rope_scaling.factor, too"),
-        (["rope_scaling={rope_type='yarn', factor=2.0, beta_fst=3}"], "did you mean beta_fast?"),
-        (["rope_scaling={rope_type='linear', factor=2.0, beta_fast=3}"], "to yarn, too"),
-        (["rope_scaling={rope_type='llama3', factor=2.0}"],
-         "rope_scaling.low_freq_factor and model.overrides.rope_scaling.high_freq_factor, too"),
-        (["rope_theta=null"], "it must be a number"),
-        (["rope_parameters.rope_theta=null"], "it must be a number"),
-        (["partial_rotary_factor=0.5"], "changes nothing: llama models do not read it"),
-        (["rope_parameters.partial_rotary_factor=0.5"], "llama models do not read it"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "expected"), ROTARY)
 def test_a_rotary_setting_that_its_type_does_not_read_or_lacks(
     words: list[str], expected: str, tmp_path: Path
 ) -> None:

@@ -3,6 +3,12 @@
 import json
 import os
 import pickle
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +19,11 @@ from safetensors.torch import save as to_safetensors
 from harness.errors import ConfigError
 from harness.plan.model_config import find_model_config
 from harness.plan.weights import weight_file_problems
+from tests.plan.plans import Planner
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
 WHOLE = to_safetensors({"a": torch.arange(6.0), "b": torch.zeros(2, 3, dtype=torch.bfloat16)})
+FILES = tomllib.loads(Path(__file__).with_name("weight_files.toml").read_text(encoding="utf-8"))
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -82,13 +90,7 @@ def test_a_file_that_is_no_whole_one_is_named_with_its_size(
     assert reason in problem
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("weights.bin", "../outside.safetensors", "sub/inside.safetensors", "a\\b.safetensors"),
-        *("", "..", "x\0.safetensors", "model.safetensors\n"),
-    ],
-)
+@pytest.mark.parametrize("name", FILES["not_beside"])
 @pytest.mark.parametrize("absolute", [False, True])
 def test_an_index_names_safetensors_beside_it_alone(
     name: str, absolute: bool, tmp_path: Path
@@ -102,18 +104,7 @@ def test_an_index_names_safetensors_beside_it_alone(
     assert "but there is no such safetensors file beside it" in problem
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "[]", "7", "null", "{}", '{"weight_map": {}}', "[" * 100_000 + "]" * 100_000),
-        '{"metadata": {}, "weight_map": {}}',
-        '{"metadata": {}, "weight_map": ["a.safetensors"]}',
-        '{"metadata": {}, "weight_map": {"w": 7}}',
-        '{"metadata": {}, "weight_map": {"w": null}}',
-        '{"metadata": 3, "weight_map": {"w": "a.safetensors"}}',
-        '{"weight_map": {"w": "a.safetensors"}}',  # transformers requires metadata
-    ],
-)
+@pytest.mark.parametrize("text", [*FILES["broken_index"], "[" * 100_000 + "]" * 100_000])
 def test_a_broken_index_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(WHOLE)
     (tmp_path / INDEX).write_text(text)
@@ -153,16 +144,7 @@ def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
     assert weight_file_problems(str(folder)) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "reason"),
-    [
-        ("pytorch_model.bin", "a pickle, which is never opened: if you trust it, convert it"),
-        ("pytorch_model.bin.index.json", "is a pickle"),
-        ("adapter_config.json", "an adapter: merge it"),
-        ("shard-00000-model-00001-of-00001.safetensors", "shards of a distributed save"),
-        ("README.md", "neither model.safetensors nor"),
-    ],
-)
+@pytest.mark.parametrize(("file", "reason"), FILES["told_apart"].items())
 def test_what_is_no_folder_of_safetensors_is_told_apart(
     file: str, reason: str, tmp_path: Path
 ) -> None:
@@ -179,9 +161,7 @@ def test_an_adapter_without_a_config_is_one(tmp_path: Path) -> None:
         find_model_config(str(tmp_path), key="model.init_from")
 
 
-@pytest.mark.parametrize(
-    "named", ["adapter_model.bin", "../x.safetensors", "/x.safetensors", 7, ""]
-)
+@pytest.mark.parametrize("named", FILES["not_named"])
 def test_a_config_names_a_safetensors_file_beside_it(named: object, tmp_path: Path) -> None:
     (tmp_path / ONE).write_bytes(WHOLE)
     (problem,) = weight_file_problems(str(tmp_path), named)
@@ -202,3 +182,13 @@ def test_runs_and_names_of_the_hub_are_left_to_others(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert weight_file_problems(str(tmp_path)) == []
     assert weight_file_problems(f"{tmp_path}@1") == []
+
+
+@pytest.mark.parametrize(("name", "made"), [("prefixed", "RENAMED"), ("no_index", "given")])
+def test_a_command_mends_weights(name: str, made: str, planned: Planner, tmp_path: Path) -> None:
+    source = shutil.copytree(planned._folder / name, tmp_path / "given")
+    (problem,) = planned.problems(f"data.seq_len=16 model.init_from={source}")
+    (code,) = shlex.split(re.findall(r"python -c ('[^']*')", problem)[0])
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    notes = planned.notes(f"data.seq_len=16 model.init_from={tmp_path / made}")
+    assert not any("unused_weights" in note for note in notes)

@@ -1,7 +1,5 @@
 """Builds compiled operators: one process at a time, with progress messages, and safe from kills."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

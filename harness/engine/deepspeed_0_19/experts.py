@@ -5,8 +5,6 @@ two attributes, look up its groups by name in two globals, and do both only if t
 module of DeepSpeed's MoE class. ZeRO 3 uses three other attributes and rejects that class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

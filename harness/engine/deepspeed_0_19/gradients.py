@@ -4,8 +4,6 @@ tests/engine/deepspeed_0_19/ shows for each function that it is still needed. Wh
 after an upgrade, the function can be removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import defaultdict

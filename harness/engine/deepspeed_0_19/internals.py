@@ -6,8 +6,6 @@ functions for fragments are not sufficient: `safe_get_local_*` support only ZeRO
 tensors to the device, and none says which elements of a parameter a rank has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ When the test of a row fails after an upgrade, the row and its function can be r
 refers to the defect in docs/deepspeed_findings.md, where a script demonstrates it.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A pipeline stage as DeepSpeed's PipelineModule: one layer, with its tied weights."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout

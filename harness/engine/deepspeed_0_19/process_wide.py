@@ -1,7 +1,5 @@
 """Replaces names of DeepSpeed and torch, once per process, before the ranks join."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

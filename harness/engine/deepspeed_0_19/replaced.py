@@ -1,7 +1,5 @@
 """Temporary replacement of an attribute."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

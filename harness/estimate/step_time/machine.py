@@ -1,7 +1,5 @@
 """The machine that a step runs on: rates that its GPUs, links and hosts reach."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

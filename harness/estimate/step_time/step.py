@@ -4,8 +4,6 @@ seconds = micro-batches x (forward + backward + again + copies + exchanges) + fi
           + reduction of gradients + optimizer + gathering of weights
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

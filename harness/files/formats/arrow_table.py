@@ -1,7 +1,5 @@
 """Arrow, as datasets.save_to_disk writes it; each row is a record."""
 
-from __future__ import annotations
-
 from harness.files.arrow_rows import count_rows, records_of, why_no_pyarrow
 from harness.files.data_format import DataFormat
 

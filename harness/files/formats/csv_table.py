@@ -1,7 +1,5 @@
 """CSV and TSV: the first row names the columns, every other row is a record."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """JSON: one record per line, or the elements of an array; also compressed (.gz, .zst)."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

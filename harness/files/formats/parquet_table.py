@@ -1,7 +1,5 @@
 """Parquet; each row is a record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text: each file is a document."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -5,8 +5,6 @@ piece is some queries of a document with the keys they need. Neither pass holds 
 than one piece; only queries, keys and values are kept between.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Attention by random features of the softmax kernel."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any
