@@ -4,6 +4,8 @@ A key missing from `config.json` has the default of the model type's config clas
 families.toml contains these defaults.
 """
 
+from __future__ import annotations  # Family's types are read as text
+
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields

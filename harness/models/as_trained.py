@@ -3,6 +3,8 @@
 Exports contain a copy of this file and of the files it imports (models/export_code.py).
 """
 
+from __future__ import annotations  # exports are opened by older Pythons, too
+
 import functools
 import inspect
 from collections.abc import Callable

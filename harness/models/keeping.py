@@ -1,5 +1,7 @@
 """A switch for selective checkpointing (recompute.py): keep results, or recompute them."""
 
+from __future__ import annotations  # exports are opened by older Pythons, too
+
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar

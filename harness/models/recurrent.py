@@ -4,6 +4,8 @@ This file is self-contained because exports include a copy of it. A layer comput
 project(cell(norm(hidden))); the cells are torch's own kernels.
 """
 
+from __future__ import annotations  # exports are opened by older Pythons, too
+
 from dataclasses import dataclass, field
 from typing import Any
 

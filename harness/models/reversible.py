@@ -14,6 +14,8 @@ see every gradient once. The input of a recomputed half is not kept; it is the s
 half has just restored.
 """
 
+from __future__ import annotations  # exports are opened by older Pythons, too
+
 import functools
 import inspect
 from collections.abc import Callable

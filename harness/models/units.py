@@ -1,5 +1,7 @@
 """The pieces that a decoder is built from, one at a time."""
 
+from __future__ import annotations  # exports are opened by older Pythons, too
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -2,6 +2,8 @@
 in their names.
 """
 
+from __future__ import annotations  # exports are opened by older Pythons, too
+
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

@@ -5,6 +5,8 @@ piece is some queries of a document with the keys they need. Neither pass holds 
 than one piece; only queries, keys and values are kept between.
 """
 
+from __future__ import annotations  # exports are opened by older Pythons, too
+
 import functools
 import hashlib
 import itertools

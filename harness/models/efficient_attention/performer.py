@@ -1,5 +1,7 @@
 """Attention by random features of the softmax kernel."""
 
+from __future__ import annotations  # exports are opened by older Pythons, too
+
 import functools
 from dataclasses import dataclass
 from typing import Any
