@@ -80,19 +80,27 @@ def _reshaped(saved: Mapping[str, Any], planned: Mapping[str, Any], run: str) ->
         export = f"model.init_from={run}/export (python tools/export_hf.py {run} writes it)"
         anew = f"start from its export in another run.dir, {export}"
     keys = [key for key, *_ in _differences(saved, planned) if key.startswith("model")]
+    now, was = (each.get(name, "missing") for each in (new, old))
+    if name == _ADAPTERS:
+        now, was = now[0], was[0]
     return [
-        f"{name} is {new.get(name, 'missing')}, but that of the run is {old.get(name, 'missing')} "
-        f"({', '.join(keys)}), and a checkpoint keeps its shapes: keep the value, or {anew}"
+        f"{name} is {now}, but that of the run is {was} ({', '.join(keys)}), and a checkpoint "
+        f"keeps its shapes: keep the value, or {anew}"
     ]
+
+
+_ADAPTERS = "model.lora"
 
 
 def _tensors(plan: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the shape of every tensor by name, and what those of adapters depend on."""
     lora = plan["run"]["model"]["lora"]
     kept = ("rank", "targets", "modules_to_save", "dora")
-    adapters = {key: lora[key] for key in kept if lora["rank"] and lora[key]}
+    adapters = [f"{key}={lora[key]}" for key in kept if lora["rank"] and lora[key]]
     tensors = Shape.from_hf(plan["model_config"]).tensors()
-    return {tensor.name: tensor.shape for tensor in tensors} | {"model.lora": (adapters,)}
+    return {tensor.name: tensor.shape for tensor in tensors} | {
+        _ADAPTERS: (", ".join(adapters) or "off",)
+    }
 
 
 def too_short(total_steps: int | None, newest: int) -> list[str]:
