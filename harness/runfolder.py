@@ -59,9 +59,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
     )
 
 
-def num_checkpoints(run_dir: str | None) -> int:
-    """Return the number of checkpoints in a run folder, which may not exist."""
-    return len(checkpoints_in(RunFolder(run_dir).checkpoints_dir)) if run_dir else 0
+def saved_steps(run_dir: str | None) -> list[int]:
+    """Return the steps of the checkpoints in a run folder, which may not exist."""
+    paths = checkpoints_in(RunFolder(run_dir).checkpoints_dir) if run_dir else []
+    return [int(path.name.rpartition("-")[2]) for path in paths]
 
 
 class RunFolder:

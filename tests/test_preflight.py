@@ -61,7 +61,7 @@ MACHINE = Machine(
     toolkit="driver 550",
     links="PCIe 16x",
 )
-STORAGE = Storage("/runs", True, 1000 * GIB, 0, 1e9)
+STORAGE = Storage("/runs", True, 1000 * GIB, (), 1e9)
 
 
 def plan(axes: Any = None, **run: dict[str, Any]) -> Plan:
@@ -264,7 +264,7 @@ def test_room_is_for_one_checkpoint_more_than_are_kept(
     assert estimate is not None
     export = estimate.inputs.parameters * estimate.inputs.element_bytes
     free = (3 + 1 - checkpoints) * estimate.checkpoint_bytes + export - short_bytes
-    storage = replace(STORAGE, free_bytes=free, checkpoints=checkpoints)
+    storage = replace(STORAGE, free_bytes=free, checkpoints=(0,) * checkpoints)
     reports = [replace(facts, storage=storage) for facts in healthy()]
     assert row("room", reports, save={"every": 10}).verdict == verdict
 

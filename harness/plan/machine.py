@@ -135,9 +135,9 @@ class Room:
     export: int
 
     @classmethod
-    def of(cls, plan: Plan, there: int) -> Room | None:
-        """Return the room that a run needs in addition to the `there` checkpoints that it has;
-        None if their size is unknown.
+    def of(cls, plan: Plan, steps: Sequence[int]) -> Room | None:
+        """Return the room that a run needs in addition to its checkpoints, of these `steps`; None
+        if their size is unknown.
         """
         if plan.estimate is None:
             return None
@@ -145,10 +145,12 @@ class Room:
         most = save.keep + save.keep_best + 1
         if plan.steps is not None:
             most += plan.steps // save.keep_every if save.keep_every else 0
-            most = min(most, there + (math.ceil(plan.steps / save.every) if save.every else 1))
+            left = plan.steps - max(steps, default=0)
+            saves = math.ceil(left / save.every) if save.every else 1
+            most = min(most, len(steps) + saves)
         trained = inputs.trained if inputs.adapters else inputs.parameters
         export = inputs.element_bytes * trained if save.export else 0
-        return cls(max(1, most - there), plan.estimate.checkpoint_bytes, export)
+        return cls(max(1, most - len(steps)), plan.estimate.checkpoint_bytes, export)
 
     @property
     def bytes(self) -> int:
@@ -173,13 +175,13 @@ def room_remedy(plan: Plan, room: Room, free: float) -> str:
     )
 
 
-def short_of_disk(plan: Plan, there: int) -> tuple[str, bool]:
+def short_of_disk(plan: Plan, steps: Sequence[int]) -> tuple[str, bool]:
     """Return this machine's shortage of disk for the run, "" if there is none, and True if it has
-    no room for two checkpoints, or the only one. `there`: checkpoints that the run has.
+    no room for two checkpoints, or the only one. `steps`: those of the run's checkpoints.
     """
     path = Path(plan.config.run.dir or RUNS)
     folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    room = Room.of(plan, there)
+    room = Room.of(plan, steps)
     free = shutil.disk_usage(folder).free
     if room is None or room.bytes <= free:
         return "", False

@@ -50,7 +50,7 @@ from harness.run.run import Run
 from harness.run.saving import check_probe, load_into
 from harness.run.step import end_with_the_data
 from harness.run.trackers import Trackers
-from harness.runfolder import RunFolder, num_checkpoints
+from harness.runfolder import RunFolder, saved_steps
 from harness.steps import Steps
 
 
@@ -262,7 +262,7 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     problems = _shortages(plan)
     if problems and plan.facts.counts is None:
         problems = _shortages(with_facts(plan, Facts(SMALLEST)))
-    disk, is_hopeless = short_of_disk(plan, num_checkpoints(plan.config.run.dir))
+    disk, is_hopeless = short_of_disk(plan, saved_steps(plan.config.run.dir))
     if is_hopeless:
         problems.append(f"{disk}; plan.force=true runs anyway")
     if problems and not plan.config.plan.force:

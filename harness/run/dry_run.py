@@ -15,7 +15,7 @@ from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
 from harness.plan.text import row, summary, verdict
 from harness.run.resumption import foreseen
-from harness.runfolder import num_checkpoints
+from harness.runfolder import saved_steps
 
 
 def without_torch() -> None:
@@ -51,7 +51,7 @@ def describe(plan: Plan, elsewhere: bool = False, trust_remote_code: bool = Fals
     shortages = []
     if plan.estimate and not elsewhere:
         shortages = shortages_here(plan.estimate, plan.world, takes(plan))
-        shortages += filter(None, [short_of_disk(plan, num_checkpoints(plan.config.run.dir))[0]])
+        shortages += filter(None, [short_of_disk(plan, saved_steps(plan.config.run.dir))[0]])
     shortages += [*([] if elsewhere else swap_problems(plan)), *missing]
     last = row("this machine", "; ".join(shortages) or "can hold it")
     if elsewhere:

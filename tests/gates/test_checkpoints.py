@@ -130,8 +130,13 @@ def held(path: Path, tensors: dict[str, torch.Tensor], step: float = 3.0) -> Che
     ],
 )
 def test_every_bit_of_a_checkpoint_is_compared(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], step: float, expected: list[str]
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    step: float,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Reader, "of", Held.reader)
     first = held(tmp_path / "first", {WEIGHT: torch.tensor([0.0, 1.0, 2.0, 3.0])})
     problems = differences(first, held(tmp_path / "second", tensors, step), 0, 1)
     assert len(problems) == len(expected)

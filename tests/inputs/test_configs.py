@@ -129,7 +129,7 @@ def planned(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def plan(argv: list[str], files: dict[str, bytes] | None = None) -> int:
         for name, data in (files or {}).items():
             Path(name).write_bytes(data)
-        return keeps_the_rule("harness.train", ["--dry-run", "data.path=corpus", *argv], files)
+        return keeps_the_rule("harness.train", ["--dry-run", *argv], files)
 
     monkeypatch.setattr("harness.plan.memory.traced", not_traced)
     return plan

@@ -60,7 +60,7 @@ def test_a_run_needs_disk_for_one_more_checkpoint_than_it_keeps(
     made = make_plan(load_run_config(None, [*words, *keys]), {}, World())
     free = int(checkpoints * made.estimate.checkpoint_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    text, refuses = short_of_disk(made, 0)
+    text, refuses = short_of_disk(made, [])
     assert (bool(text), refuses) == (due > 0, is_hopeless)
     assert f"for {due} checkpoint" in text or not due
     assert f"are free in {tmp_path}" in text or not due

@@ -26,7 +26,7 @@ from harness.files.corpus import Corpus
 from harness.plan.machine import RUNS, Room, room_remedy
 from harness.plan.plan import Plan
 from harness.run.plan_record import git_commit
-from harness.runfolder import num_checkpoints
+from harness.runfolder import saved_steps
 from tools.made_with import PACKAGES
 from tools.preflight_checks.report import (
     Row,
@@ -78,7 +78,7 @@ class Storage:
     folder: str  # the run folder, or the nearest folder above it that exists
     sees_token: bool = False  # True if the file that rank 0 made is visible here
     free_bytes: int | None = None
-    checkpoints: int = 0  # number that the run already has
+    checkpoints: tuple[int, ...] = ()  # steps of those that the run already has
     written_bytes_per_s: float | None = None
     """With fsync, while the first rank of every node writes; None on the other ranks."""
     problem: str | None = None
@@ -189,7 +189,7 @@ def measure_storage(plan: Plan, token_path: str, writes: bool) -> Storage:
     """Look at the run folder from this rank. `writes`: also time writing a file."""
     folder = nearest_folder(plan)
     sees = _appears(Path(token_path))
-    checkpoints = num_checkpoints(plan.config.run.dir)
+    checkpoints = tuple(saved_steps(plan.config.run.dir))
     free, rate, problem = None, None, None
     try:
         free = shutil.disk_usage(folder).free
