@@ -67,7 +67,8 @@ def _half_precision(draft: Draft) -> str | None:
     if fast and ds.literal("bf16.enabled") is not False:
         return "bf16"
     if not is_gpu or ds.literal("fp16.enabled") is False or ds.literal("torch_autocast.enabled"):
-        draft.note("fallback", f"fp32, because {device} has no bfloat16 arithmetic")
+        if not fast:
+            draft.note("fallback", f"fp32, because {device} has no bfloat16 arithmetic")
         return None
     if not fast:
         keep = "ds.fp16.enabled=false keeps fp32"
