@@ -135,7 +135,7 @@ def _reject_unknown(
     problems: Problems,
     unlike_any: list[str],
 ) -> None:
-    origin, hint = ds.origin(key), _advice(key)
+    origin, hint = ds.origin(key), advice(key)
     prefix, _, name = key.rpartition(".")
     if not hint:
         current = [
@@ -157,7 +157,7 @@ def _drop_removed(ds: DsJson, key: str, value: Any, message: str, problems: Prob
     if _is_off(value):
         ds.remove(key, "left out, DeepSpeed has removed it, and it is off")
     else:
-        problems.say(f"{key} ({ds.origin(key)}): {message} Remove it{_advice(key)}")
+        problems.say(f"{key} ({ds.origin(key)}): {message} Remove it{advice(key)}")
         ds.reject(key)
 
 
@@ -217,10 +217,10 @@ def _ignored() -> dict[str, str]:
     return {key: why for why, keys in _tables()["ignored"].items() for key in keys}
 
 
-def _advice(key: str) -> str:
+def advice(key: str) -> str:
     """Return the replacement for a key, to end a sentence."""
-    advice = _tables()["advice"].get(key)
-    return f": {advice}" if advice else ""
+    text = _tables()["advice"].get(key)
+    return f": {text}" if text else ""
 
 
 @functools.cache

@@ -224,11 +224,15 @@ class DsJson:
 
 
 def normalized(value: Any) -> Any:
-    """Return a deep copy with whole floats as integers: JSON files write bucket sizes as 5e8."""
+    """Return a deep copy with whole floats as integers, as files write bucket sizes as 5e8, and
+    "Auto" as "auto".
+    """
     if isinstance(value, Mapping):
         return {key: normalized(item) for key, item in value.items()}
     if isinstance(value, list):
         return [normalized(item) for item in value]
+    if isinstance(value, str) and value.lower() == AUTO:
+        return AUTO
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -315,7 +319,7 @@ def read_ds_json(path: str | Path) -> dict[str, Any]:
 
     text = ""
     try:
-        text = read_regular(Path(path), MAX_FILE_BYTES, links=True).decode()
+        text = read_regular(Path(path), MAX_FILE_BYTES, links=True).decode("utf-8-sig")
         content = json.loads(
             text, object_pairs_hook=without_duplicates, parse_constant=_no_constant
         )

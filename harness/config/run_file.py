@@ -83,7 +83,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the unvalidated run config of a file. Raises ConfigError."""
     text = ""
     try:
-        text = read_regular(path, MAX_FILE_BYTES, links=True).decode()
+        text = read_regular(path, MAX_FILE_BYTES, links=True).decode("utf-8-sig")
         tree = parsed_toml(text)
     except FileNotFoundError:
         raise ConfigError(
@@ -104,6 +104,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 _MOVED = {
+    "ds": ": the DeepSpeed JSON's keys belong in its file, or on the command line as ds.KEY=VALUE",
     "lora": ": write model.lora.rank for lora.rank",
     "pipeline": ": write layout.verify for pipeline.verify, ds.pipeline.* for the DeepSpeed JSON's",
 }
@@ -124,6 +125,15 @@ _KINDS = {
     "too_long": "it has too many values",
 }
 """The expected values in TOML terms, by pydantic error type."""
+_MEANT = {
+    ("data.path", "string_type"): "one path: name the folder that holds the files, or give each a "
+    "share in data.mix",
+    ("log.wandb", "string_type"): "the name of a project, as in log.wandb=mine",
+    ("log.mlflow", "string_type"): "the name of an experiment, as in log.mlflow=mine",
+    ("optim.warmup_steps", "int_type"): "a number of steps; a fraction of the run is "
+    "optim.warmup_ratio",
+}
+"""What to write instead of a value of another type, by key and error type of pydantic."""
 _STRUCTURE = (*_KINDS, "missing", "extra_forbidden", "string_type")
 """Errors about the structure of a value."""
 EXAMPLES = {
@@ -176,6 +186,8 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
         return f"{item['ctx']['error']} ({origin})"
     if kind == "missing":
         return f"{key} ({origin}) is missing{form}"
+    if meant := _MEANT.get((key, kind)):
+        return worded(key, item["input"], origin, f"it must be {meant}")
     must_be = _KINDS.get(kind) or item["msg"].replace("Input should be", "it must be")
     if kind == "literal_error":
         names = re.findall("'([^']+)'", item["ctx"]["expected"])

@@ -144,6 +144,8 @@ def _files_of(
 
 def _instead_of(named: Path, path: str) -> str:
     """Return the advice that ends a sentence about a missing path; "" if there is none."""
+    if "://" in path:
+        return ": it is an address, and only files are read: download it and name the file"
     if any(sign in named.name for sign in "*?[") and any(named.parent.glob(named.name)):
         return f": it is a pattern: name the folder, data.path={named.parent}"
     if near := near_path(named):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.assignments import did_you_mean, flat
+from harness.config.ds_check import advice
 from harness.config.ds_json import AUTO, DsJson, ds_keys
 from harness.config.run_config import RunConfig
 from harness.config.run_file import with_values
@@ -241,7 +242,7 @@ def _check_params(draft: Draft) -> None:
             if takers or key in SAME or key in IGNORED:
                 continue
             if key not in FIXED:
-                hint = did_you_mean(key, [*SAME, *FIXED])
+                hint = advice(key) or did_you_mean(key, [*SAME, *FIXED])
                 problems.say(f"{key} ({ds.origin(key)}) is not a known parameter{hint}")
             elif value != FIXED[key]:
                 problems.add(key, "which is not supported", _instead(ds, key, value))

@@ -44,7 +44,7 @@ def check(ds: DsJson) -> list[str]:
 
 def test_ds_json_is_read_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('{"a": [1, {"b": 2e3}], "c": {"d": null}}')
+    path.write_text('{"a": [1, {"b": 2e3}], "c": {"d": null}}', encoding="utf-8-sig")
     assert read_ds_json(path) == {"a": [1, {"b": 2000.0}], "c": {"d": None}}
     assert type(read_ds_json(path)["c"]) is dict
 
@@ -252,6 +252,7 @@ def test_whole_numbers_become_integers_in_a_copy() -> None:
     tree = {"a": {"b": 5e8, "c": [1.0, 0.5]}, "d": float("inf"), "e": True}
     copy = normalized(tree)
     assert copy == tree
+    assert normalized({"stage": "Auto"}) == {"stage": "auto"}
     assert type(copy["a"]["b"]) is int
     assert copy["a"] is not tree["a"]
 
