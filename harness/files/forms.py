@@ -76,9 +76,13 @@ def naming(record: Mapping[str, object]) -> str:
         chat = example({"question": question, "answer": answer})
         return f"{said}, as text after {question}; {chat} makes them a chat"
     is_part = _like(texts, (*_QUESTIONS, *_ANSWERS)) not in ([], [_CHOSEN_NAMES])
-    if len(texts) == 1 and not (turns or is_part or _is_id(texts[0], str(kept[texts[0]]))):
+    worded = [key for key in texts if not _is_id(key, str(kept[key]))]
+    if turns or is_part or not worded:
+        return ": name the columns to read in data.columns" if kept else ""
+    if len(texts) == 1:
         return f": {example({'text': texts[0]})} names the text"
-    return ": name the columns to read in data.columns" if kept else ""
+    longest = max(worded, key=lambda key: len(str(kept[key])))
+    return f": name the columns to read in data.columns, as in {example({'text': longest})}"
 
 
 def _is_id(name: str, value: str) -> bool:

@@ -452,7 +452,10 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
         "tools belong to a conversation: write messages, and calls as tool_calls"),
     "a prompt alone": ({"prompt": "1 + 2?"}, "name the columns to read in data.columns"),
     "two answers": ({"problem": "a", "solution": "b", "answer": "c"}, "name the columns to read"),
-    "texts of any kind": ({"title": "a", "body": "b"}, "it has 'title', 'body': name the columns"),
+    "texts of any kind": (
+        {"title": "a", "body": "a b", "path": "x/1.py"},
+        "'path': name the columns to read in data.columns, as in data.columns.text=body",
+    ),
 }  # fmt: skip
 
 
