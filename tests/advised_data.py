@@ -172,6 +172,8 @@ ROWS: list[tuple[str, str, str]] = [
         f'{MIX} \'data.mix=[{{path="$here"}}, {{path="$here/a.jsonl", where={{l="de"}}}}]\'',
         "set data.eval_path, or name files or values of where",
     ),
+    ("texts", f"{MIX} 'data.path=$here/*.jsonl'", "it is a pattern: name the folder"),
+    ("texts", f"{PATH} train.epochs=1 train.global_batch=240", "set train.global_batch="),
     ("texts", f"{PATH} data.split=train", "has no splits: remove it"),
     ("texts", f"{MIX} data.path=$here data.split=train", "or name the files in data.path"),
     ("splits to evaluate on", f"{PATH} data.eval_path=$here/d", "name one, as in 'data.eval_path="),

@@ -170,11 +170,15 @@ NOT_FOLLOWED = {
         *("config/run_file.py: there is no run config", "plan/command.py"),
     ),
     "says what to do with files or rows, and names no key": (
-        *("plan/weights.py: convert it", "plan/model_config.py: ... holds an adapter"),
+        *("plan/weights.py: convert it", "plan/model_config.py:  holds an adapter"),
         *("files/forms.py: : ... belong to", "files/forms.py: : write", "files/paths.py"),
         "files/forms.py: : ... holds a list of records",
         *("plan/weights.py: holds shards of a distributed save", "plan/weights.py: is a link to"),
-        *("files/first_bytes.py", "files/chat.py: move that turn into the completion"),
+        *(
+            "files/first_bytes.py",
+            "files/foreign.py",
+            "files/chat.py: move that turn into the completion",
+        ),
         *("files/corpus_files.py: or move it elsewhere", "files/corpus_files.py: give a file"),
         *("files/records.py", "files/tensor_header.py", "files/turns.py", "data/cache.py"),
         *("data/pair.py", "data/tokenizer.py: has no eos_token"),
@@ -190,6 +194,7 @@ NOT_FOLLOWED = {
     ),
     "needs the folder of a run (tests/checkpoint/test_resume.py follows resume.allow)": (
         *("files/folder_lock.py", "plan/model.py: whose checkpoints have"),
+        "plan/model_config.py:  is ... (...), which is no model",
         "data/spec.py: whose sample was read with another tokenizer",
         *("checkpoint", "run/resumption.py", "run/saving.py"),
     ),
@@ -197,7 +202,8 @@ NOT_FOLLOWED = {
         *("models", "engine/meta_model.py", "engine/layers.py", "engine/stages.py"),
         *("run/attention.py", "run/verify.py"),
     ),
-    "needs ranks that differ": (
+    "needs ranks that differ, or more than rows": (
+        "plan/batches.py: use at most ... data ranks",
         "run/data_decisions.py: start again, or set data.date=",
         "run/data_decisions.py: give every node the same files",
         "run/data_decisions.py: give all ranks the same arguments and files",

@@ -216,4 +216,4 @@ def _values_of(given: object) -> dict[str, Any]:
 def problem_of_values(values: Mapping[str, Any]) -> str | None:
     """Return why values cannot be given to a template; None if they can."""
     own = sorted(_OWN_VARIABLES & values.keys())
-    return f"name {own[0]}, which the turns and columns of each row give" if own else None
+    return f"hold {own[0]}, which the turns and columns of each row give" if own else None

@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "own variables": (
         {**messages(Q, A), "chat_template_kwargs": {"tools": []}},
-        "has chat_template_kwargs that name tools, which the turns and columns of each row give",
+        "has chat_template_kwargs that hold tools, which the turns and columns of each row give",
     ),
     "text and call marked": (messages(Q, {**A, "weight": 0}, asks(call({})), RESULT, A),
         "marks a text and the tool call after it differently; they form one turn"),
