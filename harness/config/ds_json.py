@@ -224,9 +224,7 @@ class DsJson:
 
 
 def normalized(value: Any) -> Any:
-    """Return a deep copy with whole floats as integers, as files write bucket sizes as 5e8, and
-    "Auto" as "auto".
-    """
+    """Return a deep copy with 5e8 as an integer, as files write sizes, and "Auto" as "auto"."""
     if isinstance(value, Mapping):
         return {key: normalized(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -98,10 +98,11 @@ def test_a_pattern_is_answered_with_its_folder(tmp_path: Path) -> None:
     assert find_files(str(tmp_path)).files == (tmp_path / "a.jsonl",)
 
 
-def test_a_stray_array_beside_data_is_left_out(tmp_path: Path) -> None:
+def test_a_stray_array_hides_no_data(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     IDS.tofile(tmp_path / "other.bin")
     assert find_files(str(tmp_path)).left_out == "1 .bin"
     (tmp_path / "a.txt").rename(tmp_path / "other.idx")
     np.save(tmp_path / "ids.npy", IDS)
-    assert find_files(str(tmp_path)).kind == "indexed"
+    with pytest.raises(ConfigError, match="holds 1 .bin/.idx pairs and ids.npy"):
+        find_files(str(tmp_path))
