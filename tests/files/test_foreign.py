@@ -104,5 +104,5 @@ def test_a_stray_array_hides_no_data(tmp_path: Path) -> None:
     assert find_files(str(tmp_path)).left_out == "1 .bin"
     (tmp_path / "a.txt").rename(tmp_path / "other.idx")
     np.save(tmp_path / "ids.npy", IDS)
-    with pytest.raises(ConfigError, match="holds 1 .bin/.idx pairs and ids.npy"):
+    with pytest.raises(ConfigError, match="pairs and ids"):
         find_files(str(tmp_path))
