@@ -201,9 +201,9 @@ def check_adapters(draft: Draft) -> None:
                 problems.add(f"model.lora.{name}", why, f"set {_RANK}=16")
         return
     if config.model.init_from is None:
-        problems.add(_RANK, "but adapters need pretrained weights", "set model.init_from")
-    if not importlib.util.find_spec("peft"):
-        problems.add(_RANK, "it needs the package peft (pip install peft)")
+        draft.refuse_layout(_RANK, "but adapters need pretrained weights", "set model.init_from")
+    if not draft.estimating:
+        _require_packages(draft)
     for pattern in frozen:
         why = f"which freezes {pattern!r}, but adapters already freeze all other weights"
         problems.add("optim.groups", why, "leave frozen out")
@@ -219,6 +219,16 @@ def check_adapters(draft: Draft) -> None:
     _check_quantization(draft)
 
 
+def _require_packages(draft: Draft) -> None:
+    """Reject adapters and 4-bit weights without the packages that make them."""
+    lora, problems = draft.config.model.lora, draft.problems
+    if not importlib.util.find_spec("peft"):
+        problems.add(_RANK, "it needs the package peft (pip install peft)")
+    if lora.quantize and not importlib.util.find_spec("bitsandbytes"):
+        why = "it needs the package bitsandbytes (pip install bitsandbytes)"
+        problems.add("model.lora.quantize", why)
+
+
 def _check_quantization(draft: Draft) -> None:
     """Reject quantized weights that cannot be made or that ZeRO 3 would shard."""
     lora, problems = draft.config.model.lora, draft.problems
@@ -227,9 +237,6 @@ def _check_quantization(draft: Draft) -> None:
             why, use = "but no weights are quantized", 'set model.lora.quantize="nf4"'
             problems.add("model.lora.double_quantize", why, use)
         return
-    if not importlib.util.find_spec("bitsandbytes"):
-        why = "it needs the package bitsandbytes (pip install bitsandbytes)"
-        problems.add("model.lora.quantize", why)
     if draft.model_config.get("model_type") == "falcon":
         why = "but falcon has its own class of linear layers, which bitsandbytes does not quantize"
         problems.add("model.lora.quantize", why, "leave it out")

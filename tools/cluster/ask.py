@@ -196,15 +196,16 @@ def refusal(args: argparse.Namespace, layout: Layout) -> str:
 
 
 def _inputs(args: argparse.Namespace, run: RunConfig, world: World, state: State) -> Inputs:
-    alone = run_of(args, **{"train.micro_batch": 1})
+    alone = run_of(args, **{"train.micro_batch": 1, **adapter_keys(args)})
     json = {**_with_ds_keys(args, base_json(state)), "gradient_accumulation_steps": 1}
     plan = make_plan(alone, DsJson(json, "layout"), world, estimating=True)
     try:
-        inputs = memory_inputs(plan) or traced_inputs(plan)
+        return memory_inputs(plan) or traced_inputs(plan)
     except Untraceable as error:
         raise ConfigError(f"{run.model.name}: its tensors are unknown, and {error}") from None
-    if not args.lora:
-        return inputs
-    words = [f"model.lora.rank={args.lora}"]
-    words += [f"model.lora.quantize={args.quantize}"] if args.quantize else []
-    return replace(inputs, adapters=load_run_config(None, words).model.lora.adapters)
+
+
+def adapter_keys(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the run config keys of --lora and --quantize."""
+    named = {"model.lora.rank": args.lora, "model.lora.quantize": args.quantize}
+    return {key: value for key, value in named.items() if value}

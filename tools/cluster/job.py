@@ -15,7 +15,7 @@ from harness.config.run_config import RunConfig, known_keys
 from harness.estimate.step_time.job import DAY
 from harness.plan.machine import USUAL_NODE
 from harness.plan.model_config import presets
-from tools.cluster.ask import plan_of
+from tools.cluster.ask import adapter_keys, plan_of
 from tools.cluster.count import Counted
 
 _KUBERNETES = Path(__file__).parents[2] / "slurm/containers/kubernetes.yaml"
@@ -52,13 +52,11 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
         "save.every": question.run.save.every or max(1, every),
     }
     if args.lora:
-        keys["model.lora.rank"] = args.lora
+        keys |= adapter_keys(args)
         keys.setdefault("model.init_from", _weights_of(args.model))
         del keys["model.name"]  # the weights name the model
     else:
         keys["optim.lr"] = plan_of(args, best.layout).config.optim.lr
-    if args.quantize:
-        keys["model.lora.quantize"] = args.quantize
     return keys
 
 
