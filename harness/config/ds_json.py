@@ -317,7 +317,7 @@ def read_ds_json(path: str | Path) -> dict[str, Any]:
 
     text = ""
     try:
-        text = read_regular(Path(path), MAX_FILE_BYTES, links=True).decode("utf-8-sig")
+        text = read_regular(Path(path), MAX_FILE_BYTES, links=True).decode().removeprefix("\ufeff")
         content = json.loads(
             text, object_pairs_hook=without_duplicates, parse_constant=_no_constant
         )

@@ -83,7 +83,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the unvalidated run config of a file. Raises ConfigError."""
     text = ""
     try:
-        text = read_regular(path, MAX_FILE_BYTES, links=True).decode("utf-8-sig")
+        text = read_regular(path, MAX_FILE_BYTES, links=True).decode().removeprefix("\ufeff")
         tree = parsed_toml(text)
     except FileNotFoundError:
         raise ConfigError(

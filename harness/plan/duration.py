@@ -11,7 +11,7 @@ from harness.estimate.hardware import known_gpu
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.job import DAY, DISK_GB_PER_S, HOUR, EvalAndSaveTime, Job
 from harness.estimate.step_time.machine import Machine, machine_of, measured
-from harness.estimate.step_time.step import TERMS, StepTime, estimate_time
+from harness.estimate.step_time.step import TERMS, StepTime, estimate_time, terms_evidence
 from harness.files.regular_file import read_json
 from harness.plan.plan import Draft, Plan
 
@@ -102,7 +102,11 @@ def beside_of(
 def step_line(step: StepTime) -> str:
     """Return the time of a step and its largest terms, on one line."""
     terms = sorted(step.terms.items(), key=lambda term: -term[1])[:_SHOWN]
-    shares = ", ".join(f"{TERMS[name]} {value / step.seconds:.0%}" for name, value in terms)
+    evidence = terms_evidence(dict(terms), step.inputs, step.machine)
+    shares = ", ".join(
+        f"{TERMS[name]} {value / step.seconds:.0%}{' [guessed]' * (evidence[name] == 'guessed')}"
+        for name, value in terms
+    )
     return (
         f"{step.seconds:.3g} s per step ({shares}), {step.tokens_per_s_per_gpu:,.0f} tokens/s "
         "per GPU, "

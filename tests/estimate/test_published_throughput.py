@@ -13,6 +13,7 @@ import csv
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, pairwise
 from math import log
 from pathlib import Path
@@ -26,7 +27,7 @@ from harness.config.run_file import load_run_config
 from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.layer import product_seconds
 from harness.estimate.step_time.machine import Machine, machine_of
-from harness.estimate.step_time.step import estimate_time
+from harness.estimate.step_time.step import TERMS, StepTime, estimate_time, terms_evidence
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.stages import split_evenly
@@ -82,11 +83,12 @@ class Row:
     inputs: Inputs
     tokens_per_s_per_gpu: float
 
-    def estimated(self) -> float:
-        """Return the estimated tokens per second and GPU."""
+    @cached_property
+    def step(self) -> StepTime:
+        """The estimated step."""
         run = self.inputs
         machine = machine_of(self.gpu, run.gpus_per_node, run.precision, self.network_gb_per_s)
-        return estimate_time(run, machine).tokens_per_s_per_gpu
+        return estimate_time(run, machine)
 
 
 def published(folder: Path) -> list[Row]:
@@ -211,7 +213,9 @@ def fitted_share(measured: list[Product]) -> Machine:
 @pytest.fixture(scope="module")
 def estimated(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Row, float]]:
     """Return each row with its estimate in tokens per second and GPU."""
-    return [(row, row.estimated()) for row in published(tmp_path_factory.mktemp("models"))]
+    return [
+        (row, row.step.tokens_per_s_per_gpu) for row in published(tmp_path_factory.mktemp("models"))
+    ]
 
 
 def error(row: Row, rate: float) -> float:
@@ -235,6 +239,16 @@ def test_rows_that_nothing_was_fitted_to_are_near(estimated: list[tuple[Row, flo
     assert len(judged) > 150
     assert quantile(judged, 0.5) <= 0.06
     assert quantile(judged, 0.9) <= 0.21
+
+
+def test_terms_that_are_small_in_every_row_are_called_guessed(
+    estimated: list[tuple[Row, float]],
+) -> None:
+    steps = [row.step for row, _ in estimated]
+    large = {term for s in steps for term, value in s.terms.items() if value > 0.1 * s.seconds}
+    evidence = terms_evidence(TERMS, steps[0].inputs, steps[0].machine)  # an H100, which is fitted
+    assert {term for term in {*TERMS} - large if evidence[term] != "guessed"} == set()
+    assert {term for term in large if evidence[term] == "fitted"} >= {"products", "attention"}
 
 
 def kind_of(inputs: Inputs) -> str:
