@@ -35,10 +35,14 @@ ERRORS = {
     "pipeline": Error(0.09, 0.25, 118),
     "hpZ": Error(0.1, 0.3, 0),
     "expert": Error(0.1, 0.3, 0),
+    "launches": Error(0.19, 0.33, 6),
 }
-"""From tests/estimate/published/throughput.csv, rounded up (sequence: NVIDIA's runs, which use
-other kernels). tests/estimate/test_published_throughput.py checks them.
+"""From tests/estimate/published, rounded up (sequence: NVIDIA's runs, which use other kernels;
+launches: steps of which the host's launches take over a tenth, on hosts that are not known).
+tests/estimate/test_published_throughput.py checks them.
 """
+OF_LAUNCHES = 0.1
+"""Share of a step from which launches are a kind of their own."""
 HEADROOM = 0.05
 """Share of a GPU that must stay free at the upper end of a recommended layout's memory."""
 _FULL = 0.1
@@ -85,24 +89,26 @@ def way_of(layout: Layout) -> str:
     return "hpZ" if layout.hpz else f"ZeRO {layout.zero}"
 
 
-def error_of(layout: Layout) -> Error:
+def error_of(counted: Counted) -> Error:
     """Return the error of a layout's time: the largest among its kinds."""
+    layout, launches = counted.layout, counted.terms["launches"] / counted.seconds
     kinds = {name for name in ("pipeline", "sequence", "expert") if getattr(layout, name) > 1}
     kinds |= {"tensor"} if layout.tensor > 1 and layout.pipeline == 1 else set()
     kinds |= {"offload"} if layout.offload != "none" or layout.activation_offload else set()
     kinds |= {"hpZ"} if layout.hpz else set()
+    kinds |= {"launches"} if launches > OF_LAUNCHES else set()
     return max((ERRORS[kind] for kind in kinds or {"ZeRO"}), key=lambda error: error.half)
 
 
 def seconds_within(counted: Counted) -> tuple[float, float]:
     """Return the step times in seconds between which half of such published runs lie."""
-    half = error_of(counted.layout).half
+    half = error_of(counted).half
     return counted.seconds * (1 - half), counted.seconds * (1 + half)
 
 
 def error_text(counted: Counted) -> str:
     """Return the range of step times that covers half of such published runs, as text."""
-    error, (low, high) = error_of(counted.layout), seconds_within(counted)
+    error, (low, high) = error_of(counted), seconds_within(counted)
     runs = "guessed, no comparable published run:"
     if error.rows:
         runs = f"{error.rows} comparable published runs:"
@@ -188,7 +194,7 @@ def why_not(each: Counted, best: Counted | None) -> str:
         term = max(each.terms, key=lambda name: each.terms[name] - best.terms[name])
         share = (each.terms[term] - best.terms[term]) / best.seconds
         return f"{-1 + each.seconds / best.seconds:.0%} slower: {TERMS[term]} {share:+.0%}"
-    half = error_of(each.layout).half
+    half = error_of(each).half
     quicker = f"{faster:.1%} quicker on paper (error {half:.0%})" if faster > _EQUAL else "as quick"
     return f"{quicker}, but {costs(each, best)}"
 
