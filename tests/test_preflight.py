@@ -60,6 +60,7 @@ MACHINE = Machine(
     checksum="abc",
     toolkit="driver 550",
     links="PCIe 16x",
+    launch_ms=1.5,
 )
 STORAGE = Storage("/runs", True, 1000 * GIB, (), 1e9)
 
@@ -122,6 +123,7 @@ def changed(rank: int, part: str = "", **changes: Any) -> list[Facts]:
         ("clocks", "", {"clock_s": 1005.1}, "warn", "n2 (rank 1)"),
         ("matmul rate", "machine", {"tflops": 420.0}, "ok", ""),  # seven tenths of the median
         ("matmul rate", "machine", {"tflops": 419.9}, "warn", "slow: n2 (rank 1)"),
+        ("launches", "machine", {"launch_ms": 3.0}, "warn", "slow: n2 (rank 1)"),
         ("GPU", "machine", {"gpu": "NVIDIA A100"}, "warn", "n2 (rank 1): NVIDIA A100, 79 GiB"),
         ("GPU of its own", "machine", {"gpu_id": "GPU-0"}, "FAIL", "one GPU for n1 (rank 0), n2"),
         ("GPU memory free", "machine", {"gpu_free_bytes": 60 * GIB}, "warn", "free: n2 (rank 1)"),

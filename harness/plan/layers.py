@@ -104,10 +104,8 @@ def check_kernels(draft: Draft) -> None:
         ("model.compile", config.model.compile),
     ):
         if stages > 1 and is_on:
-            problems.say(
-                f"{key} ({config.origin(key)}): untested with pipeline.stages={stages}: leave it "
-                "out, or use ZeRO 3 instead of stages"
-            )
+            why = f"which is untested with pipeline.stages={stages}"
+            problems.add(key, why, "leave it out, or use ZeRO 3 instead of stages")
 
 
 def note_kernels(draft: Draft) -> None:
@@ -221,12 +219,12 @@ def check_adapters(draft: Draft) -> None:
 
 def _require_packages(draft: Draft) -> None:
     """Reject adapters and 4-bit weights without the packages that make them."""
-    lora, problems = draft.config.model.lora, draft.problems
-    if not importlib.util.find_spec("peft"):
-        problems.add(_RANK, "it needs the package peft (pip install peft)")
-    if lora.quantize and not importlib.util.find_spec("bitsandbytes"):
-        why = "it needs the package bitsandbytes (pip install bitsandbytes)"
-        problems.add("model.lora.quantize", why)
+    packages = {_RANK: "peft"}
+    if draft.config.model.lora.quantize:
+        packages["model.lora.quantize"] = "bitsandbytes"
+    for key, name in packages.items():
+        if not importlib.util.find_spec(name):
+            draft.problems.add(key, f"it needs the package {name} (pip install {name})")
 
 
 def _check_quantization(draft: Draft) -> None:

@@ -240,6 +240,7 @@ def _rates(plan: Plan, hosts: Sequence[str], reports: Iterable[Facts | None]) ->
         "ranks": len(hosts),
         "nodes": len(set(hosts)),
         "matmul_tflops": median(each.machine.tflops for each in facts if each.machine),
+        "layer_launch_ms": median(each.machine.launch_ms for each in facts if each.machine),
         "all_reduce_gb_per_s": median(each.links.all_reduce_gb_per_s for each in facts),
         "within_node_gb_per_s": between(network.WITHIN),
         "between_nodes_gb_per_s": between(network.BETWEEN),

@@ -48,6 +48,7 @@ _OWN_FILES, _FILES_PER_PEER = 512, 4  # guessed: sockets to every other rank, in
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _EDGE = {"cuda": 8192, "cpu": 512}
 _MULTIPLY_S, _WINDOWS = 1.0, 9
+_LAUNCHED = 200  # layers: about half a second
 _EXACT_EDGE = {"cuda": 4096, "cpu": 256}
 _SPARSE = 64  # about one factor in this many is not 0
 _REPEATS = 8
@@ -87,6 +88,7 @@ class Machine:
     infiniband: bool = False
     shortages: tuple[str, ...] = ()
     """Memory that the run needs but this machine lacks (harness/estimate/fit.py)."""
+    launch_ms: float | None = None  # in which the host launches a Llama layer's forward pass
     checksum: str = ""  # of exact products of small whole numbers: the same on every device
     steady: bool = True  # False if one of several such products differed from the first
     locks: str = ""  # why builds in the folder of compiled operators cannot be locked
@@ -142,6 +144,7 @@ def _with_gpu(machine: Machine, device: torch.device, free_bytes: int | None) ->
         f"torch's CUDA {torch.version.cuda}, nvcc {nvcc or 'not found'}",
         toolkit_problem=toolkit_problem(driver.cuda, torch.version.cuda, nvcc),
         health="; ".join([*driver.problems, *parse_xids(_output("dmesg"), driver.bus_id)]),
+        launch_ms=1e3 * launch_seconds(device),
         links=f"PCIe {width}; {reach if others else 'sees no other GPU'}",
     )
 
@@ -170,6 +173,27 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
             products, last = 0, now
     # 2: a multiplication and an addition. The median, so that a brief pause has no effect.
     return 2 * edge**3 * statistics.median(rates) / 1e12
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Return the host's seconds to launch the forward pass of a Llama layer, whose kernels are so
+    small that a GPU waits for the host.
+    """
+    from transformers.models.llama import modeling_llama as llama
+
+    config = llama.LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=2)
+    config._attn_implementation = "sdpa"
+    layer = llama.LlamaDecoderLayer(config, 0).to(device, torch.bfloat16)
+    hidden = torch.randn(1, 16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.arange(16, device=device)[None]
+    places = llama.LlamaRotaryEmbedding(config).to(device)(hidden, tokens)
+    seconds = []
+    for _ in range(_LAUNCHED):
+        _finish(device)
+        began = time.perf_counter()
+        layer(hidden, position_embeddings=places)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def _finish(device: torch.device) -> None:
@@ -324,7 +348,7 @@ def machine_rows(
         _speed(plan, machines, hosts),
         _memory(plan, machines, hosts),
         *([Row("time of a step", "ok", step_line(step))] if step else []),
-        *([_cores(machines, hosts)] if on_cuda else []),
+        *([_launches(machines, hosts), _cores(machines, hosts)] if on_cuda else []),
         *_limit_rows(plan, machines, hosts),
         *_product_rows(machines, hosts),
         *(_driver_rows(machines, hosts) if on_cuda else []),
@@ -354,6 +378,15 @@ def _gpu_rows(machines: Machines, hosts: Sequence[str], sharing: int) -> list[Ro
     rows += [own, named_row("GPU memory free", text, "not all free:", taken, hosts, todo)]
     todo = "drain a GPU with uncorrected errors; if ECC is off on only one GPU, turn it on"
     return [*rows, same_row("GPU ECC", _each(machines, "ecc"), hosts, todo, "warn")]
+
+
+def _launches(machines: Machines, hosts: Sequence[str]) -> Row:
+    took = {rank: m.launch_ms for rank, m in machines.items() if m.launch_ms}
+    text = span(took.values(), "ms", ".2f") if took else "unknown time"
+    text += " to launch a layer's forward pass"
+    late = slow({rank: 1 / ms for rank, ms in took.items()})
+    todo = "short steps wait for the slowest host: check its clocks, and what else runs there"
+    return named_row("launches", text, "slow:", late, hosts, todo)
 
 
 def _speed(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:

@@ -9,7 +9,7 @@ from operator import add
 
 from harness.estimate.inputs import BY_REFERENCE, Inputs
 from harness.estimate.layer_bytes import dense_mlp, is_masked, layer_activations, writes_scores
-from harness.estimate.step_time.machine import Machine
+from harness.estimate.step_time.machine import LAUNCH_SECONDS, Machine
 from harness.layout.adapters import is_linear
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.shape import Tensor, attention_width, is_stacked
@@ -55,10 +55,6 @@ LOGIT_BYTES = 26
 """Bytes moved per logit: cast to fp32, log-softmax, its gradient, cast back."""
 STEP_SECONDS = 5.0e-6
 """Minimum seconds per token in cuDNN's kernels for recurrent cells; a guess, not measured here."""
-LAUNCH_SECONDS = 1.6e-3
-"""Host seconds to launch a Llama layer's forward pass; the backward pass takes 1.5 times as long:
-4.0 ms in total on a virtual machine with an H200, 17 microseconds for each of 240 kernels
-(tests/estimate/measured_h200.toml, models of 4 and 16 layers)."""
 FUSED_LAUNCH = 0.4
 QUANTIZED_LAUNCH = 1.56
 """Host time of a layer with 4-bit weights, relative to one without: bitsandbytes launches several

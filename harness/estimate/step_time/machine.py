@@ -110,19 +110,22 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
         products, nodes = float(rates["matmul_tflops"]) * 1e12, int(rates["nodes"])
         ring = float(rates["all_reduce_gb_per_s"] or 0.0) * 1e9
         link = float(rates["within_node_gb_per_s"] or 0.0) * 1e9
+        launch = float(rates.get("layer_launch_ms") or 0.0) * 1e-3
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"these are not rates from preflight.py --json: {error!r}") from None
-    if not (products > 0 and nodes > 0 and min(ring, link) >= 0):
+    if not (products > 0 and nodes > 0 and min(ring, link, launch) >= 0):
         raise ValueError(f"impossible rates: {dict(rates)}")
     if nodes == 1:
         link = ring or link
     network = ring / machine.gpus_per_node if nodes > 1 else 0.0
     new = {"products": products, "link_rate": link, "network_rate": network}
+    new["launch_scale"] = launch / LAUNCH_SECONDS
     return replace(
         machine,
         products=min(1.0, products / machine.peak_flops),
         link_rate=link or machine.link_rate,
         network_rate=network or machine.network_rate,
+        launch_scale=new["launch_scale"] or machine.launch_scale,
         evidence="measured",
         rate_evidence=_with_measured(machine, (name for name, rate in new.items() if rate)),
     )
@@ -197,6 +200,10 @@ HOST_MEMORY_RATE = 160e9
 its ranks: 20 GB/s for each of eight H200 or B200 (the bekman-2026 rows of
 tests/estimate/published/throughput.csv); 117 GB/s on a DGX-2 (arXiv 2101.06840, table 4: 10**10
 weights in 2.57 s, 30 bytes each)."""
+LAUNCH_SECONDS = 1.6e-3
+"""Host seconds to launch a Llama layer's forward pass; the backward pass takes 1.5 times as long:
+4.0 ms in total on a virtual machine with an H200, 17 microseconds for each of 240 kernels
+(tests/estimate/measured_h200.toml, models of 4 and 16 layers)."""
 NETWORK_REACHED = 0.8
 """Share of a network's rate that collectives reach."""
 

@@ -48,6 +48,10 @@ def test_measured_rates_take_the_place_of_the_tables() -> None:
     assert node.products * node.peak_flops == pytest.approx(600e12)
     assert (node.link_rate, node.network_rate) == (300e9, usual.network_rate)
     assert node.evidence == "measured"
+    assert (node.launch_scale, dict(node.rate_evidence).get("launch_scale")) == (1.0, None)
+    quick = measured(usual, {**RATES_OF_ONE_NODE, "layer_launch_ms": 0.8})
+    assert quick.launch_scale == pytest.approx(0.5)  # of 1.6 ms, an H200's virtual machine
+    assert dict(quick.rate_evidence)["launch_scale"] == "measured"
     nodes = measured(usual, {**RATES_OF_ONE_NODE, "nodes": 2, "all_reduce_gb_per_s": 160.0})
     # A ring enters and leaves each node once, using the network cards of all eight.
     assert (nodes.link_rate, nodes.network_rate) == (200e9, 20e9)
