@@ -1,12 +1,10 @@
-"""Data and arguments for which a run gives advice, for test_advice.py.
-
-A row is the name of some data, additional arguments, and a part of the message. `$here` is the
-folder of the data, `$small` a tokenizer.
-"""
+"""Data for which a run gives advice, for test_advice.py; advised_data.toml has the arguments."""
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,95 +142,17 @@ DATA: dict[str, Callable[[Path], Any]] = {
         (here / "run" / "plan.json").write_text("{}"),
     ],
 }
-SMALL = "data.tokenizer=$small"
-PATH = f"{SMALL} data.path=$here/a.jsonl data.seq_len=16"
-LONG = f"{SMALL} data.path=$here/a.jsonl data.seq_len=64"
-MIX = f"{SMALL} data.seq_len=16"
-FOLDER = f"{SMALL} data.path=$here/d"
-TXT, VOCABULARY = "data.path=$here/a.txt data.seq_len=16", "model.overrides.vocab_size"
-WHOLE, STREAM = f"{PATH} data.packing=whole", f"{PATH} data.packing=stream"
-HIDES, CARRIED = "data.template=$here/hides.jinja", "model.name=lstm train.carry_state=true"
-ROWS: list[tuple[str, str, str]] = [
-    ("some bad rows", PATH, "data.bad_rows=skip leaves out such rows"),
-    ("many bad rows", f"{PATH} data.bad_rows=skip", "fix them, or raise it"),
-    ("rows marked as not learned", LONG, "as in data.where.weight=1"),
-    ("rows marked by false", LONG, "as in data.where.train=True"),
-    ("bad examples", LONG, "as in data.where.label=True"),
-    ("a preference behind turns", f"{LONG} data.template=chatml", "' learns only chosen"),
-    ("texts", f"{PATH} train.epochs=1", "lower train.global_batch (now 48), or raise train.epochs"),
-    ("two forms", PATH, "name those to read, as in 'data.columns="),
-    ("splits to train on", f"{SMALL} data.path=$here/d", "name one, as in data.split=train_a"),
-    (
-        "splits to train on",
-        f'{MIX} \'data.mix=[{{path="$here/d"}}, {{path="$here/a.jsonl"}}]\'',
-        'name one, as in split="train_a"',
-    ),
-    (
-        "texts",
-        f'{MIX} \'data.mix=[{{path="$here"}}, {{path="$here/a.jsonl", where={{l="de"}}}}]\'',
-        "set data.eval_path, or name files or values of where",
-    ),
-    ("texts", f"{MIX} 'data.path=$here/*.jsonl'", "it is a pattern: name the folder"),
-    ("texts", f"{PATH} train.epochs=1 train.global_batch=240", "set train.global_batch="),
-    ("texts", f"{PATH} data.split=train", "has no splits: remove it"),
-    ("texts", f"{MIX} data.path=$here data.split=train", "or name the files in data.path"),
-    ("splits to evaluate on", f"{PATH} data.eval_path=$here/d", "name one, as in 'data.eval_path="),
-    ("another suffix", f"{MIX} data.path=$here/a.jsonlines", "data.format=text reads it"),
-    ("bars", f"{MIX} data.path=$here/a.psv", "data.format=csv reads it"),
-    ("a pair and a text", f"{MIX} data.path=$here/d", "or name a pair, as in data.path="),
-    ("a pair with masks", f"{MIX} data.path=$here/d", "name that pair alone, or in data.mix"),
-    ("pairs of two widths", f"{MIX} data.path=$here/d", "or list both in data.mix"),
-    ("a pair with masks", f"{MIX} data.path=$here/d/p data.min_tokens=2", "remove it for this"),
-    ("a short validation split", f"{MIX} data.path=$here/d", "or set data.held_out, which"),
-    ("weights with a tokenizer", f"{PATH} model.init_from=$here/m", "or leave the key out"),
-    ("a pair", "data.path=$here/p data.seq_len=16", "set data.tokenizer to the one that wrote"),
-    ("ids", "data.path=$here/a.jsonl data.seq_len=16", "set data.tokenizer to the one"),
-    ("a pair of large ids", f"{MIX} data.path=$here/p", "set model.overrides.vocab_size=9001"),
-    ("chats", LONG, "set data.template=chatml, or another name"),
-    ("chats", f"{SMALL} data.path=$here/three.jsonl {HIDES}", "set data.template to one with"),
-    ("chats", f"{LONG} data.template=chatml data.date=2026-01-31", "or set data.template to one"),
-    ("texts", f"{PATH} data.date=2026-01-31", "template here calls strftime_now: remove data.date"),
-    ("a chat and a text", f"{FOLDER} data.template=chatml data.seq_len=64", "name one of them, or"),
-    ("texts", f"{PATH} model.overrides.vocab_size=256", "set model.overrides.vocab_size=300"),
-    ("many words", f"{TXT} {VOCABULARY}=320", "or data.vocab_size=320"),
-    ("many characters", f"{TXT} {VOCABULARY}=320", f"set {VOCABULARY}="),
-    ("many words", f"{TXT} {VOCABULARY}=280", f"set {VOCABULARY}="),
-    (
-        "many characters",
-        f"{TXT} data.vocab_size=300",
-        "characters and bytes than that: increase it",
-    ),
-    ("a short text", f"{SMALL} data.path=$here/a.txt", "or change data.held_out (now 0.02)"),
-    ("long prompts", f"{PATH} data.learn=assistant", "or set data.packing=stream"),
-    ("texts", f"{WHOLE} data.too_long=refuse", "or set data.too_long to cut or drop"),
-    ("texts", f"{WHOLE} data.too_long=drop", "and dropped: raise data.seq_len, or set data.too"),
-    ("texts", f"{PATH} eval.seq_len=512", "lower it, or add held-out text"),
-    ("texts", f"{PATH} eval.seq_len=1000 data.eval_path=$here/few.jsonl", "lower it, or add held"),
-    ("prompts", f"{LONG} eval.seq_len=128", "set data.packing=stream"),
-    (
-        "prompts",
-        f"{LONG} ramp.length_from=32 ramp.length_tokens=1000",
-        "remove ramp.length_from, or",
-    ),
-    ("long prompts", f"{STREAM} eval.samples=1", "contain no target, only prompts"),
-    ("long prompts", f"{STREAM} eval.samples=1 data.eval_path=$here/a.jsonl", "contain no target"),
-    ("long prompts", f"{STREAM} data.held_out=0.005", "raise data.seq_len, or add held-out text"),
-    ("prompts", f"{LONG} {CARRIED}", "set data.packing=stream, or train.carry_state=false"),
-    (
-        "texts",
-        f"{PATH} {CARRIED} train.global_batch=480",
-        "lower train.global_batch or data.seq_len",
-    ),
-    *(
-        (
-            "texts",
-            f"{MIX} {length} 'data.mix=[{{path=\"$here/a.jsonl\", epochs=1}}]'",
-            f"raise the epochs, or lower {length.partition('=')[0]}",
-        )
-        for length in ("train.steps=50", "train.tokens=99999")
-    ),
-    ("texts", f"{PATH} train.epochs=1 profile.steps=100:101", "set train.steps to 101 or more"),
-    ("texts", f"{PATH} data.balance=text", "name a column of classes"),
-    ("a run without a sample", f"{PATH} data.rehearse=$here/run", "name the path of its data"),
-    ("texts", f"{PATH} model.init_from=llama-1b", "remove it for random weights of model.name="),
-]
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of advised_data.toml: data, arguments, and a part of the message."""
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    words = table.pop("words")
+    for data, lines in table.items():
+        for line, message in lines.items():
+            for name in reversed(words):  # a word may hold an earlier one
+                line = re.sub(rf"{re.escape(name)}\b", lambda _, name=name: words[name], line)
+            yield data, line, message
+
+
+ROWS = [*rows()]
