@@ -9,8 +9,9 @@ from harness.config.assignments import MAX_FILE_BYTES
 from harness.config.run_config import RunConfig
 from harness.estimate.hardware import known_gpu
 from harness.estimate.step_time.calibration import Site
+from harness.estimate.step_time.host import kept_launch_ms
 from harness.estimate.step_time.job import DAY, DISK_GB_PER_S, HOUR, EvalAndSaveTime, Job
-from harness.estimate.step_time.machine import Machine, machine_of, measured
+from harness.estimate.step_time.machine import Machine, machine_of, measured, with_launches
 from harness.estimate.step_time.step import TERMS, StepTime, estimate_time, terms_evidence
 from harness.files.regular_file import read_json
 from harness.plan.plan import Draft, Plan
@@ -75,6 +76,8 @@ def _machine(plan: Plan) -> Machine | None:
     if gpu is None or world.ranks_per_gpu > 1:
         return None
     listed = machine_of(gpu.key, world.local_world_size, plan.products)
+    if plan.draft and plan.draft.here and (launch_ms := kept_launch_ms()):
+        listed = with_launches(listed, launch_ms)
     return site.machine(listed, world.local_world_size) if site else listed
 
 

@@ -24,6 +24,7 @@ from harness.errors import ConfigError
 from harness.estimate.hardware import known_gpu
 from harness.estimate.inputs import Inputs, LayerTrace, Way, ZeroSettings
 from harness.estimate.memory_item import GIB
+from harness.estimate.step_time.host import cache_folder
 from harness.estimate.timeline import Estimate, division_problems, estimate_memory
 from harness.layout.shape import Body, Shape, Tensor
 from harness.layout.state_size import carried_numbers
@@ -115,11 +116,12 @@ def _kept(text: str) -> Path | None:
     made_by = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     made_by += [(_REPOSITORY / "harness" / name).read_text(encoding="utf-8") for name in _FILES]
     digest = hashlib.sha256("\0".join([*made_by, text]).encode()).hexdigest()
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    if (cache := cache_folder()) is None:
+        return None
+    folder = cache / "traces"
     try:
-        folder = Path(root).expanduser() / "decoder-harness" / "traces"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
+        folder.mkdir(exist_ok=True)
+    except OSError:
         return None
     return folder / f"{digest}.json"
 

@@ -17,6 +17,7 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
 from harness.data.tokenizer_files import save_companions, save_generation, save_tokenizer
+from harness.engine.launches import measure_host
 from harness.engine.meta_model import empty_model
 from harness.engine.processes import alarm, join
 from harness.errors import ConfigError, ExitCode
@@ -166,6 +167,7 @@ def build(
         # With adapters, the frozen weights are read from model.init_from, not from a checkpoint.
         blank = resume_point.checkpoint is not None and plan.config.model.lora.rank is None
         masked, padded = data.document_mask, data.train.holds_whole_documents
+        measure_host(plan.world)
         engine = build_engine(plan, device, trust_remote_code, masked, blank, padded)
         memory = MemoryCheck(plan, device)
         guard.stop_if_asked()  # a large model takes minutes; the folder is still untouched

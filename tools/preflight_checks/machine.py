@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from harness.config.ds_json import offloaded_to
+from harness.engine.launches import launch_seconds
 from harness.engine.processes import own_device
 from harness.estimate.fit import free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
@@ -48,7 +49,6 @@ _OWN_FILES, _FILES_PER_PEER = 512, 4  # guessed: sockets to every other rank, in
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _EDGE = {"cuda": 8192, "cpu": 512}
 _MULTIPLY_S, _WINDOWS = 1.0, 9
-_LAUNCHED = 200  # layers: about half a second
 _EXACT_EDGE = {"cuda": 4096, "cpu": 256}
 _SPARSE = 64  # about one factor in this many is not 0
 _REPEATS = 8
@@ -173,27 +173,6 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
             products, last = 0, now
     # 2: a multiplication and an addition. The median, so that a brief pause has no effect.
     return 2 * edge**3 * statistics.median(rates) / 1e12
-
-
-def launch_seconds(device: torch.device) -> float:
-    """Return the host's seconds to launch the forward pass of a Llama layer, whose kernels are so
-    small that a GPU waits for the host.
-    """
-    from transformers.models.llama import modeling_llama as llama
-
-    config = llama.LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=2)
-    config._attn_implementation = "sdpa"
-    layer = llama.LlamaDecoderLayer(config, 0).to(device, torch.bfloat16)
-    hidden = torch.randn(1, 16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    tokens = torch.arange(16, device=device)[None]
-    places = llama.LlamaRotaryEmbedding(config).to(device)(hidden, tokens)
-    seconds = []
-    for _ in range(_LAUNCHED):
-        _finish(device)
-        began = time.perf_counter()
-        layer(hidden, position_embeddings=places)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
 
 
 def _finish(device: torch.device) -> None:

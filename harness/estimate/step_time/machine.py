@@ -110,7 +110,7 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
         products, nodes = float(rates["matmul_tflops"]) * 1e12, int(rates["nodes"])
         ring = float(rates["all_reduce_gb_per_s"] or 0.0) * 1e9
         link = float(rates["within_node_gb_per_s"] or 0.0) * 1e9
-        launch = float(rates.get("layer_launch_ms") or 0.0) * 1e-3
+        launch = float(rates.get("layer_launch_ms") or 0.0)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"these are not rates from preflight.py --json: {error!r}") from None
     if not (products > 0 and nodes > 0 and min(ring, link, launch) >= 0):
@@ -119,16 +119,22 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
         link = ring or link
     network = ring / machine.gpus_per_node if nodes > 1 else 0.0
     new = {"products": products, "link_rate": link, "network_rate": network}
-    new["launch_scale"] = launch / LAUNCH_SECONDS
-    return replace(
+    known = replace(
         machine,
         products=min(1.0, products / machine.peak_flops),
         link_rate=link or machine.link_rate,
         network_rate=network or machine.network_rate,
-        launch_scale=new["launch_scale"] or machine.launch_scale,
         evidence="measured",
         rate_evidence=_with_measured(machine, (name for name, rate in new.items() if rate)),
     )
+    return with_launches(known, launch) if launch else known
+
+
+def with_launches(machine: Machine, milliseconds: float) -> Machine:
+    """Return the machine with a host that takes so long to launch a Llama layer's forward pass."""
+    scale = milliseconds * 1e-3 / LAUNCH_SECONDS
+    evidence = _with_measured(machine, ["launch_scale"])
+    return replace(machine, launch_scale=scale, rate_evidence=evidence)
 
 
 def _with_measured(machine: Machine, rates: Iterable[str]) -> tuple[tuple[str, RateEvidence], ...]:
