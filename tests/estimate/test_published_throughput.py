@@ -65,6 +65,7 @@ SOURCES = {
     "rocm-fsdp": "AMD, ROCm PyTorch Training Container (v25.2), README.md: BF16",
     "bekman-2026": "Bekman, ml-engineering, insights/when-to-upgrade-gpus: DeepSpeed on H200, B200",
     "torchtitan-a100": "torchtitan, docs/performance.md of 2024: 64 A100",
+    "fms-fsdp": "foundation-model-stack/fms-fsdp, issue 89: compiled, no checkpointing",
     "torchtitan-2024": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3; "
     "checkpointed layers assumed",
 }

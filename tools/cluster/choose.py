@@ -28,7 +28,7 @@ class Error:
 
 
 ERRORS = {
-    "ZeRO": Error(0.05, 0.14, 162),
+    "ZeRO": Error(0.05, 0.14, 163),
     "offload": Error(0.04, 0.13, 8),
     "sequence": Error(0.05, 0.07, 5),
     "tensor": Error(0.08, 0.53, 12),

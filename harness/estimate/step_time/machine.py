@@ -209,7 +209,8 @@ weights in 2.57 s, 30 bytes each)."""
 LAUNCH_SECONDS = 1.6e-3
 """Host seconds to launch a Llama layer's forward pass; the backward pass takes 1.5 times as long:
 4.0 ms in total on a virtual machine with an H200, 17 microseconds for each of 240 kernels
-(tests/estimate/measured_h200.toml, models of 4 and 16 layers)."""
+(tests/estimate/measured_h200.toml, models of 4 and 16 layers). It is also a typical host: of six
+published runs of which launches take over a tenth, 0.9 to 1.0 times it fits best."""
 NETWORK_REACHED = 0.8
 """Share of a network's rate that collectives reach."""
 
