@@ -18,7 +18,7 @@ import torch
 
 from harness.engine import build as building
 from harness.engine import processes
-from harness.launch.ranks import python_path
+from harness.launch.ranks import ON_CPU, python_path
 from harness.layout.world import World
 from tests.gates import check_parity
 from tests.gates.cells import memory_cases, parity_cells
@@ -420,11 +420,11 @@ def test_acceptance_table_wraps_long_text() -> None:
 
 @pytest.mark.gate("tools")
 def test_ranks_on_gpus_are_processes_of_their_own(tmp_path: Path) -> None:
-    """Started here on the CPU, since the environment says so."""
+    """Started here on the CPU."""
     bench = Bench(tmp_path, tmp_path, 1, "cuda")
     (tmp_path / "met").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cpu")
+        patch.setattr("tools.acceptance.bench.ON_CUDA", ON_CPU)
         ended = bench.run("tools.acceptance.machine", [str(tmp_path / "met")], "logs")
     assert ended.codes == [0], ended.output
     met = json.loads((tmp_path / "met" / "0.json").read_text())
