@@ -505,12 +505,12 @@ def test_numbers_of_gpus_that_are_slower_and_dearer_are_left_out() -> None:
 
 
 def test_layout_that_is_unusable_sets_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "seconds_within", lambda each: (0.0, each.seconds + 1))
+    monkeypatch.setattr(choose, "error_of", lambda layout: SimpleNamespace(half=0.1))
     monkeypatch.setattr(choose, "risk", lambda each: 0)
 
     def candidate(seconds: float, usable: bool) -> SimpleNamespace:
         asked = dict.fromkeys(("has_room", "may_have_room"), lambda share: True)
-        return SimpleNamespace(seconds=seconds, is_usable=lambda: usable, **asked)
+        return SimpleNamespace(seconds=seconds, layout=0, is_usable=lambda: usable, **asked)
 
     quick, slow = candidate(1.0, False), candidate(9.0, True)
     assert choose.recommended([quick, slow]) is slow

@@ -104,7 +104,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 _MOVED = {
-    "ds": ": the DeepSpeed JSON's keys belong in its file, or on the command line as ds.KEY=VALUE",
+    "ds": ": the DeepSpeed JSON's keys belong in its file, which --deepspeed names, or on "
+    "the command line as ds.KEY=VALUE",
     "lora": ": write model.lora.rank for lora.rank",
     "pipeline": ": write layout.verify for pipeline.verify, ds.pipeline.* for the DeepSpeed JSON's",
 }
@@ -128,8 +129,8 @@ _KINDS = {
 _MEANT = {
     ("data.path", "string_type"): "one path: name the folder that holds the files, or give each a "
     "share in data.mix",
-    ("log.wandb", "string_type"): "the name of a project, as in log.wandb=mine",
-    ("log.mlflow", "string_type"): "the name of an experiment, as in log.mlflow=mine",
+    ("log.wandb", "string_type"): "the name of a project, as in log.wandb=mine, or left out",
+    ("log.mlflow", "string_type"): "the name of an experiment, as in log.mlflow=mine, or left out",
     ("optim.warmup_steps", "int_type"): "a number of steps; a fraction of the run is "
     "optim.warmup_ratio",
 }

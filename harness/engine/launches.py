@@ -5,24 +5,45 @@ import time
 
 import torch
 
+from harness.checkpoint.collectives import gather_objects
 from harness.engine.processes import own_device
-from harness.estimate.step_time.host import keep_launch_ms, kept_launch_ms
+from harness.estimate.hardware import known_gpu
+from harness.estimate.step_time.host import keep_launch_ms, kept_launch_ms, launch_file
 from harness.layout.world import World
 
 _LAUNCHED = 200  # layers: about half a second
 
 
-def measure_host(world: World) -> None:
-    """Measure this host's launches once, on its first rank, and keep them for later plans."""
-    alone = world.accelerator == "cuda" and world.ranks_per_gpu == 1
-    if alone and world.local_rank == 0 and kept_launch_ms() is None:
-        keep_launch_ms(1e3 * launch_seconds(own_device(world)))
-
-
-def launch_seconds(device: torch.device) -> float:
-    """Return the host's seconds to launch the forward pass of a Llama layer, whose kernels are so
-    small that a GPU waits for the host.
+def measure_host(world: World) -> str:
+    """Measure the launches of each node's first rank, unless a host like it was measured before,
+    and keep them for later plans. Return a sentence about a new measurement. Collective.
     """
+    gpu = known_gpu(world.gpu)
+    if world.accelerator == "cpu" or world.ranks_per_gpu > 1 or gpu is None:
+        return ""
+    measured = None
+    gather_objects(None)  # the other ranks of the node wait meanwhile
+    if world.local_rank == 0 and kept_launch_ms(gpu.key) is None:
+        measured = launch_ms(own_device(world))
+    gather_objects(None)
+    if measured is None:
+        return ""
+    keep_launch_ms(gpu.key, measured)
+    kept = f"kept for predictions in {launch_file(gpu.key)}; remove it to measure again"
+    return f"this host launches a layer in {measured:.2f} ms: {kept}"
+
+
+def launch_ms(device: torch.device) -> float | None:
+    """Return the milliseconds in which the host launches the forward pass of a Llama layer, whose
+    kernels are so small that a GPU waits for the host; None if it cannot be measured.
+    """
+    try:
+        return 1e3 * _launch_seconds(device)
+    except Exception:  # a run must not end because of a prediction
+        return None
+
+
+def _launch_seconds(device: torch.device) -> float:
     from transformers.models.llama import modeling_llama as llama
 
     config = llama.LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=2)
@@ -31,12 +52,12 @@ def launch_seconds(device: torch.device) -> float:
         layer = llama.LlamaDecoderLayer(config, 0).to(device, torch.bfloat16)
     hidden = torch.ones(1, 16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     tokens = torch.arange(16, device=device)[None]
-    places = llama.LlamaRotaryEmbedding(config).to(device)(hidden, tokens)
+    angles = llama.LlamaRotaryEmbedding(config).to(device)(hidden, tokens)
     seconds = []
     for _ in range(_LAUNCHED):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
-        layer(hidden, position_embeddings=places)
+        layer(hidden, position_embeddings=angles)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)

@@ -35,7 +35,8 @@ def why_foreign(path: Path) -> str:
         files = [file for file in path.iterdir() if not is_for_readers(file) and file.is_file()]
         files.sort(key=lambda file: (file.name != _INDEX, file.name))
         others = [file for file in files if file.name != _INDEX]
-        if any(known_format(file, None) or file.suffix == ".idx" for file in others):
+        pairs = (file.suffix == ".idx" and file.with_suffix(".bin").is_file() for file in others)
+        if any(pairs) or any(known_format(file, None) for file in others):
             return ""
     for file in files:
         look = _LOOKS.get(_INDEX if file.name == _INDEX else file.suffix)

@@ -39,6 +39,9 @@ _ANSWERS = (
 )
 
 
+_OF_TEXTS = ("text", "content", "body", "code", "document", "article")
+
+
 def example(columns: Mapping[str, str]) -> str:
     """Return columns as a command-line argument that names them, quoted for a shell."""
     pairs = [f"{key}={json.dumps(name, ensure_ascii=False)}" for key, name in columns.items()]
@@ -81,7 +84,8 @@ def naming(record: Mapping[str, object]) -> str:
         return ": name the columns to read in data.columns" if kept else ""
     if len(texts) == 1:
         return f": {example({'text': texts[0]})} names the text"
-    longest = max(worded, key=lambda key: len(str(kept[key])))
+    named = _like(worded, _OF_TEXTS) or worded
+    longest = max(named, key=lambda key: len(str(kept[key])))
     return f": name the columns to read in data.columns, as in {example({'text': longest})}"
 
 

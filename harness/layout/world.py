@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -327,6 +328,15 @@ def torch_version() -> str | None:
 def state_kernels() -> tuple[str, ...]:
     """Return the installed packages of STATE_KERNELS."""
     return tuple(name for name in STATE_KERNELS if importlib.util.find_spec(name))
+
+
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    try:
+        name = re.search(r"^model name\s*:\s*(.+)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        name = None
+    return name[1] if name else platform.machine()
 
 
 def cpu_has_bf16() -> bool:

@@ -76,9 +76,10 @@ def _machine(plan: Plan) -> Machine | None:
     if gpu is None or world.ranks_per_gpu > 1:
         return None
     listed = machine_of(gpu.key, world.local_world_size, plan.products)
-    if plan.draft and plan.draft.here and (launch_ms := kept_launch_ms()):
-        listed = with_launches(listed, launch_ms)
-    return site.machine(listed, world.local_world_size) if site else listed
+    if site:
+        return site.machine(listed, world.local_world_size)
+    milliseconds = kept_launch_ms(gpu.key) if plan.draft and plan.draft.here else None
+    return with_launches(listed, milliseconds) if milliseconds else listed
 
 
 def job_of(plan: Plan, step: StepTime) -> Job | None:
@@ -104,17 +105,22 @@ def beside_of(
 
 def step_line(step: StepTime) -> str:
     """Return the time of a step and its largest terms, on one line."""
-    terms = sorted(step.terms.items(), key=lambda term: -term[1])[:_SHOWN]
-    evidence = terms_evidence(dict(terms), step.inputs, step.machine)
-    shares = ", ".join(
-        f"{TERMS[name]} {value / step.seconds:.0%}{' [guessed]' * (evidence[name] == 'guessed')}"
-        for name, value in terms
-    )
+    largest = ", ".join(shares_of(step)[:_SHOWN])
     return (
-        f"{step.seconds:.3g} s per step ({shares}), {step.tokens_per_s_per_gpu:,.0f} tokens/s "
-        "per GPU, "
-        f"MFU {step.mfu:.0%} ({step.evidence})"
+        f"{step.seconds:.3g} s per step ({largest}), {step.tokens_per_s_per_gpu:,.0f} tokens/s "
+        f"per GPU, MFU {step.mfu:.0%} ({step.evidence})"
     )
+
+
+def shares_of(step: StepTime) -> list[str]:
+    """Return the terms of a step with their shares, largest first; a guessed term says so."""
+    evidence = terms_evidence(step.terms, step.inputs, step.machine)
+    return [
+        f"{TERMS[name]} {seconds / step.seconds:.0%}"
+        + (" [guessed]" if evidence[name] == "guessed" else "")
+        for name, seconds in sorted(step.terms.items(), key=lambda term: -term[1])
+        if seconds >= 0.01 * step.seconds
+    ]
 
 
 def time_line(plan: Plan, step: StepTime) -> str:

@@ -116,12 +116,10 @@ def _kept(text: str) -> Path | None:
     made_by = [importlib.metadata.version(name) for name in ("torch", "transformers")]
     made_by += [(_REPOSITORY / "harness" / name).read_text(encoding="utf-8") for name in _FILES]
     digest = hashlib.sha256("\0".join([*made_by, text]).encode()).hexdigest()
-    if (cache := cache_folder()) is None:
-        return None
-    folder = cache / "traces"
     try:
-        folder.mkdir(exist_ok=True)
-    except OSError:
+        folder = cache_folder() / "traces"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
         return None
     return folder / f"{digest}.json"
 

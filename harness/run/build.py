@@ -167,7 +167,8 @@ def build(
         # With adapters, the frozen weights are read from model.init_from, not from a checkpoint.
         blank = resume_point.checkpoint is not None and plan.config.model.lora.rank is None
         masked, padded = data.document_mask, data.train.holds_whole_documents
-        measure_host(plan.world)
+        if said := measure_host(plan.world):
+            progress.say(row("host", said))
         engine = build_engine(plan, device, trust_remote_code, masked, blank, padded)
         memory = MemoryCheck(plan, device)
         guard.stop_if_asked()  # a large model takes minutes; the folder is still untouched

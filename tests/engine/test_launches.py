@@ -1,4 +1,4 @@
-"""A host's launches of a layer are measured once and used by later plans on it."""
+"""A host's launches of a layer are measured once and used by later plans on such hosts."""
 
 import time
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 
 from harness.config.run_config import RunConfig
 from harness.engine import launches
+from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.host import kept_launch_ms
 from harness.layout.world import World
 from harness.plan.duration import step_time
@@ -16,22 +17,29 @@ from harness.plan.make import make_plan
 
 CPU = torch.device("cpu")
 NODE = World(world_size=8, local_world_size=8, accelerator="cuda", gpu="NVIDIA H100 80GB HBM3")
+GPU = "h100-sxm"
 
 
 def test_a_slow_host_takes_longer_to_launch_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     drawn = torch.rand(3)
     torch.manual_seed(0)
-    usual, linear = launches.launch_seconds(CPU), torch.nn.Linear.forward
+    monkeypatch.setattr(launches, "_LAUNCHED", 9)
+    usual, linear = launches.launch_ms(CPU), torch.nn.Linear.forward
     assert torch.equal(torch.rand(3), drawn)  # a run's own random numbers stay
+    assert usual
 
     def late(self: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.001)
+        time.sleep(0.02)
         return linear(self, rows)
 
-    monkeypatch.setattr(launches, "_LAUNCHED", 9)
-    monkeypatch.setattr(torch.nn.Linear, "forward", late)
-    assert 0 < usual < 0.007 <= launches.launch_seconds(CPU)  # seven linear layers
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "forward", late)
+        slow = launches.launch_ms(CPU)
+    assert slow
+    assert slow - usual > 100  # seven linear layers
+    monkeypatch.setattr(torch.nn.Linear, "forward", None)
+    assert launches.launch_ms(CPU) is None  # it ends no run
 
 
 def test_a_measured_host_is_used_by_plans_on_it(
@@ -39,21 +47,23 @@ def test_a_measured_host_is_used_by_plans_on_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(launches, "own_device", lambda _: CPU)
-    monkeypatch.setattr(launches, "launch_seconds", lambda _: 0.4e-3)
+    monkeypatch.setattr(launches, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(launches, "launch_ms", lambda _: 0.4)
     for world in (replace(NODE, accelerator="cpu"), replace(NODE, local_rank=1)):
-        launches.measure_host(world)
-        assert kept_launch_ms() is None
-    launches.measure_host(NODE)
-    assert kept_launch_ms() == 0.4
-    monkeypatch.setattr(launches, "launch_seconds", lambda _: 9.9)
-    launches.measure_host(NODE)
-    assert kept_launch_ms() == 0.4  # once
+        assert launches.measure_host(world) == ""
+        assert not [*tmp_path.rglob("*")]
+    assert launches.measure_host(NODE).startswith("this host launches a layer in 0.40 ms: kept")
+    monkeypatch.setattr(launches, "launch_ms", lambda _: 9.9)
+    assert launches.measure_host(NODE) == ""  # once
+    assert (kept_launch_ms(GPU), kept_launch_ms("a100-80")) == (0.4, None)
+
+    Site(GPU, "bf16", 8, {"launch_scale": 2.0}, 1, 0.0).write(tmp_path / "site.json")
     scales = []
-    for here in (True, False):
-        run = RunConfig.model_validate({"model": {"name": "llama-1b"}})
+    for here, rates in ((True, None), (False, None), (True, str(tmp_path / "site.json"))):
+        run = RunConfig.model_validate({"model": {"name": "llama-1b"}, "plan": {"rates": rates}})
         step = step_time(make_plan(run, {"bf16": {"enabled": True}}, NODE, here=here))
         assert step is not None
         scales.append(step.machine.launch_scale)
-    assert scales == [0.25, 1.0]  # of 1.6 ms
+    assert scales == [0.25, 1.0, 2.0]  # of 1.6 ms
     next(tmp_path.rglob("host-*")).write_text("{")
-    assert kept_launch_ms() is None
+    assert kept_launch_ms(GPU) is None

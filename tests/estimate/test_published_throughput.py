@@ -11,6 +11,7 @@ ml-engineering (others).
 
 import csv
 import json
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +28,13 @@ from harness.config.run_file import load_run_config
 from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.layer import product_seconds
 from harness.estimate.step_time.machine import Machine, machine_of
-from harness.estimate.step_time.step import TERMS, StepTime, estimate_time, terms_evidence
+from harness.estimate.step_time.step import (
+    NEVER_LARGE,
+    TERMS,
+    StepTime,
+    estimate_time,
+    terms_evidence,
+)
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.stages import split_evenly
@@ -35,40 +42,10 @@ from harness.layout.world import World
 from harness.plan.duration import step_time
 from harness.plan.make import make_plan
 from tests.estimate.test_published_memory import ROWS, planned
-from tools.cluster.choose import ERRORS, OF_LAUNCHES
+from tools.cluster.choose import ERRORS, LAUNCH_SHARE
 
 PUBLISHED = Path(__file__).parent / "published"
-SOURCES = {
-    "foundry-h100": "MosaicML, llm-foundry, scripts/train/benchmarking/README.md: H100 80GB BF16",
-    "foundry-a100-80": "the same: A100 80GB with 1600 Gbps",
-    "foundry-a100-40": "the same: A100 40GB with 1600 Gbps",
-    "megatron-table1": "Narayanan et al., arXiv 2104.04473, table 1",
-    "megatron-table2-zero3": "the same, table 2: ZeRO-3 without model parallelism",
-    "megatron-table2-3d": "the same, table 2: PTD parallelism",
-    "megatron-2019": "Shoeybi et al., arXiv 1909.08053, section 5.1: 39 TFLOP/s, weak scaling",
-    "korthikanti-table5": "Korthikanti et al., arXiv 2205.05198, table 5: full recomputation",
-    "gpt-neox-20b": "Black et al., arXiv 2204.06745, section 3.2",
-    "bloom-176b": "BigScience, arXiv 2211.05100, section 3.4: 105 s a step",
-    **{
-        f"bigscience-{day}": "BigScience, bigscience, train/tr11-176B-ml/chronicles-prequel.md, "
-        f"tables of {day}"
-        for day in ("02-20", "02-21", "02-23", "02-25", "02-26", "02-28")
-    },
-    "hagemann-rms": "Hagemann et al., arXiv 2311.05610, llama_*_all_runs.xlsx: FlashAttention 2, "
-    "fused norms, no checkpointing",
-    "hagemann-flash": "the same: FlashAttention 2, norms that are not fused, no checkpointing",
-    "opt-175b": "Zhang et al., arXiv 2205.01068, section 2.4",
-    "nvidia-15b": "NVIDIA, dgxc-benchmarking, nemotron/README_15b.md: BF16, 16 to 2,048 H100",
-    "nvidia-340b": "the same, nemotron/README_340b.md: BF16",
-    "nvidia-175b": "the same, nemo_megatron/README_175b.md: BF16",
-    "nvidia-8b": "the same, llama3.1/README_8b.md: BF16",
-    "rocm-fsdp": "AMD, ROCm PyTorch Training Container (v25.2), README.md: BF16",
-    "bekman-2026": "Bekman, ml-engineering, insights/when-to-upgrade-gpus: DeepSpeed on H200, B200",
-    "torchtitan-a100": "torchtitan, docs/performance.md of 2024: 64 A100",
-    "fms-fsdp": "foundation-model-stack/fms-fsdp, issue 89: compiled, no checkpointing",
-    "torchtitan-2024": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3; "
-    "checkpointed layers assumed",
-}
+SOURCES = tomllib.loads((PUBLISHED / "sources.toml").read_text(encoding="utf-8"))
 """Source of a row's numbers."""
 
 
@@ -252,6 +229,7 @@ def test_terms_that_are_small_in_every_row_are_called_guessed(
     evidence = terms_evidence(TERMS, steps[0].inputs, steps[0].machine)  # an H100, which is fitted
     assert {term for term in {*TERMS} - large if evidence[term] != "guessed"} == set()
     assert {term for term in large if evidence[term] == "fitted"} >= {"products", "attention"}
+    assert NEVER_LARGE.isdisjoint(large)
 
 
 def kind_of(inputs: Inputs) -> str:
@@ -266,7 +244,7 @@ def kind_of(inputs: Inputs) -> str:
 
 def times_of_short_rows() -> list[float]:
     """Return the errors of the rows of memory.toml in which the host's launches take over a tenth
-    of the step.
+    of the step, and assert that the others are near.
     """
     errors = []
     for row in (row for row in ROWS if "seconds" in row):
@@ -275,7 +253,7 @@ def times_of_short_rows() -> list[float]:
         error = row["seconds"] / step.seconds - 1
         share = step.terms["launches"] / step.seconds
         print(f"{row['name']}: {row['seconds']} s, {step.seconds:.2f}, launches {share:.0%}")
-        if share > OF_LAUNCHES:
+        if share > LAUNCH_SHARE:
             errors.append(error)
         elif "but" not in row:
             assert abs(error) < 0.25, row["name"]

@@ -98,11 +98,22 @@ def test_a_pattern_is_answered_with_its_folder(tmp_path: Path) -> None:
     assert find_files(str(tmp_path)).files == (tmp_path / "a.jsonl",)
 
 
-def test_a_stray_array_hides_no_data(tmp_path: Path) -> None:
+def test_a_stray_bin_beside_texts_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     IDS.tofile(tmp_path / "other.bin")
     assert find_files(str(tmp_path)).left_out == "1 .bin"
-    (tmp_path / "a.txt").rename(tmp_path / "other.idx")
+
+
+def test_an_array_beside_a_pair_is_one_thing_too_many(tmp_path: Path) -> None:
+    for name in ("a.bin", "a.idx"):
+        (tmp_path / name).write_bytes(b"1")
     np.save(tmp_path / "ids.npy", IDS)
     with pytest.raises(ConfigError, match="pairs and ids"):
+        find_files(str(tmp_path))
+
+
+def test_the_index_of_an_archive_is_no_pair(tmp_path: Path) -> None:
+    webdataset(tmp_path)
+    (tmp_path / "a.idx").write_text("v1.2 3\n")
+    with pytest.raises(ConfigError, match="as webdataset writes"):
         find_files(str(tmp_path))

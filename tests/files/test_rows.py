@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -406,62 +408,12 @@ def test_a_row_is_refused_with_what_is_wrong(name: str) -> None:
         read(row, {})[0]
 
 
-NAMED: dict[str, tuple[dict[str, Any], str]] = {
-    "a question": ({"id": "7", "question_text": "1 + 2?", "gold_answer": "3"},
-        'data.columns={prompt="question_text", completion="gold_answer"}\' learns only gold'),
-    "a prompt": ({"prompt": "1 + 2?", "response": "3"},
-        'data.columns={question="prompt", answer="response"}\' makes them a chat'),
-    "names of one alone": ({"text_de": "a", "target text": "b"},
-        'data.columns={prompt="text_de", completion="target text"}'),
-    "a preference": ({"prompt": "1 + 2?", "chosen": "3", "rejected": "4"},
-        'data.columns={prompt="prompt", completion="chosen"}\' learns only chosen'),
-    "a preference of turns": ({"prompt": "1 + 2?", "chosen": [Q, A], "rejected": [Q, A2]},
-        "data.columns.messages=chosen names the turns"),
-    "a preference of prompts of turns": ({"prompt": [Q], "chosen": [A], "rejected": [A2]},
-        'data.columns={prompt="prompt", completion="chosen"}\' learns only chosen'),
-    "a preference behind a conversation": (
-        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "4"}},
-        'data.columns={prompt="conversations", completion="chosen"}\' learns only chosen'),
-    "a preference behind turns with answers": (
-        {"messages": [Q, A, Q], "chosen": "3", "rejected": "4"},
-        'data.columns={prompt="messages", completion="chosen"}\' learns only chosen'),
-    "a preference of Alpaca's": (
-        {"instruction": "1 + 2?", "input": "", "chosen": "3", "rejected": "4"},
-        'data.columns={instruction="instruction", input="input", output="chosen"}\' learns only'),
-    "Dolly's": (
-        {"instruction": "1 + 2?", "context": "Add.", "response": "3", "category": "open_qa"},
-        'data.columns={instruction="instruction", input="context", output="response"}'),
-    "a preference without a prompt": (
-        {"chosen": "Human: 1 + 2? Assistant: 3", "rejected": "Human: 1 + 2? Assistant: 4"},
-        "data.columns.text=chosen names the text"),
-    "turns": ({"id": 7, "dialog": [HUMAN, GPT]}, "data.columns.messages=dialog names the turns"),
-    "other keys": ({"talk": [{"by": "human", "said": "1 + 2?"}, {"by": "bot", "said": "3"}]},
-        "data.columns.messages=talk names the turns"),
-    "turns before a text": ({"context": [Q], "response": "3"},
-        'data.columns={prompt="context", completion="response"}\' learns only response'),
-    "one text": ({"txet": "a"}, "data.columns.text=txet names the text"),
-    "an id beside turns without roles": ({"id": "0", "data": ["1 + 2?", "3"]},
-        "write data as turns, which are objects with role and content"),
-    "records in a record": ({"version": "1", "data": [{"text": "a"}]},
-        "data holds a list of records: write each as a line of its own"),
-    "an address alone": ({"url": "a", "n": 1}, "name the columns to read in data.columns"),
-    "a version alone": ({"of": "1.0.3"}, "name the columns to read in data.columns"),
-    "a system text": ({"id": "0", "system_prompt": "s", "question": "1 + 2?", "response": "3"},
-        'data.columns={question="question", answer="response"}\' makes them a chat'),
-    "calls as text": ({"query": "1 + 2?", "answers": "[add]", "tools": "[]"},
-        "tools belong to a conversation: write messages, and calls as tool_calls"),
-    "a prompt alone": ({"prompt": "1 + 2?"}, "name the columns to read in data.columns"),
-    "two answers": ({"problem": "a", "solution": "b", "answer": "c"}, "name the columns to read"),
-    "texts of any kind": (
-        {"title": "a", "body": "a b", "path": "x/1.py"},
-        "'path': name the columns to read in data.columns, as in data.columns.text=body",
-    ),
-}  # fmt: skip
+NAMED = tomllib.loads(Path(__file__).with_name("named_columns.toml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_columns_of_other_names_are_told_how_to_be_named(name: str) -> None:
-    row, advice = NAMED[name]
+    row, advice = NAMED[name]["row"], NAMED[name]["says"]
     with pytest.raises(ValueError, match=re.escape(advice)) as refused:
         read(row, {})[0]
     # After following the advice, it reads the row.

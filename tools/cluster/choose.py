@@ -41,7 +41,7 @@ ERRORS = {
 launches: steps of which the host's launches take over a tenth, on hosts that are not known).
 tests/estimate/test_published_throughput.py checks them.
 """
-OF_LAUNCHES = 0.1
+LAUNCH_SHARE = 0.1
 """Share of a step from which launches are a kind of their own."""
 HEADROOM = 0.05
 """Share of a GPU that must stay free at the upper end of a recommended layout's memory."""
@@ -89,26 +89,36 @@ def way_of(layout: Layout) -> str:
     return "hpZ" if layout.hpz else f"ZeRO {layout.zero}"
 
 
-def error_of(counted: Counted) -> Error:
-    """Return the error of a layout's time: the largest among its kinds."""
-    layout, launches = counted.layout, counted.terms["launches"] / counted.seconds
+def error_of(layout: Layout) -> Error:
+    """Return the error of a layout's time, relative to other layouts: the largest of its kinds."""
     kinds = {name for name in ("pipeline", "sequence", "expert") if getattr(layout, name) > 1}
     kinds |= {"tensor"} if layout.tensor > 1 and layout.pipeline == 1 else set()
     kinds |= {"offload"} if layout.offload != "none" or layout.activation_offload else set()
     kinds |= {"hpZ"} if layout.hpz else set()
-    kinds |= {"launches"} if launches > OF_LAUNCHES else set()
     return max((ERRORS[kind] for kind in kinds or {"ZeRO"}), key=lambda error: error.half)
+
+
+def printed_error(counted: Counted) -> Error:
+    """Return the error of a layout's time by itself: a host that is not known may be slower or
+    faster, which changes all layouts alike.
+    """
+    error, host = error_of(counted.layout), ERRORS["launches"]
+    is_known = dict(counted.question.machine.rate_evidence).get("launch_scale") == "measured"
+    if is_known or counted.terms["launches"] <= LAUNCH_SHARE * counted.seconds:
+        return error
+    fewest = min(error, host, key=lambda each: each.rows)
+    return Error(max(error.half, host.half), max(error.nine, host.nine), fewest.rows)
 
 
 def seconds_within(counted: Counted) -> tuple[float, float]:
     """Return the step times in seconds between which half of such published runs lie."""
-    half = error_of(counted).half
+    half = printed_error(counted).half
     return counted.seconds * (1 - half), counted.seconds * (1 + half)
 
 
 def error_text(counted: Counted) -> str:
     """Return the range of step times that covers half of such published runs, as text."""
-    error, (low, high) = error_of(counted), seconds_within(counted)
+    error, (low, high) = printed_error(counted), seconds_within(counted)
     runs = "guessed, no comparable published run:"
     if error.rows:
         runs = f"{error.rows} comparable published runs:"
@@ -169,7 +179,8 @@ def recommended(candidates: Sequence[Counted]) -> Counted | None:
     for each in candidates:
         if each.seconds >= limit:
             break
-        if (most := seconds_within(each)[1]) < limit and each.is_usable():
+        most = each.seconds * (1 + error_of(each.layout).half)
+        if most < limit and each.is_usable():
             most = most if each.has_room(HEADROOM) else max(most, each.seconds * (1 + _FULL))
             limit = min(limit, most)
     within = [each for each in candidates if each.seconds <= limit < float("inf")]
@@ -194,7 +205,7 @@ def why_not(each: Counted, best: Counted | None) -> str:
         term = max(each.terms, key=lambda name: each.terms[name] - best.terms[name])
         share = (each.terms[term] - best.terms[term]) / best.seconds
         return f"{-1 + each.seconds / best.seconds:.0%} slower: {TERMS[term]} {share:+.0%}"
-    half = error_of(each).half
+    half = error_of(each.layout).half
     quicker = f"{faster:.1%} quicker on paper (error {half:.0%})" if faster > _EQUAL else "as quick"
     return f"{quicker}, but {costs(each, best)}"
 

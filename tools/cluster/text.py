@@ -9,7 +9,7 @@ from harness.config.assignments import value_as_text
 from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.job import DAY, Job
 from harness.estimate.step_time.machine import NETWORK_REACHED
-from harness.estimate.step_time.step import TERMS
+from harness.plan.duration import shares_of
 from harness.report.formatting import short
 from tools.cluster.choose import Answer, error_text, why_not
 from tools.cluster.count import Counted, Question, days
@@ -54,7 +54,7 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
         *(f"  {part}" for part in textwrap.wrap(error_text(best), WIDTH - 2)),
         *(
             f"  {'' if n else 'time: '}{part}"
-            for n, part in enumerate(textwrap.wrap(_shares(best), WIDTH - 8))
+            for n, part in enumerate(textwrap.wrap(", ".join(shares_of(best.time)), WIDTH - 8))
         ),
         f"  {short(question.data_tokens, 4)} tokens: {days(job.seconds)}, "
         f"{job.gpu_hours:,.0f} GPU-hours, {job.energy_kwh:,.0f} kWh for the GPUs",
@@ -107,12 +107,6 @@ def _beside(question: Question, best: Counted) -> list[str]:
         f" ({question.disk_gb_per_s:g} GB/s per node, --disk); data {waits}"
     )
     return [f"  {part}" for part in textwrap.wrap(text, WIDTH - 2)]
-
-
-def _shares(counted: Counted) -> str:
-    terms = sorted(counted.time.terms.items(), key=lambda term: -term[1])
-    shares = ((TERMS[name], seconds / counted.time.seconds) for name, seconds in terms)
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.01)
 
 
 def _rows(ways: Mapping[str, Counted], best: Counted | None) -> list[str]:

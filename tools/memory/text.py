@@ -120,6 +120,8 @@ def _refusal(estimate: Estimate, stage: int) -> str | None:
     if stage == 0 and inputs.precision != "fp32":
         right = inputs.bounds and inputs.precision == "bf16" and inputs.sum_bytes != FP32
         return None if right else "rejected: DeepSpeed computes it wrongly"
+    if stage == 3 and inputs.quantization is not None:
+        return "rejected: ZeRO 3 cannot shard 4-bit weights"
     return "rejected under pipeline stages" if stage > 1 and inputs.bounds else None
 
 

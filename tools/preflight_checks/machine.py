@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from harness.config.ds_json import offloaded_to
-from harness.engine.launches import launch_seconds
+from harness.engine.launches import launch_ms
 from harness.engine.processes import own_device
 from harness.estimate.fit import free_on_host, memory_line, shortages
 from harness.estimate.hardware import known_gpu
@@ -144,7 +144,7 @@ def _with_gpu(machine: Machine, device: torch.device, free_bytes: int | None) ->
         f"torch's CUDA {torch.version.cuda}, nvcc {nvcc or 'not found'}",
         toolkit_problem=toolkit_problem(driver.cuda, torch.version.cuda, nvcc),
         health="; ".join([*driver.problems, *parse_xids(_output("dmesg"), driver.bus_id)]),
-        launch_ms=1e3 * launch_seconds(device),
+        launch_ms=launch_ms(device),
         links=f"PCIe {width}; {reach if others else 'sees no other GPU'}",
     )
 
@@ -360,12 +360,12 @@ def _gpu_rows(machines: Machines, hosts: Sequence[str], sharing: int) -> list[Ro
 
 
 def _launches(machines: Machines, hosts: Sequence[str]) -> Row:
-    took = {rank: m.launch_ms for rank, m in machines.items() if m.launch_ms}
-    text = span(took.values(), "ms", ".2f") if took else "unknown time"
+    times = {rank: machine.launch_ms for rank, machine in machines.items() if machine.launch_ms}
+    text = span(times.values(), "ms", ".2f") if times else "unknown time"
     text += " to launch a layer's forward pass"
-    late = slow({rank: 1 / ms for rank, ms in took.items()})
+    slow_hosts = slow({rank: 1 / milliseconds for rank, milliseconds in times.items()})
     todo = "short steps wait for the slowest host: check its clocks, and what else runs there"
-    return named_row("launches", text, "slow:", late, hosts, todo)
+    return named_row("launches", text, "slow:", slow_hosts, hosts, todo)
 
 
 def _speed(plan: Plan, machines: Machines, hosts: Sequence[str]) -> Row:

@@ -1,42 +1,55 @@
-"""The time in which this host launches a layer, kept from the first measurement for later plans."""
+"""The time in which hosts of this kind launch a layer, kept from a first measurement for later
+plans.
+"""
 
 import contextlib
+import hashlib
 import json
 import os
-import platform
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from harness.layout.world import processor
 
 
-def cache_folder() -> Path | None:
-    """Return this project's folder of the user's cache; None if it cannot be made."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        folder = Path(root).expanduser() / "decoder-harness"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return folder
-
-
-def kept_launch_ms() -> float | None:
-    """Return the milliseconds in which this host launches a Llama layer's forward pass, with the
-    installed torch; None if nobody measured them.
+def cache_folder() -> Path:
+    """Return this project's folder of the user's cache, which may not exist. Raises RuntimeError
+    without a home folder.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        milliseconds = float(json.loads(_file().read_text(encoding="utf-8"))["layer_launch_ms"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "decoder-harness"
+
+
+def kept_launch_ms(gpu: str) -> float | None:
+    """Return the milliseconds in which a host like this one launches a Llama layer's forward pass
+    on such a GPU, a key of gpus.toml, with the installed torch; None if nobody measured them.
+    """
+    with contextlib.suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):
+        kept = json.loads(launch_file(gpu).read_text(encoding="utf-8"))
+        milliseconds = float(kept["layer_launch_ms"])
         return milliseconds if 0 < milliseconds < 1e3 else None
     return None
 
 
-def keep_launch_ms(milliseconds: float) -> None:
-    """Keep a measurement for later plans on this host, if there is a cache."""
-    with contextlib.suppress(OSError):
-        _file().write_text(json.dumps({"layer_launch_ms": round(milliseconds, 4)}) + "\n")
+def keep_launch_ms(gpu: str, milliseconds: float) -> None:
+    """Keep a measurement for later plans, if there is a cache."""
+    with contextlib.suppress(OSError, RuntimeError):
+        path = launch_file(gpu)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"layer_launch_ms": round(milliseconds, 4), **_kind(gpu)}
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _file() -> Path:
-    """Return the file of this host. Raises OSError without a cache."""
-    if (folder := cache_folder()) is None:
-        raise FileNotFoundError("no cache")
-    return folder / f"host-{platform.node()}-torch-{version('torch')}.json"
+def launch_file(gpu: str) -> Path:
+    """Return the file for hosts of this kind: the same processor, cores, GPU and torch."""
+    digest = hashlib.sha256(json.dumps(_kind(gpu)).encode()).hexdigest()
+    return cache_folder() / f"host-{digest[:12]}.json"
+
+
+def _kind(gpu: str) -> dict[str, Any]:
+    return {
+        "gpu": gpu,
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "torch": version("torch"),
+    }

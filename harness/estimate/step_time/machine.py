@@ -119,7 +119,7 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
         link = ring or link
     network = ring / machine.gpus_per_node if nodes > 1 else 0.0
     new = {"products": products, "link_rate": link, "network_rate": network}
-    known = replace(
+    with_rates = replace(
         machine,
         products=min(1.0, products / machine.peak_flops),
         link_rate=link or machine.link_rate,
@@ -127,7 +127,7 @@ def measured(machine: Machine, rates: Mapping[str, Any]) -> Machine:
         evidence="measured",
         rate_evidence=_with_measured(machine, (name for name, rate in new.items() if rate)),
     )
-    return with_launches(known, launch) if launch else known
+    return with_launches(with_rates, launch) if launch else with_rates
 
 
 def with_launches(machine: Machine, milliseconds: float) -> Machine:

@@ -53,7 +53,6 @@ _COMPUTED = ("products", "attention", "memory_rate")
 _RATES = {
     "products": ("products",),
     "attention": ("attention",),
-    "serial": ("launch_scale",),
     "elements": ("memory_rate",),
     "launches": ("launch_scale",),
     "again": _COMPUTED,
@@ -63,25 +62,26 @@ _RATES = {
     "host": ("step_seconds",),
 }
 """Rates that determine a term, for any layout."""
-_NEVER_LARGE = {"sequence", "expert"}
+NEVER_LARGE = {"sequence", "expert"}
+"""Terms on which no published run spends a tenth of its step."""
 _EXCHANGES = {"tensor", "sequence", "expert", "stages", "weights", "gradients"}
 
 
 def terms_evidence(
     terms: Iterable[str], inputs: Inputs, machine: Machine
 ) -> dict[str, RateEvidence]:
-    """Return the weakest evidence for each term's rates, by key of TERMS. A term on which no
-    published run spends a tenth of its step is guessed unless its rates were measured here.
-    """
+    """Return the weakest evidence for each term's rates, by key of TERMS."""
     # Recurrent kernels were never compared with a run.
     guessed = {"serial", *(("elements", "again", "bubble") if has_states(inputs) else ())}
-    own = dict(machine.rate_evidence)
-    weakest = dict[str, RateEvidence]()
-    for term in terms:
-        weakest[term] = max((own.get(rate, "guessed") for rate in _rates(term, inputs)), key=_ORDER)
-        if term in guessed or (term in _NEVER_LARGE and weakest[term] != "measured"):
-            weakest[term] = "guessed"
-    return weakest
+    return {
+        term: "guessed" if term in guessed else _evidence(term, inputs, dict(machine.rate_evidence))
+        for term in terms
+    }
+
+
+def _evidence(term: str, inputs: Inputs, by_rate: dict[str, RateEvidence]) -> RateEvidence:
+    weakest = max((by_rate.get(rate, "guessed") for rate in _rates(term, inputs)), key=_ORDER)
+    return "guessed" if term in NEVER_LARGE and weakest != "measured" else weakest
 
 
 def has_states(inputs: Inputs) -> bool:
