@@ -19,8 +19,8 @@ PSV = '''
 """Bar-separated values with one column: each line is a document."""
 
 from harness.files.data_format import DataFormat
-from harness.files.first_bytes import count_lines, first_line
-from harness.files.pieces import begins, pieces_of
+from harness.files.first_bytes import count_lines
+from harness.files.pieces import pieces_of
 
 
 def _pieces(file, bad_lines):
@@ -36,10 +36,10 @@ FORMAT = DataFormat(
     name="psv",
     suffixes=frozenset({".psv"}),
     pieces=_pieces,
-    begin=lambda file: begins(first_line(file)),
     count=count_lines,
 )
 '''
+SPLIT = ("data.seq_len=16", "data.held_out=0.3")
 READ = """
 import sys
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
     for name in ("rows.psv", "rows.dat", "bad.psv"):
         (tmp_path / name).write_text(rows + ("a|b\n" if name == "bad.psv" else ""))
 
-    printed = run(tmp_path, "harness/train.py", "--dry-run", "data.path=rows.psv")
+    printed = run(tmp_path, "harness/train.py", "--dry-run", "data.path=rows.psv", *SPLIT)
     assert "rows.psv: 100 documents, " in printed
     assert "the first begins 'row 0 of a table'" in printed
     printed = run(tmp_path, "harness/train.py", "--dry-run", "data.format=pvs")

@@ -2,6 +2,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import deepspeed
 import huggingface_hub.constants
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.real_runs import write_corpus
 def process_group() -> Iterator[None]:
     yield
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        deepspeed.comm.destroy_process_group()  # torch's leaves DeepSpeed the groups of the past
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ class Running:
 
     def _see(self, line: dict[str, Any]) -> None:
         self.step, self._tokens = line["step"], line.get("tokens", self._tokens)
-        if self._metric not in line or not self.step:
+        # Lines that a stopped trial still writes are not judged: their number is a matter of luck.
+        if self._why_stopped or self._metric not in line or not self.step:
             return
         value = line[self._metric]
         self.value = float(value) if isinstance(value, int | float) else math.inf
