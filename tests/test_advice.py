@@ -190,7 +190,7 @@ NOT_FOLLOWED = {
         "data/tokenizer.py: there is no such folder, and it is not",
         *("estimate/fit.py", "engine/build.py: install a C++ compiler"),
         *("engine/build.py: fp32 matrix products", "engine/deepspeed_0_19/builds.py"),
-        "engine/processes.py",
+        *("engine/processes.py", "engine/launches.py"),
     ),
     "needs the folder of a run (tests/checkpoint/test_resume.py follows resume.allow)": (
         *("files/folder_lock.py", "plan/model.py: whose checkpoints have"),

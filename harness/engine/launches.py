@@ -47,8 +47,9 @@ def launch_ms(device: torch.device) -> float | None:
 def _launch_seconds(device: torch.device) -> float:
     from transformers.models.llama import modeling_llama as llama
 
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-    config = llama.LlamaConfig(**sizes, **{"attn_implementation": "sdpa"})
+    values: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    values["attn_implementation"] = "sdpa"
+    config = llama.LlamaConfig.from_dict(values)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         layer = llama.LlamaDecoderLayer(config, 0).to(device, torch.bfloat16)
     hidden = torch.ones(1, 16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
