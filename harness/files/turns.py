@@ -237,7 +237,7 @@ def _turns_of_part(part: object) -> Iterator[Turn]:
 def turn_of(turn: object) -> Turn:
     """Return a turn given in OpenAI's or ShareGPT's form. Raises ValueError."""
     if not isinstance(turn, dict):
-        raise ValueError(f"a turn must be an object, not {type_of(turn)}")
+        raise ValueError(f"a turn must be an object with role and content, not {type_of(turn)}")
     if turn.get("role") is None and turn.get("from") is None and (names := _other_names(turn)):
         turn = {names.get(str(key), str(key)): value for key, value in turn.items()}
     name = turn["role"] if turn.get("role") is not None else turn.get("from")
@@ -280,8 +280,9 @@ def _with_content(turn: Message) -> tuple[Message, object]:
     held = [turn[key] for key in ("content", "value") if turn.get(key) not in (None, "", [])]
     if held and held[0] != held[-1]:
         raise ValueError("a turn has content and value, which differ: remove one of them")
-    if not held and turn.get("text") is not None:
-        return {key: turn[key] for key in turn if key != "text"}, turn["text"]
+    for name in ("text", "parts"):
+        if not held and turn.get(name) is not None:
+            return {key: turn[key] for key in turn if key != name}, turn[name]
     if turn.keys().isdisjoint(_SAYS):
         raise ValueError(f"a turn needs content or value; it has {', '.join(turn)}: rename one")
     empty = (turn[key] for key in ("content", "value") if turn.get(key) is not None)

@@ -15,17 +15,18 @@ LEAST_GAIN = 0.01
 
 
 def no_better(first: float, last: float) -> str | None:
-    """Return the problem of a run whose held-out loss did not improve; None if it did.
+    """Return the problem of a run whose held-out loss did not improve, or hardly; None if it did.
 
     `first` and `last` are in nats per token.
     """
     if last < first * (1 - LEAST_GAIN):
         return None
+    how = "hardly improved" if last < first else "did not improve"
     why = "optim.lr is too low, or its steps are too few (train.epochs, train.global_batch)"
     if last > first:
         why = "optim.lr is too high, or its data differs from what is held out"
     losses = f"from {first:.3f} before training to {last:.3f}"
-    return f"the held-out loss did not improve ({losses}): {why}"
+    return f"the held-out loss {how} ({losses}): {why}"
 
 
 class Part(NamedTuple):

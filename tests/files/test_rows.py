@@ -81,6 +81,9 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
     "developer": (messages({**S, "role": "developer"}, Q, A), Chat([S, Q, A])),
     "parts": (messages(Q, {"role": "assistant", "content": [{"type": "text", "text": "3"}]}),
         Chat([Q, A])),
+    "Gemini's parts": (messages(
+        {"role": "user", "parts": [{"text": "1 + 2?"}]}, {"role": "model", "parts": [{"text": "3"}]}
+    ), Chat([Q, A])),
     "roles of either form, with content under any of its keys": (
         messages(
             {"role": "Human", "value": "1 + 2?"},
@@ -394,6 +397,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "content and value": (messages({**Q, "value": "2?"}, A), "has content and value, which differ"),
     "deep parts": (messages({**Q, "content": nested("a")}, A), "is nested too deeply"),
     "deep keys": (messages({**Q, "more": nested("a")}, A), "is nested too deeply"),
+    "texts for turns": (messages("1 + 2?", "3"), "an object with role and content, not str"),
     "a turn of nothing": (messages(Q, {**A, "content": None}), "an empty assistant turn"),
     "a question of nothing": (messages({**Q, "content": None}, A), "a user turn has no content"),
     "a part without a text": (messages(*CALLED[:2], {**RESULT, "content": [{"deg": 1}]}, A),

@@ -311,13 +311,13 @@ def test_a_run_that_was_too_short_says_so_with_the_keys(
         assert output.count(text) == 2
     assert "lower train.global_batch (now 48), or raise train.epochs" in output
     end = output.partition("nats per token")[2]
-    assert "the held-out loss did not improve" in end
+    assert "the held-out loss hardly improved" in end
     assert [len(events(run, kind)) for kind in ("unfinished_warmup", "few_steps", "no_better")] == [
         *(1, 1, 1)
     ]
     page = page_of(read(run.path))
     assert all(
-        text in page for text in ("ends during its warm-up", "takes only", "did not improve")
+        text in page for text in ("ends during its warm-up", "takes only", "hardly improved")
     )
     assert "Train longer" in page
     assert "Try the model" not in page
