@@ -19,15 +19,15 @@ def measure_host(world: World) -> str:
     """Measure the launches of each node's first rank, unless a host like it was measured before,
     and keep them for later plans. Return a sentence about a new measurement. Collective.
     """
-    gpu = known_gpu(world.gpu)
-    if world.accelerator == "cpu" or world.ranks_per_gpu > 1 or gpu is None:
+    if world.accelerator == "cpu":
         return ""
-    measured = None
-    gather_objects(None)  # the other ranks of the node wait meanwhile
-    if world.local_rank == 0 and kept_launch_ms(gpu.key) is None:
+    measured, gpu = None, known_gpu(world.gpu)
+    gather_objects(None)  # the other ranks of the node wait meanwhile, whatever their GPU is
+    is_first = world.local_rank == 0 and world.ranks_per_gpu == 1
+    if gpu and is_first and kept_launch_ms(gpu.key) is None:
         measured = launch_ms(own_device(world))
     gather_objects(None)
-    if measured is None:
+    if gpu is None or measured is None:
         return ""
     keep_launch_ms(gpu.key, measured)
     kept = f"kept for predictions in {launch_file(gpu.key)}; remove it to measure again"

@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,11 +48,15 @@ def test_a_measured_host_is_used_by_plans_on_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(launches, "own_device", lambda _: CPU)
-    monkeypatch.setattr(launches, "gather_objects", lambda value: [value])
     monkeypatch.setattr(launches, "launch_ms", lambda _: 0.4)
-    for world in (replace(NODE, accelerator="cpu"), replace(NODE, local_rank=1)):
-        assert launches.measure_host(world) == ""
+    changes: list[dict[str, Any]] = [{"local_rank": 1}, {"ranks_per_gpu": 2}, {"gpu": "unknown"}]
+    for change in changes:
+        gathered: list[None] = []
+        monkeypatch.setattr(launches, "gather_objects", gathered.append)
+        assert launches.measure_host(replace(NODE, **change)) == ""
+        assert len(gathered) == 2  # ranks that measure nothing wait with the others
         assert not [*tmp_path.rglob("*")]
+    assert launches.measure_host(replace(NODE, accelerator="cpu")) == ""
     assert launches.measure_host(NODE).startswith("this host launches a layer in 0.40 ms: kept")
     monkeypatch.setattr(launches, "launch_ms", lambda _: 9.9)
     assert launches.measure_host(NODE) == ""  # once
