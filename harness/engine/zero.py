@@ -12,7 +12,7 @@ from harness.checkpoint.tensor_file import Fragment
 from harness.data.batch import Batch
 from harness.engine import fragments, skip, state, swap
 from harness.engine.api import Engine, Fill, Kinds, Replica, Scalars, SkipRule, StepResult
-from harness.engine.deepspeed_0_19 import gradients, internals
+from harness.engine.deepspeed_0_19 import between_steps, gradients, internals
 from harness.engine.expert import Experts
 from harness.engine.forward import ForwardPass
 from harness.engine.fragments import assembled, part_of
@@ -47,6 +47,9 @@ class ZeroEngine(Engine):
         self._averaged_over = self.groups.size("replicas")  # DeepSpeed's data-parallel ranks
         self.forward = ForwardPass(engine, plan, row_group)
         gradients.reduce_in_place(engine)
+        between_steps.sum_at_once(engine)
+        between_steps.take_norm_at_once(engine)
+        between_steps.step_where_sums_lie(engine)
         self.source_sums: torch.Tensor | None = None
         """Summed training loss of each source of a mixture; None if it is not counted."""
 

@@ -123,6 +123,10 @@ def _before_layers(inputs: Inputs, size: int, evidence: Evidence) -> MemoryItem:
     """
     if inputs.accumulates:
         return MemoryItem("gradients", size, _FORWARD | {"backward_first"}, evidence)
+    return _of_head(inputs, size, evidence)
+
+
+def _of_head(inputs: Inputs, size: int, evidence: Evidence) -> MemoryItem:
     head = [t.numel for t in inputs.trained_tensors if t.kind == "head"]
     if not head:
         head = [t.numel for t in inputs.trained_tensors if t.kind == "embedding"][:1]
@@ -143,8 +147,8 @@ def _fp16(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
 
 
 def _bf16(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
-    # bf16_optimizer.py: permanent gradient sums of the whole model, beside the bf16 gradients,
-    # which the next backward pass resets.
+    # bf16_optimizer.py: permanent gradient sums of the whole model; the bf16 gradients are freed
+    # when they have been added (engine/deepspeed_0_19/between_steps.py).
     flats = inputs.flats
     whole, shard = sum(flat.padded for flat in flats), sum(flat.shard for flat in flats)
     yield MemoryItem("parameters", 2 * whole + inputs.frozen_bytes, ALWAYS, "measured")
@@ -153,7 +157,9 @@ def _bf16(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     yield MemoryItem("gradient sums", inputs.sum_bytes * whole, ALWAYS, "measured")
     if inputs.sum_bytes != FP32:
         yield MemoryItem("fp32 gradients", FP32 * shard, frozenset({"step"}), "read")
-    yield from _full_gradients(inputs, 2 * inputs.trained)
+    size = 2 * inputs.trained
+    yield MemoryItem("gradients", size, frozenset({"backward_last"}), "measured")
+    yield _of_head(inputs, size, "measured")
     yield from _temporaries(inputs, max(flat.shard for flat in flats))
 
 
@@ -268,8 +274,8 @@ def _zero3(inputs: Inputs, _rank: int) -> Iterator[MemoryItem]:
     yield MemoryItem("fp32 gradients", master_bytes(inputs) * away, ALWAYS, "measured", offload)
     if offload == "device":
         largest = max(subs)
-        yield MemoryItem("flat gradients", inputs.sum_bytes * largest, frozenset({"cast"}), "read")
-        cast = master_bytes(inputs) * largest
+        # The optimizer steps on the sums themselves unless their precision differs.
+        cast = master_bytes(inputs) * largest if inputs.sum_bytes != master_bytes(inputs) else 0
         yield MemoryItem("fp32 gradients", cast, frozenset({"cast", "step"}), "read")
         yield from _temporaries(inputs, largest)
     if zero.secondary_ranks > 1:

@@ -16,6 +16,10 @@ from harness.plan.command import Command, plan_from
 
 _TABLE = Path(__file__).with_name("measured_h200.toml")
 RUNS: list[dict[str, Any]] = tomllib.loads(_TABLE.read_text(encoding="utf-8"))["run"]
+MOVED_BEFORE = {1: (28, 16), 2: (40, 8), 3: (32, 0)}
+"""Bytes per parameter, by ZeRO stage, that DeepSpeed's own code moves in addition
+(engine/deepspeed_0_19/between_steps.py), in a step and for each further micro-batch: these runs
+were measured with it."""
 LARGE = [run for run in RUNS if run["allocated_gib"] > 1]
 
 
@@ -44,7 +48,11 @@ def test_step_time_estimate_matches_h200_measurements(run: dict[str, Any]) -> No
         inputs = replace(inputs, zero=replace(inputs.zero, has_leaves=True))
     if documents := run.get("document_tokens"):
         inputs = replace(inputs, seen_tokens=documents / 2)
-    seconds = estimate_time(inputs, machine_of("h200", 1, "bf16")).seconds
+    machine = machine_of("h200", 1, "bf16")
+    seconds = estimate_time(inputs, machine).seconds
+    once, more = MOVED_BEFORE[inputs.zero.stage]
+    moved = (once + more * (inputs.grad_accum - 1)) * inputs.trained
+    seconds += moved / machine.memory_rate
     assert seconds == pytest.approx(run["step_s"], rel=0.15)
 
 

@@ -11,7 +11,14 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, Literal
 
-from harness.engine.deepspeed_0_19 import builds, experts, gradients, pipe_module, process_wide
+from harness.engine.deepspeed_0_19 import (
+    between_steps,
+    builds,
+    experts,
+    gradients,
+    pipe_module,
+    process_wide,
+)
 from harness.errors import ConfigError
 
 When = Literal["join", "build", "step"]
@@ -68,6 +75,26 @@ PATCHES: tuple[Patch, ...] = (
           "memory reports are printed at any log level", "join",
           lambda _: process_wide.silence(),
           "test_deepspeeds_bf16_optimizer_prints_memory_reports"),
+    Patch("deepspeed.runtime.bf16_optimizer.get_global_norm_of_tensors clip_tensors_by_global_norm",
+          "a norm and a clip take several kernels for each tensor", "join",
+          lambda _: between_steps.norms_and_clips_at_once(),
+          "test_deepspeeds_step_takes_kernels_for_each_tensor_ours_few"),
+    Patch("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+          "._add_to_grad_partition_buffer",
+          "a gradient is copied to fp32 before it is added", "join",
+          lambda _: between_steps.add_without_a_cast(),
+          "test_deepspeeds_step_takes_kernels_for_each_tensor_ours_few"),
+    Patch("engine.optimizer.update_hp_grads clear_hp_grads",
+          "sums are zeroed twice and gradients copied and kept before they are added", "build",
+          between_steps.sum_at_once,
+          "test_deepspeeds_step_takes_kernels_for_each_tensor_ours_few"),
+    Patch("engine.optimizer.get_grad_norm_direct check_overflow unscale_and_clip_grads",
+          "norms are of fp64 copies, NaN is looked for twice, and factors of 1 are multiplied",
+          "build", between_steps.take_norm_at_once,
+          "test_deepspeeds_step_takes_kernels_for_each_tensor_ours_few"),
+    Patch("engine.optimizer.flatten", "sums are copied for the step", "build",
+          between_steps.step_where_sums_lie,
+          "test_deepspeeds_step_takes_kernels_for_each_tensor_ours_few"),
     Patch("deepspeed.pipe.PipelineModule._index_tied_modules _synchronize_tied_weights",
           "tied weights are looked up by layer, but a stage here is one layer", "build",
           pipe_module.StageModule,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,12 +23,30 @@ from deepspeed.runtime.utils import see_memory_usage
 from deepspeed.utils import groups
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from harness.engine.deepspeed_0_19 import experts, gradients, patches, pipe_module
+from harness.engine.deepspeed_0_19 import (
+    between_steps,
+    experts,
+    gradients,
+    patches,
+    pipe_module,
+)
 from harness.engine.deepspeed_0_19.patches import PATCHES
 from harness.errors import ConfigError, RunStopped
 from harness.plan.machine import missing_for_cpu_adam
-from tests.engine.engines import SGD, WORLD, engine_of, fp16, gathered, losses, share_of, written
+from tests.engine.engines import (
+    SGD,
+    WORLD,
+    different,
+    engine_of,
+    fp16,
+    gathered,
+    losses,
+    share_of,
+    written,
+)
 from tests.engine.small import MIXTURES, MODEL
 from tests.engine.test_bad_steps import gradient_of
 from tests.gates.engines import forget_nodes, process_groups
@@ -316,6 +335,63 @@ def test_deepspeed_packs_flat_gradients_and_ours_does_not() -> None:
     vars(engine.engine).pop("allreduce_and_copy", None)
     engine.train_batch(*share_of(engine), 1e-3)
     assert packed == [2]
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that compute something, and the bytes of what they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.namespace == "aten":
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result))]
+            tensors = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
+            self.count += 1
+            self.bytes += sum({id(t): t.nbytes for t in tensors}.values())
+        return result
+
+
+def of_deepspeed(engine: Any) -> contextlib.ExitStack:
+    """Restore DeepSpeed's own code of a step, also in this process until the context ends."""
+    stack = contextlib.ExitStack()
+    for name in ("get_global_norm_of_tensors", "clip_tensors_by_global_norm"):
+        own = getattr(deepspeed.runtime.utils, name)
+        stack.enter_context(mock.patch.object(bf16_optimizer, name, own))
+    optimizer, add = engine.engine.optimizer, "_add_to_grad_partition_buffer"
+    theirs = staticmethod(lambda output, source: output.add_(source.to(output.dtype)))
+    if hasattr(optimizer, add):
+        stack.enter_context(mock.patch.object(type(optimizer), add, theirs))
+    for patch in PATCHES:
+        if patch.apply.__module__ == between_steps.__name__:
+            for name in patch.names.removeprefix("engine.optimizer.").split():
+                vars(optimizer).pop(name, None)
+    if not hasattr(optimizer, "flatten"):
+        optimizer.flatten = torch._utils._flatten_dense_tensors
+    return stack
+
+
+@pytest.mark.parametrize("layout", [BF16, "zero2 bf16 fp32_sums", "zero3 bf16 fp32_sums"])
+@ranks(2)
+def test_deepspeeds_step_takes_kernels_for_each_tensor_ours_few(layout: str) -> None:
+    kernels, bytes_moved, weights = [], [], []
+    for is_ours in (True, False):
+        engine = engine_of(f"{layout} fused", optim={"clip_norm": 1e3})
+        with nullcontext() if is_ours else of_deepspeed(engine):
+            engine.train_batch(*share_of(engine), 1e-3)  # the sums exist
+            with Kernels() as seen:
+                engine.accumulate(*share_of(engine))
+            with Kernels() as of_step:
+                engine.apply(1e-3)
+        kernels.append(of_step.count)
+        bytes_moved.append(seen.bytes + of_step.bytes)
+        weights.append({name: weight.clone() for name, weight in engine.masters()})
+        engine.close()
+    assert kernels[0] < 0.8 * kernels[1], kernels
+    assert bytes_moved[0] < bytes_moved[1]
+    assert different(weights[0].items(), weights[1]) == []
 
 
 @ranks(2)

@@ -183,8 +183,8 @@ def test_the_optimizer_reads_and_writes_the_states_that_it_has(
     inputs = run(stage=1, **keys)
     moved = optimizer_seconds(inputs, MACHINE) * MACHINE.memory_rate
     gradients = 2 if inputs.zero.half_master else 4
-    # And: bf16 gradients for their norm, and the model's weights.
-    expected = 2 * state_bytes + gradients + 2 + 2
+    # And: bf16 gradients for their norm, and master weights that become the model's.
+    expected = 2 * state_bytes + gradients + 2 + gradients + 2
     assert moved / (inputs.trained / 8) == pytest.approx(expected, rel=1e-3)
 
 
@@ -199,7 +199,7 @@ def test_expert_gradients_are_reduced_by_their_own_ranks() -> None:
         others = sum(sizes.values())
         elements = others / ranks + experts / (ranks // 8)
         moved = optimizer_seconds(inputs, machine) * machine.memory_rate
-        assert moved / elements == pytest.approx(2 * 12 + 4 + 2 + 2, rel=1e-3)
+        assert moved / elements == pytest.approx(2 * 12 + 4 + 2 + 4 + 2, rel=1e-3)
         every = Group.of(ranks, 1, 8)
         expected = every.reduce(2 * others, machine)
         expected += (ranks == 16) * 2 * experts / machine.network_rate

@@ -36,6 +36,23 @@ def place() -> str:
     return "?"
 
 
+_AUTOGRAD = "/torch/autograd/graph.py"  # it runs the kernels of the backward pass
+_OF_MODEL = ("transformers/", "harness/models/", "harness/engine/forward.py")
+
+
+def is_of_model() -> bool:
+    """Return True if the innermost frame that tells is of the model or its backward pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if name := _owned(file):
+            return name.startswith(_OF_MODEL)
+        if file.endswith(_AUTOGRAD):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_within(part: str, frames: int = 16) -> bool:
     """Return True if the path of one of the innermost frames contains `part`."""
     frame = sys._getframe(1)
@@ -65,13 +82,16 @@ HOST = -1  # a number that no stream has
 class Timeline:
     """All streams of a device, and the host that launches on them.
 
-    `waits` counts the host's waits by (phase, file:line, kind).
+    `waits` counts the host's waits by (phase, file:line, kind); `launches` and `moved` the kernels
+    and the bytes that they read and write, by (phase, file:line, operation).
     """
 
     def __init__(self) -> None:
         self.streams = list[Stream]()
         self.host: Clock = Counter()
         self.waits: Counter[tuple[str, str, str]] = Counter()
+        self.launches: Counter[tuple[str, str, str]] = Counter()
+        self.moved: Counter[tuple[str, str, str]] = Counter()
         self.phase = ""
         self._numbers = itertools.count()
         self.default, self.network = Stream(self), Stream(self)
@@ -111,6 +131,13 @@ class Timeline:
         stream.clock |= self.host
         stream.clock[stream.number] += 1
         return stream.clock
+
+    def count(self, operation: str, moved: int) -> None:
+        """Count a kernel and the bytes that it moves, unless it is the model's own."""
+        if not is_of_model():
+            key = self.phase, place(), operation
+            self.launches[key] += 1
+            self.moved[key] += moved
 
     def host_waits(self, clock: Clock, kind: str) -> None:
         """Make the host wait for everything in `clock`."""

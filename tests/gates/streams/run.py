@@ -33,6 +33,10 @@ DECIDES = {
         "ZeRO 0 in fp32: DeepSpeed's optimizer would step even with NaN, so the harness reads the "
         "norm first; DeepSpeed's other optimizers read it themselves"
     ),
+    ("step", "harness/engine/deepspeed_0_19/between_steps.py"): (
+        "in DeepSpeed's place: gradients are scaled only if the norm is too large; the host has "
+        "just waited for it"
+    ),
     ("step", "harness/run/run.py"): (
         "guard.spikes=skip or rollback: loss and norm decide whether the step is taken, so they "
         "are read before it; DeepSpeed then reads its own norm without waiting"
@@ -80,6 +84,7 @@ class Seen:
     waits: list[Wait]
     micro_batches: int
     optimizer: str
+    kernels: list[Any]
 
     @classmethod
     def read(cls, path: Path) -> Seen:
@@ -213,6 +218,7 @@ def main(argv: list[str]) -> int:
 
     devices: list[Device] = []
     waits: list[Counter[tuple[str, str, str]]] = []
+    kernels: list[Any] = []
     micro_batches: list[int] = []
     optimizers: list[str] = []
 
@@ -223,10 +229,14 @@ def main(argv: list[str]) -> int:
 
     def next_step(run: Any) -> Any:
         seen, number = devices[0].timeline.waits, run.state.step + 1
+        timeline = devices[0].timeline
         if number == job.measured:
             seen.clear()
+            timeline.launches.clear()
+            timeline.moved.clear()
         elif number == job.measured + 1:
             waits.append(Counter(seen))
+            kernels.append([[*k, n, timeline.moved[k]] for k, n in timeline.launches.items()])
         with devices[0].timeline.during("data"):
             step = taken(run)
         for batch in step.batches:  # as the prefetch thread does for a GPU
@@ -265,7 +275,12 @@ def main(argv: list[str]) -> int:
         memory = devices[0].memory
         host_waits = [Wait(*call, count) for call, count in sorted(waits[0].items())]
         seen = Seen(
-            dict(memory.races), dict(memory.reuses), host_waits, micro_batches[-1], optimizers[-1]
+            dict(memory.races),
+            dict(memory.reuses),
+            host_waits,
+            micro_batches[-1],
+            optimizers[-1],
+            kernels[0],
         )
         Path(f"{job.out}.{os.environ['RANK']}.json").write_text(json.dumps(asdict(seen)))
     return code

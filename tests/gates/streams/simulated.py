@@ -8,7 +8,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -160,6 +160,8 @@ class _Watched(TorchDispatchMode):
         is_between = name in COPIES and len({memory.is_host(t) for t, _ in touched}) == 2
         is_pinned = is_between and any(memory.is_pinned(t) for t, _ in touched)
         on_host = memory.run(touched, list(_tensors(result)), is_between)
+        if not on_host and not name.startswith("c10d::"):
+            self.device.timeline.count(name, _moved_bytes(name, touched, [*_tensors(result)]))
         returns_early = kwargs.get("non_blocking") or (
             name == "aten::copy_" and args[2:] == (True,)
         )
@@ -171,6 +173,23 @@ class _Watched(TorchDispatchMode):
             to_host = memory.is_host(touched[0][0])
             self.device.waits_for("copy to the host" if to_host else "copy to the device")
         return result
+
+
+_OVERWRITES = ("copy_", "zero_", "fill_")  # they do not read what they write
+
+
+def _moved_bytes(
+    name: str, touched: Sequence[tuple[torch.Tensor, bool]], made: Sequence[torch.Tensor]
+) -> int:
+    """Return the bytes that an operation reads and writes."""
+    is_read = not name.partition(".")[0].endswith(_OVERWRITES)
+    moved = sum(_bytes(tensor) * (1 + (writes and is_read)) for tensor, writes in touched)
+    known = {id(tensor) for tensor, _ in touched}
+    return moved + sum(_bytes(tensor) for tensor in made if id(tensor) not in known)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _accesses(
