@@ -18,8 +18,8 @@ from pathlib import Path
 from harness.launch.fork_server import Zygote
 from tests.gates.defects import STREAMS, UNSYNCHRONIZED
 from tests.gates.matrix import chosen, matrix_arguments, results
-from tests.gates.streams.cells import all_cells, covering_cells
-from tests.gates.streams.run import DECIDES, Row, hot, prepare, row_of
+from tests.gates.streams.cells import BETWEEN_STEPS, all_cells, covering_cells
+from tests.gates.streams.run import DECIDES, Row, between, hot, prepare, row_of
 from tools.made_with import versions
 
 
@@ -49,6 +49,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
+_BEFORE = "BEFORE"
 _PAGE = """\
 # Waits of the host
 
@@ -69,6 +70,19 @@ Waits of rank 0 per micro-batch, per step outside its micro-batches, and per lin
 | run | optimizer | micro-batch | step | log line | races |
 |---|---|---:|---:|---:|---:|
 {runs}
+
+## Between two steps
+
+Kernels, and bytes that they read and write per parameter, in a step of Adam in bf16 with fp32 sums, on
+one rank, with one micro-batch and without clipping, which reads and writes sums once more (8 bytes).
+Needed are 30 bytes: read gradient, master weight and two moments, write the latter three and the
+weight. DeepSpeed's own code moves {before}
+(`harness/engine/deepspeed_0_19/between_steps.py`). A norm counts as one kernel for all tensors; a GPU
+takes a few.
+
+| run | kernels in a micro-batch | bytes | kernels in the step | bytes |
+|---|---:|---:|---:|---:|
+{between}
 
 ## Where
 
@@ -101,6 +115,8 @@ def markdown(rows: list[Row]) -> str:
     return _PAGE.format(
         versions=versions(),
         runs="\n".join(map(_line, rows)),
+        before=_BEFORE,
+        between="\n".join(_between(row) for row in rows if row.cell in BETWEEN_STEPS),
         places="\n".join(_places(rows)),
         own="\n".join(f"- `{file}`: {why}." for (_, file), why in DECIDES.items()),
     )
@@ -113,6 +129,17 @@ def _line(row: Row) -> str:
     counts = " | ".join(_waits(row).values())
     races = sum(row.races.values()) + sum(row.reuses.values())
     return f"| {row.cell.name} | {row.ranks[0].optimizer} | {counts} | {races} |"
+
+
+def _between(row: Row) -> str:
+    (seen,) = row.ranks or [None]
+    if seen is None:
+        return f"| {row.cell.name} | failed | | | |"
+    pairs = [(n.get("micro-batches", 0), between(n)) for n in (seen.kernels, seen.moved)]
+    (kernels, bytes_moved), names = pairs, row.cell.name
+    return (
+        f"| {names} | {kernels[0]} | {bytes_moved[0]:.1f} | {kernels[1]} | {bytes_moved[1]:.1f} |"
+    )
 
 
 def _waits(row: Row) -> dict[str, str]:

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.zero import stage_1_and_2
 
 _CHUNK = 1 << 16  # elements; a CPU's sum of more squares in fp32 is wrong by 1e-5 and more
@@ -21,7 +21,9 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = [*tensors]
     if parts[0].device.type == "cpu":  # a GPU divides them itself
         parts = [part for tensor in tensors for part in tensor.reshape(-1).split(_CHUNK)]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts)), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm(parts))
+    norm: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
+    return norm
 
 
 def norms_and_clips_at_once() -> None:
@@ -40,8 +42,15 @@ def norms_and_clips_at_once() -> None:
         if factor < 1:  # the host has waited for the norm
             torch._foreach_mul_(input_tensors, factor)
 
+    def mask(norm: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+        norm.copy_(
+            torch.where(norm.isfinite(), norm, val)
+        )  # the original makes the host wait twice
+
     bf16_optimizer.get_global_norm_of_tensors = norm
     bf16_optimizer.clip_tensors_by_global_norm = clip
+    for module in (utils, stage_1_and_2):
+        module.mask_nan_or_inf_with_val_inplace = mask
 
 
 def add_without_a_cast() -> None:
@@ -140,7 +149,7 @@ def step_where_sums_lie(engine: Any) -> None:
 
     def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         sizes = [tensor.numel() for tensor in tensors]
-        begin = tensors[0].storage_offset()
+        begin = int(tensors[0].storage_offset())
         starts = [*accumulate(sizes, initial=begin)]
         if all(
             tensor.untyped_storage().data_ptr() == place and tensor.storage_offset() == start

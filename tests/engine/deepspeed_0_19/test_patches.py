@@ -347,8 +347,8 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace == "aten":
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, result))]
-            tensors = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
+            leaves = tree_leaves((args, kwargs, result))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self.count += 1
             self.bytes += sum({id(t): t.nbytes for t in tensors}.values())
         return result

@@ -101,7 +101,14 @@ _OFFLOADED_LAYERS = ("model.checkpointing=full", "model.activation_offload=true"
 _VARLEN = ("model.attention=varlen", "data.document_mask=true")
 _CHUNKS = "model.loss_chunk=128"  # a quarter of the vocabulary
 _SKIP, _CLIP = "guard.spikes=skip", "optim.clip_value=0.001"
+_ALONE = (
+    *("train.micro_batch=8", "optim.clip_norm=1000", "ds.optimizer.params.fused=true"),
+    *("log.weights_every=0", "log.attention_every=0", "guard.replicas_every=0"),
+)
+"""One micro-batch, gradients that are not scaled, Adam in one kernel as on GPUs, nothing else."""
+BETWEEN_STEPS = [Cell(f"{n}-between", n, _ALONE, ranks=1) for n in ("zero1", "zero2", "zero3")]
 VARIANTS = [
+    *BETWEEN_STEPS,
     *(Cell(f"{n}-discard", n, (_SKIP,), discards=True) for n in ("zero1", "zero2", "zero3")),
     Cell("pipeline2-discard", "pipeline2", (_SKIP,), discards=True),
     Cell("fp32-discard", "fp32", (_SKIP,), discards=True),
@@ -139,6 +146,7 @@ def covering_cells() -> list[Cell]:
     names = (
         *("zero1", "zero2-discard", "zero3-clip_value", "pipeline2-documents", "zero1-varlen"),
         *("zero2_offload-late-clip_value", "zero0"),
+        *(cell.name for cell in BETWEEN_STEPS),
     )
     by_name = {cell.name: cell for cell in all_cells()}
     return [by_name[name] for name in names]

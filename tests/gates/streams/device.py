@@ -37,7 +37,10 @@ def place() -> str:
 
 
 _AUTOGRAD = "/torch/autograd/graph.py"  # it runs the kernels of the backward pass
-_OF_MODEL = ("transformers/", "harness/models/", "harness/engine/forward.py")
+_OF_MODEL = (
+    *("transformers/", "harness/models/", "harness/engine/forward.py"),
+    "deepspeed/runtime/zero/linear.py",
+)
 
 
 def is_of_model() -> bool:
@@ -82,16 +85,16 @@ HOST = -1  # a number that no stream has
 class Timeline:
     """All streams of a device, and the host that launches on them.
 
-    `waits` counts the host's waits by (phase, file:line, kind); `launches` and `moved` the kernels
-    and the bytes that they read and write, by (phase, file:line, operation).
+    `waits` counts the host's waits by (phase, file:line, kind); `launches` and `moved` count, by
+    phase, the kernels that are not the model's and the bytes that they read and write.
     """
 
     def __init__(self) -> None:
         self.streams = list[Stream]()
         self.host: Clock = Counter()
         self.waits: Counter[tuple[str, str, str]] = Counter()
-        self.launches: Counter[tuple[str, str, str]] = Counter()
-        self.moved: Counter[tuple[str, str, str]] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
         self.phase = ""
         self._numbers = itertools.count()
         self.default, self.network = Stream(self), Stream(self)
@@ -132,12 +135,11 @@ class Timeline:
         stream.clock[stream.number] += 1
         return stream.clock
 
-    def count(self, operation: str, moved: int) -> None:
+    def count(self, moved: int) -> None:
         """Count a kernel and the bytes that it moves, unless it is the model's own."""
         if not is_of_model():
-            key = self.phase, place(), operation
-            self.launches[key] += 1
-            self.moved[key] += moved
+            self.launches[self.phase] += 1
+            self.moved[self.phase] += moved
 
     def host_waits(self, clock: Clock, kind: str) -> None:
         """Make the host wait for everything in `clock`."""

@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from unittest import mock
 from harness.launch.fork_server import Zygote
 from harness.plan.machine import libaio_problems
 from tests.gates.models import LEARNED
-from tests.gates.streams.cells import DISCARDED, MEASURED, STEPS, Cell
+from tests.gates.streams.cells import BETWEEN_STEPS, DISCARDED, MEASURED, STEPS, Cell
 
 HOT = ("data", "micro-batches", "step", "log", "verdict")  # the phases of every step
 # Waits of the harness other than for the log line: (phase, file) -> why the step needs it.
@@ -84,7 +84,10 @@ class Seen:
     waits: list[Wait]
     micro_batches: int
     optimizer: str
-    kernels: list[Any]
+    kernels: dict[str, int]
+    """Kernels of a step, by phase, without the model's."""
+    moved: dict[str, float]
+    """Bytes that they read and write, per element of Adam's first moment, by phase."""
 
     @classmethod
     def read(cls, path: Path) -> Seen:
@@ -121,7 +124,19 @@ class Row:
         problems += [f"race: {race}" for race in self.races]
         problems += [f"reused too early: {reuse}" for reuse in self.reuses]
         problems += [text for seen in self.ranks for text in _own_waits(seen.waits)]
+        if self.cell in BETWEEN_STEPS:
+            most = max((between(seen.moved) for seen in self.ranks), default=0)
+            problems += [f"a step moves {most:.1f} bytes per parameter"] * (most > MOST_MOVED)
         return sorted(set(problems))
+
+
+MOST_MOVED = 45.0
+"""Bytes per parameter that the kernels between two steps may move: 1.5 times what is needed."""
+
+
+def between(counts: Mapping[str, float]) -> float:
+    """Return what is counted outside micro-batches and saves."""
+    return sum(counts.get(phase, 0) for phase in HOT if phase != "micro-batches")
 
 
 def hot(waits: Iterable[Wait], *phases: str) -> list[Wait]:
@@ -208,6 +223,7 @@ def main(argv: list[str]) -> int:
     """Train in the simulator; return the run's exit code."""
     job = Job(**json.loads(Path(argv[0]).read_text()))
     from harness import loop, train
+    from harness.engine.deepspeed_0_19.internals import inner_optimizer
     from harness.engine.pipeline import PipelineEngine
     from harness.engine.zero import ZeroEngine
     from harness.guard.stability import Spike
@@ -218,7 +234,8 @@ def main(argv: list[str]) -> int:
 
     devices: list[Device] = []
     waits: list[Counter[tuple[str, str, str]]] = []
-    kernels: list[Any] = []
+    kernels: list[dict[str, int]] = []
+    moved: list[dict[str, float]] = []
     micro_batches: list[int] = []
     optimizers: list[str] = []
 
@@ -236,7 +253,10 @@ def main(argv: list[str]) -> int:
             timeline.moved.clear()
         elif number == job.measured + 1:
             waits.append(Counter(seen))
-            kernels.append([[*k, n, timeline.moved[k]] for k, n in timeline.launches.items()])
+            kernels.append(dict(timeline.launches))
+            states = inner_optimizer(run.engine.engine).state.values()
+            elements = sum(each["exp_avg"].numel() for each in states if "exp_avg" in each) or 1
+            moved.append({phase: n / elements for phase, n in timeline.moved.items()})
         with devices[0].timeline.during("data"):
             step = taken(run)
         for batch in step.batches:  # as the prefetch thread does for a GPU
@@ -275,12 +295,8 @@ def main(argv: list[str]) -> int:
         memory = devices[0].memory
         host_waits = [Wait(*call, count) for call, count in sorted(waits[0].items())]
         seen = Seen(
-            dict(memory.races),
-            dict(memory.reuses),
-            host_waits,
-            micro_batches[-1],
-            optimizers[-1],
-            kernels[0],
+            *(dict(memory.races), dict(memory.reuses), host_waits),
+            *(micro_batches[-1], optimizers[-1], kernels[0], moved[0]),
         )
         Path(f"{job.out}.{os.environ['RANK']}.json").write_text(json.dumps(asdict(seen)))
     return code

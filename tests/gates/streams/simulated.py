@@ -160,8 +160,8 @@ class _Watched(TorchDispatchMode):
         is_between = name in COPIES and len({memory.is_host(t) for t, _ in touched}) == 2
         is_pinned = is_between and any(memory.is_pinned(t) for t, _ in touched)
         on_host = memory.run(touched, list(_tensors(result)), is_between)
-        if not on_host and not name.startswith("c10d::"):
-            self.device.timeline.count(name, _moved_bytes(name, touched, [*_tensors(result)]))
+        if not (on_host or name.startswith("c10d::") or ".memory_format" in name):
+            self.device.timeline.count(_moved_bytes(name, touched, [*_tensors(result)]))
         returns_early = kwargs.get("non_blocking") or (
             name == "aten::copy_" and args[2:] == (True,)
         )
@@ -182,6 +182,10 @@ def _moved_bytes(
     name: str, touched: Sequence[tuple[torch.Tensor, bool]], made: Sequence[torch.Tensor]
 ) -> int:
     """Return the bytes that an operation reads and writes."""
+    if name.startswith("aten::_fused_adamw_"):  # its schema says that it writes gradients, too
+        touched = [(tensor, False) for tensor, _ in touched]
+        made = [tensor for tensor, _ in touched if tensor.numel() > 1]
+        return sum(map(_bytes, made)) * 7 // 4
     is_read = not name.partition(".")[0].endswith(_OVERWRITES)
     moved = sum(_bytes(tensor) * (1 + (writes and is_read)) for tensor, writes in touched)
     known = {id(tensor) for tensor, _ in touched}
