@@ -116,7 +116,7 @@ def test_counted_layout_memory_equals_the_plan() -> None:
             kinds.setdefault((layout.way, layout.checkpointing), layout)
         assert len(kinds) > 40
         for layout in [*kinds.values()][::step]:
-            plan, (counted,) = plan_of(args, layout), Search(question).count([layout])
+            plan, (counted,) = plan_of(args, layout, question.run), Search(question).count([layout])
             assert plan.estimate is not None
             assert counted.memory.worst.peak == plan.estimate.worst.peak, layout.text
             assert plan.grad_accum == counted.memory.inputs.grad_accum
@@ -204,8 +204,8 @@ def test_shown_layouts_are_planned_and_rejected_ones_excluded() -> None:
 @pytest.mark.parametrize(
     ("model", "gpus", "seq_len", "batch", "expected"),
     [
-        ("llama-1b", 8, 4096, 256, "ZeRO 1, micro-batch 4"),
-        ("llama-3-8b", 8, 8192, 64, "ZeRO 3, micro-batch 1, checkpointing selective"),
+        ("llama-1b", 8, 4096, 256, "ZeRO 1, micro-batch 8"),
+        ("llama-3-8b", 8, 8192, 64, "ZeRO 3, micro-batch 1"),
         pytest.param(
             *("llama-3-70b", 64, 8192, 512),
             "ZeRO 3, sequence 4, micro-batch 1, checkpointing selective",
@@ -309,7 +309,7 @@ def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> Non
     best = answer_to(args, question).best
     assert best is not None
     assert best.inputs.layers_by == "traced"
-    again = plan_of(args, best.layout).estimate
+    again = plan_of(args, best.layout, question.run).estimate
     assert again is not None
     assert again.worst.peak == pytest.approx(best.worst.peak, rel=0.01)
 

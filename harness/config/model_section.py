@@ -107,10 +107,12 @@ class ModelConfig(Section):
     """Random features (performer), or summaries per block, a divisor of the block (linformer)."""
     attention_buckets: Annotated[int, Field(gt=0, le=65536)] | None = None
     """Number of buckets that queries and keys are hashed into (reformer)."""
-    kernels: Literal["none", "liger"] = "none"
-    """liger: fused RMSNorm, SwiGLU, and head with cross-entropy (package liger-kernel)."""
-    compile: bool = False
-    """Compile every decoder layer (torch.compile); the first steps take minutes."""
+    kernels: Literal["auto", "none", "liger"] = "auto"
+    """liger: fused RMSNorm, SwiGLU, and head with cross-entropy (package liger-kernel); auto: liger
+    on GPUs, for families and layouts that it supports."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile every decoder layer (torch.compile); the first steps take minutes. auto: if that pays
+    within the run, and liger is not used."""
     context: Count | None = None
     """Positions to extend rotary embeddings to, for samples longer than the model was trained on;
     None: those of the model config."""

@@ -66,6 +66,7 @@ from harness.plan.parallelism import (
 from harness.plan.plan import Draft, Facts, Plan
 from harness.plan.resolve_auto import decide_precision, fill_in_swap_folder, resolve_auto
 from harness.plan.settled import date_chats, read_settled
+from harness.plan.speed import choices, choose_or_leave_out
 
 Pass = Callable[[Draft], None]
 
@@ -113,6 +114,7 @@ FIRST_PASSES: tuple[Pass, ...] = (
 )
 """Passes that also read data, run folder and clock. Facts change none of their results."""
 PASSES: tuple[Pass, ...] = (
+    choose_or_leave_out,
     default_to_fine_tuning,
     decide_batching,
     follow_data,
@@ -188,8 +190,18 @@ def with_facts(plan: Plan, facts: Facts) -> Plan:
 
 def _completed(first: Draft, asked: RunConfig, facts: Facts) -> Plan:
     """Return the plan of a draft after its first passes, which is not changed."""
+    plan = _with_chosen(first, asked, facts, {}, "")
+    chosen, why = choices(plan, takes(plan))
+    return _with_chosen(first, asked, facts, chosen, why) if why else plan
+
+
+def _with_chosen(
+    first: Draft, asked: RunConfig, facts: Facts, chosen: dict[str, Any], why: str
+) -> Plan:
     draft = copy.deepcopy(first)
-    draft.facts = facts
+    draft.facts, draft.chosen = facts, chosen
+    if why:
+        draft.note("chosen", why)
     _pass_through(PASSES, draft).raise_any()
     _pass_through(LAST_PASSES, draft)
     assert draft.batch is not None, "a batch that does not divide is a problem"

@@ -25,7 +25,7 @@ from harness.layout.stages import Bounds
 from harness.layout.tensor import TensorPlan
 from harness.layout.world import World
 
-FLOATING = ("model.name",)
+FLOATING = ("model.name", "model.kernels", "model.compile", "train.micro_batch")
 """Decided keys that are decided anew at each start."""
 NOT_TRAINED = "not_trained"
 """Kind of the event that says why train.py would reject a plan made for its estimate."""
@@ -206,6 +206,8 @@ class Draft:
     here: bool = False
     """True if the plan is for this machine; its compilers, packages and data are then checked."""
     facts: Facts = field(default_factory=Facts)
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """Values for keys that are open, by the estimates of a plan without them (plan/speed.py)."""
     precision: Precision = "fp32"
     grid: Grid = field(init=False)
     curriculum: Curriculum = field(init=False)

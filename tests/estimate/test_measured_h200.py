@@ -20,6 +20,7 @@ MOVED_BEFORE = {1: (20, 16), 2: (40, 8), 3: (32, 0)}
 """Bytes per parameter, by ZeRO stage, that DeepSpeed's own code moves in addition
 (engine/deepspeed_0_19/between_steps.py), in a step and for each further micro-batch: these runs
 were measured with it."""
+PLAIN = ("model.kernels=none", "model.compile=false")
 LARGE = [run for run in RUNS if run["allocated_gib"] > 1]
 
 
@@ -27,7 +28,7 @@ def estimate_of(run: dict[str, Any]) -> Estimate:
     """Return the estimate of a run, from a plan for such a GPU."""
     json = Path(f"ds_configs/{run['json']}.json")
     world = World(accelerator="cuda", gpu="NVIDIA H200", torch="2.11.0")
-    command = Command(json, assignments=tuple(run["set"].split()))
+    command = Command(json, assignments=(*PLAIN, *run["set"].split()))
     return plan_from(command, world=world, estimating=True).estimate
 
 

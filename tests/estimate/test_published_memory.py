@@ -64,7 +64,7 @@ def planned(row: dict[str, Any]) -> Plan:
         gpu=row["gpu"],
         allocators=_EXPANDING if row.get("expandable") else _USERS_OWN,
     )
-    settings = [*row["settings"]]
+    settings = ["model.kernels=none", "model.compile=false", *row["settings"]]
     if not any(text.startswith("train.global_batch=") for text in settings):
         (size,) = (t for t in settings if t.startswith("train.micro_batch="))
         settings.append(f"train.global_batch={row['gpus'] * int(size.partition('=')[2])}")

@@ -93,7 +93,7 @@ def _row(values: dict[str, str], folder: Path) -> Row:
         f"model.name={file}",
         f"model.attention={values['attention']}",
         f"model.checkpointing={values['checkpointing']}",
-        "model.loss_chunk=0",
+        *("model.loss_chunk=0", "model.kernels=none", "model.compile=false"),
         f"data.seq_len={size['seq_len']}",
         f"train.micro_batch={size['micro_batch']}",
         f"train.global_batch={size['micro_batch'] * size['grad_accum'] * grid.data}",

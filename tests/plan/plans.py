@@ -140,11 +140,12 @@ class Planner:
         return [self.plain(problem) for problem in caught.value.problems]
 
     def notes(self, line: str, ds: Mapping[str, Any] | None = None) -> list[str]:
-        """Return the events of a plan, each as a line."""
+        """Return the events of a plan, each as a line, without what is chosen on any GPU."""
         return [
             f"{event['kind']}: "
             + self.plain(event.get("message") or "{key} = {value}, from {json_key}".format(**event))
             for event in self(line, ds).events
+            if event["kind"] != "chosen"
         ]
 
     def plain(self, sentence: str) -> str:

@@ -153,7 +153,7 @@ def test_a_json_as_people_have_it_passes_unchanged(name: str, planned: Planner) 
     ds, note = PASS[name]
     plan = planned(H100, ds)
     assert '"auto"' not in json.dumps({**plan.deepspeed, "zero_optimization": {}})
-    kinds = {"adopted", "fallback", "changed"}
+    kinds = {"adopted", "fallback", "changed", "chosen"}
     notes = [row for row in describe(plan).splitlines() if row.startswith("note ")]
     if note is None:
         assert {event["kind"] for event in plan.events} <= kinds, notes

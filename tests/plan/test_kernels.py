@@ -60,7 +60,7 @@ def test_documents_that_only_the_data_shows_count(planned: Planner) -> None:
 
 @pytest.mark.parametrize("kind", [name for name, row in ATTENTIONS.items() if not row.is_exact])
 def test_a_kind_has_sizes_of_its_own_and_is_estimated(kind: str, planned: Planner) -> None:
-    made = planned(f"{ON_H100} model.attention={kind} data.seq_len=2048 {DOCUMENTS}")
+    made = planned(f"{ON_H100} model.attention={kind} data.seq_len=2048 {PLAIN} {DOCUMENTS}")
     inputs = memory_inputs(made)
     sizes = made.config.model.attention_sizes
     assert dict(inputs.attention_sizes) == sizes
@@ -70,7 +70,8 @@ def test_a_kind_has_sizes_of_its_own_and_is_estimated(kind: str, planned: Planne
 
 
 H100 = "GPU=h100-80 ds.zero_optimization.stage=3"
-REVERSIBLE = f"{H100} model.reversible=true"
+PLAIN = "model.kernels=none model.compile=false train.micro_batch=2"
+REVERSIBLE = f"{H100} model.reversible=true {PLAIN}"
 LIGER = "GPU=h100-80 model.kernels=liger"
 
 
@@ -81,7 +82,7 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, planned: Pl
 
 
 def test_the_estimate_of_compiled_layers_is_a_guess(planned: Planner) -> None:
-    plain, fused = planned("GPU=h100-80"), planned(f"{LIGER} model.compile=true")
+    plain, fused = planned(f"GPU=h100-80 {PLAIN}"), planned(f"{LIGER} model.compile=true")
     assert "compiled" not in summary(plain)
     for plan, evidence in ((plain, "traced"), (fused, "guessed")):
         assert plan.estimate.worst.evidence("activations: mlp") == evidence

@@ -8,10 +8,10 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from harness.config.assignments import assign_all, value_as_text
+from harness.config.assignments import COMMAND_LINE, assign_all, value_as_text
 from harness.config.ds_json import PREFIX, DsJson
 from harness.config.run_config import RunConfig
-from harness.config.run_file import load_run_config
+from harness.config.run_file import load_run_config, with_values
 from harness.config.sections import LENGTHS
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu, known_gpu
@@ -82,6 +82,8 @@ def question_of(args: argparse.Namespace) -> Question:
             raise ConfigError(f"--rates {args.rates}: {why}")
         machine = site.machine(machine, world.local_world_size)
     tokens = _tokens(args, run) or TOKENS_PER_PARAMETER * some.shape.parameters
+    recipe = _recipe(args, run, tokens)
+    job = run_of(args, **recipe)
     return Question(
         base=base,
         machine=machine,
@@ -91,10 +93,11 @@ def question_of(args: argparse.Namespace) -> Question:
         global_batch=args.global_batch,
         data_tokens=tokens,
         price=args.price,
-        run=run_of(args, **_recipe(args, run, tokens)),
+        run=job,
         disk_gb_per_s=args.disk or DISK_GB_PER_S,
+        compiles=_compiles(args, world, next(iter(base)), recipe),
         deepspeed=lambda layout: _with_ds_keys(args, layout.deepspeed),
-        refusal=lambda layout: refusal(args, layout),
+        refusal=lambda layout: refusal(args, layout, job),
     )
 
 
@@ -111,6 +114,20 @@ def _base(args: argparse.Namespace, run: RunConfig, world: World) -> dict[State,
     if not base:
         raise refused[0]
     return base
+
+
+def _compiles(args: argparse.Namespace, world: World, state: State, recipe: dict[str, Any]) -> bool:
+    """Return True if train.py compiles the job's layers where Liger's kernels are not supported."""
+    run = run_of(args, **{**recipe, "train.micro_batch": 1, **adapter_keys(args)})
+    if run.model.kernels == "auto":
+        run = run.changed({"model.kernels": "none"})
+    plan = make_plan(run, DsJson(_json(args, state), "layout"), world, estimating=True)
+    return plan.config.model.compile is True
+
+
+def _json(args: argparse.Namespace, state: State) -> dict[str, Any]:
+    """Return the JSON of an entry of STATES, with one micro-batch."""
+    return {**_with_ds_keys(args, base_json(state)), "gradient_accumulation_steps": 1}
 
 
 def _tokens(args: argparse.Namespace, run: RunConfig) -> float:
@@ -176,20 +193,20 @@ def _with_ds_keys(args: argparse.Namespace, json: dict[str, Any]) -> dict[str, A
     return tree
 
 
-def plan_of(args: argparse.Namespace, layout: Layout) -> Plan:
-    """Return train.py's plan of a layout. Adapters are left out: they would need weights."""
-    more = {"train.global_batch": args.global_batch, **layout.overrides}
+def plan_of(args: argparse.Namespace, layout: Layout, job: RunConfig) -> Plan:
+    """Return train.py's plan of a layout of a job. Adapters are left out: they would need weights."""
+    keys = {"train.global_batch": args.global_batch, **layout.overrides}
     return make_plan(
-        run_of(args, **more),
+        with_values(job, keys, dict.fromkeys(keys, COMMAND_LINE)),
         DsJson(_with_ds_keys(args, layout.deepspeed), "layout"),
         world_of(args),
     )
 
 
-def refusal(args: argparse.Namespace, layout: Layout) -> str:
+def refusal(args: argparse.Namespace, layout: Layout, job: RunConfig) -> str:
     """Return the reason why train.py would reject a layout; "" if it accepts it."""
     try:
-        plan_of(args, layout)
+        plan_of(args, layout, job)
     except ConfigError as error:
         return str(error.problems[0])
     return ""
@@ -197,8 +214,7 @@ def refusal(args: argparse.Namespace, layout: Layout) -> str:
 
 def _inputs(args: argparse.Namespace, run: RunConfig, world: World, state: State) -> Inputs:
     alone = run_of(args, **{"train.micro_batch": 1, **adapter_keys(args)})
-    json = {**_with_ds_keys(args, base_json(state)), "gradient_accumulation_steps": 1}
-    plan = make_plan(alone, DsJson(json, "layout"), world, estimating=True)
+    plan = make_plan(alone, DsJson(_json(args, state), "layout"), world, estimating=True)
     try:
         return memory_inputs(plan) or traced_inputs(plan)
     except Untraceable as error:

@@ -29,7 +29,7 @@ class Error:
 
 ERRORS = {
     "ZeRO": Error(0.05, 0.14, 163),
-    "offload": Error(0.03, 0.13, 8),
+    "offload": Error(0.02, 0.13, 8),
     "sequence": Error(0.05, 0.07, 5),
     "tensor": Error(0.08, 0.52, 12),
     "pipeline": Error(0.09, 0.25, 118),

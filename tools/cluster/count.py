@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
 from typing import Any
@@ -226,6 +226,8 @@ class Question:
     run: RunConfig
     disk_gb_per_s: float
     """Write bandwidth per node for checkpoints."""
+    compiles: bool
+    """True if model.compile=auto compiles layers of this job that have no Liger kernels."""
     deepspeed: Callable[[Layout], dict[str, Any]]
     """Returns the DeepSpeed JSON of a layout, with the keys of the command line."""
     refusal: Callable[[Layout], str]
@@ -237,8 +239,15 @@ class Question:
         return next(iter(self.base.values()))
 
     def inputs(self, layout: Layout) -> Inputs:
-        """Return the inputs of a layout's estimates."""
-        return layout.inputs(self.base[layout.state], self.gpus, self.global_batch)
+        """Return the inputs of a layout's estimates, with what train.py chooses (plan/speed.py)."""
+        inputs, model = self.base[layout.state], self.run.model
+        if model.kernels == "auto":
+            inputs = replace(inputs, liger=inputs.liger and layout.takes_liger)
+        if model.compile == "auto":
+            compiles = self.compiles and layout.can_compile and not inputs.liger
+            compiles &= not (inputs.dropout and layout.tensor > 1)
+            inputs = replace(inputs, compiled=compiles)
+        return layout.inputs(inputs, self.gpus, self.global_batch)
 
     def job(self, counted: Counted) -> Job:
         """Return the whole job with a layout."""

@@ -56,7 +56,7 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
         keys.setdefault("model.init_from", _weights_of(args.model))
         del keys["model.name"]  # the weights name the model
     else:
-        keys["optim.lr"] = plan_of(args, best.layout).config.optim.lr
+        keys["optim.lr"] = plan_of(args, best.layout, question.run).config.optim.lr
     return keys
 
 

@@ -90,6 +90,17 @@ class Layout:
         return self.zero, self.offload, self.hpz
 
     @property
+    def takes_liger(self) -> bool:
+        """True if Liger's kernels are supported: no axis but data."""
+        return max(self.pipeline, self.tensor, self.sequence, self.expert) == 1
+
+    @property
+    def can_compile(self) -> bool:
+        """True if its layers can be compiled."""
+        is_plain = not self.activation_offload and self.mlp_tiles == 1
+        return is_plain and self.checkpointing != "selective" and self.pipeline == self.expert == 1
+
+    @property
     def deepspeed(self) -> dict[str, Any]:
         """DeepSpeed JSON of the layout."""
         axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)

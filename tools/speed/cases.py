@@ -19,7 +19,12 @@ from tools.bounded import run_bounded
 ALIASES = {"micro_batch": "train.micro_batch", "seq_len": "data.seq_len", "model": "model.name"}
 """Short key names for --sweep."""
 LADDER: dict[str, dict[str, str | None]] = {
-    "eager": {"model.attention": "eager", "ds.optimizer.params.fused": "false"},
+    "eager": {
+        "model.attention": "eager",
+        "ds.optimizer.params.fused": "false",
+        "model.kernels": "none",
+        "model.compile": "false",
+    },
     "sdpa": {"model.attention": "sdpa"},
     "flash": {"model.attention": "flash_attention_2"},
     "fused optimizer": {"ds.optimizer.params.fused": None},

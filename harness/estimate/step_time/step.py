@@ -231,8 +231,9 @@ class Synchronised:
 
     reductions: Reductions
     optimizer: float
-    accumulated: float
-    """Seconds per micro-batch to add its gradients to sums of a higher precision."""
+    accumulated: tuple[float, float]
+    """Seconds to add a micro-batch's gradients to sums of a higher precision: the step's first, and
+    each other."""
     hooks: tuple[float, float, float]
     """Host seconds of ZeRO 3's hooks per micro-batch, forward, backward, and in a forward pass that
     is called again."""
@@ -270,21 +271,16 @@ def computed(
     )
 
 
-def _accumulated(inputs: Inputs, machine: Machine) -> float:
-    """Return the mean seconds to add a micro-batch's gradients to sums of a higher precision.
-
-    ZeRO 1 copies the first and adds the others. ZeRO 2 adds all to zeros. ZeRO 3 casts each before.
+def _accumulated(inputs: Inputs, machine: Machine) -> tuple[float, float]:
+    """Return Synchronised.accumulated. ZeRO 1 copies the first micro-batch's gradients and adds the
+    others. ZeRO 2 adds all to zeros. ZeRO 3 casts each before.
     """
     if inputs.sum_bytes == inputs.element_bytes:
-        return 0.0
+        return 0.0, 0.0
     elements = inputs.sharded_parameters if inputs.zero.stage >= 2 else inputs.trained
-    first, others = _SUMS_MOVED[inputs.zero.stage]
-    sums = (first + (inputs.grad_accum - 1) * others) / inputs.grad_accum
-    return elements * (inputs.element_bytes + sums * inputs.sum_bytes) / machine.memory_rate
-
-
-_SUMS_MOVED = {0: (1, 2), 1: (1, 2), 2: (3, 2), 3: (3, 4)}
-"""How often a stage reads or writes a sum for a step's first micro-batch, and for each other."""
+    times = {0: (1, 2), 1: (1, 2), 2: (3, 2), 3: (3, 4)}[inputs.zero.stage]  # a sum is moved
+    first, other = (inputs.element_bytes + n * inputs.sum_bytes for n in times)
+    return elements * first / machine.memory_rate, elements * other / machine.memory_rate
 
 
 def synchronised(inputs: Inputs, machine: Machine) -> Synchronised:
@@ -315,9 +311,15 @@ def step_terms(
     overlaps = overlap_comm and machine.is_asynchronous
     shown = [_not_hidden(work, each.reductions, overlaps) for work, each in stages]
     hooks = [_hooks_shown(work, each) for work, each in stages]
+    sums = [
+        (each.accumulated[0] + (micro_batches - 1) * each.accumulated[1]) / micro_batches
+        for _, each in stages
+    ]
     seconds = [
-        sum(work.terms.values()) + each.accumulated + weights + gradients + own
-        for (work, each), (weights, gradients, _), own in zip(stages, shown, hooks, strict=True)
+        sum(work.terms.values()) + summed + weights + gradients + own
+        for (work, _), summed, (weights, gradients, _), own in zip(
+            stages, sums, shown, hooks, strict=True
+        )
     ]
     slowest = max(range(len(stages)), key=lambda stage: seconds[stage])
     once = [
@@ -326,7 +328,7 @@ def step_terms(
     ]
     final = max(range(len(stages)), key=lambda stage: once[stage])
     terms = {name: micro_batches * value for name, value in stages[slowest][0].terms.items()}
-    terms["elements"] += micro_batches * stages[slowest][1].accumulated
+    terms["elements"] += micro_batches * sums[slowest]
     terms["launches"] += micro_batches * hooks[slowest]
     terms["weights"] = micro_batches * shown[slowest][0] + stages[final][1].reductions.updated
     terms["gradients"] = micro_batches * shown[slowest][1] + shown[final][2]

@@ -1,0 +1,133 @@
+"""Chooses model.kernels, model.compile and train.micro_batch where a run leaves them open.
+
+A plan is first made without fused kernels and compilation, and with the usual micro-batch. Its
+estimates choose, and it is made again (make.py). The planner and the tools make the same plans.
+"""
+
+import importlib.util
+from bisect import bisect_left
+from dataclasses import replace
+from typing import Any
+
+from harness.config.assignments import CHOSEN
+from harness.config.batch import MAX_DEFAULT_MICRO_BATCH, legal_micro_batches
+from harness.config.ds_json import literal
+from harness.estimate.fit import IsPossible, with_micro_batch
+from harness.estimate.hardware import half_precision
+from harness.estimate.inputs import Inputs
+from harness.estimate.step_time.step import StepTime, estimate_time
+from harness.estimate.timeline import estimate_memory
+from harness.plan.duration import step_time
+from harness.plan.layers import LIGER_FAMILIES
+from harness.plan.machine import missing_for_compile
+from harness.plan.plan import Draft, Plan
+
+COMPILE_SECONDS = 180.0
+"""Seconds that the first steps of compiled layers take in addition: a guess, for any model."""
+HEADROOM = 0.05
+"""Share of a GPU that stays free at the upper end of the memory of a chosen micro-batch."""
+MOST_TOKENS = 131_072
+"""Most tokens of a chosen micro-batch: more gain nothing, and kernels count elements in 32 bits."""
+_KERNELS, _COMPILE, _MICRO_BATCH = "model.kernels", "model.compile", "train.micro_batch"
+
+
+def choose_or_leave_out(draft: Draft) -> None:
+    """Give what the run leaves open ("auto") its chosen value, or the plain one before a choice."""
+    model, chosen = draft.config.model, draft.chosen
+    values: dict[str, Any] = {}
+    if model.kernels == "auto":
+        values[_KERNELS] = chosen.get(_KERNELS, "none")
+    if model.compile == "auto":
+        values[_COMPILE] = chosen.get(_COMPILE, False)
+    if _MICRO_BATCH in chosen:
+        values[_MICRO_BATCH] = chosen[_MICRO_BATCH]
+    if values:
+        draft.decide(values, CHOSEN)
+
+
+def choices(plan: Plan, is_possible: IsPossible) -> tuple[dict[str, Any], str]:
+    """Return the fastest values for what a plain plan leaves open, by key, and a line about them.
+
+    `is_possible`: returns True if the run's passes accept a change.
+    """
+    estimate, step = plan.estimate, step_time(plan)
+    if plan.world.accelerator != "cuda" or estimate is None:
+        return {}, ""
+    inputs, chosen = estimate.inputs, dict[str, Any]()
+    hint = ""
+    if _may_be_liger(plan) and is_possible(f"{_KERNELS}=liger"):
+        if _is_here(plan) and not importlib.util.find_spec("liger_kernel"):
+            hint = f"{_KERNELS}=none, because liger-kernel is not installed (pip install)"
+        else:
+            chosen[_KERNELS], inputs = "liger", replace(inputs, liger=True)
+    if not chosen and step and _pays(plan, step) and is_possible(f"{_COMPILE}=true"):
+        chosen[_COMPILE], inputs = True, replace(inputs, compiled=True)
+    if (size := _micro_batch(plan, inputs, estimate.device_bytes, step)) != plan.micro_batch:
+        chosen[_MICRO_BATCH], inputs = size, with_micro_batch(inputs, size)
+    return chosen, _line(chosen, hint, step, inputs)
+
+
+def _is_here(plan: Plan) -> bool:
+    return plan.draft is not None and plan.draft.here
+
+
+def _may_be_liger(plan: Plan) -> bool:
+    """Return False if the user decided, or family or losses by source exclude these kernels."""
+    is_open = plan.asked.model.kernels == "auto" and not plan.config.data.mix
+    if half_precision(plan.world.gpu) != "bf16":  # not measured on older GPUs
+        return False
+    return is_open and plan.model_config.get("model_type") in LIGER_FAMILIES
+
+
+def _pays(plan: Plan, step: StepTime) -> bool:
+    """Return True if compiled layers save more than COMPILE_SECONDS within the run. On top of
+    Liger's kernels they saved 0 and 5 % (docs/performance.md): too little to choose both.
+    """
+    model, shape = plan.config.model, plan.shape
+    if plan.asked.model.compile != "auto" or model.kernels != "none" or shape is None:
+        return False
+    if shape.num_experts or (_is_here(plan) and missing_for_compile("cuda")):
+        return False
+    compiled = estimate_time(replace(step.inputs, compiled=True), step.machine)
+    return (step.seconds - compiled.seconds) * (plan.steps or 0) > COMPILE_SECONDS
+
+
+def _micro_batch(
+    plan: Plan, inputs: Inputs, device_bytes: int | None, step: StepTime | None
+) -> int:
+    """Return the largest micro-batch that fits with HEADROOM, or the fastest of pipeline stages; 1
+    if none fits. The plan's if it is not open, or if the memory is unknown.
+    """
+    accum = literal(plan.deepspeed_given, "gradient_accumulation_steps")
+    is_open = plan.config.train.micro_batch is None and accum is None
+    if not is_open or device_bytes is None or plan.shape is None:
+        return plan.micro_batch
+    most = max(MAX_DEFAULT_MICRO_BATCH, MOST_TOKENS // plan.seq_len)
+    rows = plan.curriculum.quantum // plan.grid.data
+    sizes = [size for size in legal_micro_batches(rows) if size <= most]
+
+    limit = int((1 - HEADROOM) * device_bytes)
+
+    def is_too_large(size: int) -> bool:
+        estimate = estimate_memory(with_micro_batch(inputs, size), device_bytes)
+        return estimate.worst.shown_within(limit).high > limit
+
+    fitting = sizes[: bisect_left(sizes, True, key=is_too_large)] or sizes[:1]
+    if plan.grid.pipeline > 1 and step is not None:
+        machine = step.machine
+        return min(
+            fitting, key=lambda n: estimate_time(with_micro_batch(inputs, n), machine).seconds
+        )
+    return fitting[-1]
+
+
+def _line(chosen: dict[str, Any], hint: str, step: StepTime | None, inputs: Inputs) -> str:
+    """Return what was chosen, and by how much it is faster."""
+    line = ", ".join(f"{key}={str(value).lower()}" for key, value in chosen.items())
+    if not line:
+        return hint
+    line += ": chosen for this model and GPU (auto)"
+    if step is not None:
+        before, after = f"{step.mfu:.0%}", f"{estimate_time(inputs, step.machine).mfu:.0%}"
+        line += f", MFU {after} instead of {before}" * (after != before)
+    return f"{line}; {hint}" if hint else line
