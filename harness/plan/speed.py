@@ -53,14 +53,14 @@ def choices(plan: Plan, is_possible: IsPossible) -> tuple[dict[str, Any], str]:
     estimate, step = plan.estimate, step_time(plan)
     if plan.world.accelerator != "cuda" or estimate is None:
         return {}, ""
-    inputs, chosen = estimate.inputs, dict[str, Any]()
-    hint = ""
-    if _may_be_liger(plan) and is_possible(f"{_KERNELS}=liger"):
+    inputs, chosen, hint = estimate.inputs, dict[str, Any](), ""
+    is_recent = half_precision(plan.world.gpu) == "bf16"  # nothing was measured on older GPUs
+    if is_recent and _may_be_liger(plan) and is_possible(f"{_KERNELS}=liger"):
         if _is_here(plan) and not importlib.util.find_spec("liger_kernel"):
             hint = f"{_KERNELS}=none, because liger-kernel is not installed (pip install)"
         else:
             chosen[_KERNELS], inputs = "liger", replace(inputs, liger=True)
-    if not chosen and step and _pays(plan, step) and is_possible(f"{_COMPILE}=true"):
+    if is_recent and not chosen and step and _pays(plan, step) and is_possible(f"{_COMPILE}=true"):
         chosen[_COMPILE], inputs = True, replace(inputs, compiled=True)
     if (size := _micro_batch(plan, inputs, estimate.device_bytes, step)) != plan.micro_batch:
         chosen[_MICRO_BATCH], inputs = size, with_micro_batch(inputs, size)
@@ -74,8 +74,6 @@ def _is_here(plan: Plan) -> bool:
 def _may_be_liger(plan: Plan) -> bool:
     """Return False if the user decided, or family or losses by source exclude these kernels."""
     is_open = plan.asked.model.kernels == "auto" and not plan.config.data.mix
-    if half_precision(plan.world.gpu) != "bf16":  # not measured on older GPUs
-        return False
     return is_open and plan.model_config.get("model_type") in LIGER_FAMILIES
 
 

@@ -38,10 +38,10 @@ def chosen(plan: Plan) -> tuple[str, bool, int]:
         (f"{H200} {LLAMA} model.compile=true train.micro_batch=1", ("liger", True, 1)),
         (f"{H200} {LLAMA} model.checkpointing=selective model.kernels=none", ("none", False, 24)),
         (f"GPU=h200 RANKS=2 ds.pipeline.stages=2 {LLAMA}", ("none", False, 1)),
-        (f"GPU=h200 RANKS=2 ds.sequence_parallel_size=2 {LLAMA}", ("none", False, 24)),
+        (f"GPU=h200 RANKS=2 ds.sequence_parallel_size=2 {LLAMA}", ("none", False, 12)),
         (
             "GPU=v100-32 ds.fp16.enabled=true model.name=llama-1b data.seq_len=2048",
-            ("none", False, 2),
+            ("none", False, 1),
         ),
         (f"GPU=t4 ds.fp16.enabled=true {LLAMA}", ("none", False, 1)),  # nothing fits
         (LLAMA, ("none", False, 8)),  # ranks on the CPU

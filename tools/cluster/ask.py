@@ -194,7 +194,7 @@ def _with_ds_keys(args: argparse.Namespace, json: dict[str, Any]) -> dict[str, A
 
 
 def plan_of(args: argparse.Namespace, layout: Layout, job: RunConfig) -> Plan:
-    """Return train.py's plan of a layout of a job. Adapters are left out: they would need weights."""
+    """Return train.py's plan of a layout. Adapters are left out: they would need weights."""
     keys = {"train.global_batch": args.global_batch, **layout.overrides}
     return make_plan(
         with_values(job, keys, dict.fromkeys(keys, COMMAND_LINE)),
