@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def beside(module: str, name: str) -> dict[str, Any]:
+def beside(module: str, name: str, *, with_parts: bool = False) -> dict[str, Any]:
     """Return the tables of a file beside a module.
 
     A text "$name" stands for that part of the table [parts], "$null" for None. The key "$" of a
@@ -16,7 +16,8 @@ def beside(module: str, name: str) -> dict[str, Any]:
     parts: dict[str, Any] = {"null": None}
     for part, value in tables.pop("parts", {}).items():
         parts[part] = _filled(value, parts)
-    return {**{key: _filled(value, parts) for key, value in tables.items()}, "parts": parts}
+    filled = {key: _filled(value, parts) for key, value in tables.items()}
+    return {**filled, "parts": parts} if with_parts else filled
 
 
 def _filled(value: Any, parts: Mapping[str, Any]) -> Any:

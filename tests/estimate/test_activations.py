@@ -35,7 +35,7 @@ from tests.tables import beside
 from tests.tiers import rest_in_gate
 
 MICRO_BATCH, SEQ_LEN = 2, 64
-_TABLES = beside(__file__, "activations.toml")
+_TABLES = beside(__file__, "activations.toml", with_parts=True)
 _DECODER, FAMILIES = _TABLES["parts"]["decoder"], _TABLES["families"]
 WAYS = [tuple(way) for way in _TABLES["ways"]]
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from harness.files.pieces import Ids, Piece
 from harness.files.turns import Message
 from tests.tables import beside
 
-TABLES = beside(__file__, "rows.toml")
+TABLES = beside(__file__, "rows.toml", with_parts=True)
 _PARTS = TABLES["parts"]
 Q, A, Q2, A2 = (_PARTS[name] for name in ("question", "answer", "question2", "answer2"))
 RESULT, CALLED, TOOL = (_PARTS[name] for name in ("result", "called", "tool"))

@@ -17,7 +17,7 @@ from harness.layout.shape import (
 )
 from tests.tables import beside
 
-_TABLES = beside(__file__, "shape.toml")
+_TABLES = beside(__file__, "shape.toml", with_parts=True)
 TINY, GQA, MOE, QWEN_MOE = (
     _TABLES["parts"][name] for name in ("tiny", "heads", "experts", "qwen_experts")
 )

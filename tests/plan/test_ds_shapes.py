@@ -20,7 +20,6 @@ from tests.tables import beside
 
 H100 = "RANKS=8 GPU='NVIDIA H100 80GB HBM3'"
 SHAPES = beside(__file__, "ds_shapes.toml")
-del SHAPES["parts"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
