@@ -164,67 +164,9 @@ def test_no_key_is_advised_that_is_set_already(speaker: Speaker) -> None:
             assert not already, (line, message.text)
 
 
-NOT_FOLLOWED = {
-    "an option of the command line, which the parser or the reader of its file answers": (
-        *("config/ds_json.py: there is no DeepSpeed JSON", "config/ds_json.py"),
-        *("config/run_file.py: there is no run config", "plan/command.py"),
-    ),
-    "says what to do with files or rows, and names no key": (
-        *("plan/weights.py: convert it", "plan/model_config.py:  holds an adapter"),
-        *("files/forms.py: : ... belong to", "files/forms.py: : write", "files/paths.py"),
-        "files/forms.py: : ... holds a list of records",
-        *("plan/weights.py: holds shards of a distributed save", "plan/weights.py: is a link to"),
-        *(
-            "files/first_bytes.py",
-            "files/foreign.py",
-            "files/chat.py: move that turn into the completion",
-        ),
-        *("files/corpus_files.py: or move it elsewhere", "files/corpus_files.py: give a file"),
-        *("files/records.py", "files/tensor_header.py", "files/turns.py", "data/cache.py"),
-        *("data/pair.py", "data/tokenizer.py: has no eos_token"),
-        *("data/tokenizer.py: holds no tokenizer", "run/resumption.py"),
-    ),
-    "of the machine or its network: disks, memory, compilers, the hub, GPUs": (
-        "plan/model_config.py: the hub cannot be reached",
-        *("plan/optimizer.py: add pinned_max_cached_size_mb", "plan/machine.py"),
-        "data/tokenizer.py: there is no such folder, and it is not",
-        *("estimate/fit.py", "engine/build.py: install a C++ compiler"),
-        *("engine/build.py: fp32 matrix products", "engine/deepspeed_0_19/builds.py"),
-        *("engine/processes.py", "engine/launches.py"),
-    ),
-    "needs the folder of a run (tests/checkpoint/test_resume.py follows resume.allow)": (
-        *("files/folder_lock.py", "plan/model.py: whose checkpoints have"),
-        "plan/model_config.py:  is ... (...), which is no model",
-        "data/spec.py: whose sample was read with another tokenizer",
-        *("checkpoint", "run/resumption.py", "run/saving.py"),
-    ),
-    "needs the model, which is built later": (
-        *("models", "engine/meta_model.py", "engine/layers.py", "engine/stages.py"),
-        *("run/attention.py", "run/verify.py"),
-    ),
-    "needs ranks that differ, or more than rows": (
-        "plan/batches.py: use at most ... data ranks",
-        "run/data_decisions.py: start again, or set data.date=",
-        "run/data_decisions.py: give every node the same files",
-        "run/data_decisions.py: give all ranks the same arguments and files",
-    ),
-    "leaves the values open": (
-        "config/ds_refused.toml: to start with short sequences",
-        "config/ds_refused.toml: to gather weights within a node",
-        "config/data_section.py: are longer than data.seq_len",
-        "data/source.py: (the longest has ...): raise data.seq_len",
-        *("files/forms.py: did you mean", "files/forms.py: : name the columns to read"),
-        "plan/batches.py: give data.path more text",
-        "files/splits.py: name the folder or files of a subset",
-    ),
-    "of what steps do": ("engine/skip.py", "run/step.py"),
-    "needs another tokenizer than any that is here": (
-        "data/chat_tokens.py",
-        "data/source.py: the chat template writes control tokens",
-        *("data/encoding.py", "data/source.py: assistant turns are learned"),
-        "run/data_decisions.py: set data.tokenizer to the one that they were trained with",
-    ),
-}
+NOT_FOLLOWED: dict[str, list[str]] = tomllib.loads(
+    Path(__file__).with_name("advice_not_followed.toml").read_text(encoding="utf-8")
+)
 _ROOMS = "config plan layout estimate files data models checkpoint run engine guard"
 _BEGINS = re.compile(rf"(?:^|[:;,] |\(){ADVICE.pattern}")
 

@@ -111,50 +111,10 @@ def changed(rank: int, part: str = "", **changes: Any) -> list[Facts]:
     return reports
 
 
-@pytest.mark.parametrize(
-    ("check", "part", "changes", "verdict", "text"),
-    [
-        ("code", "seen", {"code": "beef, commit abc"}, "FAIL", "n2 (rank 1): beef; all others: c0"),
-        ("code", "seen", {"code": "c0de, commit def"}, "FAIL", "n2 (rank 1): c0de, commit def"),
-        ("data", "seen", {"data": "other"}, "FAIL", "n2 (rank 1): other"),
-        ("fingerprint", "seen", {"fingerprint": "other"}, "FAIL", "n2 (rank 1): other"),
-        ("data times", "seen", {"data times": "other"}, "warn", "n2 (rank 1): other"),
-        ("clocks", "", {"clock_s": 1005.0}, "ok", ""),
-        ("clocks", "", {"clock_s": 1005.1}, "warn", "n2 (rank 1)"),
-        ("matmul rate", "machine", {"tflops": 420.0}, "ok", ""),  # seven tenths of the median
-        ("matmul rate", "machine", {"tflops": 419.9}, "warn", "slow: n2 (rank 1)"),
-        ("launches", "machine", {"launch_ms": 3.0}, "warn", "slow: n2 (rank 1)"),
-        ("GPU", "machine", {"gpu": "NVIDIA A100"}, "warn", "n2 (rank 1): NVIDIA A100, 79 GiB"),
-        ("GPU of its own", "machine", {"gpu_id": "GPU-0"}, "FAIL", "one GPU for n1 (rank 0), n2"),
-        ("GPU memory free", "machine", {"gpu_free_bytes": 60 * GIB}, "warn", "free: n2 (rank 1)"),
-        ("GPU ECC", "machine", {"ecc": "Disabled, 0"}, "warn", "n2 (rank 1): Disabled"),
-        ("/dev/shm", "machine", {"shared_free_bytes": GIB - 1}, "warn", "little on n2 (rank 1)"),
-        ("cores", "machine", {"cores": ()}, "warn", "fewer than ranks on n2 (rank 1)"),
-        ("memlock", "machine", {"memlock_bytes": 2**23}, "warn", "0.008 GiB; limited on n2"),
-        ("open files", "machine", {"open_files": 512}, "warn", "too few on n2 (rank 1)"),
-        (
-            "matmul checksum",
-            "machine",
-            {"checksum": "x"},
-            "FAIL",
-            "n2 (rank 1): x; all others: abc",
-        ),
-        (
-            "matmul checksum",
-            "machine",
-            {"steady": False},
-            "FAIL",
-            "n2 (rank 1): a different one each",
-        ),
-        ("build locks", "machine", {"locks": "/home: no"}, "warn", "n2 (rank 1): /home: no"),
-        ("CUDA versions", "machine", {"toolkit": "driver 535"}, "warn", "n2 (rank 1): driver 535"),
-        ("CUDA versions", "machine", {"toolkit_problem": "old"}, "warn", "n2 (rank 1): old"),
-        ("GPU health", "machine", {"health": "hot"}, "warn", "n2 (rank 1): hot"),
-        ("GPU links", "machine", {"links": "PCIe 8x"}, "warn", "n2 (rank 1): PCIe 8x"),
-        ("run folder", "storage", {"sees_token": False}, "FAIL", "is not seen on n2 (rank 1)"),
-        ("write speed", "storage", {"written_bytes_per_s": 1e8}, "warn", "slow: n2 (rank 1)"),
-    ],
-)
+RANKS = tomllib.loads(Path(__file__).with_name("preflight.toml").read_text())["ranks"]
+
+
+@pytest.mark.parametrize(("check", "part", "changes", "verdict", "text"), RANKS)
 def test_a_rank_out_of_line_is_named(
     check: str, part: str, changes: dict[str, Any], verdict: str, text: str
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from harness.config.ds_json import (
     value_of,
 )
 from harness.errors import ConfigError, Problems
+from tests.tables import beside
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAGE = "zero_optimization.stage"
-ZERO: dict[str, Any] = {"zero_optimization": {}}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -139,67 +140,14 @@ def test_the_table_holds_what_deepspeeds_documentation_shows() -> None:
     assert {key: value_of({}, key) for key in documented} == documented
 
 
-@pytest.mark.parametrize(
-    ("tree", "left", "note"),  # the JSON after the check, and its one note
-    [
-        # Both names of a key are accepted.
-        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}, None),
-        ({"zero_optimization": {"max_live_parameters": 1e9, "max_reuse_distance": "auto"}},
-         {"zero_optimization": {"stage3_max_live_parameters": 10**9,
-                                "stage3_max_reuse_distance": "auto"}}, None),
-        ({"zero_optimization": {"gather_16bit_weights_on_model_save": True}},
-         {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}, None),
-        ({"tensor_parallel": {"tensor_parallel": {}}}, {"tensor_parallel": {"tp": {}}}, None),
-        # Old keys, as DeepSpeed reads them.
-        ({"zero_optimization": {"cpu_offload": True}},
-         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-         'read as "offload_optimizer": {"device": "cpu"}'),
-        ({"zero_optimization": {"cpu_offload_param": True}},
-         {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-         'read as "offload_param": {"device": "cpu"}'),
-        ({"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
-         {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
-         '"stage3_gather_16bit_weights_on_model_save": true'),
-        ({"zero_optimization": {"cpu_offload_use_pin_memory": True}}, ZERO, "left out, an old key"),
-        ({"zero_optimization": {"cpu_offload": False}}, ZERO, None),
-        # Removed keys that are off.
-        *(({**off, "train_batch_size": 4}, {"train_batch_size": 4},
-           f"{', '.join(off)} (ds.json): left out, DeepSpeed has removed it, and it is off")
-          for off in (
-              {"compression_training": {"weight_quantization": {"shared_parameters": {
-                  "enabled": False}}}},
-              {"amp": {"enabled": False, "opt_level": "O1"}},
-              {"amp": {"enabled": "auto", "opt_level": "auto"}},
-              {"curriculum_learning": {"enabled": False, "params": {"x": 1}}},
-              {"sparse_gradients": False},
-              {"eigenvalue": {"enabled": False}, "progressive_layer_drop": {"enabled": False}},
-          )),
-        ({"_comment": "stage 2", "// author": "me", "fp16": {"_why": 1, "enabled": False},
-          "optimizer": {"type": "AdamW", "params": {"#": "x"}}},
-         {"fp16": {"enabled": False}, "optimizer": {"type": "AdamW", "params": {}}},
-         "_comment, // author, fp16._why, optimizer.params.# (ds.json): a comment"),
-        # Keys without any effect.
-        ({"bf16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1}},
-         {"bf16": {"enabled": "auto"}},
-         "bf16.loss_scale, bf16.hysteresis, bf16.min_loss_scale (ds.json): left out, bf16 has no "
-         "loss scale"),
-        # Common mistakes.
-        ({"train_batch_size": 48.0, "gradient_clipping": 1,
-          "flops_profiler": {"enabled": True, "module_depth": -1},
-          "zero_optimization": {"stage": 3, "overlap_comm": "auto", "offload_param": None,
-                                "reduce_bucket_size": 5e8},
-          "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "anything": [1]}}}, None, None),
-    ],
-)  # fmt: skip
-def test_a_json_is_read_as_deepspeed_reads_it(
-    tree: dict[str, Any], left: dict[str, Any] | None, note: str | None
-) -> None:
-    ds = DsJson(tree, "ds.json")
+@pytest.mark.parametrize("row", beside(__file__, "ds_json.toml")["json"])
+def test_a_json_is_read_as_deepspeed_reads_it(row: dict[str, Any]) -> None:
+    ds = DsJson(deepcopy(row["written"]), "ds.json")
     assert check(ds) == []
-    assert ds.tree == (tree if left is None else left)
+    assert ds.tree == row.get("read", row["written"])
     messages = [event["message"] for event in ds.events]
-    assert len(messages) == (note is not None)
-    assert note is None or note in messages[0]
+    assert len(messages) == ("note" in row)
+    assert row.get("note", "") in "".join(messages)
 
 
 def test_every_other_name_of_a_key_leads_to_it() -> None:

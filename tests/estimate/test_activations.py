@@ -31,82 +31,14 @@ from harness.plan.model_config import find_model_config
 from tests.estimate.runs import run_of
 from tests.models.test_chunked_loss import HeadAlone, Peak
 from tests.ranks import ranks
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 
 MICRO_BATCH, SEQ_LEN = 2, 64
-_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
-_SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
-_DECODER = {
-    **_SMALL, "intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 8, **_TOKENS,
-    "max_position_embeddings": 128, "sliding_window": None, "tie_word_embeddings": False,
-}  # fmt: skip
-_GPT2 = {
-    "model_type": "gpt2", "vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 8,
-    "n_positions": 128, **_TOKENS,
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-}  # fmt: skip
-
-
-def _decoder(model_type: str, **changes: object) -> dict[str, object]:
-    return {**_DECODER, "model_type": model_type, **changes}
-
-
-FAMILIES = {
-    "llama": _decoder("llama"),
-    "mistral": _decoder("mistral"),
-    "mistral-window": _decoder("mistral", sliding_window=32),
-    "qwen2": _decoder("qwen2"),
-    "qwen3": _decoder("qwen3"),
-    "gpt2": _GPT2,
-    "mixtral": _decoder("mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": _decoder(
-        "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
-    ),
-    "gemma": _decoder("gemma", pad_token_id=0),
-    "gemma2": _decoder(
-        "gemma2", sliding_window=32, query_pre_attn_scalar=8, tie_word_embeddings=True,
-        pad_token_id=0,
-    ),
-    "olmo2": _decoder("olmo2", pad_token_id=0),
-    "phi3": _decoder("phi3", pad_token_id=0),
-    "gpt_neox": _decoder("gpt_neox", num_key_value_heads=None),
-    "gpt_neox-serial": _decoder(
-        "gpt_neox", num_key_value_heads=None, use_parallel_residual=False
-    ),
-    "opt": _decoder(
-        "opt", num_key_value_heads=None, ffn_dim=160, word_embed_proj_dim=64, dropout=0.0,
-        pad_token_id=0, tie_word_embeddings=True,
-    ),
-    "falcon": {**_SMALL, "model_type": "falcon", **_TOKENS},
-    "bloom": {
-        "model_type": "bloom", "vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 8,
-        **_TOKENS,
-    },
-}  # fmt: skip
+_TABLES = beside(__file__, "activations.toml", with_parts=True)
+_DECODER, FAMILIES = _TABLES["parts"]["decoder"], _TABLES["families"]
+WAYS = [tuple(way) for way in _TABLES["ways"]]
 CPU = torch.device("cpu")
-# precision, attention, checkpointing, documents masked, activation offload, MLP tiles
-WAYS = [
-    ("bf16", "sdpa", "none", False),
-    ("bf16", "eager", "none", False),
-    ("fp32", "sdpa", "none", False),
-    ("fp32", "eager", "none", False),
-    ("bf16", "sdpa", "full", False),
-    ("bf16", "eager", "full", False),
-    ("bf16", "sdpa", "none", True),
-    ("bf16", "sdpa", "full", True),
-    ("bf16", "varlen", "none", True),
-    ("fp32", "varlen", "none", False),
-    ("bf16", "varlen", "full", True),
-    ("bf16", "sdpa", "selective", False),
-    ("fp32", "eager", "selective", False),
-    ("bf16", "sdpa", "selective", True),
-    ("bf16", "sdpa", 2, False),
-    ("bf16", "sdpa", 2, True, True),
-    ("fp32", "sdpa", "full", False, True),
-    ("bf16", "sdpa", "selective", False, True),
-    ("bf16", "sdpa", "none", False, False, 4),
-    ("bf16", "sdpa", "selective", False, False, 4),
-]
 
 
 def saved_bytes(

@@ -50,52 +50,7 @@ def main() -> int:
 
 
 _BEFORE = "BEFORE"
-_PAGE = """\
-# Waits of the host
-
-While a host waits for its GPU, it launches no work. This page lists every wait in one optimizer
-step. A simulation finds them: real runs on CPU ranks, with a device that records each operation's
-reads and writes and orders its streams and events by vector clocks (`python -m
-tests.gates.check_streams --full`). The same runs show that neither two streams, nor a stream and
-the host, use the same memory without synchronization, and that no block is reused while another
-stream may still use it. The simulation does not see inside NCCL, or inside kernels outside torch
-(DeepSpeed's CPU Adam, Triton).
-
-With {versions}.
-
-## How many
-
-Waits of rank 0 per micro-batch, per step outside its micro-batches, and per line of metrics.jsonl.
-
-| run | optimizer | micro-batch | step | log line | races |
-|---|---|---:|---:|---:|---:|
-{runs}
-
-## Between two steps
-
-Kernels, and bytes that they read and write per parameter, in a step of Adam in bf16 with fp32 sums, on
-one rank, with one micro-batch and without clipping, which reads and writes sums once more (8 bytes).
-Needed are 30 bytes: read gradient, master weight and two moments, write the latter three and the
-weight. DeepSpeed's own code moves {before}
-(`harness/engine/deepspeed_0_19/between_steps.py`). A norm counts as one kernel for all tensors; a GPU
-takes a few.
-
-| run | kernels in a micro-batch | bytes | kernels in the step | bytes |
-|---|---:|---:|---:|---:|
-{between}
-
-## Where
-
-| line | waits for | in each | runs (times in a step) |
-|---|---|---|---|
-{places}
-
-## The harness's own
-
-One transfer for each log line, and a wait wherever the host needs a value to continue:
-
-{own}
-"""
+_PAGE = Path(__file__).with_name("streams") / "page.md"
 _WHEN = {"data": "step", "micro-batches": "micro-batch", "step": "step", "verdict": "step"}
 
 
@@ -112,7 +67,7 @@ def terminal_line(row: Row) -> str:
 
 def markdown(rows: list[Row]) -> str:
     """Return the content of docs/host_waits.md."""
-    return _PAGE.format(
+    return _PAGE.read_text(encoding="utf-8").format(
         versions=versions(),
         runs="\n".join(map(_line, rows)),
         before=_BEFORE,

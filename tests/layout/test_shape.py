@@ -15,72 +15,14 @@ from harness.layout.shape import (
     num_parameters,
     parameters_by_kind,
 )
+from tests.tables import beside
 
-TINY: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-}
-TINY_GPT2: dict[str, Any] = {
-    "vocab_size": 96,
-    "n_embd": 48,
-    "n_layer": 3,
-    "n_head": 6,
-    "n_positions": 64,
-}
-TINY_OPT = {
-    **{name: size for name, size in TINY.items() if name != "intermediate_size"},
-    "ffn_dim": 80,
-    "word_embed_proj_dim": 48,
-}
-TINY_FALCON = {
-    **{name: size for name, size in TINY.items() if name != "intermediate_size"},
-    "ffn_hidden_size": 80,
-}
-GQA = {"num_key_value_heads": 2}
-MOE = {"num_experts_per_tok": 2, "num_local_experts": 4}
-QWEN_MOE = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
-
-# (model_type, config): every branch that changes a tensor, from configs as found on hubs.
+_TABLES = beside(__file__, "shape.toml", with_parts=True)
+TINY, GQA, MOE, QWEN_MOE = (
+    _TABLES["parts"][name] for name in ("tiny", "heads", "experts", "qwen_experts")
+)
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {**TINY}),
-    ("llama", {**TINY, **GQA, "tie_word_embeddings": True}),
-    ("llama", {**TINY, "attention_bias": True, "mlp_bias": True}),
-    ("llama", {**TINY, **GQA, "head_dim": 16}),
-    ("mistral", {**TINY, **GQA}),
-    ("mistral", {**TINY, **GQA, "head_dim": 16, "sliding_window": None}),
-    ("mixtral", {**TINY, **GQA, **MOE}),
-    ("mixtral", {**TINY, **GQA, **MOE, "tie_word_embeddings": True}),
-    ("qwen2", {**TINY, **GQA, "tie_word_embeddings": True}),
-    ("qwen2", {**TINY, **GQA, "use_sliding_window": True, "max_window_layers": 1}),
-    ("qwen3", {**TINY, **GQA}),
-    ("qwen3", {**TINY, **GQA, "head_dim": 16, "attention_bias": True}),
-    ("qwen3_moe", {**TINY, **GQA, **QWEN_MOE}),
-    ("qwen3_moe", {**TINY, **GQA, **QWEN_MOE, "decoder_sparse_step": 2, "head_dim": 16}),
-    ("qwen3_moe", {**TINY, **GQA, **QWEN_MOE, "mlp_only_layers": [1]}),
-    ("olmo2", {**TINY, **GQA}),
-    ("olmo2", {**TINY, "attention_bias": True, "tie_word_embeddings": True}),
-    ("phi3", {**TINY, **GQA, "pad_token_id": 0}),
-    ("gemma", {**TINY, **GQA, "head_dim": 16}),
-    ("gemma", {**TINY, **GQA, "attention_bias": True, "tie_word_embeddings": False}),
-    ("gemma2", {**TINY, **GQA, "head_dim": 16}),
-    ("gpt2", {**TINY_GPT2}),
-    ("gpt2", {**TINY_GPT2, "n_inner": 80, "tie_word_embeddings": False}),
-    ("gpt_neox", {**TINY}),
-    ("gpt_neox", {**TINY, "attention_bias": False, "tie_word_embeddings": True}),
-    ("opt", {**TINY_OPT}),
-    ("opt", {**TINY_OPT, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
-    ("opt", {**TINY_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False}),
-    ("opt", {**TINY_OPT, "word_embed_proj_dim": 24, "tie_word_embeddings": False}),
-    ("falcon", {**TINY_FALCON}),
-    ("falcon", {**TINY_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True}),
-    ("falcon", {**TINY_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
-    ("falcon", {**TINY_FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
-    ("bloom", {"vocab_size": 96, "hidden_size": 48, "n_layer": 3, "n_head": 6}),
-    ("bloom", {"vocab_size": 96, "n_embed": 48, "n_layer": 3, "n_head": 6}),
+    (model_type, config) for model_type, configs in _TABLES["configs"].items() for config in configs
 ]
 
 

@@ -21,7 +21,7 @@ from harness.plan.make import takes
 from harness.plan.text import summary
 from harness.run.dry_run import describe
 from tests.plan.plans import Planner
-from tests.plan.test_ds_shapes import PASS
+from tests.plan.test_ds_shapes import SHAPES
 from tests.real_runs import TRAIN, environment
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
@@ -144,7 +144,7 @@ def test_an_impossible_environment_is_a_config_error() -> None:
     assert "rank 2 of 2" in problems_of(environ={"RANK": "2", "WORLD_SIZE": "2"})[0]
 
 
-HF_TRAINER_ZERO3, _ = PASS["trainer, stage 3, offload"]
+HF_TRAINER_ZERO3 = SHAPES["trainer, stage 3, offload"]["json"]
 BF16 = "ds.bf16.enabled=true ds.zero_optimization.stage=2"
 AUTO = "ds.zero_optimization.stage=1 ds.bf16.enabled=auto"
 CLUSTER = ["--dry-run", "model.name=llama-1b", "data.seq_len=2048", "train.global_batch=64"]

@@ -17,6 +17,7 @@ from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of, write_chats
 from tests.gates.models import LEARNED
 from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL
+from tests.tables import beside
 
 PHRASE = "the model reads a question and answers it in a word or two".split()  # noqa: SIM905
 
@@ -104,148 +105,13 @@ class Feature:
         return [(layout.lstrip("+"), layout.startswith("+")) for layout in layouts if layout]
 
 
-_LORA = "save.export=true model.name={base}/export model.init_from={base}/export model.lora.rank=4"
-_LSTM = {"model_type": "recurrent", "cell": "lstm", "hidden_size": 64, "num_hidden_layers": 2}
-FEATURES = {
-    "plain": Feature(
-        "data.reservoir=6 data.vocab_size=512 save.export=true",
-        "one",
-        alike="+zero1, +zero2, +zero3, +offload, +stages, +tensors, +sequences, +3d, "
-        f"stages x tensors, {', '.join(DIVIDED_OFFLOAD)}",
-        others="zero3, zero1 alone, offload3 alone, +stages train.micro_batch=1",
-        now="exports",
-    ),
-    "dropout": Feature("model.dropout=0.1", "stages", now="resumes exports", is_random=True),
-    "divided": Feature(layout="stages x tensors", others="zero3, one"),
-    "sgd": Feature("optim.name=sgd optim.momentum=0.9", "zero2", others="zero0"),
-    "adam": Feature("optim.name=adam optim.lr=1e-3", "zero2", others="+zero0"),
-    "smoothing": Feature("train.label_smoothing=0.2", "one", alike="zero3, stages"),
-    "depth": Feature(
-        "model.stochastic_depth=0.5",
-        "zero3",
-        alike="zero3 model.checkpointing=full",
-        is_random=True,
-    ),
-    "depth in stages": Feature("model.stochastic_depth=0.5", "stages", is_random=True),
-    "documents": Feature(
-        "data.document_mask=true",
-        "one",
-        alike="+stages model.attention=varlen model.checkpointing=full",
-    ),
-    "longformer": Feature(
-        "data.document_mask=true model.attention=longformer model.attention_window=16 "
-        "model.checkpointing=selective save.export=true",
-        "stages",
-        others="zero3",
-    ),
-    "performer": Feature(
-        "model.attention=performer model.attention_features=16 save.export=true",
-        "one",
-        others="zero3",
-        now="resumes exports",
-    ),
-    **{
-        kind: Feature(f"model.attention={kind} {sizes} save.export=true", "one", others="zero3")
-        for kind, sizes in (
-            ("strided", "model.attention_window=8"),
-            ("linformer", "model.attention_window=8 model.attention_features=2"),
-            ("reformer", "model.attention_window=4 model.attention_buckets=4"),
-        )
-    },
-    "reversible tensors": Feature(
-        "model.reversible=true model.dropout=0.1 save.export=true", "tensors", is_random=True
-    ),
-    "reversible": Feature(
-        "model.reversible=true model.dropout=0.1 save.export=true",
-        "sequences",
-        is_random=True,
-        now="exports",
-    ),
-    "reversible performer": Feature(
-        "model.reversible=true model.attention=performer model.attention_features=16", "one"
-    ),
-    "experts": Feature(
-        layout="experts",
-        others="+zero3",
-        now="exports",
-        model={**LEARNED["mixtral"], "vocab_size": 512},
-    ),
-    "recurrent": Feature(
-        "train.carry_state=true eval.every=1 save.export=true",
-        others="zero3 alone",
-        now="exports",
-        model={**_LSTM, "vocab_size": 512},
-        resumed_with="eval.every=50",  # an evaluation leaves the states unchanged
-    ),
-    "gru": Feature(
-        "train.carry_state=true eval.every=1 eval.seq_len=64 save.export=true",
-        others="zero2 alone",
-        model={**_LSTM, "cell": "gru", "vocab_size": 512},
-    ),
-    "recurrent from zeros": Feature(model={**_LSTM, "vocab_size": 512}),
-    "lora": Feature(
-        "optim.lr=0.01",
-        "zero3",
-        others="zero1",
-        now="resumes exports",
-        model=_LORA,
-        loss_rounding=2e-6,
-    ),
-    "lora performer": Feature(
-        "optim.lr=0.01 model.attention=performer model.attention_features=16", model=_LORA
-    ),
-    "nf4": Feature(
-        "optim.lr=0.01 model.lora.quantize=nf4",
-        "zero2",
-        others="zero1",
-        model=_LORA,
-        loss_rounding=1e-6,
-    ),
-    "chats": Feature(
-        "data.template=llama3 data.seq_len=512 data.held_out=0.2 optim.name=sgd "
-        "train.global_batch=4 eval.samples=4 model.overrides.vocab_size=600",
-        others="zero2 alone",
-        now="resumes exports",
-        data="chats",
-    ),
-    "mixture": Feature(
-        "data.mix_until=3 log.every=2 eval.every=3",
-        alike="stages model.loss_chunk=128, tensors, sequences",
-        others="+zero2 alone",
-        data="mixture",
-        steps=6,
-        loss_rounding=5e-6,
-        norm_rounding=5e-6,
-    ),
-    "padded": Feature(
-        "data.vocab_size=512 data.pool_samples=32 data.group_samples=2 "
-        "data.batching=length_grouped",
-        "one",
-        alike="+zero3 data.batching=token_budget data.tokens_per_batch=64, tensors, sequences",
-        others="zero1, zero2 alone",
-        data="skewed",
-    ),
-    # Six steps of 4 samples, four of 8, one of 12, ... of 32 tokens; sequences of 8, 16, 32 tokens.
-    "ramp": Feature(
-        "train.global_batch=12 ramp.batch_from=4 ramp.batch_tokens=1400 "
-        "ramp.length_from=8 ramp.length_tokens=1000",
-        "one",
-        alike="zero1, offload, zero3, stages",
-        others="zero3, zero1",
-        now="trains",
-        steps=9,
-        stop=5,
-        loss_rounding=2e-6,
-        norm_rounding=2e-5,
-    ),
-    "rehearsed": Feature(
-        "model.init_from={base} data.rehearse={base} data.rehearse_share=0.25 "
-        "data.reservoir=6 eval.every=2",
-        "one",
-        others="+zero1",
-        data="numbers",
-    ),
-}
+FEATURES = {name: Feature(**row) for name, row in beside(__file__, "features.toml").items()}
+FEATURES["experts"] = Feature(
+    layout="experts",
+    others="+zero3",
+    now="exports",
+    model={**LEARNED["mixtral"], "vocab_size": 512},
+)
 
 
 def in_gate(*values: object) -> Any:

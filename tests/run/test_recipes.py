@@ -21,6 +21,7 @@ from tests.data.chat_tokenizers import tokenizer_of
 from tests.plan.plans import Planner
 from tests.real_runs import REPOSITORY, SMALL_MODEL, events
 from tests.run.features import write_lines
+from tests.tables import beside
 
 FOLDER = REPOSITORY / "docs" / "recipes"
 JSON = f"--deepspeed={REPOSITORY / 'ds_configs' / 'zero1.json'}"
@@ -38,8 +39,8 @@ class Recipe:
 
     path: Path
     gpus: str
-    weights: str
     words: str
+    weights: str = ""
     ranks: int = 2
 
     @property
@@ -59,47 +60,13 @@ class Recipe:
         return float(first), float(last)
 
 
-_SMALL = " ".join(SMALL_MODEL)
 _SHORT = (
     "data.seq_len=64 train.global_batch=8 train.micro_batch=4 optim.lr=0.01 optim.warmup_steps=10"
 )
-_H100 = "RANKS=8 GPU=h100-80"
-_LLAMA = "llama-3-8b"
+_SIZES = {"small": " ".join(SMALL_MODEL), "short": _SHORT}
 RECIPES = {
-    name: Recipe(FOLDER / f"{name}.toml", *tried)
-    for name, tried in {
-        "chat": (_H100, _LLAMA, "data.seq_len=256"),
-        "lora": ("RANKS=2 GPU=h100-80", _LLAMA, "data.seq_len=256"),
-        "qlora": ("RANKS=1 GPU=rtx-4090", "llama-2-7b", "data.seq_len=256"),
-        "tools": (_H100, _LLAMA, "data.seq_len=256"),
-        "continued": (
-            *(_H100, _LLAMA),
-            "data.seq_len=128 train.global_batch=8 train.micro_batch=4 optim.lr=3e-3",
-        ),
-        "long_context": (
-            *(_H100, _LLAMA),
-            "model.overrides.max_position_embeddings=64 model.context=256 data.seq_len=256"
-            " train.global_batch=4 train.micro_batch=4 train.steps=60 optim.lr=3e-3"
-            " ds.sequence_parallel_size=2",
-        ),
-        "scratch": (_H100, "", f"{_SMALL} {_SHORT} train.steps=120 data.vocab_size=512"),
-        "moe": (
-            *("RANKS=64 RANKS_PER_NODE=8 GPU=h100-80", ""),
-            f"{_SMALL} {_SHORT} train.steps=100 data.vocab_size=512 model.overrides.num_experts=8"
-            " model.overrides.num_experts_per_tok=2 model.overrides.moe_intermediate_size=64"
-            " ds.expert_parallel.autoep_size=2",
-        ),
-        "recurrent": (
-            *("RANKS=1 GPU=rtx-4090", ""),
-            f"{_SHORT} data.vocab_size=512 train.epochs=2 model.overrides.vocab_size=512"
-            " model.overrides.hidden_size=64 model.overrides.recurrent_size=96"
-            " model.overrides.num_hidden_layers=2",
-        ),
-        "3d": (
-            *("RANKS=16 RANKS_PER_NODE=8 GPU=h100-80", ""),
-            *(f"{_SMALL} {_SHORT} train.steps=100 data.vocab_size=512", 8),
-        ),
-    }.items()
+    name: Recipe(FOLDER / f"{name}.toml", **{**row, "words": row["words"].format(**_SIZES)})
+    for name, row in beside(__file__, "recipes.toml").items()
 }
 
 
