@@ -49,7 +49,6 @@ def main() -> int:
     return 1 if failed else 0
 
 
-_BEFORE = "BEFORE"
 _PAGE = Path(__file__).with_name("streams") / "page.md"
 _WHEN = {"data": "step", "micro-batches": "micro-batch", "step": "step", "verdict": "step"}
 
@@ -70,7 +69,6 @@ def markdown(rows: list[Row]) -> str:
     return _PAGE.read_text(encoding="utf-8").format(
         versions=versions(),
         runs="\n".join(map(_line, rows)),
-        before=_BEFORE,
         between="\n".join(_between(row) for row in rows if row.cell in BETWEEN_STEPS),
         places="\n".join(_places(rows)),
         own="\n".join(f"- `{file}`: {why}." for (_, file), why in DECIDES.items()),
