@@ -10,7 +10,7 @@ import torch
 from harness.launch.fork_server import Zygote
 from tests.gates.check_streams import markdown
 from tests.gates.defects import UNSYNCHRONIZED
-from tests.gates.streams.cells import CONTROLS, Cell, all_cells, covering_cells
+from tests.gates.streams.cells import BETWEEN_STEPS, CONTROLS, Cell, all_cells, covering_cells
 from tests.gates.streams.device import Event, Stream
 from tests.gates.streams.run import Row, Seen, Wait, prepare, row_of
 from tests.gates.streams.simulated import Device, simulated
@@ -108,7 +108,14 @@ def test_waits_are_counted_by_phase_line_and_kind(device: Device) -> None:
 
 
 def made(*waits: Wait, **races: int) -> Row:
-    return Row(all_cells()[0], [Seen(races, {}, [*waits], 2, "Optimizer")])
+    return Row(all_cells()[0], [Seen(races, {}, [*waits], 2, "Optimizer", {}, {})])
+
+
+def test_a_step_moves_at_most_one_and_a_half_times_what_it_must() -> None:
+    for moved, problems in ((45.0, 0), (45.1, 1)):
+        counts = {"micro-batches": 60.0, "step": moved - 1, "log": 1.0, "save": 9.0}
+        seen = Seen({}, {}, [], 1, "Optimizer", {}, counts)
+        assert len(Row(BETWEEN_STEPS[0], [seen]).problems) == problems
 
 
 def test_what_has_to_hold() -> None:

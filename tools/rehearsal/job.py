@@ -260,6 +260,8 @@ class Job:
         """Return the job's settings that the rehearsal keeps."""
         run = self.real.config
         without = ("model.kernels",) if self.device == "cpu" else ()
+        if self.real.asked.model.compile == "auto":  # it may pay for the job, but not here
+            without += ("model.compile",)
         replaced = tuple(f"{key}." for key in (*_REPLACED, *without))
         if self.real.attention_why and run.model.attention != "varlen":
             replaced += ("model.attention.",)  # "auto" has the same meaning here
