@@ -96,6 +96,7 @@ class Cell:
             "name": str(configs / f"{self.architecture}.config.json"),
             "attention": "varlen" if self.how.varlen else ATTENTION.get(self.architecture, "sdpa"),
             "compile": self.how.compiled,
+            "kernels": "none",
             "loss_chunk": self.how.loss_chunk,
             **self.how.model,
         }
