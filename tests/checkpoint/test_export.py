@@ -32,6 +32,7 @@ from tests.data.number_tokenizer import write_number_tokenizer
 from tests.engine.small import FAMILIES, MODEL
 from tests.models.small import built
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 
 MODELS: dict[str, dict[str, Any]] = {
     **FAMILIES,
@@ -309,14 +310,6 @@ def test_export_memory_stays_below_a_third_more_than_a_shard(kind: str, tmp_path
 
 
 Config = dict[str, Any]
-PARTIAL = {"partial_rotary_factor": 0.25}
-THETA = {"rope_theta": 777.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-LAYERS = {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, **THETA},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 333.0},
-}
 
 
 def rewritten(folder: Path, config: Config) -> Config:
@@ -331,37 +324,9 @@ def rewritten(folder: Path, config: Config) -> Config:
     return values
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"rope_parameters": {"rope_type": "default", **THETA}}, {**THETA, "rope_scaling": None}),
-        ({**THETA, "rope_scaling": None}, {**THETA, "rope_scaling": None}),
-        ({"rope_parameters": {**YARN, **THETA}}, {**THETA, "rope_scaling": YARN}),
-        (
-            {"model_type": "glm", "pad_token_id": 0, "rope_parameters": {**THETA, **PARTIAL}},
-            {**THETA, **PARTIAL},
-        ),
-        ({"model_type": "gpt_neox", "rotary_emb_base": 777, "rotary_pct": 0.5},
-         {"rotary_emb_base": 777, "rotary_pct": 0.5, "rope_theta": 777}),
-        ({"model_type": "gemma3_text", "rope_parameters": LAYERS},
-         {**THETA, "rope_local_base_freq": 333.0,
-          "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
-        ({"model_type": "phi3", "original_max_position_embeddings": 16, "pad_token_id": 0,
-          "rope_parameters": {"rope_type": "longrope", **LONG, **THETA}},
-         {**THETA, "rope_scaling": {"type": "longrope", **LONG}}),
-        ({"model_type": "gpt2"}, {"n_ctx": 16}),
-        ({"model_type": "qwen3_moe", "num_local_experts": 4}, {"num_experts": 4}),
-        ({"model_type": "qwen3_moe", "num_experts": 4},
-         {"num_experts": 4, "num_local_experts": 4}),
-        ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
-        # Trained weights are not quantized.
-        ({"quantization_config": {"quant_method": "fp8"}}, {"quantization_config": "not there"}),
-    ],
-)  # fmt: skip
-def test_export_has_the_config_keys_of_transformers_4(
-    config: Config, expected: Config, tmp_path: Path
-) -> None:
-    values = rewritten(tmp_path, {**MODEL, **config})
+@pytest.mark.parametrize("row", beside(__file__, "export.toml")["config"])
+def test_export_has_the_config_keys_of_transformers_4(row: Config, tmp_path: Path) -> None:
+    values, expected = rewritten(tmp_path, {**MODEL, **row["given"]}), row["written"]
     assert {key: values.get(key, "not there") for key in expected} == expected
 
 
