@@ -10,8 +10,8 @@ from harness.layout.recompute import matrix_elements
 
 # Elements that stage 0 reduces at a time (engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
 _ALLREDUCE = 500_000_000
-# Norms are summed in fp64 if the device supports it (zero/utils.py, get_norm_dtype), from a copy of
-# one gradient at a time.
+# DeepSpeed sums norms in fp64 if the device supports it (zero/utils.py, get_norm_dtype), from a copy
+# of one gradient at a time: with offload, and where engine/deepspeed_0_19/between_steps.py leaves it.
 _NORM = 8  # bytes
 
 
@@ -58,7 +58,7 @@ def _bucket12(inputs: Inputs) -> Iterator[MemoryItem]:
         yield MemoryItem("gradient being made", made, BACKWARD, "read")
     part = min(largest, inputs.sharded_parameters)
     if not offload:
-        yield MemoryItem("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
+        yield from _copied_for_norm(inputs, part)
         return
     # With offload, norms are computed as gradients arrive; the embedding's comes after activations
     # are freed.
@@ -92,7 +92,13 @@ def _bucket3(inputs: Inputs) -> Iterator[MemoryItem]:
         piece(max(tensor.numel for tensor in group), inputs.shards_of(group))
         for group in inputs.groups()
     )
-    yield MemoryItem("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
+    yield from _copied_for_norm(inputs, part)
+
+
+def _copied_for_norm(inputs: Inputs, part: int) -> Iterator[MemoryItem]:
+    grid, offload = inputs.grid, inputs.zero.offload_optimizer
+    if offload != "device" or grid.tensor > 1 or grid.pipeline > 1:
+        yield MemoryItem("norm in fp64", _NORM * part, frozenset({"norm"}), "read")
 
 
 def _allreduce(inputs: Inputs, kind: str) -> Iterator[MemoryItem]:
