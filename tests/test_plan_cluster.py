@@ -31,7 +31,7 @@ from tools.cluster import choose, search
 from tools.cluster.ask import plan_of, question_of
 from tools.cluster.choose import ASKED, Answer, answer_of, risk, seconds_within, way_of, why_not
 from tools.cluster.count import Question
-from tools.cluster.layouts import STATES, Layout, layouts
+from tools.cluster.layouts import STATES, Layout, base_json, layouts
 from tools.cluster.search import Search, count_all
 from tools.cluster.search import answer as answer_to
 from tools.cluster.what_if import Spent, _changes, front_of, largest_micro_batch
@@ -120,6 +120,42 @@ def test_counted_layout_memory_equals_the_plan() -> None:
             assert plan.estimate is not None
             assert counted.memory.worst.peak == plan.estimate.worst.peak, layout.text
             assert plan.grad_accum == counted.memory.inputs.grad_accum
+
+
+@pytest.mark.parametrize(
+    ("axes", "way"),
+    [
+        ({"pipeline": 2, "tensor": 2}, "3D"),
+        ({"pipeline": 2}, "pipeline 2"),
+        ({"sequence": 2}, "sequence"),
+        ({"sequence": 2, "expert": 2}, "expert"),
+        ({"tensor": 4}, "tensor 4"),
+        ({"hpz": True}, "hpZ"),
+        ({}, "ZeRO 3"),
+    ],
+)
+def test_layouts_are_named_by_what_they_divide(axes: dict[str, Any], way: str) -> None:
+    layout = Layout(3, "none", 1, 1, 1, 1, 1, "none")
+    assert way_of(replace(layout, **axes)) == way
+
+
+def test_only_zero_3_leaves_sizes_to_the_model() -> None:
+    for zero in (1, 2, 3):
+        section = base_json((zero, "none", False))["zero_optimization"]
+        assert ("reduce_bucket_size" in section) == (zero == 3)
+
+
+def test_missing_bytes_are_those_of_the_peak_that_was_judged() -> None:
+    question = replace(question_of(arguments(*JOB)), device_bytes=2**30)
+    layout = Layout(1, "none", 1, 1, 1, 1, 8, "none")
+    (counted,) = Search(question).count([layout])
+    assert counted.fits is False  # by its bounds
+    assert counted.missing_bytes == counted.peak_bytes - 2**30
+    within = replace(question, device_bytes=(counted.worst.peak + counted.driver.low) * 21 // 20)
+    (judged,) = Search(within).count([layout])
+    assert judged.fits_by_bounds is None
+    judged.fits = False  # by the allocator's model
+    assert judged.missing_bytes == max(0, judged.peak_interval[1] - within.device_bytes)
 
 
 def test_layouts_include_factors_other_than_powers_of_two() -> None:

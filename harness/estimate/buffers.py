@@ -10,8 +10,8 @@ from harness.layout.recompute import matrix_elements
 
 # Elements that stage 0 reduces at a time (engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
 _ALLREDUCE = 500_000_000
-# DeepSpeed sums norms in fp64 if the device supports it (zero/utils.py, get_norm_dtype), from a copy
-# of one gradient at a time: with offload, and where engine/deepspeed_0_19/between_steps.py leaves it.
+# DeepSpeed sums norms in fp64 if the device supports it (zero/utils.py, get_norm_dtype), from a
+# copy of one gradient at a time, where engine/deepspeed_0_19/between_steps.py leaves its code.
 _NORM = 8  # bytes
 
 
