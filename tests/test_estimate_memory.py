@@ -49,11 +49,11 @@ def test_json_has_stable_keys():
     # When the layers' backward pass begins: without the head's activations and logits.
     parts = estimate["phases"]["backward_first"].items()
     saved = sum(size for name, size in parts if name.startswith("activations"))
-    assert saved == pytest.approx(24.519, abs=0.01)
+    assert saved == pytest.approx(17.019, abs=0.01)  # with Liger's kernels
     peak = sum(estimate["phases"][estimate["peak_phase"]].values())
     assert estimate["peak_allocated_gib"] == pytest.approx(peak, abs=0.01)
     assert estimate["verdict"] == "fits"
-    assert estimate["evidence"]["weakest"] == "read"
+    assert estimate["evidence"]["weakest"] == "guessed"
 
 
 # Each machine differs in a property that affects runs.
@@ -94,7 +94,7 @@ def test_a_run_that_does_not_fit_is_told_what_would():
     ],
 )
 def test_tensors_and_sequences_are_divided(key, value, title, parts):
-    whole = estimated(*LARGE)
+    whole = estimated(*LARGE, "model.kernels=none")
     assert whole["not_trained"] == []
     text = run(*LARGE, f"ds.{key}={value}").stdout
     assert f"{title}, ZeRO 3" in text

@@ -21,7 +21,6 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from harness.config.batch import MAX_DEFAULT_MICRO_BATCH
 from harness.errors import ConfigError, ExitCode
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.inputs import Inputs
@@ -63,8 +62,8 @@ def main(argv: list[str]) -> int:
             say(f"Host memory per node: {on_host['host_verdict']}: {sizes}")
         if "train.micro_batch" in assumed_batch(args):
             say(
-                "One sample at a time was assumed (--micro-batch): train.py takes up to "
-                f"{MAX_DEFAULT_MICRO_BATCH} at once, unless train.micro_batch says otherwise."
+                "One sample at a time was assumed (--micro-batch): train.py takes as many as fit, "
+                "unless train.micro_batch says otherwise."
             )
         for message in rejections:
             say(f"train.py would reject this: {message}")

@@ -28,7 +28,14 @@ SIZE_KEYS: dict[str, tuple[str, ...]] = {
 
 _FILE = Path(__file__).with_name("families.toml")
 _NOT_INHERITED = {"like", "compared", "even_heads"}  # true of one family only
-_COMPARISONS = {"activations", "divided activations", "divided experts", "liger", "halves"}
+_COMPARISONS = {
+    "activations",
+    "divided activations",
+    "divided experts",
+    "liger",
+    "compiled",
+    "halves",
+}
 _WINDOW_RULES = {"every", "even", "asked", "upper"}
 
 

@@ -66,7 +66,7 @@ from harness.plan.parallelism import (
 from harness.plan.plan import Draft, Facts, Plan
 from harness.plan.resolve_auto import decide_precision, fill_in_swap_folder, resolve_auto
 from harness.plan.settled import date_chats, read_settled
-from harness.plan.speed import choices, choose_or_leave_out
+from harness.plan.speed import choices, choose_or_leave_out, take_micro_batch
 
 Pass = Callable[[Draft], None]
 
@@ -120,6 +120,7 @@ PASSES: tuple[Pass, ...] = (
     follow_data,
     default_to_divisible_batch,
     ramp,
+    take_micro_batch,
     divide_batch,
     check_profile,
     check_optimizer,

@@ -10,13 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from harness.config.assignments import CHOSEN
-from harness.config.batch import MAX_DEFAULT_MICRO_BATCH, legal_micro_batches
+from harness.config.batch import legal_micro_batches
 from harness.config.ds_json import literal
 from harness.estimate.fit import IsPossible, with_micro_batch
 from harness.estimate.hardware import half_precision
 from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.step import StepTime, estimate_time
 from harness.estimate.timeline import estimate_memory
+from harness.layout.attention_table import ATTENTIONS
+from harness.layout.families import compared_families
+from harness.plan.batches import steps_of
 from harness.plan.duration import step_time
 from harness.plan.layers import LIGER_FAMILIES
 from harness.plan.machine import missing_for_compile
@@ -28,6 +31,8 @@ HEADROOM = 0.05
 """Share of a GPU that stays free at the upper end of the memory of a chosen micro-batch."""
 MOST_TOKENS = 131_072
 """Most tokens of a chosen micro-batch: more gain nothing, and kernels count elements in 32 bits."""
+COMPILED_FAMILIES = compared_families("compiled")
+"""Families whose compiled layers were compared with the others in the parity gate."""
 _KERNELS, _COMPILE, _MICRO_BATCH = "model.kernels", "model.compile", "train.micro_batch"
 
 
@@ -39,10 +44,14 @@ def choose_or_leave_out(draft: Draft) -> None:
         values[_KERNELS] = chosen.get(_KERNELS, "none")
     if model.compile == "auto":
         values[_COMPILE] = chosen.get(_COMPILE, False)
-    if _MICRO_BATCH in chosen:
-        values[_MICRO_BATCH] = chosen[_MICRO_BATCH]
     if values:
         draft.decide(values, CHOSEN)
+
+
+def take_micro_batch(draft: Draft) -> None:
+    """Set the chosen micro-batch, once no pass asks any more what the user set."""
+    if _MICRO_BATCH in draft.chosen:
+        draft.decide({_MICRO_BATCH: draft.chosen[_MICRO_BATCH]}, CHOSEN)
 
 
 def choices(plan: Plan, is_possible: IsPossible) -> tuple[dict[str, Any], str]:
@@ -50,11 +59,13 @@ def choices(plan: Plan, is_possible: IsPossible) -> tuple[dict[str, Any], str]:
 
     `is_possible`: returns True if the run's passes accept a change.
     """
-    estimate, step = plan.estimate, step_time(plan)
+    # By the tables' rates alone: what one node has measured, other nodes may lack.
+    estimate, step = plan.estimate, step_time(replace(plan, draft=None))
     if plan.world.accelerator != "cuda" or estimate is None:
         return {}, ""
     inputs, chosen, hint = estimate.inputs, dict[str, Any](), ""
-    is_recent = half_precision(plan.world.gpu) == "bf16"  # nothing was measured on older GPUs
+    # Liger computes gradients of the loss before fp16's scale. Older GPUs were not measured.
+    is_recent = half_precision(plan.world.gpu) == "bf16" and plan.precision != "fp16"
     if is_recent and _may_be_liger(plan) and is_possible(f"{_KERNELS}=liger"):
         if _is_here(plan) and not importlib.util.find_spec("liger_kernel"):
             hint = f"{_KERNELS}=none, because liger-kernel is not installed (pip install)"
@@ -73,7 +84,9 @@ def _is_here(plan: Plan) -> bool:
 
 def _may_be_liger(plan: Plan) -> bool:
     """Return False if the user decided, or family or losses by source exclude these kernels."""
-    is_open = plan.asked.model.kernels == "auto" and not plan.config.data.mix
+    data = plan.config.data
+    has_sources = bool(data.mix) or (data.rehearse is not None and data.rehearse_share > 0)
+    is_open = plan.asked.model.kernels == "auto" and not has_sources
     return is_open and plan.model_config.get("model_type") in LIGER_FAMILIES
 
 
@@ -84,23 +97,27 @@ def _pays(plan: Plan, step: StepTime) -> bool:
     model, shape = plan.config.model, plan.shape
     if plan.asked.model.compile != "auto" or model.kernels != "none" or shape is None:
         return False
-    if shape.num_experts or (_is_here(plan) and missing_for_compile("cuda")):
+    is_compared = shape.model_type in COMPILED_FAMILIES and ATTENTIONS[model.attention].is_exact
+    if not is_compared or (_is_here(plan) and missing_for_compile("cuda")):
         return False
+    counts = plan.facts.counts
+    steps = steps_of(plan, counts) if counts else plan.steps or 0
     compiled = estimate_time(replace(step.inputs, compiled=True), step.machine)
-    return (step.seconds - compiled.seconds) * (plan.steps or 0) > COMPILE_SECONDS
+    return (step.seconds - compiled.seconds) * steps > COMPILE_SECONDS
 
 
 def _micro_batch(
     plan: Plan, inputs: Inputs, device_bytes: int | None, step: StepTime | None
 ) -> int:
     """Return the largest micro-batch that fits with HEADROOM, or the fastest of pipeline stages; 1
-    if none fits. The plan's if it is not open, or if the memory is unknown.
+    if none fits. The plan's if it is not open, if the memory is unknown, or for experts, whose
+    balancing loss depends on it.
     """
     accum = literal(plan.deepspeed_given, "gradient_accumulation_steps")
     is_open = plan.config.train.micro_batch is None and accum is None
-    if not is_open or device_bytes is None or plan.shape is None:
+    if not is_open or device_bytes is None or plan.shape is None or plan.shape.num_experts:
         return plan.micro_batch
-    most = max(MAX_DEFAULT_MICRO_BATCH, MOST_TOKENS // plan.seq_len)
+    most = max(1, MOST_TOKENS // plan.seq_len)
     rows = plan.curriculum.quantum // plan.grid.data
     sizes = [size for size in legal_micro_batches(rows) if size <= most]
 

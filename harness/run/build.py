@@ -155,6 +155,7 @@ def build(
     data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
     require_same_settings(plan)
     plan, total_steps, from_data = decide_from_data(plan, data, device, progress)
+    require_same_settings(plan)  # what the data decides
     forced = _check_fit(plan)
     record = plan_record(plan, data, total_steps)
     pulse, watchdog = _start_watchdog(plan)

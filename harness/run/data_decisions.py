@@ -90,7 +90,8 @@ def require_same_settings(plan: Plan) -> None:
     texts = (f"{key} is {own.get(key)}, not {first.get(key)}" for key in unlike[:3])
     problem = (
         f"rank {plan.world.rank} has other settings than rank 0: {'; '.join(texts)}: give all "
-        "ranks the same arguments and files"
+        "ranks the same arguments and files; where their GPUs or packages differ, set "
+        "model.kernels, model.compile and train.micro_batch"
     )
     raise_together(problem if unlike else None)
 

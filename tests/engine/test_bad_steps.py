@@ -236,3 +236,15 @@ def test_replaced_attributes_are_restored() -> None:
     with replaced(thing, "new", 1):
         pass
     assert vars(thing) == {"new": 0}
+
+
+@ranks(2)
+def test_a_norm_above_what_fp16_holds_is_not_an_overflow() -> None:
+    """The sums are in fp16, the norm of all of them is not."""
+    engine = engine_of("zero1 fp16")
+    engine.accumulate(*share_of(engine))
+    for part in engine.engine.optimizer.averaged_gradients[0]:
+        part.fill_(1000.0)
+    engine.apply(1e-3)
+    assert engine.step_applied
+    assert 1e3 < float(engine.engine.get_global_grad_norm()) * 64

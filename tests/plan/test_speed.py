@@ -43,6 +43,14 @@ def chosen(plan: Plan) -> tuple[str, bool, int]:
             "GPU=v100-32 ds.fp16.enabled=true model.name=llama-1b data.seq_len=2048",
             ("none", False, 1),
         ),
+        (
+            "GPU=h200 ds.fp16.enabled=true model.name=llama-1b train.micro_batch=1",
+            ("none", False, 1),
+        ),
+        (f"{H200} {LLAMA} data.rehearse=$rows.jsonl train.micro_batch=1", ("none", False, 1)),
+        (f"{H200} model.name=mixtral-8x7b model.overrides.num_hidden_layers=1", ("none", False, 8)),
+        (f"{H200} model.name=olmo2-7b train.steps=900000 train.micro_batch=1", ("none", False, 1)),
+        (f"{H200} model.name=gpt2-124m train.steps=900000 train.micro_batch=1", ("none", True, 1)),
         (f"GPU=t4 ds.fp16.enabled=true {LLAMA}", ("none", False, 1)),  # nothing fits
         (LLAMA, ("none", False, 8)),  # ranks on the CPU
     ],

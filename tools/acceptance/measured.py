@@ -26,7 +26,7 @@ _FOUR_LAYERS = {
 _JSONS = ("zero1", "zero2", "zero3")
 _SIMULATED = ("zero1", "zero3")
 _OWN = "harness/"
-MOST = {"zero1": 4, "zero2": 9, "zero3": 5}
+MOST = {"zero1": 2, "zero2": 5, "zero3": 6}
 """Maximum waits of a step with one micro-batch, without RUN_AHEAD, as simulated
 (docs/host_waits.md)."""
 RUN_AHEAD = (

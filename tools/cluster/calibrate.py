@@ -85,6 +85,9 @@ def _plan_of(record: dict[str, Any]) -> Plan:
     for key in record["run_set"]:
         if key not in ("run.dir", "plan.rates"):
             assign(tree, key, reduce(getitem, key.split("."), record["run"]))
+    for key in ("model.kernels", "model.compile"):  # as they were chosen then
+        assign(tree, key, reduce(getitem, key.split("."), record["run"]))
+    assign(tree, "train.micro_batch", record["micro_batch"])
     config = validated(tree, record["run_set"])
     ds = DsJson(record["deepspeed_given"], record["deepspeed_source"])
     return make_plan(config, ds, World(**record["world"]), estimating=True)

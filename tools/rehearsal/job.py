@@ -259,9 +259,11 @@ class Job:
     def _kept(self) -> dict[str, Any]:
         """Return the job's settings that the rehearsal keeps."""
         run = self.real.config
-        without = ("model.kernels",) if self.device == "cpu" else ()
-        if self.real.asked.model.compile == "auto":  # it may pay for the job, but not here
-            without += ("model.compile",)
+        asked, without = self.real.asked.model, list[str]()
+        if self.device == "cpu" or asked.kernels == "auto":
+            without.append("model.kernels")
+        if asked.compile == "auto":  # it may pay for the job, but not here
+            without.append("model.compile")
         replaced = tuple(f"{key}." for key in (*_REPLACED, *without))
         if self.real.attention_why and run.model.attention != "varlen":
             replaced += ("model.attention.",)  # "auto" has the same meaning here

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.zero import stage_1_and_2
 
-_CHUNK = 1 << 16  # elements; a CPU's sum of more squares in fp32 is wrong by 1e-5 and more
+_CHUNK = 1 << 12  # elements; in fp32 a CPU's sum of 65,536 squares is wrong by 1e-7
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -21,14 +21,14 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = [*tensors]
     if parts[0].device.type == "cpu":  # a GPU divides them itself
         parts = [part for tensor in tensors for part in tensor.reshape(-1).split(_CHUNK)]
-    norms = torch.stack(torch._foreach_norm(parts))
+    norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32))  # of 16 bits, too
     norm: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return norm
 
 
 def norms_and_clips_at_once() -> None:
     """Make BF16_Optimizer compute its norm, and clip, in a few kernels for all tensors."""
-    norm_of_each = bf16_optimizer.get_global_norm_of_tensors
+    norm_of_each = utils.get_global_norm_of_tensors
 
     def norm(input_tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         whole = [norm_of(input_tensors)] if input_tensors else []
@@ -42,13 +42,16 @@ def norms_and_clips_at_once() -> None:
         if factor < 1:  # the host has waited for the norm
             torch._foreach_mul_(input_tensors, factor)
 
-    def mask(norm: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
-        norm.copy_(
-            torch.where(norm.isfinite(), norm, val)
-        )  # the original makes the host wait twice
-
     bf16_optimizer.get_global_norm_of_tensors = norm
     bf16_optimizer.clip_tensors_by_global_norm = clip
+
+
+def mask_without_a_wait() -> None:
+    """Make ZeRO 1 and 2 mark a norm that is not finite without a copy to the device."""
+
+    def mask(norm: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+        norm.copy_(torch.where(norm.isfinite(), norm, val))
+
     for module in (utils, stage_1_and_2):
         module.mask_nan_or_inf_with_val_inplace = mask
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.estimate.activations import offloaded_bytes
 from harness.estimate.inputs import Inputs
-from harness.estimate.states import master_bytes, moment_bytes
+from harness.estimate.states import master_bytes, moment_bytes, optimizer_class
 from harness.estimate.step_time.exchanges import (
     OVERLAPPED,
     Reductions,
@@ -272,13 +272,15 @@ def computed(
 
 
 def _accumulated(inputs: Inputs, machine: Machine) -> tuple[float, float]:
-    """Return Synchronised.accumulated. ZeRO 1 copies the first micro-batch's gradients and adds the
-    others. ZeRO 2 adds all to zeros. ZeRO 3 casts each before.
+    """Return Synchronised.accumulated. BF16_Optimizer copies the first micro-batch's gradients and
+    adds the others; ZeRO 2 adds all to zeros.
     """
     if inputs.sum_bytes == inputs.element_bytes:
         return 0.0, 0.0
     elements = inputs.sharded_parameters if inputs.zero.stage >= 2 else inputs.trained
-    times = {0: (1, 2), 1: (1, 2), 2: (3, 2), 3: (3, 4)}[inputs.zero.stage]  # a sum is moved
+    # How often a sum is read or written: in ZeRO 2's buffer, and where each gradient is cast first.
+    times = (3, 2) if inputs.zero.stage == 2 else (3, 4)
+    times = (1, 2) if optimizer_class(inputs) == "BF16_Optimizer" else times
     first, other = (inputs.element_bytes + n * inputs.sum_bytes for n in times)
     return elements * first / machine.memory_rate, elements * other / machine.memory_rate
 
