@@ -48,6 +48,8 @@ def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) 
     time = best.time
     lines = [
         *textwrap.wrap(f"Recommended: {best.layout.text}", WIDTH, subsequent_indent=" " * 13),
+        *(["  with Liger's kernels (model.kernels)"] if best.inputs.liger else []),
+        *(["  with compiled layers (model.compile)"] if best.inputs.compiled else []),
         f"  {memory_text(best)}",
         f"  {time.seconds:.2f} s per step, {time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
         f"MFU {time.mfu:.1%}",
