@@ -30,11 +30,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offload2": (zero("zero2", offload_optimizer=PINNED, overlap_comm=False), LION),
     "offload2 clipped": (zero("zero2", offload_optimizer=PINNED, overlap_comm=False), CLIPPED),
 }
+_IN_PLACE = "harness/engine/deepspeed_0_19/between_steps.py"  # of DeepSpeed's own code
 _OF_FRAGMENTS = "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py"
 _OF_WEIGHTS = "deepspeed/runtime/zero/stage3.py -> deepspeed/runtime/zero/partition_parameters.py"
 # Layouts in which only our wait keeps the order: the wait, and the race without it.
 OVERTAKES = {
-    "zero2": ("settle_gradients", _OF_FRAGMENTS),
+    "zero2": ("settle_gradients", f"{_IN_PLACE} -> harness/engine/fragments.py"),
     "zero3": ("gather_after_writing", _OF_WEIGHTS),
     "offload1": ("settle_gradients", _OF_FRAGMENTS),
     "offload2": ("settle_gradients", _OF_FRAGMENTS),
@@ -78,7 +79,8 @@ def test_simulated_streams_have_no_race(name: str) -> None:
     assert facts["races"] == {}
     assert facts["reuses"] == {}
     assert facts["waits"]
-    assert [place for place in facts["waits"] if place.startswith("harness/")] == []
+    own = [place for place in facts["waits"] if place.startswith("harness/")]
+    assert [place for place in own if not place.startswith(_IN_PLACE)] == []
 
 
 def files(race: str) -> str:
