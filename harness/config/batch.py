@@ -16,10 +16,10 @@ from harness.config.assignments import multiples_near
 MAX_DEFAULT_MICRO_BATCH = 8
 
 
-def legal_micro_batches(rows: int) -> list[int]:
-    """Return the sizes into which a data rank's rows of a step can be divided, ascending."""
-    small = [size for size in range(1, math.isqrt(rows) + 1) if rows % size == 0]
-    return small + [rows // size for size in reversed(small) if size * size != rows]
+def divisors(number: int) -> list[int]:
+    """Return all divisors in ascending order."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class BatchSizes:
             )
         per_rank = global_batch // data_ranks
         smallest = per_rank if quantum is None else quantum // data_ranks
-        legal_sizes, accums = legal_micro_batches(smallest), legal_micro_batches(per_rank)
+        legal_sizes, accums = divisors(smallest), divisors(per_rank)
         for key, size, legal_ones in (
             ("train.micro_batch", micro_batch, legal_sizes),
             ("gradient_accumulation_steps", grad_accum, accums),

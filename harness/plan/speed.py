@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.config.assignments import CHOSEN
-from harness.config.batch import legal_micro_batches
+from harness.config.batch import divisors
 from harness.config.ds_json import literal
 from harness.estimate.fit import IsPossible, with_micro_batch
 from harness.estimate.hardware import half_precision
@@ -28,7 +28,7 @@ from harness.plan.plan import Draft, Plan
 COMPILE_SECONDS = 180.0
 """Seconds that the first steps of compiled layers take in addition: a guess, for any model."""
 HEADROOM = 0.05
-"""Share of a GPU that stays free at the upper end of the memory of a chosen micro-batch."""
+"""Share of a GPU that must stay free at the upper end of what is chosen or recommended."""
 MOST_TOKENS = 131_072
 """Most tokens of a chosen micro-batch: more gain nothing, and kernels count elements in 32 bits."""
 COMPILED_FAMILIES = compared_families("compiled")
@@ -119,8 +119,7 @@ def _micro_batch(
         return plan.micro_batch
     most = max(1, MOST_TOKENS // plan.seq_len)
     rows = plan.curriculum.quantum // plan.grid.data
-    sizes = [size for size in legal_micro_batches(rows) if size <= most]
-
+    sizes = [size for size in divisors(rows) if size <= most]
     limit = int((1 - HEADROOM) * device_bytes)
 
     def is_too_large(size: int) -> bool:

@@ -247,4 +247,4 @@ def test_a_norm_above_what_fp16_holds_is_not_an_overflow() -> None:
         part.fill_(1000.0)
     engine.apply(1e-3)
     assert engine.step_applied
-    assert float(engine.engine.get_global_grad_norm()) * 64 > 1e3
+    assert float(engine.engine.get_global_grad_norm()) * 64 > torch.finfo(torch.float16).max

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.step import TERMS
+from harness.plan.speed import HEADROOM
 from tools.cluster.count import Counted
 from tools.cluster.layouts import Layout
 
@@ -43,8 +44,6 @@ tests/estimate/test_published_throughput.py checks them.
 """
 LAUNCH_SHARE = 0.1
 """Share of a step from which launches are a kind of their own."""
-HEADROOM = 0.05
-"""Share of a GPU that must stay free at the upper end of a recommended layout's memory."""
 _FULL = 0.1
 """Largest relative gain for which a layout with headroom is preferred to one without."""
 _EQUAL = 0.001

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
+from harness.config.batch import divisors
 from harness.estimate.inputs import Inputs
 from harness.layout.exclusions import sequence_problems
 from harness.layout.expert import ExpertPlan
@@ -251,4 +252,4 @@ def _micro_batches(samples: int, fixed: Mapping[str, Any]) -> list[int]:
 
 def _divisors(number: int, most: int) -> list[int]:
     """Return the divisors of a number up to `most`."""
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+    return [n for n in divisors(number) if n <= most]
