@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.real_runs import REPOSITORY
 from tools import preflight
-from tools.preflight_checks import network, report
+from tools.preflight_checks import files, network, report
 from tools.preflight_checks.files import Seen, Storage, token
 from tools.preflight_checks.flight import Facts, _rates, judge
 from tools.preflight_checks.machine import Machine, machine_rows
@@ -215,6 +216,12 @@ def test_memory_that_is_not_there_fails_and_is_forced() -> None:
     assert result.verdict == "FAIL"
     assert "n4 (rank 3)" in result.found
     assert row("memory", reports, plan={"force": True}).verdict == "warn"
+
+
+def test_a_write_rate_is_bytes_over_seconds(tmp_path: Path) -> None:
+    with mock.patch("tools.preflight_checks.files.time.perf_counter", side_effect=(1.0, 3.0)):
+        rate = files._write_rate(tmp_path)
+    assert rate == files._WRITTEN_MIB * 2**20 / 2
 
 
 @pytest.mark.parametrize(("short_bytes", "verdict"), [(0, "ok"), (1, "FAIL")])
