@@ -24,6 +24,7 @@ from harness.engine.layers import adapt, change_layers, start_gradients_at_leave
 from harness.engine.meta_model import empty_model
 from harness.engine.optimizers import Matrices, Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine
+from harness.engine.residuals import Residuals
 from harness.engine.processes import raise_together, share_cores
 from harness.engine.single_stage import build_single_stage
 from harness.engine.stages import build_stage
@@ -85,6 +86,8 @@ def build_engine(
     if operations is not None and hasattr(model.get_output_embeddings(), "base_layer"):
         operations, notes = None, _not_chunked("an adapter is on the head")
     change_layers(plan, model, empty if stage else None)
+    if module.residuals is not None:
+        module.residuals.divide()
     model.gets_padding = empty.gets_padding = padded  # type: ignore[assignment]
     note_copies(model, plan.share)
     groups = _parameter_groups(plan, parameters, model)
@@ -129,6 +132,7 @@ class _Module:
     unit: ModelParallelUnit | None
     experts: Experts | None
     row_group: dist.ProcessGroup | None
+    residuals: Residuals | None
 
 
 def _build_module(
@@ -157,9 +161,11 @@ def _build_module(
         tensor_group = wrapped.tensor_group if grid.tensor > 1 else None
     if experts is not None:  # first: the tensor-parallel wrapper sums its output
         experts.dispatch(model, device)
+    residuals = None
     if tensor_group is not None:
-        divide_forward(model, TensorPlan.of(plan.model_config), share, tensor_group)
-    return _Module(model, wrapped, events, stage, unit, experts, row_group)
+        styles = TensorPlan.of(plan.model_config)
+        residuals = divide_forward(model, styles, share, tensor_group, plan.divides_residuals)
+    return _Module(model, wrapped, events, stage, unit, experts, row_group, residuals)
 
 
 def _groups_of_a_stage(share: Share) -> list[dist.ProcessGroup]:

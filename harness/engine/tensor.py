@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from harness.engine.residuals import Residuals
 from harness.layout import tensor as styles
 from harness.layout.grid import Share
 from harness.layout.tensor import TensorPlan
@@ -25,9 +26,14 @@ Forward = Callable[..., torch.Tensor]
 
 
 def divide_forward(
-    model: PreTrainedModel, plan: TensorPlan, share: Share, group: dist.ProcessGroup
-) -> None:
-    """Make a model with this rank's slices compute the full model's outputs.
+    model: PreTrainedModel,
+    plan: TensorPlan,
+    share: Share,
+    group: dist.ProcessGroup,
+    divides_residuals: bool = False,
+) -> Residuals:
+    """Make a model with this rank's slices compute the full model's outputs, and return how its
+    modules exchange hidden states.
 
     Collective: ranks that share a key head create groups.
     """
@@ -41,19 +47,24 @@ def divide_forward(
     if not plan.divides_vocabulary(places):
         how = {n: s for n, s in how.items() if s not in (styles.EMBEDDING, styles.HEAD)}
     entrances = _entrances(named, how)
+    residuals = Residuals(model, group, divides_residuals)
+    residuals.find(named, how, entrances)
+    whole = Residuals(model, group, divides=False)
     for name in entrances:
-        named[name].register_forward_pre_hook(_copying(group), with_kwargs=True)
+        stream = residuals if residuals.passes_tokens(name) else whole
+        named[name].register_forward_pre_hook(_entering(stream), with_kwargs=True)
     sharing: Any = _sharing_a_head(share, plan.kv_copies(places))
     model.sharing_a_head = sharing
     for name, style in how.items():
         module, owner_name = named[name], name.rpartition(".")[0]
         owner: Any = named[owner_name]
+        stream = residuals if residuals.passes_tokens(name) else whole
         if style in (*styles.COLUMNS, styles.HEAD):
-            _set(module, _column(module, None if owner_name in entrances else group))
+            _set(module, _column(module, stream, enters=owner_name not in entrances))
         elif style == styles.GATHERED:
-            _set(module, _column(module, group, gathers=True))
+            _set(module, _column(module, stream, gathers=True))
         elif style in styles.ROWS:
-            _set(module, _row(module, group, splits=style == styles.SPLIT))
+            _set(module, _row(module, stream, splits=style == styles.SPLIT))
         elif style == styles.EMBEDDING:
             _set(module, _embedding(module, group))
         elif style == styles.EXPERTS:
@@ -80,6 +91,7 @@ def divide_forward(
         size = plan.vocab_size // places
         part: Any = Vocabulary(group.rank() * size, size, plan.vocab_size, group)
         model.vocabulary = part
+    return residuals
 
 
 def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:
@@ -114,13 +126,13 @@ def _set(module: nn.Module, forward: Forward) -> None:
     module.forward = forward
 
 
-def _copying(group: dist.ProcessGroup) -> Callable[..., Any]:
+def _entering(stream: Residuals) -> Callable[..., Any]:
     """Return a pre-forward hook for a module whose input is read by sliced weights."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (copied(args[0], group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": copied(kwargs["hidden_states"], group)}
+            return (stream.enter(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": stream.enter(kwargs["hidden_states"])}
 
     return hook
 
@@ -143,27 +155,35 @@ def _biasing_own_heads(heads: int, group: dist.ProcessGroup) -> Callable[..., An
     return hook
 
 
-def _linear(module: Any, inputs: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    transposed = type(module).__name__ == "Conv1D"  # GPT-2's weight is (in, out)
-    return functional.linear(inputs, module.weight.t() if transposed else module.weight, bias)
+def _weight(module: Any) -> torch.Tensor:
+    weight: torch.Tensor = module.weight
+    return weight.t() if type(module).__name__ == "Conv1D" else weight  # GPT-2's is (in, out)
 
 
-def _column(module: Any, group: dist.ProcessGroup | None, gathers: bool = False) -> Forward:
-    """Return the forward function of a column-wise layer. `group` sums the gradient of the input,
-    unless the owner does (None); with `gathers`, every rank gets the whole output.
+def _column(
+    module: Any, stream: Residuals, enters: bool = True, gathers: bool = False
+) -> Forward:
+    """Return the forward function of a column-wise layer, whose owner has received the hidden states
+    unless it `enters` them itself; with `gathers`, every rank gets the whole output.
     """
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        output = _linear(module, inputs if group is None else copied(inputs, group), module.bias)
-        return output if group is None or not gathers else joined(output, -1, group)
+        inputs = stream.enter(inputs) if enters else inputs
+        whole = stream.taken(inputs)
+        linear = functional.linear if whole is None else whole.linear
+        output = linear(inputs, _weight(module), module.bias)
+        return joined(output, -1, stream.group) if gathers else output
 
     return forward
 
 
-def _row(module: Any, group: dist.ProcessGroup, splits: bool) -> Forward:
+def _row(module: Any, stream: Residuals, splits: bool) -> Forward:
+    if module.bias is not None:
+        stream.sum_gradients([module.bias])  # it is added to this rank's tokens
+
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        own = sliced(inputs, -1, group) if splits else inputs
-        output = added(_linear(module, own, None), group)
+        own = sliced(inputs, -1, stream.group) if splits else inputs
+        output = stream.leave(functional.linear(own, _weight(module)))
         return output if module.bias is None else output + module.bias
 
     return forward

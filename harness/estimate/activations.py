@@ -174,7 +174,7 @@ def _kept(inputs: Inputs, index: int, layer: Layer) -> dict[tuple[str, Place], i
     if inputs.checkpointing == REVERSIBLE:  # only the last layer's streams are kept
         return {}
     place: Place = "host" if inputs.activation_offload else "device"
-    boundary = inputs.element_bytes * inputs.shape.hidden_size * inputs.tokens
+    boundary = inputs.element_bytes * inputs.shape.hidden_size * inputs.stream_tokens
     sizes: dict[tuple[str, Place], int] = {("activations: layer inputs", place): boundary}
     if inputs.checkpointing == "selective":
         sizes["activations: kept results", place] = sum(_results(inputs, index))

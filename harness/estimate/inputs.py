@@ -208,6 +208,8 @@ class Inputs:
     """Split of the model's units over pipeline stages; None without stages."""
     sends_parts: bool = True
     """True if each tensor-parallel rank of a stage sends its part of the hidden states."""
+    divides_residuals: bool = False
+    """True if tensor-parallel ranks divide the residual stream by tokens."""
     parallel_residual: bool = True
     """True if GPT-NeoX's attention and MLP read norms of the same input (use_parallel_residual)."""
     trace: LayerTrace | None = None
@@ -333,6 +335,11 @@ class Inputs:
     def tokens(self) -> int:
         """Tokens per micro-batch on one rank."""
         return self.micro_batch * self.seq_len // self.grid.sequence
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens per micro-batch whose residuals one rank has."""
+        return self.tokens // (self.grid.tensor if self.divides_residuals else 1)
 
     @property
     def chunk(self) -> int:

@@ -36,9 +36,15 @@ def layer_activations(inputs: Inputs, index: int) -> Layer:
     if inputs.trace is not None:
         each = inputs.trace.layers[inputs.first_layer + index]
         return Layer(0, 0, 0, int(each * inputs.tokens))
-    per_token = Layer(_attention(inputs, index), _mlp(inputs, index), _norms(inputs))
-    layer = Layer(*(size * inputs.tokens for size in vars(per_token).values()))
-    return replace(layer, mlp=layer.mlp + _sent_beside(inputs, index))
+    layer = Layer(
+        _attention(inputs, index) * inputs.tokens,
+        _mlp(inputs, index) * inputs.tokens + _sent_beside(inputs, index),
+        _norms(inputs) * inputs.stream_tokens,
+    )
+    if has_experts(inputs, index):  # they read whole rows (engine/residuals.py)
+        read = inputs.element_bytes * inputs.shape.hidden_size
+        layer = replace(layer, mlp=layer.mlp + read * (inputs.tokens - inputs.stream_tokens))
+    return layer
 
 
 def _attention(inputs: Inputs, index: int) -> int:

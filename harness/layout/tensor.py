@@ -94,6 +94,12 @@ STYLES = (*COLUMNS, *ROWS, GATHERED, EXPERTS, SUMMED, EMBEDDING, HEAD)
 
 _QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
+WHOLE_STREAM = {
+    "deepseek_v4": "its layers pass on several streams",
+    "gemma4_text": "its layers read embeddings of their own",
+    "hrm_text": "its layers are no list",
+}
+"""Families whose residual stream tensor-parallel ranks cannot divide by tokens, and why."""
 _VOCABULARY = {
     **dict.fromkeys(("embed_tokens", "embed_in", "wte", "word_embeddings"), EMBEDDING),
     **dict.fromkeys(("lm_head", "embed_out"), HEAD),

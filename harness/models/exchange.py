@@ -10,9 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
+from torch.nn import functional
 
 Group = dist.ProcessGroup
 Way = Callable[[torch.Tensor], torch.Tensor]
+# torch 2.13 has new names for both.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def copied(tensor: torch.Tensor, group: Group) -> torch.Tensor:
@@ -35,6 +39,53 @@ def sliced(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
     """Return this rank's slice of a shared tensor; backward: concatenate the slices' gradients."""
     there = partial(own_slice, dimension=dimension, group=group)
     return _there_and_back(tensor, there, partial(gathered, dimension=dimension, group=group))
+
+
+def gathered_for_parts(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
+    """Return the ranks' slices concatenated, for sharded weights; backward: sum over the ranks, and
+    take this rank's slice.
+    """
+    there = partial(gathered, dimension=dimension, group=group)
+    return _there_and_back(tensor, there, partial(summed_slice, dimension=dimension, group=group))
+
+
+def scattered_sum(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
+    """Return this rank's slice of the sum over the ranks; backward: concatenate the slices'
+    gradients.
+    """
+    there = partial(summed_slice, dimension=dimension, group=group)
+    return _there_and_back(tensor, there, partial(gathered, dimension=dimension, group=group))
+
+
+class Whole:
+    """What `gathered_for_parts` made of a rank's slice, for linear maps that read it. They keep the
+    slice; the first of them to run backward gathers it again for all (arXiv 2205.05198, 4.2.2).
+    """
+
+    def __init__(self, own: torch.Tensor, made: torch.Tensor, group: Group) -> None:
+        self.made: torch.Tensor | None = made
+        self._own, self._group = own, group
+        self._again: torch.Tensor | None = None
+        self._readers = 0
+
+    def linear(
+        self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what functional.linear does of the whole `inputs`."""
+        if not torch.is_grad_enabled():
+            return functional.linear(inputs, weight, bias)
+        self._readers += 1
+        output: torch.Tensor = _Linear.apply(inputs, weight, bias, self)  # type: ignore[no-untyped-call]
+        return output
+
+    def again(self) -> torch.Tensor:
+        """Return the whole tensor to a linear map's backward pass; the last one frees it."""
+        whole = self._again
+        if whole is None:
+            whole = gathered(self._own, self._own.ndim - 2, self._group)
+        self._readers -= 1
+        self._again = whole if self._readers else None
+        return whole
 
 
 def sent(tensor: torch.Tensor, receive: list[int], send: list[int], group: Group) -> torch.Tensor:
@@ -72,10 +123,19 @@ def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 def gathered(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
     """Return the ranks' tensors concatenated along a dimension; without autograd."""
-    own = tensor.contiguous()
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts, dimension)
+    own, dimension = tensor.contiguous(), dimension % tensor.ndim
+    parts = own.new_empty(group.size() * len(own), *own.shape[1:])
+    _all_gather(parts, own, group=group)
+    by_rank = parts.unflatten(0, (group.size(), -1))
+    return by_rank.movedim(0, dimension).flatten(dimension, dimension + 1)
+
+
+def summed_slice(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
+    """Return this rank's slice of the sum over the ranks; without autograd."""
+    parts = tensor.unflatten(dimension, (group.size(), -1)).movedim(dimension, 0).contiguous()
+    own = torch.empty_like(parts[0])
+    _reduce_scatter(own, parts.flatten(0, 1), group=group)
+    return own
 
 
 def own_slice(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
@@ -116,6 +176,26 @@ class _ThereAndBack(Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
         return context.back(gradient), None, None
+
+
+class _Linear(Function):
+    """A linear map that keeps its rank's slice of its input."""
+
+    @staticmethod
+    def forward(
+        context: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: Any, whole: Whole
+    ) -> torch.Tensor:
+        context.save_for_backward(weight)
+        context.whole = whole
+        return functional.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        (weight,) = context.saved_tensors
+        of_inputs = gradient @ weight
+        inputs, rows = context.whole.again().flatten(0, -2), gradient.flatten(0, -2)
+        of_weight = rows.t() @ inputs if context.needs_input_grad[1] else None
+        return of_inputs, of_weight, rows.sum(0) if context.needs_input_grad[2] else None, None
 
 
 class _Reordered(Function):

@@ -223,6 +223,7 @@ def _with_chosen(
         micro_batch=draft.batch.micro_batch,
         grad_accum=draft.batch.grad_accum,
         stages=draft.stages,
+        divides_residuals=draft.divides_residuals,
         attention_why=draft.attention_why,
         site=draft.site,
         stored=draft.stored,

@@ -237,6 +237,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         rules=tuple(plan.config.optim.groups),
         adapters=plan.config.model.lora.adapters,
         bounds=plan.stages,
+        divides_residuals=plan.divides_residuals,
         sends_parts=value_of(plan.deepspeed, "pipeline.pipe_partitioned") is True,
         parallel_residual=config.get("use_parallel_residual") is not False,
     )

@@ -15,10 +15,10 @@ from harness.layout.exclusions import KEYS, incompatible_axes, sequence_problems
 from harness.layout.expert import ExpertPlan
 from harness.layout.families import SIZE_KEYS, family_of, given_size
 from harness.layout.grid import Axis, Coords, Grid
-from harness.layout.recompute import is_checkpointed
+from harness.layout.recompute import REVERSIBLE, is_checkpointed
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
-from harness.layout.tensor import GROUPED, TensorPlan, tensor_problems
+from harness.layout.tensor import GROUPED, WHOLE_STREAM, TensorPlan, tensor_problems
 from harness.plan.attention import ATTENTION_DROPOUTS
 from harness.plan.memory import memory_inputs
 from harness.plan.plan import Draft, Plan
@@ -26,6 +26,7 @@ from harness.plan.rotary import rope_types
 
 _ZERO = "zero_optimization"
 _TENSORS = "tensor_parallel"
+_RESIDUALS = f"{_TENSORS}.sequence_parallel"
 _SECONDARY = f"{_ZERO}.zero_hpz_partition_size"
 _SENT = ("pipeline.pipe_partitioned", "pipeline.grad_partitioned")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -153,6 +154,12 @@ def divide_tensors(draft: Draft) -> None:
             draft.refuse_layout(KEYS["tensor"], why)
     for key, why in _other_tensor_keys(draft.ds, places):
         draft.refuse_layout(key, why)
+    asked = draft.ds.value(_RESIDUALS)
+    if why := _why_whole(draft, places):
+        if asked:
+            draft.refuse_layout(_RESIDUALS, why)
+    else:
+        draft.divides_residuals = asked is not False
     draft.ds.drop(_TENSORS)
     if places > 1 and draft.grid.pipeline > 1:
         _divide_sent(draft, places)
@@ -166,12 +173,26 @@ def _other_tensor_keys(ds: DsJson, places: int) -> Iterator[tuple[str, str]]:
     for name in (*section, *(f"tp.{inner}" for inner in section.get("tp", {}))):
         key = f"{_TENSORS}.{name}"
         value = ds.literal(key)
-        if name == "tp" or key == KEYS["tensor"] or value in (None, default_of(key)):
+        if name == "tp" or key in (KEYS["tensor"], _RESIDUALS) or value in (None, default_of(key)):
             continue
         if name != "tp.tp_size":
             yield key, "only DeepSpeed's own tensor parallelism uses it: remove it"
         elif max(1, value) != places:
             yield key, f"{KEYS['tensor']} sets the number of ranks: set {KEYS['tensor']}={value}"
+
+
+def _why_whole(draft: Draft, places: int) -> str:
+    """Return why tensor-parallel ranks cannot divide the residual stream; "" if they can."""
+    model, tokens = draft.config.model, draft.config.data.seq_len // draft.grid.sequence
+    if places == 1:
+        return f"there are no tensor-parallel ranks: set {KEYS['tensor']}"
+    if tokens % places:
+        return f"{tokens} tokens of a row cannot be divided over {places} ranks (data.seq_len)"
+    if why := WHOLE_STREAM.get(str(draft.model_config.get("model_type"))):
+        return f"{why}: set it to false"
+    if draft.model_config.get(REVERSIBLE):
+        return "reversible layers pass on two streams: remove one of them"
+    return "tiles of an MLP read whole rows: set model.mlp_tiles=1" if model.mlp_tiles > 1 else ""
 
 
 def _divide_sent(draft: Draft, places: int) -> None:

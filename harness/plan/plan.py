@@ -93,6 +93,8 @@ class Plan:
     """Micro-batches per optimizer step."""
     stages: tuple[int, ...] | None = None
     """Bounds of the pipeline stages over the model's units (layout/stages.py), or None."""
+    divides_residuals: bool = False
+    """True if tensor-parallel ranks divide the residual stream by tokens."""
     attention_why: str = ""
     """Reason for the choice of model.attention=auto; "" if the user chose."""
     site: Site | None = None
@@ -221,6 +223,7 @@ class Draft:
     attention_why: str = ""
     """Reason for the choice of model.attention=auto; "" if the user chose."""
     stages: Bounds | None = None
+    divides_residuals: bool = False
     site: Site | None = None
     events: list[Event] = field(default_factory=list)
     problems: Problems = field(init=False)

@@ -83,6 +83,7 @@ def _parity() -> Iterator[Iterable[Cell]]:
     for architecture, stage in product(FLAT, range(4)):
         yield _of(architecture, f"tensor2_zero{stage}", PRECISIONS, ON_TWO + ON_FOUR)
         yield _of(architecture, f"tensor4_zero{stage}", PRECISIONS, ON_FOUR)
+    yield _of("llama gpt2 mixtral", "whole_tensor2_zero{1,3}", TWO, ON_TWO)
     yield _of(DIVIDED, "tensor2_zero{1,3}", TWO, ON_TWO)
     # One data rank, whose dropout the plain loop draws.
     yield _of(DROPPING, "tensor2_zero{1,3}", "fp32", ON_TWO)

@@ -36,7 +36,7 @@ from harness.engine.tensor import divide_forward
 from harness.errors import ExitCode
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.grid import Grid, Share
-from harness.layout.tensor import EXPERTS, TensorPlan, tensor_plan, without_sdpa
+from harness.layout.tensor import EXPERTS, WHOLE_STREAM, TensorPlan, tensor_plan, without_sdpa
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config
 from harness.terminal import HelpFormatter
@@ -145,7 +145,9 @@ def _compare(family: str, rank: int, folder: Path) -> Row:
     dist.init_process_group("gloo", f"file://{folder / 'ranks'}", rank=rank, world_size=RANKS)
     group = dist.group.WORLD
     assert group is not None
-    divide_forward(model, plan, share, group)
+    divides = family not in WHOLE_STREAM
+    residuals = divide_forward(model, plan, share, group, divides)
+    residuals.divide()
     divided_loss, own = _loss_and_gradients(model)
     by_rank = [Share(share.grid, place, share.cutters) for place in range(RANKS)]
     shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}

@@ -86,6 +86,8 @@ TYPES: dict[str, list[str]] = {
 # Additional types that the harness accepts: it splits pipeline stages itself, optionally from a
 # list of decoder layers per stage.
 WIDENED = {"pipeline.partition": ["array"]}
+# Keys of the harness in DeepSpeed's sections.
+OURS = {"tensor_parallel.sequence_parallel": {"type": ["boolean", "null"], "default": None}}
 # Minimum values that DeepSpeed asserts outside its parsers.
 MINIMUM = {
     "train_batch_size": 1,
@@ -381,6 +383,9 @@ def build_keys() -> Node:
     for key, default in sorted({**top.asked, **READ_ELSEWHERE, **sections}.items()):
         keys[key] = sections.get(key) or leaf(key, default)
     keys["bfloat16"] = {"same_as": "bf16"}
+    for key, node in OURS.items():
+        section, _, name = key.partition(".")
+        keys[section]["keys"][name] = node
     keys |= _removed(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
     keys["zero_optimization"]["keys"] |= _removed(_REMOVED_ZERO_CONFIG_KEYS)
     defaults = {"optimizer": optimizer_defaults(), "scheduler": scheduler_defaults()}

@@ -63,6 +63,8 @@ class Layout:
     """True if master weights and moments are in bf16."""
     bf16_sums: bool = False
     """True if bf16 gradients are summed in bf16."""
+    whole_residuals: bool = False
+    """True if tensor-parallel ranks do not divide the residual stream."""
     compiled: bool = False
     """True if every decoder layer is compiled."""
     varlen: bool = False
@@ -95,6 +97,8 @@ class Layout:
         """Return the DeepSpeed JSON before it is resolved; `scaling` is fp16's loss scale."""
         zero = {"stage": self.stage, **(sizes.section(self.stage) if self.sized else {})}
         axes = axes_json(self.pipeline, self.tensor, self.sequence, self.expert)
+        if self.whole_residuals:
+            axes["tensor_parallel"]["sequence_parallel"] = False
         sections = {**axes, **precision_sections(precision, scaling)}
         return {"zero_optimization": {**zero, **self.more}, **sections}
 
@@ -154,6 +158,7 @@ KINDS: dict[str, Json] = {
 HOW: dict[str, Json] = {
     "compiled": {"compiled": True},
     "varlen": {"varlen": True},
+    "whole": {"whole_residuals": True},
     "chunked": {"loss_chunk": 48},  # does not divide the vocabulary evenly
     "reversible": {"model": {"reversible": True}},
     "tied": {"model": {"overrides": {"tie_word_embeddings": True}}},

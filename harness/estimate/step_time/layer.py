@@ -115,7 +115,7 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     attention = _attention(inputs, index) / reached
     serial, summed = _serial(inputs, tensors, machine)
     moved = _moved(inputs, index) / machine.memory_rate
-    norms = _written_out(inputs, tensors) * inputs.tokens / machine.memory_rate
+    norms = _written_out(inputs, tensors) * inputs.stream_tokens / machine.memory_rate
     dequantized = _dequantized(inputs, tensors) / machine.memory_rate
     launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
     launch *= 1.0 if inputs.quantization is None else QUANTIZED_LAUNCH

@@ -1,0 +1,164 @@
+"""The residual stream between tensor-parallel modules: whole on every rank, or divided by tokens.
+
+Divided (arXiv 2205.05198, section 4.2.2), each rank has some tokens of every row outside the modules
+whose weights are divided: norms, dropout and residuals cost 1/t. A module gets the tokens of all
+ranks, and the sum of its partial results is scattered again: two exchanges that move together what
+one sum does. Modules that mix replicated with divided weights see whole rows, and their results are
+cut.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from harness.models.attention import own_draws
+from harness.models.exchange import (
+    Whole,
+    added,
+    copied,
+    gathered_for_parts,
+    joined,
+    scattered_sum,
+    sliced,
+    summed,
+)
+from harness.models.flow import StandIn
+from harness.models.units import decoder_layers
+from harness.plan.overrides import DROPOUT_ENDINGS
+
+_APART = 1024  # between the draws of a rank's layers and those of its heads, which are nested
+
+
+class Residuals:
+    """The exchanges of one model's divided modules with its residual stream.
+
+    `divided` says how the layers' last forward pass ran: rows that the ranks cannot divide, such as
+    a prompt, stay whole.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, divides: bool) -> None:
+        self.group, self.divided = group, False
+        self._divides = divides
+        values = model.config.to_dict().items()
+        self._draws = any(bool(value) for key, value in values if key.endswith(DROPOUT_ENDINGS))
+        prefix, layers = decoder_layers(model) if divides else ("", ())
+        self._layers = [layer for layer in layers if not isinstance(layer, StandIn)]
+        self._prefix = f"{prefix}."
+        self._keep_whole: set[str] = set()
+        self._whole: Whole | None = None
+
+    def find(self, named: dict[str, nn.Module], how: Iterable[str], entrances: set[str]) -> None:
+        """Find the modules of layers that must see whole rows, given those with divided weights, and
+        sum the gradients of weights that see each rank's tokens.
+        """
+        if not self._divides:
+            return
+        divided = [name for name in how if name.startswith(self._prefix)]
+        for name, child in _children(named, self._prefix):
+            if name in divided or name in entrances:
+                continue
+            inside = any(other.startswith(f"{name}.") for other in divided)
+            if inside or any(parameter.ndim > 1 for parameter in child.parameters()):
+                self._keep_whole.add(name)
+        self._divides = not (self._draws and self._keep_whole)  # these draw for others' tokens
+        if not self._divides:
+            return
+        for name in self._keep_whole:
+            named[name].register_forward_pre_hook(self._join, with_kwargs=True)
+            named[name].register_forward_hook(self._cut)
+        for name, module in named.items():
+            if name.startswith(self._prefix) and self.passes_tokens(name) and name not in divided:
+                self.sum_gradients(module.parameters(recurse=False))
+
+    def passes_tokens(self, name: str) -> bool:
+        """Return True for a module of a layer, unless it is in one that sees whole rows."""
+        inside = any(f"{name}.".startswith(f"{other}.") for other in self._keep_whole)
+        return self._divides and name.startswith(self._prefix) and not inside
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients of weights that every rank applies to its own tokens."""
+        for parameter in parameters if self._divides else ():
+            parameter.register_hook(lambda g: summed(g, self.group) if self.divided else g)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states for divided weights: of all ranks' tokens."""
+        if not self.divided:
+            return copied(hidden, self.group)
+        whole = gathered_for_parts(hidden, hidden.ndim - 2, self.group)
+        self._whole = Whole(hidden.detach(), whole, self.group)
+        return whole
+
+    def taken(self, hidden: torch.Tensor) -> Whole | None:
+        """Return what `enter` made, if it is `hidden`."""
+        return self._whole if self._whole is not None and self._whole.made is hidden else None
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' partial results: of this rank's tokens."""
+        self._whole = None
+        if not self.divided:
+            return added(partial, self.group)
+        return scattered_sum(partial, partial.ndim - 2, self.group)
+
+    def divide(self) -> None:
+        """Divide the stream before the first layer, and join it after the last. Call this once the
+        layers have their last changes, which see each rank's tokens.
+        """
+        if not self._divides:
+            return
+        for layer in self._layers if self._draws else ():
+            layer.forward = self._drawing(layer.forward)
+        if not self._layers:  # a pipeline stage without layers
+            return
+        self._layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
+        self._layers[-1].register_forward_hook(self._end)
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.divided = hidden.shape[1] % self.group.size() == 0
+        return self._changed(args, kwargs, sliced)
+
+    def _end(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._changed_output(output, joined)
+
+    def _join(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._changed(args, kwargs, joined)
+
+    def _cut(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._changed_output(output, sliced)
+
+    def _changed(self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
+        if not self.divided:
+            return None
+        if args:
+            return (change(args[0], 1, self.group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"], 1, self.group)}
+
+    def _changed_output(self, output: Any, change: Any) -> Any:
+        if not self.divided:
+            return None
+        if isinstance(output, tuple):
+            return (change(output[0], 1, self.group), *output[1:])
+        return change(output, 1, self.group)
+
+    def _drawing(self, inner: Any) -> Any:
+        place = _APART * (self.group.rank() + 1)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if not self.divided:
+                return inner(*args, **kwargs)
+            with own_draws(place, hidden.device):
+                return inner(*args, **kwargs)
+
+        return forward
+
+
+def _children(named: dict[str, nn.Module], prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules directly in decoder layers."""
+    for name, module in named.items():
+        if name.startswith(prefix) and name.removeprefix(prefix).count(".") == 1:
+            yield name, module
