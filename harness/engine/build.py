@@ -24,8 +24,8 @@ from harness.engine.layers import adapt, change_layers, start_gradients_at_leave
 from harness.engine.meta_model import empty_model
 from harness.engine.optimizers import Matrices, Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine
-from harness.engine.residuals import Residuals
 from harness.engine.processes import raise_together, share_cores
+from harness.engine.residuals import Residuals
 from harness.engine.single_stage import build_single_stage
 from harness.engine.stages import build_stage
 from harness.engine.tensor import divide_forward

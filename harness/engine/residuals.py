@@ -1,27 +1,30 @@
 """The residual stream between tensor-parallel modules: whole on every rank, or divided by tokens.
 
-Divided (arXiv 2205.05198, section 4.2.2), each rank has some tokens of every row outside the modules
-whose weights are divided: norms, dropout and residuals cost 1/t. A module gets the tokens of all
-ranks, and the sum of its partial results is scattered again: two exchanges that move together what
+Divided (arXiv 2205.05198, section 4.2.2), each rank has some tokens of every row outside the
+modules with divided weights, so that norms, dropout and residuals cost 1/t. Such a module gets the
+tokens of all ranks, and the sum of its partial results is scattered: two exchanges that move what
 one sum does. Modules that mix replicated with divided weights see whole rows, and their results are
 cut.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from harness.models.attention import own_draws
 from harness.models.exchange import (
     Whole,
     added,
     copied,
     gathered_for_parts,
     joined,
+    own_slice,
     scattered_sum,
     sliced,
     summed,
@@ -29,8 +32,6 @@ from harness.models.exchange import (
 from harness.models.flow import StandIn
 from harness.models.units import decoder_layers
 from harness.plan.overrides import DROPOUT_ENDINGS
-
-_APART = 1024  # between the draws of a rank's layers and those of its heads, which are nested
 
 
 class Residuals:
@@ -43,6 +44,7 @@ class Residuals:
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, divides: bool) -> None:
         self.group, self.divided = group, False
         self._divides = divides
+        self._shape = torch.Size()  # of this rank's hidden states
         values = model.config.to_dict().items()
         self._draws = any(bool(value) for key, value in values if key.endswith(DROPOUT_ENDINGS))
         prefix, layers = decoder_layers(model) if divides else ("", ())
@@ -52,8 +54,8 @@ class Residuals:
         self._whole: Whole | None = None
 
     def find(self, named: dict[str, nn.Module], how: Iterable[str], entrances: set[str]) -> None:
-        """Find the modules of layers that must see whole rows, given those with divided weights, and
-        sum the gradients of weights that see each rank's tokens.
+        """Find the modules of layers that must see whole rows, and sum gradients of weights that
+        see some tokens. `how`: modules with divided weights; `entrances`: their owners.
         """
         if not self._divides:
             return
@@ -64,12 +66,11 @@ class Residuals:
             inside = any(other.startswith(f"{name}.") for other in divided)
             if inside or any(parameter.ndim > 1 for parameter in child.parameters()):
                 self._keep_whole.add(name)
-        self._divides = not (self._draws and self._keep_whole)  # these draw for others' tokens
-        if not self._divides:
-            return
         for name in self._keep_whole:
             named[name].register_forward_pre_hook(self._join, with_kwargs=True)
             named[name].register_forward_hook(self._cut)
+        for layer in self._layers if self._draws else ():
+            layer.forward = self._drawing(layer.forward)
         for name, module in named.items():
             if name.startswith(self._prefix) and self.passes_tokens(name) and name not in divided:
                 self.sum_gradients(module.parameters(recurse=False))
@@ -107,18 +108,16 @@ class Residuals:
         """Divide the stream before the first layer, and join it after the last. Call this once the
         layers have their last changes, which see each rank's tokens.
         """
-        if not self._divides:
-            return
-        for layer in self._layers if self._draws else ():
-            layer.forward = self._drawing(layer.forward)
-        if not self._layers:  # a pipeline stage without layers
+        if not (self._divides and self._layers):  # a pipeline stage may have no layers
             return
         self._layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
         self._layers[-1].register_forward_hook(self._end)
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        self.divided = hidden.shape[1] % self.group.size() == 0
+        rows, tokens, *width = hidden.shape
+        self.divided = tokens % self.group.size() == 0
+        self._shape = torch.Size((rows, tokens // self.group.size(), *width))
         return self._changed(args, kwargs, sliced)
 
     def _end(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -145,16 +144,45 @@ class Residuals:
         return change(output, 1, self.group)
 
     def _drawing(self, inner: Any) -> Any:
-        place = _APART * (self.group.rank() + 1)
-
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
             if not self.divided:
                 return inner(*args, **kwargs)
-            with own_draws(place, hidden.device):
+            with _WholeDraws(self):
                 return inner(*args, **kwargs)
 
         return forward
+
+    def dropped(self, hidden: torch.Tensor, rate: float) -> torch.Tensor | None:
+        """Return this rank's hidden states after dropout, with its part of the numbers that every
+        layout draws for whole rows. None if `hidden` is something else.
+        """
+        rows, tokens, width = self._shape
+        if hidden.shape[-1] != width or hidden.numel() != self._shape.numel():
+            return None
+        whole = hidden.new_ones(rows, tokens * self.group.size(), width)
+        kept = own_slice(functional.dropout(whole, rate), 1, self.group).clone()
+        return hidden * kept.view_as(hidden)
+
+
+class _WholeDraws(TorchFunctionMode):
+    """Within this context, a rank's hidden states are dropped as within whole rows."""
+
+    def __init__(self, residuals: Residuals) -> None:
+        super().__init__()
+        self._residuals = residuals
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.dropout:
+            return func(*args, **kwargs)
+        (hidden, *_), bound = args, inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if not (bound.arguments["training"] and bound.arguments["p"]):
+            return hidden
+        dropped = self._residuals.dropped(hidden, bound.arguments["p"])
+        return func(*args, **kwargs) if dropped is None else dropped
 
 
 def _children(named: dict[str, nn.Module], prefix: str) -> Iterator[tuple[str, nn.Module]]:

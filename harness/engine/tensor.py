@@ -160,11 +160,9 @@ def _weight(module: Any) -> torch.Tensor:
     return weight.t() if type(module).__name__ == "Conv1D" else weight  # GPT-2's is (in, out)
 
 
-def _column(
-    module: Any, stream: Residuals, enters: bool = True, gathers: bool = False
-) -> Forward:
-    """Return the forward function of a column-wise layer, whose owner has received the hidden states
-    unless it `enters` them itself; with `gathers`, every rank gets the whole output.
+def _column(module: Any, stream: Residuals, enters: bool = True, gathers: bool = False) -> Forward:
+    """Return the forward function of a column-wise layer. Hidden states enter here or at its owner;
+    with `gathers`, every rank gets the whole output.
     """
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:

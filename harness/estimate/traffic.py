@@ -38,12 +38,15 @@ class Calls:
 def tensor(inputs: Inputs, again: float = 0.0) -> Calls:
     """Return a micro-batch's sums of hidden states over tensor-parallel ranks: two in each layer's
     forward pass and two in its backward pass (arXiv 1909.08053, section 3), one for the embedding
-    and one before the head. `again`: share of the layers whose forward pass is recomputed.
+    and one before the head. If residuals are divided, each is a reduce-scatter and a gather; two
+    gathers in each layer repeat those of the forward pass, and two are at the ends of the layers.
+    `again`: share of the layers whose forward pass is recomputed.
     """
     if inputs.grid.tensor == 1:
         return Calls(0, 0)
-    ends = (inputs.stage in (None, 0)) + inputs.has_head
-    return Calls(inputs.shape.num_layers * (4 + 2 * again) + ends, hidden_states(inputs))
+    more = int(inputs.divides_residuals)
+    ends = (inputs.stage in (None, 0)) + inputs.has_head + more
+    return Calls(inputs.shape.num_layers * (4 + more + 2 * again) + ends, hidden_states(inputs))
 
 
 def sequence(inputs: Inputs, again: float = 0.0) -> Calls:

@@ -127,7 +127,8 @@ def gathered(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor
     parts = own.new_empty(group.size() * len(own), *own.shape[1:])
     _all_gather(parts, own, group=group)
     by_rank = parts.unflatten(0, (group.size(), -1))
-    return by_rank.movedim(0, dimension).flatten(dimension, dimension + 1)
+    whole: torch.Tensor = by_rank.movedim(0, dimension).flatten(dimension, dimension + 1)
+    return whole
 
 
 def summed_slice(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:

@@ -125,7 +125,11 @@ def test_all_that_a_run_will_ask_for_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("sizes", "lora", "start"),
     [
-        ({"vocab_size": 9999}, {}, "(9999, .*), model.init_from=/run/export .python tools/export_hf"),
+        (
+            {"vocab_size": 9999},
+            {},
+            "(9999, .*), model.init_from=/run/export .python tools/export_hf",
+        ),
         ({}, {"rank": 4}, "lora is rank=4, .*of the run is off .*start from its export"),
         ({"num_hidden_layers": 1}, {}, "or start anew in another run.dir"),
     ],

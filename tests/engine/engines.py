@@ -102,6 +102,7 @@ _KEYS: dict[str, dict[str, Any]] = {
     "fused": {"optimizer": {"params": {"fused": True}}},  # as on GPUs
     "pipeline2": {"pipeline": {"stages": 2}},
     "tensor2": {"tensor_parallel": {"autotp_size": 2}},
+    "whole_tensor2": {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": False}},
     "sequence2": {"sequence_parallel_size": 2},
     "experts2": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
 }

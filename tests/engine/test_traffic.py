@@ -80,12 +80,17 @@ def test_data_ranks_send_gradients_and_weights(number: int) -> None:
     assert bool(weights) == bool(number)
 
 
+@pytest.mark.parametrize("layout", ["zero1 tensor2", "zero1 whole_tensor2"])
 @ranks(2)
-def test_tensor_ranks_add_up_hidden_states_and_losses() -> None:
-    seen, inputs = sent("zero1 tensor2")
+def test_tensor_ranks_add_up_hidden_states_and_losses(layout: str) -> None:
+    seen, inputs = sent(layout)
     losses = 4 * 4 * inputs.tokens  # fp32 numbers over vocabulary shards; not timed
-    of_micro_batch = traffic.tensor(inputs).total + losses
-    assert seen == {"allreduce_": inputs.grad_accum * of_micro_batch}
+    norms = 2 * inputs.shape.num_layers * inputs.shape.hidden_size * 4 * inputs.divides_residuals
+    moved = {**dict.fromkeys(("_allgather_base_", "_reduce_scatter_base_"), 0), **seen}
+    moved["allreduce_"] -= inputs.grad_accum * (losses + norms)
+    halves = 2 * moved.pop("allreduce_") + sum(moved.values())
+    assert halves == 2 * inputs.grad_accum * traffic.tensor(inputs).total
+    assert inputs.divides_residuals == bool(moved["_reduce_scatter_base_"])
 
 
 @ranks(2)
@@ -119,8 +124,8 @@ def test_stages_send_hidden_states_and_their_gradients() -> None:
 @ranks(4)
 def test_pipeline_traffic_per_micro_batch_is_as_documented() -> None:
     """As in docs/layouts.md: a part of the hidden states to the other stage; within a stage, the
-    states four times per layer and once more at either end, gathered once in the forward pass and
-    twice in the backward pass.
+    states scattered four times and gathered six times per layer, once more at either end of a stage
+    and of its layers, and summed at the model's ends.
     """
     engine = engine_of("zero1 pipeline2 tensor2")
     batches, targets = share_of(engine)
@@ -131,12 +136,14 @@ def test_pipeline_traffic_per_micro_batch_is_as_documented() -> None:
     _, layers = decoder_layers(engine.stage.model)
     own_layers = sum(bool([*layer.parameters()]) for layer in layers)
     tokens = batches[0].input_ids.numel()
-    states = tokens * engine.module.config.hidden_size * 4
+    hidden_size = engine.module.config.hidden_size
+    states, norms = tokens * hidden_size * 4, 2 * own_layers * hidden_size * 4
     of_micro_batch = {
         "send": states // 2,
         "recv_": states // 2,
-        "allreduce_": (4 * own_layers + 1) * states + (tokens * 4 * 4 if is_last else 0),  # losses
-        "_allgather_base_": (1 if is_last else 2) * states,
+        "allreduce_": states + (tokens * 4 * 4 if is_last else 0) + norms,  # losses
+        "_reduce_scatter_base_": 4 * own_layers * states,
+        "_allgather_base_": (6 * own_layers + 2 + (1 if is_last else 2)) * states,
     }
     sent = {kind: len(batches) * size for kind, size in of_micro_batch.items()}
     assert dict(collectives.bytes) == sent

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from harness.checkpoint.index import BUFFER, WEIGHT
 from harness.layout.world import World
+from harness.models.exchange import joined
 from tests.gates import recipe
 from tests.gates import replacements as new
 from tests.gates.cell import Cell, Trip
@@ -268,7 +269,10 @@ PARITY = {
         "harness.engine.tensor._sum_gradients", lambda *_: lambda *_: None,
         "qwen3-tensor2_zero1-fp32-4-2"),
     "the gradient of divided inputs not summed": _at(
-        "harness.engine.tensor.copied", lambda *_: lambda states, group: states, TENSOR),
+        "harness.engine.residuals.copied", lambda *_: lambda states, group: states,
+        "llama-whole_tensor2_zero1-fp32-4-2"),
+    "the gradient of gathered inputs not summed": _at(
+        "harness.engine.residuals.gathered_for_parts", lambda *_: joined, TENSOR),
     "the norm of every copy": _at(
         "harness.engine.build.note_copies", lambda *_: new.mark_all,
         TENSOR, TENSOR_ZERO3, DIVIDED_STAGES, "llama_tied-pipe2_tensor2_zero0-fp32-2-4"),
@@ -280,9 +284,12 @@ PARITY = {
     "the padding row learned": _at(
         "harness.engine.tensor._embedding", new.padding_learned, "phi3-tensor2_zero1-fp32-4-2"),
     "a bias on every tensor rank": _at(
-        "harness.engine.tensor._linear",
-        lambda linear, _: lambda module, inputs, bias: linear(module, inputs, module.bias),
-        TENSOR_ZERO3),
+        "harness.engine.tensor._row", new.biased_everywhere, TENSOR_ZERO3),
+    "the gradient of a norm not summed": _at(
+        "harness.engine.residuals.summed", lambda *_: lambda gradient, group: gradient, TENSOR),
+    "dropout of a rank's tokens drawn as if there were no others": _at(
+        "harness.engine.residuals.Residuals.dropped", lambda *_: lambda *_: None,
+        "gpt2_dropping-tensor2_zero1-fp32-4-2"),
     "dropout drawn by every tensor rank": _at(
         "harness.layout.grid.GROUPS",
         lambda groups, _: {"dropout": (*groups["dropout"], "tensor")},

@@ -235,13 +235,22 @@ def mark_all(module: Any, _: Any) -> None:
 
 
 def heads_undivided(divide: Any, world: World) -> Any:
-    def divide_all_but_heads(model: Any, *rest: Any) -> None:
+    def divide_all_but_heads(model: Any, *rest: Any) -> Any:
         heads = [(m, m.num_heads) for m in model.modules() if hasattr(m, "num_heads")]
-        divide(model, *rest)
+        residuals = divide(model, *rest)
         for attention, number in heads:
             attention.num_heads = number
+        return residuals
 
     return divide_all_but_heads
+
+
+def biased_everywhere(row: Any, world: World) -> Any:
+    def biased(module: Any, *rest: Any) -> Any:
+        forward = row(module, *rest)
+        return lambda inputs: forward(inputs) + (0 if module.bias is None else module.bias)
+
+    return biased
 
 
 def padding_learned(embedding: Any, world: World) -> Any:
