@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from harness.models.exchange import (
-    Whole,
+    Readers,
     added,
     copied,
     gathered_for_parts,
@@ -51,7 +51,7 @@ class Residuals:
         self._layers = [layer for layer in layers if not isinstance(layer, StandIn)]
         self._prefix = f"{prefix}."
         self._keep_whole: set[str] = set()
-        self._whole: Whole | None = None
+        self._entered: tuple[torch.Tensor, torch.Tensor, Readers] | None = None
 
     def find(self, named: dict[str, nn.Module], how: Iterable[str], entrances: set[str]) -> None:
         """Find the modules of layers that must see whole rows, and sum gradients of weights that
@@ -90,16 +90,21 @@ class Residuals:
         if not self.divided:
             return copied(hidden, self.group)
         whole = gathered_for_parts(hidden, hidden.ndim - 2, self.group)
-        self._whole = Whole(hidden.detach(), whole, self.group)
+        self._entered = whole, hidden.detach(), Readers(self.group)
         return whole
 
-    def taken(self, hidden: torch.Tensor) -> Whole | None:
-        """Return what `enter` made, if it is `hidden`."""
-        return self._whole if self._whole is not None and self._whole.made is hidden else None
+    def linear(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return functional.linear; for what `enter` returned, only this rank's part is kept."""
+        if self._entered is None or self._entered[0] is not hidden or not torch.is_grad_enabled():
+            return functional.linear(hidden, weight, bias)
+        _, own, readers = self._entered
+        return readers.linear(hidden, own, weight, bias)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' partial results: of this rank's tokens."""
-        self._whole = None
+        self._entered = None
         if not self.divided:
             return added(partial, self.group)
         return scattered_sum(partial, partial.ndim - 2, self.group)
@@ -160,7 +165,7 @@ class Residuals:
         if hidden.shape[-1] != width or hidden.numel() != self._shape.numel():
             return None
         whole = hidden.new_ones(rows, tokens * self.group.size(), width)
-        kept = own_slice(functional.dropout(whole, rate), 1, self.group).clone()
+        kept = own_slice(functional.dropout(whole, rate), 1, self.group)
         return hidden * kept.view_as(hidden)
 
 

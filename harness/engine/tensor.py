@@ -167,9 +167,7 @@ def _column(module: Any, stream: Residuals, enters: bool = True, gathers: bool =
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         inputs = stream.enter(inputs) if enters else inputs
-        whole = stream.taken(inputs)
-        linear = functional.linear if whole is None else whole.linear
-        output = linear(inputs, _weight(module), module.bias)
+        output = stream.linear(inputs, _weight(module), module.bias)
         return joined(output, -1, stream.group) if gathers else output
 
     return forward

@@ -57,34 +57,34 @@ def scattered_sum(tensor: torch.Tensor, dimension: int, group: Group) -> torch.T
     return _there_and_back(tensor, there, partial(gathered, dimension=dimension, group=group))
 
 
-class Whole:
-    """What `gathered_for_parts` made of a rank's slice, for linear maps that read it. They keep the
-    slice; the first of them to run backward gathers it again for all (arXiv 2205.05198, 4.2.2).
+class Readers:
+    """Linear maps that read what `gathered_for_parts` made of a rank's slice. They keep the slice,
+    and the first of them to run backward gathers it again for all (arXiv 2205.05198, 4.2.2).
     """
 
-    def __init__(self, own: torch.Tensor, made: torch.Tensor, group: Group) -> None:
-        self.made: torch.Tensor | None = made
-        self._own, self._group = own, group
-        self._again: torch.Tensor | None = None
-        self._readers = 0
+    def __init__(self, group: Group) -> None:
+        self._group, self._waiting = group, 0
+        self._whole: torch.Tensor | None = None
 
     def linear(
-        self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        whole: torch.Tensor,
+        own: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return what functional.linear does of the whole `inputs`."""
-        if not torch.is_grad_enabled():
-            return functional.linear(inputs, weight, bias)
-        self._readers += 1
-        output: torch.Tensor = _Linear.apply(inputs, weight, bias, self)  # type: ignore[no-untyped-call]
+        """Return functional.linear of the whole tensor that was made of this rank's `own` slice."""
+        self._waiting += 1
+        output: torch.Tensor = _Linear.apply(whole, own, weight, bias, self)  # type: ignore[no-untyped-call]
         return output
 
-    def again(self) -> torch.Tensor:
+    def again(self, own: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor to a linear map's backward pass; the last one frees it."""
-        whole = self._again
+        whole = self._whole
         if whole is None:
-            whole = gathered(self._own, self._own.ndim - 2, self._group)
-        self._readers -= 1
-        self._again = whole if self._readers else None
+            whole = gathered(own, own.ndim - 2, self._group)
+        self._waiting -= 1
+        self._whole = whole if self._waiting else None
         return whole
 
 
@@ -140,8 +140,9 @@ def summed_slice(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Te
 
 
 def own_slice(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
-    """Return this rank's slice of a tensor that all ranks have; not collective."""
-    return tensor.chunk(group.size(), dimension)[group.rank()].contiguous()
+    """Return a copy of this rank's slice of a tensor that all ranks have; not collective."""
+    own = tensor.chunk(group.size(), dimension)[group.rank()]
+    return own.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,19 +185,24 @@ class _Linear(Function):
 
     @staticmethod
     def forward(
-        context: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: Any, whole: Whole
+        context: Any,
+        whole: torch.Tensor,
+        own: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        readers: Readers,
     ) -> torch.Tensor:
-        context.save_for_backward(weight)
-        context.whole = whole
-        return functional.linear(inputs, weight, bias)
+        context.save_for_backward(own, weight)
+        context.readers = readers
+        return functional.linear(whole, weight, bias)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        (weight,) = context.saved_tensors
-        of_inputs = gradient @ weight
-        inputs, rows = context.whole.again().flatten(0, -2), gradient.flatten(0, -2)
-        of_weight = rows.t() @ inputs if context.needs_input_grad[1] else None
-        return of_inputs, of_weight, rows.sum(0) if context.needs_input_grad[2] else None, None
+        own, weight = context.saved_tensors
+        inputs, rows = context.readers.again(own).flatten(0, -2), gradient.flatten(0, -2)
+        of_weight = rows.t() @ inputs if context.needs_input_grad[2] else None
+        of_bias = rows.sum(0) if context.needs_input_grad[3] else None
+        return gradient @ weight, None, of_weight, of_bias, None
 
 
 class _Reordered(Function):
