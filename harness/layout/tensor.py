@@ -347,6 +347,23 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
     )
 
 
+def whole_stream(
+    model_type: str, tokens: int, places: int, mlp_tiles: int, is_reversible: bool
+) -> str:
+    """Return why `places` ranks cannot divide the residual stream of rows of `tokens` tokens, with
+    the key to change; "" if they can.
+    """
+    if tokens % places:
+        return (
+            f"{tokens} tokens of a row cannot be divided over {places} ranks: change data.seq_len"
+        )
+    if why := WHOLE_STREAM.get(model_type):
+        return f"{why}: set it to false"
+    if is_reversible:
+        return "its layers pass on two streams: set model.reversible=false"
+    return "tiles of an MLP read whole rows: set model.mlp_tiles=1" if mlp_tiles > 1 else ""
+
+
 def divides_vocabulary(shape: Shape, ranks: int) -> bool:
     """Return True if each of `ranks` tensor-parallel ranks has only a slice of the logits."""
     return ranks > 1 and plan_of(shape).divides_vocabulary(ranks)

@@ -18,7 +18,7 @@ from harness.layout.grid import Axis, Coords, Grid
 from harness.layout.recompute import REVERSIBLE, is_checkpointed
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, balanced, bounds_of, bubble, split, split_evenly
-from harness.layout.tensor import GROUPED, WHOLE_STREAM, TensorPlan, tensor_problems
+from harness.layout.tensor import GROUPED, TensorPlan, tensor_problems, whole_stream
 from harness.plan.attention import ATTENTION_DROPOUTS
 from harness.plan.memory import memory_inputs
 from harness.plan.plan import Draft, Plan
@@ -183,16 +183,11 @@ def _other_tensor_keys(ds: DsJson, places: int) -> Iterator[tuple[str, str]]:
 
 def _why_whole(draft: Draft, places: int) -> str:
     """Return why tensor-parallel ranks cannot divide the residual stream; "" if they can."""
-    model, tokens = draft.config.model, draft.config.data.seq_len // draft.grid.sequence
     if places == 1:
         return f"there are no tensor-parallel ranks: set {KEYS['tensor']}"
-    if tokens % places:
-        return f"{tokens} tokens of a row cannot be divided over {places} ranks (data.seq_len)"
-    if why := WHOLE_STREAM.get(str(draft.model_config.get("model_type"))):
-        return f"{why}: set it to false"
-    if draft.model_config.get(REVERSIBLE):
-        return "reversible layers pass on two streams: remove one of them"
-    return "tiles of an MLP read whole rows: set model.mlp_tiles=1" if model.mlp_tiles > 1 else ""
+    tokens = draft.config.data.seq_len // draft.grid.sequence
+    family, tiles = str(draft.model_config.get("model_type")), draft.config.model.mlp_tiles
+    return whole_stream(family, tokens, places, tiles, bool(draft.model_config.get(REVERSIBLE)))
 
 
 def _divide_sent(draft: Draft, places: int) -> None:

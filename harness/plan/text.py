@@ -116,6 +116,7 @@ def spread(plan: Plan) -> str:
     grid, device = plan.grid, plan.world.gpu or plan.world.accelerator
     sizes = {"pipeline": grid.pipeline, "sequence": grid.sequence, "tensor": grid.tensor}
     axes = [f"{grid.data} data", *(f"{n} {axis}" for axis, n in sizes.items() if n > 1)]
+    axes[-1] += " with divided residuals" * plan.divides_residuals  # tensor is the last
     offloaded = [
         f"{part} on {place}"
         for part in ("optimizer", "param")

@@ -111,6 +111,11 @@ def _row(values: dict[str, str], folder: Path) -> Row:
     return Row(source, part, given, gpu, float(network) if network else None, inputs, rate)
 
 
+# Korthikanti et al. introduce it; the others are NeMo's and torchtitan's.
+DIVIDE_RESIDUALS = (
+    *("korthikanti-table5", "nvidia-15b", "nvidia-175b", "nvidia-340b"),
+    "torchtitan-tp",
+)
 _SIZES = (
     *("gpus", "per_node", "seq_len", "micro_batch", "grad_accum"),
     *("stage", "pipeline", "tensor", "sequence"),
@@ -122,7 +127,10 @@ def _json(values: dict[str, str], size: dict[str, int], layers: int) -> dict[str
     ds: dict[str, Any] = {
         "fp16" if values["gpu"].startswith("v100") else "bf16": {"enabled": True},
         "zero_optimization": {"stage": size["stage"]},
-        "tensor_parallel": {"autotp_size": size["tensor"]},
+        "tensor_parallel": {
+            "autotp_size": size["tensor"],
+            "sequence_parallel": values["source"] in DIVIDE_RESIDUALS and size["tensor"] > 1,
+        },
         "sequence_parallel_size": size["sequence"],
     }
     if values["offload"] == "optimizer":

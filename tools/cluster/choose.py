@@ -32,7 +32,7 @@ ERRORS = {
     "ZeRO": Error(0.05, 0.14, 163),
     "offload": Error(0.02, 0.13, 8),
     "sequence": Error(0.05, 0.07, 5),
-    "tensor": Error(0.08, 0.52, 12),
+    "tensor": Error(0.06, 0.52, 13),
     "pipeline": Error(0.09, 0.25, 118),
     "hpZ": Error(0.1, 0.3, 0),
     "expert": Error(0.1, 0.3, 0),

@@ -14,7 +14,7 @@ from harness.layout.recompute import REVERSIBLE, Checkpointing
 from harness.layout.recompute import WAYS as NAMED_WAYS
 from harness.layout.shape import Shape
 from harness.layout.stages import Bounds, split
-from harness.layout.tensor import tensor_problems
+from harness.layout.tensor import tensor_problems, whole_stream
 
 Offload = Literal["none", "optimizer", "all"]
 State = tuple[int, Offload, bool]
@@ -116,6 +116,8 @@ class Layout:
     def inputs(self, base: Inputs, gpus: int, global_batch: int) -> Inputs:
         """Return the inputs of its estimates; `base` has the same ZeRO stage and offload."""
         grid = Grid(gpus, self.pipeline, self.tensor, self.sequence, self.expert)
+        tokens, is_reversible = base.seq_len // self.sequence, self.checkpointing == REVERSIBLE
+        row = base.shape.model_type, tokens, self.tensor, self.mlp_tiles, is_reversible
         return replace(
             base,
             grid=grid,
@@ -124,6 +126,7 @@ class Layout:
             checkpointing=self.checkpointing,
             activation_offload=self.activation_offload,
             mlp_tiles=self.mlp_tiles,
+            divides_residuals=self.tensor > 1 and not whole_stream(*row),
             bounds=bounds_of(
                 *(base.shape, self.pipeline, base.seq_len, self.checkpointing, self.mlp_tiles)
             ),

@@ -166,7 +166,7 @@ class Search:
         grid = inputs.grid
         kind = self._layer_kinds[inputs.first_layer + index]
         sizes = grid.tensor, grid.sequence, grid.expert, inputs.micro_batch, inputs.mlp_tiles
-        return kind, *sizes, inputs.liger, inputs.compiled
+        return kind, *sizes, inputs.divides_residuals, inputs.liger, inputs.compiled
 
     def _layer(self, inputs: Inputs, index: int) -> Layer:
         key = self._layer_key(inputs, index)
