@@ -352,7 +352,7 @@ def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("model", "gpus", "gpu", "seq_len"),
-    [("gpt2-124m", 4, "t4", 1024), ("llama-1b", 8, "a100-40", 2048), ("olmo2-7b", 1, "l40s", 2048)],
+    [("gpt2-124m", 4, "t4", 1024), ("llama-1b", 8, "a100-40", 4096), ("olmo2-7b", 1, "l40s", 2048)],
 )
 def test_lazy_allocator_search_equals_exhaustive_search(
     model: str, gpus: int, gpu: str, seq_len: int

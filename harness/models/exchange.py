@@ -126,14 +126,14 @@ def gathered(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor
     own, dimension = tensor.contiguous(), dimension % tensor.ndim
     parts = own.new_empty(group.size() * len(own), *own.shape[1:])
     _all_gather(parts, own, group=group)
-    by_rank = parts.unflatten(0, (group.size(), -1))
-    whole: torch.Tensor = by_rank.movedim(0, dimension).flatten(dimension, dimension + 1)
-    return whole
+    by_rank = parts.view(group.size(), *own.shape).movedim(0, dimension)
+    return by_rank.flatten(dimension, dimension + 1)
 
 
 def summed_slice(tensor: torch.Tensor, dimension: int, group: Group) -> torch.Tensor:
     """Return this rank's slice of the sum over the ranks; without autograd."""
-    parts = tensor.unflatten(dimension, (group.size(), -1)).movedim(dimension, 0).contiguous()
+    before, after = tensor.shape[:dimension], tensor.shape[dimension + 1 :]
+    parts = tensor.reshape(*before, group.size(), -1, *after).movedim(dimension, 0).contiguous()
     own = torch.empty_like(parts[0])
     _reduce_scatter(own, parts.flatten(0, 1), group=group)
     return own
