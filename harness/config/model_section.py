@@ -113,6 +113,9 @@ class ModelConfig(Section):
     compile: bool | Literal["auto"] = "auto"
     """Compile every decoder layer (torch.compile); the first steps take minutes. auto: if that pays
     within the run, and liger is not used."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Multiply in float8 in the decoder layers' linear layers (package torchao), with a scale for
+    each tensor, or for each row; on GPUs of compute capability 8.9 and up, emulated on a CPU."""
     context: Count | None = None
     """Positions to extend rotary embeddings to, for samples longer than the model was trained on;
     None: those of the model config."""

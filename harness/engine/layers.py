@@ -13,6 +13,7 @@ from harness.errors import ConfigError
 from harness.layout.optimizer_table import Parameter
 from harness.layout.recompute import REVERSIBLE
 from harness.models.adapters import add_adapters
+from harness.models.float8 import use_float8
 from harness.models.layer_changes import drop_layers, tile_mlps, use_liger
 from harness.models.recompute import checkpoint_layers
 from harness.models.reversible import reverse_layers
@@ -34,6 +35,8 @@ def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | N
             drop_layers(drawn, rate)
     if plan.config.model.kernels == "liger":
         use_liger(model)
+    if plan.config.model.float8 != "none":
+        use_float8(model, plan.config.model.float8, plan.world.accelerator == "cpu")
     as_a_whole = gathers_layers(plan)
     _recompute(plan, model, as_a_whole)
     _, layers = decoder_layers(model)

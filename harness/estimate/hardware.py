@@ -24,6 +24,7 @@ class Gpu:
     must: str
     may: str
     bf16_tflops: float | None = None
+    float8: bool = False
 
     def peak_tflops(self, precision: Precision) -> float:
         """Return the peak of dense matrix products in `precision`, in 10**12 operations per second.

@@ -174,6 +174,8 @@ class Inputs:
     """True if norms, MLPs, and the head with the loss are Liger's kernels (model.kernels)."""
     compiled: bool = False
     """True if layers are compiled (model.compile)."""
+    float8: bool = False
+    """True if linear layers of the decoder layers multiply in float8 (model.float8)."""
     loss_chunk: int | None = None
     """model.loss_chunk."""
     smooths_labels: bool = False

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 
+from harness.estimate.hardware import known_gpu
 from harness.layout.adapters import linear_weights, module_of
 from harness.layout.expert import EXPERTS
 from harness.layout.families import FAMILIES, family_of, given_size
@@ -108,11 +109,38 @@ def check_kernels(draft: Draft) -> None:
             problems.add(key, why, "leave it out, or use ZeRO 3 instead of stages")
 
 
+def check_float8(draft: Draft) -> None:
+    """Reject float8 products on GPUs, in models and in layouts without them."""
+    key, model = "model.float8", draft.config.model
+    if model.float8 == "none":
+        return
+    problems, gpu = draft.problems, known_gpu(draft.world.gpu)
+    if draft.world.accelerator == "cpu":
+        draft.note("float8", "float8 products are emulated on the CPU: rounded alike, but slower")
+    elif gpu is not None and not gpu.float8:
+        problems.add(key, f"but {gpu.name} has no float8 products", "set model.float8=none")
+    if draft.here and not importlib.util.find_spec("torchao"):
+        problems.add(key, "it needs the package torchao (pip install torchao)")
+    if draft.precision == "fp16":
+        problems.add(key, "but gradients of float8 products were not tried with fp16", "use bf16")
+    family = family_of(str(draft.model_config.get("model_type")))
+    if any(module.transposed for module in family.layers):
+        problems.add(key, f"but {draft.config.model.name} has no torch.nn.Linear in its layers")
+    if model.lora.rank is not None:
+        problems.add(key, f"which is untested with adapters ({_RANK})", "leave it out")
+    _check_layout(draft, key, "float8 products are not supported")
+    if draft.grid.sequence > 1:
+        problems.add(key, "but the first batch's check would compare with bf16", "use ZeRO alone")
+
+
 def note_kernels(draft: Draft) -> None:
     """Note effects of kernels that the estimate ignores."""
     config = draft.config
     if config.model.compile and (draft.shape is None or draft.shape.num_experts):
         draft.note("estimated_unfused", "memory is estimated as if layers were not compiled")
+    unfused = config.model.float8 != "none" and not config.model.compile
+    if unfused and draft.world.accelerator == "cuda":
+        draft.note("float8_unfused", "float8 pays in compiled layers alone: model.compile=true")
     if config.model.kernels == "liger" and config.train.label_smoothing:
         draft.note(
             "loss_not_fused",

@@ -40,6 +40,7 @@ from harness.plan.folder import adopt_monitors, check_run_dir, check_trackers
 from harness.plan.layers import (
     check_adapters,
     check_carried,
+    check_float8,
     check_kernels,
     check_recompute,
     check_reversible,
@@ -131,6 +132,7 @@ PASSES: tuple[Pass, ...] = (
     check_carried,
     decide_attention,
     check_experts,
+    check_float8,
     check_kernels,
     check_recompute,
     check_reversible,

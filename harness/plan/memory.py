@@ -221,6 +221,7 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         attention_sizes=tuple(run.model.attention_sizes.items()),
         liger=run.model.kernels == "liger",
         compiled=run.model.compile is True,
+        float8=run.model.float8 != "none",
         smooths_labels=bool(run.train.label_smoothing),
         loss_chunk=run.model.loss_chunk,
         document_mask=bool(run.data.document_mask),

@@ -87,6 +87,7 @@ def _may_be_liger(plan: Plan) -> bool:
     data = plan.config.data
     has_sources = bool(data.mix) or (data.rehearse is not None and data.rehearse_share > 0)
     is_open = plan.asked.model.kernels == "auto" and not has_sources
+    is_open &= plan.config.model.float8 == "none"  # which needs compiled layers
     return is_open and plan.model_config.get("model_type") in LIGER_FAMILIES
 
 

@@ -103,7 +103,9 @@ def _row(values: dict[str, str], folder: Path) -> Row:
     plan = make_plan(load_run_config(None, settings), DsJson(ds), world, estimating=True)
     assert plan.estimate is not None
     # Kernels that the harness does not combine with pipeline stages or `selective`.
-    kernels = {"compiled": values["fused"] == "yes", "liger": values["fused"] == "norms"}
+    fused = values["fused"]
+    kernels = {"compiled": fused in ("yes", "float8"), "liger": fused == "norms"}
+    kernels["float8"] = fused == "float8"
     inputs = replace(plan.estimate.inputs, **kernels)
     network = values["network_gb_per_s"]
     source, part, given, gpu = (values[name] for name in ("source", "part", "given", "gpu"))

@@ -29,7 +29,7 @@ class Error:
 
 
 ERRORS = {
-    "ZeRO": Error(0.05, 0.14, 163),
+    "ZeRO": Error(0.05, 0.14, 164),
     "offload": Error(0.02, 0.13, 8),
     "sequence": Error(0.05, 0.07, 5),
     "tensor": Error(0.06, 0.52, 13),

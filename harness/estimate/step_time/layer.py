@@ -48,6 +48,13 @@ RMS_NORM_BYTES = (26, 52)
 it saves: it is cast to fp32, squared, averaged, multiplied, cast back and multiplied, 36 bytes
 forward and twice that backward, of which the passes above count 10 and 20. Runs with and without a
 fused kernel (arXiv 2311.05610, torchtitan) differ by 8 to 14 %."""
+FLOAT8_PRODUCT = 0.52
+"""Time of a float8 product relative to one in bf16, whose peak is half as high: torchtitan's
+Llama-3.1-8B is 28 % faster with it on 8 H100."""
+FLOAT8_CAST_BYTES, FLOAT8_COMPILED_BYTES, FLOAT8_LAUNCH = 33, 3, 4.0
+"""Bytes moved per element of a product's operands to round them (torchao, one operation after the
+other; compiled, they are read once); a backward pass rounds twice as many. Host time of a layer not
+compiled, relative to one in bf16: a guess from its number of kernels."""
 ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward pass relative to the forward pass: five products instead of
 two (arXiv 2307.08691, section 3.1.2)."""
@@ -110,7 +117,11 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     """Return the seconds of this stage's decoder layer `index`, as if it were not checkpointed."""
     tensors = inputs.shape.body.layers[index]
     dense = [t for t in tensors if len(t.shape) == 2 and t.kind != "experts" and not is_serial(t)]
+    in_float8 = [t for t in dense if is_linear(t)] if inputs.float8 else []
     products = _experts(inputs, tensors, machine) + _products(inputs, dense, machine)
+    products -= (1 - FLOAT8_PRODUCT) * _products(inputs, in_float8, machine)
+    each = FLOAT8_COMPILED_BYTES if inputs.compiled else FLOAT8_CAST_BYTES
+    cast = each * _cast(inputs, in_float8) / machine.memory_rate
     reached = machine.peak_flops * _attention_share(inputs, index, machine)
     attention = _attention(inputs, index) / reached
     serial, summed = _serial(inputs, tensors, machine)
@@ -119,17 +130,18 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     dequantized = _dequantized(inputs, tensors) / machine.memory_rate
     launch = LAUNCH_SECONDS * machine.launch_scale * (FUSED_LAUNCH if inputs.fused else 1.0)
     launch *= 1.0 if inputs.quantization is None else QUANTIZED_LAUNCH
+    launch *= FLOAT8_LAUNCH if inputs.float8 and not inputs.compiled else 1.0
     forward = Seconds(
         products,
         attention,
         serial,
-        moved * FORWARD_PASSES + norms * RMS_NORM_BYTES[0] + dequantized,
+        moved * FORWARD_PASSES + norms * RMS_NORM_BYTES[0] + dequantized + cast,
     )
     backward = Seconds(
         _backward_products(inputs) * products + summed,
         ATTENTION_BACKWARD * attention,
         serial,
-        moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1] + dequantized,
+        moved * BACKWARD_PASSES + norms * RMS_NORM_BYTES[1] + dequantized + 2 * cast,
     )
     tiled = Seconds()
     if inputs.mlp_tiles > 1:
@@ -147,6 +159,11 @@ def _products(inputs: Inputs, tensors: Sequence[Tensor], machine: Machine) -> fl
         product_seconds(inputs.tokens, *_sides(tensor), inputs.element_bytes, machine)
         for tensor in tensors
     )
+
+
+def _cast(inputs: Inputs, tensors: Sequence[Tensor]) -> int:
+    """Return the elements of the operands of a forward pass's products with matrices."""
+    return sum(inputs.tokens * _sides(tensor)[1] + tensor.numel for tensor in tensors)
 
 
 def head_passes(inputs: Inputs, machine: Machine) -> Passes:
