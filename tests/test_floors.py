@@ -1,7 +1,7 @@
 """The architecture holds: which file may import what, and which names files may have.
 
 Imports are read with `ast`, including those inside functions. A new package is added to FLOORS, a
-new dependency to THIRD_PARTY. Both lists are the design, so changing them is a decision.
+new dependency to floors.toml. Both lists are the design, so changing them is a decision.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.sizes import SUM, above, sizes
+from tests.tables import beside
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,30 +37,9 @@ FLOORS: list[set[str]] = [
 ]
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 UPPER = set().union(*FLOORS[4:])
-
-# The only packages that may import each third party.
+TABLES = beside(__file__, "floors.toml")
 THIRD_PARTY: dict[str, set[str]] = {
-    "deepspeed": {"engine", "launch"},
-    "transformers": {"models", "data", "checkpoint", "engine", "launch"},
-    "accelerate": {"models", "checkpoint", "engine"},
-    "safetensors": {"models", "checkpoint", "engine"},
-    "liger_kernel": {"models"},
-    "sentencepiece": {"data"},
-    "tokenizers": {"data", "plan"},
-    "jinja2": {"plan", "data"},
-    "huggingface_hub": {"plan", "models", "checkpoint"},
-    "bitsandbytes": {"models", "engine"},
-    "peft": {"models", "checkpoint"},
-    "pyarrow": {"files"},
-    "yaml": {"files"},
-    "wandb": {"run"},
-    "mlflow": {"run"},
-    "pydantic": {"config"},
-    "pydantic_core": {"config"},
-    "psutil": {"launch"},
-    "cpuinfo": {"launch"},
-    "numpy": UPPER,
-    "torch": UPPER,
+    name: UPPER if rooms == ["upper"] else {*rooms} for name, rooms in TABLES["third_party"].items()
 }
 
 
@@ -261,29 +241,7 @@ def test_deepspeed_is_met_only_once_the_device_is_known() -> None:
     assert run_python("-c", code) == "False\n"
 
 
-# Each planted file, and the violation that must be found in it; "" for none.
-PLANTED = [
-    ("errors.py", "import torch", "harness/errors.py:1: errors imports torch, which is met only"),
-    ("layout/grid.py", "def f():\n    import numpy as np", "grid.py:2: layout imports numpy"),
-    ("layout/a/b.py", "from ...data import order", "a/b.py:1: layout (floor 0) imports data"),
-    ("estimate/x.py", "from harness.config import bounds", "estimate (floor 1) imports config"),
-    ("config/x.py", "from harness import plan", "config (floor 2) imports plan (floor 3): lower"),
-    ("files/x.py", "from ..estimate import fit", "files (floor 1) imports estimate (floor 1)"),
-    ("plan/x.py", "if x:\n    import transformers.utils", "x.py:2: plan imports transformers"),
-    ("models/x.py", "from harness.data.batches import B", "models (floor 4) imports data"),
-    ("models/x.py", "import deepspeed", "imports deepspeed, which is met only in: engine"),
-    ("data/x.py", "import harness.engine.zero as z", "data (floor 4) imports engine (floor 5)"),
-    ("engine/x.py", "import requests", "engine imports requests, which is met only in: no package"),
-    ("loop.py", "import harness.attic", "imports harness.attic, which has no place in FLOORS"),
-    ("attic.py", "", "harness/attic.py:1: has no place in FLOORS"),
-    ("__init__.py", '"""Doc."""\nimport os', "harness/__init__.py:1: holds a docstring and"),
-    ("data/__init__.py", "from harness.data.order import x", "__init__.py:1: holds a docstring"),
-    ("__init__.py", '"""Doc."""', ""),
-    ("layout/grid.py", "from dataclasses import dataclass\nfrom . import shape", ""),
-    ("config/x.py", "import tomllib\nfrom harness.files.paths import readable", ""),
-    ("engine/x.py", "import deepspeed, torch.distributed\nfrom harness.data.batches import B", ""),
-    ("train.py", "def main():\n    from harness.loop import build", ""),
-]
+PLANTED = TABLES["planted"]["rows"]
 
 
 @pytest.mark.parametrize(("file", "code", "expected"), PLANTED)

@@ -18,6 +18,7 @@ from harness.plan.command import parse_command, plan_from
 from harness.run.dry_run import describe
 from tests.real_runs import TRAIN, run_ranks
 from tests.run_tools import run_tool
+from tests.tables import beside
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -49,29 +50,7 @@ SHRUNK = shlex.split(
     " model.overrides.intermediate_size=64 data.seq_len=16 train.global_batch=4 eval.samples=4"
     " model.overrides.vocab_size=8192 sample.tokens=2"
 )
-# Commands that cannot run unchanged, and their replacements.
-INSTEAD = {
-    "make demo": "make -n demo",  # the job itself: test_run.py and the learning test
-    "make test": "make -n test",  # this
-    "srun python harness/train.py": "python harness/train.py --dry-run",  # test_slurm.py
-    "source slurm/site.env": "bash slurm/site.env",
-    "sbatch": "bash -n slurm/train.sbatch",  # the job itself: test_slurm.py
-    # whichever of its runs exists
-    "python tools/report.py runs/first runs/again": "python tools/report.py runs/first runs/first",
-    "python tools/show_batch.py runs/chat": "python tools/show_batch.py runs/first",
-    "python tools/rehearse.py": "python tools/rehearse.py --dry-run",  # test_rehearse.py
-    # all of its steps: test_accept_gpu.py
-    "python tools/accept_gpu.py": "python tools/accept_gpu.py --only environment --limit 1000",
-    "python tools/studio.py": "python tools/studio.py --help",  # tests/studio
-    # test_benchmark_gpu.py
-    "python tools/benchmark_gpu.py": "python tools/benchmark_gpu.py --help",
-    # test_plan_cluster.py
-    "python tools/plan_cluster.py --calibrate": "python tools/plan_cluster.py --help",
-    "python tools/sweep.py": "python tools/sweep.py --dry-run",  # test_sweep.py
-    "python -m tests.gates.check_parity --self-test": "python -m tests.gates.check_parity --help",
-    # test_parity.py
-    "python -m tests.gates.check_parity --cells": "python -m tests.gates.check_parity --help",
-}
+INSTEAD = beside(__file__, "readme.toml")
 # runs/first has this many steps before any command; two commands resume it.
 FIRST_STEPS = 2
 STEPS = {"train.steps=200": 3, "train.steps=300": 4}

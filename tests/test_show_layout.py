@@ -10,6 +10,7 @@ import pytest
 from harness.layout.grid import Grid
 from harness.layout.stages import bubble, in_flight, schedule
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 from tools.layout.schedules import SCHEDULES, moments, most_kept, spans, waiting
 
@@ -135,33 +136,7 @@ def test_nothing_said_of_the_batch_fills_the_pipeline() -> None:
     assert "A step: each data rank runs 1 micro-batch of 1 x 1024" in run(*GPT2)
 
 
-RANKS = {
-    "tensor2_zero1.json --gpus 16": (
-        "ranks 16 = 8 data x 2 tensor",
-        r"on node 0 +0-1 +2-3 +4-5 +6-7 \| +8-9 .* 14-15\n",
-        "1/2 of each matrix  4,015,263,744",
-        "ZeRO 1: of that, each rank holds the full weights and gradients, 1/8 of the",
-    ),
-    "3d.json --gpus 16 --accumulation 4": (
-        "ranks 16 = 2 pipeline x 4 data x 2 tensor",
-        r"stage 0 +on node 0 +0-1 +2-3 +4-5 +6-7\n +stage 1 +on node 1 +8-9 .* 14-15\n",
-        r"embedding, layers 0-\d+, 1/2 of each matrix +[0-9,]+",
-        r"norm and head, 1/2 of each matrix +[0-9,]+",
-        "ZeRO 1: of that, each rank of a stage holds the full weights and gradients, 1/4",
-        r"stage 1 +\. +F0 B0",
-    ),
-    "zero3.json --gpus 64": (
-        "ranks 64 = 64 data, 8 per node",
-        r"on node 0 +0 +1 .* 7 \| +8 .* 15 +\.\.\. 63\n",
-        "the whole model  8,030,261,248",
-        "ZeRO 3: each rank holds 1/64 of the weights, gradients and optimizer states",
-    ),
-    "zero3_sequence8.json --gpus 16 --seq-len 8192": (
-        "ranks 16 = 2 data x 8 sequence",
-        r"on node 0 +0-7 \| +8-15\n",
-        "ZeRO 3: each rank holds 1/16 of the weights, gradients and optimizer states",
-    ),
-}
+RANKS = beside(__file__, "show_layout.toml")
 
 
 @pytest.mark.parametrize("words", rest_in_gate("tools", RANKS, 2))

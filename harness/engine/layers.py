@@ -83,7 +83,7 @@ def _recompute(plan: Plan, model: PreTrainedModel, as_a_whole: bool) -> None:
     if plan.checkpointing == REVERSIBLE:
         reverse_layers(model)
     else:
-        checkpoint_layers(model, run.checkpointing, run.activation_offload)
+        checkpoint_layers(model, run.checkpointing, run.activation_offload, run.compile is True)
     if run.mlp_tiles > 1:
         try:
             mlps = tile_mlps(model, run.mlp_tiles)

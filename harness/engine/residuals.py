@@ -33,6 +33,8 @@ from harness.models.flow import StandIn
 from harness.models.units import decoder_layers
 from harness.plan.overrides import DROPOUT_ENDINGS
 
+_DROPOUT = functional.dropout
+
 
 class Residuals:
     """The exchanges of one model's divided modules with its residual stream.
@@ -180,7 +182,7 @@ class _WholeDraws(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not functional.dropout:
+        if func is not _DROPOUT:
             return func(*args, **kwargs)
         (hidden, *_), bound = args, inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()

@@ -28,7 +28,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from harness.layout.recompute import Checkpointing, is_checkpointed
@@ -98,12 +102,16 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "bitsandbytes::gemm
 
 
 def checkpoint_layers(
-    model: PreTrainedModel, checkpointing: Checkpointing, to_host: bool = False
+    model: PreTrainedModel,
+    checkpointing: Checkpointing,
+    to_host: bool = False,
+    compiled: bool = False,
 ) -> None:
     """Make decoder layers recompute for their backward pass whatever they do not keep; in place.
 
-    `to_host`: offload what they keep to host memory until then. Layers are numbered across all
-    pipeline stages.
+    `to_host`: offload what they keep to host memory until then; `compiled`: the layers will be
+    compiled, so that the compiler asks for each operation. Layers are numbered across all pipeline
+    stages.
     """
     # A kept result draws no random numbers in the second pass, which would shift those of later
     # dropout.
@@ -113,7 +121,10 @@ def checkpoint_layers(
         if isinstance(layer, StandIn) or not is_checkpointed(checkpointing, index):
             continue
         options: dict[str, Any] = {}
-        if checkpointing == "selective":
+        if checkpointing == "selective" and compiled:
+            policy = functools.partial(_policy, not draws)
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        elif checkpointing == "selective":
             options["context_fn"] = functools.partial(_contexts, not draws, buffers)
         _checkpoint(layer, options, buffers)
 
@@ -147,6 +158,12 @@ def _moving(buffers: Buffers | None) -> contextlib.AbstractContextManager[Any]:
 def _contexts(attention: bool, buffers: Buffers | None) -> tuple[Keep, Reuse]:
     results: deque[Any] = deque()
     return Keep(results, attention, buffers), Reuse(results, attention)
+
+
+def _policy(attention: bool, _: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return what a compiler does with an operation's result until the backward pass."""
+    keeps = _is_costly(func, attention)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Keep(TorchDispatchMode):

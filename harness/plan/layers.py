@@ -42,7 +42,6 @@ def check_recompute(draft: Draft) -> None:
         why = f"the MLPs of {shape.model_type} models are not separate modules"
         problems.add(_TILES, why, "use 1")
     for key, is_on in (
-        ("model.checkpointing", model.checkpointing == "selective"),
         (_OFFLOAD, model.activation_offload),
         (_TILES, model.mlp_tiles > 1),
     ):

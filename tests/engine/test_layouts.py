@@ -188,7 +188,7 @@ def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
 def test_tensor_ranks_draw_dropout_per_head_and_share_the_rest() -> None:
     """A layer that is recomputed in the backward pass draws the same dropout."""
     model = {"attention": "eager", "attention_dropout": 0.5, "checkpointing": "full"}
-    engine = engine_of("zero1 tensor2", model=model)
+    engine = engine_of("zero1 whole_tensor2", model=model)
     kept: list[torch.Tensor] = []
     dropout = functional.dropout
 

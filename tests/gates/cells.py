@@ -73,6 +73,7 @@ def _parity() -> Iterator[Iterable[Cell]]:
     # Two micro-batches on each of four ranks.
     yield _of(FLAT, "zeropp compiled_zero{3,1}", PRECISIONS, ON_FOUR)
     yield _of(FLAT, "zero{2,3}_bf16_states", "bf16", ((2, 2),))
+    yield _of("llama gpt2", "compiled_selective_zero{1,3}", "fp32", ((2, 2),))
     yield _of(WIDE, NVME, PRECISIONS, ((2, 2), (2, 1)))
     yield _of("llama", f"compiled_{_BY_ROWS}", PRECISIONS, ON_FOUR)
     # One and two micro-batches per stage, and 2 x 2 ranks.
@@ -184,6 +185,8 @@ def covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
     if cell.layout in FEW:
         kind = "bf16_states" if how.has_bf16_states else cell.layout.partition("_zero")[0]
         return {(("layout", kind),)}
+    if how.whole_residuals or (how.compiled and how.model):
+        return {(("layout", cell.layout),)}
     if how.kind:
         return each("kind", "layout") if cell.layout in COVERED_KINDS else set()
     if how.varlen:

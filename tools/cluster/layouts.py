@@ -99,7 +99,7 @@ class Layout:
     def can_compile(self) -> bool:
         """True if its layers can be compiled."""
         is_plain = not self.activation_offload and self.mlp_tiles == 1
-        return is_plain and self.checkpointing != "selective" and self.pipeline == self.expert == 1
+        return is_plain and self.pipeline == self.expert == 1
 
     @property
     def deepspeed(self) -> dict[str, Any]:
