@@ -36,7 +36,13 @@ def change_layers(plan: Plan, model: PreTrainedModel, whole: PreTrainedModel | N
     if plan.config.model.kernels == "liger":
         use_liger(model)
     if plan.config.model.float8 != "none":
-        use_float8(model, plan.config.model.float8, plan.world.accelerator == "cpu")
+        emulate, compiled = plan.world.accelerator == "cpu", plan.config.model.compile is True
+        try:
+            use_float8(model, plan.config.model.float8, emulate, compiled)
+        except ValueError as error:
+            raise ConfigError(
+                f"model.float8={plan.config.model.float8}: {error}: use none"
+            ) from error
     as_a_whole = gathers_layers(plan)
     _recompute(plan, model, as_a_whole)
     _, layers = decoder_layers(model)

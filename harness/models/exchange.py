@@ -198,7 +198,7 @@ class _Linear(Function):
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        own, weight = context.saved_tensors
+        own, weight = (saved.to(gradient.dtype) for saved in context.saved_tensors)  # autocast's
         inputs, rows = context.readers.again(own).flatten(0, -2), gradient.flatten(0, -2)
         of_weight = rows.t() @ inputs if context.needs_input_grad[2] else None
         of_bias = rows.sum(0) if context.needs_input_grad[3] else None

@@ -17,11 +17,12 @@ from harness.models.units import decoder_layers
 _MULTIPLE = 16  # of both sides of a matrix, which the GPUs' instructions need
 
 
-def use_float8(model: PreTrainedModel, recipe: str, emulate: bool) -> None:
+def use_float8(model: PreTrainedModel, recipe: str, emulate: bool, compiled: bool) -> None:
     """Multiply in float8 in the decoder layers' linear layers whose sides allow it; in place.
 
     `recipe`: torchao's, "tensorwise" or "rowwise"; `emulate`: compute in the model's precision with
-    rounded operands. Raises ValueError if no layer allows it.
+    rounded operands; `compiled`: the compiler saves parameters, and traces torchao's own product
+    alone. Raises ValueError if no layer allows it.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
@@ -33,6 +34,8 @@ def use_float8(model: PreTrainedModel, recipe: str, emulate: bool) -> None:
     made = [module for module in model.modules() if isinstance(module, Float8Linear)]
     if not made:
         raise ValueError(f"no linear layer of {type(model).__name__} has sides of {_MULTIPLE}s")
+    if compiled:
+        return
     multiply = _multiplied_with_parameter()
     for module in made:
         module.forward = _forward(module, multiply)
