@@ -3,12 +3,12 @@
 Divided (arXiv 2205.05198, section 4.2.2), each rank has some tokens of every row outside the
 modules with divided weights, so that norms, dropout and residuals cost 1/t. Such a module gets the
 tokens of all ranks, and the sum of its partial results is scattered: two exchanges that move what
-one sum does. Modules that mix replicated with divided weights see whole rows, and their results are
-cut.
+one sum does.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -52,35 +52,21 @@ class Residuals:
         prefix, layers = decoder_layers(model) if divides else ("", ())
         self._layers = [layer for layer in layers if not isinstance(layer, StandIn)]
         self._prefix = f"{prefix}."
-        self._keep_whole: set[str] = set()
-        self._entered: tuple[torch.Tensor, torch.Tensor, Readers] | None = None
+        self._entered: tuple[weakref.ref[torch.Tensor], torch.Tensor, Readers] | None = None
 
-    def find(self, named: dict[str, nn.Module], how: Iterable[str], entrances: set[str]) -> None:
-        """Find the modules of layers that must see whole rows, and sum gradients of weights that
-        see some tokens. `how`: modules with divided weights; `entrances`: their owners.
+    def find(self, named: dict[str, nn.Module], divided: Collection[str]) -> None:
+        """Sum the gradients of weights that see some of the tokens: those in layers, but not those
+        of the modules `divided`, which have parts of the weights.
         """
-        if not self._divides:
-            return
-        divided = [name for name in how if name.startswith(self._prefix)]
-        for name, child in _children(named, self._prefix):
-            if name in divided or name in entrances:
-                continue
-            inside = any(other.startswith(f"{name}.") for other in divided)
-            if inside or any(parameter.ndim > 1 for parameter in child.parameters()):
-                self._keep_whole.add(name)
-        for name in self._keep_whole:
-            named[name].register_forward_pre_hook(self._join, with_kwargs=True)
-            named[name].register_forward_hook(self._cut)
         for layer in self._layers if self._draws else ():
             layer.forward = self._drawing(layer.forward)
         for name, module in named.items():
-            if name.startswith(self._prefix) and self.passes_tokens(name) and name not in divided:
+            if self.is_in_layer(name) and name not in divided:
                 self.sum_gradients(module.parameters(recurse=False))
 
-    def passes_tokens(self, name: str) -> bool:
-        """Return True for a module of a layer, unless it is in one that sees whole rows."""
-        inside = any(f"{name}.".startswith(f"{other}.") for other in self._keep_whole)
-        return self._divides and name.startswith(self._prefix) and not inside
+    def is_in_layer(self, name: str) -> bool:
+        """Return True for a module of a layer, if the stream may be divided."""
+        return self._divides and name.startswith(self._prefix)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients of weights that every rank applies to its own tokens."""
@@ -92,21 +78,22 @@ class Residuals:
         if not self.divided:
             return copied(hidden, self.group)
         whole = gathered_for_parts(hidden, hidden.ndim - 2, self.group)
-        self._entered = whole, hidden.detach(), Readers(self.group)
+        if not torch.compiler.is_compiling():  # which cannot trace what the readers share
+            self._entered = weakref.ref(whole), hidden.detach(), Readers(self.group)
         return whole
 
     def linear(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return functional.linear; for what `enter` returned, only this rank's part is kept."""
-        if self._entered is None or self._entered[0] is not hidden or not torch.is_grad_enabled():
+        entered = None if torch.compiler.is_compiling() else self._entered
+        if entered is None or entered[0]() is not hidden or not torch.is_grad_enabled():
             return functional.linear(hidden, weight, bias)
-        _, own, readers = self._entered
+        _, own, readers = entered
         return readers.linear(hidden, own, weight, bias)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' partial results: of this rank's tokens."""
-        self._entered = None
         if not self.divided:
             return added(partial, self.group)
         return scattered_sum(partial, partial.ndim - 2, self.group)
@@ -118,37 +105,35 @@ class Residuals:
         if not (self._divides and self._layers):  # a pipeline stage may have no layers
             return
         self._layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._layers[-1].register_forward_hook(self._end)
+        self._layers[-1].register_forward_hook(self._after(joined))
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         rows, tokens, *width = hidden.shape
         self.divided = tokens % self.group.size() == 0
         self._shape = torch.Size((rows, tokens // self.group.size(), *width))
-        return self._changed(args, kwargs, sliced)
+        return self._before(sliced)(_, args, kwargs)
 
-    def _end(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._changed_output(output, joined)
+    def _before(self, change: Any) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self.divided:
+                return None
+            if args:
+                return (change(args[0], 1, self.group), *args[1:]), kwargs
+            hidden = change(kwargs["hidden_states"], 1, self.group)
+            return args, {**kwargs, "hidden_states": hidden}
 
-    def _join(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._changed(args, kwargs, joined)
+        return hook
 
-    def _cut(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._changed_output(output, sliced)
+    def _after(self, change: Any) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not self.divided:
+                return None
+            if isinstance(output, tuple):
+                return (change(output[0], 1, self.group), *output[1:])
+            return change(output, 1, self.group)
 
-    def _changed(self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
-        if not self.divided:
-            return None
-        if args:
-            return (change(args[0], 1, self.group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"], 1, self.group)}
-
-    def _changed_output(self, output: Any, change: Any) -> Any:
-        if not self.divided:
-            return None
-        if isinstance(output, tuple):
-            return (change(output[0], 1, self.group), *output[1:])
-        return change(output, 1, self.group)
+        return hook
 
     def _drawing(self, inner: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -190,10 +175,3 @@ class _WholeDraws(TorchFunctionMode):
             return hidden
         dropped = self._residuals.dropped(hidden, bound.arguments["p"])
         return func(*args, **kwargs) if dropped is None else dropped
-
-
-def _children(named: dict[str, nn.Module], prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules directly in decoder layers."""
-    for name, module in named.items():
-        if name.startswith(prefix) and name.removeprefix(prefix).count(".") == 1:
-            yield name, module

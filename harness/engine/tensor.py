@@ -48,17 +48,17 @@ def divide_forward(
         how = {n: s for n, s in how.items() if s not in (styles.EMBEDDING, styles.HEAD)}
     entrances = _entrances(named, how)
     residuals = Residuals(model, group, divides_residuals)
-    residuals.find(named, how, entrances)
+    residuals.find(named, how)
     whole = Residuals(model, group, divides=False)
     for name in entrances:
-        stream = residuals if residuals.passes_tokens(name) else whole
+        stream = residuals if residuals.is_in_layer(name) else whole
         named[name].register_forward_pre_hook(_entering(stream), with_kwargs=True)
     sharing: Any = _sharing_a_head(share, plan.kv_copies(places))
     model.sharing_a_head = sharing
     for name, style in how.items():
         module, owner_name = named[name], name.rpartition(".")[0]
         owner: Any = named[owner_name]
-        stream = residuals if residuals.passes_tokens(name) else whole
+        stream = residuals if residuals.is_in_layer(name) else whole
         if style in (*styles.COLUMNS, styles.HEAD):
             _set(module, _column(module, stream, enters=owner_name not in entrances))
         elif style == styles.GATHERED:

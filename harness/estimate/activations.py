@@ -278,7 +278,9 @@ def _temporaries(inputs: Inputs) -> int:
     width = max(shape.intermediate_size, shape.expert_size * shape.experts_per_token)
     more = 1 if inputs.liger or not shape.family.gated_mlp else 2
     in_mlp = more * e * width * -(-tokens // inputs.mlp_tiles)
-    return in_mlp + e * shape.hidden_size * tokens
+    gathered = tokens - inputs.stream_tokens  # again for the weights' gradients, and its gradient
+    gathered *= 1 if inputs.micro_batch == 1 else 2  # parts of several rows are copied
+    return in_mlp + e * shape.hidden_size * (tokens + gathered)
 
 
 def log_softmax(inputs: Inputs) -> int:

@@ -93,7 +93,7 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
         half = half_precision(inputs.gpu)
         changed = replace(inputs, precision=half, autocast=False)
         yield f"ds.{half}.enabled=true", changed
-    if inputs.checkpointing == "none" and not inputs.compiled:
+    if inputs.checkpointing == "none":
         yield "model.checkpointing=selective", replace(inputs, checkpointing="selective")
     if inputs.checkpointing not in ("full", REVERSIBLE):
         yield "model.checkpointing=full", replace(inputs, checkpointing="full")

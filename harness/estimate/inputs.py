@@ -341,7 +341,8 @@ class Inputs:
     @property
     def stream_tokens(self) -> int:
         """Tokens per micro-batch whose residuals one rank has."""
-        return self.tokens // (self.grid.tensor if self.divides_residuals else 1)
+        whole_rows = self.mlp_tiles > 1 or self.seq_len // self.grid.sequence % self.grid.tensor
+        return self.tokens // (self.grid.tensor if self.divides_residuals and not whole_rows else 1)
 
     @property
     def chunk(self) -> int:

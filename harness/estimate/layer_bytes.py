@@ -2,7 +2,7 @@
 `e` is the size of a weight in bytes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import FP32, INDEX
@@ -36,15 +36,11 @@ def layer_activations(inputs: Inputs, index: int) -> Layer:
     if inputs.trace is not None:
         each = inputs.trace.layers[inputs.first_layer + index]
         return Layer(0, 0, 0, int(each * inputs.tokens))
-    layer = Layer(
+    return Layer(
         _attention(inputs, index) * inputs.tokens,
         _mlp(inputs, index) * inputs.tokens + _sent_beside(inputs, index),
         _norms(inputs) * inputs.stream_tokens,
     )
-    if has_experts(inputs, index):  # they read whole rows (engine/residuals.py)
-        read = inputs.element_bytes * inputs.shape.hidden_size
-        layer = replace(layer, mlp=layer.mlp + read * (inputs.tokens - inputs.stream_tokens))
-    return layer
 
 
 def _attention(inputs: Inputs, index: int) -> int:

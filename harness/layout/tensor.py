@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.layout.box import Part, Range, share_of, share_of_fused
-from harness.layout.families import Keys, family_of, kv_heads
+from harness.layout.families import FAMILIES, Keys, family_of, kv_heads
 from harness.layout.releases import was_rewritten
 from harness.layout.shape import Shape, Tensor
 from harness.layout.state_size import RECURRENT_KEYS
@@ -94,12 +94,6 @@ STYLES = (*COLUMNS, *ROWS, GATHERED, EXPERTS, SUMMED, EMBEDDING, HEAD)
 
 _QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
-WHOLE_STREAM = {
-    "deepseek_v4": "its layers pass on several streams",
-    "gemma4_text": "its layers read embeddings of their own",
-    "hrm_text": "its layers are no list",
-}
-"""Families whose residual stream tensor-parallel ranks cannot divide by tokens, and why."""
 _VOCABULARY = {
     **dict.fromkeys(("embed_tokens", "embed_in", "wte", "word_embeddings"), EMBEDDING),
     **dict.fromkeys(("lm_head", "embed_out"), HEAD),
@@ -348,20 +342,32 @@ def tensor_shard(shape: Shape, ranks: int) -> Shape:
 
 
 def whole_stream(
-    model_type: str, tokens: int, places: int, mlp_tiles: int, is_reversible: bool
+    shape: Shape | None, tokens: int, places: int, mlp_tiles: int, is_reversible: bool
 ) -> str:
     """Return why `places` ranks cannot divide the residual stream of rows of `tokens` tokens, with
     the key to change; "" if they can.
     """
     if tokens % places:
-        return (
-            f"{tokens} tokens of a row cannot be divided over {places} ranks: change data.seq_len"
-        )
-    if why := WHOLE_STREAM.get(model_type):
-        return f"{why}: set it to false"
+        return f"{tokens} tokens cannot be divided over {places} ranks: change data.seq_len"
+    if shape is None or not _divides_layers(shape):
+        return "its layers have matrices that every rank holds: set it to false"
     if is_reversible:
         return "its layers pass on two streams: set model.reversible=false"
     return "tiles of an MLP read whole rows: set model.mlp_tiles=1" if mlp_tiles > 1 else ""
+
+
+@lru_cache(maxsize=64)
+def _divides_layers(shape: Shape) -> bool:
+    """Return True for a known family whose layers have only matrices that read the stream as a
+    whole and return a part, or the reverse.
+    """
+    try:
+        plan = plan_of(shape)
+    except ValueError:
+        return False
+    names = {t.name for layer in shape.body.layers for t in layer if len(t.shape) > 1}
+    styles = {plan.style_of(f"{shape.body.layer_prefix}0.{n}".rpartition(".")[0]) for n in names}
+    return shape.model_type in FAMILIES and styles <= {*COLUMNS, "rowwise"}
 
 
 def divides_vocabulary(shape: Shape, ranks: int) -> bool:

@@ -27,7 +27,8 @@ def use_float8(model: PreTrainedModel, recipe: str, emulate: bool, compiled: boo
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    own = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(own, emulate=emulate, pad_inner_dim=True)  # any number of tokens
     _, layers = decoder_layers(model)
     for layer in layers:
         convert_to_float8_training(layer, config=config, module_filter_fn=_fits)

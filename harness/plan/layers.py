@@ -120,8 +120,10 @@ def check_float8(draft: Draft) -> None:
         problems.add(key, f"but {gpu.name} has no float8 products", "set model.float8=none")
     if draft.here and not importlib.util.find_spec("torchao"):
         problems.add(key, "it needs the package torchao (pip install torchao)")
-    if draft.precision == "fp16":
-        problems.add(key, "but gradients of float8 products were not tried with fp16", "use bf16")
+    if draft.precision == "fp16" or draft.ds.value("torch_autocast.enabled"):
+        problems.add(key, "but float8 was tried neither with fp16 nor with autocast", "use bf16")
+    if given_size(draft.model_config, "experts"):
+        problems.add(key, "but routers and experts need their precision", "set it to none")
     family = family_of(str(draft.model_config.get("model_type")))
     if any(module.transposed for module in family.layers):
         problems.add(key, f"but {draft.config.model.name} has no torch.nn.Linear in its layers")

@@ -186,8 +186,8 @@ def _why_whole(draft: Draft, places: int) -> str:
     if places == 1:
         return f"there are no tensor-parallel ranks: set {KEYS['tensor']}"
     tokens = draft.config.data.seq_len // draft.grid.sequence
-    family, tiles = str(draft.model_config.get("model_type")), draft.config.model.mlp_tiles
-    return whole_stream(family, tokens, places, tiles, bool(draft.model_config.get(REVERSIBLE)))
+    is_reversible = bool(draft.model_config.get(REVERSIBLE))
+    return whole_stream(draft.shape, tokens, places, draft.config.model.mlp_tiles, is_reversible)
 
 
 def _divide_sent(draft: Draft, places: int) -> None:

@@ -224,7 +224,8 @@ def _joined(
 ) -> tuple[Data, torch.device, StopGuard]:
     """Read the data, then join the other ranks. Raises RunStopped if any was asked to stop."""
     spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
-    spec = replace(spec, pad_to=math.lcm(spec.pad_to, plan.grid.sequence))
+    sharing = plan.grid.sequence * (plan.grid.tensor if plan.divides_residuals else 1)
+    spec = replace(spec, pad_to=math.lcm(spec.pad_to, sharing))
     with contextlib.suppress(StopAsked), request.breaks_off():
         data = data or build_data(spec, progress.say)
     with request.joins():

@@ -1,6 +1,7 @@
 """Each layout on two ranks: the same weights, clipping, evaluations and losses as undivided."""
 
 import functools
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from harness.config.ds_json import read_ds_json
 from harness.data.batch import Batch
+from harness.engine import residuals
 from harness.models.token_losses import Vocabulary
 from tests.engine.engines import (
     SGD,
@@ -246,3 +248,20 @@ def test_sequence_ranks_attend_within_documents() -> None:
 
     assert change_by_first_document(apart) == 0
     assert change_by_first_document(None) > 1e-4
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@ranks(2)
+def test_gathered_tokens_do_not_outlive_their_layer(checkpointing: str) -> None:
+    engine = engine_of("zero1 tensor2", model={"checkpointing": checkpointing})
+    made: list[weakref.ref[torch.Tensor]] = []
+    gather = residuals.gathered_for_parts
+
+    def noted(*args: Any) -> torch.Tensor:
+        made.append(weakref.ref(whole := gather(*args)))
+        return whole
+
+    with mock.patch.object(residuals, "gathered_for_parts", noted):
+        engine.accumulate(*share_of(engine))
+    assert made
+    assert [whole for each in made if (whole := each()) is not None] == []

@@ -34,9 +34,10 @@ from transformers import (
 from harness.engine.fragments import assembled, cutter
 from harness.engine.tensor import divide_forward
 from harness.errors import ExitCode
-from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.families import FAMILIES, SIZE_KEYS, family_of
 from harness.layout.grid import Grid, Share
-from harness.layout.tensor import EXPERTS, WHOLE_STREAM, TensorPlan, tensor_plan, without_sdpa
+from harness.layout.shape import Shape
+from harness.layout.tensor import EXPERTS, TensorPlan, tensor_plan, whole_stream, without_sdpa
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config
 from harness.terminal import HelpFormatter
@@ -145,7 +146,8 @@ def _compare(family: str, rank: int, folder: Path) -> Row:
     dist.init_process_group("gloo", f"file://{folder / 'ranks'}", rank=rank, world_size=RANKS)
     group = dist.group.WORLD
     assert group is not None
-    divides = family not in WHOLE_STREAM
+    shape = Shape.from_hf(config) if family in FAMILIES else None
+    divides = not whole_stream(shape, SEQ_LEN, RANKS, 1, is_reversible=False)
     residuals = divide_forward(model, plan, share, group, divides)
     residuals.divide()
     divided_loss, own = _loss_and_gradients(model)

@@ -26,6 +26,7 @@ from tests.plan.plans import Planner
 from tests.real_runs import SHORT_RUN, SMALL_MODEL, events
 from tests.run.features import in_gate
 from tests.shipped import DS_CONFIGS
+from tests.tables import beside
 
 
 def words(run: Path, data: list[str], *more: str, json: str = "zero2") -> list[str]:
@@ -191,29 +192,7 @@ def test_only_what_a_checkpoint_lacks_makes_it_unusable(
 
 @pytest.mark.parametrize(
     ("line", "about", "steps_before", "said"),
-    [
-        ("RANKS=2", {"world_size": 2, "zero_stage": 0, "pipeline_stages": 1}, 26, ""),
-        ("RANKS=2", {"versions": {}}, None, ""),
-        (
-            "RANKS=1",
-            {"world_size": 2, "zero_stage": 1},
-            9,
-            " (9 before: the learning rate follows the new length), saved by 2 ranks under ZeRO 1",
-        ),
-        ("optim.schedule=constant", {"world_size": 1}, 20, " (20 before)"),
-        (
-            "RANKS=2",
-            {"world_size": 1, "zero_stage": 0, "pipeline_stages": 1},
-            26,
-            ", saved by 1 rank under ZeRO 0",
-        ),
-        (
-            "RANKS=2",
-            {"world_size": 2, "zero_stage": 0, "pipeline_stages": 2, "tensor_ranks": 1},
-            26,
-            ", saved by 2 ranks under ZeRO 0 with 2 pipeline stages",
-        ),
-    ],
+    beside(__file__, "resumption.toml")["rows"],
 )
 def test_a_resume_says_what_of_its_length_and_ranks_differs(
     line: str,

@@ -117,7 +117,7 @@ class Layout:
         """Return the inputs of its estimates; `base` has the same ZeRO stage and offload."""
         grid = Grid(gpus, self.pipeline, self.tensor, self.sequence, self.expert)
         tokens, is_reversible = base.seq_len // self.sequence, self.checkpointing == REVERSIBLE
-        row = base.shape.model_type, tokens, self.tensor, self.mlp_tiles, is_reversible
+        row = base.shape, tokens, self.tensor, self.mlp_tiles, is_reversible
         return replace(
             base,
             grid=grid,
