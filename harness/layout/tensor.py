@@ -348,7 +348,7 @@ def whole_stream(
     the key to change; "" if they can.
     """
     if tokens % places:
-        return f"{tokens} tokens cannot be divided over {places} ranks: change data.seq_len"
+        return f"{tokens} tokens cannot be divided over {places} ranks: raise data.seq_len"
     if shape is None or not _divides_layers(shape):
         return "its layers have matrices that every rank holds: set it to false"
     if is_reversible:

@@ -131,7 +131,9 @@ def check_float8(draft: Draft) -> None:
         problems.add(key, f"which is untested with adapters ({_RANK})", "leave it out")
     _check_layout(draft, key, "float8 products are not supported")
     if draft.grid.sequence > 1:
-        problems.add(key, "but the first batch's check would compare with bf16", "use ZeRO alone")
+        problems.add(
+            key, "but the first batch's check would compare with bf16", "use ZeRO 0 to 3 alone"
+        )
 
 
 def note_kernels(draft: Draft) -> None:

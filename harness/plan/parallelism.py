@@ -184,7 +184,7 @@ def _other_tensor_keys(ds: DsJson, places: int) -> Iterator[tuple[str, str]]:
 def _why_whole(draft: Draft, places: int) -> str:
     """Return why tensor-parallel ranks cannot divide the residual stream; "" if they can."""
     if places == 1:
-        return f"there are no tensor-parallel ranks: set {KEYS['tensor']}"
+        return "there are no tensor-parallel ranks: remove it"
     tokens = draft.config.data.seq_len // draft.grid.sequence
     is_reversible = bool(draft.model_config.get(REVERSIBLE))
     return whole_stream(draft.shape, tokens, places, draft.config.model.mlp_tiles, is_reversible)

@@ -246,8 +246,8 @@ def heads_undivided(divide: Any, world: World) -> Any:
 
 
 def biased_everywhere(row: Any, world: World) -> Any:
-    def biased(module: Any, *rest: Any) -> Any:
-        forward = row(module, *rest)
+    def biased(module: Any, *rest: Any, **how: Any) -> Any:
+        forward = row(module, *rest, **how)
         return lambda inputs: forward(inputs) + (0 if module.bias is None else module.bias)
 
     return biased

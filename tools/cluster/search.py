@@ -180,7 +180,7 @@ class Search:
         layout = whole.layout
         key = (
             *(*layout.state, layout.tensor, layout.expert, layout.pipeline),
-            *(kind, accumulates, whole.grad_accum > 1, layout.mlp_tiles),
+            *(kind, accumulates, whole.grad_accum > 1, layout.mlp_tiles, whole.inputs.compiled),
         )
 
         def states() -> list[Totals]:
