@@ -82,8 +82,8 @@ def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
                 inputs.shape, stages, inputs.seq_len, inputs.checkpointing, inputs.mlp_tiles
             )
             accum = inputs.grad_accum * inputs.grid.data // grid.data
-            plain = {"liger": False, "compiled": False}  # as the plan then chooses
-            changed = replace(inputs, grid=grid, grad_accum=accum, bounds=bounds, **plain)
+            changed = replace(inputs, grid=grid, grad_accum=accum, bounds=bounds)
+            changed = replace(changed, liger=False, compiled=False)  # as the plan then chooses
             yield f"ds.pipeline.stages={stages}", changed
         stages *= 2
 
