@@ -228,9 +228,8 @@ _LLAMA = "RANKS=8 GPU=h100-80 model.name=llama-1b data.seq_len=1024"
     [
         f"{_LLAMA} ds.zero_optimization.stage=1 {more}"
         for more in (
-            "model.kernels=liger model.dropout=0.1",
-            "data.batching=length_grouped",
-            "'optim.groups=[{pattern=\"embed\", frozen=true}]'",
+            "model.kernels=none data.batching=length_grouped",
+            "model.kernels=none 'optim.groups=[{pattern=\"embed\", frozen=true}]'",
             "ds.train_micro_batch_size_per_gpu=4 ds.gradient_accumulation_steps=2",
             "model.name=$opt data.seq_len=16",
             "ds.zero_optimization.stage=3 ds.zero_optimization.zero_hpz_partition_size=2",
