@@ -54,7 +54,7 @@ class Residuals:
         self._prefix = f"{prefix}."
         self._entered: tuple[weakref.ref[torch.Tensor], torch.Tensor, Readers] | None = None
 
-    def find(self, named: dict[str, nn.Module], divided: Collection[str]) -> None:
+    def prepare(self, named: dict[str, nn.Module], divided: Collection[str]) -> None:
         """Sum the gradients of weights that see some of the tokens: those in layers, but not those
         of the modules `divided`, which have parts of the weights.
         """
@@ -105,35 +105,24 @@ class Residuals:
         if not (self._divides and self._layers):  # a pipeline stage may have no layers
             return
         self._layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._layers[-1].register_forward_hook(self._after(joined))
+        self._layers[-1].register_forward_hook(self._end)
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         rows, tokens, *width = hidden.shape
         self.divided = tokens % self.group.size() == 0
         self._shape = torch.Size((rows, tokens // self.group.size(), *width))
-        return self._before(sliced)(_, args, kwargs)
+        if not self.divided:
+            return None
+        own = sliced(hidden, 1, self.group)
+        return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
 
-    def _before(self, change: Any) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self.divided:
-                return None
-            if args:
-                return (change(args[0], 1, self.group), *args[1:]), kwargs
-            hidden = change(kwargs["hidden_states"], 1, self.group)
-            return args, {**kwargs, "hidden_states": hidden}
-
-        return hook
-
-    def _after(self, change: Any) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not self.divided:
-                return None
-            if isinstance(output, tuple):
-                return (change(output[0], 1, self.group), *output[1:])
-            return change(output, 1, self.group)
-
-        return hook
+    def _end(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self.divided:
+            return None
+        if isinstance(output, tuple):
+            return (joined(output[0], 1, self.group), *output[1:])
+        return joined(output, 1, self.group)
 
     def _drawing(self, inner: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:

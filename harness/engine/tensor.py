@@ -48,7 +48,7 @@ def divide_forward(
         how = {n: s for n, s in how.items() if s not in (styles.EMBEDDING, styles.HEAD)}
     entrances = _entrances(named, how)
     residuals = Residuals(model, group, divides_residuals)
-    residuals.find(named, how)
+    residuals.prepare(named, how)
     whole = Residuals(model, group, divides=False)
     for name in entrances:
         stream = residuals if residuals.is_in_layer(name) else whole

@@ -36,10 +36,13 @@ def layer_activations(inputs: Inputs, index: int) -> Layer:
     if inputs.trace is not None:
         each = inputs.trace.layers[inputs.first_layer + index]
         return Layer(0, 0, 0, int(each * inputs.tokens))
+    # Compiled linear layers keep what divided ranks gathered (engine/residuals.py).
+    kept = (inputs.tokens - inputs.stream_tokens) * inputs.compiled
     return Layer(
         _attention(inputs, index) * inputs.tokens,
         _mlp(inputs, index) * inputs.tokens + _sent_beside(inputs, index),
-        _norms(inputs) * inputs.stream_tokens,
+        _norms(inputs) * inputs.stream_tokens
+        + 2 * inputs.element_bytes * inputs.shape.hidden_size * kept,
     )
 
 

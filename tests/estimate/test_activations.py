@@ -194,6 +194,9 @@ def test_the_docs_recompute_a_divided_layer(axis, ranks, per_token):
     run = replace(run, divides_residuals=axis == "tensor")
     run = run.of_stage(0)
     assert layer_activations(run, 0).total == per_token * run.tokens
+    sizes = [layer_activations(replace(run, liger=n == 0, compiled=n > 0), 0) for n in range(2)]
+    inputs_kept = 2 * 2 * 4096 * (run.tokens - run.stream_tokens)  # whole, in bf16
+    assert sizes[1].norms - sizes[0].norms == inputs_kept
     docs = Path(__file__).resolve().parents[2] / "docs/memory.md"
     assert f"{per_token:,}" in docs.read_text(encoding="utf-8")
 
