@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import NoReturn
+
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from harness import terminal
 from harness.errors import ConfigError
@@ -169,46 +170,18 @@ def on_stop(stop: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class ProgressLine:
-    """A progress line on standard error: updated in place on a terminal, else a line every 30 s."""
-
-    def __init__(self, verb: str, total_bytes: int, done_bytes: int = 0) -> None:
-        self._verb, self._total, self._before = verb, max(1, total_bytes), done_bytes
-        self._started = self._written = time.monotonic()
-        self._width = terminal.columns(sys.stderr)
-        self._covered = 0
-
-    def show(self, num_bytes: int) -> None:
-        """Show the bytes done since this start."""
-        now = time.monotonic()
-        if self._width is None and now < self._written + _LINE_EVERY_S:
-            return
-        self._written = now
-        seconds = max(1e-9, now - self._started)
-        rate, done = num_bytes / seconds, self._before + num_bytes
-        left = (
-            f", {duration_text((self._total - done) / rate)} left" if rate and seconds > 2 else ""
-        )
-        line = (
-            f"{self._verb} {min(1.0, done / self._total):.0%} of {self._total / 1e6:,.1f} MB, "
-            f"{rate / 1e6:.1f} MB/s{left}"
-        )
-        if self._width is None:
-            print(line, file=sys.stderr, flush=True)
-            return
-        line = line[: self._width - 1]
-        print(f"\r{line:<{self._covered}}", end="", file=sys.stderr, flush=True)
-        self._covered = len(line)
-
-    def end(self) -> None:
-        """Remove the changing line."""
-        if self._covered:
-            print(f"\r{'':<{self._covered}}\r", end="", file=sys.stderr, flush=True)
-            self._covered = 0
-
-
-def duration_text(seconds: float) -> str:
-    """Return a duration as text, such as 12 s, 3 min or 4.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+def progress_bar(verb: str, total_bytes: int, done_bytes: int = 0) -> tqdm:
+    """Return a bar on standard error that ends without trace: updated in place on a terminal, else
+    a line every 30 s.
+    """
+    return tqdm(
+        desc=verb,
+        total=total_bytes,
+        initial=done_bytes,
+        unit="B",
+        unit_scale=True,
+        mininterval=0.5 if terminal.columns(sys.stderr) else _LINE_EVERY_S,
+        maxinterval=_LINE_EVERY_S,
+        leave=False,
+        bar_format="{desc} {percentage:.0f}% of {total_fmt}B, {rate_fmt}, {remaining} left",
+    )

@@ -21,7 +21,7 @@ from tools.cleaning import steps
 from tools.cleaning.pipeline import Stage, logs_of
 from tools.cleaning.recipe import SlurmSection
 from tools.slurm_queue import queued
-from tools.workers import Progress, ProgressLine, WorkerFailed, run_workers
+from tools.workers import Progress, WorkerFailed, progress_bar, run_workers
 
 
 class Local(LocalPipelineExecutor):
@@ -33,9 +33,7 @@ class Local(LocalPipelineExecutor):
         if not missing:
             return
         self.save_executor_as_json()
-        line = ProgressLine(
-            f"cleaning, {stage.name}:", sum(sizes), sum(sizes) - sum(sizes[n] for n in missing)
-        )
+        before = sum(sizes) - sum(sizes[number] for number in missing)
 
         def work(rank: int, progress: Progress) -> None:
             own = deepcopy(self)  # steps collect the statistics of one task
@@ -48,12 +46,11 @@ class Local(LocalPipelineExecutor):
             progress(sizes[rank])
 
         def watch(done: dict[int, int]) -> None:
-            line.show(sum(min(count, sizes[rank]) for rank, count in done.items()))
+            now = before + sum(min(count, sizes[rank]) for rank, count in done.items())
+            bar.update(now - bar.n)
 
-        try:
+        with progress_bar(f"cleaning, {stage.name}:", sum(sizes), before) as bar:
             run_workers(work, missing, self.workers, watch)
-        finally:
-            line.end()
 
 
 def run_here(

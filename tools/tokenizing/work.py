@@ -21,7 +21,7 @@ from harness.errors import ConfigError
 from harness.files.chat import Chat
 from harness.files.corpus import Corpus
 from harness.plan.data import balanced, with_eval_splits
-from tools.workers import ProgressLine, cores, run_workers
+from tools.workers import cores, progress_bar, run_workers
 
 
 @dataclass(frozen=True)
@@ -188,12 +188,11 @@ def _write_shards(tokens: ShardedTokens, missing: list[int], assigned: Share) ->
         return
     sizes = [shard.num_bytes for shard in tokens.shards]
     total = sum(sizes[number] for number in range(assigned.task, len(sizes), assigned.tasks))
-    line = ProgressLine("tokenised", total, total - sum(sizes[number] for number in share))
+    before = total - sum(sizes[number] for number in share)
 
     def watch(done: dict[int, int]) -> None:
-        line.show(sum(min(count, sizes[number]) for number, count in done.items()))
+        now = before + sum(min(count, sizes[number]) for number, count in done.items())
+        bar.update(now - bar.n)
 
-    try:
+    with progress_bar("tokenised", total, before) as bar:
         run_workers(tokens.write, share, assigned.workers, watch)
-    finally:
-        line.end()
