@@ -135,6 +135,7 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
     import torch
 
     from harness.run.build import build
+    from harness.run.ending import break_off
 
     run = build(plan)
     rates: list[float] = []
@@ -166,9 +167,7 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
         return judged(rates, losses)
     finally:
         run.progress.enabled = False  # the report's folder is removed
-        run.ended("stopped", ExitCode.DONE)
-        run.guard.close(wait=False)
-        run.watchdog.close()
+        break_off(run)
 
 
 def smoothed(losses: list[float]) -> list[float]:

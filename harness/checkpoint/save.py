@@ -77,6 +77,7 @@ class Saver:
         self.keep = keep
         self.before_publishing = before_publishing
         self.copies = HostCopies()
+        self.longest_s = 0.0  # from the start of a save, background or not, to its checkpoint
         self._pending: _Pending | None = None
         start_hashing()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="saving")

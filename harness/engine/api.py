@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 else:
     Engine = Any
 
-# SkipRule(loss_share, grad_norm): True to skip the step. All ranks must decide alike.
-SkipRule = Callable[[torch.Tensor, torch.Tensor], bool]
 # Fill(name, kind, offset, out, part): read elements [offset, offset + numel) of a slice into the
 # flat tensor `out`, in place.
 Fill = Callable[[str, str, int, torch.Tensor, Part], None]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from harness.data.batch import Batch, on_device
 from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.fragments import is_copy
-from harness.engine.skip import propagate_nonfinite
+from harness.engine.stepping import propagate_nonfinite
 from harness.engine.zero import ZeroEngine
 from harness.models.loss import losses
 from harness.models.stage import Stage

@@ -10,13 +10,14 @@ from transformers import PreTrainedModel
 
 from harness.checkpoint.tensor_file import Fragment
 from harness.data.batch import Batch
-from harness.engine import fragments, skip, state, swap
-from harness.engine.api import Fill, Kinds, Replica, Scalars, SkipRule, StepResult
+from harness.engine import fragments, state, stepping, swap
+from harness.engine.api import Fill, Kinds, Replica, Scalars, StepResult
 from harness.engine.deepspeed_0_19 import between_steps, gradients, internals
 from harness.engine.expert import Experts
 from harness.engine.forward import ForwardPass
 from harness.engine.fragments import assembled, part_of
 from harness.engine.groups import Groups, ModelParallelUnit, gradients_apart
+from harness.guard.skip import SkipRule
 from harness.layout.box import Part
 from harness.layout.grid import Purpose
 from harness.models.token_losses import recording
@@ -93,7 +94,7 @@ class ZeroEngine:
             # the accumulation steps is off, because micro-batches may have different numbers of
             # targets.
             self.engine.backward(
-                skip.propagate_nonfinite(share) * self._averaged_over, scale_wrt_gas=False
+                stepping.propagate_nonfinite(share) * self._averaged_over, scale_wrt_gas=False
             )
             if batch is not batches[-1]:
                 self.engine.step()  # not a boundary: counts the micro-step
@@ -111,10 +112,10 @@ class ZeroEngine:
         norm, limit = None, self.plan.config.optim.clip_value
         if limit is not None or gradients.keeps_no_grad_norm(self.engine):
             norm = self.grad_norm()
-            skips = skips or skip.has_nonfinite_grads(self.engine, norm)
+            skips = skips or stepping.has_nonfinite_grads(self.engine, norm)
         if norm is not None and limit is not None:
             fragments.clip_by_value(self._own_module, limit * self.loss_scale, norm)
-        skip.step_or_skip(self.engine, self._step, skips)
+        stepping.step_or_skip(self.engine, self._step, skips)
         gradients.gather_after_writing(self.engine)
         return self.engine.get_global_grad_norm() if norm is None else norm
 

@@ -4,7 +4,8 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import Enum, auto
+from typing import Any
 
 from harness.config.sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
@@ -126,11 +127,20 @@ class Patience:
 ADVICE = "resume from an earlier checkpoint in a new run.dir with a lower optim.lr"
 
 
+class Next(Enum):
+    """What a run does after a step."""
+
+    GO_ON = auto()
+    END_EARLY = auto()
+    ROLL_BACK = auto()
+    STOP = auto()
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The decision on a run after a step."""
 
-    kind: Literal["go on", "end early", "roll back", "stop"] = "go on"
+    next: Next = Next.GO_ON
     message: str = ""
     code: ExitCode = ExitCode.DONE
     """Exit code of a run that stops."""
@@ -183,16 +193,16 @@ class StabilityMonitor:
     def verdict(self, step: int, is_last: bool, run_folder: object) -> Verdict:
         """Return the verdict on a run after step `step`."""
         if self._goes_back_for:
-            return Verdict("roll back", self._goes_back_for)
+            return Verdict(Next.ROLL_BACK, self._goes_back_for)
         if self._lost:
             message = f"the held-out loss is not finite: {ADVICE}"
-            return Verdict("stop", message, ExitCode.DIVERGED)
+            return Verdict(Next.STOP, message, ExitCode.DIVERGED)
         if self._bad_steps >= self._max_bad_steps:
-            return Verdict("stop", self._diagnosis(step, run_folder), ExitCode.DIVERGED)
+            return Verdict(Next.STOP, self._diagnosis(step, run_folder), ExitCode.DIVERGED)
         if self._patience.is_over and not is_last:
             best, best_step = self._patience.best, self._patience.best_step
             return Verdict(
-                "end early", f"the held-out loss was best at step {best_step}, {best:.4f}"
+                Next.END_EARLY, f"the held-out loss was best at step {best_step}, {best:.4f}"
             )
         return Verdict()
 

@@ -209,12 +209,12 @@ def _share_gloo_threads() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     theirs: Any = c10d.ProcessGroupGloo
-    device = functools.cache(theirs.create_default_device)  # made by the rank: threads do not fork
+    device = functools.cache(theirs.create_default_device)  # by the rank: threads do not fork
 
     class Gloo(theirs):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
             options = theirs._Options()
-            options._timeout, options._threads, options._devices = timeout, 2, [device()]
+            options._timeout, options._devices = timeout, [device()]
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = Gloo  # type: ignore[misc]

@@ -28,35 +28,46 @@ from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.plan.attention import AttentionNeeds
 from harness.plan.make import with_facts
 from harness.plan.plan import Plan
+from harness.run.instrument import Instrument
 from harness.run.run import Run
+from harness.steps import Step
 
 MEASURED_SAMPLES = 4
 
 
-def attention_metrics(run: Run) -> dict[str, float]:
-    """Return attention_entropy/LAYER and attention_coverage/LAYER, with LAYER from 0; empty, with
-    an event, if this attention cannot be inspected. Collective; waits for the device.
+class AttentionMetrics(Instrument):
+    """Entropy and coverage of each layer's attention, at the lines of log.attention_every."""
 
-    Computed on a few held-out samples: it costs at most the forward pass of one step.
-    """
-    if not run.attention_is_seen:
-        return {}
-    run.pulse("evaluation", run.state.step)
-    rows, why = list[list[float]](), "rows are split over sequence-parallel ranks"
-    if run.plan.grid.sequence == 1:
-        rows = _sums(run).tolist()
-        why = f"{type(run.engine.module).__name__} has an attention that cannot be inspected"
-    run.meter.restart()
-    seen = {layer: row for layer, row in enumerate(rows) if row[2]}  # only layers with attention
-    if not seen or any(math.isnan(value) for row in rows for value in row):
-        run.attention_is_seen = False
-        run.event("attention_unseen", step=run.state.step, message=f"no attention_* metrics: {why}")
-        return {}
-    return {
-        f"attention_{name}/{layer}": row[number] / row[2]
-        for number, name in enumerate(("entropy", "coverage"))
-        for layer, row in seen.items()
-    }
+    def begin(self, run: Run) -> None:
+        """Keep the run; every attention counts as visible at first."""
+        self._run, self._is_seen = run, True
+
+    def line(self, step: Step) -> dict[str, float]:
+        """Return attention_entropy/LAYER and attention_coverage/LAYER, with LAYER from 0; empty,
+        with an event, if this attention cannot be inspected. Collective; waits for the device.
+
+        Computed on a few held-out samples: it costs at most the forward pass of one step.
+        """
+        run, log = self._run, self._run.plan.config.log
+        if not (self._is_seen and log.is_due(step.number, log.attention_every)):
+            return {}
+        run.pulse("evaluation", step.number)
+        rows, why = list[list[float]](), "rows are split over sequence-parallel ranks"
+        if run.plan.grid.sequence == 1:
+            rows = _sums(run).tolist()
+            why = f"{type(run.engine.module).__name__} has an attention that cannot be inspected"
+        run.meter.restart()
+        seen = {layer: row for layer, row in enumerate(rows) if row[2]}  # layers with attention
+        if not seen or any(math.isnan(value) for row in rows for value in row):
+            self._is_seen = False
+            message = f"no attention_* metrics: {why}"
+            run.event("attention_unseen", step=step.number, message=message)
+            return {}
+        return {
+            f"attention_{name}/{layer}": row[number] / row[2]
+            for number, name in enumerate(("entropy", "coverage"))
+            for layer, row in seen.items()
+        }
 
 
 def _sums(run: Run) -> torch.Tensor:

@@ -33,10 +33,13 @@ from harness.plan.machine import remove_left_swap, short_of_disk, swap_problems
 from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
 from harness.plan.text import row, summary
+from harness.run.attention import AttentionMetrics
 from harness.run.data_decisions import decide_from_data, require_same_settings
+from harness.run.ending import fails, hangs
 from harness.run.finish import question_of, show_sample
+from harness.run.instrument import Instrument
 from harness.run.live_memory import MemoryCheck
-from harness.run.meter import Meter, SourceLosses, StepClock, WeightChange
+from harness.run.meter import ExpertLoad, Meter, SourceLosses, StepClock, WeightChange
 from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
 from harness.run.profiling import Profiler
@@ -51,6 +54,7 @@ from harness.run.run import Run
 from harness.run.saving import check_probe, load_into
 from harness.run.step import end_with_the_data
 from harness.run.trackers import Trackers
+from harness.run.verify import Verification
 from harness.runfolder import RunFolder, saved_steps
 from harness.steps import Steps
 
@@ -174,6 +178,15 @@ def build(
         memory = MemoryCheck(plan, device)
         guard.stop_if_asked()  # a large model takes minutes; the folder is still untouched
         folder = open_folder(plan, progress.say)
+        instruments: tuple[Instrument, ...] = (
+            Verification(plan),
+            ExpertLoad(engine),
+            SourceLosses(data.names, engine),
+            WeightChange(engine),
+            AttentionMetrics(),
+            StepClock(plan, record["seen_tokens"]),
+            memory,
+        )
         progress.total_steps = total_steps
         saves = plan.config.save
         keep = Retention(saves.keep, saves.keep_every, saves.keep_best)
@@ -191,17 +204,14 @@ def build(
             watchdog=watchdog,
             time_left=time_left,
             meter=Meter(plan),
-            memory=memory,
-            clock=StepClock(plan, record["seen_tokens"]),
             progress=progress,
-            source_losses=SourceLosses(data.names, engine),
             pages=Pages(folder, plan.config.log.report and plan.world.rank == 0),
-            weights=WeightChange(engine),
             trackers=Trackers(folder.append_event),
+            instruments=instruments,
         )
         report_path = folder.hang_path(folder.attempt)
-        watchdog.write_to(folder.heartbeats_dir, report_path, run.hangs)
-        alarm().on_end, alarm().gone = run.fails, watchdog.gone
+        watchdog.write_to(folder.heartbeats_dir, report_path, functools.partial(hangs, run))
+        alarm().on_end, alarm().gone = functools.partial(fails, run), watchdog.gone
         resume_point = choose_again(plan, record, resume_point, checkpoints)
         events = [*plan.events, *forced, *from_data, *engine.events]
         for event in engine.events:
@@ -210,7 +220,7 @@ def build(
         start_run(run, record, events, resume_point)
         window = plan.config.profile.window
         if window is not None and window[1] > run.state.step:
-            run.profiler = Profiler(plan, engine, folder.profile_dir, progress.say)
+            run.instruments += (Profiler(plan, engine, folder.profile_dir, progress.say),)
         unless_built.pop_all()
     return run
 

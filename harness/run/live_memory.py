@@ -1,14 +1,19 @@
 """Measures the memory of a run and compares it with the estimate."""
 
 import gc
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
+from harness.checkpoint.collectives import gather_objects
+from harness.engine.api import StepResult
 from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import rank_timeline
 from harness.plan.plan import Plan
+from harness.run.instrument import Instrument
+from harness.steps import Step
 
 STEPS = 3
 """Steps to watch. In the first, Adam allocates moments and ZeRO-3 learns its parameter order."""
@@ -31,7 +36,7 @@ class Compared:
         return f"{self.point} {self.measured / GIB:.3f} GiB, predicted {error:+z.1%}{warning}"
 
 
-class MemoryCheck:
+class MemoryCheck(Instrument):
     """Measures this rank's memory over the first steps; on CUDA, the host does not wait."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -41,9 +46,13 @@ class MemoryCheck:
         self._measured: dict[str, int] = {"built": self._allocated()} if inputs else {}
         self._steps = 0
         self.compared: list[Compared] = []
-        """The comparison, filled after the last watched step; its reader clears it."""
+        """The comparison, filled after the last watched step; `after` clears it."""
 
-    def step_done(self) -> None:
+    def begin(self, run: Any) -> None:
+        """Keep the run, which records the comparison."""
+        self._run = run
+
+    def step(self, step: Step, result: StepResult) -> None:
         """Measure after a step, before its metrics line resets the peak."""
         self._steps += 1
         if self._timeline is None or self._steps > STEPS:
@@ -57,6 +66,19 @@ class MemoryCheck:
                 Compared(point, self._predicted(point), measured)
                 for point, measured in self._measured.items()
             ]
+
+    def after(self, step: Step, line: Mapping[str, Any] | None) -> None:
+        """Record predicted and measured memory of all ranks, and show the worst. Collective."""
+        compared, self.compared = self.compared, []
+        if not compared:
+            return
+        ranks = gather_objects(compared)
+        if ranks:  # on rank 0, which writes
+            rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
+            self._run.event("memory", step=step.number, unit="bytes", rows=rows)
+            worst = max(ranks, key=lambda rows: max(abs(r.predicted - r.measured) for r in rows))
+            self._run.progress.say(f"memory         {'; '.join(map(str, worst))}")
+        self._run.meter.restart()
 
     def _allocated(self) -> int:
         if self._cuda:

@@ -21,6 +21,7 @@ from harness.layout.attention_table import seen_by
 from harness.layout.shape import Shape, flops_per_token
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
+from harness.run.instrument import Instrument
 from harness.steps import Step
 
 
@@ -131,7 +132,7 @@ def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
     return [(f"train/{name}", line[name], line["samples"]) for name in shown]
 
 
-class SourceLosses:
+class SourceLosses(Instrument):
     """Mean training loss of each source since the last metrics line; none without several sources,
     and none with Liger's loss, which returns only the sum.
     """
@@ -143,14 +144,15 @@ class SourceLosses:
         if self._names:
             engine.count_sources(len(self._names))
 
-    def step_taken(self, targets: Sequence[int]) -> None:
+    def before(self, step: Step) -> None:
         """Count the targets of an optimizer step, even if it is then skipped."""
         if self._names:
-            self._targets = [sum(both) for both in zip(self._targets, targets, strict=True)]
+            both = zip(self._targets, step.targets_by_source, strict=True)
+            self._targets = [sum(targets) for targets in both]
 
-    def taken(self) -> dict[str, torch.Tensor]:
-        """Return loss/NAME in nats, on the device, for the steps since the last call, over all
-        ranks. A source without targets in these steps has no loss. Collective.
+    def values(self, step: Step) -> dict[str, torch.Tensor]:
+        """Return loss/NAME in nats for the steps since the last call, over all ranks. A source
+        without targets in these steps has no loss. Collective.
         """
         sums = self._engine.source_losses()
         if sums is None:
@@ -162,6 +164,17 @@ class SourceLosses:
         }
         self._targets = [0] * len(self._names)
         return means
+
+
+class ExpertLoad(Instrument):
+    """How evenly routers spread the tokens since the last metrics line over the experts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def values(self, step: Step) -> dict[str, torch.Tensor]:
+        """Return `expert_load` of all ranks. Collective."""
+        return expert_load(self._engine.expert_tokens())
 
 
 def expert_load(tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -201,12 +214,34 @@ def seen_tokens(stream: Stream) -> float | None:
     return None if positions is None else round(float(positions.double().mean()) + 1, 1)
 
 
-class StepClock:
+class StepClock(Instrument):
     """Compares the second metrics line of a process with the estimated step time, once."""
 
     def __init__(self, plan: Plan, seen_tokens: float | None = None) -> None:
         self.predicted: StepTime | None = step_time(plan, seen_tokens=seen_tokens)
         self._lines = 0
+
+    def begin(self, run: Any) -> None:
+        """Keep the run, which records the comparison."""
+        self._run = run
+
+    def after(self, step: Step, line: Mapping[str, Any] | None) -> None:
+        """Record predicted and measured time after the second metrics line."""
+        predicted = self.predicted_of_next_line() if line else None
+        if line is None or predicted is None:
+            return
+        measured = line["step_time_s"]
+        data_s = line["data_wait_share"] * measured
+        text = self.text(measured, data_s)
+        self._run.event(
+            "time",
+            step=step.number,
+            measured_s=measured,
+            data_s=data_s,
+            predicted=predicted.to_json(),
+            message=text,
+        )
+        self._run.progress.say(f"time           {text}")
 
     def predicted_of_next_line(self) -> StepTime | None:
         """Return the estimate to compare with the next metrics line; None for all but one line."""
@@ -237,7 +272,7 @@ SAMPLED = 2**20
 """Number of a rank's weights whose change is measured, evenly spaced; all if there are fewer."""
 
 
-class WeightChange:
+class WeightChange(Instrument):
     """Measures single steps: the norm of all weights, and the relative norm of their change.
 
     Does not wait for the device. A copy of all weights might not fit, so the change is measured on
@@ -247,22 +282,21 @@ class WeightChange:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._on_nvme = offloaded_to(engine.plan.deepspeed, "optimizer") == "nvme"
+        self._log = engine.plan.config.log
         self._step = 0
         self._before: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def step_begins(self, step: int) -> None:
-        """Copy the sampled weights before a step."""
-        if not self._on_nvme:
-            self._step, self._before = step, _sample(self._weights())
+    def before(self, step: Step) -> None:
+        """Copy the sampled weights before a step of log.weights_every."""
+        if self._log.is_due(step.number, self._log.weights_every) and not self._on_nvme:
+            self._step, self._before = step.number, _sample(self._weights())
 
     @torch.no_grad()
-    def taken(self, step: int) -> dict[str, torch.Tensor]:
-        """Return `param_norm` and `update_ratio`, on the device, after a step that `step_begins`
-        announced; {} otherwise. Collective.
-        """
+    def values(self, step: Step) -> dict[str, torch.Tensor]:
+        """Return `param_norm` and `update_ratio` of such a step; {} otherwise. Collective."""
         before, self._before = self._before, []
-        if step != self._step:
+        if step.number != self._step:
             return {}
         weights = self._weights()
         changes = [new - old for new, old in zip(_sample(weights), before, strict=True)]

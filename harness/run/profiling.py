@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,10 +12,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from harness.data.batch import Batch
-from harness.engine.api import Engine
+from harness.engine.api import Engine, StepResult
 from harness.errors import RunStopped
 from harness.layout.shape import flops_per_unit
 from harness.plan.plan import Plan
+from harness.run.instrument import Instrument
+from harness.steps import Step
 
 _Shape = tuple[int, ...]
 DEPTH = 6  # of module names in the table: down to the submodules of a decoder layer
@@ -68,7 +69,7 @@ LARGEST = 10
 """Number of operations in the summary."""
 
 
-class Profiler:
+class Profiler(Instrument):
     """Traces steps [first, last) on rank 0, and counts the FLOPs of a pass after step `last`.
 
     A stop writes the steps traced so far, and the resumed run traces the rest. A rollback drops
@@ -85,50 +86,55 @@ class Profiler:
         self.folder = folder if plan.world.rank == 0 else None
         self._trace: Any = None
         self._traced: list[int] = []
+        self._step = contextlib.ExitStack()  # what marks a step in the trace
         if self.folder:
             self.folder.mkdir(exist_ok=True)
 
-    @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Return a context that traces a training step if it is one of the profiled steps."""
-        if not (self.folder and self.first <= step < self.last):
-            yield
+    def begin(self, run: Any) -> None:
+        """Keep the run, whose step times exclude what a trace or a count takes."""
+        self._run = run
+
+    def before(self, step: Step) -> None:
+        """Trace a training step if it is one of the profiled steps."""
+        if not (self.folder and self.first <= step.number < self.last):
             return
         if self._trace is None:
             cuda = [ProfilerActivity.CUDA] if self.engine.device.type == "cuda" else []
             self._trace = profile(activities=[ProfilerActivity.CPU, *cuda])
             self._trace.start()
-        self._traced.append(step)
-        with record_function(f"step {step}"):
-            yield
+        self._traced.append(step.number)
+        self._step.enter_context(record_function(f"step {step.number}"))
 
-    def after(self, step: int, batch: Batch) -> bool:
-        """Write the trace or count that a step completes; return True if that took time.
-        Collective.
-        """
-        if step == self.last - 1:
+    def step(self, step: Step, result: StepResult) -> None:
+        """End the step in the trace."""
+        self._step.close()
+
+    def after(self, step: Step, line: Mapping[str, Any] | None) -> None:
+        """Write the trace or count that a step completes. Collective."""
+        self._run.pulse("profile", step.number)
+        if step.number == self.last - 1:
             self._write_trace()
-        elif step == self.last:
+        elif step.number == self.last:
+            batch = step.batches[0]
             # No backward pass: the counter's hooks would change its summation order, and so the
             # rounding.
             with flop_counter() if self.folder else contextlib.nullcontext() as counter:
                 self.engine.eval_batch([batch])
             if counter is not None:
                 self._write_flops(counter, batch)
-        return step in (self.last - 1, self.last)
+        if step.number in (self.last - 1, self.last):
+            self._run.meter.restart()
 
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, _: TracebackType | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """End an unfinished trace: write it after a stop, drop it after an error."""
         if error is None or isinstance(error, RunStopped):
             self._write_trace()
         else:
-            self.drop()
+            self.rolled_back()
 
-    def drop(self) -> None:
+    def rolled_back(self) -> None:
         """Discard an unfinished trace; after a rollback its steps are traced again."""
+        self._step.close()
         trace, self._trace, self._traced = self._trace, None, []
         if trace is not None:
             with contextlib.suppress(RuntimeError):  # must not hide the original error

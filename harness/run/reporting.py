@@ -2,22 +2,19 @@
 
 import sys
 import time
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from harness.checkpoint.collectives import gather_objects
 from harness.engine.api import StepResult
 from harness.estimate.fit import changes_that_help, memory_line
 from harness.plan.make import takes
-from harness.run.attention import attention_metrics
 from harness.run.evaluation import (
     evaluate_by_position,
     evaluate_needles,
     evaluate_sets,
 )
-from harness.run.meter import expert_load, monitor_events
+from harness.run.meter import monitor_events
 from harness.run.run import Run, is_due
 from harness.run.step import look_for_spike
 from harness.steps import Step
@@ -27,25 +24,27 @@ def log_or_evaluate(run: Run, step: Step, result: StepResult | None) -> None:
     """Evaluate and write a metrics line if due. Collective; then also waits for the device."""
     if result is None:
         return
-    config = run.plan.config
+    config, line = run.plan.config, None
     evaluates = not run.steps.are_left or is_due(step.number, config.eval.every)
     if evaluates or is_due(step.number, config.log.every):
-        loss = run.engine.sum_over_ranks(result.loss_share.detach().clone())
-        scalars = expert_load(run.engine.expert_tokens())
-        scalars |= run.source_losses.taken() | run.weights.taken(step.number)
-        line = run.meter.line(loss, result.grad_norm, step.targets, scalars, learning_rate=step.lr)
-        if config.log.is_due(step.number, config.log.attention_every):
-            line |= attention_metrics(run)
-        line |= evaluated(run) if evaluates else {}
+        line = _line(run, step, result) | (evaluated(run) if evaluates else {})
         write_line(run, line)
-        record_time(run, line)
         if config.guard.spikes == "log" and run.engine.step_applied:
             look_for_spike(run, step.number, step.reads, line["loss"], line["grad_norm"])
-    record_memory(run)
-    if run.profiler:
-        run.pulse("profile", step.number)  # not part of the step time
-        if run.profiler.after(step.number, step.batches[0]):
-            run.meter.restart()
+    for instrument in run.instruments:
+        instrument.after(step, line)
+
+
+def _line(run: Run, step: Step, result: StepResult) -> dict[str, Any]:
+    """Return a step's fields of a metrics line. Collective; waits for the device."""
+    loss = run.engine.sum_over_ranks(result.loss_share.detach().clone())
+    values: dict[str, torch.Tensor] = {}
+    for instrument in run.instruments:
+        values |= instrument.values(step)
+    line = run.meter.line(loss, result.grad_norm, step.targets, values, learning_rate=step.lr)
+    for instrument in run.instruments:
+        line |= instrument.line(step)
+    return line
 
 
 def evaluate_at_start(run: Run) -> None:
@@ -86,38 +85,6 @@ def write_line(run: Run, line: dict[str, Any]) -> None:
         run.progress.step(line)
         if "eval_loss" in line:
             run.pages.update()
-
-
-def record_memory(run: Run) -> None:
-    """Record predicted and measured memory of all ranks once, and show the worst. Collective."""
-    compared, run.memory.compared = run.memory.compared, []
-    if not compared:
-        return
-    ranks = gather_objects(compared)
-    if ranks:  # on rank 0, which writes
-        rows = [{"rank": n, **asdict(row)} for n, rows in enumerate(ranks) for row in rows]
-        run.event("memory", step=run.state.step, unit="bytes", rows=rows)
-        worst = max(ranks, key=lambda rows: max(abs(row.predicted - row.measured) for row in rows))
-        run.progress.say(f"memory         {'; '.join(map(str, worst))}")
-    run.meter.restart()
-
-
-def record_time(run: Run, line: dict[str, Any]) -> None:
-    """Record predicted and measured step time, at the second metrics line of this process."""
-    predicted = run.clock.predicted_of_next_line()
-    if predicted is not None:
-        measured = line["step_time_s"]
-        data_s = line["data_wait_share"] * measured
-        text = run.clock.text(measured, data_s)
-        run.event(
-            "time",
-            step=run.state.step,
-            measured_s=measured,
-            data_s=data_s,
-            predicted=predicted.to_json(),
-            message=text,
-        )
-        run.progress.say(f"time           {text}")
 
 
 def explain_out_of_memory(run: Run) -> None:

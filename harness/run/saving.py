@@ -29,7 +29,7 @@ from harness.engine.api import Engine, Replica
 from harness.errors import ConfigError, ExitCode, NoCheckpoint, Unusable
 from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, kept_facts
 from harness.guard.replicas import ReplicasDiffer, checksums, largest_difference, outside_majority
-from harness.guard.stability import Verdict
+from harness.guard.stability import Next, Verdict
 from harness.layout.grid import Grid
 from harness.models.adapters import adapters_of, described
 from harness.plan.plan import Plan
@@ -172,7 +172,7 @@ def finish_save(run: Run) -> None:
 
 def _record(run: Run, saved: Saved) -> None:
     per_s = saved.bytes / saved.seconds
-    run.longest_save_s = max(run.longest_save_s, saved.seconds)
+    run.saver.longest_s = max(run.saver.longest_s, saved.seconds)
     run.pulse.took("save", saved.seconds)  # in the foreground, the last save will take as long
     run.event(
         "saved",
@@ -297,11 +297,11 @@ def save_if_due(run: Run, verdict: Verdict) -> None:
     """Save if a save is due or the run ends; never before a rollback or after a divergence.
     Collective. Raises RunStopped (cannot save), and ReplicasDiffer before a save.
     """
-    if verdict.kind == "roll back" or verdict.code == ExitCode.DIVERGED:
+    if verdict.next is Next.ROLL_BACK or verdict.code == ExitCode.DIVERGED:
         return
     if verdict.is_written:
         finish_save(run)
-    ends = verdict.kind != "go on" or not run.steps.are_left
+    ends = verdict.next is not Next.GO_ON or not run.steps.are_left
     saves = ends or is_due(run.state.step, run.plan.config.save.every)
     check_replicas(run, saves)
     if saves:

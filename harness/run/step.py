@@ -1,27 +1,18 @@
 """Takes optimizer steps: batches, the engine's step, and the decisions after it."""
 
-import math
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import torch
 
-from harness.checkpoint.collectives import gather_objects
 from harness.checkpoint.store import newest_usable
 from harness.config.batch import Slice
 from harness.engine.api import StepResult
 from harness.errors import ExitCode, RunStopped
-from harness.guard.stability import ADVICE, Spike, Verdict
+from harness.guard.skip import Cause, why_skipped
+from harness.guard.stability import ADVICE, Next, Spike, Verdict
 from harness.run.run import Run
 from harness.run.saving import finish_save, load_into
-from harness.run.verify import check_gradients, check_norm, gradients_unchecked, undivided_start
 from harness.steps import Step
-
-
-def before_first_step(run: Run) -> None:
-    """Compare the loss of a divided model with that of the undivided model. Collective."""
-    run.first_step = run.state.step + 1
-    run.undivided = undivided_start(run)
 
 
 def next_step(run: Run) -> Step:
@@ -47,7 +38,8 @@ def take_step(run: Run, step: Step) -> StepResult | None:
         Both are summed over all ranks: if each tensor-parallel rank looked at its own loss, a rank
         that differs would skip a step that the others take.
         """
-        check_gradients(run)
+        for instrument in run.instruments:
+            instrument.gradients()
         if policy == "log":
             return False
         grid = run.plan.grid
@@ -56,19 +48,14 @@ def take_step(run: Run, step: Step) -> StepResult | None:
         spikes.extend([spike] if spike else [])
         return spike is not None
 
-    run.source_losses.step_taken(step.targets_by_source)
-    log = run.plan.config.log
-    if log.is_due(step.number, log.weights_every):
-        run.weights.step_begins(step.number)
+    for instrument in run.instruments:
+        instrument.before(step)
     torch.manual_seed(step.dropout_seed)
+    judges = policy != "log" or any(each.sees_gradients for each in run.instruments)
     try:
-        with run.profiler.step(step.number) if run.profiler else nullcontext():
-            result: StepResult = run.engine.train_batch(
-                step.batches,
-                step.targets,
-                step.lr,
-                is_spike if policy != "log" or gradients_unchecked(run) else None,
-            )
+        result: StepResult = run.engine.train_batch(
+            step.batches, step.targets, step.lr, is_spike if judges else None
+        )
     except RunStopped as stop:  # fp16's loss scale is at its minimum
         if policy != "rollback":
             raise
@@ -82,11 +69,8 @@ def take_step(run: Run, step: Step) -> StepResult | None:
     run.held_out_nats = None  # it was that of other weights
     run.meter.step_done(step)
     _record_skipped(run, step, result, spike)
-    if step.number == run.first_step:
-        run.event("engine", step=step.number, ranks=gather_objects(run.engine.describe()))
-        if run.undivided is not None:
-            check_norm(run, run.undivided, result.grad_norm)
-    run.memory.step_done()
+    for instrument in run.instruments:
+        instrument.step(step, result)
     return result
 
 
@@ -106,29 +90,21 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     targets says nothing about the weights and is not counted.
     """
     if not step.targets:
-        reason = "none of its samples has a target token"
-        samples = step.reads.samples
+        reason, samples = Cause.NO_TARGETS.value, step.reads.samples
         run.event("skipped_step", step=step.number, reason=reason, samples=samples, loss=None)
         return
     if run.engine.step_applied:
         run.stability.see_applied()
         return
     (loss,) = run.sum(result.loss_share.detach().clone().view(1))
-    norm = float(result.grad_norm)
-    reason = "the gradients are not finite"
+    norm, scale = float(result.grad_norm), run.engine.loss_scale
     is_scaled = run.plan.precision == "fp16" and not run.plan.deepspeed["fp16"].get("loss_scale")
-    if spike is not None:
-        reason = f"a spike of {spike.quantity}"
-    elif not math.isfinite(loss):
-        reason = "the loss is not finite"
-    elif is_scaled:
-        reason = "fp16 overflowed: the loss scale is reduced"
-    scale = run.engine.loss_scale
+    cause, reason = why_skipped(spike, loss, is_scaled)
     run.event(
         "skipped_step", step=step.number, reason=reason, loss=loss, grad_norm=norm, loss_scale=scale
     )
     # A dynamic loss scale either recovers or reaches its minimum, which stops the run.
-    is_bad = spike is not None or not is_scaled
+    is_bad = cause is not Cause.OVERFLOW
     run.stability.see_skipped(f"{reason} (loss {loss:.4g}, norm {norm:.4g})", is_bad)
 
 
@@ -136,29 +112,29 @@ def decide(run: Run) -> Verdict:
     """Return a verdict on the run, the same on all ranks. Collective."""
     is_last = not run.steps.are_left
     verdict = run.stability.verdict(run.state.step, is_last, run.folder.path)
-    if verdict.kind not in ("go on", "end early"):
+    if verdict.next not in (Next.GO_ON, Next.END_EARLY):
         return verdict
     stop, is_written = run.stop_asked()
-    if stop and not is_last and verdict.kind == "go on":
+    if stop and not is_last and verdict.next is Next.GO_ON:
         message = f"asked to stop by {run.guard.request.received or 'a rank'}"
-        verdict = Verdict("stop", message, ExitCode.STOPPED)
+        verdict = Verdict(Next.STOP, message, ExitCode.STOPPED)
     return replace(verdict, is_written=is_written)
 
 
 def end_early_at_start(run: Run) -> None:
     """End a resumed run that had already ended early, unless eval.patience was raised."""
     verdict = run.stability.verdict(run.state.step, not run.steps.are_left, run.folder.path)
-    if verdict.kind == "end early":
+    if verdict.next is Next.END_EARLY:
         end_early(run, verdict)
 
 
 def apply_verdict(run: Run, verdict: Verdict) -> None:
     """End the run early, roll it back, raise RunStopped, or continue. Collective."""
-    if verdict.kind == "end early":
+    if verdict.next is Next.END_EARLY:
         end_early(run, verdict)
-    elif verdict.kind == "roll back":
+    elif verdict.next is Next.ROLL_BACK:
         roll_back(run, verdict.message)
-    elif verdict.kind == "stop":
+    elif verdict.next is Next.STOP:
         raise RunStopped(verdict.code, verdict.message)
 
 
@@ -197,8 +173,8 @@ def roll_back(run: Run, reason: str) -> None:
     run.held_out_nats = checkpoint.manifest.held_out_loss
     stability.restore(checkpoint.manifest.watch)
     stability.rollbacks = rollbacks + 1
-    if run.profiler:
-        run.profiler.drop()
+    for instrument in run.instruments:
+        instrument.rolled_back()
     run.meter.restart()
     skipped = [state.samples, end]
     run.event(

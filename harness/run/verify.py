@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +10,15 @@ import torch
 from harness.checkpoint.collectives import broadcast_object, gather_objects
 from harness.checkpoint.store import is_run
 from harness.data.batch import Batch
+from harness.engine.api import StepResult
 from harness.errors import ConfigError
 from harness.estimate.fit import free_on_host
 from harness.layout.grid import Grid, Share
+from harness.plan.plan import Plan
+from harness.run.instrument import Instrument
 from harness.run.live_memory import is_out_of_memory
-from harness.run.run import Run, Undivided
+from harness.run.run import Run
+from harness.steps import Step
 
 # Relative tolerances of loss and gradient norm: above the rounding in the parity gate. In 16 bits a
 # defect may stay below them: a lost mask that changes the loss by 3e-4 passes the loss check.
@@ -26,9 +31,50 @@ AGREEMENT = 1e-2
 _AUTO_FLOPS = {"cuda": 2e15, "cpu": 1e12}
 
 
+@dataclass(frozen=True)
+class Undivided:
+    """Loss and gradient norm of the first global batch by the undivided model on one rank."""
+
+    loss: float
+    grad_norm: float | None
+    """None if training steps are random."""
+
+
+class Verification(Instrument):
+    """Compares the first step of a divided model with the undivided model, and the gradients that
+    tensor-parallel ranks should have in common. Raises ConfigError if they differ.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.sees_gradients = plan.grid.tensor > 1
+        self._undivided: Undivided | None = None
+
+    def begin(self, run: Run) -> None:
+        """Compare the loss of the first batch. Collective."""
+        self._run, self._first_step = run, run.state.step + 1
+        self._undivided = undivided_start(run)
+
+    def step(self, step: Step, result: StepResult) -> None:
+        """Compare the gradient norm of the first step, and record its engine. Collective."""
+        if step.number != self._first_step:
+            return
+        run = self._run
+        run.event("engine", step=step.number, ranks=gather_objects(run.engine.describe()))
+        if self._undivided is not None:
+            _check_norm(run, self._undivided, result.grad_norm)
+
+    def gradients(self) -> None:
+        """Compare the gradients of weights that all tensor-parallel ranks hold, until they have
+        been finite once. Collective.
+        """
+        if self.sees_gradients and (largest := _largest_distance(self._run)) is not None:
+            self.sees_gradients = False
+            self._run.event("gradients_agree", **largest)
+
+
 def undivided_start(run: Run) -> Undivided | None:
     """Compute the undivided model's loss and gradient norm before the first step, on rank 0, and
-    compare the divided model's loss. `check_norm` compares the norm after the step. Collective.
+    compare the divided model's loss. `Verification` compares the norm after the step. Collective.
 
     Returns None if the model is not divided, for a resumed run, and if the comparison is skipped,
     which is recorded as an event. Raises ConfigError if the losses differ.
@@ -49,7 +95,7 @@ def undivided_start(run: Run) -> Undivided | None:
     return undivided
 
 
-def check_norm(run: Run, undivided: Undivided, grad_norm: float | torch.Tensor) -> None:
+def _check_norm(run: Run, undivided: Undivided, grad_norm: float | torch.Tensor) -> None:
     """Compare the first step's gradient norm. Raises ConfigError if it differs."""
     norm = undivided.grad_norm
     result: float | str | None = norm
@@ -89,9 +135,7 @@ def _division(run: Run) -> str:
 def _computed(run: Run, targets: int) -> Undivided | str:
     """Return the undivided model's loss and norm, or the reason for skipping the comparison."""
     from harness.engine.stages import unsplit_loss_and_norm  # imports DeepSpeed
-    from harness.engine.zero import ZeroEngine
 
-    assert isinstance(run.engine, ZeroEngine), "build_engine makes no other"
     model = run.engine.undivided()
     reason = _reason_to_skip(run, model)
     if reason is not None:
@@ -148,28 +192,17 @@ def _micro_batches(run: Run, share: Share) -> list[Batch]:
     )
 
 
-def gradients_unchecked(run: Run) -> bool:
-    """Return True if gradients must still be compared between tensor-parallel ranks."""
-    return run.plan.grid.tensor > 1 and not run.gradients_agree
-
-
-def check_gradients(run: Run) -> None:
-    """Compare the gradients of weights that all tensor-parallel ranks hold, between the backward
-    pass and the step, until they have been finite once. Collective. Raises ConfigError naming the
-    weights.
+def _largest_distance(run: Run) -> dict[str, Any] | None:
+    """Return the number of weights whose gradients tensor-parallel ranks have in common, and how
+    far they are apart at most; None if they are not finite. Raises ConfigError naming the weights.
     """
-    if not gradients_unchecked(run):
-        return
-    from harness.engine.zero import ZeroEngine  # imports DeepSpeed
-
-    assert isinstance(run.engine, ZeroEngine), "build_engine makes no other"
     apart: dict[str, float] = {}
     for of_rank in gather_objects(run.engine.gradients_apart()):
         for name, distance in of_rank.items():
             apart[name] = max(distance, apart.get(name, 0.0), key=_finite_last)
     apart = broadcast_object(apart)
     if any(math.isnan(distance) for distance in apart.values()):
-        return  # the step is skipped
+        return None  # the step is skipped
     worst = sorted(apart, key=apart.__getitem__, reverse=True)
     if worst and apart[worst[0]] > AGREEMENT:
         named = ", ".join(f"{name} by {apart[name]:.1%}" for name in worst[:4])
@@ -178,9 +211,7 @@ def check_gradients(run: Run) -> None:
             f"differ, {named} of the largest element: the tensor-parallel plan of "
             f"{run.plan.config.model.name} omits these weights; use ZeRO 3, and report this"
         )
-    run.gradients_agree = True
-    largest = apart[worst[0]] if worst else 0.0
-    run.event("gradients_agree", weights=len(apart), apart=largest)
+    return {"weights": len(apart), "apart": apart[worst[0]] if worst else 0.0}
 
 
 def _finite_last(distance: float) -> float:

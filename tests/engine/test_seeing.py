@@ -1,6 +1,7 @@
 """Attention, loss by position and weight changes, compared with plain transformers."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.run.attention import attention_sums
 from harness.run.meter import WeightChange
+from harness.steps import Step
 from tests.engine.engines import all_batches, cells, engine_of, share_of, written
 from tests.engine.small import MODEL, SEQ_LEN, VOCAB_SIZE
 from tests.ranks import ranks
@@ -30,6 +32,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("zero1", {"attention": "eager"}),
     "chunked": ("zero3", {"loss_chunk": 24}),
 }
+
+
+def step(number: int) -> Step:
+    return cast(Step, SimpleNamespace(number=number))
 
 
 def plain_model() -> Any:
@@ -157,11 +163,11 @@ def test_measurements_are_those_of_plain_transformers(
     # Norm and change of the weights equal those of whole weights.
     before = dict(engine.masters())
     change = WeightChange(engine)
-    change.step_begins(1)
+    change.before(step(10))
     engine.train_batch(batches, targets, 1e-2)
-    taken = {name: float(value) for name, value in change.taken(1).items()}
+    taken = {name: float(value) for name, value in change.values(step(10)).items()}
     after = dict(engine.masters())
-    assert change.taken(2) == {}
+    assert change.values(step(11)) == {}
     ratio = norm({n: after[n] - before[n] for n in after}) / norm(before)
     assert taken["param_norm"] == pytest.approx(norm(after), rel=1e-5)
     assert taken["update_ratio"] == pytest.approx(ratio, rel=1e-3)

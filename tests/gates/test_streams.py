@@ -121,7 +121,7 @@ def test_a_step_moves_at_most_one_and_a_half_times_what_it_must() -> None:
 def test_what_has_to_hold() -> None:
     allowed = [
         Wait("log", "harness/run/meter.py:1", "values", 1),
-        Wait("step", "harness/engine/skip.py:1", "value", 1),
+        Wait("step", "harness/engine/stepping.py:1", "value", 1),
         Wait("micro-batches", "deepspeed/runtime/engine.py:1", "device", 5),
         Wait("micro-batches", "harness/engine/expert.py:1", "values", 8),
         Wait("save", "harness/checkpoint/save.py:1", "value", 5),
@@ -129,7 +129,7 @@ def test_what_has_to_hold() -> None:
     assert made(*allowed).problems == []
     for wait in (
         Wait("micro-batches", "harness/engine/zero.py:1", "value", 1),
-        Wait("step", "harness/engine/skip.py:1", "value", 2),
+        Wait("step", "harness/engine/stepping.py:1", "value", 2),
         Wait("verdict", "harness/guard/signals.py:1", "values", 1),
         Wait("log", "harness/run/meter.py:1", "values", 2),
     ):

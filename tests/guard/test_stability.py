@@ -10,15 +10,15 @@ import pytest
 
 from harness.config.sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
-from harness.guard.stability import SpikeDetector, StabilityMonitor
+from harness.guard.stability import Next, SpikeDetector, StabilityMonitor
 
 
 def monitor(**evaluation: Any) -> StabilityMonitor:
     return StabilityMonitor(GuardConfig(max_bad_steps=3, spike_window=8), EvalConfig(**evaluation))
 
 
-def kind(monitor: StabilityMonitor, step: int = 9, is_last: bool = False) -> str:
-    return monitor.verdict(step, is_last, "runs/x").kind
+def kind(monitor: StabilityMonitor, step: int = 9, is_last: bool = False) -> Next:
+    return monitor.verdict(step, is_last, "runs/x").next
 
 
 def test_consecutive_bad_steps_are_divergence() -> None:
@@ -29,10 +29,10 @@ def test_consecutive_bad_steps_are_divergence() -> None:
         seen.see_applied() if good else seen.see_skipped("the loss is not finite", is_bad=True)
     for _ in range(20):
         seen.see_skipped("fp16 overflowed", is_bad=False)  # it looks for its scale
-    assert kind(seen) == "go on"
+    assert kind(seen) is Next.GO_ON
     seen.see_skipped("the loss is not finite (loss nan, norm 1)", is_bad=True)
     verdict = seen.verdict(9, False, "runs/x")
-    assert (verdict.kind, verdict.code) == ("stop", ExitCode.DIVERGED)
+    assert (verdict.next, verdict.code) == (Next.STOP, ExitCode.DIVERGED)
     for text in ("3 steps in a row", "loss nan", "those of step 6"):
         assert text in verdict.message
 
@@ -40,7 +40,7 @@ def test_consecutive_bad_steps_are_divergence() -> None:
 def test_nonfinite_held_out_loss_after_step_0_is_divergence() -> None:
     seen = monitor()
     seen.see_evaluation(math.nan, 0)
-    assert kind(seen, 0) == "go on"
+    assert kind(seen, 0) is Next.GO_ON
     seen.see_evaluation(math.nan, 5)
     assert seen.verdict(5, False, "").code == ExitCode.DIVERGED
 
@@ -48,9 +48,9 @@ def test_nonfinite_held_out_loss_after_step_0_is_divergence() -> None:
 def test_patience_ends_a_run_early_but_not_at_its_last_step() -> None:
     seen = monitor(patience=2, better_by=0.1)
     for step, loss in enumerate((3.0, 2.95, 2.8, 2.75, 2.75)):
-        assert kind(seen) == "go on"
+        assert kind(seen) is Next.GO_ON
         seen.see_evaluation(loss, step)
-    assert (kind(seen), kind(seen, is_last=True)) == ("end early", "go on")
+    assert (kind(seen), kind(seen, is_last=True)) == (Next.END_EARLY, Next.GO_ON)
     assert seen.best == (2, 2.8)
 
 
@@ -71,9 +71,9 @@ def test_a_restored_monitor_comes_to_the_same_verdicts() -> None:
     assert fresh.verdict(9, False, "").message == "a spike of loss"
     fresh.restore(saved)
     fresh.see_evaluation(1.0, 5)
-    assert kind(fresh) == "end early"
+    assert kind(fresh) is Next.END_EARLY
     fresh.restore({})  # from a run without one
-    assert kind(fresh) == "go on"
+    assert kind(fresh) is Next.GO_ON
 
 
 Curve = list[tuple[float, float]]

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -24,7 +24,7 @@ from harness.guard.watchdog import Pulse, Watchdog, hang_report, place_of
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.run.build import _start_watchdog
-from harness.run.run import Run
+from harness.run.ending import hangs
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, wait_for
 
@@ -191,7 +191,7 @@ def test_the_rank_that_reports_a_hang_says_so_in_the_status(rank: int, tmp_path:
     run: Any = SimpleNamespace(
         plan=plan, is_writer=rank == 0, folder=folder, state=state, pages=pages
     )
-    Run.hangs(cast(Run, run), {"message": "hang: rank 0"})
+    hangs(run, {"message": "hang: rank 0"})
     status = folder.read_status() or {}
     assert (status["outcome"], status["code"], status["step"]) == ("failed", 78, 7)
     assert status["message"] == "hang: rank 0"

@@ -27,7 +27,7 @@ from harness.engine.groups import Groups, make_groups
 from harness.errors import ConfigError, ExitCode, NoCheckpoint, RunStopped
 from harness.guard import watchdog
 from harness.guard.signals import StopGuard, TimeLeft
-from harness.guard.stability import StabilityMonitor, Verdict
+from harness.guard.stability import Next, StabilityMonitor, Verdict
 from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
@@ -153,7 +153,7 @@ def test_rollbacks_to_one_checkpoint_are_limited(
         run.steps.move.assert_called_with(TrainState(step=8, samples=104, tokens=519))
         assert run.held_out_nats == 2.5
         run.meter.restart.assert_called()
-        assert monitor.verdict(8, False, "").kind == "go on"
+        assert monitor.verdict(8, False, "").next is Next.GO_ON
     for most, problem in ((2, "2 rollbacks did not help"), (3, "no checkpoint to roll back to")):
         newest[0], run.plan.config.guard.max_rollbacks = None, most
         with pytest.raises(RunStopped, match=problem) as stop:
@@ -214,10 +214,10 @@ def test_evaluations_count_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (Verdict(), 8, True),
         (Verdict(), 9, False),
-        (Verdict("stop", "", ExitCode.STOPPED), 9, True),
-        (Verdict("end early"), 9, True),
-        (Verdict("stop", "", ExitCode.DIVERGED), 8, False),
-        (Verdict("roll back"), 8, False),
+        (Verdict(Next.STOP, "", ExitCode.STOPPED), 9, True),
+        (Verdict(Next.END_EARLY), 9, True),
+        (Verdict(Next.STOP, "", ExitCode.DIVERGED), 8, False),
+        (Verdict(Next.ROLL_BACK), 8, False),
     ],
 )
 def test_save_is_due_unless_the_weights_are_bad(

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from harness.engine.processes import ending_together
-from harness.errors import ConfigError, ExitCode
+from harness.errors import ConfigError
 from harness.estimate.hardware import known_gpu
 from harness.estimate.memory_item import GIB
 from harness.launch.ranks import REPOSITORY
@@ -68,6 +68,7 @@ def main() -> None:
 def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
     """Train with the run's own loop and data; time `steps` steps after `warmup`."""
     from harness.loop import build, train
+    from harness.run.ending import break_off
 
     run = build(plan)
     device = run.engine.device
@@ -80,9 +81,7 @@ def timed(plan: Plan, warmup: int, steps: int) -> dict[str, Any]:
     except Enough:
         report = recorder.report()
     finally:
-        run.ended("stopped", ExitCode.DONE)
-        run.guard.close(wait=False)
-        run.watchdog.close()
+        break_off(run)
     links = None
     if plan.world.world_size > 1:
         links = all_reduce_gb_per_s(plan.world, device)

@@ -29,7 +29,7 @@ DECIDES = {
         "divided experts: a rank must know how many tokens the others send before it can allocate "
         "them, once per layer and pass"
     ),
-    ("step", "harness/engine/skip.py"): (
+    ("step", "harness/engine/stepping.py"): (
         "ZeRO 0 in fp32: DeepSpeed's optimizer would step even with NaN, so the harness reads the "
         "norm first; DeepSpeed's other optimizers read it themselves"
     ),

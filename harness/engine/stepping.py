@@ -1,9 +1,4 @@
-"""Skips steps: a skipped step's gradients change neither weights nor moments.
-
-A step is skipped if its batch has no targets (zero.py), if its gradients are not finite (DeepSpeed,
-or zero.py where DeepSpeed does not check), or if run/step.py calls it a spike (`guard.spikes`;
-guard/stability.py finds them).
-"""
+"""Takes DeepSpeed's step, or only the part that counts a skipped one; guard/skip.py says why."""
 
 import contextlib
 import math
