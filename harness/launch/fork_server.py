@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import gc
 import importlib
@@ -18,7 +17,6 @@ import inspect
 import json
 import math
 import os
-import resource
 import runpy
 import signal
 import subprocess
@@ -44,15 +42,6 @@ from harness.launch.ranks import (
     python_path,
 )
 
-# Resource limits of a bounded rank. RLIMIT_DATA counts writable memory, without the libraries.
-BOUNDS = {
-    resource.RLIMIT_CPU: 30,  # seconds, then OVERRAN is sent
-    resource.RLIMIT_DATA: 4 * 2**30,
-    resource.RLIMIT_FSIZE: 2**30,
-    resource.RLIMIT_CORE: 0,
-}
-OVERRAN = signal.SIGXCPU
-_TO_PRINT_STACKS_S = 2.0
 # Options of prctl(2).
 _SET_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
@@ -107,15 +96,12 @@ class Zygote:
         *,
         main: str = "harness.train",
         cwd: Path | None = None,
-        bounded: bool = False,
         patience_s: float = math.inf,
     ) -> Outcome:
         """Train with `args` on `ranks` ranks, and wait for all of them.
 
-        `main`: another module whose main(argv) is called. `bounded`: apply BOUNDS, with `cwd` as
-        HOME; a rank that exceeds its CPU time prints its stacks and ends with OVERRAN.
-        `patience_s`: seconds that ranks may outlive one that failed. Without `logs`, ranks inherit
-        this process's output.
+        `main`: another module whose main(argv) is called. `patience_s`: seconds that ranks may
+        outlive one that failed. Without `logs`, ranks inherit this process's output.
         """
         if logs:
             logs.mkdir(parents=True, exist_ok=True)
@@ -129,7 +115,6 @@ class Zygote:
             "patience_s": patience_s,
             "main": main,
             "cwd": str(cwd) if cwd else None,
-            "bounded": bounded,
         }
         codes, seconds, port, left = self._ask(job)
         self.ports.append(port)
@@ -151,7 +136,7 @@ class Zygote:
         """
         logs.mkdir(parents=True, exist_ok=True)
         job = {"main": main, "args": args, "ranks": ranks, "cwd": str(cwd), "logs": str(logs)}
-        port, pids = self._ask({**job, "env": env, "fault": None, "bounded": False})
+        port, pids = self._ask({**job, "env": env, "fault": None})
         processes = [Forked(pid, self._code_of) for pid in pids]
         return Ranks(processes, [logs / f"rank-{rank}.log" for rank in range(ranks)], port)
 
@@ -239,31 +224,18 @@ def _wait(pids: list[int], job: dict[str, Any]) -> tuple[list[int | None], list[
     deadline = began + job["limit_s"]
     codes: dict[int, int] = {}
     seconds: dict[int, float] = {}
-
-    def collect(until: float) -> None:
-        """Wait for ranks until all have ended, a time, or the patience after a failure."""
-        while len(codes) < len(pids) and time.monotonic() < until:
-            if failed := [seconds[pid] for pid, code in codes.items() if code]:
-                until = min(until, began + min(failed) + job["patience_s"])
-            for pid in {*pids} - {*codes}:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-                    seconds[pid] = time.monotonic() - began
-            time.sleep(0.005 if job["bounded"] else 0.02)
-
-    collect(deadline)
-    if job["bounded"]:
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        if failed := [seconds[pid] for pid, code in codes.items() if code]:
+            deadline = min(deadline, began + min(failed) + job["patience_s"])
         for pid in {*pids} - {*codes}:
-            os.kill(pid, OVERRAN)
-        collect(time.monotonic() + _TO_PRINT_STACKS_S)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                seconds[pid] = time.monotonic() - began
+        time.sleep(0.02)
     for pid in {*pids} - {*codes}:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    if job["bounded"]:
-        for pid in pids:  # each leads a process group: kill whatever it started
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
     return [codes.get(pid) for pid in pids], [seconds.get(pid, math.inf) for pid in pids]
 
 
@@ -286,15 +258,6 @@ def _left_behind() -> list[str]:
             process.kill()
             process.wait()
     return left
-
-
-def _bound(home: str) -> None:
-    """Apply BOUNDS to this process, in a new process group."""
-    os.setpgid(0, 0)
-    os.environ["HOME"] = home
-    faulthandler.register(OVERRAN, all_threads=True, chain=True)
-    for limit, value in BOUNDS.items():
-        resource.setrlimit(limit, (value, value + 5))  # the hard CPU limit kills silently
 
 
 def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
@@ -321,8 +284,6 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
     try:
         if job["cwd"]:
             os.chdir(job["cwd"])
-        if job["bounded"]:
-            _bound(job["cwd"])
         if job["fault"]:
             importlib.import_module(job["planter"]).plant(job["fault"], rank)
         sys.argv = [job["main"], *job["args"]]  # some tools read it

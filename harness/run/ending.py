@@ -38,7 +38,7 @@ class Ending:
 
     @property
     def outcome(self) -> Outcome:
-        """The word for it in the run folder."""
+        """Its word in the run folder."""
         return _OUTCOMES[self.code]
 
 

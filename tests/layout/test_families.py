@@ -23,6 +23,7 @@ from harness.models.skeleton import hf_config
 from harness.plan.make import make_plan
 from tests.estimate.test_activations import FAMILIES as TRACED
 from tests.layout.test_shape import our_tensors, transformers_tensors
+from tests.tables import beside
 
 TABLES = read_families((Path(families.__file__).parent / "families.toml").read_text("utf-8"))
 
@@ -115,24 +116,7 @@ def test_what_was_compared_is_not_inherited() -> None:
     assert tables["b"] == Family("b", divides_rows=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[a]\nsdpa = false", r"\[a\] has the unknown key 'sdpa'"),
-        ("[a]\ntied = 1", r"\[a\] tied = 1 is not a bool"),
-        ('[a]\ndropouts = "p"', r"\[a\] dropouts = 'p' is not a tuple"),
-        ('[a]\nlike = "b"\n[b]', r"\[a\] is like 'b', which is not a table above it"),
-        ('[a]\ncompared = ["all"]', r"\[a\] compared has \['all'\]: only \['activations'"),
-        ('[a]\nkeys.depth = ["n"]', r"\[a\] keys has \['depth'\]: the sizes are hidden, layers"),
-        ('[a]\nslides = "some"', r"\[a\] slides is 'some': it must be one of"),
-        ('[a]\nlayers = ["mlp fc"]\nlayer_prefix = "h."', r"\[a\] 'mlp fc' names no sizes"),
-        ('[a]\nlayer_prefix = "h."', r"\[a\] layers and layer_prefix go together"),
-        (
-            '[a]\nlayers = ["mlp fc hidden width"]\nlayer_prefix = "h."',
-            r"\[a\] activation is required for an MLP without a gate",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), beside(__file__, "families.toml")["wrong"])
 def test_a_table_that_says_what_no_family_has(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_families(text)

@@ -13,6 +13,7 @@ from harness.report.page import described, page_of
 from harness.report.run_record import read
 from harness.report.verdicts import advice, command, ending, verdicts
 from tests.report.runs import line_at, plan, write_run
+from tests.tables import beside
 
 
 @pytest.mark.parametrize(
@@ -78,30 +79,7 @@ def test_a_command_repeats_lists_and_tables(tmp_path):
     assert values["data.mix"] == [{"path": "a.txt", "share": 0.5}, {"path": "b c.txt"}]
 
 
-@pytest.mark.parametrize(
-    ("world", "start"),
-    [
-        ({}, "deepspeed harness/train.py"),  # of an earlier version
-        ({"launcher": "torch"}, "deepspeed harness/train.py"),  # of an earlier version, too
-        ({"launcher": "deepspeed"}, "deepspeed harness/train.py"),
-        ({"launcher": "none", "world_size": 1}, "python harness/train.py"),
-        ({"launcher": "torchrun"}, "torchrun --nproc-per-node=8 harness/train.py"),
-        (
-            {"launcher": "torchrun", "ranks_per_gpu": 8},
-            "HARNESS_SHARE_GPU=1 torchrun --nproc-per-node=8 harness/train.py",
-        ),
-        (
-            {"launcher": "torchrun", "world_size": 16},
-            'torchrun --nnodes=2 --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
-            "--nproc-per-node=8 harness/train.py",
-        ),
-        (
-            {"launcher": "slurm", "world_size": 16},
-            "sbatch --nodes=2 --gpus-per-node=8 slurm/train.sbatch",
-        ),
-        ({"launcher": "slurm", "accelerator": "cpu"}, "sbatch --nodes=1 slurm/train.sbatch"),
-    ],
-)
+@pytest.mark.parametrize(("world", "start"), beside(__file__, "commands.toml")["starts"])
 def test_a_command_starts_as_the_run_was_started(tmp_path, world, start):
     the_plan = plan()
     the_plan["world"] |= world

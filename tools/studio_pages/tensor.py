@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from harness.layout.tensor import TensorPlan
 from harness.report.formatting import gib
-from tools.studio_app.figures import Bars, Drawing, Figure, numbers
+from tools.studio_app.figures import Bars, Drawing, Figure, Note, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
 from tools.studio_app.svg import Svg, series
 
@@ -30,10 +30,23 @@ _FRAMES = (
     "each multiplies with its own B and A, transposed: gradients of its weights, a summand of x's",
     "the summands are added (the second all-reduce): the gradient of x is complete on every GPU",
 )
+_DIVIDED, _WHOLE = "divided by tokens", "whole on every GPU"
+_OF_TOKENS = {
+    1: "A is sharded by columns, B by rows; each GPU has some tokens of x",
+    2: "all tokens of x are gathered (an all-gather); each GPU multiplies with its columns of A",
+    4: "the summands are added and scattered (a reduce-scatter): each GPU has its tokens of y",
+    5: "backward: the gradient of y is gathered (an all-gather)",
+    7: "the summands are added and scattered: each GPU has the gradient of its tokens of x",
+}
+"""What differs with tensor_parallel.sequence_parallel (arXiv 2205.05198)."""
+_CANNOT = "The tokens cannot be divided over these GPUs: x and y are whole on every GPU."
 _FORWARD = 5
 """Frames of the forward pass."""
 _SHOWN = ("wwwww", "wp.p.", "wppp.", "wpppp", "wpppw", "....w", "ppppw", "wpppw")
-"""How each frame shows x, A, the hidden values, B and y: whole, in parts, or as an outline."""
+_SHOWN_DIVIDED = ("wwwww", "tp.p.", "wppp.", "tpppp", "tpppt", "....w", "ppppw", "tpppw")
+"""How each frame shows x, A, the hidden values, B and y: whole, in parts, by tokens, or as an
+outline.
+"""
 _PARTS = ("summands", "columns", "columns", "rows", "summands")
 _NAMES = {_MLP: ("x", "A", "f(xA)", "B", "y"), _ATTENTION: ("x", "Q, K, V", "heads", "O", "y")}
 
@@ -51,6 +64,8 @@ def figures(values: Values) -> list[Figure]:
     """Return a frame of the two products, and how far sharded ones are from unsharded ones."""
     size, ranks, tokens = values["size"], values["ranks"], values["tokens"]
     kind, heads, frame = values["part"], values["heads"], values["frame"] - 1
+    divides = values["stream"] == _DIVIDED and tokens % ranks == 0
+    title = _OF_TOKENS.get(frame, _FRAMES[frame]) if divides else _FRAMES[frame]
     product = multiplied(size, ranks, tokens, kind, heads)
     added = product.summands.sum(0)
     error = float((added - product.whole).abs().max())
@@ -59,19 +74,22 @@ def figures(values: Values) -> list[Figure]:
     rows |= {"added": added, "whole": product.whole}
     shown, whole = 8, (2 if kind == _MLP else 4) * size * size
     sent = 2 * (ranks - 1) / ranks * tokens * size * 2
+    held = 2 * tokens * size * 2 / (ranks if divides else 1)
     has = f"{heads // ranks} of {heads} heads" if kind == _ATTENTION else f"1 / {ranks} of A and B"
     gpus = [f"GPU {place}" for place in range(ranks)] if frame else ["one GPU"]
     return [
+        *([] if divides or values["stream"] == _WHOLE else [Note(_CANNOT, "warning")]),
         numbers(
             ("A GPU has", has, f"{gib(2 * whole / ranks)} of {gib(2 * whole)} in bf16"),
             ("Difference", f"{error:.2g}", "of y, sharded against unsharded"),
             ("Difference backward", f"{backward:.2g}", "of the gradient of x"),
             ("Operations of a GPU", f"{2 * whole * tokens / ranks:.3g}", "forward"),
-            ("Sent by each GPU", f"{sent / 1024:,.1f} KiB", "in each pass, bf16, by a ring"),
+            ("Sent by each GPU", f"{sent / 1024:,.1f} KiB", "in each pass, bf16, either way"),
+            ("x and y on a GPU", f"{held / 1024:,.1f} KiB", "in bf16, between the two exchanges"),
         ),
         Drawing(
-            _FRAMES[frame],
-            _picture(size, ranks, frame, kind),
+            title,
+            _picture(size, ranks, frame, kind, divides),
             [(series(place), gpu) for place, gpu in enumerate(gpus)],
         ),
         Bars(
@@ -135,13 +153,13 @@ def _weights(size: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(size, size, generator=draws) * size**-0.5 for _ in range(4))
 
 
-def _picture(size: int, ranks: int, frame: int, kind: str) -> str:
+def _picture(size: int, ranks: int, frame: int, kind: str, divides: bool) -> str:
     """Return the matrices in the colours of the GPUs that hold them; backward, their gradients."""
     picture = Svg(_BOX + 64, _FRAMES[frame])
     ranges = parts_of(size, ranks) if frame else [((0, size), (0, size))]
     is_backward, left, gap, top = frame >= _FORWARD, 4.0, 30.0, 30.0
     for place, (name, parts, shown) in enumerate(
-        zip(_NAMES[kind], _PARTS, _SHOWN[frame], strict=True)
+        zip(_NAMES[kind], _PARTS, (_SHOWN_DIVIDED if divides else _SHOWN)[frame], strict=True)
     ):
         is_thin = place % 2 == 0
         width, height = (100.0, _THIN) if is_thin else (_BOX, _BOX)
@@ -155,8 +173,8 @@ def _picture(size: int, ranks: int, frame: int, kind: str) -> str:
             picture.rect(*box, "gradients" if is_backward else plain)
             if frame and parts == "summands":
                 _below(picture, box, "on every GPU", 14)
-        elif shown == "p":
-            _parts(picture, parts, box, ranges, size)
+        elif shown in "pt":
+            _parts(picture, "rows" if shown == "t" else parts, box, ranges, size)
         left += width + gap
         if place < 4:
             sign, at = "←" if is_backward else "x=x="[place], top + _BOX / 2
@@ -198,6 +216,7 @@ PAGE = Page(
         Slider("heads", "Heads of attention", (8, 16, 32), 16),
         Slider("ranks", "GPUs", (1, 2, 4, 8), 2),
         Slider("tokens", "Tokens", (1, 2, 4, 8, 16), 4),
+        Choice("stream", "x and y", (_WHOLE, _DIVIDED), _WHOLE),
         Slider("frame", "Step of the animation", tuple(range(1, 9)), 4, "of 8", plays=True),
     ),
     figures,
