@@ -243,7 +243,9 @@ def leave() -> None:
     if _alarm is not None:
         _alarm.close()
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        from deepspeed import comm  # torch alone would leave DeepSpeed groups that are gone
+
+        (comm if comm.is_initialized() else torch.distributed).destroy_process_group()
 
 
 @contextlib.contextmanager

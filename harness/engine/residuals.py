@@ -7,7 +7,6 @@ one sum does.
 """
 
 import inspect
-import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -52,7 +51,6 @@ class Residuals:
         prefix, layers = decoder_layers(model) if divides else ("", ())
         self._layers = [layer for layer in layers if not isinstance(layer, StandIn)]
         self._prefix = f"{prefix}."
-        self._entered: tuple[weakref.ref[torch.Tensor], torch.Tensor, Readers] | None = None
 
     def prepare(self, named: dict[str, nn.Module], divided: Collection[str]) -> None:
         """Sum the gradients of weights that see some of the tokens: those in layers, but not those
@@ -79,18 +77,19 @@ class Residuals:
             return copied(hidden, self.group)
         whole = gathered_for_parts(hidden, hidden.ndim - 2, self.group)
         if not torch.compiler.is_compiling():  # which cannot trace what the readers share
-            self._entered = weakref.ref(whole), hidden.detach(), Readers(self.group)
+            vars(whole)["own_part"] = hidden.detach(), Readers(self.group)
         return whole
 
     def linear(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return functional.linear; for what `enter` returned, only this rank's part is kept."""
-        entered = None if torch.compiler.is_compiling() else self._entered
-        if entered is None or entered[0]() is not hidden or not torch.is_grad_enabled():
+        entered = None if torch.compiler.is_compiling() else getattr(hidden, "own_part", None)
+        if entered is None or not torch.is_grad_enabled():
             return functional.linear(hidden, weight, bias)
-        _, own, readers = entered
-        return readers.linear(hidden, own, weight, bias)
+        own, readers = entered
+        output: torch.Tensor = readers.linear(hidden, own, weight, bias)
+        return output
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' partial results: of this rank's tokens."""

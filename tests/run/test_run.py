@@ -31,7 +31,7 @@ from harness.guard.stability import Next, StabilityMonitor, Verdict
 from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
-from harness.run import build, evaluation, saving
+from harness.run import build, ending, evaluation, saving
 from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.evaluation import summed
 from harness.run.resumption import (
@@ -51,7 +51,7 @@ from tests.real_runs import run_ranks, train_command
 
 
 @pytest.mark.parametrize(
-    ("step", "delay", "is_busy", "longest_save_s", "seconds"),
+    ("step", "delay", "is_busy", "longest_s", "seconds"),
     [
         (3, 1, False, 100.0, 2 * 20 + 150),
         (3, 0, False, 100.0, 20 + 150),  # one rank
@@ -67,7 +67,7 @@ from tests.real_runs import run_ranks, train_command
     ],
 )
 def test_time_limit_reserves_pending_steps_and_saves(
-    step: int, delay: int, is_busy: bool, longest_save_s: float, seconds: float
+    step: int, delay: int, is_busy: bool, longest_s: float, seconds: float
 ) -> None:
     asked: list[str] = []
     run: Any = SimpleNamespace(
@@ -75,11 +75,10 @@ def test_time_limit_reserves_pending_steps_and_saves(
         pulse=SimpleNamespace(longest_s={"step": 20.0, "save": 3.0}.get),
         plan=SimpleNamespace(config=SimpleNamespace(save=SimpleNamespace(every=8))),
         state=TrainState(step=step),
-        longest_save_s=longest_save_s,
         guard=SimpleNamespace(
             delay=delay, request=SimpleNamespace(ask=asked.append), agree=lambda _: [*asked]
         ),
-        saver=SimpleNamespace(written=False, is_busy=is_busy),
+        saver=SimpleNamespace(written=False, is_busy=is_busy, longest_s=longest_s),
     )
     run._most_before_the_end_s = lambda: Run._most_before_the_end_s(run)
     for more_s, answer in ((25, []), (15, ["the time limit"])):
@@ -97,9 +96,8 @@ def test_foreground_save_timeout_equals_background_save(
     pulse = Pulse(floor_s=5, factor=2, first_s=600)
     run: Any = SimpleNamespace(
         pulse=pulse,
-        saver=SimpleNamespace(is_busy=True, finish=lambda: saved),
+        saver=SimpleNamespace(is_busy=True, finish=lambda: saved, longest_s=0.0),
         state=TrainState(step=1),
-        longest_save_s=0.0,
         event=lambda kind, **fields: None,
         is_writer=False,
         meter=SimpleNamespace(restart=lambda: None),
@@ -314,25 +312,20 @@ def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> No
     """A launcher ends the other ranks soon after the first one has ended with code 75."""
     rank, page = dist.get_rank(), tmp_path / "report.html"
 
-    def ended(*args: object) -> None:
+    def recorded(*args: object) -> None:
         if rank == 0:
             time.sleep(0.5)
             page.touch()
 
-    guard = StopGuard(2)
     run: Any = SimpleNamespace(
-        guard=guard,
-        ended=ended,
+        guard=StopGuard(2),
         steps=SimpleNamespace(are_left=False),
         # Rank 1 does not see the export yet.
         folder=SimpleNamespace(path="runs/a", export_dir=SimpleNamespace(exists=lambda: rank == 0)),
         progress=SimpleNamespace(say=lambda text: None),
         watchdog=SimpleNamespace(close=lambda: None),
     )
-    with (
-        mock.patch.object(loop, "leave"),
-        mock.patch.object(loop, "alarm"),
-    ):
+    with mock.patch.multiple(ending, leave=mock.Mock(), alarm=mock.Mock(), _record=recorded):
         assert loop.train(run) == ExitCode.DONE
     assert page.exists()
 
