@@ -2,8 +2,8 @@
 
 ds_check.py changes keys without effect, old keys and values that DeepSpeed gets wrong. In plan/,
 resolve_auto.py fills in most values, parallelism.py changes the keys of parallelism, and folder.py
-those of monitors. Once the JSON is resolved, plan/batches.py still changes the batch when the data
-is counted, and engine/swap.py the NVMe folder. foreign_config recognises configs of other programs.
+those of monitors. Once the data is counted, plan/make.py resolves all of it again; engine/swap.py
+changes the NVMe folder. foreign_config recognises configs of other programs.
 """
 
 import copy

@@ -1,4 +1,7 @@
-"""Why a step is skipped: its gradients then change neither weights nor moments."""
+"""Why a step is skipped: its gradients then change neither weights nor moments.
+
+ZeroEngine.train_batch decides, with the run's SkipRule.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""The elements of a parameter that a rank holds: boxes of the full tensor, and flat ranges in them.
+"""Parts of a parameter: boxes of the full tensor, and flat ranges in them. grid.Share.part says
+which of them a rank holds.
 
 A parameter is sliced along its dimensions. A slice of a dimension is one range, or two or three
 concatenated ranges if projections are fused: half of `[q | k | v]` is the first half of each. All

@@ -67,8 +67,8 @@ class Plan:
     config: RunConfig
     """The run config, with values adopted from the JSON."""
     deepspeed: dict[str, Any]
-    """The resolved JSON, for zero.Init and deepspeed.initialize. Only plan/batches.py (the
-    batch, once the data is counted) and engine/swap.py (a folder per process on NVMe) change it."""
+    """The resolved JSON, for zero.Init and deepspeed.initialize. plan/make.py resolves it again once
+    the data is counted; only engine/swap.py (a folder per process on NVMe) changes it."""
     deepspeed_given: dict[str, Any]
     """The JSON as the user wrote it."""
     deepspeed_set: dict[str, Any]

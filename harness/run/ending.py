@@ -1,8 +1,8 @@
-"""The end of a run: what it records, and how its ranks leave.
+"""The end of a run: what it records, and how its ranks leave, with a code of errors.ExitCode.
 
-All ranks leave together after the last step or a stop (`leaving`). A rank that fails ends all at
-once (engine/processes.py), and the watchdog ends ranks that hang (guard/watchdog.py); `fails` and
-`hangs` record these two.
+All ranks leave together after the last step or a stop (`leaving`), which run/step.py decides. A
+rank that fails ends all at once (engine/processes.py), and the watchdog ends ranks that hang
+(guard/watchdog.py); `fails` and `hangs` record these two.
 """
 
 import contextlib
