@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -170,18 +171,38 @@ def on_stop(stop: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    """tqdm without its thread and its lock between processes: workers are forked beside a bar."""
+
+    monitor_interval = 0
+    _lock = threading.RLock()
+
+
+class _Lines:
+    """A log, in which each update is a line."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def progress_bar(verb: str, total_bytes: int, done_bytes: int = 0) -> tqdm:
-    """Return a bar on standard error that ends without trace: updated in place on a terminal, else
-    a line every 30 s.
+    """Return progress on standard error: a line that changes and then goes on a terminal, elsewhere
+    one more line every 30 s.
     """
-    return tqdm(
+    is_terminal = terminal.columns(sys.stderr) is not None
+    return _Bar(
         desc=verb,
         total=total_bytes,
         initial=done_bytes,
         unit="B",
         unit_scale=True,
-        mininterval=0.5 if terminal.columns(sys.stderr) else _LINE_EVERY_S,
-        maxinterval=_LINE_EVERY_S,
+        mininterval=0.5 if is_terminal else _LINE_EVERY_S,
+        delay=0 if is_terminal else _LINE_EVERY_S,
+        file=None if is_terminal else _Lines(),
         leave=False,
         bar_format="{desc} {percentage:.0f}% of {total_fmt}B, {rate_fmt}, {remaining} left",
     )

@@ -189,12 +189,17 @@ def main() -> None:
 
 def _share_gloo_threads() -> None:
     """Let all gloo groups of a rank share the thread for their connections: it wakes a hundred
-    times a second, and tests make up to thirty groups.
+    times a second, and ranks that take several jobs make up to thirty groups.
     """
     from torch.distributed import distributed_c10d as c10d
 
     theirs: Any = c10d.ProcessGroupGloo
-    device = functools.cache(theirs.create_default_device)  # by the rank: threads do not fork
+
+    @functools.cache
+    def device() -> Any:  # made by the rank: threads do not survive a fork
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        by_name = theirs.create_device
+        return by_name(interface=interface) if interface else theirs.create_default_device()
 
     class Gloo(theirs):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:

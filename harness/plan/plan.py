@@ -67,8 +67,8 @@ class Plan:
     config: RunConfig
     """The run config, with values adopted from the JSON."""
     deepspeed: dict[str, Any]
-    """The resolved JSON, for zero.Init and deepspeed.initialize. plan/make.py resolves it again once
-    the data is counted; only engine/swap.py (a folder per process on NVMe) changes it."""
+    """The resolved JSON, for zero.Init and deepspeed.initialize. If the counted data changes the
+    plan, plan/make.py resolves it again; only engine/swap.py (a folder on NVMe) changes it."""
     deepspeed_given: dict[str, Any]
     """The JSON as the user wrote it."""
     deepspeed_set: dict[str, Any]

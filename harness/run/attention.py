@@ -38,9 +38,7 @@ MEASURED_SAMPLES = 4
 class AttentionMetrics(Instrument):
     """Entropy and coverage of each layer's attention, at the lines of log.attention_every."""
 
-    def begin(self, run: Run) -> None:
-        """Keep the run; every attention counts as visible at first."""
-        self._run, self._is_seen = run, True
+    _is_seen = True  # until it could not be inspected
 
     def line(self, step: Step) -> dict[str, float]:
         """Return attention_entropy/LAYER and attention_coverage/LAYER, with LAYER from 0; empty,

@@ -1,8 +1,8 @@
-"""The end of a run: what it records, and how its ranks leave, with a code of errors.ExitCode.
+"""The end of a run: what it records, its exit code, and how its ranks leave.
 
-All ranks leave together after the last step or a stop (`leaving`), which run/step.py decides. A
-rank that fails ends all at once (engine/processes.py), and the watchdog ends ranks that hang
-(guard/watchdog.py); `fails` and `hangs` record these two.
+All ranks leave together after the last step or a stop (`leaving`), which is mostly decided by
+run/step.py. A rank that fails ends all at once (engine/processes.py), and the watchdog ends ranks
+that hang (guard/watchdog.py); `fails` and `hangs` record these two.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def leaving(run: Run) -> Iterator[Ending]:
 
 
 def break_off(run: Run) -> None:
-    """End a run whose steps a tool takes itself; the process group stays."""
+    """End a run that a tool has interrupted; the process group stays."""
     _record(run, Ending(ExitCode.STOPPED))
     run.guard.close(wait=False)
     run.watchdog.close()

@@ -15,8 +15,9 @@ from harness.steps import Step
 class Instrument:
     """Observes the steps of a run.
 
-    Every rank calls the hooks of `Run.instruments` in their order, so they may be collective. They
-    must not wait for the device, except in a step with a metrics line.
+    Every rank calls the hooks of `Run.instruments` in their order, so all but `end` may be
+    collective. They must not wait for the device, except in a step with a metrics line or in a few
+    first steps. What takes time calls `run.meter.restart()`: it is not part of a step.
     """
 
     sees_gradients = False
@@ -24,12 +25,13 @@ class Instrument:
 
     def begin(self, run: Any) -> None:
         """Called before the first step of this process."""
+        self._run = run
 
     def before(self, step: Step) -> None:
-        """Called before each optimizer step."""
+        """Called before each optimizer step, also one that the run then rolls back."""
 
     def gradients(self) -> None:
-        """Called between the backward pass and the step, if any instrument sees gradients."""
+        """Called between backward pass and step, where `guard.spikes` or an instrument asks."""
 
     def step(self, step: Step, result: StepResult) -> None:
         """Called after each step, applied or skipped, unless the run rolls it back."""
@@ -39,7 +41,7 @@ class Instrument:
         return {}
 
     def line(self, step: Step) -> Mapping[str, Any]:
-        """Return further fields of the line. The time that this takes is not the step's."""
+        """Return further fields of the line."""
         return {}
 
     def after(self, step: Step, line: Mapping[str, Any] | None) -> None:
@@ -49,4 +51,6 @@ class Instrument:
         """Called when the run has loaded an earlier checkpoint."""
 
     def end(self, error: BaseException | None) -> None:
-        """Called after the last step, a stop (`error` is RunStopped) or a failure."""
+        """Called last, also without `begin`: after the last step, a stop (`error` is RunStopped) or
+        a failure of this rank.
+        """

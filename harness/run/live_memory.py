@@ -48,10 +48,6 @@ class MemoryCheck(Instrument):
         self.compared: list[Compared] = []
         """The comparison, filled after the last watched step; `after` clears it."""
 
-    def begin(self, run: Any) -> None:
-        """Keep the run, which records the comparison."""
-        self._run = run
-
     def step(self, step: Step, result: StepResult) -> None:
         """Measure after a step, before its metrics line resets the peak."""
         self._steps += 1

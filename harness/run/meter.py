@@ -221,14 +221,9 @@ class StepClock(Instrument):
         self.predicted: StepTime | None = step_time(plan, seen_tokens=seen_tokens)
         self._lines = 0
 
-    def begin(self, run: Any) -> None:
-        """Keep the run, which records the comparison."""
-        self._run = run
-
     def after(self, step: Step, line: Mapping[str, Any] | None) -> None:
         """Record predicted and measured time after the second metrics line."""
-        predicted = self.predicted_of_next_line() if line else None
-        if line is None or predicted is None:
+        if line is None or (predicted := self.predicted_of_next_line()) is None:
             return
         measured = line["step_time_s"]
         data_s = line["data_wait_share"] * measured

@@ -90,10 +90,6 @@ class Profiler(Instrument):
         if self.folder:
             self.folder.mkdir(exist_ok=True)
 
-    def begin(self, run: Any) -> None:
-        """Keep the run, whose step times exclude what a trace or a count takes."""
-        self._run = run
-
     def before(self, step: Step) -> None:
         """Trace a training step if it is one of the profiled steps."""
         if not (self.folder and self.first <= step.number < self.last):
@@ -127,6 +123,7 @@ class Profiler(Instrument):
 
     def end(self, error: BaseException | None) -> None:
         """End an unfinished trace: write it after a stop, drop it after an error."""
+        self._step.close()
         if error is None or isinstance(error, RunStopped):
             self._write_trace()
         else:

@@ -1,4 +1,4 @@
-"""Reports steps of a run: metrics lines, evaluations, memory, time and profile."""
+"""Metrics lines and evaluations of a run, and what is said when memory runs out."""
 
 import sys
 import time

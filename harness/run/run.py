@@ -72,16 +72,11 @@ class Run:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """Return a context that ends all instruments."""
-        error: BaseException | None = None
-        try:
+        """Return a context that ends all instruments when it is left."""
+        with contextlib.ExitStack() as stack:
+            for instrument in reversed(self.instruments):
+                stack.push(lambda _, error, __, each=instrument: each.end(error))
             yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            for instrument in self.instruments:
-                instrument.end(error)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Record an event, on rank 0."""

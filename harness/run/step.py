@@ -103,9 +103,7 @@ def _record_skipped(run: Run, step: Step, result: StepResult, spike: Spike | Non
     run.event(
         "skipped_step", step=step.number, reason=reason, loss=loss, grad_norm=norm, loss_scale=scale
     )
-    # A dynamic loss scale either recovers or reaches its minimum, which stops the run.
-    is_bad = cause is not Cause.OVERFLOW
-    run.stability.see_skipped(f"{reason} (loss {loss:.4g}, norm {norm:.4g})", is_bad)
+    run.stability.see_skipped(f"{reason} (loss {loss:.4g}, norm {norm:.4g})", cause.is_bad)
 
 
 def decide(run: Run) -> Verdict:

@@ -51,7 +51,8 @@ class Verification(Instrument):
 
     def begin(self, run: Run) -> None:
         """Compare the loss of the first batch. Collective."""
-        self._run, self._first_step = run, run.state.step + 1
+        super().begin(run)
+        self._first_step = run.state.step + 1
         self._undivided = undivided_start(run)
 
     def step(self, step: Step, result: StepResult) -> None:

@@ -18,6 +18,7 @@ from harness.data.pair import IndexedTokens, write_indexed
 from harness.data.prepare import first_outside, survey
 from harness.data.token_files import TokenFile
 from harness.errors import ConfigError
+from tests.tables import beside
 
 DOCUMENTS = [[5, 6, 7], [1], [], [8191, 0, 3, 4]]
 
@@ -95,27 +96,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(edits[how])
 
 
-@pytest.mark.parametrize(
-    ("suffix", "how", "said"),
-    [
-        ("bin", "cut", "truncated: 13 bytes, but ours.idx describes 16"),
-        ("bin", "longer", "too long: 21 bytes, but ours.idx describes 16"),
-        ("bin", "empty", "truncated: 0 bytes"),
-        ("idx", "cut", "truncated: 119 bytes, but ours.idx describes 122"),
-        ("idx", "longer", "too long: 127 bytes"),
-        ("idx", "empty", "truncated: 0 bytes"),
-        ("idx", "header cut", "truncated: 20 bytes, its header has 34"),
-        ("idx", "magic", "begins with b'NOTINDEX!"),
-        ("idx", "version", "not a Megatron index: .* version 1"),
-        ("idx", "type", "a type from 1 to 8"),
-        ("idx", "no documents", "empty: it describes no sequences"),
-        ("idx", "more sequences", "truncated: 122 bytes, but ours.idx describes 158"),
-        ("idx", "offset", "sequence 1 has 1 tokens at byte 4"),
-        ("idx", "negative size", "sequence 1 has -1 tokens"),
-        ("idx", "documents", "from sequence 0 to 3 of 4"),
-        ("idx", "disordered", "out of order"),
-    ],
-)
+@pytest.mark.parametrize(("suffix", "how", "said"), beside(__file__, "indexed.toml")["damages"])
 def test_damage_is_named_with_the_sizes(tmp_path: Path, suffix: str, how: str, said: str) -> None:
     prefix = write(tmp_path / "ours")
     damage(Path(f"{prefix}.{suffix}"), how)

@@ -89,7 +89,7 @@ def figures(values: Values) -> list[Figure]:
         ),
         Drawing(
             title,
-            _picture(size, ranks, frame, kind, divides),
+            _picture(values, title, divides),
             [(series(place), gpu) for place, gpu in enumerate(gpus)],
         ),
         Bars(
@@ -153,10 +153,12 @@ def _weights(size: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(size, size, generator=draws) * size**-0.5 for _ in range(4))
 
 
-def _picture(size: int, ranks: int, frame: int, kind: str, divides: bool) -> str:
+def _picture(values: Values, title: str, divides: bool) -> str:
     """Return the matrices in the colours of the GPUs that hold them; backward, their gradients."""
-    picture = Svg(_BOX + 64, _FRAMES[frame])
+    size, ranks, frame, kind = values["size"], values["ranks"], values["frame"] - 1, values["part"]
+    picture, tokens = Svg(_BOX + 64, title), values["tokens"]
     ranges = parts_of(size, ranks) if frame else [((0, size), (0, size))]
+    some = [(n * tokens // ranks, (n + 1) * tokens // ranks) for n in range(ranks)]
     is_backward, left, gap, top = frame >= _FORWARD, 4.0, 30.0, 30.0
     for place, (name, parts, shown) in enumerate(
         zip(_NAMES[kind], _PARTS, (_SHOWN_DIVIDED if divides else _SHOWN)[frame], strict=True)
@@ -173,8 +175,10 @@ def _picture(size: int, ranks: int, frame: int, kind: str, divides: bool) -> str
             picture.rect(*box, "gradients" if is_backward else plain)
             if frame and parts == "summands":
                 _below(picture, box, "on every GPU", 14)
-        elif shown in "pt":
-            _parts(picture, "rows" if shown == "t" else parts, box, ranges, size)
+        elif shown == "p":
+            _parts(picture, parts, box, ranges, size)
+        elif shown == "t":
+            _parts(picture, "rows", box, [(each, each) for each in some], tokens)
         left += width + gap
         if place < 4:
             sign, at = "←" if is_backward else "x=x="[place], top + _BOX / 2
