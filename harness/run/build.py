@@ -17,6 +17,7 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
 from harness.data.tokenizer_files import save_companions, save_generation, save_tokenizer
+from harness.engine.api import Engine
 from harness.engine.launches import measure_host
 from harness.engine.meta_model import empty_model
 from harness.engine.processes import alarm, join
@@ -178,15 +179,6 @@ def build(
         memory = MemoryCheck(plan, device)
         guard.stop_if_asked()  # a large model takes minutes; the folder is still untouched
         folder = open_folder(plan, progress.say)
-        instruments: tuple[Instrument, ...] = (
-            Verification(plan),
-            ExpertLoad(engine),
-            SourceLosses(data.names, engine),
-            WeightChange(engine),
-            AttentionMetrics(),
-            StepClock(plan, record["seen_tokens"]),
-            memory,
-        )
         progress.total_steps = total_steps
         saves = plan.config.save
         keep = Retention(saves.keep, saves.keep_every, saves.keep_best)
@@ -207,7 +199,11 @@ def build(
             progress=progress,
             pages=Pages(folder, plan.config.log.report and plan.world.rank == 0),
             trackers=Trackers(folder.append_event),
-            instruments=instruments,
+            instruments=(
+                *_instruments(plan, engine, data),
+                StepClock(plan, record["seen_tokens"]),
+                memory,
+            ),
         )
         report_path = folder.hang_path(folder.attempt)
         watchdog.write_to(folder.heartbeats_dir, report_path, functools.partial(hangs, run))
@@ -223,6 +219,17 @@ def build(
             run.instruments += (Profiler(plan, engine, folder.profile_dir, progress.say),)
         unless_built.pop_all()
     return run
+
+
+def _instruments(plan: Plan, engine: Engine, data: Data) -> tuple[Instrument, ...]:
+    """Return what measures a run, in the order in which all ranks call it."""
+    return (
+        Verification(plan),
+        ExpertLoad(engine),
+        SourceLosses(data.names, engine),
+        WeightChange(engine),
+        AttentionMetrics(),
+    )
 
 
 def _joined(
