@@ -32,8 +32,11 @@ def main(argv: list[str]) -> int:
                 without_torch()
                 say(describe(plan, elsewhere is not None, command.trust_remote_code))
                 return 0
-            from harness.engine.processes import ending_together  # torch and DeepSpeed from here on
-            from harness.loop import build, train
+            from harness.engine.importing import importing
+
+            with importing():  # torch and DeepSpeed from here on
+                from harness.engine.processes import ending_together
+                from harness.loop import build, train
 
             with ending_together("cannot train"):
                 return int(train(build(plan, command.trust_remote_code, request=request)))

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from harness.engine.importing import importing
 from harness.errors import ExitCode
 from harness.terminal import HelpFormatter, say
 
@@ -66,7 +67,9 @@ def main(argv: list[str]) -> int:
         parser.error(f"--limit-s {args.limit_s:g}: it must be greater than 0")
     # The scheduler's name of this node, under which it can be drained.
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    if problem := environment_problem():
+    with importing():
+        problem = environment_problem()
+    if problem:
         say(f"{'' if args.environment else f'cannot check: {host}: '}{problem}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     if args.environment:
@@ -76,8 +79,9 @@ def main(argv: list[str]) -> int:
     command = parse_command(rest)
     # The report names absent ranks once; torch would add a C++ stack for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from tools.preflight_checks.flight import fly  # torch from here on
-    from tools.preflight_checks.network import Absent
+    with importing():
+        from tools.preflight_checks.flight import fly  # torch from here on
+        from tools.preflight_checks.network import Absent
     from tools.workers import INTERRUPTED
 
     for number in (signal.SIGTERM, signal.SIGUSR1):  # from a batch system, from the batch script

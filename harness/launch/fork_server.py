@@ -168,12 +168,15 @@ class Zygote:
 
 def main() -> None:
     """Import everything, then serve one job per line."""
-    import cpuinfo  # type: ignore[import-untyped]
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imports all of inductor
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    from harness.engine.importing import importing
 
-    import harness.engine.build
-    import harness.loop  # noqa: F401
+    with importing():
+        import cpuinfo  # type: ignore[import-untyped]
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imports all of inductor
+        import transformers.models.llama.modeling_llama  # noqa: F401
+
+        import harness.engine.build
+        import harness.loop  # noqa: F401
 
     _share_gloo_threads()
     # DeepSpeed calls this twice for every engine with a CPU optimizer, which takes 3 s.
