@@ -2,25 +2,23 @@
 
 import functools
 import itertools
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import product
+from pathlib import Path
+from string import Template
 from typing import Any
 
+from tests.gates import models
 from tests.gates.cell import Case, Cell, Side, Trip, covering
 from tests.gates.layouts import AXES, KINDS, RECOMPUTED, Layout, names
 from tests.gates.models import (
-    DIVIDED,
     DROPOUT,
-    DROPPING,
     EVERYWHERE,
-    FLAT,
     FROZEN,
-    HEAVY,
     MIXTURE,
-    MIXTURES,
     NOT_IN_FP16,
-    PIPELINED,
     PLANTED,
     PRESETS,
     RECURRENT,
@@ -49,91 +47,33 @@ OTHER_ATTENTION = ("mistral", "gemma2", "phi3", "gpt_neox")
 DOCUMENTS = ("llama", "mistral", "gemma2", "gpt_neox")
 """Families with document bounds: shared key heads, windows, soft caps, fused projections."""
 AXIS_NAMES = tuple(AXES.values())
-_AGAIN = f"{{{','.join(RECOMPUTED)}}}"
-_APPROXIMATE = f"{{{','.join(KINDS)}}}"
-_BY_ROWS = "{tensor,sequence}2_zero{1,3}"
-Ways = tuple[tuple[int, int], ...]
-"""Pairs of micro-batches per rank, and ranks."""
-ON_TWO: Ways = ((4, 2),)
-ON_FOUR: Ways = ((2, 4),)
-Names = str | Iterable[str]
-"""Names, or patterns of names."""
+AGAIN = f"{{{','.join(RECOMPUTED)}}}"
+APPROXIMATE = f"{{{','.join(KINDS)}}}"
+BY_ROWS = "{tensor,sequence}2_zero{1,3}"
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def _of(architectures: Names, layouts: Names, precisions: Names, ways: Ways) -> Iterator[Cell]:
-    several = (names(x) if isinstance(x, str) else x for x in (architectures, layouts, precisions))
-    for *made, way in product(*several, ways):
-        yield Cell(*made, *way)
+def _columns(row: str) -> list[list[str]]:
+    """Return the names that each column of a row stands for."""
+    constants = {
+        name: value if isinstance(value, str) else " ".join(map(str, value))
+        for name, value in (vars(models) | globals()).items()
+        if name.isupper() and isinstance(value, str | tuple | dict)
+    }
+    return [names(column) for column in Template(row).substitute(constants).split(" | ")]
 
 
-def _parity() -> Iterator[Iterable[Cell]]:
-    """Yield the cells of each kind of layout."""
-    yield _of(FLAT, ZERO, PRECISIONS, ((1, 2), (1, 1), (4, 2), (4, 1)))
-    yield _of(PRESETS, "zero{2,0,1,3,2_offload,3_offload}", PRECISIONS, ON_TWO)
-    # Two micro-batches on each of four ranks.
-    yield _of(FLAT, "zeropp compiled_zero{3,1}", PRECISIONS, ON_FOUR)
-    yield _of(FLAT, "zero{2,3}_bf16_states", "bf16", ((2, 2),))
-    yield _of("llama gpt2", "compiled_selective_zero{1,3}", "fp32", ((2, 2),))
-    yield _of(WIDE, NVME, PRECISIONS, ((2, 2), (2, 1)))
-    yield _of("llama", f"compiled_{_BY_ROWS}", PRECISIONS, ON_FOUR)
-    # One and two micro-batches per stage, and 2 x 2 ranks.
-    for architecture in PIPELINED:
-        yield _of(architecture, "pipe2_zero{0,1}", PRECISIONS, ((2, 2), (4, 2), (2, 4)))
-        yield _of(architecture, "pipe4_zero{0,1}", PRECISIONS, ((4, 4), (8, 4)))
-    # Tensors over both ranks, over pairs of four, and over all four.
-    for architecture, stage in product(FLAT, range(4)):
-        yield _of(architecture, f"tensor2_zero{stage}", PRECISIONS, ON_TWO + ON_FOUR)
-        yield _of(architecture, f"tensor4_zero{stage}", PRECISIONS, ON_FOUR)
-    yield _of("llama gpt2 mixtral", "whole_tensor2_zero{1,3}", TWO, ON_TWO)
-    yield _of(DIVIDED, "tensor2_zero{1,3}", TWO, ON_TWO)
-    # One data rank, whose dropout the plain loop draws.
-    yield _of(DROPPING, "{,whole_}tensor2_zero{1,3}", "fp32", ON_TWO)
-    # Rows in the same ways, with several documents each; over all four ranks, with half as many
-    # key heads.
-    yield _of(FLAT, "sequence2_zero{1,2,3}", PRECISIONS, ON_TWO + ON_FOUR)
-    yield _of(FLAT, "sequence4_zero{1,2,3}", PRECISIONS, ON_FOUR)
-    yield _of(FLAT, "sequence2_zero0", "fp32", ON_TWO)
-    yield _of(FLAT, "tensor2_sequence2_zero{1,3}", PRECISIONS, ON_FOUR)
-    yield _of(ROWS, "sequence2_zero{1,3}", TWO, ON_TWO)
-    yield _of(MIXTURES, "sequence2_expert2_zero{1,3}", PRECISIONS, ON_FOUR)
-    # Documents separated by bounds; also several sequences in a micro-batch.
-    yield _of(DOCUMENTS, "varlen_zero{0,1,2,3}", PRECISIONS, ((1, 2), (4, 2)))
-    yield _of("mistral llama_deep", "varlen_pipe2_zero1", TWO, ((2, 2),))
-    yield _of("mistral llama", "varlen_{tensor,sequence}2_zero1", TWO, ((2, 2),))
-    divided = "{zero3,tensor2_zero1,sequence2_zero1}"
-    yield _of("llama", f"{_APPROXIMATE}_{divided}", TWO, ((2, 2),))
-    yield _of("llama_deep", f"{_APPROXIMATE}_pipe2_zero1", TWO, ((2, 2),))
-    # The loss in chunks: untied and tied, capped, with a balancing loss.
-    yield _of("llama gpt2 mixtral gemma2", "chunked_zero{0,1,2,3}", PRECISIONS, ON_TWO)
-    yield _of("llama_tied gemma2", "chunked_pipe2_zero{0,1}", PRECISIONS, ON_TWO)
-    yield _of("llama gemma2", f"chunked_{_BY_ROWS}", TWO, ON_TWO)
-    # Recomputed layers and MLPs, and offloaded inputs. Only dense MLPs are computed in tiles.
-    yield _of("llama", f"{_AGAIN}_zero{{0,1,2,3}} {_AGAIN}_{_BY_ROWS}", PRECISIONS, ON_TWO)
-    yield _of("llama_tied", f"{_AGAIN}_pipe2_zero1", PRECISIONS, ON_TWO)
-    yield _of("gpt2 qwen3", f"{_AGAIN}_zero{{1,3}}", TWO, ((2, 2),))
-    yield _of("mixtral", "{full,every2,selective,offloaded}_zero{1,3}", TWO, ((2, 2),))
-    yield _of("llama", "reversible_zero{0,1,2,3}", PRECISIONS, ON_TWO)
-    yield _of("gpt2", "reversible_zero{0,1,2,3}", PRECISIONS, ((2, 2),))
-    yield _of("llama", f"reversible_{_BY_ROWS}", PRECISIONS, ON_TWO)
-    yield _of(RECURRENT, (*ZERO, *STAGES[:2], "full_zero3"), PRECISIONS, ON_TWO)
-    # Divided stages: one model on four ranks, two data ranks on eight.
-    families, ways = "llama_deep llama_tied gpt2_deep", (*ON_FOUR, (4, 4), (2, 8))
-    yield _of(families, DIVIDED_STAGES, PRECISIONS, ways)
-    yield _of("qwen3_deep mixtral_deep", "pipe2_tensor2_zero1", PRECISIONS, ON_FOUR)
-    yield _of(MIXTURES, "expert2_zero{1,2,3}", PRECISIONS, ON_TWO + ON_FOUR)
-    yield _of(MIXTURES, "expert4_zero{1,2,3}", PRECISIONS, ((1, 4),))
-    yield _of(MIXTURES, "tensor2_expert2_zero{1,2,3}", PRECISIONS, ON_FOUR)
-    yield _of(HEAVY, "tensor2_expert2_zero1", "bf16", ON_FOUR)
-    yield _of("mixtral", "tensor2_sequence2_expert2_zero{1,3}", "fp32", ((2, 8),))
+def _parity() -> Iterator[Cell]:
+    for row in _TABLES["parity"]:
+        *columns, ways = _columns(row)
+        for *made, way in product(*columns, ways):
+            yield Cell(*made, *map(int, way.split("x")))
 
 
 @functools.cache
 def parity_cells() -> tuple[Cell, ...]:
-    """Return every combination except those that transformers' own model cannot train.
-
-    If several cells cover equally many pairs, the covering set takes the first.
-    """
-    every = dict.fromkeys(itertools.chain.from_iterable(_parity()))
+    """Return every combination except those that transformers' own model cannot train."""
+    every = dict.fromkeys(_parity())
     return tuple(c for c in every if c.precision != "fp16" or c.architecture not in NOT_IN_FP16)
 
 
@@ -356,72 +296,25 @@ def _experts_cover(trip: Trip) -> set[tuple[Any, ...]]:
     return {(kind, trip.precision)} | {(kind, way) for way, it in ways if it not in EXPERT_SIDES}
 
 
-# The memory gate. Most of stage 0 in half precision is left out, since it runs as stage 1.
+# The memory gate.
 
-_SUMS = "bf16 bf16_fp32_sums"
-_ALL = f"fp32 {_SUMS} fp16 fp16_fp32_sums bf16_states bf16_states_fp32_sums"
-_HELD = {  # layouts: precisions
-    "zero0 tensor2_zero0": "fp32",
-    "zero1": _ALL.removesuffix(" bf16_states_fp32_sums"),
-    "zero2 zero3 zeropp": _ALL,
-    "zero{1_offload,2_offload,3_offload_states,3_offload}": f"fp32 {_SUMS} fp16 fp16_fp32_sums",
-    "{tensor2,tensor2_tied}_zero1 tensor2_zero{2,3} sequence2_zero{1,2,3}": "fp32 bf16",
-    "pipe2_zero0 pipe2_tensor2_zero0 tensor2_expert2_zero{1,3}": "fp32 bf16",
-    "pipe2_zero1": f"fp32 {_SUMS} fp16",
-    "pipe2_tensor2_zero1 expert2_zero{1,2,3}": f"fp32 {_SUMS}",
-    "varlen_{tensor,sequence}2_zero1 chunked_zero{1,3}": "fp32 bf16",
-    "chunked_{pipe,tensor,sequence}2_zero1": "fp32 bf16",
-    f"{_AGAIN}_zero{{1,2,3}} reversible_zero{{1,2,3}}": "fp32 bf16",
-}
-_OPTIMIZERS = [
-    Case.of("zero0", "fp32", 1, "adafactor"),
-    Case.of("zero1", "bf16_fp32_sums", 1, "muon"),
-    Case.of("zero2", "fp32", 4, "adagrad"),
-    Case.of("zero2_offload", "bf16", 1, "lion"),
-    Case.of("zero3", "fp32", 1, "muon"),
-    Case.of("zero3", "bf16_fp32_sums", 1, "lion"),
-    Case.of("zero1", "fp32", 1, "momentum"),
-    Case.of("zero2", "bf16", 1, "sgd"),
-    Case.of("zero2", "bf16", 1, "adam8bit"),
-]
+_OPTIMIZERS = [Case.of(*row) for row in _TABLES["optimizers"]]
 
 
 def memory_cases() -> list[Case]:
     """Return every combination that the harness runs."""
     return [
         Case.of(layout, precision, accumulation)
-        for layouts, precisions in _HELD.items()
-        for layout, precision in product(names(layouts), precisions.split())
-        for accumulation in (1, 4)
+        for row in _TABLES["memory"]
+        for layout, precision, accumulation in product(*_columns(row), (1, 4))
     ] + _OPTIMIZERS
-
-
-_COVERING = """
-    zero0-fp32-4 zero1-fp32-1 zero1-bf16_fp32_sums-4 zero1-fp16_fp32_sums-1 zero2-bf16-4
-    zero2-fp16_fp32_sums-4 zero3-fp32-4 zero3-bf16_fp32_sums-1 zero1_offload-bf16_fp32_sums-1
-    zero2_offload-bf16-4 zero3_offload_states-fp16-1 zero3_offload-bf16-4 zeropp-fp16-4
-    zero2-bf16_states_fp32_sums-4 zero3-bf16_states-1 tensor2_zero0-fp32-1 tensor2_zero1-bf16-4
-    tensor2_zero2-bf16-1 tensor2_tied_zero1-fp32-1 tensor2_zero3-bf16-1 sequence2_zero1-bf16-1
-    sequence2_zero2-fp32-4 sequence2_zero3-bf16-4 varlen_tensor2_zero1-bf16-1
-    varlen_sequence2_zero1-fp32-4 expert2_zero1-bf16-1 expert2_zero2-fp32-4 expert2_zero3-bf16-1
-    tensor2_expert2_zero1-bf16-1 tensor2_expert2_zero3-fp32-1 chunked_zero1-bf16-4
-    chunked_zero3-bf16-1 chunked_pipe2_zero1-fp32-4 chunked_tensor2_zero1-fp32-1
-    chunked_sequence2_zero1-bf16-1 pipe2_zero0-bf16-4 pipe2_zero1-fp32-1
-    pipe2_zero1-bf16_fp32_sums-4 pipe2_tensor2_zero0-bf16-4 pipe2_tensor2_zero1-fp32-1
-    pipe2_tensor2_zero1-bf16_fp32_sums-4 full_zero1-bf16-4 full_zero2-fp32-1 full_zero3-bf16-4
-    every2_zero1-fp32-1 every2_zero2-bf16-4 every2_zero3-fp32-1 selective_zero1-bf16-4
-    selective_zero2-fp32-1 selective_zero3-bf16-1 offloaded_zero1-fp32-1 offloaded_zero2-bf16-4
-    offloaded_zero3-bf16-1 tiled_zero1-bf16-1 tiled_zero2-fp32-4 tiled_zero3-bf16-4
-    reversible_zero1-fp32-4 reversible_zero2-bf16-1 reversible_zero3-bf16-4 all_zero1-fp32-4
-    all_zero2-bf16-1 all_zero3-fp32-4
-"""
 
 
 def covering_cases() -> list[Case]:
     """Return a small set with every layout, precision, accumulation and optimizer class."""
     by_name = {case.name: case for case in memory_cases()}
     optimizers = [case for case in _OPTIMIZERS if case.optimizer in ("adagrad", "muon")]
-    return [by_name[name] for name in _COVERING.split()] + optimizers
+    return [by_name[name] for name in _TABLES["covering_memory"].split()] + optimizers
 
 
 LAYOUTS = {
