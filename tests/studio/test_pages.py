@@ -25,8 +25,18 @@ from harness.plan.make import make_plan
 from harness.report.chart import Chart
 from harness.report.run_record import RunRecord
 from tests.tiers import rest_in_gate
-from tools.studio_app.figures import Bars, Code, Drawing, Figure, html_of
-from tools.studio_app.page import ABOUT, LESSONS, Choice, Page, Slider, Typed, query_of, read_values
+from tools.studio_app.figures import Bars, Code, Drawing, Figure, Table, html_of
+from tools.studio_app.page import (
+    ABOUT,
+    LESSONS,
+    Choice,
+    Page,
+    Slider,
+    Typed,
+    not_shown,
+    query_of,
+    read_values,
+)
 from tools.studio_app.svg import WIDTH, Svg
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
@@ -90,7 +100,9 @@ def test_control_defaults_and_query_values_round_trip(page: Page) -> None:
                 assert len(control.default) <= control.most
         for text, value in nonsense.items():
             assert read_values(page.controls, {name: text})[name] == value
+            assert not_shown(page.controls, {name: text, "y": ""})[1:], "nothing says so"
     assert read_values(page.controls, query_of(page.controls, last)) == last
+    assert not_shown(page.controls, query_of(page.controls, last)) == []
     assert query_of(page.controls, read_values(page.controls, {})) == {}
 
 
@@ -484,6 +496,16 @@ def test_a_rank_is_where_the_grid_says() -> None:
         for size in getattr(slider, "values", ()) if slider.name in ("stages", "tensor") else ():
             shown = figures_of("hybrid", nodes="99", rank="999", **{slider.name: str(size)})
             assert (number(shown, "Ranks"), number(shown, "Rank")) == ("128", "127")
+
+
+def test_shown_numbers_agree_with_their_formulas() -> None:
+    for name in ("1F1B", "GPipe", "interleaved 1F1B", "zero-bubble (ZB-H1)"):
+        shown = figures_of("pipeline", schedule=name)
+        assert number(shown, "Bubble, formula") == number(shown, "Waiting"), name
+    assert number(figures_of("layers"), "A single device") == "18.42 GiB"  # one tied embedding
+    (states,) = (f for f in figures_of("optimizers", model="llama-3-8b") if isinstance(f, Table))
+    gib = {row[0]: row[2] for row in states.rows}
+    assert (gib["adamw"], gib["muon"]) == ("59.83", "33.83")  # AdamW steps embedding and head
 
 
 def test_a_surface_is_drawn_in_its_place() -> None:

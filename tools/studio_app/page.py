@@ -130,6 +130,20 @@ def read_values(controls: Sequence[Control], query: Mapping[str, str]) -> dict[s
     }
 
 
+def not_shown(controls: Sequence[Control], query: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each value in an address that the page does not show."""
+    known = {each.name: each for each in controls}
+    sentences = [f"{name} is no setting of this page" for name in query if name not in known]
+    for name, control in known.items():
+        text = query.get(name)
+        if text is None or isinstance(control, Typed):  # any text is shown
+            continue
+        shown = format_value(control.read(text))
+        if text not in (shown, f"{shown}.0"):
+            sentences.append(f"{name}={text[:40]} is none of its values; shown: {shown or 'none'}")
+    return sentences
+
+
 def query_of(controls: Sequence[Control], values: Values) -> dict[str, str]:
     """Return the values that differ from the defaults, as query parameters."""
     return {

@@ -24,6 +24,7 @@ from tools.studio_app.page import (
     Slider,
     Typed,
     format_value,
+    not_shown,
     query_of,
     read_values,
 )
@@ -140,6 +141,7 @@ class PageView:
     def __init__(self, page: Page, query: dict[str, str]) -> None:
         self.page = page
         self.values = read_values(page.controls, query)
+        self._not_shown = not_shown(page.controls, query)
         self._asked = 0
         self._shown: list[ui.html] = []
 
@@ -152,6 +154,8 @@ class PageView:
             with ui.element("section").classes("card controls").props('aria-label="settings"'):
                 for control in page.controls:
                     self._add_control(control)
+        for sentence in self._not_shown:
+            _wide(html_of(Note(sentence, "warning")))
         self._area = ui.element("section").classes("figures").props("aria-live=polite")
         self._area.props["aria-label"] = "figures"
         copy = ui.button("Copy the link to this setting", icon="link").props("flat dense no-caps")

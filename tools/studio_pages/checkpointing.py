@@ -12,12 +12,17 @@ from harness.layout.shape import flops_per_unit
 from harness.report.chart import line, lines
 from harness.report.formatting import gib
 from tools.studio_app import plans
-from tools.studio_app.figures import Code, Drawing, Figure, numbers
+from tools.studio_app.figures import Code, Drawing, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values, powers_of_two
 from tools.studio_app.svg import WIDTH, Svg
 
 _EVERY = "every N-th layer"
 _HEIGHT = 150.0
+_AGAIN: dict[Checkpointing, str] = {
+    "none": "nothing",
+    "selective": "all but matrix products and attention, where the paper repeats attention alone",
+    "full": "the layer",
+}
 _LEGEND = (
     ("activations", "held"),
     ("gradients", "held, backward pass runs"),
@@ -67,8 +72,23 @@ def figures(values: Values) -> list[Figure]:
             from_zero=True,
             height=340,
         ),
+        _by_the_paper(inputs),
         Code("Train with these settings", plans.train_command({**values, "checkpointing": way})),
     ]
+
+
+def _by_the_paper(inputs: Inputs) -> Table:
+    """Return a layer's kept bytes beside those of Korthikanti et al. (arXiv 2205.05198, table 2):
+    sbh (34 + 5 a s / h), 34 sbh and 2 sbh, for a GPT with dropout in 16 bits.
+    """
+    config, tokens = inputs.shape, inputs.micro_batch * inputs.seq_len
+    sbh, scores = tokens * config.hidden_size, 5 * tokens * config.num_heads * inputs.seq_len
+    papers = {"none": 34 * sbh + scores, "selective": 34 * sbh, "full": 2 * sbh}
+    rows = [
+        (way, gib(kept_bytes(_with_way(inputs, way))[0]), gib(papers[way]), again)
+        for way, again in _AGAIN.items()
+    ]
+    return Table("What a layer keeps", "checkpointing|here|by the paper|recomputed here", rows)
 
 
 def _with_way(inputs: Inputs, way: Checkpointing) -> Inputs:

@@ -20,6 +20,11 @@ _FRAMES = (
     "all-reduce: gradients are added, and divided by the tokens of all",
     "each takes the same step; the weights stay equal",
 )
+_LEGEND = (
+    ("weights", "weights"),
+    ("gradients", "gradients: of the GPU, then of all"),
+    ("activations", "samples"),
+)
 
 
 class Step(NamedTuple):
@@ -50,7 +55,7 @@ def figures(values: Values) -> list[Figure]:
             ("Mean of means", f"{biased:.1%} off", "if each divided by its own tokens"),
             ("Sent by each GPU", sent, "the gradient's bytes, by a ring"),
         ),
-        Drawing(_FRAMES[frame], _picture(step, frame)),
+        Drawing(_FRAMES[frame], _picture(step, frame), _LEGEND),
         Bars("Gradient of each weight", "", names, rows, together=False, height=340),
     ]
 

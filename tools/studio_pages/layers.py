@@ -1,5 +1,6 @@
 """Model parallelism: layers placed on devices, and one micro-batch on its way."""
 
+from harness.layout.shape import num_parameters
 from harness.layout.stages import layers_per_stage, schedule, stage_parameters
 from harness.report.formatting import gib
 from tools.layout.schedules import Span, spans, stage_work, waiting
@@ -41,7 +42,7 @@ def figures(values: Values) -> list[Figure]:
             ("Waiting", f"{waiting(placed):.0%}", "of all devices' time"),
             ("Handed on", gib(sent), "hidden states, or their gradients, in bf16"),
             ("A device holds", f"{max(states):,.1f} GiB", "weights and their states"),
-            ("A single device", f"{sum(states):,.1f} GiB"),
+            ("A single device", gib(_STATES * num_parameters(plan.shape))),
         ),
         Drawing(
             f"One micro-batch: the {moment.kind} pass is on {where}",

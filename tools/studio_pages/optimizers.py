@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from harness.estimate.states import moment_bytes
 from harness.layout.optimizer_table import OPTIMIZERS
-from harness.layout.shape import num_parameters
 from harness.report.chart import line, lines
 from tools.studio_app.figures import Drawing, Figure, Table
 from tools.studio_app.page import Choice, Page, Slider, Values
-from tools.studio_app.plans import MODELS, shape_of
+from tools.studio_app.plans import MODELS, estimate_of, planned
 from tools.studio_app.svg import WIDTH, Svg, series
 
 Point = tuple[float, float]
@@ -146,12 +146,12 @@ def _colour(name: str) -> str:
 
 
 def _memory(model: str, paths: dict[str, list[Points]], surface: Surface) -> Table:
-    count = num_parameters(shape_of(model))
     rows = []
     for name, path in paths.items():
-        state, last = OPTIMIZERS[name].state_bytes, surface.sum(path[-1])
+        inputs = estimate_of(planned({"model": model, "optimizer": name, "json": "zero0"})).inputs
+        count, state, last = inputs.trained, moment_bytes(inputs), surface.sum(path[-1])
         bounds = "" if len(path) > 1 else "diverged"
-        rows.append((name, f"{state:g}", f"{count * state / 2**30:,.2f}", f"{last:.4f}", bounds))
+        rows.append((name, f"{state:.4g}", f"{count * state / 2**30:,.2f}", f"{last:.4f}", bounds))
     head = f"optimizer|bytes per weight|GiB for {model}|loss here|"
     return Table("States beside the fp32 master weights, over all ranks", head, rows)
 

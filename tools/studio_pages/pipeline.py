@@ -46,9 +46,12 @@ def figures(values: Values) -> list[Figure]:
         )
         for each, slots in placed.items()
     ]
+    # Waiting over work is 1F1B's divided by the chunks, or by 3 where three passes fill the gaps.
+    parts = {schedules.interleaved: values["chunks"], schedules.zero_bubble: 3}
+    formula = bubble(stages, batches * parts.get(schedules.SCHEDULES[name], 1))
     return [
         numbers(
-            ("Bubble, formula", f"{bubble(stages, batches):.1%}", "1F1B, equal stages"),
+            ("Bubble, formula", f"{formula:.1%}", f"{name}, equal stages"),
             ("Waiting", f"{schedules.waiting(placed[name]):.1%}", f"of the step, {name}"),
             ("Keeps", f"{max(most[name]):.3g}", "micro-batches' activations at most"),
             ("Step", f"{lengths[name]:.2f} x", "of even work, no waiting"),

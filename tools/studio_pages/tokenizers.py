@@ -66,11 +66,13 @@ def _arithmetic(text: str, hidden: int) -> Chart:
         kind: [(size, operations(kind, size, text, hidden)) for size in _SIZES] for kind in _TRAINED
     }
     best = min(curves["BPE"], key=lambda point: point[1])[0]
+    # At an end of the range, the minimum may lie beyond it.
+    word = "best" if _SIZES[0] < best < _SIZES[-1] else "lowest of these"
     return lines(
-        f"Million multiplications per byte of this text; best for BPE: {best:,} pieces",
+        f"Million multiplications per byte of this text; {word} for BPE: {best:,} pieces",
         [line(kind, points) for kind, points in curves.items()],
         "vocabulary",
-        marks=[Mark({"x": best}, "var(--good)", "best", is_named=True)],
+        marks=[Mark({"x": best}, "var(--good)", word, is_named=True)],
         from_zero=True,
         log_x=True,
         x_range=(_SIZES[0], _SIZES[-1]),

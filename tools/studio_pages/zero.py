@@ -22,7 +22,7 @@ _ONE_BYTE_A_SECOND = replace(
     host_link_rate=float("inf"),
 )
 _STAGES = {
-    "ZeRO 0": "nothing",
+    "ZeRO 0": "nothing (in bf16 and fp16, train.py runs it as stage 1)",
     "ZeRO 1": "optimizer states",
     "ZeRO 2": "gradients, too",
     "ZeRO 3": "weights, too",
