@@ -17,6 +17,7 @@ from harness.files.paths import expanded_path
 from harness.layout.world import World
 from harness.plan.machine import cluster
 from harness.plan.make import make_plan, refuse
+from harness.plan.model_config import presets_as_text
 from harness.plan.plan import Plan
 from harness.terminal import HelpFormatter, say
 
@@ -109,6 +110,9 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         "--keys", action="store_true", help="list every key of the run config with its default"
     )
     parser.add_argument(
+        "--presets", action="store_true", help="list every model.name that needs no files"
+    )
+    parser.add_argument(
         "--trust-remote-code",
         action="store_true",
         help="run model code that comes with a hub repository",
@@ -121,8 +125,8 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         help="run config keys, or ds.* keys of the DeepSpeed JSON",
     )
     options, unknown = parser.parse_known_intermixed_args(argv)
-    if options.keys:
-        say(keys_as_text())
+    if options.keys or options.presets:
+        say(keys_as_text() if options.keys else presets_as_text())
         parser.exit()
     if unknown:
         names = re.findall(r"--[\w-]+", parser.format_usage())
@@ -135,7 +139,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
     if options.gpus_per_node is not None and options.gpus is None:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
-    values = {key: value for key, value in vars(options).items() if key not in ("keys", "config")}
+    values = {key: value for key, value in vars(options).items() if key in Command.__annotations__}
     config_path = next(iter(options.config), None)
     return Command(
         **{**values, "config_path": config_path, "assignments": tuple(options.assignments)}

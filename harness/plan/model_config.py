@@ -16,7 +16,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from harness.config.assignments import IMPLIED, MAX_FILE_BYTES, beyond_bounds, listed
+from harness.config.assignments import IMPLIED, MAX_FILE_BYTES, beyond_bounds
 from harness.config.run_config import RunConfig, run_and_step, run_instead
 from harness.errors import ConfigError, Unusable
 from harness.files.hub import hub_answers
@@ -56,6 +56,18 @@ def presets() -> dict[str, dict[str, Any]]:
 def preset_names() -> list[str]:
     """Return the names of the bundled presets."""
     return sorted(presets())
+
+
+def presets_as_text() -> str:
+    """Return the bundled presets by family and size: name, parameters, kind, longest sample."""
+    rows = []
+    for name, preset in presets().items():
+        (count,) = re.findall(r"([\d,]+) parameters", preset["source"])
+        config = preset["config"]
+        longest = config.get("max_position_embeddings") or config.get("n_positions") or "any"
+        row = f"{name:18} {count:>16} parameters  {config['model_type']:12} {longest:>8} positions"
+        rows.append((config["model_type"], int(count.replace(",", "")), row))
+    return "\n".join(row for _, _, row in sorted(rows))
 
 
 def preset_rate(source: str) -> tuple[float, str] | None:
@@ -181,7 +193,7 @@ def _nearest(name: str, key: str) -> str:
         near = _spelt_like(word, preset_names())
         if not near or _size(word) not in (None, _size(near[0])):
             near = _of_similar_size(word) or near
-        none = f"; the presets are {listed(preset_names())} (harness/plan/presets.toml)"
+        none = "; train.py --presets lists the presets"
     else:
         folder = path.parent
         models = [each.name for each in folder.glob("*") if _holds_model(each)]
