@@ -104,6 +104,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
+        _, _, verb = self._prog.partition(" ")
+        if verb:  # of the installed command, which launch/verbs.py started
+            text = text.replace(f"python tools/{verb.replace('-', '_')}.py", self._prog)
         paragraphs = text.strip().split("\n\n")
         return "\n\n".join(_help_paragraph(paragraph, width) for paragraph in paragraphs)
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, is_full_disk
-from harness.files.paths import option_path
+from harness.files.paths import option_path, script
 from harness.terminal import HelpFormatter, say
 from tools.cleaning.recipe import PRESETS, Recipe, keys_as_text, missing_for, read_recipe
 from tools.workers import Stopped, WorkerFailed, cores, stopping
@@ -188,7 +188,7 @@ def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
     if args.slurm:
         return [
             "--tokenizer with --slurm would tokenise on this node: leave it out, and then sbatch "
-            "--array=0-15 slurm/tokenize.sbatch "
+            f"--array=0-15 {script('slurm/tokenize.sbatch')} "
             + shlex.join((f"data.path={args.output}/data", f"data.tokenizer={args.tokenizer}"))
         ]
     from harness.data.tokenizer import load_tokenizer

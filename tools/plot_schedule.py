@@ -23,11 +23,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.config.sections import MAX_COUNT
 from harness.errors import ConfigError, ExitCode
 from harness.layout.world import World
-from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
 from harness.report.palette import SERIES
 from harness.terminal import HelpFormatter, say
 from tools.figure import new_figure, plot_problems, with_thousands, write_plot
+from tools.plan_args import add_config_arguments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,11 +42,9 @@ def main(argv: list[str]) -> int:
     """Run the command: argv -> text on standard output, optional plot -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
-    add("--config", type=Path, metavar="TOML", help="Run config.")
-    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
+    add_config_arguments(parser)
     add("--steps", type=int, help="Number of steps, for a run whose length is given in epochs.")
     add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the schedule.")
-    add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     args = parser.parse_intermixed_args(argv)
     try:
         problems = [*plot_problems(args.plot)]

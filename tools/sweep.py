@@ -38,6 +38,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
 from harness.files.folder_lock import release, take_lock
+from harness.files.paths import script
 from harness.terminal import HelpFormatter, say
 from tools.slurm_queue import slurm_problems
 from tools.sweeps.cost import Cost, Record, costs, lane_problems
@@ -124,7 +125,7 @@ def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
         print(best_command(sweep, best))  # unbroken, to be copied
     screen.say(f"report: {page}")
     if any(not record.has_ended for record in records):
-        again = f"python tools/sweep.py {sweep.path}{' --slurm' * args.slurm}"
+        again = f"python {script('tools/sweep.py')} {sweep.path}{' --slurm' * args.slurm}"
         screen.say(f"not all trials have ended; the same command resumes: {again}")
         return int(ExitCode.STOPPED)
     return int(ExitCode.DONE) if any(record.state == "done" for record in records) else 1

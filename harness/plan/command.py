@@ -13,14 +13,14 @@ from harness.config.ds_json import load_ds_json
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
-from harness.files.paths import expanded_path
+from harness.files.paths import REPOSITORY, option_path, script
 from harness.layout.world import World
 from harness.plan.machine import cluster
 from harness.plan.make import make_plan, refuse
 from harness.plan.plan import Plan
 from harness.terminal import HelpFormatter, say
 
-DEFAULT_DS_JSON = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1.json"
+DEFAULT_DS_JSON = REPOSITORY / "ds_configs" / "zero1.json"
 
 _EXAMPLES = """\
 examples:
@@ -62,13 +62,6 @@ class Command:
         return ["--deepspeed", str(self.deepspeed_path), *config, *self.assignments]
 
 
-def _path(text: str) -> Path:
-    try:
-        return Path(expanded_path(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error}") from None
-
-
 def parse_command(argv: Sequence[str] | None = None) -> Command:
     """Parse the command line; argparse exits with code 2 and a message for unknown options.
 
@@ -77,25 +70,26 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Train a decoder language model with DeepSpeed.",
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES.replace("harness/train.py", script("harness/train.py")),
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
         "--deepspeed",
         dest="deepspeed_path",
-        type=_path,
+        type=option_path,
         default=DEFAULT_DS_JSON,
         metavar="JSON",
-        help="DeepSpeed JSON: how the run is distributed (default: ds_configs/zero1.json)",
+        help="DeepSpeed JSON: how the run is distributed; a file, or the name of one of "
+        "ds_configs/ (default: zero1.json)",
     )
     parser.add_argument(
         "--config",
         action="append",
-        type=_path,
+        type=option_path,
         default=[],
         metavar="TOML",
-        help="run config: what to train and how",
+        help="run config: what to train and how; a file, or the name of a recipe (docs/recipes/)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan and exit; needs no device"
