@@ -23,7 +23,6 @@ from harness.config.run_config import run_and_step
 from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_disk
 from harness.estimate.memory_item import as_size
 from harness.files.paths import option_path
-from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
 from harness.terminal import HelpFormatter, say
 from tools.workers import INTERRUPTED
@@ -35,6 +34,8 @@ def main(argv: list[str]) -> int:
     """Run the command: argv -> a folder -> exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    from harness.run.exporting import ExportDiffers, ExportOptions, export  # torch from here on
+
     path, step = run_and_step(str(arguments.run))
     if step is not None and arguments.step not in (None, step):
         parser.error(

@@ -51,17 +51,11 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
         usage="%(prog)s [--json] [--limit-s SECONDS] (arguments of harness/train.py)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="Print the table as JSON, for other programs."
-    )
-    parser.add_argument(
-        "--limit-s", type=float, default=LIMIT_S, metavar="SECONDS",
-        help="Time limit for the whole check (default 120).",
-    )  # fmt: skip
-    parser.add_argument(
-        "--environment", action="store_true",
-        help="Check only whether Python can import what a run needs on this node.",
-    )  # fmt: skip
+    add, limit = parser.add_argument, "Time limit for the whole check (default: %(default)g)."
+    add("--json", action="store_true", help="Print the table as JSON, for other programs.")
+    add("--limit-s", type=float, default=LIMIT_S, metavar="SECONDS", help=limit)
+    only = "Check only whether Python can import what a run needs on this node."
+    add("--environment", action="store_true", help=only)
     args, rest = parser.parse_known_args(argv)
     if args.limit_s <= 0:
         parser.error(f"--limit-s {args.limit_s:g}: it must be greater than 0")

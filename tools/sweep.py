@@ -55,18 +55,13 @@ if TYPE_CHECKING:  # Optuna, which a dry run does without
 def main(argv: list[str]) -> int:
     """Run the command: argv -> trials -> exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("file", type=Path, metavar="SWEEP.toml")
-    parser.add_argument(
-        "--slurm", action="store_true", help="Submit the trials as one Slurm job array."
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="List the trials and their cost, then exit."
-    )
-    parser.add_argument("--retry", action="store_true", help="Run failed trials again.")
-    parser.add_argument(
-        "--report", action="store_true", help="Only rewrite the table and the page."
-    )
-    parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)  # of slurm/sweep.sbatch
+    add = parser.add_argument
+    add("file", type=Path, metavar="SWEEP.toml", help="A file, or the name of one of docs/.")
+    add("--slurm", action="store_true", help="Submit the trials as one Slurm job array.")
+    add("--dry-run", action="store_true", help="List the trials and their cost, then exit.")
+    add("--retry", action="store_true", help="Run failed trials again.")
+    add("--report", action="store_true", help="Only rewrite the table and the page.")
+    add("--trial", type=int, help=argparse.SUPPRESS)  # of slurm/sweep.sbatch
     args = parser.parse_args(argv)
     try:
         sweep, planned = _checked(args)

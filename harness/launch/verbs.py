@@ -55,8 +55,8 @@ def main() -> int | None:
     name = asked.replace("_", "-")
     chosen = [name] if name in files else [verb for verb in files if verb.startswith(name)]
     if len(chosen) != 1:
-        problem = f"begins {' and '.join(chosen)}" if chosen else "is not a verb"
-        parser.error(f"{asked} {problem}{did_you_mean(name, files)}; --help lists all verbs")
+        near = f", it begins {' and '.join(chosen)}" if chosen else did_you_mean(name, files)
+        parser.error(f"{asked} is not a verb{near}; --help lists all verbs")
     (verb,) = chosen
     sys.argv[:2] = [f"{NAME} {verb}"]
     module = sys.modules["__main__"] = ModuleType("__main__")

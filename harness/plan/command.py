@@ -74,46 +74,21 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--deepspeed",
-        dest="deepspeed_path",
-        type=option_path,
-        default=DEFAULT_DS_JSON,
-        metavar="JSON",
-        help="DeepSpeed JSON: how the run is distributed; a file, or the name of one of "
-        "ds_configs/ (default: zero1.json)",
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        type=option_path,
-        default=[],
-        metavar="TOML",
-        help="run config: what to train and how; a file, or the name of a recipe (docs/recipes/)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan and exit; needs no device"
-    )
-    parser.add_argument("--gpus", type=int, help="with --dry-run: number of GPUs to plan for")
-    parser.add_argument("--gpu", help="with --dry-run: GPU type to plan for, such as h100-80")
-    parser.add_argument(
-        "--gpus-per-node", type=int, help="with --dry-run: GPUs per node (default: up to 8)"
-    )
-    parser.add_argument(
-        "--keys", action="store_true", help="list every key of the run config with its default"
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run model code that comes with a hub repository",
-    )
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "assignments",
-        nargs="*",
-        metavar="key=value",
-        help="run config keys, or ds.* keys of the DeepSpeed JSON",
-    )
+    add = parser.add_argument
+    json_of = "DeepSpeed JSON: a file, or the name of one of ds_configs/ (default: zero1.json)"
+    add("--deepspeed", type=option_path, default=DEFAULT_DS_JSON, metavar="JSON", help=json_of)
+    toml_of = "run config: a file, or the name of a recipe (docs/recipes/)"
+    add("--config", action="append", type=option_path, default=[], metavar="TOML", help=toml_of)
+    add("--dry-run", action="store_true", help="print the plan and exit; needs no device")
+    add("--gpus", type=int, help="with --dry-run: number of GPUs to plan for")
+    add("--gpu", help="with --dry-run: GPU type to plan for, such as h100-80")
+    add("--gpus-per-node", type=int, help="with --dry-run: GPUs per node (default: up to 8)")
+    add("--keys", action="store_true", help="list every key of the run config with its default")
+    trust = "run model code that comes with a hub repository"
+    add("--trust-remote-code", action="store_true", help=trust)
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    keys = "run config keys, or ds.* keys of the DeepSpeed JSON"
+    add("assignments", nargs="*", metavar="key=value", help=keys)
     options, unknown = parser.parse_known_intermixed_args(argv)
     if options.keys:
         say(keys_as_text())
@@ -129,13 +104,12 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
     if options.gpus_per_node is not None and options.gpus is None:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
-    values = {key: value for key, value in vars(options).items() if key not in ("keys", "config")}
     config_path = next(iter(options.config), None)
-    return Command(
-        **{**values, "config_path": config_path, "assignments": tuple(options.assignments)}
-    )
+    others = {key: getattr(options, key) for key in _OTHERS}
+    return Command(options.deepspeed, config_path, tuple(options.assignments), **others)
 
 
+_OTHERS = ("dry_run", "trust_remote_code", "local_rank", "gpus", "gpus_per_node", "gpu")
 _LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--bind_")
 
 

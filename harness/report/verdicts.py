@@ -257,7 +257,7 @@ def _left(run: RunRecord) -> str:
 
 def advice(run: RunRecord) -> list[Advice]:
     """Return what to do next, the most likely advice first, with commands that can be copied."""
-    run = replace(run, path=run.path.absolute()) if _started_in(run) else run
+    run = replace(run, path=run.path.resolve()) if _started_in(run) else run
     return [*_by_outcome(run), *_by_curve(run)]
 
 

@@ -16,8 +16,14 @@ import torch.distributed as dist
 
 from harness.errors import ExitCode, RunStopped
 from harness.guard import signals as module
-from harness.guard.signals import StopGuard, TimeLeft, as_seconds, groups_of, slurm_seconds_left
-from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
+from harness.guard.signals import StopGuard, TimeLeft, groups_of
+from harness.guard.stop_request import (
+    STOP_SIGNALS,
+    StopAsked,
+    StopRequest,
+    as_seconds,
+    slurm_seconds_left,
+)
 from tests.ranks import ranks
 from tests.real_runs import REPOSITORY
 from tests.tiers import rest_in_gate

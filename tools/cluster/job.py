@@ -137,7 +137,11 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
     clone = shlex.quote(str(REPOSITORY))
     for name, command in commands(args, best, '"$clone"/', '"$job"/').items():
         texts[name] = _SHELL.format(
-            about=about, how=how.get(name, " from any folder"), clone=clone, name=name, command=command
+            about=about,
+            how=how.get(name, " from any folder"),
+            clone=clone,
+            name=name,
+            command=command,
         )
     if nodes > 1:
         texts["hostfile"] = "".join(f"node{n + 1} slots={per_node}\n" for n in range(nodes))
