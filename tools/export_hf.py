@@ -24,7 +24,7 @@ from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_
 from harness.estimate.memory_item import as_size
 from harness.files.paths import option_path
 from harness.runfolder import RunFolder
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.workers import INTERRUPTED
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -85,8 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("run", type=option_path, help="Run folder, or RUN@STEP.")
     add("--step", type=int, help="Step of the checkpoint (default: the newest usable one).")
     kinds = ("bf16", "fp16", "fp32")

@@ -31,7 +31,7 @@ from harness.errors import ConfigError, ExitCode, RunStopped
 from harness.layout.world import World, slurm_port
 from harness.plan.command import Command, plan_from
 from harness.report.palette import SERIES
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.figure import new_figure, plot_problems, write_plot
 from tools.plan_args import add_config_arguments
 
@@ -59,8 +59,7 @@ class Found:
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text, optional plot and JSON -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add_config_arguments(parser)
     least, most = "Lowest learning rate (%(default)g).", "Highest learning rate (%(default)g)."
     add("--from", dest="lowest", type=float, default=1e-6, metavar="LR", help=least)

@@ -10,7 +10,6 @@ pickles: a file that asks for anything but tensors and plain values is rejected 
 resume.from=runs/NEW@STEP starts a run with its weights and moments.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -19,14 +18,13 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode, Unusable, is_full_disk
 from harness.files.paths import option_path
 from harness.runfolder import RunFolder
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.workers import INTERRUPTED
 
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> checkpoint -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("source", type=option_path, help="FOLDER, FOLDER@STEP, or the folder of a checkpoint.")
     add("--out", type=option_path, required=True, help="Run folder; it may exist already.")
     add("--model", help="Preset, folder or config.json; default: the config.json in SOURCE.")

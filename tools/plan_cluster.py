@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.cluster.ask import question_of
 from tools.cluster.calibrate import calibrate
 from tools.cluster.choose import Answer, seconds_within, why_not
@@ -133,8 +133,7 @@ _VALUES: dict[str, tuple[Callable[[str], object], str, str]] = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("--model", required=True, help="preset, config.json, folder or hub id")
     add("--gpus", type=_count_of, required=True, help="total number of GPUs")
     add("--gpu", required=True, help="GPU type, such as h100-80")

@@ -11,7 +11,6 @@ for a config that cannot be planned. Needs neither a GPU nor torch.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from bisect import bisect_left
 from operator import itemgetter
@@ -26,7 +25,7 @@ from harness.layout.world import World
 from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
 from harness.report.palette import SERIES
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.figure import new_figure, plot_problems, with_thousands, write_plot
 from tools.plan_args import add_config_arguments
 
@@ -40,8 +39,7 @@ _EACH = 100_000
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text on standard output, optional plot -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add_config_arguments(parser)
     add("--steps", type=int, help="Number of steps, for a run whose length is given in epochs.")
     add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the schedule.")

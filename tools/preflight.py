@@ -11,7 +11,6 @@ that stand out. It builds nothing and leaves nothing behind. Exit code 0 (ok, or
 not start, and do not requeue.
 """
 
-import argparse
 import faulthandler
 import os
 import signal
@@ -25,7 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.engine.importing import importing
 from harness.errors import ExitCode
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 
 LIMIT_S = 120.0
 # A rank that hangs out of Python's reach ends itself this long after the limit. Killed from
@@ -45,13 +44,9 @@ NEEDED = (  # by every run
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> table on rank 0's standard output -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-        usage="%(prog)s [--json] [--limit-s SECONDS] (arguments of harness/train.py)",
-    )
-    add, limit = parser.add_argument, "Time limit for the whole check (default: %(default)g)."
+    usage = "%(prog)s [--json] [--limit-s SECONDS] (arguments of harness/train.py)"
+    parser, add = command_parser(__doc__, allow_abbrev=False, usage=usage)
+    limit = "Time limit for the whole check (default: %(default)g)."
     add("--json", action="store_true", help="Print the table as JSON, for other programs.")
     add("--limit-s", type=float, default=LIMIT_S, metavar="SECONDS", help=limit)
     only = "Check only whether Python can import what a run needs on this node."

@@ -13,7 +13,6 @@ they are no longer those that the run was planned with.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -25,7 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.checkpoint.compatibility import recorded_run
 from harness.errors import ConfigError
 from harness.runfolder import RunFolder
-from harness.terminal import HelpFormatter, say, takes_colour
+from harness.terminal import command_parser, say, takes_colour
 
 if TYPE_CHECKING:
     from harness.config.run_config import RunConfig
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text on standard output -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("run", help="Run folder.")
     add("--step", type=int, default=1, help="Optimizer step, from 1 (default: 1).")
     add("--all", action="store_true", help="Show every window in full.")

@@ -9,7 +9,6 @@ printed address. The studio only reads, and only inside the folder of runs. Stop
 Exit code 0, or 2 if it cannot start. Needs `pip install 'nicegui>=3.18,<4'`.
 """
 
-import argparse
 import importlib.util
 import os
 import secrets
@@ -21,15 +20,14 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
-from harness.terminal import HelpFormatter
+from harness.terminal import command_parser
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> an app served until Ctrl-C -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     port = "port to serve on (default: %(default)s); 0: any free port"
     add("--port", type=int, default=8230, help=port)
     host = "address to serve on (default: %(default)s); non-local addresses require a token"

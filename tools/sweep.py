@@ -39,7 +39,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode
 from harness.files.folder_lock import release, take_lock
 from harness.files.paths import script
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.slurm_queue import slurm_problems
 from tools.sweeps.cost import Cost, Record, costs, lane_problems
 from tools.sweeps.page import write_sweep_page
@@ -54,8 +54,7 @@ if TYPE_CHECKING:  # Optuna, which a dry run does without
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> trials -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("file", type=Path, metavar="SWEEP.toml", help="A file, or the name of one of docs/.")
     add("--slurm", action="store_true", help="Submit the trials as one Slurm job array.")
     add("--dry-run", action="store_true", help="List the trials and their cost, then exit.")

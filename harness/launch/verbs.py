@@ -13,13 +13,12 @@ this machine:
 """
 
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 from types import ModuleType
 
 from harness.config.assignments import did_you_mean
 from harness.files.paths import REPOSITORY, script
-from harness.terminal import HelpFormatter
+from harness.terminal import command_parser
 
 NAME = "decoder-harness"
 
@@ -43,12 +42,10 @@ def main() -> int | None:
     files = verbs()
     lines = [f"  {verb:<18}  {summary(path)}" for verb, path in files.items()]
     about = (__doc__ or "").replace("harness/train.py", script("harness/train.py"))
-    parser = ArgumentParser(NAME, f"{NAME} VERB ...", about, formatter_class=HelpFormatter)
-    parser.epilog = "\n".join(["verbs:", *lines])
+    epilog = "\n".join(["verbs:", *lines])
+    parser, _ = command_parser(about, prog=NAME, usage=f"{NAME} VERB ...", epilog=epilog)
     if not (REPOSITORY / "ds_configs").is_dir():
-        parser.error(
-            f"{REPOSITORY} is not a clone: run `make setup`, or `pip install -e .`, in one"
-        )
+        parser.error(f"{REPOSITORY} is not a clone: run `make setup` or `pip install -e .` in one")
     asked = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if asked.startswith("-"):
         parser.parse_args([asked])

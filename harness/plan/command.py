@@ -18,7 +18,7 @@ from harness.layout.world import World
 from harness.plan.machine import cluster
 from harness.plan.make import make_plan, refuse
 from harness.plan.plan import Plan
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 
 DEFAULT_DS_JSON = REPOSITORY / "ds_configs" / "zero1.json"
 
@@ -67,14 +67,9 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
 
     `--local_rank`, which launchers add, is accepted in both spellings.
     """
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        description="Train a decoder language model with DeepSpeed.",
-        epilog=_EXAMPLES.replace("harness/train.py", script("harness/train.py")),
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
+    about = "Train a decoder language model with DeepSpeed."
+    examples = _EXAMPLES.replace("harness/train.py", script("harness/train.py"))
+    parser, add = command_parser(about, prog="train.py", epilog=examples, allow_abbrev=False)
     json_of = "DeepSpeed JSON: a file, or the name of one of ds_configs/ (default: zero1.json)"
     add("--deepspeed", type=option_path, default=DEFAULT_DS_JSON, metavar="JSON", help=json_of)
     toml_of = "run config: a file, or the name of a recipe (docs/recipes/)"

@@ -79,13 +79,8 @@ def _weights_of(model: str) -> str:
     return on_hub[1] if on_hub else model
 
 
-def commands(
-    args: argparse.Namespace, best: Counted, clone: str = "", job: str = ""
-) -> dict[str, str]:
-    """Return each script's command by script name. job.sh is the one to start with.
-
-    `clone` and `job` precede the names of files, as a shell expands them.
-    """
+def commands(args: argparse.Namespace, best: Counted, clone: str, job: str) -> dict[str, str]:
+    """Return each script's command by its name, job.sh first; `clone` and `job` precede files."""
     files, train = _files(job), f"{clone}harness/train.py"
     # Otherwise Slurm may give a node's GPUs with one core and little memory.
     whole = "--exclusive --mem=0 " if _takes_whole_nodes(args) else ""
@@ -136,20 +131,15 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
         how["sbatch.sh"] = f" from any folder; {part}"
     clone = shlex.quote(str(REPOSITORY))
     for name, command in commands(args, best, '"$clone"/', '"$job"/').items():
-        texts[name] = _SHELL.format(
-            about=about,
-            how=how.get(name, " from any folder"),
-            clone=clone,
-            name=name,
-            command=command,
-        )
+        where = how.get(name, " from any folder")
+        texts[name] = _SHELL.format(about=about, how=where, clone=clone, name=name, command=command)
     if nodes > 1:
         texts["hostfile"] = "".join(f"node{n + 1} slots={per_node}\n" for n in range(nodes))
     values = {"NODES": str(nodes), "GPUS": str(per_node), "NAME": "train"}
     is_inside = folder.resolve().is_relative_to(REPOSITORY)
     pod = folder.resolve().relative_to(REPOSITORY) if is_inside else Path(folder.resolve().name)
-    arguments = _files(shlex.quote(f"{pod}/"))
-    texts["kubernetes.yaml"] = filled_in(values | {"ARGUMENTS": arguments})
+    copied = f"copy {folder} into the claim's clone, as {pod}"
+    texts["kubernetes.yaml"] = filled_in(values | {"ARGUMENTS": _files(shlex.quote(f"{pod}/"))})
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -157,11 +147,7 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
     return [
         f"written: {', '.join(str(folder / name) for name in texts)}",
         *([f"sbatch.sh: {part}"] if part else []),
-        *(
-            []
-            if is_inside
-            else [f"kubernetes.yaml: copy {folder} into the claim's clone, as {pod}"]
-        ),
+        *([] if is_inside else [f"kubernetes.yaml: {copied}"]),
         f"check it with: python {script('harness/train.py')} --dry-run {asked} "
         + _files(shlex.quote(f"{folder}/")),
         "its upper end of memory may be smaller than the planner's (docs/planner.md)",
