@@ -327,8 +327,7 @@ def read_ds_json(path: str | Path) -> dict[str, Any]:
             text, object_pairs_hook=without_duplicates, parse_constant=_no_constant
         )
     except FileNotFoundError:
-        problem = not_found("DeepSpeed JSON", Path(path), DS_CONFIGS)
-        raise ConfigError(problem) from None
+        raise ConfigError(not_found("DeepSpeed JSON", Path(path), DS_CONFIGS)) from None
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         problem = foreign_config(path, top_level_keys(text), "deepspeed")
