@@ -8,8 +8,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Mapping
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 COLUMNS = 80
 """Width assumed for a terminal that does not report one."""
@@ -104,8 +104,19 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
+        _, _, verb = self._prog.partition(" ")
+        if verb:  # of the installed command, which launch/verbs.py started
+            text = text.replace(f"python tools/{verb.replace('-', '_')}.py", self._prog)
         paragraphs = text.strip().split("\n\n")
         return "\n\n".join(_help_paragraph(paragraph, width) for paragraph in paragraphs)
+
+
+def command_parser(
+    about: str | None, **options: Any
+) -> tuple[argparse.ArgumentParser, Callable[..., argparse.Action]]:
+    """Return the parser of a command, whose docstring is its help, and what adds its arguments."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=HelpFormatter, **options)
+    return parser, parser.add_argument
 
 
 def _help_paragraph(text: str, width: int) -> str:

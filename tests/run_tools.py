@@ -34,11 +34,11 @@ def run_tool(
     return subprocess.CompletedProcess([str(script), *words], ended, out, err)
 
 
-def printed(code: str, *arguments: str) -> str:
+def printed(code: str, *arguments: str, cwd: Path = REPOSITORY) -> str:
     """Return the output of `python -c code arguments`, which must end with 0."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        cwd=REPOSITORY,
+        cwd=cwd,
         env=environment(PYTHONPATH=str(REPOSITORY)),
         capture_output=True,
         text=True,

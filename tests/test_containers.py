@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -63,9 +64,8 @@ def test_deepspeed_reads_the_hostfile_that_is_written(tmp_path: Path) -> None:
     run_tool(*("plan_cluster", *job, "--seq-len", 128, "--global-batch", 8, "--write", tmp_path))
     assert runner.fetch_hostfile(str(tmp_path / "hostfile")) == {"node1": 2, "node2": 2}
     (words,) = re.findall(r"^deepspeed (.*) \"\$@\"$", (tmp_path / "hostfile.sh").read_text(), re.M)
-    args = runner.parse_args(words.split())
-    assert args.hostfile == str(tmp_path / "hostfile")
-    assert args.user_script == "harness/train.py"
+    args = runner.parse_args(shlex.split(words))
+    assert (args.hostfile, args.user_script) == ("$job/hostfile", "$clone/harness/train.py")
 
 
 @pytest.mark.gate("slurm")
@@ -84,7 +84,7 @@ def test_two_nodes_meet_by_torchrun_as_it_is_written(tmp_path: Path) -> None:
     nodes = [
         subprocess.Popen(
             ["bash", tmp_path / "torchrun.sh", *words],
-            cwd=REPOSITORY,
+            cwd=tmp_path,
             env=here | {"NODE_RANK": str(rank)},
         )
         for rank in range(2)

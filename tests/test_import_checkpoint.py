@@ -16,8 +16,8 @@ from harness.checkpoint.store import checkpoint_of
 from harness.runfolder import RunFolder
 from tests.engine.small import MODEL
 from tests.real_runs import REPOSITORY, SMALL_MODEL, run_ranks, train_command
-from tools import import_checkpoint
 from tools.import_checkpoint import main
+from tools.importing import write
 
 ELSEWHERE = REPOSITORY / "tests" / "trained_elsewhere.py"
 JSONS = REPOSITORY / "ds_configs"
@@ -178,7 +178,7 @@ def test_after_an_interruption_the_same_command_imports(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(import_checkpoint, "copy_tokenizer", interrupted)
+        patched.setattr(write, "copy_tokenizer", interrupted)
         assert imported(source)[0] == 130
     assert not [path for path in new.rglob("*") if path.is_file()]
     assert imported(source)[0] == 0

@@ -1,6 +1,7 @@
 """The cluster planner: it counts what train.py plans, and explains why layouts lose."""
 
 import json
+import os
 import shlex
 import subprocess
 import tomllib
@@ -25,6 +26,7 @@ from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.duration import job_of, step_time
 from harness.plan.machine import cluster
 from harness.run.dry_run import describe
+from tests.real_runs import REPOSITORY
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.cluster import choose, search
@@ -425,7 +427,7 @@ def test_the_written_run_config_has_the_users_tables(words: str, tmp_path: Path)
     assert data == asked.data.model_dump(exclude_unset=True) | {"seq_len": 1024}
 
 
-def test_each_launcher_has_a_script_of_one_command(tmp_path: Path) -> None:
+def test_each_launcher_has_a_script_that_runs_anywhere(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two nodes"
     part = run_tool("plan_cluster", *JOB, "--write", one).stdout
     nodes = ("--gpus-per-node", 2)
@@ -436,18 +438,35 @@ def test_each_launcher_has_a_script_of_one_command(tmp_path: Path) -> None:
         *scripts,
         *("hostfile", "hostfile.sh", "torchrun.sh"),
     }
+    clone, empty = tmp_path / "a clone", tmp_path / "empty"
+    for folder in (empty, clone / "slurm"):
+        folder.mkdir(parents=True)
+    for name in ("deepspeed", "sbatch", "torchrun"):  # stand-ins, first on the site's PATH
+        (clone / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$PWD" {name} "$@"\n')
+        (clone / name).chmod(0o755)
+    (clone / "slurm/site.env").write_text("export PATH=$PWD:$PATH\n")
+    env = {
+        "PATH": os.environ["PATH"],
+        "CLONE": str(clone),
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "node1",
+    }
+    words = {}
     for path in (*one.glob("*.sh"), *two.glob("*.sh")):
-        first, *about, options, site, command = path.read_text().splitlines()
-        assert (first, options, site) == ("#!/bin/bash", "set -eu", "source slurm/site.env")
-        assert all(line.startswith("#") for line in about)
-        assert shlex.split(command)[-2:] == [f"{path.parent}/run.toml", "$@"]
-        subprocess.run(["bash", "-n", path], check=True)
-    words = one.joinpath("job.sh").read_text().splitlines()[-1].split()
-    assert words[:4] == ["deepspeed", "--num_gpus", "4", "harness/train.py"]
-    assert words[4:8:2] == ["--deepspeed", "--config"]
-    booked = "sbatch --nodes=2 --gpus-per-node=2 --exclusive --mem=0 slurm/train.sbatch "
-    assert booked in two.joinpath("job.sh").read_text()
-    assert "sbatch --nodes=1 --gpus-per-node=4 slurm/" in one.joinpath("sbatch.sh").read_text()
+        assert f"clone=${{CLONE:-{REPOSITORY}}} #" in path.read_text()
+        run = ["bash", f"../{path.relative_to(tmp_path)}", "a.b=1 2"]
+        done = subprocess.run(run, cwd=empty, env=env, capture_output=True, text=True, check=True)
+        start, *words[path], json_option, ds, toml_option, toml, more = done.stdout.splitlines()
+        assert (start, more) == (str(empty), "a.b=1 2")
+        assert (json_option, toml_option) == ("--deepspeed", "--config")
+        assert (Path(ds), Path(toml)) == (path.parent / "ds.json", path.parent / "run.toml")
+    train, batch = f"{clone}/harness/train.py", f"{clone}/slurm/train.sbatch"
+    assert words[one / "job.sh"] == ["deepspeed", "--num_gpus", "4", train]
+    assert words[one / "sbatch.sh"] == ["sbatch", "--nodes=1", "--gpus-per-node=4", batch]
+    booked = ["sbatch", "--nodes=2", "--gpus-per-node=2", "--exclusive", "--mem=0", batch]
+    assert words[two / "job.sh"] == booked
+    assert words[two / "hostfile.sh"] == ["deepspeed", "--hostfile", f"{two}/hostfile", train]
+    assert words[two / "torchrun.sh"][3:5] == ["--node-rank=1", "--master-addr=node1"]
     for text in (part, one.joinpath("sbatch.sh").read_text()):
         assert "set SBATCH_CPUS_PER_GPU and SBATCH_MEM_PER_GPU in slurm/site.env" in text
     assert "SBATCH_" not in whole
@@ -456,7 +475,8 @@ def test_each_launcher_has_a_script_of_one_command(tmp_path: Path) -> None:
     assert pods["spec"]["completions"] == pods["spec"]["parallelism"] == 2
     assert pods["spec"]["backoffLimit"] == 20
     (pod,) = pods["spec"]["template"]["spec"]["containers"]
-    assert shlex.split(pod["args"][0])[-2:] == [f"{two}/run.toml", "run.dir=runs/train"]
+    assert shlex.split(pod["args"][0])[-2:] == ["two nodes/run.toml", "run.dir=runs/train"]
+    assert f"copy {two} into the claim's clone, as two nodes" in whole
     (line,) = [line for line in whole.splitlines() if line.startswith("check it with: ")]
     program, script, *checks = shlex.split(line.partition(": ")[2])
     assert (program, script) == ("python", "harness/train.py")

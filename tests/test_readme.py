@@ -1,4 +1,4 @@
-"""Every command of the README and of its pages runs in a copy that was never installed."""
+"""Every command of the README and of its pages runs outside a copy that was never installed."""
 
 import json
 import os
@@ -64,13 +64,13 @@ def files() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of this checkout's tracked and new files, with the README's data."""
-    there = tmp_path_factory.mktemp("clone")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of the README's data, with a copy of this checkout in `clone`."""
+    there = tmp_path_factory.mktemp("outside")
     for name in files():
         if (ROOT / name).is_file():
-            (there / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, there / name)
+            (there / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, there / "clone" / name)
     text = (ROOT / "README.md").read_text()
     (there / "texts").mkdir()
     for number in range(20):
@@ -93,8 +93,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return there
 
 
-def run(command: str, clone: Path) -> None:
-    """Run one command in the clone with small settings on CPU ranks; it must end with 0."""
+def run(command: str, outside: Path) -> None:
+    """Run one command outside the clone with small settings on CPU ranks; it must end with 0."""
     is_first = command in FIRST.values()
     for start, other in INSTEAD.items():
         if command.startswith(start):
@@ -107,24 +107,28 @@ def run(command: str, clone: Path) -> None:
         steps = next((n for asked, n in STEPS.items() if asked in words), FIRST_STEPS)
         words = [word.replace("@200", f"@{FIRST_STEPS}") for word in words]
         shrunk = [word for word in SHRUNK if "chats" not in command or "seq_len" not in word]
-        words += [*shrunk, f"train.steps={steps}", f"data.cache_dir={clone / 'cache'}"]
+        words += [*shrunk, f"train.steps={steps}", f"data.cache_dir={outside / 'cache'}"]
         stages = 2 if "pipeline2.json" in command or "3d.json" in command else 1
         divided = "tensor2_zero1.json" in command or "sequence_parallel_size=2" in command
         ranks = 4 if "3d.json" in command else 2 if divided else stages
         words.append(f"model.overrides.num_hidden_layers={stages}")
         script = words.index("harness/train.py")
         if not is_first:
-            run_ranks([sys.executable, TRAIN, *words[script + 1 :]], clone, ranks).succeeded()
+            run_ranks([sys.executable, TRAIN, *words[script + 1 :]], outside, ranks).succeeded()
             return
         if words[0] == "torchrun":
             words[1:3] = ["--nproc-per-node", "1", "--master-port", str(free_port())]
         if words[0] == "deepspeed":
             words[1:script] = ["--num_accelerators", str(ranks), "--master_port", str(free_port())]
     if "tools/find_lr.py" in words:
-        words += [*SHRUNK, "--steps", "20", f"data.cache_dir={clone / 'cache'}"]
+        words += [*SHRUNK, "--steps", "20", f"data.cache_dir={outside / 'cache'}"]
     if words[1].startswith("tools/") and not is_first:
-        run_tool(Path(words[1]).stem, *words[2:], cwd=clone)
+        run_tool(Path(words[1]).stem, *words[2:], cwd=outside)
         return
+    cwd = outside / "clone"
+    if words[0] != "make" and "-m" not in words:  # the shipped configs are found by name
+        cwd, ours = outside, ("harness/", "tools/", "slurm/")
+        words = [f"clone/{word}" if word.startswith(ours) else word for word in words]
     environment = {
         **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -132,21 +136,21 @@ def run(command: str, clone: Path) -> None:
         "DS_ACCELERATOR": "cpu",
     }
     done = subprocess.run(
-        words, cwd=clone, env=environment, capture_output=True, text=True, timeout=1200
+        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def first_run(clone: Path) -> None:
+def first_run(outside: Path) -> None:
     """Create runs/first, which several commands use, and the model folder and tokens."""
-    if (clone / "runs/first/export").exists():
+    if (outside / "runs/first/export").exists():
         return
-    run("python harness/train.py --deepspeed ds_configs/zero1.json run.dir=runs/first", clone)
-    shutil.copytree(clone / "runs/first/export", clone / "my-model")
-    shutil.copytree(clone / "runs/first/export", clone / "my-tokenizer")
-    tokens = next((clone / "cache").glob("tokens-*/tokens.bin"))
+    run("python harness/train.py --deepspeed ds_configs/zero1.json run.dir=runs/first", outside)
+    shutil.copytree(outside / "runs/first/export", outside / "my-model")
+    shutil.copytree(outside / "runs/first/export", outside / "my-tokenizer")
+    tokens = next((outside / "cache").glob("tokens-*/tokens.bin"))
     for suffix in (".bin", ".idx"):
-        shutil.copy(tokens.with_suffix(suffix), clone / f"tokens{suffix}")
+        shutil.copy(tokens.with_suffix(suffix), outside / f"tokens{suffix}")
 
 
 @pytest.mark.parametrize(("visible", "is_on_cpu"), [("4,5", False), ("4", True)])
@@ -195,16 +199,16 @@ def test_no_page_names_a_file_that_is_not_there() -> None:
 
 @pytest.mark.gate("tools")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_readme_runs(command: str, clone: Path) -> None:
-    first_run(clone)
+def test_a_command_of_the_readme_runs(command: str, outside: Path) -> None:
+    first_run(outside)
     if command.startswith("python tools/compare_tokenizers.py"):  # the other one is trained before
-        shutil.copytree(clone / "my-tokenizer", clone / "my-unigram", dirs_exist_ok=True)
-    run(command, clone)
+        shutil.copytree(outside / "my-tokenizer", outside / "my-unigram", dirs_exist_ok=True)
+    run(command, outside)
 
 
 @pytest.mark.gate("tools")
-def test_the_python_of_the_readme_runs(clone: Path) -> None:
-    first_run(clone)
+def test_the_python_of_the_readme_runs(outside: Path) -> None:
+    first_run(outside)
     blocks = re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL)
     blocks = [block for block in blocks if "llama.cpp" not in block]  # the gate gguf has its clone
     each = (
@@ -213,7 +217,7 @@ def test_the_python_of_the_readme_runs(clone: Path) -> None:
         "    exec(compile(block, f'block {n}', 'exec'), {'__name__': '__main__'})"
     )
     command = [sys.executable, "-c", each, *blocks]
-    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=outside, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

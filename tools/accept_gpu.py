@@ -27,7 +27,7 @@ sys.path[0] = str(REPOSITORY)
 
 from harness.launch.ranks import python_path
 from harness.layout.world import SHARES_GPU, find_accelerator, visible_gpus
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.acceptance import report
 from tools.acceptance.report import Result, Step, readable
 from tools.bounded import run_bounded
@@ -142,10 +142,7 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
 
 def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
     listed = "\n".join(f"  {step.name:13} {step.question}" for step in steps)
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}{listed}", formatter_class=HelpFormatter
-    )
-    add = parser.add_argument
+    parser, add = command_parser(f"{__doc__}{listed}")
     add("--only", nargs="+", metavar="STEP", help="Run only these steps.")
     add(
         "--ranks",

@@ -26,7 +26,7 @@ from harness.config.assignments import assign_all
 from harness.config.run_file import read_toml
 from harness.errors import ConfigError, ExitCode
 from harness.files.paths import user_path
-from harness.guard.signals import slurm_seconds_left
+from harness.guard.stop_request import slurm_seconds_left
 from harness.layout.world import free_port, slurm_port
 from harness.plan.command import DS_PREFIX, Command, parse_command
 from harness.runfolder import RunFolder

@@ -27,9 +27,11 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
+from harness.files.paths import option_path
 from harness.plan.command import DEFAULT_DS_JSON
-from harness.terminal import HelpFormatter
+from harness.terminal import command_parser
 from tools.made_with import machine, versions
+from tools.plan_args import JSON_HELP
 from tools.speed.cases import LADDER, LIMIT_S, Case, measured, swept
 from tools.workers import INTERRUPTED
 
@@ -114,9 +116,8 @@ def _shown(name: str, line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
+    parser, add = command_parser(__doc__)
+    add("--deepspeed", type=option_path, default=DEFAULT_DS_JSON, metavar="JSON", help=JSON_HELP)
     each = "Values to try for a key; several sweeps give every combination."
     add("--sweep", action="append", default=[], metavar="KEY=V,V", help=each)
     add("--ladder", action="store_true", help="Add one improvement after another.")

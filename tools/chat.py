@@ -23,7 +23,7 @@ from harness.errors import ConfigError
 from harness.files.paths import option_path
 from harness.layout.adapters import quiet_bitsandbytes
 from harness.runfolder import RunFolder
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.exported import ADAPTER_WEIGHTS, ADAPTERS, export_of, opened
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -53,8 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("run", type=option_path, help="Run folder or exported model.")
     add("--prompt", action="append", help="Send one prompt and exit; may be repeated.")
     add("--before", action="store_true", help="Also show the answer before training.")

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, is_full_disk
-from harness.files.paths import option_path
-from harness.terminal import HelpFormatter, say
+from harness.files.paths import option_path, script
+from harness.terminal import command_parser, say
 from tools.cleaning.recipe import PRESETS, Recipe, keys_as_text, missing_for, read_recipe
 from tools.workers import Stopped, WorkerFailed, cores, stopping
 
@@ -67,8 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("input", nargs="?", metavar="IN", help="Text in any format that data.path reads.")
     add("output", nargs="?", type=option_path, metavar="OUT", help="Folder for the result.")
     presets = ", ".join(PRESETS)
@@ -188,7 +187,7 @@ def _tokenizer_problems(args: argparse.Namespace) -> list[str]:
     if args.slurm:
         return [
             "--tokenizer with --slurm would tokenise on this node: leave it out, and then sbatch "
-            "--array=0-15 slurm/tokenize.sbatch "
+            f"--array=0-15 {script('slurm/tokenize.sbatch')} "
             + shlex.join((f"data.path={args.output}/data", f"data.tokenizer={args.tokenizer}"))
         ]
     from harness.data.tokenizer import load_tokenizer

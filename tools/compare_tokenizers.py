@@ -26,7 +26,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
 from harness.files.paths import option_path
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.figure import new_figure, plot_problems, write_plot
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ _MOST_GROUPS = 8
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> table on standard output, optional plot -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("tokenizers", nargs="+", metavar="TOKENIZER", help="Folders or hub ids.")
     data = "Text to tokenise; may be repeated."
     add("--data", action="append", required=True, metavar="[NAME=]PATH", help=data)

@@ -30,7 +30,7 @@ from harness.plan.duration import step_line, step_time
 from harness.plan.make import takes
 from harness.plan.memory import Untraceable, traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
-from harness.terminal import HelpFormatter, columns, say
+from harness.terminal import columns, command_parser, say
 from tools.figure import titles, write_plot
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe
@@ -138,9 +138,8 @@ def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = No
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser, add = command_parser(__doc__)
     add_plan_arguments(parser)
-    add = parser.add_argument
     host = "Host memory per node in GiB, for a verdict on it."
     add("--host-memory", type=float, metavar="GIB", help=host)
     add("--json", action="store_true", help="Print machine-readable JSON, sizes in GiB.")

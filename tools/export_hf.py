@@ -23,9 +23,8 @@ from harness.config.run_config import run_and_step
 from harness.errors import CannotSave, ConfigError, ExitCode, Unusable, is_full_disk
 from harness.estimate.memory_item import as_size
 from harness.files.paths import option_path
-from harness.run.exporting import ExportDiffers, ExportOptions, export
 from harness.runfolder import RunFolder
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.workers import INTERRUPTED
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -35,6 +34,8 @@ def main(argv: list[str]) -> int:
     """Run the command: argv -> a folder -> exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    from harness.run.exporting import ExportDiffers, ExportOptions, export  # torch from here on
+
     path, step = run_and_step(str(arguments.run))
     if step is not None and arguments.step not in (None, step):
         parser.error(
@@ -84,8 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("run", type=option_path, help="Run folder, or RUN@STEP.")
     add("--step", type=int, help="Step of the checkpoint (default: the newest usable one).")
     kinds = ("bf16", "fp16", "fp32")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.files.paths import script
 from harness.layout.adapters import DESCRIPTION
 from harness.layout.code_exports import ATTENTION
 from harness.runfolder import RunFolder
@@ -23,7 +24,7 @@ def export_of(run: Path) -> tuple[Path, str | None]:
             raise ConfigError(f"{run} is neither a run nor an exported model")
         return run, None
     if not folder.export_dir.is_dir():
-        raise ConfigError(f"{run} has no export yet: python tools/export_hf.py {run}")
+        raise ConfigError(f"{run} has no export yet: python {script('tools/export_hf.py')} {run}")
     plan = folder.read_plan() or {}
     return folder.export_dir, plan.get("run", {}).get("model", {}).get("init_from")
 

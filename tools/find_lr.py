@@ -29,10 +29,11 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, RunStopped
 from harness.layout.world import World, slurm_port
-from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.plan.command import Command, plan_from
 from harness.report.palette import SERIES
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.figure import new_figure, plot_problems, write_plot
+from tools.plan_args import add_config_arguments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,10 +59,8 @@ class Found:
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text, optional plot and JSON -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
-    add("--config", type=Path, metavar="TOML", help="Run config.")
+    parser, add = command_parser(__doc__)
+    add_config_arguments(parser)
     least, most = "Lowest learning rate (%(default)g).", "Highest learning rate (%(default)g)."
     add("--from", dest="lowest", type=float, default=1e-6, metavar="LR", help=least)
     add("--to", dest="highest", type=float, default=1.0, metavar="LR", help=most)
@@ -69,7 +68,6 @@ def main(argv: list[str]) -> int:
     add("--plot", type=Path, metavar="FILE.svg|.png", help="Also draw the losses.")
     add("--json", action="store_true", help="Print one JSON object.")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     args = parser.parse_intermixed_args(argv)
     try:
         world = World.from_environ()

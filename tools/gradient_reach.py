@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError
 from harness.files.paths import option_path
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.exported import export_of, opened
 from tools.figure import new_figure, plot_problems, write_plot
 from tools.workers import INTERRUPTED
@@ -53,8 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("runs", nargs="+", type=option_path, help="Run folders or exported models.")
     add("--text", type=option_path, required=True, help="Text file in UTF-8.")
     add("--tokens", type=int, default=512, help="Tokens per window (default: 512).")

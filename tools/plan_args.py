@@ -5,6 +5,7 @@ from pathlib import Path
 
 from harness.config.ds_json import PREFIX, load_ds_json
 from harness.errors import ConfigError
+from harness.files.paths import option_path
 from harness.layout.world import STATE_KERNELS, World
 from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.plan.machine import cluster
@@ -20,6 +21,7 @@ ALIASES = {
     "accumulation": "ds.gradient_accumulation_steps",
     "checkpointing": "model.checkpointing",
 }
+JSON_HELP = "DeepSpeed JSON: a file, or the name of one of ds_configs/."
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -27,8 +29,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for model, config files, machines, batch, --plot and key=value."""
     add = parser.add_argument
     add("--model", help="Preset, config.json, folder or hub id.")
-    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
-    add("--config", type=Path, metavar="TOML", help="Run config.")
+    add_config_arguments(parser)
     add_machine_arguments(parser)
     add("--micro-batch", help="Samples per GPU and forward pass (default: 1).")
     add("--seq-len", help="Tokens per sample.")
@@ -36,6 +37,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulation", help=filling)
     add("--checkpointing", help="Layers to recompute: none, selective, full, or every N-th.")
     add("--plot", type=Path, metavar="FILE.svg|.png", help="Also draw the result.")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for both config files and key=value."""
+    add, recipe = parser.add_argument, "Run config: a file, or a recipe's name (docs/recipes/)."
+    add("--deepspeed", type=option_path, default=DEFAULT_DS_JSON, metavar="JSON", help=JSON_HELP)
+    add("--config", type=option_path, metavar="TOML", help=recipe)
     add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
 
 

@@ -17,12 +17,13 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.cluster.ask import question_of
 from tools.cluster.calibrate import calibrate
 from tools.cluster.choose import Answer, seconds_within, why_not
@@ -116,65 +117,38 @@ def _count_of(text: str) -> int:
     return number
 
 
+_VALUES: dict[str, tuple[Callable[[str], object], str, str]] = {
+    "--network": (_positive, "GB/S", "network bandwidth of a node, per GPU"),
+    "--host-memory": (_positive, "GIB", "host memory per node (default: 256 per GPU)"),
+    "--disk": (_positive, "GB/S", "write bandwidth of checkpoint storage, per node (default: 2)"),
+    "--measured": (Path, "JSON", "rates that preflight.py --json measured on nodes of this kind"),
+    "--rates": (Path, "JSON", "rates that --calibrate RUN... --rates JSON wrote for such nodes"),
+    "--data-tokens": (_tokens, "N", "tokens to train on, as in 15T (default: 20 per parameter)"),
+    "--deadline-days": (_positive, "DAYS", "report whether the job meets this deadline"),
+    "--price": (_positive, "PRICE", "price per GPU-hour"),
+    "--lora": (_count_of, "RANK", "train only adapters of this rank"),
+    "--write": (Path, "FOLDER", "write the recommended layout to FOLDER, ready to run"),
+}
+"""Optional arguments with a value: type, its name, and help."""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("--model", required=True, help="preset, config.json, folder or hub id")
     add("--gpus", type=_count_of, required=True, help="total number of GPUs")
     add("--gpu", required=True, help="GPU type, such as h100-80")
     add_kernels(parser)
     add("--gpus-per-node", type=_count_of, help="GPUs per node (default: up to 8)")
-    add("--network", type=_positive, metavar="GB/S", help="network bandwidth of a node, per GPU")
-    add(
-        "--host-memory",
-        type=_positive,
-        metavar="GIB",
-        help="host memory per node (default: 256 per GPU)",
-    )
-    add(
-        "--disk",
-        type=_positive,
-        metavar="GB/S",
-        help="write bandwidth of checkpoint storage, per node (default: 2)",
-    )
-    add(
-        "--measured",
-        type=Path,
-        metavar="JSON",
-        help="rates that preflight.py --json measured on nodes of this kind",
-    )
-    add(
-        "--rates",
-        type=Path,
-        metavar="JSON",
-        help="rates that --calibrate RUN... --rates JSON wrote for nodes of this kind",
-    )
     add("--seq-len", type=_count_of, required=True, help="tokens per sample")
     add("--global-batch", type=_count_of, required=True, help="samples per step")
-    add(
-        "--data-tokens",
-        type=_tokens,
-        help="tokens to train on, such as 300B or 15T (default: 20 per parameter)",
-    )
-    add("--deadline-days", type=_positive, help="report whether the job meets this deadline")
-    add("--price", type=_positive, help="price per GPU-hour")
-    add("--lora", type=_count_of, metavar="RANK", help="train only adapters of this rank")
+    for flag, (kind, value, text) in _VALUES.items():
+        add(flag, type=kind, metavar=value, help=text)
     add("--quantize", choices=("nf4", "fp4"), help="4-bit type of the frozen weights, with --lora")
-    add(
-        "--write",
-        type=Path,
-        metavar="FOLDER",
-        help="write the recommended layout to FOLDER, ready to run",
-    )
-    add(
-        "--what-if",
-        action="store_true",
-        help="also plan for other GPU types, sequence lengths and numbers of GPUs",
-    )
+    others = "also plan for other GPU types, sequence lengths and numbers of GPUs"
+    add("--what-if", action="store_true", help=others)
     add("--json", action="store_true", help="print every layout as JSON, the recommended one first")
-    add(
-        "assignments", nargs="*", metavar="key=value", help="settings, also ds.KEY, as for train.py"
-    )
+    keys = "settings, also ds.KEY, as for train.py"
+    add("assignments", nargs="*", metavar="key=value", help=keys)
     return parser
 
 

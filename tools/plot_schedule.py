@@ -11,7 +11,6 @@ for a config that cannot be planned. Needs neither a GPU nor torch.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from bisect import bisect_left
 from operator import itemgetter
@@ -23,11 +22,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.config.sections import MAX_COUNT
 from harness.errors import ConfigError, ExitCode
 from harness.layout.world import World
-from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
+from harness.plan.command import Command, plan_from
 from harness.plan.plan import Plan
 from harness.report.palette import SERIES
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.figure import new_figure, plot_problems, with_thousands, write_plot
+from tools.plan_args import add_config_arguments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,13 +39,10 @@ _EACH = 100_000
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text on standard output, optional plot -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--config", type=Path, metavar="TOML", help="Run config.")
-    add("--deepspeed", type=Path, default=DEFAULT_DS_JSON, metavar="JSON", help="DeepSpeed JSON.")
+    parser, add = command_parser(__doc__)
+    add_config_arguments(parser)
     add("--steps", type=int, help="Number of steps, for a run whose length is given in epochs.")
     add("--plot", type=Path, metavar="FILE.svg|.png", help="Draw the schedule.")
-    add("assignments", nargs="*", metavar="key=value", help="Settings, as for train.py.")
     args = parser.parse_intermixed_args(argv)
     try:
         problems = [*plot_problems(args.plot)]

@@ -11,7 +11,6 @@ that stand out. It builds nothing and leaves nothing behind. Exit code 0 (ok, or
 not start, and do not requeue.
 """
 
-import argparse
 import faulthandler
 import os
 import signal
@@ -25,7 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.engine.importing import importing
 from harness.errors import ExitCode
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 
 LIMIT_S = 120.0
 # A rank that hangs out of Python's reach ends itself this long after the limit. Killed from
@@ -45,23 +44,13 @@ NEEDED = (  # by every run
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> table on rank 0's standard output -> exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-        usage="%(prog)s [--json] [--limit-s SECONDS] (arguments of harness/train.py)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="Print the table as JSON, for other programs."
-    )
-    parser.add_argument(
-        "--limit-s", type=float, default=LIMIT_S, metavar="SECONDS",
-        help="Time limit for the whole check (default 120).",
-    )  # fmt: skip
-    parser.add_argument(
-        "--environment", action="store_true",
-        help="Check only whether Python can import what a run needs on this node.",
-    )  # fmt: skip
+    usage = "%(prog)s [--json] [--limit-s SECONDS] (arguments of harness/train.py)"
+    parser, add = command_parser(__doc__, allow_abbrev=False, usage=usage)
+    limit = "Time limit for the whole check (default: %(default)g)."
+    add("--json", action="store_true", help="Print the table as JSON, for other programs.")
+    add("--limit-s", type=float, default=LIMIT_S, metavar="SECONDS", help=limit)
+    only = "Check only whether Python can import what a run needs on this node."
+    add("--environment", action="store_true", help=only)
     args, rest = parser.parse_known_args(argv)
     if args.limit_s <= 0:
         parser.error(f"--limit-s {args.limit_s:g}: it must be greater than 0")

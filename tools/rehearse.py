@@ -52,7 +52,7 @@ from harness.plan.make import takes
 from harness.plan.plan import Plan
 from harness.report.formatting import duration
 from harness.run.dry_run import describe
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.made_with import machine, versions
 from tools.plan_args import add_machine_arguments, world_of
 from tools.rehearsal import stages
@@ -286,14 +286,9 @@ def _cells(result: Result) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="Other arguments are those of harness/train.py: --deepspeed, --config, key=value.",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    others = "Other arguments are those of harness/train.py: --deepspeed, --config, key=value."
+    parser, add = command_parser(__doc__, epilog=others, allow_abbrev=False)
     add_machine_arguments(parser)
-    add = parser.add_argument
     device = "Where the ranks run (default: %(default)s)."
     add("--device", choices=("cpu", "cuda"), default="cpu", help=device)
     add("--ranks", type=int, help="Number of ranks to rehearse on (default: see above).")

@@ -27,7 +27,7 @@ from harness.report.formatting import count, short
 from harness.report.page import NAME, described, page_of, write_page
 from harness.report.palette import FAINT, MUTED, SERIES
 from harness.report.run_record import RunRecord, is_run, read
-from harness.terminal import HelpFormatter
+from harness.terminal import command_parser
 from tools.figure import new_figure, plot_problems, with_thousands, write_plot
 
 if TYPE_CHECKING:
@@ -61,12 +61,10 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, help="run folders (default: all of runs/)")
-    parser.add_argument("--out", type=Path, help="page to write")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.svg|png", help="write a picture instead of a page"
-    )
+    parser, add = command_parser(__doc__)
+    add("runs", nargs="*", type=Path, help="run folders (default: all of runs/)")
+    add("--out", type=Path, help="page to write")
+    add("--plot", type=Path, metavar="FILE.svg|png", help="write a picture instead of a page")
     return parser
 
 

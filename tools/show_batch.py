@@ -11,31 +11,29 @@ The run folder is all it needs: it rebuilds the data and its order from plan.jso
 they are no longer those that the run was planned with.
 """
 
-import argparse
+from __future__ import annotations
+
 import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.compatibility import recorded_run
-from harness.config.run_config import RunConfig
-from harness.data.build import build_data
-from harness.data.data import Data
-from harness.data.packing import IGNORED
-from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.runfolder import RunFolder
-from harness.terminal import HelpFormatter, say, takes_colour
-from tools.batch_text import first_sample_of, positions_of, show_step
+from harness.terminal import command_parser, say, takes_colour
+
+if TYPE_CHECKING:
+    from harness.config.run_config import RunConfig
+    from harness.data.data import Data
 
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text on standard output -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("run", help="Run folder.")
     add("--step", type=int, default=1, help="Optimizer step, from 1 (default: 1).")
     add("--all", action="store_true", help="Show every window in full.")
@@ -45,6 +43,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.step < 1:
         parser.error(f"--step {arguments.step}: steps count from 1")
+    from harness.data.build import build_data  # torch from here on
+    from harness.data.spec import DataSpec
+    from tools.batch_text import first_sample_of, show_step
+
     folder = RunFolder(arguments.run)
     try:
         plan = folder.read_plan()
@@ -106,6 +108,9 @@ def step_as_json(
 
 
 def _sample(data: Data, index: int, pieces: int) -> dict[str, Any]:
+    from harness.data.packing import IGNORED
+    from tools.batch_text import positions_of
+
     sample, batch = data.train.sample(index), data.train.batch(index, 1)
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     return {

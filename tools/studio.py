@@ -9,7 +9,6 @@ printed address. The studio only reads, and only inside the folder of runs. Stop
 Exit code 0, or 2 if it cannot start. Needs `pip install 'nicegui>=3.18,<4'`.
 """
 
-import argparse
 import importlib.util
 import os
 import secrets
@@ -21,30 +20,21 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
-from harness.terminal import HelpFormatter
+from harness.terminal import command_parser
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> an app served until Ctrl-C -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument(
-        "--port", type=int, default=8230, help="port to serve on (default: 8230); 0: any free port"
-    )
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to serve on (default: 127.0.0.1); non-local addresses require a token",
-    )
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)"
-    )
-    parser.add_argument(
-        "--cold",
-        action="store_true",
-        help="do not compute pages in advance; some then take seconds to open",
-    )
+    parser, add = command_parser(__doc__)
+    port = "port to serve on (default: %(default)s); 0: any free port"
+    add("--port", type=int, default=8230, help=port)
+    host = "address to serve on (default: %(default)s); non-local addresses require a token"
+    add("--host", default="127.0.0.1", help=host)
+    add("--runs", type=Path, default=Path("runs"), help="folder of runs (default: %(default)s)")
+    cold = "do not compute pages in advance; some then take seconds to open"
+    add("--cold", action="store_true", help=cold)
     args = parser.parse_args(argv)
     if importlib.util.find_spec("nicegui") is None:
         print("the studio needs NiceGUI: pip install 'nicegui>=3.18,<4'", file=sys.stderr)

@@ -38,7 +38,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
 from harness.files.folder_lock import release, take_lock
-from harness.terminal import HelpFormatter, say
+from harness.files.paths import script
+from harness.terminal import command_parser, say
 from tools.slurm_queue import slurm_problems
 from tools.sweeps.cost import Cost, Record, costs, lane_problems
 from tools.sweeps.page import write_sweep_page
@@ -53,19 +54,13 @@ if TYPE_CHECKING:  # Optuna, which a dry run does without
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> trials -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("file", type=Path, metavar="SWEEP.toml")
-    parser.add_argument(
-        "--slurm", action="store_true", help="Submit the trials as one Slurm job array."
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="List the trials and their cost, then exit."
-    )
-    parser.add_argument("--retry", action="store_true", help="Run failed trials again.")
-    parser.add_argument(
-        "--report", action="store_true", help="Only rewrite the table and the page."
-    )
-    parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)  # of slurm/sweep.sbatch
+    parser, add = command_parser(__doc__)
+    add("file", type=Path, metavar="SWEEP.toml", help="A file, or the name of one of docs/.")
+    add("--slurm", action="store_true", help="Submit the trials as one Slurm job array.")
+    add("--dry-run", action="store_true", help="List the trials and their cost, then exit.")
+    add("--retry", action="store_true", help="Run failed trials again.")
+    add("--report", action="store_true", help="Only rewrite the table and the page.")
+    add("--trial", type=int, help=argparse.SUPPRESS)  # of slurm/sweep.sbatch
     args = parser.parse_args(argv)
     try:
         sweep, planned = _checked(args)
@@ -124,7 +119,7 @@ def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
         print(best_command(sweep, best))  # unbroken, to be copied
     screen.say(f"report: {page}")
     if any(not record.has_ended for record in records):
-        again = f"python tools/sweep.py {sweep.path}{' --slurm' * args.slurm}"
+        again = f"python {script('tools/sweep.py')} {sweep.path}{' --slurm' * args.slurm}"
         screen.say(f"not all trials have ended; the same command resumes: {again}")
         return int(ExitCode.STOPPED)
     return int(ExitCode.DONE) if any(record.state == "done" for record in records) else 1

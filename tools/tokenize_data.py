@@ -24,7 +24,7 @@ from harness.config.ds_json import PREFIX as DS_PREFIX
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.workers import Stopped, WorkerFailed, cores, stopping
 
 
@@ -49,8 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("--config", type=option_path, metavar="TOML", help="Run config.")
     add("--workers", type=int, default=cores(), help="Number of processes (default: %(default)s).")
     add("--out", type=option_path, metavar="PREFIX", help="Write PREFIX.bin and PREFIX.idx.")

@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode, is_full_disk
 from harness.files.paths import option_path
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 from tools.workers import Stopped, stopping
 
 KINDS = ("bpe", "unigram", "byte_bpe")
@@ -31,8 +31,7 @@ _MOST = 1 << 24
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> a tokenizer's folder -> exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
+    parser, add = command_parser(__doc__)
     add("input", metavar="IN", help="Text in any format that data.path reads.")
     add("output", type=option_path, metavar="OUT", help="Folder to create.")
     add("--kind", choices=KINDS, default="bpe", help="Kind of tokenizer (default: %(default)s).")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.config.run_config import RECORDED_KEYS, RunConfig
+from harness.files.paths import script
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.shape import Shape
 
@@ -77,7 +78,8 @@ def _reshaped(saved: Mapping[str, Any], planned: Mapping[str, Any], run: str) ->
         return []
     name, anew = different[0], "start anew in another run.dir"
     if all(n in old and n in new and old[n][1:] == new[n][1:] for n in different):  # only rows
-        export = f"model.init_from={run}/export (python tools/export_hf.py {run} writes it)"
+        tool = script("tools/export_hf.py")
+        export = f"model.init_from={run}/export (python {tool} {run} writes it)"
         anew = f"start from its export in another run.dir, {export}"
     keys = [key for key, *_ in _differences(saved, planned) if key.startswith("model")]
     now, was = (each.get(name, "missing") for each in (new, old))

@@ -19,7 +19,7 @@ from harness.checkpoint.manifest import (
 )
 from harness.config.run_config import run_and_step, run_instead
 from harness.errors import Unusable
-from harness.files.paths import near_path
+from harness.files.paths import near_path, script
 from harness.runfolder import checkpoints_in
 
 _UNFINISHED = ".unfinished-"
@@ -236,7 +236,7 @@ def _not_there(run: Path, step: int | None, store: Store) -> str | None:
         hint = f"; did you mean {near}?" if near is not None and near.is_dir() else ""
         return f"{problem}: there is no folder {run}{hint}"
     if any(any(run.glob(name)) for name in ("global_step*", "checkpoint-*", "*_states.pt")):
-        command = f"python tools/import_checkpoint.py {run} --out runs/NEW"
+        command = f"python {script('tools/import_checkpoint.py')} {run} --out runs/NEW"
         model = "" if any(run.rglob("config.json")) else " --model MODEL"
         return f"{problem} of this harness: import it, {command}{model}, and write runs/NEW"
     if (run / "config.json").is_file():

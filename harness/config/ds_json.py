@@ -26,6 +26,7 @@ from harness.config.assignments import (
     listed,
 )
 from harness.errors import ConfigError, shortened
+from harness.files.paths import DS_CONFIGS, not_found, shipped
 from harness.files.regular_file import read_regular
 
 AUTO = "auto"
@@ -284,7 +285,11 @@ PREFIX = "ds."
 
 
 def load_ds_json(path: Path, assignments: Iterable[str] = ()) -> tuple[DsJson, list[str]]:
-    """Return the file's JSON with `key=value` applied, and all problems of both."""
+    """Return the file's JSON with `key=value` applied, and all problems of both.
+
+    A JSON that is not below the current folder may be one of ds_configs/.
+    """
+    path = shipped(path, DS_CONFIGS)
     problems: list[str] = []
     tree: dict[str, Any] = {}
     try:
@@ -322,10 +327,7 @@ def read_ds_json(path: str | Path) -> dict[str, Any]:
             text, object_pairs_hook=without_duplicates, parse_constant=_no_constant
         )
     except FileNotFoundError:
-        raise ConfigError(
-            f"there is no DeepSpeed JSON {path}: give --deepspeed an existing file, such as one "
-            f"of ds_configs/"
-        ) from None
+        raise ConfigError(not_found("DeepSpeed JSON", Path(path), DS_CONFIGS)) from None
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
         problem = foreign_config(path, top_level_keys(text), "deepspeed")

@@ -27,6 +27,7 @@ from harness.config.ds_json import foreign_config, top_level_keys
 from harness.config.run_config import RunConfig, allow_problems, known_keys, origin_of
 from harness.config.sections import LENGTHS
 from harness.errors import ConfigError, worded
+from harness.files.paths import RUN_CONFIGS, not_found, shipped
 from harness.files.regular_file import read_regular
 
 
@@ -79,16 +80,17 @@ def with_values(run: RunConfig, values: Mapping[str, Any], origins: Mapping[str,
     return validated(tree, {**run.origins(), **origins})
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the unvalidated run config of a file. Raises ConfigError."""
-    text = ""
+def read_toml(path: Path, what: str = "run config") -> dict[str, Any]:
+    """Return the unvalidated run config of a file, or of the shipped one of that name.
+
+    Raises ConfigError.
+    """
+    text, path = "", shipped(path, RUN_CONFIGS)
     try:
         text = read_regular(path, MAX_FILE_BYTES, links=True).decode().removeprefix("\ufeff")
         tree = parsed_toml(text)
     except FileNotFoundError:
-        raise ConfigError(
-            f"there is no run config {path}: give --config an existing file"
-        ) from None
+        raise ConfigError(not_found(what, path, RUN_CONFIGS)) from None
     except tomllib.TOMLDecodeError as error:
         where = re.search(r"at line (\d+)", str(error))
         line = f":{where.group(1)}" if where else ""

@@ -1,12 +1,16 @@
-"""Validates and expands paths that users write."""
+"""Paths that users write, and the clone's own files, from any current folder."""
 
 import os
+import shlex
 from argparse import ArgumentTypeError
 from difflib import get_close_matches
 from pathlib import Path
 
 from harness.errors import ConfigError
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+DS_CONFIGS, RUN_CONFIGS = ("ds_configs",), ("docs/recipes", "docs")
+"""Folders of the clone whose JSONs and run configs are found by name from any folder."""
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 4095
 _NEAR = 0.75
@@ -50,6 +54,31 @@ def expanded_path(text: str) -> str:
     if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in text.split("/")):
         raise ValueError(f"the name of a file or folder can have at most {_MAX_NAME_BYTES} bytes")
     return text
+
+
+def shipped(path: Path, folders: tuple[str, ...]) -> Path:
+    """Return `path`, or the clone's file if none is there: of `NAME`, or of its `FOLDER/NAME`."""
+    if os.path.lexists(path):
+        return path
+    asked = (folder for folder in folders if str(path.parent) in (".", folder))
+    files = (REPOSITORY / folder / path.name for folder in asked)
+    return next((file for file in files if file.is_file()), path)
+
+
+def not_found(what: str, path: Path, folders: tuple[str, ...]) -> str:
+    """Return the problem that `shipped` found no file: where it looked, and the nearest names."""
+    places = [REPOSITORY / folder for folder in folders]
+    files = filter(None, (near_path(place / path.name) for place in places))
+    near = [*filter(None, [near_path(path)]), *(file.name for file in files)]
+    where = f" below {Path.cwd()} or in {' or '.join(map(str, places))}"
+    hint = f"did you mean {' or '.join(map(str, near))}?" if near else "give an existing file"
+    return f"there is no {what} {path}{where * (not path.is_absolute())}: {hint}"
+
+
+def script(name: str, folder: str | Path = "") -> str:
+    """Return a file of the clone as a shell in `folder` (default: the current one) names it."""
+    file, here = REPOSITORY / name, Path(folder, name)
+    return name if here.exists() and here.samefile(file) else shlex.quote(str(file))
 
 
 def near_path(path: Path) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.config.sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
+from harness.files.paths import script
 
 # Smallest sigma, as a fraction of the mean; absolute for the logarithm of the norm. It keeps
 # rounding differences from counting as spikes if nothing varies (the same batch again and again).
@@ -233,5 +234,5 @@ class StabilityMonitor:
         return (
             f"{count} steps in a row were skipped (guard.max_bad_steps), the last because "
             f"{self._reason}. The weights are those of step {step - count}. To see the last batch: "
-            f"tools/show_batch.py {run_folder} --step {step}; {ADVICE}"
+            f"python {script('tools/show_batch.py')} {run_folder} --step {step}; {ADVICE}"
         )

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from harness.files.paths import REPOSITORY
+
 POLL_S = 0.05
 PATIENCE_S = 30.0  # for ranks to end after one has failed
 ENDING_S = 5.0  # for a rank to end after SIGTERM

@@ -13,15 +13,15 @@ from harness.config.ds_json import load_ds_json
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
-from harness.files.paths import expanded_path
+from harness.files.paths import REPOSITORY, option_path, script
 from harness.layout.world import World
 from harness.plan.machine import cluster
 from harness.plan.make import make_plan, refuse
 from harness.plan.model_config import presets_as_text
 from harness.plan.plan import Plan
-from harness.terminal import HelpFormatter, say
+from harness.terminal import command_parser, say
 
-DEFAULT_DS_JSON = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1.json"
+DEFAULT_DS_JSON = REPOSITORY / "ds_configs" / "zero1.json"
 
 _EXAMPLES = """\
 examples:
@@ -63,67 +63,29 @@ class Command:
         return ["--deepspeed", str(self.deepspeed_path), *config, *self.assignments]
 
 
-def _path(text: str) -> Path:
-    try:
-        return Path(expanded_path(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text[:60]!r}: {error}") from None
-
-
 def parse_command(argv: Sequence[str] | None = None) -> Command:
     """Parse the command line; argparse exits with code 2 and a message for unknown options.
 
     `--local_rank`, which launchers add, is accepted in both spellings.
     """
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        description="Train a decoder language model with DeepSpeed.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--deepspeed",
-        dest="deepspeed_path",
-        type=_path,
-        default=DEFAULT_DS_JSON,
-        metavar="JSON",
-        help="DeepSpeed JSON: how the run is distributed (default: ds_configs/zero1.json)",
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        type=_path,
-        default=[],
-        metavar="TOML",
-        help="run config: what to train and how",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan and exit; needs no device"
-    )
-    parser.add_argument("--gpus", type=int, help="with --dry-run: number of GPUs to plan for")
-    parser.add_argument("--gpu", help="with --dry-run: GPU type to plan for, such as h100-80")
-    parser.add_argument(
-        "--gpus-per-node", type=int, help="with --dry-run: GPUs per node (default: up to 8)"
-    )
-    parser.add_argument(
-        "--keys", action="store_true", help="list every key of the run config with its default"
-    )
-    parser.add_argument(
-        "--presets", action="store_true", help="list every model.name that needs no files"
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run model code that comes with a hub repository",
-    )
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "assignments",
-        nargs="*",
-        metavar="key=value",
-        help="run config keys, or ds.* keys of the DeepSpeed JSON",
-    )
+    about = "Train a decoder language model with DeepSpeed."
+    examples = _EXAMPLES.replace("harness/train.py", script("harness/train.py"))
+    parser, add = command_parser(about, prog="train.py", epilog=examples, allow_abbrev=False)
+    json_of = "DeepSpeed JSON: a file, or the name of one of ds_configs/ (default: zero1.json)"
+    add("--deepspeed", type=option_path, default=DEFAULT_DS_JSON, metavar="JSON", help=json_of)
+    toml_of = "run config: a file, or the name of a recipe (docs/recipes/)"
+    add("--config", action="append", type=option_path, default=[], metavar="TOML", help=toml_of)
+    add("--dry-run", action="store_true", help="print the plan and exit; needs no device")
+    add("--gpus", type=int, help="with --dry-run: number of GPUs to plan for")
+    add("--gpu", help="with --dry-run: GPU type to plan for, such as h100-80")
+    add("--gpus-per-node", type=int, help="with --dry-run: GPUs per node (default: up to 8)")
+    add("--keys", action="store_true", help="list every key of the run config with its default")
+    add("--presets", action="store_true", help="list every model.name that needs no files")
+    trust = "run model code that comes with a hub repository"
+    add("--trust-remote-code", action="store_true", help=trust)
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    keys = "run config keys, or ds.* keys of the DeepSpeed JSON"
+    add("assignments", nargs="*", metavar="key=value", help=keys)
     options, unknown = parser.parse_known_intermixed_args(argv)
     if options.keys or options.presets:
         say(keys_as_text() if options.keys else presets_as_text())
@@ -139,13 +101,16 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
     if options.gpus_per_node is not None and options.gpus is None:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
+<<<<<<< HEAD
     values = {key: value for key, value in vars(options).items() if key in Command.__annotations__}
+=======
+>>>>>>> w-anywhere
     config_path = next(iter(options.config), None)
-    return Command(
-        **{**values, "config_path": config_path, "assignments": tuple(options.assignments)}
-    )
+    others = {key: getattr(options, key) for key in _OTHERS}
+    return Command(options.deepspeed, config_path, tuple(options.assignments), **others)
 
 
+_OTHERS = ("dry_run", "trust_remote_code", "local_rank", "gpus", "gpus_per_node", "gpu")
 _LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--bind_")
 
 

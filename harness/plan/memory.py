@@ -26,12 +26,12 @@ from harness.estimate.inputs import Inputs, LayerTrace, Way, ZeroSettings
 from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.host import cache_folder
 from harness.estimate.timeline import Estimate, division_problems, estimate_memory
+from harness.files.paths import REPOSITORY
 from harness.layout.shape import Body, Shape, Tensor
 from harness.layout.state_size import carried_numbers
 from harness.plan.overrides import DROPOUT_ENDINGS
 from harness.plan.plan import Draft, Plan
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _MODULE = "harness.models.tracing"
 _FILES = (
     *("models/tracing.py", "models/state_kernels.py"),
@@ -95,7 +95,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 def _asked(text: str) -> dict[str, Any]:
     """Trace in another process, without a GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-    paths = [str(_REPOSITORY), environ.get("PYTHONPATH")]
+    paths = [str(REPOSITORY), environ.get("PYTHONPATH")]
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # "" is the current folder
     command = [sys.executable, "-P", "-m", _MODULE]
     try:
@@ -114,7 +114,7 @@ def _asked(text: str) -> dict[str, Any]:
 def _kept(text: str) -> Path | None:
     """Return the cache file for a result; None if there is no cache folder."""
     made_by = [importlib.metadata.version(name) for name in ("torch", "transformers")]
-    made_by += [(_REPOSITORY / "harness" / name).read_text(encoding="utf-8") for name in _FILES]
+    made_by += [(REPOSITORY / "harness" / name).read_text(encoding="utf-8") for name in _FILES]
     digest = hashlib.sha256("\0".join([*made_by, text]).encode()).hexdigest()
     try:
         folder = cache_folder() / "traces"

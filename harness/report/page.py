@@ -329,6 +329,7 @@ def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
         ("seed", run.text("run", "train", "seed")),
         ("versions", ", ".join(f"{name} {version}" for name, version in package_versions.items())),
         ("commit", run.text("git_commit")),
+        ("started in", run.text("started_in")),
     ]
 
 

@@ -1,12 +1,15 @@
 """Verdicts on a run's records, and what to do next."""
 
 import shlex
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from harness.config.assignments import DECIDED, value_as_text
 from harness.config.ds_json import AUTO, PREFIX
 from harness.errors import ExitCode
+from harness.files.paths import script
 from harness.layout.world import SHARES_GPU
 from harness.report.events import no_better
 from harness.report.formatting import count, duration, moment, sentence, short
@@ -254,7 +257,14 @@ def _left(run: RunRecord) -> str:
 
 def advice(run: RunRecord) -> list[Advice]:
     """Return what to do next, the most likely advice first, with commands that can be copied."""
+    run = replace(run, path=run.path.resolve()) if _started_in(run) else run
     return [*_by_outcome(run), *_by_curve(run)]
+
+
+def _started_in(run: RunRecord) -> str:
+    """Return the folder where the run's relative paths begin; "" if it is the current one."""
+    folder = Path(run.text("started_in"))
+    return str(folder) if folder.is_dir() and not folder.samefile(".") else ""
 
 
 def _by_outcome(run: RunRecord) -> list[Advice]:
@@ -296,7 +306,7 @@ def _by_outcome(run: RunRecord) -> list[Advice]:
         end = f"held-out loss {best[1]:.3f} at step {best[0]:,}" if best else "all steps are done"
         what = "Try the model" if exported else "Export the weights"
         tool = "chat.py" if exported else "export_hf.py"
-        return [Advice(f"{what}: {end}.", f"python tools/{tool} {folder}")]
+        return [Advice(f"{what}: {end}.", f"python {script(f'tools/{tool}')} {folder}")]
     return []
 
 
@@ -366,30 +376,32 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
         for key, value in values.items()
     }
     pairs = " ".join(shlex.quote(f"{key}={text}") for key, text in written.items())
-    return f"{_start(run)} --deepspeed {shlex.quote(source)} {pairs}"
+    folder = _started_in(run)
+    there = f"cd {shlex.quote(folder)} && " if folder else ""
+    return f"{there}{_start(run, folder)} --deepspeed {shlex.quote(source)} {pairs}"
 
 
-def _start(run: RunRecord) -> str:
+def _start(run: RunRecord, folder: str) -> str:
     """Return the command without its arguments, for the launcher that started the run."""
-    launcher = run.text("world", "launcher")
+    launcher, train = run.text("world", "launcher"), script("harness/train.py", folder)
     ranks = max(1, int(number(run.planned("world", "world_size")) or 1))
     per_node = max(1, int(number(run.planned("world", "local_world_size")) or ranks))
     nodes = -(-ranks // per_node)
     if launcher == "none":
-        return "python harness/train.py"
+        return f"python {train}"
     if launcher == "torchrun":
         where = f'--nnodes={nodes} --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" '
         where = where if nodes > 1 else ""
         shares = f"{SHARES_GPU}=1 " if run.ranks_per_gpu > 1 else ""
-        return f"{shares}torchrun {where}--nproc-per-node={per_node} harness/train.py"
+        return f"{shares}torchrun {where}--nproc-per-node={per_node} {train}"
     if launcher == "slurm":
         gpus = (
             f"--gpus-per-node={-(-per_node // run.ranks_per_gpu)} "
             if run.text("world", "accelerator") == "cuda"
             else ""
         )
-        return f"sbatch --nodes={nodes} {gpus}slurm/train.sbatch"
-    return "deepspeed harness/train.py"
+        return f"sbatch --nodes={nodes} {gpus}{script('slurm/train.sbatch', folder)}"
+    return f"deepspeed {train}"
 
 
 def _rounded(rate: float) -> float:

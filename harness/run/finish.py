@@ -13,6 +13,7 @@ from harness.data.data import Data
 from harness.data.packing import IGNORED
 from harness.data.tokenizer_files import brings_code
 from harness.errors import ExitCode, RunStopped, is_full_disk
+from harness.files.paths import script
 from harness.files.records import read_lines
 from harness.plan.batches import length_events
 from harness.plan.text import row
@@ -178,7 +179,7 @@ def _export(run: Run) -> None:
             source=plan.model_source,
             trust_remote_code=run.engine.module.is_remote_code() or brings_code(run.data.tokenizer),
         )
-        command = f"python tools/export_hf.py {run.folder.path}"
+        command = f"python {script('tools/export_hf.py')} {run.folder.path}"
         try:
             checked = export(checkpoint, folder, run.folder.tokenizer_dir, options)
             run.progress.say(f"exported {folder}; {checked}")

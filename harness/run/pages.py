@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from harness.errors import CannotSave
+from harness.files.paths import REPOSITORY
 from harness.runfolder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[2]
 BETWEEN_S = 60.0
 """Minimum seconds between two pages while the run is in progress."""
 PATIENCE_S = 60.0
@@ -51,7 +51,7 @@ class Pages:
         try:
             self._process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=REPOSITORY,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -28,6 +28,7 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
     packages = ("torch", "deepspeed", "transformers", "accelerate", "sentencepiece")
     return {
         **plan.to_json(),
+        "started_in": str(Path.cwd()),  # where relative paths begin
         "total_steps": total_steps,
         "cores": len(os.sched_getaffinity(0)),
         "seen_tokens": seen,

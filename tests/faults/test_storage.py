@@ -233,7 +233,7 @@ def test_what_was_trained_outlives_an_export_without_room(small_disk: Path, tria
     words = ("save.export=true", "save.keep=1", "save.every=8")
     ended = trial.fill(small_disk, *words, at="exporting", nccl=True)
     assert "Traceback" not in ended.output
-    assert f"run: python tools/export_hf.py {trial.path}" in ended.outputs[0]
+    assert f"tools/export_hf.py {trial.path}" in ended.outputs[0]
     assert newest(trial.run).name == f"step-{STEPS:08d}"
     assert trial.failed(74)["step"] == STEPS
     assert list(trial.path.glob("*export*")) == []
@@ -248,7 +248,7 @@ def test_a_run_whose_export_differs_ends_as_the_tool_does(trial: Trial) -> None:
     ended = trial.start("save.export=true", code=77, rank=0, at="exporting", do="differ")
     assert "Traceback" not in ended.output
     assert "but the exported model has 1000" in ended.outputs[0]
-    assert f"python tools/export_hf.py {trial.path} --no-check exports it" in ended.outputs[0]
+    assert f"tools/export_hf.py {trial.path} --no-check exports it" in ended.outputs[0]
     assert trial.failed(77)["step"] == STEPS
     assert list(trial.path.glob("*export*")) == []
 

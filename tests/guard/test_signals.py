@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from harness.errors import ExitCode, RunStopped
 from harness.guard import signals as module
-from harness.guard.signals import StopGuard, TimeLeft, as_seconds, groups_of, slurm_seconds_left
+from harness.guard import stop_request
+from harness.guard.signals import StopGuard, TimeLeft, groups_of
 from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
 from tests.ranks import ranks
 from tests.real_runs import REPOSITORY
@@ -158,7 +159,7 @@ def test_starting_process_ends_on_second_ctrl_c_or_lost_rank(
     ],
 )
 def test_slurm_end_time_is_parsed(text: str, seconds: float | None) -> None:
-    assert as_seconds(text) == seconds
+    assert stop_request.as_seconds(text) == seconds
 
 
 def test_the_end_of_the_process_takes_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,4 +200,4 @@ def test_newer_slurm_says_when_the_job_ends_and_older_is_asked(
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setattr(module.time, "time", lambda: 1000.0)
-    assert slurm_seconds_left(job) == left
+    assert stop_request.slurm_seconds_left(job) == left

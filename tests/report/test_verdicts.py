@@ -2,12 +2,14 @@
 
 import shlex
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.checkpoint.compatibility import resume_problems
 from harness.config.assignments import COUNTED, parse_assignment
+from harness.files.paths import REPOSITORY
 from harness.plan.command import parse_command, plan_from
 from harness.report.page import described, page_of
 from harness.report.run_record import read
@@ -86,6 +88,17 @@ def test_a_command_starts_as_the_run_was_started(tmp_path, world, start):
     run = read(write_run(tmp_path / "run", the_plan=the_plan))
     assert command(run).startswith(f"{start} --deepspeed ds_configs/zero1.json ")
     assert ("8 ranks on 1 x " in described(run)) == ("ranks_per_gpu" in world)
+
+
+def test_a_command_begins_in_the_folder_of_its_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started = plan() | {"started_in": str(tmp_path)}
+    path = write_run(Path("runs/first"), the_plan=started, outcome="stopped", code=75)
+    assert command(read(path)).startswith(f"deepspeed {REPOSITORY}/harness/train.py --deepspeed ")
+    monkeypatch.chdir(REPOSITORY)
+    again = advice(read(tmp_path / path))[0].command
+    assert again.startswith(f"cd {tmp_path} && deepspeed {REPOSITORY}/harness/train.py --deepspeed")
+    assert f" run.dir={tmp_path}/runs/first" in again
 
 
 def late(key: str, first: float, last: float, share: int = 20) -> dict[int, dict[str, float]]:

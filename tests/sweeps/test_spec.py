@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError
+from harness.files.paths import REPOSITORY
 from tests.run_tools import run_tool
 from tools.sweeps.cost import Record, Used, costs
 from tools.sweeps.slurm import JOB, slurm_world
@@ -152,11 +153,13 @@ def test_the_best_trial_is_trained_where_the_sweep_ran(
     monkeypatch.chdir(tmp_path)
     sweep = sweep_of(tmp_path, "slurm = {gres = 'gpu:8'}")
     best = Record(0, "done", {"optim.lr": "0.001"}, 3.0, Used(), "")
-    assert best_command(sweep, best).startswith("python harness/train.py --deepspeed ")
+    assert best_command(sweep, best).startswith(
+        f"python {REPOSITORY}/harness/train.py --deepspeed "
+    )
     sweep.folder.mkdir(parents=True)
     (sweep.folder / JOB).write_text("7\n")
     command = best_command(sweep, best)
-    assert command.startswith("sbatch --gres=gpu:8 slurm/train.sbatch --deepspeed ")
+    assert command.startswith(f"sbatch --gres=gpu:8 {REPOSITORY}/slurm/train.sbatch --deepspeed ")
     assert command.endswith(" optim.lr=0.001")
 
 

@@ -13,17 +13,22 @@ from typing import Any
 from harness.config.assignments import value_as_text
 from harness.config.run_config import RunConfig, known_keys
 from harness.estimate.step_time.job import DAY
+from harness.files.paths import REPOSITORY, script
 from harness.plan.machine import USUAL_NODE
 from harness.plan.model_config import presets
 from tools.cluster.ask import adapter_keys, plan_of
 from tools.cluster.count import Counted
 
-_KUBERNETES = Path(__file__).parents[2] / "slurm/containers/kubernetes.yaml"
+_KUBERNETES = REPOSITORY / "slurm/containers/kubernetes.yaml"
 _SHELL = """#!/bin/bash
 # {about}
-# Run it from the clone{how}; more key=value may follow.
+# Run it{how}; more key=value may follow. Relative paths begin in the current folder.
 set -eu
+clone=${{CLONE:-{clone}}} # on another machine: CLONE=/its/folder bash {name}
+job=$(dirname "$(readlink -f "${{BASH_SOURCE[0]}}")")
+cd "$clone"
 source slurm/site.env
+cd "$OLDPWD"
 {command} "$@"
 """
 _RUN = """# {about}
@@ -74,25 +79,25 @@ def _weights_of(model: str) -> str:
     return on_hub[1] if on_hub else model
 
 
-def commands(args: argparse.Namespace, best: Counted, folder: str) -> dict[str, str]:
-    """Return each script's command by script name. job.sh is the one to start with."""
-    files, hosts = _files(folder), shlex.quote(f"{folder}hostfile")
+def commands(args: argparse.Namespace, best: Counted, clone: str, job: str) -> dict[str, str]:
+    """Return each script's command by its name, job.sh first; `clone` and `job` precede files."""
+    files, train = _files(job), f"{clone}harness/train.py"
     # Otherwise Slurm may give a node's GPUs with one core and little memory.
     whole = "--exclusive --mem=0 " if _takes_whole_nodes(args) else ""
     per_node = best.question.some.gpus_per_node
     nodes = best.question.gpus // per_node
     booked = f"--nodes={nodes} --gpus-per-node={per_node} {whole}"
-    slurm = f"sbatch {booked}slurm/train.sbatch {files}"
+    slurm = f"sbatch {booked}{clone}slurm/train.sbatch {files}"
     if nodes == 1:
-        one = f"deepspeed --num_gpus {per_node} harness/train.py {files}"
+        one = f"deepspeed --num_gpus {per_node} {train} {files}"
         return {"job.sh": one, "sbatch.sh": slurm}
     return {
         "job.sh": slurm,
-        "hostfile.sh": f"deepspeed --hostfile {hosts} harness/train.py {files}",
+        "hostfile.sh": f"deepspeed --hostfile {job}hostfile {train} {files}",
         "torchrun.sh": f"torchrun --nnodes={nodes} --nproc-per-node={per_node} "
         '--node-rank="${NODE_RANK:?0 on the first node, 1 on the next, ...}" '
         '--master-addr="${MASTER_ADDR:?the name of the first node}" '
-        f'--master-port="${{MASTER_PORT:-29500}}" harness/train.py {files}',
+        f'--master-port="${{MASTER_PORT:-29500}}" {train} {files}',
     }
 
 
@@ -100,9 +105,8 @@ def _takes_whole_nodes(args: argparse.Namespace) -> bool:
     return bool(args.gpus >= (args.gpus_per_node or USUAL_NODE))
 
 
-def _files(folder: str) -> str:
-    ds, run = (shlex.quote(f"{folder}{name}") for name in ("ds.json", "run.toml"))
-    return f"--deepspeed {ds} --config {run}"
+def _files(job: str) -> str:
+    return f"--deepspeed {job}ds.json --config {job}run.toml"
 
 
 def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str]:
@@ -119,18 +123,23 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
     what = "run.dir" if question.run.data.mix else "data.path (docs/data.md), and run.dir"
     texts["run.toml"] = _RUN.format(about=about, what=what, keys=keys)
     how = {
-        "torchrun.sh": ", on every node: NODE_RANK=0 MASTER_ADDR=node1 bash torchrun.sh",
+        "torchrun.sh": " on every node: NODE_RANK=0 MASTER_ADDR=node1 bash torchrun.sh",
         "hostfile.sh": " on the first node of the hostfile, which reaches the others by ssh",
     }
     part = "" if _takes_whole_nodes(args) else _PART
     if part:
-        how["sbatch.sh"] = f"; {part}"
-    for name, command in commands(args, best, f"{folder}/").items():
-        texts[name] = _SHELL.format(about=about, how=how.get(name, ""), command=command)
+        how["sbatch.sh"] = f" from any folder; {part}"
+    clone = shlex.quote(str(REPOSITORY))
+    for name, command in commands(args, best, '"$clone"/', '"$job"/').items():
+        where = how.get(name, " from any folder")
+        texts[name] = _SHELL.format(about=about, how=where, clone=clone, name=name, command=command)
     if nodes > 1:
         texts["hostfile"] = "".join(f"node{n + 1} slots={per_node}\n" for n in range(nodes))
     values = {"NODES": str(nodes), "GPUS": str(per_node), "NAME": "train"}
-    texts["kubernetes.yaml"] = filled_in(values | {"ARGUMENTS": _files(f"{folder}/")})
+    is_inside = folder.resolve().is_relative_to(REPOSITORY)
+    pod = folder.resolve().relative_to(REPOSITORY) if is_inside else Path(folder.resolve().name)
+    copied = f"copy {folder} into the claim's clone, as {pod}"
+    texts["kubernetes.yaml"] = filled_in(values | {"ARGUMENTS": _files(shlex.quote(f"{pod}/"))})
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -138,7 +147,9 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
     return [
         f"written: {', '.join(str(folder / name) for name in texts)}",
         *([f"sbatch.sh: {part}"] if part else []),
-        f"check it with: python harness/train.py --dry-run {asked} {_files(f'{folder}/')}",
+        *([] if is_inside else [f"kubernetes.yaml: {copied}"]),
+        f"check it with: python {script('harness/train.py')} --dry-run {asked} "
+        + _files(shlex.quote(f"{folder}/")),
         "its upper end of memory may be smaller than the planner's (docs/planner.md)",
     ]
 

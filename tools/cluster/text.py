@@ -130,7 +130,7 @@ def _ready(args: argparse.Namespace, best: Counted) -> list[str]:
         "Ready to run (--write FOLDER writes these files):",
         f"  ds.json: {json.dumps(best.deepspeed)}",
         f"  run.toml: {keys}",
-        *(f"  {name}: {command}" for name, command in commands(args, best, "").items()),
+        *(f"  {name}: {command}" for name, command in commands(args, best, "", "").items()),
     ]
 
 

@@ -101,7 +101,7 @@ def measured(
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "tools.speed.worker", f"--deepspeed={deepspeed.resolve()}"]
+        command += ["-m", "tools.speed.worker", f"--deepspeed={deepspeed}"]
         command += [f"--warmup={warmup}", f"--steps={steps}", f"--out={out}"]
         command += [f"{key}={value}" for key, value in {**_TIMED, **own, **case.settings}.items()]
         # Relative paths are the caller's; a `tools` or `harness` there is not this repository's.

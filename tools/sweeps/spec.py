@@ -13,6 +13,7 @@ from harness.config.ds_json import PREFIX as DS_PREFIX
 from harness.config.run_file import read_toml
 from harness.config.sections import Count, CountOrZero, PathText, Positive, Section, Text
 from harness.errors import ConfigError, worded
+from harness.files.paths import RUN_CONFIGS, shipped
 from harness.plan.command import DEFAULT_DS_JSON, Command
 from tools.sweeps.space import Choice, Dimension, corners, draws, grid, read_space
 
@@ -143,11 +144,8 @@ def read_sweep(path: Path, problems: list[str]) -> Sweep:
 
     Raises ConfigError if the file cannot be read.
     """
-    if not path.exists():
-        raise ConfigError(
-            f"there is no file {path}: give the file of a sweep, such as docs/sweep.toml"
-        )
-    tree, origin = read_toml(path), str(path)
+    path = shipped(path, RUN_CONFIGS)
+    tree, origin = read_toml(path, "sweep"), str(path)
     for name in _TABLES:
         if not isinstance(tree.get(name, {}), dict):
             problems.append(worded(name, tree.pop(name), origin, f"it must be a table, [{name}]"))

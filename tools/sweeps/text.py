@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from harness import terminal
+from harness.files.paths import script
 from harness.report.run_record import read
 from tools.sweeps.cost import Cost, Record
 from tools.sweeps.slurm import JOB, sbatch_options
@@ -114,10 +115,10 @@ def best_command(sweep: Sweep, best: Record) -> str:
     """Return the command that trains with a trial's values: on Slurm if the sweep ran there."""
     ranks = sweep.settings.ranks
     start = ["python"] if ranks == 1 else ["deepspeed", "--num_accelerators", str(ranks)]
-    start.append("harness/train.py")
+    program = script("harness/train.py")
     if (sweep.folder / JOB).exists():
-        start = ["sbatch", *sbatch_options(sweep), "slurm/train.sbatch"]
-    return shlex.join([*start, *sweep.command(best.choice).words()])
+        start, program = ["sbatch", *sbatch_options(sweep)], script("slurm/train.sbatch")
+    return f"{shlex.join(start)} {program} {shlex.join(sweep.command(best.choice).words())}"
 
 
 def ending(sweep: Sweep, record: Record) -> str:
