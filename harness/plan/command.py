@@ -101,10 +101,6 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
     if options.gpus_per_node is not None and options.gpus is None:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
-<<<<<<< HEAD
-    values = {key: value for key, value in vars(options).items() if key in Command.__annotations__}
-=======
->>>>>>> w-anywhere
     config_path = next(iter(options.config), None)
     others = {key: getattr(options, key) for key in _OTHERS}
     return Command(options.deepspeed, config_path, tuple(options.assignments), **others)
