@@ -3,8 +3,6 @@
 import os
 import signal
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 
@@ -50,18 +48,3 @@ def test_killed_worker_is_named_not_those_ended_with_it(killed: int) -> None:
 
     with pytest.raises(WorkerFailed, match=r"SIGKILL .*lower --workers"):
         run_workers(work, range(2), 2, nothing)
-
-
-@pytest.mark.parametrize("is_dead", [False, True])
-def test_the_parent_may_be_process_1(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container; a worker whose parent is dead has another parent."""
-    ids = SimpleNamespace(getpid=lambda: 1, getppid=lambda: 4711 if is_dead else 1)
-    monkeypatch.setattr(workers, "os", ids)
-    worked = workers.multiprocessing.get_context("fork").Value("i", 0)
-
-    def work(item: int, progress: Progress) -> None:
-        worked.value += 1
-
-    with pytest.raises(WorkerFailed) if is_dead else nullcontext():
-        run_workers(work, range(1), 1, nothing)
-    assert worked.value == (0 if is_dead else 1)

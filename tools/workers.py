@@ -1,7 +1,9 @@
-"""Runs work in many processes of this machine; none of them outlive the tool."""
+"""Runs work in many processes of this machine; none of them outlive the tool.
+
+Not by harness/launch: workers are no ranks, but forks of the tool that share its loaded data.
+"""
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,6 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from harness import terminal
 from harness.errors import ConfigError
+from harness.launch.ranks import follow
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
@@ -126,10 +129,7 @@ def _end_with(parent: int) -> None:
     """Leave Ctrl-C to the parent, and let a killed parent take its workers with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent was killed before the call above
-        sys.exit(1)
+    follow(parent)
 
 
 def _how(code: int) -> str:

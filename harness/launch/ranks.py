@@ -1,4 +1,10 @@
-"""Starts process groups of ranks on this machine, for everything that runs the real engine."""
+"""Starts ranks and helper processes on this machine, and ends all that they leave: the one launcher
+of rehearsals, sweeps, acceptance, benchmarks, gates and tests.
+
+Its processes have their own sessions, so that Ctrl-C only reaches the caller; they end with it.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -10,14 +16,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 PATIENCE_S = 30.0  # for ranks to end after one has failed
 ENDING_S = 5.0  # for a rank to end after SIGTERM
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+# Options of prctl(2).
+_SET_DEATH_SIGNAL = 1
+_SET_CHILD_SUBREAPER = 36
 ON_CPU = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
 ON_CUDA = {
     "DS_ACCELERATOR": "cuda",
@@ -41,15 +52,6 @@ class Forked:
             self.returncode = self._code_of(self.pid)
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code; raise subprocess.TimeoutExpired after `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            time.sleep(POLL_S)
-        return code
-
     def send_signal(self, number: int) -> None:
         """Send a signal if the process is running."""
         if self.poll() is None:
@@ -65,6 +67,33 @@ class Forked:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """How ranks ended."""
+
+    codes: list[int | None]
+    """Exit codes, negative for a signal; None for a rank that was ended at a limit."""
+    outputs: list[str]
+    """Stdout and stderr of each rank; empty if output is not captured."""
+    seconds: list[float]
+    """Duration of each rank."""
+
+    @property
+    def output(self) -> str:
+        """Output of all ranks."""
+        return "\n".join(self.outputs)
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the output."""
+        return self.output.strip().rpartition("\n")[2]
+
+    def succeeded(self) -> Outcome:
+        """Return the object itself; fail with all output unless every rank exited with 0."""
+        assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.output}"
+        return self
+
+
+@dataclass(frozen=True)
 class Ranks:
     """Processes that run the same command, one per rank."""
 
@@ -73,6 +102,9 @@ class Ranks:
     """Output file of each process; empty if output is not captured."""
     port: int
     """The rendezvous port, which is also part of the names of shared files."""
+    before: frozenset[psutil.Process] | None = None
+    """Descendants of this process that do not belong to the group. None: `end` ends only the ranks
+    themselves, because other groups may be started beside it."""
 
     @property
     def ended(self) -> bool:
@@ -84,32 +116,52 @@ class Ranks:
         limit_s: float = float("inf"),
         meanwhile: Callable[[], None] = lambda: None,
         patience_s: float = PATIENCE_S,
-    ) -> list[int]:
-        """Return the exit codes of all ranks, negative for a signal; calls `meanwhile` frequently.
+    ) -> Outcome:
+        """Return how all ranks ended; calls `meanwhile` frequently.
 
         Ends ranks that outlive `limit_s`, or a failed rank by more than `patience_s`.
         """
-        deadline = time.monotonic() + limit_s
-        while None in [process.poll() for process in self.processes]:  # must poll all of them
-            if any(process.returncode for process in self.processes):
-                deadline = min(deadline, time.monotonic() + patience_s)
-            if time.monotonic() > deadline:
+        began = now = time.monotonic()
+        deadline = began + limit_s
+        ends: dict[int, float] = {}
+        while None in (codes := [process.poll() for process in self.processes]):  # must poll all
+            ends |= {rank: now for rank, code in enumerate(codes) if code is None}
+            if any(codes):
+                deadline = min(deadline, now + patience_s)
+            if now > deadline:
                 self.end()
+                break
             meanwhile()
             time.sleep(POLL_S)
-        return [process.wait() for process in self.processes]
+            now = time.monotonic()
+        outputs = [log.read_text(encoding="utf-8", errors="replace") for log in self.logs]
+        seconds = [ends.get(rank, began) - began for rank in range(len(codes))]
+        return Outcome(codes, outputs, seconds)
+
+    def others(self, patience_s: float = 0.0) -> list[psutil.Process]:
+        """Return the processes that ranks started and that run on for `patience_s`, also without
+        their ranks. Only for groups of `ending`.
+        """
+        if self.before is None:
+            return []
+        own = {process.pid for process in self.processes}
+        every = {*psutil.Process().children(recursive=True)} - self.before
+        return psutil.wait_procs([other for other in every if other.pid not in own], patience_s)[1]
 
     def end(self) -> None:
-        """End the running processes: SIGTERM first, SIGKILL later."""
-        for process in self.processes:
-            process.terminate()
+        """End the running processes, `others` included: SIGTERM first, SIGKILL later."""
         deadline = time.monotonic() + ENDING_S
-        for process in self.processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        asked: set[int] = set()
+        while left := [*(own for own in self.processes if own.poll() is None), *self.others()]:
+            is_late = time.monotonic() > deadline
+            for process in left:
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    if is_late:
+                        process.kill()
+                    elif process.pid not in asked:
+                        process.terminate()
+            asked |= {process.pid for process in left}
+            time.sleep(POLL_S)
 
 
 def free_port() -> int:
@@ -147,36 +199,40 @@ def python_path(before: str | None) -> str:
 
 def start(
     command: Sequence[str],
-    ranks: int,
+    ranks: int | None,
     cwd: Path = REPOSITORY,
     logs: Path | None = None,
     env: Mapping[str, str | None] = ON_CPU,
-    stop_with_parent: bool = False,
+    if_killed: signal.Signals = signal.SIGKILL,
 ) -> Ranks:
-    """Start `command` once per rank, as torchrun would.
+    """Start `command` once per rank, as torchrun would; None: once, for a helper that is no rank.
 
-    Rank N writes to `logs`/rank-N.log; without `logs`, ranks inherit this process's output. `env`
-    overrides this process's environment; None removes a variable. `stop_with_parent`: ranks get
-    SIGUSR1, and save, if this process is killed.
+    Rank N writes to `logs`/rank-N.log, a helper to `logs`/log.txt; without `logs`, they inherit
+    this process's output. `env` overrides this process's environment; None removes a variable.
+    The processes get `if_killed` if the thread that starts them ends, for any reason.
     """
-    paths = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
+    port, parent = free_port(), os.getpid()
+    places = [place_of(rank, ranks, port) for rank in range(ranks)] if ranks else [{}]
+    names = [f"rank-{rank}.log" for rank in range(ranks)] if ranks else ["log.txt"]
+    paths = [logs / name for name in names] if logs else []
     if logs:
         logs.mkdir(parents=True, exist_ok=True)
     processes: list[subprocess.Popen[bytes]] = []
-    group = Ranks(processes, paths, free_port())
+    group = Ranks(processes, paths, port)
     try:
-        with _deferred(signal.SIGINT, signal.SIGTERM):
-            for rank in range(ranks):
+        with deferred(signal.SIGINT, signal.SIGTERM):
+            for rank, place in enumerate(places):
                 with paths[rank].open("wb") if paths else contextlib.nullcontext() as log:
                     processes.append(
                         subprocess.Popen(
                             command,
                             cwd=cwd,
-                            env=environment(place_of(rank, ranks, group.port), env),
+                            env=environment(place, env),
                             stdin=subprocess.DEVNULL,
                             stdout=log,
                             stderr=subprocess.STDOUT if log else None,
-                            preexec_fn=_stop_with_parent if stop_with_parent else None,
+                            start_new_session=True,
+                            preexec_fn=partial(follow, parent, if_killed),
                         )
                     )
     except BaseException:
@@ -185,29 +241,42 @@ def start(
     return group
 
 
-def _stop_with_parent() -> None:
-    """Request SIGUSR1 from the kernel when the parent process ends for any reason."""
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGUSR1), 0, 0, 0)
+def follow(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send a signal to this process when its parent ends for any reason."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # it was killed before the call above
+        os._exit(1)
 
 
 @contextlib.contextmanager
-def started(
-    command: Sequence[str],
-    ranks: int,
-    cwd: Path = REPOSITORY,
-    logs: Path | None = None,
-    env: Mapping[str, str | None] = ON_CPU,
-) -> Iterator[Ranks]:
-    """Start ranks as `start` does; none of them outlives the block."""
-    group = start(command, ranks, cwd, logs, env)
+def ending(start: Callable[[], Ranks]) -> Iterator[Ranks]:
+    """Start a group; neither its ranks nor what they start, in whatever session, outlive the block.
+
+    Nothing else may be started in the block.
+    """
+    # Orphans of a killed launcher become children of this process, so they can be found.
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    before = frozenset(psutil.Process().children(recursive=True))
+    group = replace(start(), before=before)
     try:
         yield group
     finally:
         group.end()
 
 
+def started(
+    command: Sequence[str],
+    ranks: int | None,
+    cwd: Path = REPOSITORY,
+    logs: Path | None = None,
+    env: Mapping[str, str | None] = ON_CPU,
+) -> contextlib.AbstractContextManager[Ranks]:
+    """Start ranks as `start` does, for a block, as `ending` does."""
+    return ending(partial(start, command, ranks, cwd, logs, env))
+
+
 @contextlib.contextmanager
-def _deferred(*numbers: signal.Signals) -> Iterator[None]:
+def deferred(*numbers: signal.Signals) -> Iterator[None]:
     """Defer signals until the end of the block: a start must not lose track of a process."""
     if threading.current_thread() is not threading.main_thread():  # only it gets signals
         yield
@@ -237,7 +306,7 @@ def run_module(
     for stale in errors.glob("*.error"):
         stale.unlink()
     with started([sys.executable, "-m", module, *arguments], ranks, env=env) as group:
-        raise_errors(group.wait(), errors)
+        raise_errors(group.wait().codes, errors)
 
 
 def raise_errors(codes: Sequence[int | None], errors: Path) -> None:

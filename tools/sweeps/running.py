@@ -265,7 +265,8 @@ def queue_here(sweep: Sweep, study: Study, say: Say) -> Queue:
         command = [sys.executable, str(REPOSITORY / "harness" / "train.py")]
         command += sweep.command(choice, folder).words()
         env = _lane_environment(ranks, parallel, lane)
-        return start_ranks(command, ranks, Path.cwd(), folder / "logs", env, stop_with_parent=True)
+        # A killed sweep's ranks save and end.
+        return start_ranks(command, ranks, Path.cwd(), folder / "logs", env, signal.SIGUSR1)
 
     left = [record.number for record in study.records() if not record.has_ended]
     return Queue(sweep, study, Budget(sweep, None), say, start, left, parallel)
