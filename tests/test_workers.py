@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from typing import BinaryIO
 
 import pytest
 
@@ -25,8 +26,9 @@ def test_an_error_larger_than_a_pipe_arrives() -> None:
 
 
 def test_a_worker_that_is_killed_while_it_reports_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def send_half(self: workers.Connection, error: Exception) -> None:
-        os.write(self.fileno(), b"\0\0\1\0half")  # of 256 bytes
+    def write_half(error: Exception, file: BinaryIO) -> None:
+        file.write(b"half")
+        file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def fail(item: int, progress: Progress) -> None:
@@ -34,7 +36,7 @@ def test_a_worker_that_is_killed_while_it_reports_is_named(monkeypatch: pytest.M
             time.sleep(60)
         raise ConfigError("torn")
 
-    monkeypatch.setattr(workers.Connection, "send", send_half)
+    monkeypatch.setattr(workers.pickle, "dump", write_half)
     with pytest.raises(WorkerFailed, match="SIGKILL"):
         run_workers(fail, range(2), 2, nothing)
 

@@ -20,8 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ from harness.launch.ranks import (
     Forked,
     Outcome,
     Ranks,
+    code_of,
     deferred,
     ending,
     environment,
-    follow,
+    fork,
     free_port,
     place_of,
     python_path,
@@ -194,18 +195,12 @@ def _share_gloo_threads() -> None:
 
 def _answer(job: dict[str, Any], to_answer: int) -> Any:
     if "poll" in job:
-        ended, status = os.waitpid(job["poll"], os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if ended else None
+        return code_of(job["poll"])
     port = free_port()
-    return port, [_fork(rank, port, job, to_answer) for rank in range(job["ranks"])]
+    return port, [fork(partial(_rank, rank, port, job, to_answer)) for rank in range(job["ranks"])]
 
 
-def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
-    sys.stdout.flush()
-    parent = os.getpid()
-    if pid := os.fork():
-        return pid
-    follow(parent)
+def _rank(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int | None:
     os.close(to_answer)
     is_script, read = job["main"].endswith(".py"), f"{job['logs']}/in"
     if job["logs"]:
@@ -220,34 +215,20 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
         tempfile.tempdir = None  # read it from the new environment
     if not is_script:
         os.environ.update(place_of(rank, job["ranks"], port))
-    code = 1
+    if job["cwd"]:
+        os.chdir(job["cwd"])
+    if job["fault"]:
+        importlib.import_module(job["planter"]).plant(job["fault"], rank)
+    sys.argv = [job["main"], *job["args"]]  # some tools read it
+    if not is_script:
+        command = importlib.import_module(job["main"]).main
+        return command(job["args"]) if inspect.signature(command).parameters else command()
+    atexit._clear()  # registered by the imports
     try:
-        if job["cwd"]:
-            os.chdir(job["cwd"])
-        if job["fault"]:
-            importlib.import_module(job["planter"]).plant(job["fault"], rank)
-        sys.argv = [job["main"], *job["args"]]  # some tools read it
-        if is_script:
-            atexit._clear()  # registered by the imports
-            try:
-                runpy.run_path(job["main"], run_name="__main__")
-            finally:
-                atexit._run_exitfuncs()
-            code = 0
-        else:
-            command = importlib.import_module(job["main"]).main
-            code = command(job["args"]) if inspect.signature(command).parameters else command()
-    except SystemExit as end:
-        if isinstance(end.code, str):  # as the interpreter would
-            print(end.code, file=sys.stderr)
-        else:
-            code = int(end.code or 0)
-    except BaseException:  # as the interpreter would
-        traceback.print_exc()
+        runpy.run_path(job["main"], run_name="__main__")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        atexit._run_exitfuncs()
+    return 0
 
 
 if __name__ == "__main__":

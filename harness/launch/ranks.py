@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,11 +38,16 @@ ON_CUDA = {
 }
 
 
+def code_of(pid: int) -> int | None:
+    """Return a child's exit code, once, when it has ended (negative for a signal); else None."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
 class Forked:
     """The part of subprocess.Popen's interface that a group of ranks needs."""
 
-    def __init__(self, pid: int, code_of: Callable[[int], int | None]) -> None:
-        """`code_of` returns a process's exit code, once, when it has ended."""
+    def __init__(self, pid: int, code_of: Callable[[int], int | None] = code_of) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._code_of = code_of
@@ -248,6 +254,42 @@ def follow(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def fork(work: Callable[[], int | None]) -> int:
+    """Call `work` in a fork of this process, which ends as an interpreter would and does not
+    outlive this one. Return its pid.
+    """
+    sys.stdout.flush()
+    parent, code = os.getpid(), 1
+    if pid := os.fork():
+        return pid
+    try:
+        follow(parent)
+        code = work() or 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        else:
+            code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def forked(work: Callable[[int], int | None], count: int) -> Ranks:
+    """Fork `count` processes: process N calls work(N), and leaves Ctrl-C to this one."""
+
+    def of(number: int) -> int | None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return work(number)
+
+    with deferred(signal.SIGINT, signal.SIGTERM):
+        return Ranks([Forked(fork(partial(of, number))) for number in range(count)], [], 0)
+
+
 @contextlib.contextmanager
 def ending(start: Callable[[], Ranks]) -> Iterator[Ranks]:
     """Start a group; neither its ranks nor what they start, in whatever session, outlive the block.
@@ -290,27 +332,3 @@ def deferred(*numbers: signal.Signals) -> Iterator[None]:
             signal.signal(number, handler)
         for caught in come:
             signal.raise_signal(caught)
-
-
-def run_module(
-    module: str,
-    arguments: list[str],
-    ranks: int,
-    errors: Path,
-    env: Mapping[str, str | None] = ON_CPU,
-) -> None:
-    """Run `python -m module` once per rank and wait for all; Ctrl-C ends them.
-
-    If a rank fails, raises SystemExit with the contents of `errors`/*.error.
-    """
-    for stale in errors.glob("*.error"):
-        stale.unlink()
-    with started([sys.executable, "-m", module, *arguments], ranks, env=env) as group:
-        raise_errors(group.wait().codes, errors)
-
-
-def raise_errors(codes: Sequence[int | None], errors: Path) -> None:
-    """Raise SystemExit with the contents of `errors`/*.error if any exit code is not 0."""
-    if any(code != 0 for code in codes):
-        texts = [path.read_text() for path in sorted(errors.glob("*.error"))]
-        raise SystemExit("\n".join(texts) or f"the process group ended with {codes}")

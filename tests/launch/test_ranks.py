@@ -1,7 +1,6 @@
 """The processes of a group end together, and none outlives whoever started them."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +15,8 @@ import psutil
 import pytest
 
 from harness.launch import fork_server, ranks
-from harness.launch.ranks import Ranks, ending, raise_errors, run_module, started
+from harness.launch.ranks import Ranks, ending, started
+from tests.gates import jobs
 from tests.real_runs import environment, imported, wait_for
 from tests.shipped import DS_CONFIGS
 
@@ -124,8 +124,8 @@ from tools.speed.cases import Case, measured
 measured(Case("base", {"train.micro_batch": "1"}), DEFAULT_DS_JSON, 1, 1, 1)
 """,
     "gate": """
-from harness.launch.ranks import run_module
-run_module("a_gate", [], 1, Path())
+from tests.gates.jobs import _launch
+_launch(None, [], Path(".."), 1, {})
 """,
     "rehearsal": f"""
 from tools import rehearse
@@ -181,18 +181,6 @@ def test_processes_end_with_their_user(
         assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize("codes", [(0, 1), (0, -9), (None, 0)])
-def test_rank_that_did_not_end_with_0_is_an_error(
-    codes: tuple[int | None, ...], tmp_path: Path
-) -> None:
-    raise_errors([0, 0], tmp_path)
-    with pytest.raises(SystemExit, match=re.escape(f"ended with {codes}")):
-        raise_errors(codes, tmp_path)
-    (tmp_path / "1.error").write_text("no memory")
-    with pytest.raises(SystemExit, match=r"^no memory$"):
-        raise_errors(codes, tmp_path)
-
-
 @pytest.mark.parametrize(("parent", "is_dead"), [(1, False), (4711, True)])
 def test_a_process_whose_parent_is_dead_ends(
     parent: int, is_dead: bool, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +203,16 @@ def test_the_fork_server_ends_with_its_block(fails: bool) -> None:
     process().wait.assert_called_once()
 
 
-def test_errors_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "0.error").write_text("stale")
-    with pytest.raises(SystemExit, match=r"^the process group ended with \[1\]$"):
-        run_module("no_such_module", [], 1, tmp_path)
+@pytest.mark.parametrize("error", ["", "no memory"])
+def test_a_gate_whose_rank_fails_ends_with_its_error(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of an earlier start do not count."""
+    (tmp_path / "1.error").write_text("stale")
+    fails = tmp_path / "fails"
+    fails.write_text(f"#!/bin/sh\nprintf '{error}' > {tmp_path}/0.error; exit 1")
+    fails.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fails))
+    with pytest.raises(SystemExit) as raised:
+        jobs._launch(None, [], tmp_path, 1, {})
+    assert raised.value.code == (error or "the process group ended with [1]")
