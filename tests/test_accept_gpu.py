@@ -27,7 +27,7 @@ from tools.accept_gpu import STEPS
 from tools.acceptance import attention as attending
 from tools.acceptance import machine as on_machine
 from tools.acceptance import measured as measured_steps
-from tools.acceptance import parity, runs
+from tools.acceptance import optimizer, parity, runs
 from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed, Skipped
 from tools.acceptance.measured import MOST, RUN_AHEAD
@@ -36,27 +36,20 @@ from tools.acceptance.report import Check, Result, as_json, code, table
 from tools.speed.cases import Case
 
 CELL = ("llama", "zero1", "bf16")
-COMMAND = [sys.executable, "-m", "tests.planted_acceptance"]
-
-
-def accept(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the planted steps."""
-    variables = environment(TMPDIR=str(folder))
-    return subprocess.run(
-        [*COMMAND, *words], cwd=REPOSITORY, env=variables, capture_output=True, text=True
-    )
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """Return (ended command, its JSON, folder) of all planted steps."""
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """Return (ended command, its JSON) of all planted steps."""
     folder = tmp_path_factory.mktemp("planted")
-    done = accept("--json", str(folder / "out.json"), folder=folder)
-    return done, json.loads((folder / "out.json").read_text()), folder
+    out, variables = folder / "out.json", environment(TMPDIR=str(folder))
+    command = [sys.executable, "-m", "tests.planted_acceptance", "--json", str(out)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True)
+    return done, json.loads(out.read_text())
 
 
-def test_each_verdict_has_its_reason(planted: tuple[Any, Any, Path]) -> None:
-    done, result, _ = planted
+def test_each_verdict_has_its_reason(planted: tuple[Any, Any]) -> None:
+    done, result = planted
     assert done.returncode == result["code"] == 1
     steps = {step["step"]: step for step in result["steps"]}
     assert {name: step["verdict"] for name, step in steps.items()} == {
@@ -78,8 +71,8 @@ def test_each_verdict_has_its_reason(planted: tuple[Any, Any, Path]) -> None:
     assert "skipped: skipped; FAILED: failing, raising, rubbish" in out.replace("\n", " ")
 
 
-def test_the_table_fits_80_columns_whatever_a_step_prints(planted: tuple[Any, Any, Path]) -> None:
-    done, *_ = planted
+def test_the_table_fits_80_columns_whatever_a_step_prints(planted: tuple[Any, Any]) -> None:
+    done, _ = planted
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "\ngood           held" in done.stdout
     assert done.stdout.replace("\n", "").isprintable()
@@ -252,6 +245,18 @@ def test_peaks_on_gpus_are_held_to_the_estimate(
     measured_steps.hold(bench := Bench(tmp_path, tmp_path, 1, "cuda"))
     verdicts = {check.name: check.verdict for check in bench.checks}
     assert verdicts == dict.fromkeys(measured_steps._GPU_CASES, "failed")
+
+
+@pytest.mark.gate("tools")
+@pytest.mark.slow
+def test_op_build_is_taken_over_from_a_killed_builder(tmp_path: Path) -> None:
+    own = tmp_path / "build"
+    assert optimizer._killed_build(own) == "the build that waited for it succeeded"
+    said = (own / "second" / "log.txt").read_text().splitlines()
+    assert said[0].startswith(f"compiling DeepSpeed's planted in {own}/planted")
+    assert said[1].startswith("waiting for another process that is building in")
+    assert said[2].startswith("planted was ready after")
+    assert said[3] == "loaded"
 
 
 def test_sdpa_on_a_gpu_has_a_fused_kernel(tmp_path: Path) -> None:

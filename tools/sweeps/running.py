@@ -92,8 +92,7 @@ class Running:
     def _ask_to_end(self) -> None:
         """Let all processes save and end, as Slurm's own warning does."""
         for process in self.ranks.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGUSR1)
 
     def _see(self, line: dict[str, Any]) -> None:
         self.step, self._tokens = line["step"], line.get("tokens", self._tokens)
@@ -293,6 +292,7 @@ def run_task(sweep: Sweep, study: Study, number: int, say: Say) -> int:
 
     def start(choice: Choice, folder: Path, lane: int) -> Ranks:
         words = sweep.command(choice, folder.absolute()).words()
+        # In this process's session, by which Slurm knows the job's processes.
         return Ranks([subprocess.Popen(["bash", str(script), *words])], [sweep.folder / log], 0)
 
     budget = Budget(sweep, slurm_world(sweep))
