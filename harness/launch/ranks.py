@@ -109,8 +109,7 @@ class Ranks:
     port: int
     """The rendezvous port, which is also part of the names of shared files."""
     before: frozenset[psutil.Process] | None = None
-    """Descendants of this process that do not belong to the group. None: `end` ends only the ranks
-    themselves, because other groups may be started beside it."""
+    """Descendants of this process that are not the group's; None: `end` ends the ranks alone."""
 
     @property
     def ended(self) -> bool:
@@ -152,7 +151,8 @@ class Ranks:
             return []
         own = {process.pid for process in self.processes}
         every = {*psutil.Process().children(recursive=True)} - self.before
-        return psutil.wait_procs([other for other in every if other.pid not in own], patience_s)[1]
+        theirs = [other for other in every if other.pid not in own]
+        return list(psutil.wait_procs(theirs, patience_s)[1])
 
     def end(self) -> None:
         """End the running processes, `others` included: SIGTERM first, SIGKILL later."""
