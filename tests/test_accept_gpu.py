@@ -83,7 +83,6 @@ def test_the_table_fits_80_columns_whatever_a_step_prints(planted: tuple[Any, An
 def test_a_step_that_hangs_fails_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Folders are the fourth word of its command."""
     (hangs := tmp_path / "hangs").write_text('#!/bin/sh\nprintf hanging > "$4/now"; sleep 60')
     hangs.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(hangs))

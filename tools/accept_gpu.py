@@ -15,7 +15,6 @@ steps:
 import argparse
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -145,8 +144,8 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
 
 def _cpu_s() -> float:
     """Return the processor seconds of the processes that have been waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:
