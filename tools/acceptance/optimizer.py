@@ -6,10 +6,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from harness.launch.ranks import REPOSITORY, Ranks, start
+from harness.launch.ranks import REPOSITORY, Ranks, started
 from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank, tiny_engine
 
 _ELEMENTS = 10_000_000
@@ -70,23 +71,22 @@ def _killed_build(own: Path) -> str:
     waits = f"case \" $* \" in *' -c '*) touch '{begun}'; sleep 3600;; esac"
     slow.write_text(f"#!/bin/sh\n{waits}\nexec '{compiler}' \"$@\"\n")
     slow.chmod(0o755)
-    first = _builder(own / "first", str(slow), source)
-    _until(begun.exists, "the first build to begin", first)
-    second = _builder(own / "second", compiler, source)
-    (log,) = second.logs
-    _until(lambda: "waiting for another" in log.read_text(), "the second to wait", second)
-    os.killpg(first.processes[0].pid, signal.SIGKILL)
-    first.wait()
-    ended = second.wait(_PATIENCE_S)
+    with _builder(own / "first", str(slow), source) as first:  # ends the compiler that it leaves
+        _until(begun.exists, "the first build to begin", first)
+        with _builder(own / "second", compiler, source) as second:
+            (log,) = second.logs
+            _until(lambda: "waiting for another" in log.read_text(), "the second to wait", second)
+            os.killpg(first.processes[0].pid, signal.SIGKILL)
+            ended = second.wait(_PATIENCE_S)
     is_built = ended.codes == [0] and ended.last_line == _LOADED
     expect(is_built, f"it ended with {ended.codes[0]}: {ended.output}")
     return "the build that waited for it succeeded"
 
 
-def _builder(logs: Path, compiler: str, source: Path) -> Ranks:
+def _builder(logs: Path, compiler: str, source: Path) -> AbstractContextManager[Ranks]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     env = {"CXX": compiler, "TORCH_EXTENSIONS_DIR": str(source.parent), "PATH": path}
-    return start([sys.executable, "-c", _BUILD, str(source)], None, REPOSITORY, logs, env)
+    return started([sys.executable, "-c", _BUILD, str(source)], None, REPOSITORY, logs, env)
 
 
 def _until(condition: Callable[[], bool], what: str, builder: Ranks) -> None:
